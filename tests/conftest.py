@@ -354,11 +354,15 @@ def migrated_mariadb(mariadb_of_session: str) -> str:
 def numbers(request, dualwrite_kafka, dualwrite_topic):
     """A sink for numbered rows, in a migrated database: PostgreSQL's, unless a test asks for "mariadb".
 
-    "librdkafka" asks for that engine of producers.
+    "librdkafka" asks for that engine of producers, "mortal" for a topic on the broker that a test may kill.
     """
     from harness.spark import SparkCase
 
     kind = getattr(request, "param", "postgresql")
     url = request.getfixturevalue("migrated_mariadb" if kind == "mariadb" else "migrated_database")
     engine = "librdkafka" if kind == "librdkafka" else None
-    return SparkCase(patient(dualwrite_kafka.client_config(), engine), url, dualwrite_topic, producer_engine=engine)
+    broker, topic = dualwrite_kafka, dualwrite_topic
+    if kind == "mortal":
+        broker = request.getfixturevalue("mortal_kafka")
+        broker.create_topic(topic, 2)
+    return SparkCase(patient(broker.client_config(), engine), url, topic, producer_engine=engine)

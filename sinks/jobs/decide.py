@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
 from dualwrite.errors import (
     CompletionPending,
+    ConfigurationError,
+    DatabaseWentBack,
     DualWriteError,
     Fenced,
     TransactionAborted,
@@ -32,6 +34,23 @@ if TYPE_CHECKING:
     from dualwrite.recovery.claim import OwnerContext
 
 logger = logging.getLogger(__name__)
+
+RUN_AGAIN: Final = "run the batch again with the same batch id, or start the stream again: nothing is written twice"
+"""The advice on every batch whose end is not known or not reached. What one block's errors advise would lose its messages:
+nobody but its next run, or a recovery, completes it."""
+
+
+def pending(name: str, why: DualWriteError) -> CompletionPending:
+    """The error for a batch that the database has committed, and that could not be settled.
+
+    Args:
+        name: The batch.
+        why: What settling it has raised.
+    """
+    return CompletionPending(
+        f"{name}: decided, and Kafka has not all of it yet: {why.what}",
+        next_step=f"{RUN_AGAIN}, and the messages follow; at its time limit the broker would abort them",
+    )
 
 
 class Part(Protocol):
@@ -144,7 +163,8 @@ class Decision(Generic[P]):
         Raises:
             TransactionAborted: Nothing of the batch is committed. What was prepared stays open until it is settled.
             Fenced: Another decider has claimed a part. As TransactionAborted.
-            TransactionInDoubt: The answer to COMMIT is missing, and the servers did not answer in time to find it out.
+            TransactionInDoubt: The answer to COMMIT is missing, and the servers did not answer in time to find it out: run the
+                batch again.
             CompletionPending: Decided. Kafka has not all of it yet: run the batch again, or settle.
         """
         failpoints.hit("batch.prepared")
@@ -172,10 +192,10 @@ class Decision(Generic[P]):
                 self.completed = self._complete()
                 self._machine.apply(BatchEvent.COMPLETE)
             self._batch.settle({part.transactional_id for part in self.completed})
-        except Unavailable as error:
-            raise CompletionPending(
-                f"{self._batch.name}: decided, and Kafka has not all of it yet: {error.what}"
-            ) from error
+        except DatabaseWentBack:
+            raise
+        except (Unavailable, ConfigurationError) as error:
+            raise pending(self._batch.name, error) from error
         self._machine.apply(BatchEvent.SETTLE)
         return by_this_call
 
@@ -216,7 +236,9 @@ class Decision(Generic[P]):
         )
         if not ours:
             raise Fenced(
-                f"{self._batch.name}: its slot was claimed by another decider", transactional_id=part.transactional_id
+                f"{self._batch.name}: another decider, or a recovery, has claimed its slot",
+                transactional_id=part.transactional_id,
+                next_step=RUN_AGAIN,
             )
 
     def _resolve(self, doubt: TransactionInDoubt) -> BatchEvent:
@@ -225,6 +247,7 @@ class Decision(Generic[P]):
             self._batch.settle(())
             return BatchEvent.FIND if self._batch.is_written() else BatchEvent.ABORT
         except DualWriteError as error:
+            doubt.next_step = RUN_AGAIN
             raise doubt from error
 
     def _complete(self) -> Sequence[P]:

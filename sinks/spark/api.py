@@ -55,6 +55,8 @@ def write_batch(df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings
         DecidedTransactionLost, OutcomeUnverifiable: Rows are in the database, and Kafka aborted their messages, or the
             outcome cannot be verified. The loss is recorded.
         Unavailable: A server does not answer. Run the batch again.
+        CompletionPending: All is committed in the database, and a server does not answer: run the batch again, which completes
+            Kafka's part. At the broker's time limit its messages would be lost.
         JobFailed: Tasks failed, found other rows than those written earlier, or the job was cancelled. Its first line says
             why, its second line which partitions are written: these stay. Run the batch again. No task of this call can write
             any more, unless the error says otherwise.

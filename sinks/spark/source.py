@@ -20,7 +20,13 @@ from pyspark.sql.datasource import (
     WriterCommitMessage,
 )
 
-from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.errors import (
+    ConfigurationError,
+    DecidedTransactionLost,
+    DualWriteError,
+    IllegalStateError,
+    OutcomeUnverifiable,
+)
 from dualwrite.sinks.spark.columns.from_arrow import projected_batches
 from dualwrite.sinks.spark.columns.from_rows import row_batches
 from dualwrite.sinks.spark.driver.plan import present_run, read_plan
@@ -194,8 +200,7 @@ class _BatchWriter(DataSourceArrowWriter):
         """On the driver, when a task has failed for good, or the decision has failed."""
         log_to_stderr()
         del messages  # prepared parts are found by their leases, including those whose task's message was lost
-        with WholeBatch(self._options.sink, self._run.name, run_name=self._run.name) as batch:
-            batch.give_up(self._layout)
+        _give_up(self._options, self._layout, self._run.name, run_name=self._run.name)
 
 
 class _StreamWriter(DataSourceStreamArrowWriter):
@@ -241,8 +246,7 @@ class _StreamWriter(DataSourceStreamArrowWriter):
             if self._options.stream is None:
                 return  # the next run of the micro-batch settles what the tasks left
             batch_id = f"{self._options.stream}/{batchId}"
-        with WholeBatch(self._options.sink, batch_id, run_name=self._options.stream) as batch:
-            batch.give_up(self._layout)
+        _give_up(self._options, self._layout, batch_id, run_name=self._options.stream)
 
 
 def _write(
@@ -266,6 +270,22 @@ def _write(
         staging=staging,
     )
     return TaskMessage(batch_id, prepared)
+
+
+def _give_up(options: SourceOptions, layout: Layout, batch_id: str, *, run_name: str | None) -> None:
+    """Settle a batch that has failed, if the servers let us. The error that made it fail is what people must see.
+
+    Spark would put an error from here in its place, as "Writing job failed", with the first one a hundred lines below. A
+    loss alone is worth that.
+    """
+    try:
+        with WholeBatch(options.sink, batch_id, run_name=run_name) as batch:
+            batch.give_up(layout)
+    except (DecidedTransactionLost, OutcomeUnverifiable):
+        raise
+    except DualWriteError as error:
+        name = f"sink {options.sink.sink!r} batch {batch_id!r}"
+        logger.warning("%s: not settled after a failure; the next run does it: %s", name, error)
 
 
 def _undecided(messages: Iterable[TaskMessage]) -> list[PreparedPartition]:

@@ -118,6 +118,7 @@ class SparkCase:
     table: str = "numbers"
     sink: str = field(default_factory=lambda: f"sink-{secrets.token_hex(4)}")
     producer_engine: str | None = None
+    timeout_s: float = 60.0
 
     def __post_init__(self):
         self.execute(f"CREATE TABLE IF NOT EXISTS {self.table} (id bigint, name text)")
@@ -135,7 +136,7 @@ class SparkCase:
             "topic": self.topic,
             "table": self.table,
             "key": "id",
-            "timeout_s": 60.0,
+            "timeout_s": self.timeout_s,
             **({"producer_engine": self.producer_engine} if self.producer_engine else {}),
         }
 

@@ -1,15 +1,16 @@
 """Errors for a refused row, and for a partition without rows: they can be seen without Spark."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import psycopg
 import pytest
-from harness.one_task import OneTask
+from harness.one_task import ROWS, OneTask
 from harness.spark import SparkCase
 from harness.spark_source import nothing_is_left
 from sqlalchemy import create_engine
 
-from dualwrite import ConfigurationError, TransactionAborted
+from dualwrite import CompletionPending, ConfigurationError, TransactionAborted, TransactionInDoubt
 from dualwrite.migrations import upgrade
 from dualwrite.runtime import failpoints
 from dualwrite.testing import EmbeddedPostgres
@@ -57,6 +58,50 @@ def test_a_key_that_another_table_lacks_is_named(numbers):
     with pytest.raises(TransactionAborted, match=r"\(Key \(id\)=\(5\), partition 0\)"):
         job.decide(job.run_task())
     job.fail()
+
+
+@pytest.mark.parametrize("way", ["write_batch", "staging", pytest.param("prepared", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("numbers", ["mortal"], indirect=True)
+def test_a_batch_that_is_decided_when_kafka_goes_away_is_completed_by_its_next_run(numbers, mortal_kafka, way, caplog):
+    """Its error asks for that run; what one block's error asks for would lose the messages."""
+    job = OneTask(replace(numbers, timeout_s=10.0), way)
+
+    def go_away(name):
+        if name in {"write.decided", "batch.decided"}:
+            mortal_kafka.kill()
+
+    with pytest.raises(CompletionPending, match="run the batch again with the same batch id") as caught:
+        run_to_its_end(job, go_away)
+    mortal_kafka.start()
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("dualwrite.sinks")]
+    assert "run the work again" not in "".join([str(caught.value), *told])
+    assert len(numbers.rows()) == ROWS
+    job.finish()
+    nothing_is_left(numbers)
+
+
+@pytest.mark.parametrize("numbers", ["postgresql", "mariadb"], indirect=True)
+def test_a_task_that_does_not_know_whether_it_has_decided_asks_for_the_batchs_next_run(numbers):
+    job = OneTask(numbers, "write_batch")
+
+    def lose_the_answer(name):
+        if name == "write.recorded":
+            raise TransactionInDoubt("no answer to COMMIT")
+
+    with pytest.raises(TransactionInDoubt, match="run the batch again with the same batch id"):
+        run_to_its_end(job, lose_the_answer)
+    job.finish()
+
+
+def run_to_its_end(job, at):
+    """Run the batch as its driver does, and call a function at each fail point."""
+    with failpoints.watched(at):
+        if job.way == "write_batch":
+            with job.driving() as driver:
+                driver.finish(1, [job.run_task()])
+        else:
+            job.begin()
+            job.decide(job.run_task())
 
 
 def test_a_database_without_room_for_one_more_prepared_transaction_is_named_with_its_setting(kafka, dualwrite_topic):

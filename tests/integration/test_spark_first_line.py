@@ -1,9 +1,13 @@
 """Where the library's words stand in what a user of the Data Source is shown: as near to its beginning as Spark allows."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+from harness.drivers import paused_below
 from harness.spark import SPARKS_ERRORS
 from harness.spark import numbers as numbered
-from harness.spark_source import options, write_with
+from harness.spark_source import ArmedSource, nothing_is_left, options, write_with
 from pyspark.errors import StreamingQueryException
 
 from dualwrite.sinks.spark import JobFailed, foreach_batch, register, write_batch
@@ -68,12 +72,12 @@ def run_stream(spark, numbers, tmp_path):
     register(spark)
     numbered(spark, 10, 1).write.parquet(str(tmp_path / "source"))
 
-    def run(mode="append", by=None, **more):
+    def run(mode="append", by=None, source="dualwrite", **more):
         rows = spark.readStream.schema("id bigint, name string").parquet(str(tmp_path / "source"))
         if mode != "append":
             rows = rows.groupBy("id").agg({"name": "max"}).toDF("id", "name")
         if by is None:
-            stream = rows.writeStream.format("dualwrite").outputMode(mode).options(**options(numbers, **more))
+            stream = rows.writeStream.format(source).outputMode(mode).options(**options(numbers, **more))
         else:
             stream = rows.writeStream.foreachBatch(by)
         stream = stream.option("checkpointLocation", str(tmp_path / "checkpoint")).trigger(availableNow=True)
@@ -109,3 +113,46 @@ def test_output_modes_that_replace_rows_are_refused_in_the_first_line(numbers, r
         run_stream(mode)
     assert words in first_lines(caught.value)[0]
     assert numbers.rows() == numbers.messages() == []
+
+
+@pytest.fixture
+def run_batch(spark, numbers):
+    register(spark)
+
+    def run(**more):
+        write_with(numbers, numbered(spark, 10, 1), batchId="1", **more)
+
+    return run
+
+
+@pytest.mark.parametrize("numbers", ["mortal"], indirect=True)
+@pytest.mark.parametrize("way", ["run_batch", pytest.param("run_stream", marks=pytest.mark.thorough)])
+def test_a_batch_that_is_decided_when_kafka_goes_away_says_first_that_it_must_run_again(
+    spark, numbers, mortal_kafka, request, way
+):
+    """Nothing else completes it: later its messages would be lost. Nor does Spark's failed call of ``abort`` stand before it."""
+    run = request.getfixturevalue(way)
+    spark.dataSource.register(ArmedSource)
+
+    def go_away():
+        [deciding] = paused_below(os.getpid())
+        mortal_kafka.kill()
+        deciding.resume()
+
+    with ThreadPoolExecutor(1) as threads:
+        gone = threads.submit(go_away)
+        try:
+            with pytest.raises(SPARKS_ERRORS) as caught:
+                run(source="armed", inCommit="batch.decided:1:stop", timeoutSeconds="10")
+        finally:
+            gone.result()
+            mortal_kafka.start()
+    first = first_lines(caught.value)[0]
+    assert "dualwrite.errors.CompletionPending: sink '" in first
+    assert "decided, and Kafka has not all of it yet" in first
+    assert "(run the batch again with the same batch id, or start the stream again: nothing is written twice, " in first
+    assert "do not run" not in str(caught.value)
+    assert len(numbers.rows()) == 10
+    run()
+    numbers.verify(10)
+    nothing_is_left(numbers)

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Final
 from sqlalchemy import exc
 
 from dualwrite.errors import (
+    CompletionPending,
     ConfigurationError,
     DecidedTransactionLost,
     DualWriteError,
     OutcomeUnverifiable,
+    TransactionInDoubt,
     Unavailable,
 )
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
@@ -25,6 +27,7 @@ from dualwrite.recovery.claim import OwnerContext, unique_owner
 from dualwrite.recovery.settling.settle import end_participants
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import Deadline, pause
+from dualwrite.sinks.jobs.decide import RUN_AGAIN
 from dualwrite.sinks.spark.columns.layout import plan_layout
 from dualwrite.sinks.spark.databases.opening import open_database
 from dualwrite.sinks.spark.formats.registering import given_schemas, registered_layout
@@ -139,17 +142,21 @@ class DriverSide:
         if options.unit_topic is None or topic is None:
             return
         failpoints.hit("unit.batch")
-        announce_batch(
-            self._batch_id,
-            topic,
-            unit_topic=options.unit_topic,
-            kafka=options.kafka_settings(),
-            database=self._engine,
-            schema=options.schema,
-            timeout_s=options.timeout_s,
-            producer_engine=options.producer_engine,
-            written=lambda: self._written_to(topic),
-        )
+        try:
+            announce_batch(
+                self._batch_id,
+                topic,
+                unit_topic=options.unit_topic,
+                kafka=options.kafka_settings(),
+                database=self._engine,
+                schema=options.schema,
+                timeout_s=options.timeout_s,
+                producer_engine=options.producer_engine,
+                written=lambda: self._written_to(topic),
+            )
+        except (CompletionPending, TransactionInDoubt) as error:
+            error.next_step = RUN_AGAIN
+            raise
 
     def _written_to(self, topic: str) -> Written:
         """The newest batch of the sink, and by slot its newest decision: another one once any batch has decided anything.

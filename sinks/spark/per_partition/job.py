@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import exc
 
-from dualwrite.errors import DualWriteError
+from dualwrite.errors import DualWriteError, Unavailable
 from dualwrite.protocol.batches.entry import Way
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import Deadline
+from dualwrite.sinks.jobs.decide import pending
 from dualwrite.sinks.spark.columns.digests import Fingerprint, other_rows
 from dualwrite.sinks.spark.driver.plan import DriverSide
 from dualwrite.sinks.spark.driver.task_errors import JOB_ERRORS, JobFailed, reason_of
@@ -259,11 +260,15 @@ class BatchJob(DriverSide):
 
         Raises:
             DecidedTransactionLost, OutcomeUnverifiable: Kafka does not have what the database has decided.
+            CompletionPending: A server does not answer. Run the batch again.
             DualWriteError: A task has reported success, but the ledger does not show it.
         """
         failpoints.hit("spark.driver_done")
         logger.info("%s: decided, all %d partitions", self.name, partition_count)
-        self.settle_left()
+        try:
+            self.settle_left()
+        except Unavailable as error:
+            raise pending(self.name, error) from error
         written = self._ledger.written(self._engine, self._options.sink, self._batch_id)
         if written.partitions != partition_count:
             raise DualWriteError(

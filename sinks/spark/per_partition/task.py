@@ -18,10 +18,12 @@ from dualwrite.errors import (
     IllegalStateError,
     OutcomeUnverifiable,
     TransactionAborted,
+    TransactionInDoubt,
 )
 from dualwrite.protocol.batches.entry import Way
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import Deadline
+from dualwrite.sinks.jobs.decide import RUN_AGAIN
 from dualwrite.sinks.spark.columns.digests import Fingerprint, Fingerprinted, hashed_columns, other_rows
 from dualwrite.sinks.spark.columns.from_arrow import awaited, projected_batches
 from dualwrite.sinks.spark.columns.from_rows import row_batches
@@ -162,7 +164,11 @@ class _Writing:
             self._write(batches)
         except CompletionPending as error:
             # Decided. The slot stays leased so that the driver finds and completes it.
-            logger.warning("%s: %s", attempt.name, error)
+            logger.warning(
+                "%s: %s (the driver of write_batch completes it, or the batch's next run, or a recovery)",
+                attempt.name,
+                error.what,
+            )
         except (DecidedTransactionLost, OutcomeUnverifiable):
             raise
         except _WrittenByOther:
@@ -174,6 +180,8 @@ class _Writing:
             if not attempt.seen_after(error, partition):
                 if isinstance(error, TransactionAborted) and error.next_step == TransactionAborted.advice:
                     error.next_step = "nothing of this partition was written on either side; others may be, and stay"
+                if isinstance(error, TransactionInDoubt):
+                    error.next_step = RUN_AGAIN
                 raise
             return PartitionReport(partition, 0, 0, written=False)
         rows, size = self._progress.rows, self._progress.bytes

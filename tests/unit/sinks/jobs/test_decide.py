@@ -6,7 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from dualwrite.errors import CompletionPending, Fenced, TransactionAborted, TransactionInDoubt, Unavailable
+from dualwrite.errors import (
+    CompletionPending,
+    ConfigurationError,
+    DatabaseWentBack,
+    Fenced,
+    TransactionAborted,
+    TransactionInDoubt,
+    Unavailable,
+)
 from dualwrite.protocol.tables.batch_life import BatchState
 from dualwrite.sinks.jobs import decide
 
@@ -135,7 +143,7 @@ def test_a_batch_that_is_written_is_only_settled(decision, batch, store):
 
 def test_a_part_that_another_has_claimed_leaves_the_batch_undecided(decision, batch, store):
     store.ours = False
-    with pytest.raises(Fenced, match="another decider"):
+    with pytest.raises(Fenced, match=r"another decider.*\(run the batch again"):
         decision.run()
     assert store.done[-1] == "rollback"
     assert batch.settled == []
@@ -168,17 +176,24 @@ def test_a_commit_without_an_answer_is_found_out_after_the_ids_are_claimed(decis
 def test_a_doubt_that_nobody_can_resolve_is_raised_as_it_came(decision, batch, store):
     store.commit_raises = TransactionInDoubt("no answer")
     batch.settle_raises = Unavailable("nobody answers")
-    with pytest.raises(TransactionInDoubt, match="no answer") as caught:
+    with pytest.raises(TransactionInDoubt, match=r"no answer \(run the batch again with the same batch id") as caught:
         decision.run()
     assert isinstance(caught.value.__cause__, Unavailable)
     assert decision.state is BatchState.IN_DOUBT
 
 
-def test_what_is_decided_and_cannot_be_settled_is_pending(decision, batch):
-    batch.settle_raises = Unavailable("Kafka is away")
-    with pytest.raises(CompletionPending, match="Kafka is away"):
+@pytest.mark.parametrize("why", [Unavailable("Kafka is away"), ConfigurationError("Kafka does not let us in")])
+def test_what_is_decided_and_cannot_be_settled_is_pending_until_the_batch_runs_again(decision, batch, why):
+    batch.settle_raises = why
+    with pytest.raises(CompletionPending, match=f"{why.what} .run the batch again with the same batch id"):
         decision.run()
     assert decision.state is BatchState.FOLLOWING
+
+
+def test_a_decision_that_the_database_has_lost_is_not_pending(decision, batch):
+    batch.settle_raises = DatabaseWentBack("restored")
+    with pytest.raises(DatabaseWentBack, match="restored"):
+        decision.run()
 
 
 def test_what_cannot_be_completed_without_a_claim_is_claimed(decision, batch, monkeypatch):
