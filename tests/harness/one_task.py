@@ -12,6 +12,7 @@ from dualwrite.sinks.spark.per_partition.job import BatchJob
 from dualwrite.sinks.spark.per_partition.task import write_partition
 from dualwrite.sinks.spark.whole_batch.decision import WholeBatch
 from dualwrite.sinks.spark.whole_batch.prepared_partition import prepare_partition
+from dualwrite.stores.sql.jobs.runs import Runs
 
 SCHEMA = StructType().add("id", LongType()).add("name", StringType())
 ROWS = 100
@@ -39,6 +40,11 @@ class OneTask:
                 driver.settle_left()
                 self._layout, self._run = driver.layout(SCHEMA), driver.run
 
+    def begin_another_run(self):
+        """Without settling what the last one has left: as a stream goes on whose last run could not be given up."""
+        with self._driver() as driver:
+            self._run = Runs(driver.database.engine).replace(self.case.sink, self._run.name)
+
     @contextmanager
     def driving(self):
         """A driver of ``write_batch``, as long as the block runs: an error that leaves the block is the job's failure."""
@@ -51,14 +57,21 @@ class OneTask:
         driver.begin(1)
         self._layout, self._run = driver.layout(SCHEMA), driver.run
 
-    def run_task(self, *, ids=range(ROWS), without_name=None):
+    def run_task(self, *, ids=range(ROWS), without_name=None, partition=0):
         names = [None if number == without_name else f"row {number}" for number in ids]
         batch = pa.RecordBatch.from_pydict({"id": list(ids), "name": pa.array(names, pa.string())})
         rows = projected_batches([batch] if ids else [], SCHEMA, self._layout)
         if self.way == "write_batch":
-            return write_partition(self._task, 0, 0, rows)
+            return write_partition(self._task, partition, 0, rows)
         return prepare_partition(
-            self._options, self._layout, "1", rows, partition=0, number=0, run=self._run, staging=self.way == "staging"
+            self._options,
+            self._layout,
+            "1",
+            rows,
+            partition=partition,
+            number=0,
+            run=self._run,
+            staging=self.way == "staging",
         )
 
     def fail(self):
@@ -80,7 +93,8 @@ class OneTask:
         """As Spark's driver does it, when the task has ended."""
         if self.way != "write_batch":
             with self._driver() as driver:
-                driver.decide(self._layout, [] if done is None else [done], truncate=False, upsert=())
+                parts = done if isinstance(done, list) else [] if done is None else [done]
+                driver.decide(self._layout, parts, truncate=False, upsert=())
 
     def _driver(self):
         if self.way == "write_batch":

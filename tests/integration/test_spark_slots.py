@@ -6,15 +6,20 @@ from functools import partial
 
 import psycopg
 import pytest
+from harness.one_task import ROWS as ROWS_OF_ONE
+from harness.one_task import OneTask
 from harness.patience import PATIENCE_S
 from harness.spark import PARTITIONS, ROWS, ArmedTask
 from harness.spark import numbers as numbered
+from harness.spark_source import nothing_is_left
 from sqlalchemy import create_engine
 
-from dualwrite import DecidedTransactionLost, Unavailable
+from dualwrite import DecidedTransactionLost, TransactionAborted, Unavailable
+from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.sinks.spark import foreach_partition, write_batch
 from dualwrite.sinks.spark.per_partition import job
+from dualwrite.sinks.spark.worker.attempt import Attempt
 from dualwrite.sinks.spark.worker.slot import leased_slot
 from dualwrite.stores.sql.jobs.slots import SlotPool
 from dualwrite.stores.sql.state import SqlStateStore
@@ -102,6 +107,96 @@ def test_a_lost_lease_ends_the_renewals_and_takes_nothing_from_the_new_holder(po
         assert pool.renewals.acquire(timeout=PATIENCE_S)
     assert "the lease is lost" in caplog.text
     assert pool.held_by("you") == [other]
+
+
+BY_LEG = pytest.mark.parametrize(
+    ("numbers", "way"),
+    [
+        ("postgresql", "staging"),
+        ("mariadb", "staging"),
+        pytest.param("postgresql", "prepared", marks=pytest.mark.thorough),
+    ],
+    indirect=["numbers"],
+)
+
+
+@pytest.fixture
+def outlasted(numbers, way):
+    """A run that has prepared its first partition, whose time to be decided is over."""
+    job = OneTask(numbers, way)
+    job.begin()
+    job.first = job.run_task(ids=range(ROWS_OF_ONE // 2))
+    end_leases(numbers)
+    return job
+
+
+def end_leases(numbers):
+    numbers.execute("UPDATE dualwrite_slot SET lease_until = '2001-01-01' WHERE lease_owner IS NOT NULL")
+    numbers.execute("UPDATE dualwrite_slot SET kept_until = '2001-01-01' WHERE kept_until IS NOT NULL")
+
+
+@BY_LEG
+def test_a_task_fails_at_once_where_another_partition_of_its_run_has_outlasted_its_time(outlasted, numbers):
+    """It would take that one's slot, and the driver would blame another decider for it."""
+    for _ in range(2):  # and so does its next attempt
+        with pytest.raises(TransactionAborted, match=r"prepared too long ago.*raise decide_within_s") as caught:
+            outlasted.run_task(ids=range(ROWS_OF_ONE // 2, ROWS_OF_ONE), partition=1)
+        assert "partition 1 " in str(caught.value)
+    outlasted.fail()
+    assert numbers.rows() == numbers.messages() == []
+    nothing_is_left(numbers)
+    outlasted.finish()
+    nothing_is_left(numbers)
+
+
+@BY_LEG
+def test_a_decision_names_the_time_of_a_part_whose_slot_a_later_task_of_the_run_has_taken(
+    outlasted, numbers, monkeypatch
+):
+    with monkeypatch.context() as unlooked:
+        unlooked.setattr(Attempt, "_require_in_time", lambda *_: None)
+        second = outlasted.run_task(ids=range(ROWS_OF_ONE // 2, ROWS_OF_ONE), partition=1)
+    assert second.transactional_id == outlasted.first.transactional_id
+    with pytest.raises(
+        TransactionAborted, match=r"1 of 2 partitions were prepared too long ago.*raise decide_within_s"
+    ):
+        outlasted.decide([outlasted.first, second])
+    outlasted.fail()
+    assert numbers.rows() == numbers.messages() == []
+    outlasted.finish()
+
+
+@BY_LEG
+def test_the_slot_of_a_part_that_outlasted_its_time_goes_to_the_next_attempt_at_it_and_to_other_runs(
+    outlasted, numbers
+):
+    again = outlasted.run_task(ids=range(3))
+    assert again.transactional_id == outlasted.first.transactional_id
+    end_leases(numbers)
+    outlasted.begin_another_run()
+    outlasted.decide(outlasted.run_task(partition=1))
+    numbers.verify(ROWS_OF_ONE)
+    nothing_is_left(numbers)
+
+
+@BY_LEG
+def test_the_slot_of_a_task_that_has_died_is_taken_by_another_one_of_its_run(numbers, way):
+    """Its lease has ended, but it has prepared nothing that could be decided."""
+    job = OneTask(numbers, way)
+    job.begin()
+
+    def die(name):
+        if name == "write.prepared":
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), failpoints.watched(die):
+        job.run_task(ids=range(3))
+    end_leases(numbers)
+    done = job.run_task(partition=1)
+    assert numbers.execute("SELECT count(*) FROM dualwrite_slot") == [(1,)]
+    job.decide(done)
+    numbers.verify(ROWS_OF_ONE)
+    nothing_is_left(numbers)
 
 
 def test_a_loss_that_a_task_has_left_is_reported_once(spark, numbers, coordinator, monkeypatch):

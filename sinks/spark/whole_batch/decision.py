@@ -15,6 +15,7 @@ from dualwrite.sinks.jobs.decide import Decision
 from dualwrite.sinks.spark.columns.row_names import table_key
 from dualwrite.sinks.spark.databases.database import Staged
 from dualwrite.sinks.spark.driver.plan import DriverSide
+from dualwrite.sinks.spark.worker.attempt import PREPARED_TOO_LONG_AGO
 from dualwrite.sinks.spark.worker.destinations import destination_of
 from dualwrite.sinks.spark.writing.progress import shown
 from dualwrite.stores.sql.jobs.ledger import WHOLE_BATCH
@@ -111,15 +112,14 @@ class WholeBatch(DriverSide):
 
     def require_leases(self, connection: Connection, prepared: Sequence[PreparedPartition]) -> None:
         """Lock every part's lease until the transaction ends. Raise TransactionAborted if one has ended."""
-        held = self._pool.held_in(connection, {one.transactional_id: one.owner for one in prepared})
-        late = [one for one in prepared if one.transactional_id not in held]
+        held = self._pool.held_in(connection, {one.transactional_id for one in prepared})
+        late = [one for one in prepared if held.get(one.transactional_id) != one.owner]
         if late:
             raise TransactionAborted(
                 f"{self.name}: {len(late)} of {len(prepared)} partitions were prepared too long ago, or taken over by "
                 "another driver",
                 transactional_id=late[0].transactional_id,
-                next_step="run the batch again; if this comes again, make it smaller, or raise decide_within_s and the "
-                "broker's transaction.max.timeout.ms",
+                next_step=PREPARED_TOO_LONG_AGO,
             )
 
     def is_written(self) -> bool:

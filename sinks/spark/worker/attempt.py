@@ -7,9 +7,9 @@ import secrets
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from dualwrite.errors import DualWriteError
+from dualwrite.errors import DualWriteError, TransactionAborted
 from dualwrite.protocol.naming import owner_prefix
 from dualwrite.recovery.claim import OwnerContext, default_owner
 from dualwrite.runtime.deadline import Deadline
@@ -28,6 +28,13 @@ if TYPE_CHECKING:
     from dualwrite.stores.sql.jobs.runs import Run
 
 logger = logging.getLogger(__name__)
+
+_SHOWN: Final = 8
+PREPARED_TOO_LONG_AGO: Final = (
+    "run the batch again; if this comes again, make it smaller, or raise decide_within_s and the broker's "
+    "transaction.max.timeout.ms"
+)
+"""The advice on a batch of which a part has outlasted its time."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +73,10 @@ class Attempt:
         self._servers = servers
         self._run = run
         self.name = f"sink {options.sink!r} batch {batch_id!r} partition {partition} attempt {number}"
-        who = f"attempt {number} {secrets.token_hex(4)} {default_owner()}"
-        self._prefix = owner_prefix(run.name if run is not None else batch_id, partition)
-        self._owner = self._prefix + who
+        self._run_name = run.name if run is not None else batch_id
+        self._run_mark = f" run {run.token[:_SHOWN]} " if run is not None else " "
+        self._prefix = owner_prefix(self._run_name, partition)
+        self._owner = f"{self._prefix}attempt {number}{self._run_mark}{secrets.token_hex(4)} {default_owner()}"
 
     def seen(self, partition_id: int) -> bool:
         """Whether the ledger has that partition of the batch.
@@ -108,6 +116,21 @@ class Attempt:
         if self._run is not None:
             Runs(self.engine, self.options.schema).require(connection, self._run)
 
+    def _require_in_time(self, former: str) -> None:
+        """Fail at once if the slot that we would take holds another partition that this run has prepared.
+
+        Its time to be decided is over, and with it that of the whole batch: taking the slot would only hide why.
+
+        Raises:
+            TransactionAborted: It does.
+        """
+        of_this_run = former.startswith(owner_prefix(self._run_name)) and self._run_mark in former
+        if of_this_run and self._run is not None and not former.startswith(self._prefix):
+            raise TransactionAborted(
+                f"{self.name}: another partition of this run was prepared too long ago, and can no longer be decided",
+                next_step=PREPARED_TOO_LONG_AGO,
+            )
+
     def settle_former(self) -> None:
         """Settle what other attempts at this partition have left: fences them, and undoes what they have prepared.
 
@@ -132,9 +155,17 @@ class Attempt:
         Raises:
             Unavailable, ConfigurationError: No slot or lane could be had.
             Fenced: The run was given up, or the slot was settled meanwhile.
+            TransactionAborted: The run has prepared a partition too long ago.
         """
         servers, lease_s, pool = self._servers, self.options.lease_s, self._pool()
-        with leased_slot(pool, self._owner, lease_s, preferred=servers.resting(), require=self.require_run) as slot:
+        with leased_slot(
+            pool,
+            self._owner,
+            lease_s,
+            preferred=servers.resting(),
+            require=self.require_run,
+            ended=self._require_in_time,
+        ) as slot:
             lane = servers.take(slot.lease.transactional_id)
             slot.rests = servers.has_room
             try:

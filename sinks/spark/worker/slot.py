@@ -55,6 +55,7 @@ def leased_slot(
     *,
     preferred: Sequence[str] = (),
     require: Callable[[Connection], None] = lambda _: None,
+    ended: Callable[[str], None] = lambda _: None,
 ) -> Generator[Slot, None, None]:
     """Lease a slot and keep the lease alive until the block ends.
 
@@ -68,13 +69,14 @@ def leased_slot(
         lease_s: How long a lease lasts, in seconds.
         preferred: Slots that the worker could continue with.
         require: See :meth:`SlotPool.lease`.
+        ended: See there.
 
     Raises:
         Unavailable, ConfigurationError: As :meth:`SlotPool.lease`.
         Fenced: On leaving the block, if the slot should be kept: another process has leased it.
         Unavailable: On leaving the block, if the slot should be kept: the database does not answer.
     """
-    lease = pool.lease(owner, lease_s, preferred=preferred, require=require)
+    lease = pool.lease(owner, lease_s, preferred=preferred, require=require, ended=ended)
     slot = Slot(lease, lease.until - timedelta(seconds=lease_s))
     stop = threading.Event()
     renewer = threading.Thread(

@@ -101,6 +101,41 @@ def commit_without_the_messages_of_all_tasks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(source, "_complete", lambda messages, *_: source._own(messages))
 
 
+_SLOTS = "integration/test_spark_slots.py::"
+
+
+@mistake(
+    Check(
+        f"{_SLOTS}test_a_task_fails_at_once_where_another_partition_of_its_run_has_outlasted_its_time[postgresql-staging]",
+        "DID NOT RAISE",
+    )
+)
+def slot_taken_from_a_part_of_the_same_run(patch: pytest.MonkeyPatch) -> None:
+    """A task takes the slot of a part that its own run has prepared, once the time of that part is over."""
+    from dualwrite.sinks.spark.worker.attempt import Attempt
+
+    patch.setattr(Attempt, "_require_in_time", lambda *_: None)
+
+
+@mistake(
+    Check(
+        f"{_SLOTS}test_a_decision_names_the_time_of_a_part_whose_slot_a_later_task_of_the_run_has_taken"
+        "[postgresql-staging]",
+        "another decider",
+    )
+)
+def lease_looked_at_once_for_two_parts_of_a_slot(patch: pytest.MonkeyPatch) -> None:
+    """A driver looks whether each slot is still leased, not whether each part still has it."""
+    from dualwrite.sinks.spark.whole_batch.decision import WholeBatch
+
+    real = WholeBatch.require_leases
+
+    def require_leases(self, connection, prepared):
+        real(self, connection, list({one.transactional_id: one for one in prepared}.values()))
+
+    patch.setattr(WholeBatch, "require_leases", require_leases)
+
+
 @mistake(Check(f"{_GOES_ON}[write_batch-spark.task_started]", "left: leases"))
 def slot_leased_for_a_run_that_was_given_up(patch: pytest.MonkeyPatch) -> None:
     """A task leases a slot without a look whether its run was given up before."""

@@ -118,6 +118,7 @@ class SlotPool:
         *,
         preferred: Sequence[str] = (),
         require: Callable[[Connection], None] = lambda _: None,
+        ended: Callable[[str], None] = lambda _: None,
     ) -> Lease:
         """Lease a slot that is free or expired: the first preferred one, else the lowest-numbered one, or a new one.
 
@@ -132,6 +133,8 @@ class SlotPool:
             ttl_s: Duration of the lease in seconds.
             preferred: Slots that the worker has used before, and could continue with.
             require: Called first, in the leasing transaction. If it raises, nothing is leased.
+            ended: Called with the former holder of the slot, if that has let its lease end at a given time (:meth:`keep`), and
+                nobody has settled it since. If it raises, nothing is leased.
 
         Raises:
             Unavailable: All ``max_slots`` are leased, or the database does not answer.
@@ -140,7 +143,7 @@ class SlotPool:
 
         def work(connection: Connection) -> Lease | None:
             require(connection)
-            return self._take_free_or_new(connection, owner, ttl_s, preferred)
+            return self._take_free_or_new(connection, owner, ttl_s, preferred, ended)
 
         for _ in range(_ATTEMPTS_TO_ADD):
             taken = self._own.run(work)
@@ -150,24 +153,37 @@ class SlotPool:
         raise Unavailable(f"could not get a slot of pool {self.pool!r}: too many workers are asking at once")
 
     def _take_free_or_new(
-        self, connection: Connection, owner: str, ttl_s: float, preferred: Sequence[str]
+        self,
+        connection: Connection,
+        owner: str,
+        ttl_s: float,
+        preferred: Sequence[str],
+        ended: Callable[[str], None],
     ) -> Lease | None:
         """A lease; None if another worker was faster to make the next slot."""
         slot = self._slot
         place = [_place(slot.c.transactional_id, preferred)] if preferred else []
-        free = select(slot.c.transactional_id).where(self._is_free).limit(1).with_for_update(skip_locked=True)
+        free = (
+            select(slot.c.transactional_id, slot.c.lease_owner, slot.c.kept_until)
+            .where(self._is_free)
+            .limit(1)
+            .with_for_update(skip_locked=True)
+        )
         mine_or_nobodys = or_(slot.c.transactional_id.in_(preferred), self._is_nobodys)
-        transactional_id = connection.scalar(free.where(mine_or_nobodys).order_by(*place, slot.c.number))
-        if transactional_id is None:
+        found = connection.execute(free.where(mine_or_nobodys).order_by(*place, slot.c.number)).first()
+        if found is None:
             number = (connection.scalar(select(func.max(slot.c.number)).where(slot.c.pool == self.pool)) or 0) + 1
             if number <= self.max_slots:
                 transactional_id = self._add(connection, number)
-            else:
-                transactional_id = connection.scalar(free.order_by(slot.c.kept_until))
                 if transactional_id is None:
-                    raise self._all_leased()
-        if transactional_id is None:
-            return None
+                    return None
+                return self._change(connection, self._take, {"id_": transactional_id, "owner_": owner, "ttl_": ttl_s})
+            found = connection.execute(free.order_by(slot.c.kept_until)).first()
+            if found is None:
+                raise self._all_leased()
+        transactional_id, former, kept_until = found
+        if former is not None and kept_until is not None:
+            ended(former)
         return self._change(connection, self._take, {"id_": transactional_id, "owner_": owner, "ttl_": ttl_s})
 
     def _change(self, connection: Connection, statement: Update, bound: Mapping[str, object]) -> Lease | None:
@@ -231,14 +247,17 @@ class SlotPool:
     def keep(self, lease: Lease, until: datetime) -> Lease:
         """Let a lease end at a given time by the database's clock. If that time has passed, it ends at once.
 
+        The slot then shows that its holder has left something in it for another process; see :meth:`lease`.
+
         Raises:
             Fenced, Unavailable, ConfigurationError: As :meth:`renew`.
         """
         slot = self._slot
+        ends = bindparam("until_", type_=slot.c.lease_until.type)
         statement = (
             update(slot)
             .where(slot.c.transactional_id == bindparam("id_"), slot.c.lease_owner == bindparam("owner_"))
-            .values(lease_until=bindparam("until_", type_=slot.c.lease_until.type))
+            .values(lease_until=ends, kept_until=ends)  # both times: the lease was kept
         )
         bound = {"id_": lease.transactional_id, "owner_": lease.owner, "until_": until}
         return self._changed(lease, statement, bound)
@@ -283,20 +302,20 @@ class SlotPool:
         """The leases, expired or not, whose owner's name has this prefix: of one worker, or of all workers of a job."""
         return self._list(self._dialect.begins_with(self._slot.c.lease_owner, owner_prefix))
 
-    def held_in(self, connection: Connection, owners: Mapping[str, str]) -> set[str]:
-        """Those of the slots that their given owner still holds, read inside the caller's transaction.
+    def held_in(self, connection: Connection, names: Collection[str]) -> Mapping[str, str]:
+        """The holders of those of the slots whose leases have not ended, read inside the caller's transaction.
 
         Raises:
             Unavailable, ConfigurationError: As :meth:`lease`.
         """
         slot = self._slot
-        held: set[str] = set()
-        for names in in_chunks(sorted(owners)):
+        held: dict[str, str] = {}
+        for chunk in in_chunks(sorted(names)):
             statement = select(slot.c.transactional_id, slot.c.lease_owner).where(
-                slot.c.pool == self.pool, slot.c.transactional_id.in_(names), slot.c.lease_until > database_now()
+                slot.c.pool == self.pool, slot.c.transactional_id.in_(chunk), slot.c.lease_until > database_now()
             )
             try:
-                held.update(name for name, owner in connection.execute(statement) if owners[name] == owner)
+                held.update((name, owner) for name, owner in connection.execute(statement))
             except exc.SQLAlchemyError as error:
                 raise map_database_error(error, self._engine) from error
         return held
