@@ -11,6 +11,7 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.blocking import HELD_BACK_S, BlockingTransaction
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.coordinator.routing import internal_partition
+from dualwrite.protocol.allowed import check_seconds
 from dualwrite.runtime.deadline import Deadline
 
 _OFFSETS: Final = "__consumer_offsets"
@@ -46,6 +47,8 @@ def blocking_transactions(
 
     Source: KIP-664, ``DescribeProducers``, ``ListTransactions``, ``DescribeTransactions``.
     """
+    check_seconds("open_for_s", open_for_s, zero=True)
+    check_seconds("timeout_s", timeout_s)
     deadline = Deadline(timeout_s)
     with closing(KafkaCoordinator(KafkaConfig.parse(kafka))) as coordinator:
         asked = {*topics, _OFFSETS} if group is not None else set(topics)

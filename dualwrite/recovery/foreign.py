@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.kafka.producer.abandoned_transaction import AbandonedTransaction, Completion
 from dualwrite.ports.coordinator import TransactionCoordinator
+from dualwrite.protocol.allowed import check_seconds, check_selection
 from dualwrite.protocol.naming import is_drawn, parsed
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.prepared_state import PreparedTxnState
@@ -72,6 +73,8 @@ def complete_prepared(
 
     Source: KIP-939, "recovery recipe".
     """
+    check_selection(kafka_id, None)
+    check_seconds("timeout_s", timeout_s)
     if _is_ours(kafka_id):
         raise ConfigurationError(
             "dualwrite has made this id, and its row holds the state",

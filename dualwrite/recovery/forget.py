@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from dualwrite.protocol.allowed import check_seconds, check_selection
 from dualwrite.protocol.forgettable import Facts, by_writer, reasons_to_keep
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.recovery import recover
@@ -89,11 +90,13 @@ def forget(
         The report. Durable on return.
 
     Raises:
-        ConfigurationError: The tables, a row, the cluster or a right is not as required.
+        ConfigurationError: An argument cannot be used: an empty id or prefix, a time that is NaN or infinite; or the
+            tables, a row, the cluster or a right is not as required.
         Unavailable: A server does not answer in time.
     """
-    if transactional_id is not None and prefix is not None:
-        raise TypeError("transactional_id and prefix cannot be combined")
+    check_selection(transactional_id, prefix)
+    check_seconds("untouched_for_s", untouched_for_s, zero=True)
+    check_seconds("timeout_s", timeout_s)
     with opened(database, schema) as used:
         store, forgetting = used.store(), used.forgetting()
         now = forgetting.now()

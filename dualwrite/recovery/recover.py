@@ -20,6 +20,7 @@ from dualwrite.errors import DatabaseWentBack
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.ports.observer import NO_OBSERVER, Observer
 from dualwrite.ports.store import StateStore
+from dualwrite.protocol.allowed import check_seconds, check_selection
 from dualwrite.protocol.mismatch import gone_back, other_cluster
 from dualwrite.protocol.naming import writer_of
 from dualwrite.protocol.rows import StateRow
@@ -99,9 +100,12 @@ def status(
         timeout_s: Limits the whole call, in seconds.
 
     Raises:
-        ConfigurationError: The tables, a row or a right is not as required.
+        ConfigurationError: An argument cannot be used: an empty id or prefix, a time that is NaN or infinite; or the
+            tables, a row or a right is not as required.
         Unavailable: A server does not answer in time.
     """
+    check_selection(transactional_id, prefix)
+    check_seconds("timeout_s", timeout_s)
     with opened(database, schema) as used, connected_coordinator(kafka) as coordinator:
         store = used.store()
         return inspect_rows(rows_of(store, transactional_id, prefix), store, coordinator, Deadline(timeout_s))
@@ -120,6 +124,8 @@ def status_and_longest(
     That is one of the ids that were asked for, or, if neither an id nor a prefix was given, any that the brokers list for us:
     those of other programs, too, which have no row here.
     """
+    check_selection(transactional_id, prefix)
+    check_seconds("timeout_s", timeout_s)
     deadline = Deadline(timeout_s)
     with connected_coordinator(kafka) as coordinator:
         store = database.store()
@@ -175,11 +181,16 @@ def recover(
         The report. Durable on return: everything decided is complete in Kafka, or is among the losses.
 
     Raises:
-        ConfigurationError: The tables, a row, the cluster or a right is not as required.
+        ConfigurationError: An argument cannot be used: an empty id or prefix, a time that is NaN or infinite; or the
+            tables, a row, the cluster or a right is not as required.
         Unavailable: A server does not answer in time; run it again.
 
     Source: KIP-939, "recovery recipe".
     """
+    check_selection(transactional_id, prefix)
+    check_seconds("timeout_s", timeout_s)
+    if open_for_s is not None:
+        check_seconds("open_for_s", open_for_s, zero=True)
     observer = observer_if_loaded() if telemetry is None else telemetry
     with observer.recovering(), opened(database, schema) as used:
         store = used.store()

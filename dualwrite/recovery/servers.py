@@ -26,8 +26,6 @@ def rows_of(store: StateStore, transactional_id: str | None, prefix: str | None)
     """The rows of one writer, or of all ids with a prefix, or all."""
     if transactional_id is None:
         return store.find(prefix or "")
-    if prefix is not None:
-        raise TypeError("transactional_id and prefix cannot be combined")
     return [*store.read([transactional_id]), *store.find(lane_id(transactional_id, 1)[:-1])]
 
 

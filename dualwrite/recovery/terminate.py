@@ -16,6 +16,7 @@ from dualwrite.errors import IllegalStateError
 from dualwrite.ports.coordinator import TransactionCoordinator, native_of
 from dualwrite.ports.observer import Observer
 from dualwrite.ports.store import StateStore
+from dualwrite.protocol.allowed import check_seconds, check_selection
 from dualwrite.protocol.naming import parsed
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.rows import StateRow
@@ -95,11 +96,14 @@ def terminate(
 
     Raises:
         IllegalStateError: The database has decided the transaction, or another database may have; nothing was aborted.
-        ConfigurationError: The tables, the row, the cluster or a right is not as required.
+        ConfigurationError: An argument cannot be used: an empty id or prefix, a time that is NaN or infinite; or the
+            tables, the row, the cluster or a right is not as required.
         Unavailable: A server does not answer in time; run it again.
 
     Source: KIP-939, ``forceTerminateTransaction``.
     """
+    check_selection(transactional_id, None)
+    check_seconds("timeout_s", timeout_s)
     observer = observer_if_loaded() if telemetry is None else telemetry
     deadline = Deadline(timeout_s)
     with observer.recovering(), connected_coordinator(kafka) as coordinator:

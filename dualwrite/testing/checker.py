@@ -132,7 +132,7 @@ class Checker:
             kafka=self._kafka,
             database=engine,
             schema=self._schema,
-            prefix=self._prefix,
+            prefix=self._prefix or None,
             open_for_s=0.0,
             timeout_s=self._timeout_s,
             owner="checker",

@@ -1,4 +1,4 @@
-"""Checks a writer's arguments, and names the conflicts of the statements of its blocks."""
+"""The types of a writer's settings; and names the conflicts of the statements of its blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypedDict
 
-from dualwrite.errors import ConfigurationError
 from dualwrite.stores.sql.access.failures import conflict_behind
 
 if TYPE_CHECKING:
@@ -57,21 +56,6 @@ class AsyncWriterSettings(CommonSettings, total=False):
     database: Required[AsyncEngine | str]
     own_engine: Engine | str | None
     session_factory: Callable[..., AsyncSession]
-
-
-def check_arguments(transactional_id: str, max_lanes: int) -> None:
-    """Refuse a name or a number of lanes that cannot work.
-
-    Raises:
-        ConfigurationError: It cannot.
-    """
-    if not 1 <= len(transactional_id) <= 240 or "#" in transactional_id:  # noqa: PLR2004 - leaves room for a lane's number
-        raise ConfigurationError(
-            f"{transactional_id!r} cannot be a transactional id",
-            next_step="use 1 to 240 characters without '#', which separates the numbers of lanes",
-        )
-    if max_lanes < 1:
-        raise ConfigurationError(f"max_lanes is {max_lanes}; it must be at least 1", transactional_id=transactional_id)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dualwrite.errors import DualWriteError, IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.producer.choice import EngineName, wanted_engine
+from dualwrite.protocol.allowed import check_seconds, check_writer
 from dualwrite.protocol.process.grouping import DEFAULT_LIMITS, GroupLimits
 from dualwrite.protocol.process.leases import LeaseTiming
 from dualwrite.recovery.claim import unique_owner
@@ -22,7 +23,7 @@ from dualwrite.stores.opening import database_of, is_made_here
 from dualwrite.stores.sql.database import sql_of
 from dualwrite.telemetry.loaded import observer_if_loaded
 from dualwrite.writing import entered
-from dualwrite.writing.arguments import check_arguments, conflicts_named
+from dualwrite.writing.arguments import conflicts_named
 from dualwrite.writing.blocks.block import dual_write, no_session, session_of_block
 from dualwrite.writing.blocks.serializing import Serializers, Serializing
 from dualwrite.writing.blocks.transaction import Transaction
@@ -118,7 +119,16 @@ class DualWriter(Submitting):
         groups: GroupLimits = DEFAULT_LIMITS,
         telemetry: Observer | None = None,
     ) -> None:
-        check_arguments(transactional_id, max_lanes)
+        check_writer(transactional_id, max_lanes)
+        check_seconds("timeout_s", timeout_s)
+        for name, seconds in {
+            "lane_timeout_s": lane_timeout_s,
+            "margin_s": margin_s,
+            "idle_after_s": idle_after_s,
+        }.items():
+            check_seconds(name, seconds, zero=True)
+        if paused_owner_timeout_s is not None:
+            check_seconds("paused_owner_timeout_s", paused_owner_timeout_s)
         self.transactional_id = transactional_id
         self._owns_database = is_made_here(database)
         self._database = database_of(database, schema)

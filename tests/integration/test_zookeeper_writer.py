@@ -389,6 +389,22 @@ def test_what_only_other_databases_have_is_refused(kafka, writer, database):
         DualWriter.leased("fleet", kafka=kafka, database=database).open()
 
 
+def test_a_chroot_is_made_with_all_its_levels(dualwrite_zookeeper, client, root):
+    hosts = f"{dualwrite_zookeeper.hosts}{root}-no/such/chroot"
+    mine = KazooClient(hosts)
+    mine.start_async().wait(30)
+    with pytest.raises(ConfigurationError, match="does not exist"):
+        ZooKeeperDatabase(mine).check()
+    for _ in range(2):
+        with ZooKeeperDatabase(hosts) as database:
+            database.check()
+    assert client.exists(f"{root}-no/such/chroot/kafka_transaction_state/state")
+    ZooKeeperDatabase(mine).check()
+    mine.stop()
+    mine.close()
+    client.delete(f"{root}-no", recursive=True)
+
+
 def test_a_url_names_the_database(kafka, dualwrite_zookeeper, client, root, sides, put):
     client.create(f"{root}-user/inner")
     url = f"zookeeper://{dualwrite_zookeeper.hosts}{root}-user/chroot"

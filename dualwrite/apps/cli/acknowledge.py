@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import click
 
-from dualwrite.apps.cli.connection import database_options
+from dualwrite.apps.cli.connection import database_options, not_empty
 from dualwrite.apps.cli.exit_codes import ERROR, exit_code_for_errors
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.stores.opening import opened
 
 
 @click.command()
-@click.argument("transactional_id")
-@click.argument("state", required=False)
+@click.argument("transactional_id", callback=not_empty)
+@click.argument("state", required=False, callback=not_empty)
 @click.option("--all", "everything", is_flag=True, help="All incidents of the id, instead of that of STATE.")
 @database_options
 @exit_code_for_errors

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from dualwrite.apps.cli.connection import database_options
+from dualwrite.apps.cli.connection import database_options, not_empty
 from dualwrite.apps.cli.exit_codes import exit_code_for_errors
 from dualwrite.apps.cli.report import batch_json, batch_table, report_console
 from dualwrite.stores.sql.access.connecting import engine_of
@@ -15,7 +15,7 @@ from dualwrite.stores.sql.schema import check_schema
 
 
 @click.command()
-@click.argument("sink", required=False)
+@click.argument("sink", required=False, callback=not_empty)
 @click.option("--last", "limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many to show.")
 @click.option("--all", "everything", is_flag=True, help="All batches, instead of the newest.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")

@@ -2,15 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import click
 
+from dualwrite.errors import ConfigurationError
+from dualwrite.protocol.allowed import check_not_empty, check_seconds
+
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def seconds(
+    *, zero: bool = False, unit_s: float = 1.0
+) -> Callable[[click.Context, click.Parameter, float | None], float | None]:
+    """The check of an option that takes a duration, by the rules for the Python calls.
+
+    Args:
+        zero: Whether it may be 0.
+        unit_s: The option's own unit, in seconds.
+    """
+
+    def check(context: click.Context, parameter: click.Parameter, given: float | None) -> float | None:
+        del context, parameter
+        if given is not None:
+            with _wrong_usage():
+                check_seconds("it", given * unit_s, zero=zero)
+        return given
+
+    return check
+
+
+def not_empty(context: click.Context, parameter: click.Parameter, given: str | None) -> str | None:
+    """The check of a text that an unset variable of a script may have left empty."""
+    del context, parameter
+    if given is not None:
+        with _wrong_usage():
+            check_not_empty("it", given)
+    return given
+
+
+@contextmanager
+def _wrong_usage() -> Generator[None, None, None]:
+    try:
+        yield
+    except ConfigurationError as error:
+        raise click.BadParameter(f"{error.what}: {error.next_step}") from error
 
 
 def database_options(command: Callable[P, R], *, required: bool = True) -> Callable[P, R]:
@@ -19,17 +60,20 @@ def database_options(command: Callable[P, R], *, required: bool = True) -> Calla
         "--url",
         envvar="DUALWRITE_DATABASE_URL",
         required=required,
+        callback=not_empty,
         help="SQLAlchemy URL of the database, e.g. postgresql+psycopg://host/name. Prefer DUALWRITE_DATABASE_URL: other "
         "users can read the command line.",
     )(command)
-    return click.option("--schema", envvar="DUALWRITE_SCHEMA", help="Schema of the library's tables.")(command)
+    return click.option(
+        "--schema", envvar="DUALWRITE_SCHEMA", callback=not_empty, help="Schema of the library's tables."
+    )(command)
 
 
 def id_options(command: Callable[P, R]) -> Callable[P, R]:
     """Add an id, ``--prefix`` and ``--all``, of which exactly one must be given; with ``--all`` the other two are None."""
 
-    @click.argument("transactional_id", required=False)
-    @click.option("--prefix", help="All ids with this prefix.")
+    @click.argument("transactional_id", required=False, callback=not_empty)
+    @click.option("--prefix", callback=not_empty, help="All ids with this prefix.")
     @click.option("--all", "everything", is_flag=True, help="All ids of the table.")
     @wraps(command)
     def with_ids(*args: P.args, **kwargs: P.kwargs) -> R:

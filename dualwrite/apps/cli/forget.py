@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import click
 
-from dualwrite.apps.cli.connection import database_options, id_options, kafka_options
+from dualwrite.apps.cli.connection import database_options, id_options, kafka_options, seconds
 from dualwrite.apps.cli.exit_codes import NEEDS_RECOVERY, exit_code_for_errors
 from dualwrite.apps.cli.report import report_console
 from dualwrite.recovery import forget as forgetting
@@ -23,12 +23,15 @@ _DAY_S = 86400.0
     "untouched_for_days",
     default=UNTOUCHED_FOR_S / _DAY_S,
     show_default=True,
-    type=click.FloatRange(min=0),
+    type=float,
+    callback=seconds(zero=True, unit_s=_DAY_S),
     help="Keep what was written, acknowledged or begun less than this many days ago.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be deleted; delete nothing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of lines.")
-@click.option("--timeout", "timeout_s", default=60.0, show_default=True, help="Time limit, in seconds.")
+@click.option(
+    "--timeout", "timeout_s", default=60.0, show_default=True, callback=seconds(), help="Time limit, in seconds."
+)
 @database_options
 @kafka_options
 @exit_code_for_errors

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from dualwrite.apps.cli.connection import database_options, id_options, kafka_options
+from dualwrite.apps.cli.connection import database_options, id_options, kafka_options, seconds
 from dualwrite.apps.cli.exit_codes import INCIDENTS, LEFT_ALONE, NO_SUCH_ID, WENT_BACK, exit_code_for_errors
 from dualwrite.apps.cli.report import forgotten_words, recovery_json, report_console, status_table
 from dualwrite.protocol.prepared_state import PreparedTxnState
@@ -27,6 +27,7 @@ from dualwrite.recovery.recover import RecoveryReport
     "open_for_s",
     default=None,
     type=float,
+    callback=seconds(zero=True),
     help="Leave alone writers that began a transaction less than this many seconds ago: their owner may be alive, and recovery "
     "would fence it. Unless it is 0, also Spark tasks whose lease has not expired. Default: 0 for one id, 60 for several.",
 )
@@ -44,7 +45,9 @@ from dualwrite.recovery.recover import RecoveryReport
     "the backup.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
-@click.option("--timeout", "timeout_s", default=300.0, show_default=True, help="Time limit, in seconds.")
+@click.option(
+    "--timeout", "timeout_s", default=300.0, show_default=True, callback=seconds(), help="Time limit, in seconds."
+)
 @partial(database_options, required=False)
 @kafka_options
 @exit_code_for_errors

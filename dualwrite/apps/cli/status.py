@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import click
 
-from dualwrite.apps.cli.connection import database_options, kafka_options
+from dualwrite.apps.cli.connection import database_options, kafka_options, not_empty, seconds
 from dualwrite.apps.cli.exit_codes import INCIDENTS, NEEDS_RECOVERY, NO_SUCH_ID, WENT_BACK, exit_code_for_errors
 from dualwrite.apps.cli.report import lease_json, lease_table, report_console, status_json, status_table, summary
 from dualwrite.protocol.process.leases import Lease
@@ -18,8 +18,8 @@ from dualwrite.stores.opening import opened
 
 
 @click.command()
-@click.argument("transactional_id", required=False)
-@click.option("--prefix", help="All ids with this prefix. Without an id or a prefix: all ids.")
+@click.argument("transactional_id", required=False, callback=not_empty)
+@click.option("--prefix", callback=not_empty, help="All ids with this prefix. Without an id or a prefix: all ids.")
 @click.option(
     "--problems", is_flag=True, help="Only what is open for longer than --open-for, and all else that needs a person."
 )
@@ -28,10 +28,14 @@ from dualwrite.stores.opening import opened
     "open_for_s",
     default=60.0,
     show_default=True,
+    type=float,
+    callback=seconds(zero=True),
     help="With --problems: a transaction younger than this many seconds counts as a writer at work.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
-@click.option("--timeout", "timeout_s", default=60.0, show_default=True, help="Time limit, in seconds.")
+@click.option(
+    "--timeout", "timeout_s", default=60.0, show_default=True, callback=seconds(), help="Time limit, in seconds."
+)
 @database_options
 @kafka_options
 @exit_code_for_errors
@@ -52,6 +56,8 @@ def status(
     Exit code: 0 nothing to recover, 3 something to recover, 4 losses that nobody has acknowledged, 5 a server does not answer,
     6 there is no such id, 8 the database has gone back in time, 1 another error. With --problems they report only those.
     """
+    if transactional_id is not None and prefix is not None:
+        raise click.UsageError("give a transactional id or --prefix, not both")
     with opened(url, schema) as database:
         items, longest_s = recovery.status_and_longest(
             transactional_id, kafka=kafka, database=database, prefix=prefix, timeout_s=timeout_s

@@ -8,7 +8,7 @@ from functools import partial
 
 import click
 
-from dualwrite.apps.cli.connection import database_options, kafka_options
+from dualwrite.apps.cli.connection import database_options, kafka_options, not_empty, seconds
 from dualwrite.apps.cli.exit_codes import INCIDENTS, NEEDS_RECOVERY, NO_SUCH_ID, WENT_BACK, exit_code_for_errors
 from dualwrite.apps.cli.report import loss_json, report_console
 from dualwrite.errors import DatabaseWentBack, IllegalStateError
@@ -17,14 +17,16 @@ from dualwrite.recovery.terminate import TerminationReport
 
 
 @click.command()
-@click.argument("transactional_id")
+@click.argument("transactional_id", callback=not_empty)
 @click.option(
     "--lose-decided",
     is_flag=True,
     help="Abort also what the database has decided: its rows stay, its messages are LOST, and an incident records that.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of lines.")
-@click.option("--timeout", "timeout_s", default=60.0, show_default=True, help="Time limit, in seconds.")
+@click.option(
+    "--timeout", "timeout_s", default=60.0, show_default=True, callback=seconds(), help="Time limit, in seconds."
+)
 @partial(database_options, required=False)
 @kafka_options
 @exit_code_for_errors

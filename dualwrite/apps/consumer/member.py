@@ -19,6 +19,7 @@ from dualwrite.apps.consumer.working import Counts, CurrentWriter, Handler, Stat
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.protocol.allowed import check_seconds
 from dualwrite.protocol.process.consuming import member_id
 from dualwrite.runtime.deadline import now_s
 from dualwrite.stores.sql.consumed import ConsumedOffsets
@@ -104,10 +105,9 @@ class Member:
         value_deserializer: Deserializers,
         state: State | None,
     ) -> None:
-        if min(max_messages, workers, attempts) < 1 or linger_s < 0 or isinstance(topics, str) or not topics:
-            raise ConfigurationError(
-                "max_messages, workers and attempts must be at least 1, linger_s must not be negative, topics must be a list"
-            )
+        check_seconds("linger_s", linger_s, zero=True)
+        if min(max_messages, workers, attempts) < 1 or isinstance(topics, str) or not topics:
+            raise ConfigurationError("max_messages, workers and attempts must be at least 1, topics must be a list")
         if offsets not in {"kafka", "database"}:
             raise ConfigurationError(f"offsets must be 'kafka' or 'database', not {offsets!r}")
         if state is not None and (len(topics) != 1 or topics[0].startswith("^")):

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Final, Generic, TypeVar
 
 from dualwrite.errors import ConfigurationError, TransactionAborted
+from dualwrite.protocol.allowed import check_seconds
 from dualwrite.protocol.process.redo import Redo, leaves_nothing, redo_after
 
 Work = TypeVar("Work")
@@ -46,8 +47,7 @@ class GroupLimits:
     def __post_init__(self) -> None:
         if self.units < 1:
             raise ConfigurationError(f"units is {self.units}; it must be at least 1")
-        if self.seconds < 0:
-            raise ConfigurationError(f"seconds is {self.seconds:g}; it must not be negative")
+        check_seconds("seconds", self.seconds, zero=True)
         if self.bytes < 0:
             raise ConfigurationError(f"bytes is {self.bytes}; it must not be negative")
         if self.waiting < 1:

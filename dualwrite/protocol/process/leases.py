@@ -8,6 +8,7 @@ from itertools import count
 from typing import Final
 
 from dualwrite.errors import ConfigurationError
+from dualwrite.protocol.allowed import check_seconds
 from dualwrite.protocol.naming import member_id
 from dualwrite.protocol.tables.lease_life import LeaseEvent, LeaseState
 
@@ -74,8 +75,9 @@ class LeaseTiming:
     heartbeat_s: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.timeout_s > 0 or (self.heartbeat_s is not None and not self.heartbeat_s > 0):
-            raise ConfigurationError(f"{self} cannot work", next_step="give times above 0, in seconds")
+        check_seconds("lease_timeout_s", self.timeout_s)
+        if self.heartbeat_s is not None:
+            check_seconds("heartbeat_s", self.heartbeat_s)
         if self.beat_s > self.timeout_s / _LEAST_BEATS:
             raise ConfigurationError(
                 f"a heartbeat every {self.beat_s:g} s is too rare for a lease of {self.timeout_s:g} s",

@@ -131,11 +131,31 @@ class ZooKeeperDatabase(KeyedDatabase):
                 f"{self._paths.root} holds {content[:20]!r}, not {FORMAT.decode()!r}",
                 next_step="it belongs to another version of this library, or to something else: give another root=",
             )
+        if self._paths.root not in found:
+            self._make_chroot(session)
         for path in self._paths.all:
             if path not in found:
                 with requests(path), suppress(NodeExistsError):  # another writer makes them too
                     made = session.kazoo.create_async(path, FORMAT, acl=session.acl, makepath=True)
                     made.get(timeout=self._answer_s)
+
+    def _make_chroot(self, session: Session) -> None:
+        """Make the levels of the chroot that are missing: inside it, kazoo makes the last one at most."""
+        chroot = self._kazoo.chroot
+        if not chroot or session.read(["/"]):
+            return
+        if not isinstance(self._hosts, str):
+            raise ConfigurationError(
+                f"the client's chroot {chroot} does not exist", next_step="create it: only a client without chroot can"
+            )
+        outside = self._client(self._hosts.partition("/")[0])
+        try:
+            self._start(outside)
+            with requests(chroot):
+                outside.ensure_path_async(chroot, acl=session.acl).get(timeout=self._answer_s)
+        finally:
+            outside.stop()
+            outside.close()
 
     def _opened(self) -> Session:
         with self._opening:
@@ -151,10 +171,13 @@ class ZooKeeperDatabase(KeyedDatabase):
             if not self._kazoo.connected:
                 raise Unavailable("the client of ZooKeeper is not connected", next_step="start() it first")
             return
+        self._start(self._kazoo)
+
+    def _start(self, kazoo: KazooClient) -> None:
         # Not start(), which warns of a chroot that is not there yet.
-        self._kazoo.start_async().wait(self._answer_s)
-        if not self._kazoo.connected:
-            self._kazoo.stop()
+        kazoo.start_async().wait(self._answer_s)
+        if not kazoo.connected:
+            kazoo.stop()
             raise Unavailable(
                 "no server of ZooKeeper accepts the connection",
                 next_step="check that a quorum runs there, and that the credentials are right",

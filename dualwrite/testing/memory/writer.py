@@ -11,6 +11,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.pool import StaticPool
 
 from dualwrite.errors import DualWriteError, IllegalStateError
+from dualwrite.protocol.allowed import check_seconds, check_writer
 from dualwrite.protocol.naming import lane_id
 from dualwrite.protocol.process.grouping import DEFAULT_LIMITS, GroupLimits
 from dualwrite.protocol.producer_record import ProducerRecord
@@ -24,7 +25,7 @@ from dualwrite.testing.memory.places import Place
 from dualwrite.testing.memory.planted import Planted
 from dualwrite.testing.memory.store import dialect_for_tests, is_shared
 from dualwrite.writing import entered
-from dualwrite.writing.arguments import check_arguments, conflicts_named
+from dualwrite.writing.arguments import conflicts_named
 from dualwrite.writing.blocks.block import dual_write, session_of_block
 from dualwrite.writing.blocks.serializing import Serializers, Serializing
 from dualwrite.writing.group.groups import Groups, runners_for
@@ -91,7 +92,8 @@ class InMemoryWriter(Submitting):
         max_message_bytes: int = 1_000_000,
         groups: GroupLimits = DEFAULT_LIMITS,
     ) -> None:
-        check_arguments(transactional_id, max_lanes)
+        check_writer(transactional_id, max_lanes)
+        check_seconds("lane_timeout_s", lane_timeout_s, zero=True)
         self.transactional_id = transactional_id
         self._owns_engine = not hasattr(database, "connect")
         self._engine = _new_database() if database is None else engine_of(database)

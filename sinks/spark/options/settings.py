@@ -15,6 +15,7 @@ from sqlalchemy import exc, make_url
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.producer.choice import EngineName, wanted_engine
+from dualwrite.protocol.allowed import check_seconds
 from dualwrite.protocol.naming import pool_of_sink
 from dualwrite.sinks.spark.options.message_formats import KEY_FORMATS, REGISTERED, Format
 from dualwrite.sinks.spark.options.registry_settings import RegistrySettings
@@ -185,9 +186,10 @@ class SinkOptions:
             raise ConfigurationError("give either topic or topic_column")
         if self.unit_topic is not None and self.topic in {None, self.unit_topic}:
             raise ConfigurationError("unit_topic needs one topic for all messages, and must be another one than that")
-        for name in ("max_slots", "lease_s", "timeout_s", "margin_s", "progress_s", "decide_within_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"{name} must be greater than 0")
+        if not self.max_slots > 0:
+            raise ConfigurationError("max_slots must be greater than 0")
+        for name in ("lease_s", "timeout_s", "margin_s", "progress_s", "decide_within_s"):
+            check_seconds(name, getattr(self, name))
         if self.database_leg not in DATABASE_LEGS:
             raise ConfigurationError(
                 f"database_leg cannot be {self.database_leg!r}", next_step=f"use one of {', '.join(DATABASE_LEGS)}"

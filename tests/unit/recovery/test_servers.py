@@ -17,8 +17,6 @@ def test_an_id_stands_for_its_writer_with_all_lanes_and_a_prefix_for_all_ids_tha
     assert select(lambda store: rows_of(store, "orders", None)) == ["orders", "orders#1"]
     assert select(lambda store: rows_of(store, None, "orders")) == ["orders", "orders#1", "orders-old"]
     assert len(select(lambda store: rows_of(store, None, None))) == 5
-    with pytest.raises(TypeError, match="cannot be combined"):
-        select(lambda store: rows_of(store, "orders", "orders"))
 
 
 def test_a_lane_brings_the_others_of_its_writer_and_a_slot_does_not(select):
