@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from dualwrite.ports.store import StateStore
+    from dualwrite.stores.sql.access.connections import DjangoConnection
     from dualwrite.writing.arguments import WriterSettings
     from dualwrite.writing.blocks.transaction import Transaction
     from dualwrite.writing.opened import Opened
@@ -248,7 +249,7 @@ class LeasedWriter(DualWriter):
         assert leases is not None
         limit_s = min(self._timeout_s, self._timing.timeout_s)
         for lease in dead:
-            name, owner = lease.transactional_id, unique_owner(self._owner_name)
+            name, owner = lease.transactional_id, lease_owner(self._owner_name)
             if self._closing.is_set():
                 return
             try:

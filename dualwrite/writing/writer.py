@@ -20,6 +20,7 @@ from dualwrite.recovery.claim import unique_owner
 from dualwrite.recovery.reported import LOSSES, noting_told
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.opening import database_of, is_made_here
+from dualwrite.stores.sql.access.connections import permit_of
 from dualwrite.stores.sql.database import sql_of
 from dualwrite.telemetry.loaded import observer_if_loaded
 from dualwrite.writing import entered
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from dualwrite.ports.observer import Observer, WriteObserver
     from dualwrite.ports.store import StateStore
     from dualwrite.protocol.process.health import Health
+    from dualwrite.stores.sql.access.connections import DjangoConnection
     from dualwrite.writing.arguments import WriterSettings
     from dualwrite.writing.joining import Block
     from dualwrite.writing.sessions import BoundSessions
@@ -233,14 +235,15 @@ class DualWriter(Submitting):
             raise
 
     def transaction(
-        self, connection: Connection | psycopg.Connection[Any] | None = None
+        self, connection: Connection | psycopg.Connection[Any] | DjangoConnection | None = None
     ) -> AbstractContextManager[Transaction]:
         """Run one dual write: the block's end commits both sides, an exception in the block aborts both.
 
         Args:
-            connection: A connection of the engine, not inside a transaction, or of psycopg 3 with ``autocommit=False``; one is
-                taken from the engine if not given. The library checks once for each connection that it leads to the writer's
-                database. After `TransactionInDoubt` it is closed.
+            connection: A connection of the engine, not inside a transaction; of psycopg 3 with ``autocommit=False``; or
+                ``django.db.connection``, outside of ``atomic()``, which the block then stands for. One is taken from the engine
+                if not given. The library checks once for each connection that it leads to the writer's database. After
+                `TransactionInDoubt` it is closed.
 
         Returns:
             A context manager, which gives the transaction; it is usable until the block ends.
@@ -262,8 +265,9 @@ class DualWriter(Submitting):
             IllegalStateError: The writer is not open, the argument is not a connection or is in a transaction, or this thread
                 is already inside a transaction of this writer.
 
-        Every other exception from the block is passed on unchanged. A block may be entered in one thread and left in another;
-        two threads must not use it at the same time.
+        A transaction that Django has marked for rollback (``set_rollback(True)``) aborts both sides without an error, as
+        ``atomic()`` does. Every other exception from the block is passed on unchanged. A block may be entered in one thread and
+        left in another; two threads must not use it at the same time.
         """
         return self._block(connection)
 
@@ -293,7 +297,9 @@ class DualWriter(Submitting):
 
     @contextmanager
     def _block(
-        self, connection: Connection | psycopg.Connection[Any] | None, joined: StateStore | None = None
+        self,
+        connection: Connection | psycopg.Connection[Any] | DjangoConnection | None,
+        joined: StateStore | None = None,
     ) -> Generator[Transaction, None, None]:
         """One dual write: in a transaction of its own, or in the one that the connection is in, with that store."""
         context = self._opened().context
@@ -320,6 +326,7 @@ class DualWriter(Submitting):
                         session_factory=self._session_factory if joined is None else no_session,
                         margin_s=self._margin_s,
                         timeout_s=self._timeout_s,
+                        permit=permit_of(given),
                         observer=observed,
                         serializing=self._serializing,
                     ) as transaction,

@@ -17,7 +17,7 @@ from dualwrite.protocol.process.grouping import DEFAULT_LIMITS, GroupLimits
 from dualwrite.protocol.producer_record import ProducerRecord
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.sql.access.connecting import engine_of
-from dualwrite.stores.sql.access.connections import borrowed, usable
+from dualwrite.stores.sql.access.connections import borrowed, permit_of, usable
 from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.testing.memory.lane import MemoryLane
 from dualwrite.testing.memory.log import Log, RecordedTransaction, TransactionState
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from dualwrite.protocol.process.health import Health
+    from dualwrite.stores.sql.access.connections import DjangoConnection
     from dualwrite.writing.blocks.transaction import Transaction
     from dualwrite.writing.joining import Block
     from dualwrite.writing.lanes.lane import Lane
@@ -213,7 +214,7 @@ class InMemoryWriter(Submitting):
         return cast("Lane", lane)
 
     def transaction(
-        self, connection: Connection | psycopg.Connection[Any] | None = None
+        self, connection: Connection | psycopg.Connection[Any] | DjangoConnection | None = None
     ) -> AbstractContextManager[Transaction]:
         """See :meth:`DualWriter.transaction`."""
         return self._block(connection)
@@ -231,7 +232,7 @@ class InMemoryWriter(Submitting):
 
     @contextmanager
     def _block(
-        self, connection: Connection | psycopg.Connection[Any] | None, *, joined: bool = False
+        self, connection: Connection | psycopg.Connection[Any] | DjangoConnection | None, *, joined: bool = False
     ) -> Generator[Transaction, None, None]:
         self._require_open()
         entered.refuse_blocking_a_loop(self.transactional_id)
@@ -255,6 +256,7 @@ class InMemoryWriter(Submitting):
                             session_factory=self._session_factory,
                             margin_s=_MARGIN_S,
                             timeout_s=_TIMEOUT_S,
+                            permit=permit_of(given),
                             serializing=self._serializing,
                         ) as transaction,
                     ):

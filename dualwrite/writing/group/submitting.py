@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import psycopg
     from sqlalchemy import Connection
 
+    from dualwrite.stores.sql.access.connections import DjangoConnection
     from dualwrite.writing.blocks.transaction import Transaction
 
 Result = TypeVar("Result")
@@ -38,7 +39,7 @@ class Submitting:
         attempts: int = 5,
         within_s: float | None = None,
         longest_pause_s: float = 5.0,
-        connection: Connection | psycopg.Connection[Any] | None = None,
+        connection: Connection | psycopg.Connection[Any] | DjangoConnection | None = None,
     ) -> Result:
         """Run the work in a dual write, and again in a new one after an error that left nothing behind on either side.
 
@@ -121,7 +122,7 @@ class Submitting:
         return self._groups.submit(work, key)
 
     def transaction(
-        self, connection: Connection | psycopg.Connection[Any] | None = None
+        self, connection: Connection | psycopg.Connection[Any] | DjangoConnection | None = None
     ) -> AbstractContextManager[Transaction]:
         """A block around one dual write."""
         raise NotImplementedError

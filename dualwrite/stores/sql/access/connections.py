@@ -1,4 +1,4 @@
-"""The connection of a block: one of the engine's, the user's own, or one made over a psycopg connection of the user's.
+"""The connection of a block: one of the engine's, the user's own, or one made over a connection of psycopg's or of Django's.
 
 Each unit of a group gets a :class:`UnitConnection` over that of its block.
 """
@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from sqlalchemy import Connection, CursorResult, Engine, StaticPool, exc
 
-from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.errors import (
+    CompletionPending,
+    ConfigurationError,
+    DecidedTransactionLost,
+    IllegalStateError,
+    OutcomeUnverifiable,
+    TransactionAborted,
+)
 from dualwrite.stores.sql.access.failures import map_database_error
 
 if TYPE_CHECKING:
@@ -21,6 +28,27 @@ if TYPE_CHECKING:
 
 _infos: Final[weakref.WeakKeyDictionary[object, dict[Any, Any]]] = weakref.WeakKeyDictionary()
 """Facts about each of the user's psycopg connections, which outlive the connection of SQLAlchemy over it."""
+_PERMIT: Final = "dualwrite.permit"
+_AFTER_THE_DECISION: Final = (CompletionPending, DecidedTransactionLost, OutcomeUnverifiable)
+"""The errors of a block whose rows are committed."""
+
+
+class DjangoConnection(Protocol):
+    """``django.db.connection``, or one of ``django.db.connections``: what is used of it here."""
+
+    alias: str
+    in_atomic_block: bool
+    needs_rollback: bool
+    run_on_commit: list[Any]
+    connection: Any
+
+    def ensure_connection(self) -> None:
+        """Connect, unless connected."""
+        ...
+
+    def run_and_clear_commit_hooks(self) -> None:
+        """Run what ``on_commit`` was given."""
+        ...
 
 
 @contextmanager
@@ -28,14 +56,14 @@ def usable(given: object, engine: Engine) -> Generator[Connection, None, None]:
     """The user's connection as SQLAlchemy's.
 
     Args:
-        given: A connection of SQLAlchemy's, or one of psycopg's.
+        given: A connection of SQLAlchemy's, of psycopg's or of Django's.
         engine: The writer's engine.
 
     Yields:
-        The connection. One of psycopg's stays open, unless its transaction is in doubt.
+        The connection. One of psycopg's or Django's stays open, unless its transaction is in doubt.
 
     Raises:
-        ConfigurationError: The connection is asynchronous, or psycopg's while the writer uses another database.
+        ConfigurationError: The connection is asynchronous, or not SQLAlchemy's while the writer uses another database.
         IllegalStateError: It is no connection.
     """
     if isinstance(given, Connection):
@@ -43,9 +71,12 @@ def usable(given: object, engine: Engine) -> Generator[Connection, None, None]:
     elif _is_psycopg(given):
         with _over(cast("psycopg.Connection[Any]", given), engine) as connection:
             yield connection
+    elif _is_django(given):
+        with _in_atomic(cast("DjangoConnection", given), engine) as connection:
+            yield connection
     else:
         raise IllegalStateError(
-            f"transaction() takes a connection of SQLAlchemy or psycopg 3, not {type(given).__name__}",
+            f"transaction() takes a connection of SQLAlchemy, psycopg 3 or Django, not {type(given).__name__}",
             next_step="give engine.connect(), or nothing; for sessions of your own use bind()",
         )
 
@@ -108,6 +139,15 @@ class UnitConnection(Connection):
         self._dbapi_connection = None
 
 
+def permit_of(connection: Connection | None) -> Callable[[object], None]:
+    """A function that may still refuse the decision, called right before COMMIT. For Django it looks at the marks."""
+    return _permit_all if connection is None else connection.info.get(_PERMIT, _permit_all)
+
+
+def _permit_all(_: object) -> None:
+    pass
+
+
 def _is_psycopg(given: object) -> bool:
     loaded = sys.modules.get("psycopg")
     if loaded is None:
@@ -148,3 +188,73 @@ def _over(driver: psycopg.Connection[Any], engine: Engine) -> Generator[Connecti
             yield connection
         finally:
             _infos[driver] = info
+
+
+def _is_django(given: object) -> bool:
+    loaded = sys.modules.get("django.db")
+    if loaded is None:
+        return False
+    from django.db.backends.base.base import BaseDatabaseWrapper  # noqa: PLC0415 - only Django's users have it
+
+    return isinstance(given, BaseDatabaseWrapper) or given is loaded.connection
+
+
+@contextmanager
+def _in_atomic(given: DjangoConnection, engine: Engine) -> Generator[Connection, None, None]:
+    """Django's ``atomic()`` around a block: Django's marks can roll it back, and its ``on_commit`` hooks run if it commits.
+
+    ``atomic()`` itself then finds nothing left to commit or to roll back, and does what it does besides.
+    """
+    from django.db import transaction  # noqa: PLC0415 - only Django's users have it
+
+    if given.in_atomic_block:
+        raise IllegalStateError(
+            "Django's connection is already inside atomic()",
+            next_step="begin the block outside of it; with ATOMIC_REQUESTS, mark the view with "
+            "@transaction.non_atomic_requests",
+        )
+    marked = TransactionAborted("Django has marked the transaction for rollback", retryable=False)
+    asked = False
+    told: BaseException | None = None
+    hooks: list[Any] = []
+
+    def permit(_: object) -> None:
+        nonlocal asked
+        if given.needs_rollback:
+            raise marked
+        asked = True
+
+    try:
+        with transaction.atomic(using=given.alias, durable=True):
+            driver = _psycopg_of(given)
+            with _over(driver, engine) as connection:
+                connection.info[_PERMIT] = permit
+                try:
+                    yield connection
+                except BaseException as error:
+                    if error is not marked:
+                        told = error
+                        # Asked for a permit, the block's own code has ended: the error is not one that it has raised itself.
+                        if not asked or not isinstance(error, _AFTER_THE_DECISION):
+                            raise
+                finally:
+                    connection.info.pop(_PERMIT, None)  # a lost connection has lost it
+            if asked and driver.closed:
+                # Committed, and the connection lost since: Django would send it a COMMIT, and forget the hooks as it connects.
+                hooks, given.run_on_commit, given.connection = given.run_on_commit, [], None
+        if hooks:
+            given.run_on_commit = hooks
+            given.run_and_clear_commit_hooks()
+    finally:
+        if told is not None:
+            raise told  # also if Django could not connect again, or a hook has failed: the outcome is what the caller must know
+
+
+def _psycopg_of(given: DjangoConnection) -> psycopg.Connection[Any]:
+    given.ensure_connection()
+    if not _is_psycopg(given.connection):
+        raise ConfigurationError(
+            f"Django's connection is one of {type(given.connection).__module__}",
+            next_step="use Django's PostgreSQL backend with psycopg 3",
+        )
+    return cast("psycopg.Connection[Any]", given.connection)
