@@ -8,7 +8,7 @@ their own: :mod:`dualwrite.stores.keyed` makes one of five primitives.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
@@ -63,16 +63,20 @@ class Leases(Protocol):
         """The fleet's name."""
         ...
 
-    def take(self, owner: str, timeout_s: float) -> str:
-        """Take the lowest number that nobody holds, and return its id."""
+    def take(self, owner: str, timeout_s: float, *, has_died: Callable[[Lease], bool]) -> str:
+        """Take the lowest number that nobody holds, or whose holder has died, and return its id."""
         ...
 
     def renew(self, owner: str, timeout_s: float, *, wait_s: float) -> tuple[Collection[str], Sequence[Lease]]:
-        """Renew what the owner holds; returns the ids that were renewed, and the leases of the fleet that have expired."""
+        """Renew what the owner holds.
+
+        Returns:
+            The ids that were renewed; and the leases of the fleet that have expired, with those of the owner's own place.
+        """
         ...
 
-    def adopt(self, expired: Lease, owner: str, timeout_s: float) -> bool:
-        """Take one expired lease, to settle what its holder has left. False if another member has been faster."""
+    def adopt(self, dead: Lease, owner: str, timeout_s: float) -> bool:
+        """Take the lease of a dead holder, to settle what it has left. False if another member has been faster."""
         ...
 
     def give_back(self, transactional_id: str, owner: str, *, settled: bool) -> None:

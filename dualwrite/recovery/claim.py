@@ -7,9 +7,11 @@ import logging
 import os
 import re
 import secrets
+import select
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from dualwrite.errors import Fenced
 from dualwrite.ports.coordinator import TransactionCoordinator
@@ -18,6 +20,7 @@ from dualwrite.ports.store import StateStore
 from dualwrite.protocol.mismatch import gone_back
 from dualwrite.protocol.naming import lane_id, writer_of
 from dualwrite.protocol.observations import TransactionStatus
+from dualwrite.protocol.process.leases import Place
 from dualwrite.protocol.rows import StateRow
 from dualwrite.recovery.settling.settle import settle
 from dualwrite.runtime import failpoints
@@ -51,6 +54,50 @@ def default_owner() -> str:
 def unique_owner(name: str | None = None) -> str:
     """The name, or that of :func:`default_owner` if not given, with a suffix that makes it unique."""
     return f"{name or default_owner()} {secrets.token_hex(6)}"
+
+
+def lease_owner(name: str | None = None) -> str:
+    """As :func:`unique_owner`, and where this process runs: so that those beside it see at once that it has died."""
+    owner, here = unique_owner(name), place_of_this_process()
+    return owner if here is None else here.sign(owner)
+
+
+def place_of_this_process() -> Place | None:
+    """Where this process runs; None if the system does not say it. Only Linux does.
+
+    Each container has a namespace of process ids of its own, and so is a place of its own. Two copies of a running virtual
+    machine are one place: a process of one may count as dead because that of the other has ended. It is fenced then, as one
+    whose lease has expired.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        namespace = Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return None
+    return Place(f"{boot}/{namespace}", os.getpid())
+
+
+def has_ended(pid: int) -> bool:
+    """Whether the process of this place with that id has ended, also if its parent has not asked for its end yet.
+
+    False if that cannot be known, and if another process has the id by now.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return False
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except (
+        OSError
+    ):  # the kernel is older, the container may not call it, no file can be opened, a thread has the number
+        return False
+    try:
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        return bool(poll.poll(0))
+    finally:
+        os.close(process)
 
 
 def claim_rows(

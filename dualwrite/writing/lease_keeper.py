@@ -6,15 +6,20 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from dualwrite.errors import DualWriteError
 from dualwrite.ports.database import Leases
-from dualwrite.protocol.process.leases import Lease, LeaseTiming, heard
+from dualwrite.protocol.process.leases import Lease, LeaseTiming, heard, holder_has_died
 from dualwrite.protocol.tables.lease_life import LEASE_LIFE, LeaseEvent, LeaseState
 from dualwrite.protocol.tables.machine import Machine
+from dualwrite.recovery.claim import has_ended, place_of_this_process
 from dualwrite.runtime.deadline import now_s
 
 logger = logging.getLogger(__name__)
+
+_LOOK_S: Final = 0.5
+"""The time between two looks at the processes beside this one. A look asks no server: it takes microseconds for each."""
 
 
 class LeaseKeeper:
@@ -25,7 +30,8 @@ class LeaseKeeper:
         timing: How long a lease lasts, and how often it is renewed.
         on_lost: Called in the heartbeats' thread once another member has taken the lease, with each heartbeat until it is given
             up. It returns at once.
-        on_dead: Called there with other members' expired leases. It returns at once.
+        on_dead: Called there with leases of other members that have expired, or whose processes have died beside this one. It
+            returns at once.
     """
 
     def __init__(
@@ -43,6 +49,8 @@ class LeaseKeeper:
         self._lock = threading.Lock()  # a heartbeat must not judge a lease that is taken or given back meanwhile
         self._machine = Machine("lease", LEASE_LIFE, LeaseState.FREE)
         self._name = self._owner = ""
+        self._here = place_of_this_process()
+        self._beside: Sequence[Lease] = ()
         self._renewed_at = 0.0
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -62,7 +70,7 @@ class LeaseKeeper:
             ConfigurationError, Unavailable: Nothing was taken.
         """
         asked_at = now_s()
-        name = self._leases.take(owner, self._timing.timeout_s)
+        name = self._leases.take(owner, self._timing.timeout_s, has_died=self._has_died)
         with self._lock:
             self._machine.apply(LeaseEvent.TAKE)
             self._name, self._owner, self._renewed_at = name, owner, asked_at
@@ -114,13 +122,40 @@ class LeaseKeeper:
 
     def _beat(self) -> None:
         failed = False
-        # Event.wait resumes right after a pause of the process: the first thing to do then is to ask for the lease.
-        while not self._stopped.wait(self._timing.pause_s(random.random(), failed=failed)):  # noqa: S311 - jitter
+        while self._rest(self._timing.pause_s(random.random(), failed=failed)):  # noqa: S311 - jitter
             try:
                 failed = not self.beat_once()
             except Exception:
                 failed = True
                 logger.exception("%s: a heartbeat failed; retrying", self._name)
+
+    def _rest(self, pause_s: float) -> bool:
+        """Wait for the next heartbeat, and look at the processes beside this one meanwhile. False if the keeper has stopped."""
+        until = now_s() + pause_s
+        # Event.wait resumes right after a pause of the process: then it is time for a heartbeat, which asks for the lease.
+        while (left_s := until - now_s()) > 0:
+            if self._stopped.wait(min(left_s, _LOOK_S) if self._beside else left_s):
+                return False
+            try:
+                self.look()
+            except Exception:
+                logger.exception("%s: could not report a member that has died; the next heartbeat does", self._name)
+        return not self._stopped.is_set()
+
+    def look(self) -> None:
+        """Report members whose processes have died beside this one since the last heartbeat, each once. Asks no server."""
+        self._report(())
+
+    def _report(self, expired: Sequence[Lease]) -> None:
+        died = [lease for lease in self._beside if self._has_died(lease)]
+        self._beside = [
+            lease for lease in self._beside if lease not in died
+        ]  # the next heartbeat shows those still unsettled
+        if dead := [*expired, *died]:
+            self._on_dead(dead)
+
+    def _has_died(self, lease: Lease) -> bool:
+        return holder_has_died(lease, self._here, has_ended)
 
     def beat_once(self) -> bool:
         """Send one heartbeat, and report what it shows. False if it failed; it is retried soon."""
@@ -133,7 +168,7 @@ class LeaseKeeper:
             return True
         asked_at = now_s()
         try:
-            renewed, expired = self._leases.renew(owner, self._timing.timeout_s, wait_s=self._timing.beat_s)
+            renewed, found = self._leases.renew(owner, self._timing.timeout_s, wait_s=self._timing.beat_s)
         except Exception as error:  # noqa: BLE001 - no error may end the heartbeats
             logger.warning("%s: a heartbeat failed; retrying: %s", name, error)
             with self._lock:
@@ -150,6 +185,7 @@ class LeaseKeeper:
         if event is LeaseEvent.LOSE:
             logger.warning("%s: another member of the fleet has taken its lease", name)
             self._on_lost()
-        if dead := [lease for lease in expired if lease.transactional_id != name]:
-            self._on_dead(dead)
+        others = [lease for lease in found if lease.transactional_id != name]
+        self._beside = [lease for lease in others if lease.state is LeaseState.HELD]
+        self._report([lease for lease in others if lease.state is LeaseState.EXPIRED])
         return True

@@ -21,7 +21,7 @@ from dualwrite.protocol.naming import writer_of
 from dualwrite.protocol.process.health import Health
 from dualwrite.protocol.process.leases import Lease, LeaseTiming, check_fleet
 from dualwrite.protocol.tables.lease_life import LeaseState
-from dualwrite.recovery.claim import unique_owner
+from dualwrite.recovery.claim import lease_owner
 from dualwrite.recovery.reported import LOSSES
 from dualwrite.recovery.take_over import take_over
 from dualwrite.runtime import failpoints
@@ -104,7 +104,7 @@ class LeasedWriter(DualWriter):
     def _next(self, keeper: LeaseKeeper) -> DualWriter:
         """An open writer under a newly leased id."""
         while True:
-            name = keeper.take(unique_owner(self._owner_name))
+            name = keeper.take(lease_owner(self._owner_name))
             try:
                 writer = self._make(name)
                 DualWriter.open(writer)  # of any kind: this is a thread
@@ -136,7 +136,9 @@ class LeasedWriter(DualWriter):
 
     @contextmanager
     def _block(
-        self, connection: Connection | psycopg.Connection[Any] | None, joined: StateStore | None = None
+        self,
+        connection: Connection | psycopg.Connection[Any] | DjangoConnection | None,
+        joined: StateStore | None = None,
     ) -> Generator[Transaction, None, None]:
         writer = self._usable()
         try:

@@ -121,6 +121,36 @@ def test_nobody_adopts_a_lease_that_was_renewed_meanwhile(leases):
     assert not leases.adopt(late, "helper", 60)
 
 
+def test_a_heartbeat_also_shows_the_leases_of_the_holders_beside_its_own(leases):
+    for number, place in enumerate(("boot/1/7", "boot/12/7", "reboot/1/7", "boot/1/8")):
+        leases.take(f"member {number} on {place}", 60)
+    leases.take("member of no place", 60)
+    shown = [lease.transactional_id for lease in leases.renew("member 0 on boot/1/7", 60, wait_s=5)[1]]
+    assert sorted(shown) == ["orders-0", "orders-3"]
+    assert leases.renew("member of no place", 60, wait_s=5)[1] == []
+
+
+def test_a_lease_whose_holder_has_died_is_taken_and_adopted_before_it_expires(leases, there):
+    for number in range(3):
+        leases.take(f"member {number} on boot/1/{number + 1}", 60)
+    found = there()
+    assert leases.take("newcomer", 60, has_died=lambda lease: lease.number == 1) == "orders-1"
+    assert leases.adopt(found["orders-2"], "helper's help", 60)
+    assert [there()[f"orders-{number}"].owner for number in range(3)] == [
+        "member 0 on boot/1/1",
+        "newcomer",
+        "helper's help",
+    ]
+
+
+def test_nobody_adopts_the_lease_of_a_dead_holder_that_another_has_taken_over(leases, there):
+    leases.take("dead on boot/1/1", 60)
+    dead = there()["orders-0"]
+    assert leases.take("newcomer", 60, has_died=lambda _: True) == "orders-0"
+    assert not leases.adopt(dead, "helper's help", 60)
+    assert there()["orders-0"].owner == "newcomer"
+
+
 def test_a_name_that_holds_a_lease_gets_that_one_again(leases):
     assert leases.take("member", 60) == leases.take("member", 60) == "orders-0"
 

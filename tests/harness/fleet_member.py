@@ -34,6 +34,7 @@ def _write(job: dict) -> None:
         database=engine,
         max_lanes=2,
         lease_timeout_s=job["lease_timeout_s"],
+        heartbeat_s=job["heartbeat_s"],
         paused_owner_timeout_s=job["lease_timeout_s"],
     )
     until, number = Path(job["until"]), 0

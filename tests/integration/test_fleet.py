@@ -41,8 +41,8 @@ class Fleet(Case):
         METADATA.create_all(self.engine)
         self.members = []
 
-    def begin(self, failpoint=""):
-        """Start a member. The event of its process, and the file that lets it go."""
+    def begin(self, failpoint="", lease_s=LEASE_S, heartbeat_s=None):
+        """Start a member. Its process, and the file that lets it go."""
         self.workers += 1
         name = f"w{self.workers}"
         until, path = self.directory / f"{name}.until", self.directory / f"{name}.json"
@@ -54,7 +54,8 @@ class Fleet(Case):
             "transactional_id": self.transactional_id,
             "journal": str(self.journal),
             "until": str(until),
-            "lease_timeout_s": LEASE_S,
+            "lease_timeout_s": lease_s,
+            "heartbeat_s": heartbeat_s,
         }
         path.write_text(json.dumps(job))
         process = processes().Process(
@@ -109,6 +110,43 @@ def test_members_killed_at_every_point_leave_no_id_behind_and_both_sides_agree(f
     assert set(fleet.leases().values()) == {"free"}
     assert fleet.verify()
     assert not [item for item in status(kafka=fleet.kafka, database=fleet.url) if item.needs_recovery]
+
+
+LIVE_LONG = {"lease_s": 3600.0, "heartbeat_s": 0.2}
+"""No lease expires while a test runs."""
+
+
+@pytest.mark.parametrize("point", ["write.prepared:3:kill", "write.decided:3:kill"])
+def test_what_a_killed_member_has_left_is_settled_by_those_beside_it_before_its_lease_expires(fleet, point):
+    living, go = fleet.begin(**LIVE_LONG)
+    wait_until(lambda: held(fleet) == ["case-0"])
+    dying, _ = fleet.begin(point, **LIVE_LONG)
+    dying.join(60)
+    assert dying.exitcode == -signal.SIGKILL
+    wait_until(lambda: fleet.leases() == {"case-0": "held", "case-1": "free"})
+    go.touch()
+    living.join(60)
+    assert living.exitcode == 0
+    assert not [item for item in status(kafka=fleet.kafka, database=fleet.url) if item.needs_recovery]
+    assert fleet.verify()
+
+
+def test_a_suspended_member_keeps_its_id_and_goes_on_under_it(fleet):
+    suspended, _ = fleet.begin("write.body_done:3:stop", **LIVE_LONG)
+    wait_until(lambda: psutil.Process(suspended.pid).status() == psutil.STATUS_STOPPED)
+    owner = fleet.owner("case-0")
+    fleet.begin(**LIVE_LONG)
+    # Many heartbeats later, in which the other one has looked at it.
+    wait_until(lambda: sum(name.startswith("w2-") for name in fleet.in_database()) > 100)
+    assert fleet.owner("case-0") == owner
+    os.kill(suspended.pid, signal.SIGCONT)
+    wait_until(lambda: sum(name.startswith("w1-") for name in fleet.in_database()) > 5)
+    assert fleet.owner("case-0") == owner
+    assert "Aborted" not in (fleet.directory / "w1.log").read_text()
+    for process, until in fleet.members:
+        until.touch()
+        process.join(60)
+    assert fleet.verify()
 
 
 def test_a_paused_member_that_was_taken_for_dead_aborts_and_goes_on_under_a_new_lease(fleet):

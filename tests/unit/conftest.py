@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,14 @@ class Shop:
             f"SELECT * FROM {self.database.state_table} WHERE transactional_id = :id", id=name
         )
         return found
+
+
+@pytest.fixture
+def waiting_process() -> Iterator[subprocess.Popen[bytes]]:
+    """A process beside this one, which waits until it is killed."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+        yield process
+        process.kill()
 
 
 @pytest.fixture

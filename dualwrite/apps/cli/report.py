@@ -12,7 +12,7 @@ from rich.table import Table
 from dualwrite.protocol.identity import belongs
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.prepared_state import Engine
-from dualwrite.protocol.process.leases import Lease
+from dualwrite.protocol.process.leases import Lease, place_of
 from dualwrite.protocol.settling.settle import SettleStep
 from dualwrite.recovery.after_restore import Forgotten
 from dualwrite.recovery.plan import IdStatus
@@ -163,9 +163,14 @@ def lease_table(leases: Sequence[Lease]) -> Table:
             lease.transactional_id,
             lease.state.value,
             _seconds(None if lease.left_s is None else abs(lease.left_s)),
-            lease.owner or "",
+            _without_place(lease.owner or ""),
         )
     return table
+
+
+def _without_place(owner: str) -> str:
+    place = place_of(owner)
+    return owner if place is None else owner.removesuffix(place.sign(""))
 
 
 def lease_json(lease: Lease) -> dict[str, object]:

@@ -1,8 +1,9 @@
-"""Which numbered id a member of a fleet takes, when a lease is over, and how often it is renewed."""
+"""Which numbered id a member of a fleet takes, when a lease is over, whose holder has died, and how often one is renewed."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Final
@@ -17,6 +18,38 @@ _LEAST_BEATS: Final = 3
 _RETRY: Final = 0.25
 _LONGEST_NAME: Final = 229
 """A transactional id has at most 240 characters; a dash and ten digits are the number's."""
+_ON: Final = " on "
+_PLACE: Final = re.compile(f"(?s:.*){_ON}(?P<system>[^ ]+)/(?P<pid>[1-9][0-9]{{0,6}})")
+"""As :meth:`Place.sign` writes it. No system has process ids of more than seven digits."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process runs: written behind the owner of its lease, so that the processes beside it can see that it is gone.
+
+    Attributes:
+        system: Names one boot of one kernel and one namespace of process ids: where two processes have the same system, a
+            number means the same process to both. It has no spaces and no wildcards of SQL.
+        pid: The process id.
+    """
+
+    system: str
+    pid: int
+
+    @property
+    def mark(self) -> str:
+        """A text that the owners of all processes of this system hold, and no others."""
+        return f"{_ON}{self.system}/"
+
+    def sign(self, owner: str) -> str:
+        """The owner with this place behind it."""
+        return f"{owner}{self.mark}{self.pid}"
+
+
+def place_of(owner: str) -> Place | None:
+    """The place that an owner names; None if it names none: then the lease alone shows that it is dead."""
+    found = _PLACE.fullmatch(owner)
+    return None if found is None else Place(found["system"], int(found["pid"]))
 
 
 @dataclass(frozen=True)
@@ -45,12 +78,29 @@ class Lease:
         return LeaseState.HELD if self.left_s > 0 else LeaseState.EXPIRED
 
 
-def numbers_to_try(leases: Iterable[Lease]) -> Iterator[int]:
+def holder_has_died(lease: Lease, here: Place | None, has_ended: Callable[[int], bool]) -> bool:
+    """Whether the process that holds the lease is known to have ended, so that nobody needs to wait until it expires.
+
+    Only a process of the same system can know. A suspended process has not ended: nobody takes its id before its lease expires.
+
+    Args:
+        lease: The lease, as its row was read.
+        here: Where this process runs; None if that is not known.
+        has_ended: Whether the process of this system with that id has ended; False if that cannot be known.
+    """
+    if here is None or lease.owner is None or lease.state is not LeaseState.HELD:
+        return False
+    place = place_of(lease.owner)
+    return place is not None and place.system == here.system and has_ended(place.pid)
+
+
+def numbers_to_try(leases: Iterable[Lease], has_died: Callable[[Lease], bool]) -> Iterator[int]:
     """The numbers that nobody holds, lowest first, without an end: a newcomer takes the first one that it gets.
 
-    An expired lease comes at its place among the free ones: so numbers stay small, and a dead member's id is settled soon.
+    A lease that has expired, or whose holder has died, comes at its place among the free ones: so numbers stay small, and a
+    dead member's id is settled soon.
     """
-    held = {lease.number for lease in leases if lease.state is LeaseState.HELD}
+    held = {lease.number for lease in leases if lease.state is LeaseState.HELD and not has_died(lease)}
     return (number for number in count() if number not in held)
 
 

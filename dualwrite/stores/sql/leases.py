@@ -14,7 +14,8 @@ from sqlalchemy import ColumnElement, Connection, Engine, and_, exc, null, or_, 
 
 from dualwrite.errors import Unavailable
 from dualwrite.protocol.naming import member_id, writer_of
-from dualwrite.protocol.process.leases import Lease, check_fleet, numbers_to_try
+from dualwrite.protocol.process.leases import Lease, check_fleet, numbers_to_try, place_of
+from dualwrite.protocol.tables.lease_life import LeaseState
 from dualwrite.runtime import failpoints
 from dualwrite.stores.sql.access.failures import map_database_error
 from dualwrite.stores.sql.short_transactions import ShortTransactions, dialect_of
@@ -50,8 +51,8 @@ class Leases:
         self._lease = self._tables.lease
         self._of_fleet = self._lease.c.fleet == fleet
 
-    def take(self, owner: str, timeout_s: float) -> str:
-        """Take the lowest number that nobody holds, and return its id.
+    def take(self, owner: str, timeout_s: float, *, has_died: Callable[[Lease], bool] = lambda _: False) -> str:
+        """Take the lowest number that nobody holds, or whose holder has died, and return its id.
 
         No other member takes it within ``timeout_s``, unless it is given back. What its former holder has left is not settled
         yet: claim the id next.
@@ -59,29 +60,32 @@ class Leases:
         Args:
             owner: Our name. Give a new one to each call: a name that holds a lease already gets that one again.
             timeout_s: Duration of the lease, in seconds.
+            has_died: Whether the holder of a lease is known to have died.
         """
-        taken = self._own.run(lambda connection: self._take(connection, owner, timeout_s))
+        taken = self._own.run(lambda connection: self._take(connection, owner, timeout_s, has_died))
         failpoints.hit("lease.taken")
         return taken
 
-    def _take(self, connection: Connection, owner: str, timeout_s: float) -> str:
+    def _take(self, connection: Connection, owner: str, timeout_s: float, has_died: Callable[[Lease], bool]) -> str:
         lease = self._lease
         mine = select(lease.c.transactional_id).where(self._of_fleet, lease.c.owner == owner)
         if (earlier := connection.scalar(mine)) is not None:  # the answer to an earlier attempt was lost
             return str(earlier)
         there = {found.number: found for found in _read(connection, self._tables, self._of_fleet)}
-        for tried, number in enumerate(numbers_to_try(there.values())):
+        for tried, number in enumerate(numbers_to_try(there.values(), has_died)):
             if tried > len(there) + _MORE:
                 break
-            name = member_id(self.fleet, number)
-            taken = self._take_over if number in there else self._add
-            if taken(connection, name, number, owner, timeout_s):
-                return name
+            if number in there:
+                taken = self._take_over(connection, there[number], owner, timeout_s)
+            else:
+                taken = self._add(connection, number, owner, timeout_s)
+            if taken:
+                return member_id(self.fleet, number)
         raise Unavailable(f"could not get a lease of fleet {self.fleet!r}: too many members are asking at once")
 
-    def _add(self, connection: Connection, name: str, number: int, owner: str, timeout_s: float) -> bool:
+    def _add(self, connection: Connection, number: int, owner: str, timeout_s: float) -> bool:
         insert = self._dialect.insert_if_missing(self._lease).values(
-            transactional_id=name,
+            transactional_id=member_id(self.fleet, number),
             fleet=self.fleet,
             number=number,
             owner=owner,
@@ -89,18 +93,15 @@ class Leases:
         )
         return connection.execute(insert).rowcount == 1
 
-    def _take_over(self, connection: Connection, name: str, number: int, owner: str, timeout_s: float) -> bool:
-        del number
+    def _take_over(self, connection: Connection, found: Lease, owner: str, timeout_s: float) -> bool:
+        """Take one that is over. One that is still held is over while its row names the holder that has died, and only then."""
         lease = self._lease
+        is_over = lease.c.owner == found.owner if found.state is LeaseState.HELD else self._is_over()
+        this = and_(lease.c.transactional_id == found.transactional_id, is_over)
         # Another member may be taking it: pass it over, where the database can.
-        free = select(lease.c.number).where(lease.c.transactional_id == name, self._is_over())
-        if connection.scalar(free.with_for_update(skip_locked=True)) is None:
+        if connection.scalar(select(lease.c.number).where(this).with_for_update(skip_locked=True)) is None:
             return False
-        changed = (
-            update(lease)
-            .where(lease.c.transactional_id == name, self._is_over())
-            .values(owner=owner, lease_until=database_now_plus(timeout_s))
-        )
+        changed = update(lease).where(this).values(owner=owner, lease_until=database_now_plus(timeout_s))
         return connection.execute(changed).rowcount == 1
 
     def _is_over(self) -> ColumnElement[bool]:
@@ -115,34 +116,42 @@ class Leases:
             wait_s: Limits the wait for a lock, in seconds.
 
         Returns:
-            The ids that were renewed, and the leases of the fleet that have expired: their holders died, or were paused.
+            The ids that were renewed; and of the fleet's leases, those that have expired, as their holders died or were paused,
+            and those whose holders run where the owner runs, so that it can see whether they have died.
         """
         lease = self._lease
         renewed = (
             update(lease).where(self._of_fleet, lease.c.owner == owner).values(lease_until=database_now_plus(timeout_s))
         )
         ours = select(lease.c.transactional_id).where(self._of_fleet, lease.c.owner == owner)
+        seen = lease.c.lease_until <= database_now()
+        if (place := place_of(owner)) is not None:
+            seen = or_(seen, lease.c.owner.contains(place.mark))
 
         def work(connection: Connection) -> tuple[Collection[str], Sequence[Lease]]:
             connection.execute(renewed)
             names = frozenset(connection.scalars(ours))
-            expired = and_(self._of_fleet, lease.c.lease_until <= database_now())
-            found = _read(connection, self._tables, expired)
+            found = _read(connection, self._tables, and_(self._of_fleet, seen))
             failpoints.hit("lease.heartbeat")
             return names, found
 
         return self._own.run(work, lock_timeout_s=wait_s)
 
-    def adopt(self, expired: Lease, owner: str, timeout_s: float) -> bool:
-        """Take one expired lease, to settle what its holder has left. False if another member has been faster."""
+    def adopt(self, dead: Lease, owner: str, timeout_s: float) -> bool:
+        """Take the lease of a dead holder, to settle what it has left. False if another member has been faster.
+
+        Args:
+            dead: The lease as it was read: expired, or held by an owner that is known to have died.
+            owner: Our name, a new one.
+            timeout_s: Duration of our lease, in seconds.
+        """
         lease = self._lease
 
         def work(connection: Connection) -> bool:
-            name = expired.transactional_id
-            held = select(lease.c.owner).where(lease.c.transactional_id == name)
+            held = select(lease.c.owner).where(lease.c.transactional_id == dead.transactional_id)
             if connection.scalar(held) == owner:
                 return True  # the answer to an earlier attempt was lost
-            return self._take_over(connection, name, expired.number, owner, timeout_s)
+            return self._take_over(connection, dead, owner, timeout_s)
 
         return self._own.run(work)
 

@@ -1,11 +1,14 @@
 """Mistakes about leases: taking an id, renewing it by heartbeats, giving it back, and settling for dead members."""
 
+from dataclasses import replace
 from itertools import count
 
+import psutil
 import pytest
-from sqlalchemy import null, true, update
+from sqlalchemy import Connection, null, select, true, update
 
-from dualwrite.protocol.tables.lease_life import LeaseEvent
+from dualwrite.protocol.process.leases import Lease, place_of
+from dualwrite.protocol.tables.lease_life import LeaseEvent, LeaseState
 from dualwrite.recovery import take_over
 from dualwrite.stores.sql import leases
 from dualwrite.stores.sql.leases import Leases
@@ -16,6 +19,7 @@ from harness.mistakes.registry import Check, mistake
 
 _LEASES = "conformance/test_leases.py::"
 _LEASED = "unit/writing/test_leased.py::"
+_KEEPER = "unit/writing/test_lease_keeper.py::"
 
 
 @mistake(
@@ -26,8 +30,9 @@ _LEASED = "unit/writing/test_leased.py::"
 )
 def leased_while_its_holder_lives(patch: pytest.MonkeyPatch) -> None:
     """A newcomer takes the lowest id even if a live member holds its lease, and fences it."""
-    patch.setattr(leases, "numbers_to_try", lambda _: count())
+    patch.setattr(leases, "numbers_to_try", lambda *_: count())
     patch.setattr(Leases, "_is_over", lambda _: true())
+    patch.setattr(Lease, "state", LeaseState.EXPIRED)
 
 
 @mistake(
@@ -102,3 +107,54 @@ def dead_members_id_left_unclaimed(patch: pytest.MonkeyPatch) -> None:
 def lease_not_asked_for_after_the_claim(patch: pytest.MonkeyPatch) -> None:
     """A member that was paused between its lease and its claim stays under an id that others have settled and given back."""
     patch.setattr(LeaseKeeper, "still_held", lambda _: True)
+
+
+@mistake(
+    Check(
+        f"{_KEEPER}test_a_member_that_dies_beside_this_one_is_reported_before_its_lease_expires",
+        "not enough values to unpack",
+    )
+)
+def member_that_died_beside_left_to_its_lease(patch: pytest.MonkeyPatch) -> None:
+    """Nobody looks at the processes beside its own: readers wait until the lease of a killed worker expires."""
+    patch.setattr(lease_keeper, "has_ended", lambda _: False)
+
+
+@mistake(Check(f"{_KEEPER}test_a_member_that_is_suspended_beside_this_one_keeps_its_lease", "'orders-0' == 'orders-1'"))
+def suspended_member_taken_for_dead(patch: pytest.MonkeyPatch) -> None:
+    """A process that is stopped for a moment loses its id to those beside it."""
+    patch.setattr(
+        lease_keeper, "has_ended", lambda pid: psutil.Process(pid).status() in {psutil.STATUS_STOPPED, "zombie"}
+    )
+
+
+@mistake(
+    Check(
+        f"{_KEEPER}test_a_member_of_another_place_is_judged_by_its_lease_alone",
+        "'orders-0' == 'orders-1'",
+    )
+)
+def process_of_another_container_looked_for_here(patch: pytest.MonkeyPatch) -> None:
+    """A member looks for the process of a holder in another container among its own processes, and does not find it."""
+    patch.setattr(
+        lease_keeper,
+        "holder_has_died",
+        lambda lease, _, has_ended: (place := place_of(lease.owner)) is not None and has_ended(place.pid),
+    )
+
+
+@mistake(
+    Check(
+        f"{_LEASES}test_nobody_adopts_the_lease_of_a_dead_holder_that_another_has_taken_over[sqlite]",
+        "assert not True",
+    )
+)
+def lease_of_a_dead_holder_taken_from_its_successor(patch: pytest.MonkeyPatch) -> None:
+    """A member adopts what a dead one held, though another has taken it over since: two believe that they hold it."""
+    real = Leases._take_over
+
+    def take_over(self: Leases, connection: Connection, found: Lease, owner: str, timeout_s: float) -> bool:
+        held = select(self._lease.c.owner).where(self._lease.c.transactional_id == found.transactional_id)
+        return real(self, connection, replace(found, owner=connection.scalar(held)), owner, timeout_s)
+
+    patch.setattr(Leases, "_take_over", take_over)

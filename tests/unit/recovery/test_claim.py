@@ -1,6 +1,10 @@
 """Claiming, on simulated servers: who owns an id afterwards, and when a claim is refused and changes nothing."""
 
+import os
 import re
+import signal
+import subprocess
+import sys
 
 import pytest
 from harness.simulated import TIMEOUT_S
@@ -8,7 +12,16 @@ from simulator.environment import time_out
 
 from dualwrite.errors import ConfigurationError, DatabaseWentBack, DecidedTransactionLost, Fenced, Unavailable
 from dualwrite.protocol.observations import Outcome
-from dualwrite.recovery.claim import claim_lanes, claim_rows, unique_owner
+from dualwrite.protocol.process.leases import place_of
+from dualwrite.recovery import claim as module
+from dualwrite.recovery.claim import (
+    claim_lanes,
+    claim_rows,
+    has_ended,
+    lease_owner,
+    place_of_this_process,
+    unique_owner,
+)
 from dualwrite.runtime.deadline import Deadline
 
 
@@ -134,3 +147,47 @@ def test_a_claimants_name_is_its_own_alone_and_people_can_read_it():
     assert unique_owner("billing") != unique_owner("billing")
     assert re.fullmatch(r"billing [0-9a-f]{12}", unique_owner("billing"))
     assert re.fullmatch(r".+@.+:[0-9]+ [0-9a-f]{12}", unique_owner())
+
+
+def test_a_process_has_ended_once_it_is_killed_and_not_while_it_is_suspended(waiting_process):
+    pid = waiting_process.pid
+    assert not has_ended(pid)
+    os.kill(pid, signal.SIGSTOP)
+    assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+    assert not has_ended(pid)
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert has_ended(pid), "its parent has not asked for its end"
+    waiting_process.wait()
+    assert has_ended(pid)
+
+
+@pytest.mark.parametrize("error", [PermissionError, OSError])
+def test_a_process_that_cannot_be_seen_has_not_ended(monkeypatch, error):
+    def refuse(_):
+        raise error
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    assert not has_ended(1)
+    monkeypatch.delattr(os, "pidfd_open")
+    assert not has_ended(1)
+
+
+def test_the_owner_of_a_lease_says_where_it_runs_if_that_is_known(monkeypatch, tmp_path):
+    here = place_of_this_process()
+    assert here.pid == os.getpid()
+    assert place_of(lease_owner("billing")) == here
+    monkeypatch.setattr(module, "Path", lambda name: tmp_path / name.lstrip("/"))
+    assert re.fullmatch(r"billing [0-9a-f]{12}", lease_owner("billing"))
+
+
+def test_a_container_is_another_place_though_its_processes_have_the_same_numbers():
+    asks = "from dualwrite.recovery.claim import place_of_this_process as ask; place = ask(); print(place.pid, place.system)"
+    asked = subprocess.run(
+        ["unshare", "--fork", "--pid", sys.executable, "-c", asks], capture_output=True, text=True, check=False
+    )
+    if "Operation not permitted" in asked.stderr:
+        pytest.skip("a namespace of process ids takes rights that this user does not have")
+    pid, system = asked.stdout.split()
+    assert pid == "1"
+    assert system != place_of_this_process().system

@@ -1,13 +1,16 @@
 """Heartbeats: what they report, what they survive, and what the keeper knows between them."""
 
+import os
+import signal
 import threading
 
 import pytest
 from harness.databases import prepare, sqlite_url
 
 from dualwrite import Unavailable
-from dualwrite.protocol.process.leases import LeaseTiming
+from dualwrite.protocol.process.leases import LeaseTiming, Place
 from dualwrite.protocol.tables.lease_life import LeaseState
+from dualwrite.recovery.claim import lease_owner, place_of_this_process
 from dualwrite.stores.sql.leases import Leases, read_leases
 from dualwrite.writing import lease_keeper
 from dualwrite.writing.lease_keeper import LeaseKeeper
@@ -82,6 +85,80 @@ def test_expired_leases_of_others_are_reported_but_not_our_own(leases, keeper, s
     [[dead]] = seen
     assert dead.transactional_id == "orders-0"
     assert keeper.state is LeaseState.HELD
+
+
+@pytest.fixture
+def beside(leases, waiting_process):
+    """The process of a member beside this one, which holds the first id for an hour."""
+    owner = Place(place_of_this_process().system, waiting_process.pid).sign("beside")
+    assert leases.take(owner, 3600) == "orders-0"
+    return waiting_process
+
+
+def kill(process):
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+def test_a_member_that_dies_beside_this_one_is_reported_before_its_lease_expires(leases, keeper, seen, beside):
+    keeper.take(lease_owner("member"))
+    assert keeper.beat_once()
+    keeper.look()
+    assert seen == [], "it lives"
+    kill(beside)
+    keeper.look()
+    keeper.look()
+    [[dead]] = seen
+    assert (dead.transactional_id, dead.state) == ("orders-0", LeaseState.HELD)
+    assert keeper.beat_once()
+    assert [lease.transactional_id for [lease] in seen] == ["orders-0"] * 2, (
+        "a heartbeat reports it until it is settled"
+    )
+    assert leases.adopt(dead, lease_owner("member"), 3600)
+    assert keeper.beat_once()
+    keeper.look()
+    assert len(seen) == 2
+
+
+def test_a_member_that_is_suspended_beside_this_one_keeps_its_lease(keeper, seen, beside):
+    os.kill(beside.pid, signal.SIGSTOP)
+    assert os.WIFSTOPPED(os.waitpid(beside.pid, os.WUNTRACED)[1])
+    assert keeper.take(lease_owner("member")) == "orders-1"
+    assert keeper.beat_once()
+    keeper.look()
+    assert seen == []
+
+
+def test_a_member_of_another_place_is_judged_by_its_lease_alone(leases, keeper, seen, waiting_process):
+    kill(waiting_process)
+    leases.take(Place("another-boot/1", waiting_process.pid).sign("elsewhere"), 3600)
+    assert keeper.take(lease_owner("member")) == "orders-1"
+    assert keeper.beat_once()
+    keeper.look()
+    assert seen == []
+
+
+def test_a_newcomer_takes_the_id_of_a_member_that_has_died_beside_it(keeper, beside):
+    kill(beside)
+    assert keeper.take(lease_owner("the next one")) == "orders-0"
+
+
+def test_the_keeper_looks_beside_itself_between_its_heartbeats(leases, beside, monkeypatch):
+    pauses = iter([0.01])
+    monkeypatch.setattr(LeaseTiming, "pause_s", lambda *_, **__: next(pauses, 3600))
+    beaten, reported, real = threading.Event(), threading.Event(), leases.renew
+
+    def renew(*args, **kwargs):
+        beaten.set()
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(leases, "renew", renew)
+    keeper = LeaseKeeper(leases, RARELY, on_lost=list, on_dead=lambda _: reported.set())
+    keeper.take(lease_owner("member"))
+    assert beaten.wait(60)
+    kill(beside)
+    assert reported.wait(60)
+    keeper.stop()
 
 
 def test_a_heartbeat_that_fails_is_logged_and_the_lease_is_known_to_be_over_in_time(

@@ -59,7 +59,7 @@ def test_the_last_line_of_status_counts_and_tells_the_longest_open_transaction()
 
 def test_leases_are_shown_with_how_long_they_last_or_are_over() -> None:
     leases = [
-        Lease("orders-0", "orders", 0, "app@web-1:4711 ab", 12.4),
+        Lease("orders-0", "orders", 0, "app@web-1:4711 ab on boot/1/4711", 12.4),
         Lease("orders-1", "orders", 1, "app@web-2:4712 cd", -3.2),
         Lease("orders-2", "orders", 2),
     ]

@@ -3,9 +3,20 @@
 from itertools import islice
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dualwrite import ConfigurationError
-from dualwrite.protocol.process.leases import Lease, LeaseTiming, check_fleet, heard, numbers_to_try
+from dualwrite.protocol.process.leases import (
+    Lease,
+    LeaseTiming,
+    Place,
+    check_fleet,
+    heard,
+    holder_has_died,
+    numbers_to_try,
+    place_of,
+)
 from dualwrite.protocol.tables.lease_life import LeaseEvent, LeaseState
 
 FREE, HELD, EXPIRED = (None, None), ("a member", 12.5), ("a member", -0.001)
@@ -42,7 +53,56 @@ def test_a_lease_is_held_until_its_time_is_over(standing, state):
 )
 def test_a_newcomer_tries_the_lowest_number_that_nobody_holds(there, first):
     leases = [lease(number, standing) for number, standing in reversed(there.items())]
-    assert list(islice(numbers_to_try(leases), 3)) == first
+    assert list(islice(numbers_to_try(leases, lambda _: False), 3)) == first
+
+
+def test_a_newcomer_tries_the_number_of_a_holder_that_has_died():
+    leases = [lease(number, standing) for number, standing in enumerate((HELD, HELD, FREE, EXPIRED))]
+    assert list(islice(numbers_to_try(leases, lambda found: found.number == 1), 3)) == [1, 2, 3]
+
+
+SYSTEMS = st.sampled_from(["boot/1", "boot/2", "boot/12", "reboot/1"])
+PLACES = st.builds(Place, SYSTEMS, st.integers(1, 4))
+NAMES = st.text(max_size=20) | st.sampled_from(["x on boot/1/1", " on boot/1/", "on", "a on b"])
+OWNERS = st.none() | NAMES | st.builds(lambda name, place: place.sign(name), NAMES, PLACES)
+
+
+@given(NAMES, PLACES)
+def test_an_owner_says_where_it_runs_whatever_its_name_is(name, place):
+    assert place_of(place.sign(name)) == place
+    assert place.sign(name).startswith(name)
+
+
+@given(st.text(alphabet="a1/ on²") | st.text())
+def test_what_does_not_end_in_a_place_names_none(text):
+    place = place_of(text)
+    assert place is None or text.endswith(place.sign(""))
+
+
+@pytest.mark.parametrize("pid", ["", "0", "01", "-1", "12345678", "9" * 5000, "1 ", "1\n", "²"])
+def test_what_is_no_process_id_names_no_place(pid):
+    assert place_of(f"member on boot/1/{pid}") is None
+
+
+@given(OWNERS, st.none() | st.floats(-10, 10), st.none() | PLACES, st.sets(st.integers(1, 4)))
+def test_a_holder_has_died_only_if_its_process_has_ended_in_our_own_system(owner, left_s, here, ended):
+    found = Lease("orders-0", "orders", 0, owner, left_s)
+    if not holder_has_died(found, here, ended.__contains__):
+        return
+    place = place_of(found.owner)
+    assert found.state is LeaseState.HELD
+    assert (place.system, place.pid in ended) == (here.system, True)
+
+
+@given(NAMES, PLACES, st.integers(1, 4), st.sets(st.integers(1, 4)))
+def test_a_holder_beside_us_has_died_as_soon_as_its_process_has_ended(name, place, our_pid, ended):
+    found = Lease("orders-0", "orders", 0, place.sign(name), 3600.0)
+    assert holder_has_died(found, Place(place.system, our_pid), ended.__contains__) is (place.pid in ended)
+
+
+@given(PLACES, PLACES)
+def test_the_mark_of_a_system_is_in_the_owners_of_its_processes_alone(one, other):
+    assert (one.mark in other.sign("member")) is (one.system == other.system)
 
 
 @pytest.mark.parametrize(
