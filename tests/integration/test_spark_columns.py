@@ -14,7 +14,7 @@ from pyspark.sql import types
 from sqlalchemy import create_engine
 
 from dualwrite import ConfigurationError
-from dualwrite.sinks.spark import foreach_partition, register, write_batch
+from dualwrite.sinks.spark import JobFailed, foreach_partition, register, write_batch
 from dualwrite.sinks.spark.databases.postgresql.catalog import read_table
 
 IDENTIFIER = uuid.UUID("0f0e0d0c-0b0a-0908-0706-050403020100")
@@ -277,7 +277,6 @@ def test_a_table_that_may_not_be_written_to_is_told_with_the_grant(numbers, dual
     ("name", "says"),
     [
         pytest.param("if(id = 700, 'x', null)", "null value in column", marks=pytest.mark.thorough),
-        pytest.param("if(id = 700, repeat('x', 300), 'y')", "value too long", marks=pytest.mark.thorough),
         ("if(id = 700, 'bad \\0', 'y')", "0x00"),
     ],
 )
@@ -295,6 +294,61 @@ def test_a_value_that_does_not_fit_names_its_column(spark, numbers, write):
     with pytest.raises(SPARKS_ERRORS, match="a value of column 'id' does not fit int16"):
         write(spark.sql("SELECT 40000L AS id, 'x' AS name"), **numbers.settings)
     numbers.verify(0)
+
+
+@before_the_ways_part
+@pytest.mark.parametrize(
+    ("kind", "value", "says"),
+    [
+        ("varchar(3)", "'abc '", "it has more than 3 characters"),
+        pytest.param("short", "'abc '", "it has more than 3 characters", marks=pytest.mark.thorough),
+        ("timestamp", "timestamp_ntz'2000-01-01' - make_dt_interval(2600000)", "not in the years that the type has"),
+        pytest.param(
+            "date[]", "array(null, date_from_unix_date(-2147472692))", "not in the years", marks=pytest.mark.thorough
+        ),
+    ],
+)
+def test_a_value_that_postgresql_would_change_is_refused_with_its_row(spark, numbers, write, kind, value, says):
+    numbers.execute("CREATE DOMAIN short AS varchar(3)")
+    numbers.execute(f"ALTER TABLE numbers DROP name, ADD name {kind}")
+    df = numbered(spark, 4, 1).selectExpr("id", f"if(id = 2, {value}, null) AS name", "'m' AS message")
+    with pytest.raises(
+        SPARKS_ERRORS, match=rf"column 'name' of type .* would not keep .*{says} \(row 3 of partition 0"
+    ):
+        write(df, **numbers.settings, value="message")
+    assert numbers.execute("SELECT id FROM numbers") == []
+    write(df.where("id <> 2"), **numbers.settings, value="message")
+    assert len(numbers.execute("SELECT id FROM numbers")) == 3
+
+
+@pytest.mark.parametrize("engine", ["native", "librdkafka"])
+def test_a_message_that_would_not_arrive_as_it_is_names_its_row(spark, numbers, engine):
+    settings = {**numbers.settings, "producer_engine": engine, "columns": ["id", "name"]}
+    df = numbered(spark, 3, 1)
+    for more, says in (
+        ({"timestamp": "if(id = 1, timestamp_millis(0), null)"}, "the timestamp of a row is 0 ms since 1970"),
+        ({"timestamp": "if(id = 1, timestamp_millis(-1), null)"}, "the timestamp of a row is -1 ms since 1970"),
+        (
+            {"headers": "array(named_struct('key', if(id = 1, null, 'h'), 'value', 'v'))"},
+            "a header of a row has no name",
+        ),
+        (
+            {"headers": "array(if(id = 1, null, named_struct('key', 'h', 'value', 'v')))"},
+            "a header of a row has no name",
+        ),
+        ({"partition": "if(id = 1, -1, 0)"}, "the partition of a row is -1"),
+    ):
+        [(part, value)] = more.items()
+        with pytest.raises(JobFailed, match=rf"{says} \(row 2 of partition 0"):
+            write_batch(df.selectExpr("*", f"{value} AS part"), batch_id="1", **settings, **{part: "part"})
+    assert numbers.rows() == numbers.messages() == []
+    header = "array(named_struct('key', 'h', 'value', cast(null AS string)))"
+    kept = df.selectExpr("*", "if(id = 1, timestamp_millis(1), null) AS at", f"{header} AS h")
+    write_batch(kept, batch_id="1", **settings, timestamp="at", headers="h")
+    [early] = [one for one in consume(numbers.kafka, numbers.topic) if json.loads(one.value())["id"] == 1]
+    assert early.timestamp()[1] == 1
+    assert early.headers() == [("h", None)]
+    numbers.verify(3)
 
 
 @before_the_ways_part

@@ -110,9 +110,15 @@ def _utc(value: Value) -> datetime:
     return value.astimezone(timezone.utc)
 
 
-def _headers(value: Value) -> list[dict[str, Value]]:
-    entries = value.items() if isinstance(value, dict) else map(_fields, cast("Sequence[Value]", value))
-    return [{"key": key, "value": item.encode() if isinstance(item, str) else item} for key, item in entries]
+def _headers(value: Value) -> list[dict[str, Value] | None]:
+    entries = value.items() if isinstance(value, dict) else map(unless_null(_fields), cast("Sequence[Value]", value))
+    # A null entry stays: `produce_batch` refuses it by its row.
+    return [
+        None
+        if entry is None
+        else {"key": entry[0], "value": entry[1].encode() if isinstance(entry[1], str) else entry[1]}
+        for entry in entries
+    ]
 
 
 def _fields(value: Value) -> Sequence[Value]:

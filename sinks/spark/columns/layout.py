@@ -78,12 +78,14 @@ class Copied:
         source: The position of its value among the projected columns.
         encoding: How the value is sent.
         shown_type: The column's type when the batch was planned, as people write it.
+        longest: As :attr:`TableColumn.longest`.
     """
 
     name: str
     source: int
     encoding: str
     shown_type: str
+    longest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,8 @@ class _Planning:
                 next_step="leave it out of `columns`",
             )
         wire = wire_for(name, self._fields[number].dataType, target, self._table)
-        return Copied(target_name, self._project(number, wire.form, wire.arrow), wire.encoding, target.shown_type)
+        source = self._project(number, wire.form, wire.arrow)
+        return Copied(target_name, source, wire.encoding, target.shown_type, target.longest)
 
     def _check_all_given(self, given: set[str]) -> None:
         if not given:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 if TYPE_CHECKING:
     from dualwrite.sinks.spark.columns.layout import Layout
@@ -70,6 +71,17 @@ def row_name(partition: int, number: int, key: Sequence[object] = ()) -> str:
     """
     name = f"row {number} of partition {partition}"
     return f"{name}, key {', '.join(map(_shown, key))}" if key else name
+
+
+def lists_with(lists: pa.Array, is_bad: pa.Array) -> pa.Array:
+    """Which lists have an entry that is bad.
+
+    Args:
+        lists: The lists.
+        is_bad: For each of their entries, as ``flatten`` gives them.
+    """
+    found = pc.list_parent_indices(lists).filter(is_bad)
+    return pc.is_in(pa.array(range(len(lists)), found.type), value_set=found)
 
 
 def table_key(layout: Layout) -> Sequence[str]:

@@ -21,6 +21,7 @@ class TableColumn:
         shown_type: Its type as people write it.
         is_enum: Whether the type is an enumeration.
         scale: The digits after the point that a ``numeric`` column, or an array of them, keeps; None if it keeps all.
+        longest: The characters that a ``varchar`` or ``char`` column of PostgreSQL keeps; None if it keeps all.
         element_type: The internal name of an array's element type.
         must_be_given: Whether a row without a value for it is refused.
         generated: Whether the database computes it.
@@ -31,6 +32,7 @@ class TableColumn:
     shown_type: str
     is_enum: bool = False
     scale: int | None = None
+    longest: int | None = None
     element_type: str | None = None
     must_be_given: bool = False
     generated: bool = False

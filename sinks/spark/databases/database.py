@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Final, Protocol
 
-from dualwrite.errors import TransactionAborted
+import pyarrow.compute as pc
+
+from dualwrite.errors import ConfigurationError, TransactionAborted
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from sqlalchemy import Connection, Engine
 
-    from dualwrite.sinks.spark.columns.layout import Layout
+    from dualwrite.sinks.spark.columns.layout import Copied, Layout
     from dualwrite.sinks.spark.columns.row_names import RowNames
     from dualwrite.sinks.spark.columns.table import Table
 
 _COMMENT: Final = "made by dualwrite, dropped by it: "
 STAGING_PREFIX: Final = "dualwrite_staging_"
 """Staging tables have names that begin with it."""
+
+
+class Emptying(Enum):
+    """How a table is emptied before a batch's rows are moved into it."""
+
+    DELETE = "DELETE"
+    TRUNCATE = "TRUNCATE"
 
 
 @dataclass(frozen=True)
@@ -166,6 +176,24 @@ class SinkDatabase(Protocol):
         """
         ...
 
+    def require_replaceable(
+        self, connection: Connection, target: tuple[str, str], *, empty: Emptying | None, upsert: Sequence[str]
+    ) -> None:
+        """Refuse before a task runs what the decision would refuse after all have run.
+
+        Args:
+            connection: Any connection to the database.
+            target: Schema and name of the table that rows will be moved into.
+            empty: How it is emptied first; None if it is not.
+            upsert: As for :meth:`take_over`.
+
+        Raises:
+            ConfigurationError: A right is missing, no unique key has just these columns, or rows of other tables forbid that
+                the table is emptied.
+            Unavailable: The database does not answer.
+        """
+        ...
+
     def create_staging(
         self, connection: Connection, made: StagingTable, target: tuple[str, str], columns: Sequence[str]
     ) -> None:
@@ -230,12 +258,12 @@ class SinkDatabase(Protocol):
         """
         ...
 
-    def empty(self, connection: Connection, table: tuple[str, str]) -> None:
+    def empty(self, connection: Connection, table: tuple[str, str], how: Emptying) -> None:
         """Empty a table in the caller's transaction.
 
         Raises:
             ConfigurationError: The right to empty it is missing.
-            TransactionAborted, Unavailable: The transaction cannot continue.
+            TransactionAborted, Unavailable: The transaction cannot continue, or rows of other tables forbid it.
         """
         ...
 
@@ -309,11 +337,66 @@ def require_all_taken(table: str, *, sent: int, taken: int) -> None:
         )
 
 
+def require_kept(column: Copied, changes: Iterable[tuple[str, pa.Array]], name_row: Callable[[int], str]) -> None:
+    """Refuse values that the column would change without an error, or that have no form on the way to it.
+
+    Args:
+        column: The table's column.
+        changes: Words for each kind of such values, and which rows have one.
+        name_row: Names a row, counted from 0.
+
+    Raises:
+        ConfigurationError: A row has one.
+    """
+    for words, is_bad in changes:
+        number = pc.index(is_bad, True).as_py()
+        if number >= 0:
+            raise ConfigurationError(
+                f"column {column.name!r} of type {column.shown_type} would not keep a value as it is: {words} "
+                f"({name_row(number)})",
+                next_step="nothing of the partition was written on either side: change the value, or the column's type",
+            )
+
+
 def rows_lost(staged: Staged, held: int) -> TransactionAborted:
     """The error for a staging table that does not hold what its task has written."""
     return TransactionAborted(
         f"a staging table holds {held} rows of {staged.rows}: the database has crashed in between",
         transactional_id=staged.table.transactional_id,
+    )
+
+
+def require_key(table: str, columns: Collection[str], keys: Collection[frozenset[str]], upsert: Sequence[str]) -> None:
+    """Compare the key columns with the table's unique keys.
+
+    Args:
+        table: The target's name.
+        columns: Its columns.
+        keys: The columns of each unique key.
+        upsert: The key columns.
+
+    Raises:
+        ConfigurationError: One is not a column of the table, or they are no unique key.
+    """
+    unknown = [name for name in upsert if name not in columns]
+    if unknown:
+        raise ConfigurationError(
+            f"upsertKeys names the column {unknown[0]!r}, which table {table!r} does not have",
+            next_step=f"its columns are {', '.join(columns)}",
+        )
+    if frozenset(upsert) not in keys:
+        raise ConfigurationError(
+            f"table {table!r} has no unique key of just the columns {', '.join(upsert)}",
+            next_step="nothing of the batch was written on either side: add one, or name the columns of one in upsertKeys",
+        )
+
+
+def still_referred_to(table: str, key: str, by: str) -> ConfigurationError:
+    """The error for a table that cannot be emptied, since rows of another one refer to its rows."""
+    return ConfigurationError(
+        f"table {table!r} cannot be emptied: rows of table {by!r} refer to its rows (foreign key {key!r})",
+        next_step='delete those first, declare the foreign key ON DELETE CASCADE or ON DELETE SET NULL, or use mode("append") '
+        "with upsertKeys, which replaces rows one by one",
     )
 
 

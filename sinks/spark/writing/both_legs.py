@@ -54,6 +54,6 @@ def write_rows(
         for batch in batches:
             names.add(batch)
             into.write(batch)
-            produce_batch(transaction, batch, layout, options.topic, serializers)
+            produce_batch(transaction, batch, layout, options.topic, serializers, names=names)
             progress.add(batch)
     failpoints.hit("spark.rows_copied")

@@ -10,11 +10,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dualwrite.errors import ConfigurationError
+from dualwrite.sinks.spark.columns.row_names import lists_with
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from dualwrite.sinks.spark.columns.layout import Encoded, Layout
+    from dualwrite.sinks.spark.columns.layout import Encoded, Layout, MessageColumns
+    from dualwrite.sinks.spark.columns.row_names import RowNames
     from dualwrite.sinks.spark.formats.serializing import Serializing
     from dualwrite.writing.blocks.transaction import Transaction
 
@@ -22,7 +24,13 @@ _BYTES: Final = pa.binary()
 
 
 def produce_batch(
-    transaction: Transaction, batch: pa.RecordBatch, layout: Layout, topic: str | None, serializing: Serializing
+    transaction: Transaction,
+    batch: pa.RecordBatch,
+    layout: Layout,
+    topic: str | None,
+    serializing: Serializing,
+    *,
+    names: RowNames | None = None,
 ) -> None:
     """Produce a message for each row of a projected batch. Waits while the producer's queue is full, so memory is bounded.
 
@@ -32,35 +40,81 @@ def produce_batch(
         layout: The positions of a message's parts in the batch.
         topic: The topic of all messages; None if a column names it.
         serializing: Serializes the parts that have a schema.
+        names: Names a row that is refused.
 
     Raises:
-        TransactionAborted, ConfigurationError, Fenced, Unavailable: As ``Transaction.produce``; or a topic is null, or a row
-            does not fit its schema.
+        TransactionAborted, ConfigurationError, Fenced, Unavailable: As ``Transaction.produce``; or a topic is null, a row
+            does not fit its schema, or Kafka has no form for another part of a message.
     """
     message = layout.message
+    _require_form(batch, message, names)
     if topic is not None and isinstance(message.value, int) and isinstance(message.key, (int, NoneType)):
         transaction.produce_arrow(
             topic,
             batch.column(message.value),
             _column(batch, message.key),
             _column(batch, message.headers),
-            None if message.partition is None else _checked_partitions(batch, message.partition),
+            _column(batch, message.partition),
             timestamps=_column(batch, message.timestamp),
         )
         return
-    topics = repeat(topic) if message.topic is None else _topics(batch, message.topic)
+    topics = repeat(topic) if message.topic is None else cast("list[str]", batch.column(message.topic).to_pylist())
     keys = None if message.key is None else _part(batch, message.key, topics, serializing)
     values = _part(batch, message.value, topics, serializing)
     if topic is not None and message.headers is message.partition is message.timestamp is None:
         transaction.produce_many(topic, values, keys)
         return
     headers = repeat(None) if message.headers is None else _headers(batch, message.headers)
-    partitions = _partitions(batch, message.partition)
+    partitions = _numbers(batch, message.partition)
     timestamps = _numbers(batch, message.timestamp)
     rows = zip(values, keys or repeat(None), topics, headers, partitions, timestamps, strict=False)
     for value, key, to, header, partition, timestamp in rows:
         assert to is not None
         transaction.produce(to, value, key, partition=partition, headers=header, timestamp_ms=timestamp)
+
+
+def _require_form(batch: pa.RecordBatch, message: MessageColumns, names: RowNames | None) -> None:
+    """Refuse what a producer would take for something else, or would refuse without the row.
+
+    Raises:
+        ConfigurationError: A row has a topic, partition, timestamp or header that no message can have.
+    """
+    for number, find in (
+        (message.topic, _impossible_topics),
+        (message.partition, _impossible_partitions),
+        (message.timestamp, _impossible_timestamps),
+        (message.headers, _impossible_headers),
+    ):
+        if number is None:
+            continue
+        column = batch.column(number)
+        words, is_bad, step = find(column)
+        index = pc.index(is_bad, True).as_py()
+        if index >= 0:
+            row = f"row {index + 1}" if names is None else names.in_batch(index)
+            raise ConfigurationError(f"{words.format(column[index].as_py())} ({row})", next_step=step)
+
+
+def _impossible_topics(column: pa.Array) -> tuple[str, pa.Array, str]:
+    return "the topic of a row is null", pc.is_null(column), "fill the topic column, or filter such rows out"
+
+
+def _impossible_partitions(column: pa.Array) -> tuple[str, pa.Array, str]:
+    # A producer takes -1 for "none", and chooses one.
+    step = "partitions count from 0; a row whose partition is null goes where its key says"
+    return "the partition of a row is {}", pc.less(column, 0), step
+
+
+def _impossible_timestamps(column: pa.Array) -> tuple[str, pa.Array, str]:
+    # In a message -1 stands for "none"; librdkafka takes 0 for "now".
+    step = "a message's timestamp is after 1970; a row whose timestamp is null gets the time at which it is sent"
+    return "the timestamp of a row is {} ms since 1970", pc.less(column, 1), step
+
+
+def _impossible_headers(column: pa.Array) -> tuple[str, pa.Array, str]:
+    # Null where the name is, and where the whole entry is.
+    is_bad = lists_with(column, pc.is_null(pc.struct_field(column.flatten(), 0)))
+    return "a header of a row has no name", is_bad, "name it, or filter it out of the headers; its value may be null"
 
 
 def _part(
@@ -80,30 +134,6 @@ def _numbers(batch: pa.RecordBatch, number: int | None) -> Iterable[int | None]:
 
 def _column(batch: pa.RecordBatch, number: int | None) -> pa.Array | None:
     return None if number is None else batch.column(number)
-
-
-def _partitions(batch: pa.RecordBatch, number: int | None) -> Iterable[int | None]:
-    return repeat(None) if number is None else cast("list[int | None]", _checked_partitions(batch, number).to_pylist())
-
-
-def _checked_partitions(batch: pa.RecordBatch, number: int) -> pa.Array:
-    column = batch.column(number)
-    if (least := pc.min(column).as_py()) is not None and least < 0:
-        # The producer would take -1 for "none", and choose one.
-        raise ConfigurationError(
-            f"the partition of a row is {least}",
-            next_step="partitions count from 0; a row whose partition is null goes where its key says",
-        )
-    return column
-
-
-def _topics(batch: pa.RecordBatch, number: int) -> list[str]:
-    column = batch.column(number)
-    if column.null_count:
-        raise ConfigurationError(
-            "the topic of a row is null", next_step="fill the topic column, or filter such rows out"
-        )
-    return cast("list[str]", column.to_pylist())
 
 
 def _headers(batch: pa.RecordBatch, number: int) -> list[list[tuple[str, bytes | None]] | None]:

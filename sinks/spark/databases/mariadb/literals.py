@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dualwrite.errors import ConfigurationError
+from dualwrite.sinks.spark.databases.database import require_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,14 +49,7 @@ def literal_rows(columns: Sequence[Copied], arrays: Sequence[pa.Array], name_row
 
 
 def _literals(column: Copied, array: pa.Array, name_row: Callable[[int], str]) -> pa.Array:
-    for words, is_bad in _changes(column, array):
-        number = pc.index(is_bad, True).as_py()
-        if number >= 0:
-            raise ConfigurationError(
-                f"column {column.name!r} of type {column.shown_type} would not keep a value as it is: {words} "
-                f"({name_row(number)})",
-                next_step="nothing of the partition was written on either side: change the value, or the column's type",
-            )
+    require_kept(column, _changes(column, array), name_row)
     return pc.fill_null(_as_text(array), "NULL")
 
 

@@ -41,6 +41,10 @@ _COLUMNS: Final = text(
     """
 )
 
+_BOUNDED: Final = frozenset({"varchar", "bpchar"})
+_HEADER: Final = 4
+"""Added to the length in these types' modifier (``VARHDRSZ``)."""
+
 _TYPES: Final = text(
     "SELECT a.attname, format_type(a.atttypid, a.atttypmod) FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid "
     "JOIN pg_namespace n ON n.oid = c.relnamespace "
@@ -98,6 +102,7 @@ def read_table(connection: Connection, name: str) -> Table:
             shown_type=shown,
             is_enum=is_enum,
             scale=_scale(element or type_name, typmod),
+            longest=typmod - _HEADER if type_name in _BOUNDED and typmod >= _HEADER else None,
             element_type=element,
             must_be_given=must_be_given,
             generated=generated,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import psycopg
 import pyarrow as pa
+import pyarrow.compute as pc
 from pgpq import ArrowToPostgresBinaryEncoder
 from pgpq.encoders import StringEncoderBuilder
 from pgpq.schema import Jsonb
 from psycopg import sql
 
 from dualwrite.errors import ConfigurationError, TransactionAborted
-from dualwrite.sinks.spark.databases.database import require_all_taken
+from dualwrite.sinks.spark.columns.row_names import lists_with
+from dualwrite.sinks.spark.databases.database import require_all_taken, require_kept
 from dualwrite.sinks.spark.databases.postgresql.catalog import require_types
 from dualwrite.stores.sql.access.failures import driver_words
 
@@ -35,6 +37,13 @@ _LINE: Final = re.compile(r", line ([0-9]+)")
 """In the first line of the context, which may name a staging table; in binary COPY it holds no values."""
 _DATA_CLASSES: Final = frozenset({"21", "22", "23", "42"})
 """SQLSTATE classes that the same rows cause again: duplicate keys, bad values, violated constraints, missing rights."""
+
+
+_DAYS: Final = (-2440588, 2145042905)
+_MICROSECONDS: Final = (-210866803200000000, 2**63 - 1)
+"""From 4713 BC, in days and in microseconds since 1970, to what each type holds (``IS_VALID_DATE``, ``IS_VALID_TIMESTAMP`` in
+PostgreSQL's timestamp.h). Numbers outside stand for its infinities, or have no binary form.
+"""
 
 
 class _Driver(Protocol):
@@ -74,13 +83,14 @@ class TableCopy:
         """Send the rows of one projected batch. They are in the table once the transaction commits.
 
         Raises:
-            ConfigurationError: A text in a ``uuid`` column is no UUID.
+            ConfigurationError: A text in a ``uuid`` column is no UUID, or a column would change a value.
             psycopg.Error: The database refuses a row, or is gone; `copying` maps it.
         """
-        arrays = [
-            self._uuids(one.name, batch.column(one.source)) if one.encoding == "uuid" else batch.column(one.source)
-            for one in self._columns
-        ]
+        arrays = []
+        for one in self._columns:
+            array = batch.column(one.source)
+            require_kept(one, _changes(one, array), self._name)
+            arrays.append(self._uuids(one.name, array) if one.encoding == "uuid" else array)
         self._copy.write(self._encoder.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema)))
         self.sent_rows += batch.num_rows
 
@@ -94,8 +104,12 @@ class TableCopy:
             index = next(
                 (index for index, one in enumerate(found) if one is not None and len(one) != _UUID_BYTES), len(found)
             )
-            row = "" if self._names is None else f": {self._names.in_batch(index)}"
-            raise ConfigurationError(f"a value for column {name!r} of type uuid is not a UUID{row}") from error
+            raise ConfigurationError(
+                f"a value for column {name!r} of type uuid is not a UUID: {self._name(index)}"
+            ) from error
+
+    def _name(self, index: int) -> str:
+        return f"row {index + 1}" if self._names is None else self._names.in_batch(index)
 
     def finish(self) -> None:
         """Send the end of the data."""
@@ -158,6 +172,24 @@ def refused(what: str, error: psycopg.Error, row: str | None = None) -> Transact
     return TransactionAborted(
         f"{what}: {driver_words(error)}{place}", retryable=(error.sqlstate or "")[:2] not in _DATA_CLASSES
     )
+
+
+def _changes(column: Copied, array: pa.Array) -> Iterator[tuple[str, pa.Array]]:
+    """Values that PostgreSQL would change without an error, or that have no binary form: words, and which rows have one."""
+    if column.longest is not None:
+        # What is too long by spaces alone is cut, as the SQL standard says.
+        too_long = pc.greater(pc.utf8_length(array), column.longest)
+        yield f"it has more than {column.longest} characters", pc.fill_null(too_long, False)
+    is_list = pa.types.is_list(array.type)
+    inner = array.flatten() if is_list else array
+    if pa.types.is_date(inner.type):
+        numbers, (first, last) = inner.cast(pa.int32()), _DAYS
+    elif pa.types.is_timestamp(inner.type):
+        numbers, (first, last) = inner.cast(pa.int64()), _MICROSECONDS
+    else:
+        return
+    outside = pc.fill_null(pc.or_(pc.less(numbers, first), pc.greater(numbers, last)), False)
+    yield "it is not in the years that the type has", lists_with(array, outside) if is_list else outside
 
 
 def _wire_type(layout: Layout, column: Copied) -> pa.DataType:
