@@ -20,12 +20,15 @@ from benchmarks import page, spark_micro, spark_page, spark_unit, transactions
 from benchmarks.servers import Ground, machine, p50, servers
 from benchmarks.spark_ways import (
     ALL_WAYS,
+    COMPARING,
     OUR_WAYS,
+    OVERWRITING,
     SPARKS,
     SPARKS_LZ4,
     WARM_UP_ROWS,
     compare,
     flights,
+    overwriting_rows,
     run,
     small_rows,
 )
@@ -33,7 +36,7 @@ from dualwrite.errors import Unavailable
 from dualwrite.sinks.spark import register
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("flights", "small", "micro", "rows", "partitions", "deciding", "unit")
+PARTS = ("flights", "small", "comparing", "overwriting", "micro", "rows", "partitions", "deciding", "unit")
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,8 @@ def main() -> None:
         measures: Mapping[str, Callable[[], object]] = {
             "flights": lambda: compare(ground, flights(spark, made, size.flights_times), ways, rounds),
             "small": lambda: compare(ground, small_rows(spark, size.small_rows), ways, rounds),
+            "comparing": lambda: compare(ground, flights(spark, made, size.flights_times), COMPARING, rounds),
+            "overwriting": lambda: compare(ground, overwriting_rows(spark, size.small_rows), OVERWRITING, rounds),
             "micro": lambda: spark_micro.measure(ground, spark, made, size.batches, rounds),
             "rows": lambda: costs(ground, spark, [(rows, 4) for rows in size.rows], rounds),
             "partitions": lambda: costs(

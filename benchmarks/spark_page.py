@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processors import KINDS, WORKERS
+from benchmarks.processors import JVM, KINDS, POSTGRESQL, WORKERS
 from benchmarks.spark_micro import EMPTY
 from benchmarks.spark_ways import (
     DATABASE_LEG,
@@ -67,6 +67,12 @@ def sections(figures: Mapping[str, Any]) -> list[str]:
     ]
     if "processor_s" in figures.get("small", {}):
         parts += [_WHERE, ""]
+    for name, head in (
+        ("comparing", "Spark: what comparing the rows of a batch that runs again costs"),
+        ("overwriting", "Spark: overwriting"),
+    ):
+        if name in figures:
+            parts += _pair(head, name, figures[name])
     if "micro" in figures:
         parts += _micro(figures["micro"])
     for name, head in (("rows", "Spark: cost against rows"), ("partitions", "Spark: cost against partitions")):
@@ -105,6 +111,24 @@ def _compared(head: str, figures: Mapping[str, Any] | None, aim: int) -> list[st
         *_naive(figures),
         "",
         *_processors(figures),
+    ]
+
+
+def _pair(head: str, part: str, figures: Mapping[str, Any]) -> list[str]:
+    """Two ways in turn, with the processor time of where they differ."""
+    found, kinds = figures["processor_s"], (WORKERS, JVM, POSTGRESQL)
+    return [
+        f"## {head}",
+        "",
+        f"By `make bench-spark ONLY={part}`. {figures['rows']:,} rows with {figures['columns']} columns; interleaved, medians.",
+        "",
+        f"| way | seconds | {kinds[0]}, processor s | {kinds[1]} | {kinds[2]} |",
+        "|---|---:|---:|---:|---:|",
+        *(
+            f"| {name} | {median:.2f} | " + " | ".join(f"{found[name][kind]:.1f}" for kind in kinds) + " |"
+            for name, median in figures["median_s"].items()
+        ),
+        "",
     ]
 
 

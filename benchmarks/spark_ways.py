@@ -50,6 +50,9 @@ PREPARED = 'format("dualwrite"), prepared transactions: the whole batch at once'
 SPARKS = "Spark's Kafka sink, then its JDBC sink: neither knows of the other"
 SPARKS_LZ4 = "the same, with lz4 like ours"
 NAIVE = "naive foreachPartition: executemany and produce, neither knows of the other"
+NOT_COMPARED = "write_batch with allow_nondeterministic=True: no rows are compared"
+DELETED = 'mode("overwrite") of as many rows, by DELETE'
+TRUNCATED = 'mode("overwrite") of as many rows, by TRUNCATE'
 DATABASE_LEG = "our database leg alone"
 KAFKA_LEG = "our Kafka leg alone"
 
@@ -109,17 +112,17 @@ class Job:
 Way = Callable[[Job], None]
 
 
-def by_write_batch(job: Job) -> None:
+def by_write_batch(job: Job, **more: Any) -> None:
     """The product, each partition decided on its own."""
-    write_batch(job.df, batch_id="1", **job.settings)
+    write_batch(job.df, batch_id="1", **job.settings, **more)
 
 
-def by_data_source(job: Job, *, leg: str) -> None:
+def by_data_source(job: Job, *, leg: str, mode: str = "append", **more: str) -> None:
     """The product, the whole batch decided as one."""
     kafka = {f"kafka.{key}": value for key, value in job.ground.kafka.items()}
     options = {"sink": f"bench-{job.table}", "url": job.ground.url, "dbtable": job.table, "topic": job.topic}
     own = {"keyColumn": job.key, "batchId": "1", "databaseLeg": leg, "producerEngine": job.producer_engine}
-    job.df.write.format("dualwrite").mode("append").options(**options, **kafka, **own).save()
+    job.df.write.format("dualwrite").mode(mode).options(**options, **kafka, **own, **more).save()
 
 
 def by_sparks_sinks(job: Job, **tuned: str) -> None:
@@ -239,6 +242,14 @@ ALL_WAYS: Mapping[str, Way] = {
     KAFKA_LEG: by_kafka_leg,
     through_librdkafka(KAFKA_LEG): by_librdkafka(by_kafka_leg),
 }
+COMPARING: Mapping[str, Way] = {
+    WRITE_BATCH: by_write_batch,
+    NOT_COMPARED: partial(by_write_batch, allow_nondeterministic=True),
+}
+OVERWRITING: Mapping[str, Way] = {
+    DELETED: partial(by_data_source, leg="staging", mode="overwrite"),
+    TRUNCATED: partial(by_data_source, leg="staging", mode="overwrite", truncate="true"),
+}
 NO_ROWS, NO_MESSAGES = {KAFKA_LEG, through_librdkafka(KAFKA_LEG)}, {DATABASE_LEG}
 
 
@@ -256,6 +267,12 @@ def small_rows(spark: SparkSession, rows: int, partitions: int = 4) -> Data:
     body = functions.concat(functions.lpad(functions.col("id").cast("string"), 12, "0"), *hashes)
     df = spark.range(0, rows, 1, partitions).select("id", body.alias("body"))
     return Data(df, rows, "id", "CREATE TABLE {table} (id bigint, body text)")
+
+
+def overwriting_rows(spark: SparkSession, rows: int) -> Data:
+    """The same, into a table that holds as many old ones."""
+    filled = f"SELECT n AS id, repeat('x', 88) AS body FROM generate_series(1, {rows}) AS n"
+    return replace(small_rows(spark, rows), ddl=f"CREATE TABLE {{table}} AS {filled}")
 
 
 def compare(ground: Ground, data: Data, ways: Mapping[str, Way], rounds: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dualwrite.sinks.spark.columns.digests import (
 from dualwrite.sinks.spark.columns.from_arrow import without_unused
 from dualwrite.sinks.spark.driver.spark_jobs import SparkJobs
 from dualwrite.sinks.spark.driver.task_errors import without_cause
-from dualwrite.sinks.spark.options.settings import SinkOptions, SinkSettings
+from dualwrite.sinks.spark.options.settings import SinkOptions, SinkSettings, settings_of
 from dualwrite.sinks.spark.per_partition.job import BatchJob, BatchReport
 from dualwrite.sinks.spark.per_partition.task import REPORT_SCHEMA, PartitionReport
 from dualwrite.sinks.spark.writing.progress import described
@@ -64,7 +64,7 @@ def write_batch(df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings
             depends on. This call wrote no row.
     """
     _require_classic(df)
-    return _write(df, SinkOptions(**settings), batch_id)
+    return _write(df, settings_of(settings), batch_id)
 
 
 def _write(
@@ -136,7 +136,7 @@ def foreach_partition(
         ConfigurationError, DecidedTransactionLost, OutcomeUnverifiable, Unavailable: As :func:`write_batch`.
     """
     _require_classic(df)
-    options = SinkOptions(**settings)
+    options = settings_of(settings)
     if options.unit_topic is not None:
         raise ConfigurationError(
             "unit_topic is not for foreach_partition, which does not learn when the batch is complete",
@@ -173,7 +173,7 @@ def foreach_batch(**settings: Unpack[SinkSettings]) -> Callable[[DataFrame, int]
     Raises:
         ConfigurationError: A setting is missing or wrong.
     """
-    options = SinkOptions(**settings)
+    options = settings_of(settings)
     warned: set[str | None] = set()
 
     def write(df: DataFrame, number: int) -> None:

@@ -29,6 +29,7 @@ from dualwrite.errors import (
 )
 from dualwrite.sinks.spark.columns.from_arrow import projected_batches
 from dualwrite.sinks.spark.columns.from_rows import row_batches
+from dualwrite.sinks.spark.databases.database import Emptying
 from dualwrite.sinks.spark.driver.plan import present_run, read_plan
 from dualwrite.sinks.spark.driver.task_errors import shown_first
 from dualwrite.sinks.spark.options.source_options import SourceOptions
@@ -111,11 +112,12 @@ class DualWriteDataSource(DataSource):
         with WholeBatch(options.sink, options.batch_id, run_name=options.batch_id) as batch:
             batch.settle_left()
             layout = batch.layout(schema)
-            staging = batch.uses_staging(layout, moves=overwrite or bool(options.upsert_keys))
+            empty = None if not overwrite else Emptying.TRUNCATE if options.truncate else Emptying.DELETE
+            staging = batch.uses_staging(layout, empty=empty, upsert=options.upsert_keys)
             batch.begin(layout)
             logger.info("%s: writing", batch.name)
             assert batch.run is not None
-        return _BatchWriter(options, batch.run, schema, layout, overwrite=overwrite, staging=staging)
+        return _BatchWriter(options, batch.run, schema, layout, empty=empty, staging=staging)
 
     @shown_first()
     def streamWriter(self, schema: spark.StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: FBT001, N802 - Spark's signature
@@ -135,7 +137,7 @@ class DualWriteDataSource(DataSource):
                 next_step='use outputMode("append"); or, for aggregates, outputMode("update") and foreachBatch with '
                 'df.write.format("dualwrite"), the options upsertKeys and batchId',
             )
-        layout, staging = read_plan(options.sink, schema, moves=bool(options.upsert_keys))
+        layout, staging = read_plan(options.sink, schema, upsert=options.upsert_keys)
         run = None if options.stream is None else present_run(options.sink, options.stream)
         return _StreamWriter(options, run, schema, layout, staging=staging)
 
@@ -170,14 +172,14 @@ class _BatchWriter(DataSourceArrowWriter):
         schema: spark.StructType,
         layout: Layout,
         *,
-        overwrite: bool,
+        empty: Emptying | None,
         staging: bool,
     ) -> None:
         self._options = options
         self._run = run
         self._schema = schema
         self._layout = layout
-        self._overwrite = overwrite
+        self._empty = empty
         self._staging = staging
 
     @shown_first()
@@ -193,7 +195,7 @@ class _BatchWriter(DataSourceArrowWriter):
         options = self._options
         with WholeBatch(options.sink, self._run.name, run_name=self._run.name) as batch:
             undecided = _undecided(_complete(messages, batch.name, _TESTED))
-            batch.decide(self._layout, undecided, truncate=self._overwrite, upsert=options.upsert_keys)
+            batch.decide(self._layout, undecided, empty=self._empty, upsert=options.upsert_keys)
 
     @shown_first()
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
@@ -235,7 +237,7 @@ class _StreamWriter(DataSourceStreamArrowWriter):
         if batch_id is None:
             return  # no partitions, no rows
         with WholeBatch(self._options.sink, batch_id, run_name=self._options.stream) as batch:
-            batch.decide(self._layout, _undecided(written), truncate=False, upsert=self._options.upsert_keys)
+            batch.decide(self._layout, _undecided(written), empty=None, upsert=self._options.upsert_keys)
 
     @shown_first()
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature

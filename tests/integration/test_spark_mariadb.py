@@ -215,6 +215,24 @@ def test_keys_that_do_not_name_one_row_are_refused(spark, numbers, write, unique
     nothing_is_left(numbers)
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "cannot be emptied: rows of table 'notes' refer to its rows.*delete those first"),
+        ({"truncate": "true"}, "the option truncate is not for MariaDB and MySQL"),
+    ],
+)
+def test_an_overwrite_that_would_fail_is_refused_before_a_task_runs(spark, numbers, write, given, says):
+    numbers.execute("ALTER TABLE numbers ADD PRIMARY KEY (id)")
+    numbers.execute("INSERT INTO numbers VALUES (7, 'old')")
+    numbers.execute("CREATE TABLE notes (number bigint, FOREIGN KEY (number) REFERENCES numbers (id))")
+    numbers.execute("INSERT INTO notes VALUES (7)")
+    with pytest.raises(SPARKS_ERRORS, match=says):
+        write(numbered(spark), mode="overwrite", batchId="1", **given)
+    assert numbers.execute("SELECT count(*) FROM dualwrite_slot") == [(0,)]
+    assert numbers.rows() == [(7, "old")]
+
+
 def test_the_rows_appear_all_at_once_and_the_old_ones_stay_until_then(spark, numbers, write):
     numbers.execute("INSERT INTO numbers VALUES (-1, 'old')")
     with pytest.raises(SPARKS_ERRORS):

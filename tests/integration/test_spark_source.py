@@ -1,17 +1,22 @@
 """The Data Source: a whole batch on both sides or nothing of it, whatever its tasks and its driver suffer."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import psycopg
 import pytest
 from harness.drivers import Drivers, as_installed, phases_of
 from harness.spark import HAS_CONNECTOR, PARTITIONS, ROWS, SPARKS_ERRORS, newest_job
 from harness.spark import numbers as numbered
 from harness.spark_source import ArmedSource, nothing_is_left, options, write_with
 from pyspark.sql import functions
+from sqlalchemy import create_engine
 
 from dualwrite.recovery.recover import status
 from dualwrite.sinks.spark import register
+from dualwrite.sinks.spark.databases.database import Emptying
+from dualwrite.sinks.spark.databases.postgresql.staging import empty
 from dualwrite.stores.sql.jobs.ledger import WHOLE_BATCH
 
 
@@ -119,6 +124,66 @@ def test_the_rows_appear_all_at_once_and_the_old_ones_stay_until_then(spark, num
     assert numbers.rows() == [(-1, "old")]
     write(numbered(spark), mode="overwrite", batchId="2")
     numbers.verify()
+
+
+@pytest.mark.parametrize("truncate", ["false", pytest.param("true", marks=pytest.mark.thorough)])
+def test_a_transaction_that_began_before_an_overwrite_sees_the_old_rows_unless_it_truncates(
+    spark, numbers, write, truncate
+):
+    numbers.execute("INSERT INTO numbers VALUES (-1, 'old')")
+    with psycopg.connect(numbers.url.replace("+psycopg", "")) as older:
+        older.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        older.execute("SELECT 1 FROM pg_class LIMIT 1")  # its snapshot, and no lock on the table
+        write(numbered(spark), mode="overwrite", batchId="1", truncate=truncate)
+        found = older.execute("SELECT id FROM numbers").fetchall()
+    assert found == ([(-1,)] if truncate == "false" else [])
+    numbers.verify()
+
+
+@pytest.mark.parametrize("how", Emptying)
+def test_two_batches_that_overwrite_a_table_at_once_leave_the_rows_of_one(numbers, how):
+    numbers.execute("INSERT INTO numbers VALUES (-1, 'old')")
+    engine = create_engine(numbers.url)
+
+    def overwrite(connection, number):
+        empty(connection, ("public", "numbers"), how)
+        connection.exec_driver_sql(f"INSERT INTO numbers VALUES ({number}, 'new')")
+        connection.commit()
+
+    waiting = "SELECT 1 FROM pg_locks WHERE NOT granted AND relation = 'numbers'::regclass"
+    with ThreadPoolExecutor() as pool, engine.connect() as first, engine.connect() as second:
+        empty(first, ("public", "numbers"), how)
+        first.exec_driver_sql("INSERT INTO numbers VALUES (1, 'new')")
+        later = pool.submit(overwrite, second, 2)
+        while not numbers.execute(waiting):
+            assert not later.done()
+        first.commit()
+        later.result()
+    engine.dispose()
+    assert numbers.rows() == [(2, "new")]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"mode": "overwrite"}, r"cannot be emptied: rows of table 'notes' refer to its rows.*delete those first"),
+        (
+            {"mode": "overwrite", "truncate": "true"},
+            "cannot be truncated: the foreign key.*leave the option truncate out",
+        ),
+        ({"upsertKeys": "nowhere"}, "upsertKeys names the column 'nowhere', which table 'numbers' does not have"),
+        ({"upsertKeys": "name"}, "no unique key of just the columns name"),
+    ],
+)
+def test_what_the_decision_would_refuse_is_refused_before_a_task_runs(spark, numbers, write, given, says):
+    numbers.execute("ALTER TABLE numbers ADD PRIMARY KEY (id)")
+    numbers.execute("INSERT INTO numbers VALUES (7, 'old')")
+    numbers.execute("CREATE TABLE notes (number bigint REFERENCES numbers (id))")
+    numbers.execute("INSERT INTO notes VALUES (7)")
+    with pytest.raises(SPARKS_ERRORS, match=says):
+        write(numbered(spark), batchId="1", **given)
+    assert numbers.execute("SELECT count(*) FROM dualwrite_slot") == [(0,)]
+    assert numbers.rows() == [(7, "old")]
 
 
 def test_rows_replace_those_of_the_same_key(spark, numbers, write):

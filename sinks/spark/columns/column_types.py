@@ -67,6 +67,9 @@ _MARIADB_WHOLE: Final = {
 """An Arrow type that holds all values of the column; the server refuses those that are outside of it."""
 
 
+_CAST: Final = "cast it"
+
+
 @dataclass(frozen=True)
 class TypeRow:
     """One row of the table.
@@ -87,7 +90,7 @@ class TypeRow:
     json: str
     postgresql: Mapping[str, Wire] = field(default_factory=dict)
     element: str = ""
-    advice: str = "cast it"
+    advice: str = _CAST
     avro: str = ""
     json_schema: str = ""
     protobuf: str = ""
@@ -308,7 +311,7 @@ def wire_for(name: str, data_type: spark.DataType, target: TableColumn, table: T
         raise ConfigurationError(
             f"column {name!r} of type {data_type.simpleString()} cannot be written into column {target.name!r} of type "
             f"{target.shown_type}",
-            next_step=row.advice,
+            next_step=_instead(row, target, table),
         )
     digits = _digits_after_point(data_type)
     if target.scale is not None and digits is not None and digits > target.scale:
@@ -322,6 +325,20 @@ def wire_for(name: str, data_type: spark.DataType, target: TableColumn, table: T
     if wire.form is Form.JSON:
         check_json(name, data_type)
     return Wire(wire.form, _exact(data_type, wire.arrow), wire.encoding)
+
+
+def _instead(row: TypeRow, target: TableColumn, table: Table) -> str:
+    """The next step for a column that does not take a type: the types that it takes, if there are any."""
+    kind = _ENUM if target.is_enum else target.type_name
+    taken = dict.fromkeys(one.name for one in TYPE_TABLE.values() if kind in table.takes(one))
+    if target.element_type is not None:
+        taken = dict.fromkeys(f"array<{one.name}>" for one in TYPE_TABLE.values() if one.element == target.element_type)
+    if not taken:
+        return (
+            f"no type of Spark goes into {target.shown_type}: leave the column out with `columns`, or write into one of "
+            "another type, and let the database convert it (a generated column, a trigger)"
+        )
+    return row.advice if row.advice != _CAST else f"it takes {', '.join(taken)}: cast it"
 
 
 def _digits_after_point(data_type: spark.DataType) -> int | None:

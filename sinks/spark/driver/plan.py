@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from dualwrite.ports.coordinator import TransactionCoordinator
     from dualwrite.protocol.rows import Incident, StateRow
     from dualwrite.sinks.spark.columns.layout import Layout
-    from dualwrite.sinks.spark.databases.database import SinkDatabase
+    from dualwrite.sinks.spark.databases.database import Emptying, SinkDatabase
     from dualwrite.sinks.spark.options.settings import SinkOptions
     from dualwrite.stores.sql.jobs.runs import Run
 
@@ -263,16 +263,34 @@ def read_layout(options: SinkOptions, schema: spark.StructType) -> Layout:
         return _read_layout(options, schema, database, coordinator)
 
 
-def read_plan(options: SinkOptions, schema: spark.StructType, *, moves: bool) -> tuple[Layout, bool]:
-    """As :func:`read_layout`; also returns whether tasks use staging tables, see :meth:`SinkDatabase.choose_staging`.
+def read_plan(options: SinkOptions, schema: spark.StructType, *, upsert: Sequence[str]) -> tuple[Layout, bool]:
+    """As :func:`read_layout`; also returns whether tasks use staging tables, see :func:`uses_staging`.
 
     Raises:
-        ConfigurationError: As :func:`read_layout` and :meth:`SinkDatabase.choose_staging`.
+        ConfigurationError: As :func:`read_layout` and :func:`uses_staging`.
         Unavailable: A server does not answer.
     """
     with _servers(options) as (database, coordinator):
         layout = _read_layout(options, schema, database, coordinator)
-        return layout, database.choose_staging(options.database_leg, layout.table[0], moves=moves)
+        return layout, uses_staging(database, options, layout, empty=None, upsert=upsert)
+
+
+def uses_staging(
+    database: SinkDatabase, options: SinkOptions, layout: Layout, *, empty: Emptying | None, upsert: Sequence[str]
+) -> bool:
+    """Whether the tasks of a batch decided as a whole bring rows in through staging tables; whether these can be moved.
+
+    Raises:
+        ConfigurationError: As :meth:`SinkDatabase.choose_staging` and :meth:`SinkDatabase.require_replaceable`.
+        Unavailable: The database does not answer.
+    """
+    moves = empty is not None or bool(upsert)
+    if not database.choose_staging(options.database_leg, layout.table[0], moves=moves):
+        return False
+    if moves:
+        with database.engine.connect() as connection:
+            database.require_replaceable(connection, layout.table, empty=empty, upsert=upsert)
+    return True
 
 
 def present_run(options: SinkOptions, name: str) -> Run:

@@ -7,7 +7,9 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Final, NoReturn, TypedDict
+from functools import cache
+from types import UnionType
+from typing import TYPE_CHECKING, Final, NoReturn, TypedDict, Union, get_args, get_origin, get_type_hints
 from urllib.parse import quote, unquote
 
 from sqlalchemy import exc, make_url
@@ -18,6 +20,7 @@ from dualwrite.kafka.producer.choice import EngineName, wanted_engine
 from dualwrite.protocol.allowed import check_seconds
 from dualwrite.protocol.naming import pool_of_sink
 from dualwrite.sinks.spark.options.message_formats import KEY_FORMATS, REGISTERED, Format
+from dualwrite.sinks.spark.options.near_names import did_you_mean
 from dualwrite.sinks.spark.options.registry_settings import RegistrySettings
 from dualwrite.stores.sql.access.failures import shown_url
 from dualwrite.stores.sql.tables.rows import check_name
@@ -36,6 +39,11 @@ _DEFAULTS: Final = {
 _FORMATS: Final = tuple(str(item) for item in Format)
 _DRIVERS: Final = frozenset({("postgresql", "psycopg"), ("mysql", "pymysql"), ("mariadb", "pymysql")})
 
+
+_KINDS: Final[Mapping[type, str]] = {
+    str: "text", bytes: "bytes", int: "a whole number", float: "a number", bool: "True or False", Mapping: "a mapping",
+    Sequence: "a list of names",
+}  # fmt: skip
 
 DATABASE_LEGS: Final = ("auto", "staging", "prepared")
 
@@ -176,6 +184,8 @@ class SinkOptions:
     unit_topic: str | None = None
 
     def __post_init__(self) -> None:
+        for name, kinds in _kinds().items():
+            _check_kind(name, getattr(self, name), kinds)
         check_name(self.sink, "the name of a sink")
         if len(self.sink) > _LONGEST_SINK_NAME or "#" in self.sink:
             raise ConfigurationError(
@@ -306,6 +316,43 @@ class SinkOptions:
             "url": Masked.of(self.url),
         }
         return _unmask, ({**plain, **masked},)
+
+
+def settings_of(given: Mapping[str, object]) -> SinkOptions:
+    """The settings that a caller has given by name.
+
+    Raises:
+        ConfigurationError: As :class:`SinkOptions`; or a name is unknown, or a setting without a default is missing.
+    """
+    known = {field.name: field.name for field in fields(SinkOptions)}
+    for name in given:
+        if name not in known:
+            every = f"the settings are {', '.join(known)}"
+            raise ConfigurationError(f"there is no setting {name!r}", next_step=did_you_mean(name, known, every))
+    for name in _Needed.__annotations__:
+        if name not in given:
+            raise ConfigurationError(f"the setting {name} is missing", next_step=f"give {name}=...")
+    return SinkOptions(**given)  # type: ignore[arg-type] # by name; it checks their types
+
+
+@cache
+def _kinds() -> Mapping[str, tuple[type, ...]]:
+    """By setting, the types of its values; those that are one of a few texts are checked by their own functions."""
+    hints = get_type_hints(SinkOptions)
+    unions = (Union, UnionType)
+    found = {
+        name: get_args(hint) if get_origin(hint) in unions else (hint,)
+        for name, hint in hints.items()
+        if hint is not EngineName
+    }
+    return {name: tuple(get_origin(kind) or kind for kind in kinds) for name, kinds in found.items()}
+
+
+def _check_kind(name: str, value: object, kinds: tuple[type, ...]) -> None:
+    fits = isinstance(value, (*kinds, int) if float in kinds else kinds)
+    if not fits or (isinstance(value, bool) and bool not in kinds):
+        wanted = " or ".join(_KINDS[kind] for kind in kinds if kind in _KINDS)
+        raise ConfigurationError(f"{name} must be {wanted}, not {type(value).__name__}")
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ OPTION_NAMES: Final = {
     "unitTopic": "unit_topic",
 }
 """For each option, the setting of `SinkOptions` that it sets."""
-_OWN: Final = ("batchId", "upsertKeys", "user", "password")
+_OWN: Final = ("batchId", "upsertKeys", "truncate", "user", "password")
 _CHECKPOINT: Final = "checkpointlocation"
 _SPARKS: Final = frozenset({_CHECKPOINT, "queryname"})
 """Options that Spark itself adds for a stream."""
@@ -68,6 +68,7 @@ class SourceOptions:
         sink: The sink's settings.
         batch_id: Name of the batch; None if Spark names it.
         upsert_keys: Key columns of the table; empty if rows are only added.
+        truncate: Whether mode("overwrite") empties the table by TRUNCATE.
         stream: Names the stream, the same in each of Spark's processes; None for a batch, and for a stream whose checkpoint
             is not among its options.
     """
@@ -75,6 +76,7 @@ class SourceOptions:
     sink: SinkOptions
     batch_id: str | None
     upsert_keys: tuple[str, ...]
+    truncate: bool
     stream: str | None
 
     @classmethod
@@ -85,6 +87,12 @@ class SourceOptions:
             ConfigurationError: An option is missing, unknown or wrong. The error names it, and shows no value that may be
                 secret.
         """
+        if not given:
+            raise ConfigurationError(
+                "there are no options: Spark passes those of a table of its catalog on to nobody "
+                "(INSERT INTO, insertInto, writeTo)",
+                next_step='write with df.write.format("dualwrite").options(...).mode("append").save()',
+            )
         known = {name.lower(): name for name in (*OPTION_NAMES, *_OWN)}
         options: dict[str, str] = {}
         kafka: dict[str, object] = {}
@@ -111,6 +119,7 @@ class SourceOptions:
             sink=SinkOptions(kafka=kafka, schema_registry=registry or None, **settings),  # type: ignore[arg-type] # by name; SinkOptions checks them
             batch_id=options.get("batchId"),
             upsert_keys=tuple(_listed(options.get("upsertKeys", ""))),
+            truncate=_flag("truncate", options.get("truncate", "false")),
             stream=_stream(given),
         )
 
@@ -135,10 +144,14 @@ def _value(name: str, setting: str, text: str) -> object:
     if setting == "columns":
         return _columns(text)
     if setting == "keep_slots":
-        if text.lower() not in _FLAGS:
-            raise ConfigurationError(f"the option {name} must be true or false, not {text!r}")
-        return _FLAGS[text.lower()]
+        return _flag(name, text)
     return text
+
+
+def _flag(name: str, text: str) -> bool:
+    if text.lower() not in _FLAGS:
+        raise ConfigurationError(f"the option {name} must be true or false, not {text!r}")
+    return _FLAGS[text.lower()]
 
 
 def _columns(text: str) -> Mapping[str, str] | Sequence[str]:

@@ -14,7 +14,7 @@ from dualwrite.runtime import failpoints
 from dualwrite.sinks.jobs.decide import Decision
 from dualwrite.sinks.spark.columns.row_names import table_key
 from dualwrite.sinks.spark.databases.database import Staged
-from dualwrite.sinks.spark.driver.plan import DriverSide
+from dualwrite.sinks.spark.driver.plan import DriverSide, uses_staging
 from dualwrite.sinks.spark.worker.attempt import PREPARED_TOO_LONG_AGO
 from dualwrite.sinks.spark.worker.destinations import destination_of
 from dualwrite.sinks.spark.writing.progress import shown
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from dualwrite.protocol.rows import StateRow
     from dualwrite.sinks.spark.columns.layout import Layout
+    from dualwrite.sinks.spark.databases.database import Emptying
     from dualwrite.sinks.spark.whole_batch.prepared_partition import PreparedPartition
 
 logger = logging.getLogger(__name__)
@@ -34,9 +35,9 @@ logger = logging.getLogger(__name__)
 class WholeBatch(DriverSide):
     """One run of one batch that is decided as a whole."""
 
-    def uses_staging(self, layout: Layout, *, moves: bool) -> bool:
-        """As :meth:`SinkDatabase.choose_staging`."""
-        return self.database.choose_staging(self._options.database_leg, layout.table[0], moves=moves)
+    def uses_staging(self, layout: Layout, *, empty: Emptying | None, upsert: Sequence[str]) -> bool:
+        """As :func:`uses_staging`."""
+        return uses_staging(self.database, self._options, layout, empty=empty, upsert=upsert)
 
     def begin(self, layout: Layout) -> None:
         """Record the batch's destination, before anything of it is written.
@@ -49,7 +50,7 @@ class WholeBatch(DriverSide):
         self._ledger.begin(self._engine, self._options.sink, self._batch_id, destination)
 
     def decide(
-        self, layout: Layout, prepared: Collection[PreparedPartition], *, truncate: bool, upsert: Sequence[str]
+        self, layout: Layout, prepared: Collection[PreparedPartition], *, empty: Emptying | None, upsert: Sequence[str]
     ) -> bool:
         """Decide on everything that the tasks have prepared, in one database transaction; then complete it in Kafka.
 
@@ -58,7 +59,7 @@ class WholeBatch(DriverSide):
         Args:
             layout: Which column goes where.
             prepared: The parts that the tasks have handed over.
-            truncate: Empty the table first, in the same transaction.
+            empty: How to empty the table first, in the same transaction; None to keep its rows.
             upsert: Key columns: rows replace those in the table that have the same key.
 
         Returns:
@@ -74,7 +75,7 @@ class WholeBatch(DriverSide):
             DecidedTransactionLost, OutcomeUnverifiable: Rows are in the database; their messages are lost, or their outcome
                 cannot be verified. The loss is recorded.
         """
-        deciding = _Deciding(self, layout, prepared, truncate=truncate, upsert=upsert)
+        deciding = _Deciding(self, layout, prepared, empty=empty, upsert=upsert)
         decision = Decision(
             deciding,
             prepared,
@@ -181,13 +182,13 @@ class _Deciding:
         layout: Layout,
         prepared: Collection[PreparedPartition],
         *,
-        truncate: bool,
+        empty: Emptying | None,
         upsert: Sequence[str],
     ) -> None:
         self._driver = driver
         self._layout = layout
         self._prepared = sorted(prepared, key=lambda one: one.transactional_id)
-        self._truncate = truncate
+        self._empty = empty
         self._upsert = upsert
         self._decided_at: float | None = None
         self.name = driver.name
@@ -203,8 +204,8 @@ class _Deciding:
     def bring(self, connection: Connection) -> None:
         layout = self._layout
         database = self._driver.database
-        if self._truncate:
-            database.empty(connection, layout.table)
+        if self._empty is not None:
+            database.empty(connection, layout.table, self._empty)
         staged = [Staged(one.staged, one.rows, one.partition) for one in self._prepared if one.staged is not None]
         names = [name_of(one.namespace, one.prepared) for one in self._prepared if one.staged is None]
         if names:

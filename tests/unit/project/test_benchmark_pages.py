@@ -93,6 +93,9 @@ def test_the_figures_of_spark_are_compared_the_right_way_round(tmp_path):
         "| 10,000 | 4 | 5.00 s | 7.00 s |",
     ):
         assert aim in text
+    pair = "\n".join(spark_page.sections({"comparing": compared, "overwriting": compared}))
+    assert "By `make bench-spark ONLY=comparing`. 100 rows with 19 columns; interleaved, medians." in pair
+    assert f"| {WRITE_BATCH} | 10.00 | 2.5 | 2.5 | 2.5 |" in pair
     spark_page.draw({"rows": costs}, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["benchmarks-spark-rows.svg"]
 

@@ -38,8 +38,11 @@ def check_name(name: str, kind: str = "a transactional id") -> str:
     """Return the name if it can be a key of the tables.
 
     Raises:
-        ConfigurationError: It is empty, longer than 255 characters, or holds control characters.
+        ConfigurationError: It is no text, is empty, longer than 255 characters, or holds control characters.
     """
+    if not isinstance(name, str):
+        # 20260101 and "20260101" would be one name in the tables, and two in a program.
+        raise ConfigurationError(f"{kind} is text, not {type(name).__name__}", next_step=f"write {str(name)!r}")
     if not 1 <= len(name) <= MAX_ID_LENGTH or _CONTROL.search(name):
         raise ConfigurationError(
             f"{name[:MAX_ID_LENGTH]!r} cannot be {kind}",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dualwrite.sinks.spark.columns.layout import Layout
     from dualwrite.sinks.spark.columns.row_names import RowNames
     from dualwrite.sinks.spark.columns.table import Table
-    from dualwrite.sinks.spark.databases.database import Staged, StagingTable
+    from dualwrite.sinks.spark.databases.database import Emptying, Staged, StagingTable
 
 SESSION: Final = (
     "SET SESSION time_zone = '+00:00', SESSION sql_mode = "
@@ -100,8 +100,15 @@ class MariaDB:
         """See the protocol."""
         return staging.drop_dead_staging(self.engine, schema, incarnations, holders)
 
-    def empty(self, connection: Connection, table: tuple[str, str]) -> None:
+    def require_replaceable(
+        self, connection: Connection, target: tuple[str, str], *, empty: Emptying | None, upsert: Sequence[str]
+    ) -> None:
         """See the protocol."""
+        staging.require_replaceable(connection, target, empty=empty, upsert=upsert)
+
+    def empty(self, connection: Connection, table: tuple[str, str], how: Emptying) -> None:
+        """See the protocol. Not by TRUNCATE, which would commit: `require_replaceable` has refused it."""
+        del how
         staging.empty(connection, table)
 
     def before_prepared(self, connection: Connection) -> None:

@@ -18,11 +18,14 @@ from dualwrite.sinks.spark.columns.row_names import row_name
 from dualwrite.sinks.spark.databases.database import (
     KEY_TWICE_STEP,
     STAGING_PREFIX,
+    Emptying,
     Staged,
     StagingTable,
     can_be_dropped,
     require_all_taken,
+    require_key,
     rows_lost,
+    still_referred_to,
 )
 from dualwrite.sinks.spark.databases.mariadb.quoting import execute, listed, quoted, table_name, text_literal
 from dualwrite.sinks.spark.databases.mariadb.refusals import is_about_rows, refused
@@ -50,6 +53,41 @@ _UNIQUE: Final = text(
     "SELECT group_concat(column_name) FROM information_schema.statistics "
     "WHERE table_schema = :schema AND table_name = :table AND non_unique = 0 GROUP BY index_name"
 )
+
+
+_NAMES: Final = text(
+    "SELECT column_name FROM information_schema.columns WHERE table_schema = :schema AND table_name = :table "
+    "ORDER BY ordinal_position"
+)
+_REFERRING: Final = text(
+    "SELECT k.constraint_name, k.table_schema, k.table_name, group_concat(k.column_name) "
+    "FROM information_schema.referential_constraints r JOIN information_schema.key_column_usage k "
+    "ON k.constraint_schema = r.constraint_schema AND k.constraint_name = r.constraint_name AND k.table_name = r.table_name "
+    "WHERE r.unique_constraint_schema = :schema AND r.referenced_table_name = :table "
+    "AND r.delete_rule IN ('RESTRICT', 'NO ACTION') GROUP BY 1, 2, 3 ORDER BY 1"
+)
+
+
+def require_replaceable(
+    connection: Connection, target: tuple[str, str], *, empty: Emptying | None, upsert: Sequence[str]
+) -> None:
+    """See :meth:`SinkDatabase.require_replaceable`."""
+    if empty is Emptying.TRUNCATE:
+        raise ConfigurationError(
+            "the option truncate is not for MariaDB and MySQL, where TRUNCATE would commit the deciding transaction",
+            next_step="leave it out: the rows are then deleted",
+        )
+    try:
+        if upsert:
+            _require_unique(connection, target, upsert)
+        if empty is not None:
+            where = {"schema": target[0], "table": target[1]}
+            for key, schema, by, columns in connection.execute(_REFERRING, where).all():
+                given = " AND ".join(f"{quoted(name)} IS NOT NULL" for name in str(columns).split(","))
+                if execute(connection, f"SELECT 1 FROM {table_name((schema, by))} WHERE {given} LIMIT 1").first():
+                    raise still_referred_to(target[1], key, by)
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, connection.engine) from error
 
 
 def create_staging(engine: Engine, made: StagingTable, target: tuple[str, str], columns: Sequence[str]) -> None:
@@ -144,12 +182,10 @@ def _replaced(connection: Connection, joined: str, columns: Sequence[str]) -> in
 
 
 def _require_unique(connection: Connection, target: tuple[str, str], upsert: Sequence[str]) -> None:
-    found = connection.execute(_UNIQUE, {"schema": target[0], "table": target[1]}).scalars()
-    if {name.lower() for name in upsert} not in [set(str(names).lower().split(",")) for names in found]:
-        raise ConfigurationError(
-            f"table {target[1]!r} has no unique key of just the columns {', '.join(upsert)}",
-            next_step="nothing of the batch was written on either side: add one, or name the columns of one in upsertKeys",
-        )
+    where = {"schema": target[0], "table": target[1]}
+    columns = [str(name).lower() for name in connection.execute(_NAMES, where).scalars()]
+    keys = [frozenset(str(names).lower().split(",")) for names in connection.execute(_UNIQUE, where).scalars()]
+    require_key(target[1], columns, keys, [name.lower() for name in upsert])
 
 
 def _refuse_keys_twice(

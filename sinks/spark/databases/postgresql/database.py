@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dualwrite.sinks.spark.columns.layout import Layout
     from dualwrite.sinks.spark.columns.row_names import RowNames
     from dualwrite.sinks.spark.columns.table import Table
-    from dualwrite.sinks.spark.databases.database import Staged, StagingTable
+    from dualwrite.sinks.spark.databases.database import Emptying, Staged, StagingTable
 
 
 class PostgreSQL:
@@ -91,9 +91,15 @@ class PostgreSQL:
         """See the protocol."""
         return staging.drop_dead_staging(self.engine, schema, incarnations, holders)
 
-    def empty(self, connection: Connection, table: tuple[str, str]) -> None:
+    def require_replaceable(
+        self, connection: Connection, target: tuple[str, str], *, empty: Emptying | None, upsert: Sequence[str]
+    ) -> None:
         """See the protocol."""
-        staging.empty(connection, table)
+        staging.require_replaceable(connection, target, empty=empty, upsert=upsert)
+
+    def empty(self, connection: Connection, table: tuple[str, str], how: Emptying) -> None:
+        """See the protocol."""
+        staging.empty(connection, table, how)
 
     def before_prepared(self, connection: Connection) -> None:
         """See the protocol."""

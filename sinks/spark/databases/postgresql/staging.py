@@ -25,17 +25,20 @@ from dualwrite.sinks.spark.columns.row_names import row_name
 from dualwrite.sinks.spark.databases.database import (
     KEY_TWICE_STEP,
     STAGING_PREFIX,
+    Emptying,
     Staged,
     StagingTable,
     can_be_dropped,
     require_all_taken,
+    require_key,
     rows_lost,
+    still_referred_to,
 )
 from dualwrite.sinks.spark.databases.postgresql.copying import refused
 from dualwrite.stores.sql.access.failures import driver_words, map_database_error
 
 if TYPE_CHECKING:
-    from sqlalchemy import Engine
+    from sqlalchemy import Engine, RowMapping
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,74 @@ _CHECK: Final = text(
     "JOIN pg_namespace n ON n.oid = c.relnamespace "
     "WHERE n.nspname = :schema AND c.relname = :table AND k.conname = :name AND k.contype = 'c'"
 )
+
+
+_RIGHTS: Final = text(
+    "SELECT c.oid, has_any_column_privilege(c.oid, 'SELECT') AS \"SELECT\", "
+    "has_any_column_privilege(c.oid, 'UPDATE') AS \"UPDATE\", has_table_privilege(c.oid, 'DELETE') AS \"DELETE\", "
+    "has_table_privilege(c.oid, 'TRUNCATE') AS \"TRUNCATE\" "
+    "FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = :schema AND c.relname = :table"
+)
+# Those that ON CONFLICT may use.
+_UNIQUE: Final = text(
+    "SELECT array_agg(a.attname::text) FROM pg_index i JOIN pg_attribute a "
+    "ON a.attrelid = i.indrelid AND a.attnum = ANY ((i.indkey::int2[])[0:i.indnkeyatts - 1]) "
+    "WHERE i.indrelid = :table AND i.indisunique AND i.indimmediate AND i.indisvalid AND i.indpred IS NULL "
+    "AND i.indexprs IS NULL GROUP BY i.indexrelid"
+)
+_NAMES: Final = text(
+    "SELECT attname::text FROM pg_attribute WHERE attrelid = :table AND attnum > 0 AND NOT attisdropped ORDER BY attnum"
+)
+# A key that refers to its own table is checked when all rows are deleted.
+_REFERRING: Final = text(
+    "SELECT k.conname, n.nspname, c.relname, k.confdeltype IN ('a', 'r') AND NOT k.condeferred AS forbids, "
+    "has_table_privilege(c.oid, 'SELECT') AS readable, "
+    "(SELECT array_agg(a.attname::text) FROM pg_attribute a "
+    "WHERE a.attrelid = k.conrelid AND a.attnum = ANY (k.conkey)) AS columns "
+    "FROM pg_constraint k JOIN pg_class c ON c.oid = k.conrelid JOIN pg_namespace n ON n.oid = c.relnamespace "
+    "WHERE k.contype = 'f' AND k.confrelid = :table AND k.conrelid <> :table AND k.conparentid = 0 ORDER BY k.conname"
+)
+
+
+def require_replaceable(
+    connection: Connection, target: tuple[str, str], *, empty: Emptying | None, upsert: Sequence[str]
+) -> None:
+    """See :meth:`SinkDatabase.require_replaceable`."""
+    try:
+        found = connection.execute(_RIGHTS, {"schema": target[0], "table": target[1]}).mappings().one()
+        table = {"table": found["oid"]}
+        user, where = connection.engine.url.username, sql.Identifier(*target).as_string()
+        for right in ("SELECT", *(["UPDATE"] if upsert else []), *([] if empty is None else [empty.value])):
+            if not found[right]:
+                raise ConfigurationError(
+                    f"the right to {right} is missing on table {target[1]!r}",
+                    next_step=f'as its owner: GRANT {right} ON {where} TO "{user}"',
+                )
+        if upsert:
+            columns = connection.execute(_NAMES, table).scalars().all()
+            require_key(target[1], columns, [*map(frozenset, connection.execute(_UNIQUE, table).scalars())], upsert)
+        if empty is not None:
+            for referring in connection.execute(_REFERRING, table).mappings().all():
+                _require_unreferred(connection, target[1], empty, referring)
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, connection.engine) from error
+
+
+def _require_unreferred(connection: Connection, table: str, empty: Emptying, referring: RowMapping) -> None:
+    """Refuse to empty a table that a foreign key refers to: by TRUNCATE always, by DELETE if a row of the other table does."""
+    key, by = referring["conname"], referring["relname"]
+    if empty is Emptying.TRUNCATE:
+        raise ConfigurationError(
+            f"table {table!r} cannot be truncated: the foreign key {key!r} of table {by!r} refers to it",
+            next_step="leave the option truncate out: the rows are then deleted",
+        )
+    if referring["forbids"] and referring["readable"]:
+        given = sql.SQL(" AND ").join(
+            sql.SQL("{} IS NOT NULL").format(sql.Identifier(name)) for name in referring["columns"]
+        )
+        other = sql.Identifier(referring["nspname"], by)
+        if _execute(connection, sql.SQL("SELECT 1 FROM {} WHERE {} LIMIT 1").format(other, given)).first() is not None:
+            raise still_referred_to(table, key, by)
 
 
 def create_staging(connection: Connection, made: StagingTable, target: tuple[str, str], columns: Sequence[str]) -> None:
@@ -210,16 +281,28 @@ def listed(names: Sequence[str]) -> sql.Composed:
     return sql.SQL(", ").join(map(sql.Identifier, names))
 
 
-def empty(connection: Connection, table: tuple[str, str]) -> None:
-    """See :meth:`SinkDatabase.empty`."""
+def empty(connection: Connection, table: tuple[str, str], how: Emptying) -> None:
+    """See :meth:`SinkDatabase.empty`.
+
+    To a snapshot that is older than the decision and has not read the table yet, a truncated table looks empty (PostgreSQL's
+    documentation, "MVCC caveats"); deleted rows are there for it. The lock keeps other writers out, as TRUNCATE's own does, but
+    no readers: otherwise two batches that overwrite the table at once would both leave their rows there.
+    """
+    name = sql.Identifier(*table)
     try:
-        _execute(connection, sql.SQL("TRUNCATE TABLE {}").format(sql.Identifier(*table)))
+        if how is Emptying.TRUNCATE:
+            _execute(connection, sql.SQL("TRUNCATE TABLE {}").format(name))
+        else:
+            _execute(connection, sql.SQL("LOCK TABLE {} IN SHARE ROW EXCLUSIVE MODE").format(name))
+            _execute(connection, sql.SQL("DELETE FROM {}").format(name))
     except exc.SQLAlchemyError as error:
+        if isinstance(error, exc.IntegrityError) and isinstance(error.__cause__, psycopg.Error):
+            raise refused(f"table {table[1]!r} cannot be emptied", error.__cause__) from error
         mapped = map_database_error(error, connection.engine)
         if isinstance(mapped, ConfigurationError):
             raise ConfigurationError(
                 f"table {table[1]!r} cannot be emptied: {driver_words(error)}",
-                next_step='grant TRUNCATE on it, or use mode("append")',
+                next_step=f'grant {how.value} on it, or use mode("append")',
             ) from error
         raise mapped from error
 

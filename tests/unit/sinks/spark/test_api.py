@@ -38,6 +38,11 @@ def test_a_name_that_cannot_be_a_batchs_is_refused(name):
         BatchJob(SinkOptions(**SETTINGS), name)
 
 
+def test_a_number_is_no_name_of_a_batch():
+    with pytest.raises(ConfigurationError, match=r"the name of a batch is text, not int \(write '20260101'\)"):
+        BatchJob(SinkOptions(**SETTINGS), 20260101)
+
+
 def test_outside_a_spark_worker_nobody_can_tell_whether_an_input_is_whole():
     with pytest.raises(Exception, match="does not show where its input comes from"):
         list(whole_input([1, 2]))

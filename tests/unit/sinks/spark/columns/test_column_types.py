@@ -4,6 +4,7 @@ import datetime as dt
 import decimal
 import inspect
 import json
+import re
 
 import pyarrow as pa
 import pytest
@@ -55,6 +56,25 @@ def fields(**types):
 def refused(pattern, schema, target, **settings):
     with pytest.raises(ConfigurationError, match=pattern):
         plan(schema, target, **settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "target", "says"),
+    [
+        (spark.LongType(), column("c", "text"), "it takes string, char, varchar: cast it"),
+        (spark.StringType(), column("c", "int4"), "it takes tinyint, smallint, int, bigint: cast it"),
+        (spark.StringType(), column("c", "tsvector"), "no type of Spark goes into tsvector: leave the column out"),
+        (spark.ArrayType(spark.LongType()), column("c", "_int4", element_type="int4"), "it takes array<int>: cast it"),
+        (
+            spark.ArrayType(spark.StringType()),
+            column("c", "_uuid", element_type="uuid"),
+            "no type of Spark goes into _uuid",
+        ),
+        (spark.TimestampType(), column("c", "timestamp"), "or cast it to timestamp_ntz"),
+    ],
+)
+def test_the_advice_says_what_a_column_takes_if_it_takes_anything(given, target, says):
+    refused(re.escape(says), fields(c=given), table(target))
 
 
 def test_every_type_of_spark_has_a_row():

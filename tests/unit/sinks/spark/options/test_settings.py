@@ -8,7 +8,7 @@ from harness.places import ROOT
 
 from dualwrite import ConfigurationError
 from dualwrite.sinks.spark.options.registry_settings import NAMES
-from dualwrite.sinks.spark.options.settings import SinkOptions, SinkSettings
+from dualwrite.sinks.spark.options.settings import SinkOptions, SinkSettings, settings_of
 from dualwrite.sinks.spark.options.source_options import SourceOptions
 
 CANARY = "canary-7f3a91"
@@ -62,6 +62,13 @@ def test_two_pickles_of_the_same_settings_mask_differently():
         ({"sink": "a#1"}, "name of a sink"),
         ({"topic": None}, "either topic or topic_column"),
         ({"topic_column": "topic"}, "either topic or topic_column"),
+        ({"sink": 5}, "sink must be text, not int"),
+        ({"kafka": "broker:9092"}, "kafka must be a mapping, not str"),
+        ({"timeout_s": "60"}, "timeout_s must be a number, not str"),
+        ({"max_slots": 2.5}, "max_slots must be a whole number, not float"),
+        ({"max_slots": True}, "max_slots must be a whole number, not bool"),
+        ({"keep_slots": "false"}, "keep_slots must be True or False, not str"),
+        ({"columns": 1}, "columns must be a mapping or a list of names, not int"),
         ({"lease_s": 0}, "lease_s is 0 s"),
         ({"max_slots": -1}, "max_slots must be greater than 0"),
         ({"timeout_s": float("nan")}, "timeout_s is nan s"),
@@ -76,6 +83,25 @@ def test_what_cannot_work_is_refused_without_showing_a_secret(changes, says):
     with pytest.raises(ConfigurationError, match=says) as caught:
         options(**changes)
     assert CANARY not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_whole_number_is_a_number_too():
+    assert options(timeout_s=60).timeout_s == 60
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"keys": "id"}, r"there is no setting 'keys' \(did you mean 'key'\?\)"),
+        ({"dbtable": "orders"}, r"there is no setting 'dbtable' \(did you mean 'table'\?\)"),
+        ({"zzz": 1}, r"there is no setting 'zzz' \(the settings are sink, kafka, "),
+        ({"sink": None}, "the setting sink is missing"),
+    ],
+)
+def test_a_misspelt_or_missing_setting_is_named(changes, says):
+    given = {name: value for name, value in {**SETTINGS, **changes}.items() if value is not None}
+    with pytest.raises(ConfigurationError, match=says):
+        settings_of(given)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ GIVEN = {
         ({"timeoutSeconds": "soon"}, "must be a number"),
         ({"keepSlots": "perhaps"}, "must be true or false"),
         ({"databaseLeg": "other"}, "cannot be 'other'"),
+        ({"truncate": "perhaps"}, "must be true or false"),
+        (dict.fromkeys(GIVEN), "Spark passes those of a table of its catalog on to nobody"),
     ],
 )
 def test_an_option_that_is_missing_unknown_or_wrong_is_named(changes, says):
