@@ -111,14 +111,15 @@ def _utc(value: Value) -> datetime:
 
 
 def _headers(value: Value) -> list[dict[str, Value] | None]:
-    entries = value.items() if isinstance(value, dict) else map(unless_null(_fields), cast("Sequence[Value]", value))
-    # A null entry stays: `produce_batch` refuses it by its row.
-    return [
-        None
-        if entry is None
-        else {"key": entry[0], "value": entry[1].encode() if isinstance(entry[1], str) else entry[1]}
-        for entry in entries
-    ]
+    entries = value.items() if isinstance(value, dict) else cast("Sequence[Value]", value)
+    return [_header(entry) for entry in entries]
+
+
+def _header(entry: Value) -> dict[str, Value] | None:
+    if entry is None:
+        return None  # `produce_batch` refuses it by its row
+    key, value = _fields(entry)
+    return {"key": key, "value": value.encode() if isinstance(value, str) else value}
 
 
 def _fields(value: Value) -> Sequence[Value]:
