@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
@@ -14,10 +15,18 @@ from dualwrite.apps.async_transaction import AsyncTransaction
 from dualwrite.apps.greenlets import awaited, run, says_more
 from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.process.grouping import GroupLimits, Unit, Units
-from dualwrite.runtime.deadline import now_s
+from dualwrite.runtime.deadline import Deadline, now_s
 from dualwrite.writing import entered
 from dualwrite.writing.group.places import full_error
-from dualwrite.writing.group.results import GroupRun, Told, closed_error, fail_left
+from dualwrite.writing.group.results import (
+    GroupRun,
+    Told,
+    check_within,
+    closed_error,
+    copied,
+    fail_left,
+    late_error,
+)
 from dualwrite.writing.group.row_unit import RowUnit
 from dualwrite.writing.group.running import run_group
 from dualwrite.writing.redo import pause_after_s
@@ -27,30 +36,64 @@ if TYPE_CHECKING:
 
     from dualwrite.writing.blocks.transaction import Transaction
 
+logger = logging.getLogger(__name__)
+
 
 class _Task:
-    """The work of a unit, as a task runs it. Implements :class:`dualwrite.writing.group.results.Task`."""
+    """The work of a unit, as a task runs it. Implements :class:`dualwrite.writing.group.results.Task`.
 
-    def __init__(self, work: Callable[[AsyncTransaction], Awaitable[Any]] | RowUnit) -> None:
+    Args:
+        name: The writer's transactional id.
+        work: The work.
+        within_s: No run begins later than this, in seconds; None sets no limit.
+    """
+
+    def __init__(
+        self, name: str, work: Callable[[AsyncTransaction], Awaitable[Any]] | RowUnit, within_s: float | None
+    ) -> None:
         self.work = work
         self.rows = work if isinstance(work, RowUnit) else None
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.context = contextvars.copy_context()
-        self.begun = False
-        self._given_up = False
         self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.until = None if within_s is None else Deadline(within_s)
+        self._within_s = within_s or 0.0
+        self._name = name
+        self._runs = self._gone = False
+        self._last: BaseException | None = None
+
+    @property
+    def _is_late(self) -> bool:
+        return self.until is not None and self.until.expired
 
     def begin(self) -> bool:
-        if self._given_up:  # while an earlier group ran it, or after that
+        self._expire()
+        self._runs = not self.future.done()
+        return self._runs
+
+    def rest(self, error: BaseException | None) -> None:
+        self._runs = False
+        self._last = error or self._last
+        if self._gone:
             self.future.cancel()
-        self.begun = not self.future.cancelled()
-        return self.begun
+        self._expire()
+
+    def _expire(self) -> None:
+        """Tell the caller that its time is over, unless the work runs: with the error of its last run, if it has one."""
+        if self._is_late and not self._runs and not self.future.done():
+            self.fail(late_error(self._name, self._within_s) if self._last is None else copied(self._last))
 
     def succeed(self, result: object) -> None:
-        self.future.set_result(result)
+        if not self.future.done():
+            self.future.set_result(result)
 
     def fail(self, error: BaseException) -> None:
-        self.future.set_exception(error)
+        if self._gone and says_more(error):
+            logger.error("%s: a unit whose caller has stopped to wait has ended: %s", self._name, error)
+        if not self.future.done():
+            self.future.set_exception(error)
+            if self._gone:
+                self.future.exception()  # nobody else asks for it
 
     def answer(self) -> None:
         """If the caller stands in line, let it see whether there is a place for it."""
@@ -58,30 +101,29 @@ class _Task:
             self.answered.set_result(None)
 
     async def outcome(self, cancelled: asyncio.CancelledError | None) -> Any:
-        """Wait for the result. A cancellation drops work that has not begun; later it is raised after the group's end.
+        """Wait for the result. A caller that is cancelled, or whose coroutine is closed, waits no longer.
 
-        Work whose group was aborted does not run again then.
+        Work that has not begun, or whose group was aborted, does not run then. What runs ends with its group.
 
         Args:
             cancelled: A cancellation that came before this call.
         """
-        if cancelled is not None and not self.begun:
-            self.future.cancel()
-        while not self.future.done():
-            try:
-                await asyncio.wait([self.future])
-            except asyncio.CancelledError as error:
-                cancelled = cancelled or error
-                self._given_up = True
-                if not self.begun:
-                    self.future.cancel()
-        if cancelled is not None and (self.future.cancelled() or not self._says_more()):
-            raise cancelled
+        try:
+            if cancelled is not None:
+                raise cancelled
+            while not self.future.done():
+                left_s = None if self.until is None or self._is_late else self.until.remaining_s()
+                await asyncio.wait([self.future], timeout=left_s)
+                self._expire()
+        except BaseException:  # a cancellation, or GeneratorExit
+            self._gone = True
+            if not self._runs:
+                self.future.cancel()
+            error = self.future.exception() if self.future.done() and not self.future.cancelled() else None
+            if error is not None and says_more(error):
+                raise error from None
+            raise
         return self.future.result()
-
-    def _says_more(self) -> bool:
-        error = self.future.exception()
-        return error is not None and says_more(error)
 
 
 class AsyncGroups:
@@ -123,11 +165,17 @@ class AsyncGroups:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    async def submit(self, work: Callable[[AsyncTransaction], Awaitable[Any]] | RowUnit, key: Hashable | None) -> Any:
+    async def submit(
+        self,
+        work: Callable[[AsyncTransaction], Awaitable[Any]] | RowUnit,
+        key: Hashable | None,
+        within_s: float | None = None,
+    ) -> Any:
         """See :meth:`dualwrite.apps.async_writer.AsyncDualWriter.submit`."""
+        check_within(within_s)
         if self._closed:
             raise closed_error(self._name)
-        task = _Task(work)
+        task = _Task(self._name, work, within_s)
         unit = Unit(task, ("task", asyncio.current_task()) if key is None else ("key", key))
         cancelled = None if self._units.offer(unit) else await self._stand_in_line(unit)
         self._start()
@@ -136,8 +184,10 @@ class AsyncGroups:
     async def _stand_in_line(self, unit: Unit[_Task]) -> asyncio.CancelledError | None:
         """Wait until the unit was added. Returns a cancellation that came after that."""
         cancelled: asyncio.CancelledError | None = None
+        until = unit.work.until
+        within_s = self._place_timeout_s if until is None else min(until.remaining_s(), self._place_timeout_s)
         try:
-            await asyncio.wait([unit.work.answered], timeout=self._place_timeout_s)
+            await asyncio.wait([unit.work.answered], timeout=within_s)
         except asyncio.CancelledError as error:
             cancelled = error
         if self._units.withdraw(unit):

@@ -287,24 +287,36 @@ class AsyncDualWriter:
         return result
 
     @overload
-    async def submit(self, work: RowUnit, *, key: Hashable | None = None) -> None: ...
+    async def submit(self, work: RowUnit, *, key: Hashable | None = None, within_s: float | None = None) -> None: ...
 
     @overload
-    async def submit(self, work: Callable[[AsyncTransaction], Awaitable[T]], *, key: Hashable | None = None) -> T: ...
+    async def submit(
+        self,
+        work: Callable[[AsyncTransaction], Awaitable[T]],
+        *,
+        key: Hashable | None = None,
+        within_s: float | None = None,
+    ) -> T: ...
 
     async def submit(
-        self, work: Callable[[AsyncTransaction], Awaitable[Any]] | RowUnit, *, key: Hashable | None = None
+        self,
+        work: Callable[[AsyncTransaction], Awaitable[Any]] | RowUnit,
+        *,
+        key: Hashable | None = None,
+        within_s: float | None = None,
     ) -> Any:
         """Run the work as one unit of a group: many tasks' units commit in one dual write. See :meth:`DualWriter.submit`.
 
-        While as many units wait as `GroupLimits.waiting`, the task waits for a place, first come, first served. A cancellation
-        drops work that has not begun. Work that has begun ends with its group, and ``CancelledError`` is
-        raised after it, unless there is an error that says more.
+        While as many units wait as `GroupLimits.waiting`, the task waits for a place, first come, first served.
+
+        A cancellation, by ``asyncio.timeout`` say, ends the wait at once. Work that has not begun then never runs, and work
+        that waits to run again does not. Work that is running ends with its group, which may commit it.
 
         Args:
             work: An asynchronous function, called with the transaction of the unit, in a task of its own with the
                 context of the caller. It may run more than once. Or a `RowUnit`, as for :meth:`DualWriter.submit`.
             key: Units with the same key run and commit in the order of the calls; by default those of one task do.
+            within_s: As for :meth:`DualWriter.submit`.
 
         Returns:
             The result of the work. Both sides are durable.
@@ -318,7 +330,7 @@ class AsyncDualWriter:
         Every exception of the work is passed on unchanged, after its rollback.
         """
         await run(self._opened(), self._writer.refuse_nested)
-        return await self._groups.submit(work, key)
+        return await self._groups.submit(work, key, within_s)
 
     async def close(self) -> None:
         """Finish running transactions and units, settle and record what is left, and disconnect. May be called more than once.

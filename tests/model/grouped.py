@@ -48,6 +48,9 @@ class Task:
     def begin(self) -> bool:
         return True
 
+    def rest(self, error: BaseException | None) -> None:
+        del error
+
     def succeed(self, result: object) -> None:
         del result
         self._tell("committed")

@@ -87,11 +87,13 @@ OF_TASKS = """\
 
 In schedules of their own, three to eight tasks share the one to three lanes of an `AsyncDualWriter`: blocks, bound `AsyncSession`s and units of
 `submit`, as code or as a `RowUnit`; in three of ten schedules also the bound sessions of a `DualWriter`, side by side. Each request, each statement and each call of a
-thread takes a time that the seed draws. Every second work is cancelled at some `await`, and fail points raise. SQLAlchemy, aiosqlite and SQLite
+thread takes a time that the seed draws. Every second work is cancelled at some `await`, fail points raise, some units
+have a limit to begin in, and a part of those that fail goes on after their end. SQLAlchemy, aiosqlite and SQLite
 are the real ones; what they do in threads, tasks of the loop do, so that a seed runs the same again. At the end a next owner settles, and:
 
 - each row has its message and the other way round, once, as its caller was told: committed, aborted, or cancelled with one of both;
 - a cancelled dual write is over, before the decision or after its completion;
+- what goes on after its unit has failed has written nothing;
 - lanes are given first come, first served, and no task waits for something that nobody will do.
 """
 

@@ -42,6 +42,7 @@ class Work:
         number: Its row and its message.
         way: How it is written.
         fails: Whether it raises an error of its own.
+        within_s: How long a unit may wait to begin; None sets no limit.
         transaction: The last one that it has begun, if any.
         told: How it ended, for its caller.
     """
@@ -49,6 +50,7 @@ class Work:
     number: int
     way: str
     fails: bool
+    within_s: float | None = None
     transaction: Any = None
     told: str = "nothing"
 
@@ -80,7 +82,7 @@ class Work:
         _demand(found in {(0, 0), (1, 1)}, f"{self}: {found[0]} rows, {found[1]} messages")
         if self.told.endswith("committed"):
             _demand(found == (1, 1), f"{self}: nothing is there")
-        if self.told in {"aborted", "failed"}:
+        if self.told in {"none", "aborted", "failed"}:
             _demand(found == (0, 0), f"{self}: it is there")
 
 
@@ -104,9 +106,9 @@ class Ways:
         if work.way == "session":
             return self._session(work)
         if work.way == "unit":
-            return self._writer.submit(partial(self._unit, work))
+            return self._writer.submit(partial(self._unit, work), within_s=work.within_s)
         if work.way == "rows":
-            return self._writer.submit(_row_unit(work))
+            return self._writer.submit(_row_unit(work), within_s=work.within_s)
         assert self._plain is not None
         return self._plain.write(work)
 
@@ -117,6 +119,8 @@ class Ways:
 
     async def _unit(self, work: Work, tx: Any) -> None:
         work.transaction = tx
+        if work.fails:
+            await asyncio.gather(_put_later(tx, work), _put(tx, work))
         await _put(tx, work)
 
     async def _session(self, work: Work) -> None:
@@ -140,6 +144,15 @@ async def _put(tx: Any, work: Work) -> None:
     await tx.produce(TOPIC, str(work.number), partition=0)
     if work.fails:
         raise ZeroDivisionError
+
+
+async def _put_later(tx: Any, work: Work) -> None:
+    """Go on after the unit has ended, as what a gather leaves behind does."""
+    connection, produce = tx.connection, tx.produce
+    for later in range(1, 6):
+        await asyncio.sleep(work.number % 3 * 0.001 * later)
+        await connection.execute(_INSERT, {"id": -10 * work.number - later})
+        await produce(TOPIC, str(work.number), partition=0)
 
 
 class Plain:

@@ -41,7 +41,7 @@ from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.writing import opened
 from dualwrite.writing.lanes import lane_pool
 from model.results import machine
-from model.task_ways import WAYS, Plain, Ways, Work
+from model.task_ways import WAYS, Plain, Ways, Work, WrongOutcome
 
 RESULTS = Path(__file__).with_name("tasks.json")
 _TELL_EVERY_S: Final = 10
@@ -146,7 +146,8 @@ class _Schedule:
 
     def _work(self) -> Work:
         way = "plain session" if self.has_plain and self.random.random() < 0.3 else self.random.choice(WAYS)
-        self.works.append(Work(len(self.works), way, self.random.random() < 0.15))
+        fails, is_hasty = self.random.random() < 0.15, self.random.random() < 0.2
+        self.works.append(Work(len(self.works), way, fails, 0.001 + self.loop.some_time_s() if is_hasty else None))
         return self.works[-1]
 
     async def _task(self, do: Ways, works: Sequence[Work]) -> None:
@@ -200,6 +201,8 @@ class _Schedule:
         rows = Counter(str(number) for (number,) in self.ground.database.query("SELECT id FROM orders"))
         messages = Counter(map(str, self.kafka.visible()))
         self.ground.database.execute("DELETE FROM orders")
+        if stray := sorted(row for row in rows if row.startswith("-")):
+            raise WrongOutcome(f"rows {stray} of what went on after its unit had failed")
         for work in self.works:
             work.check(rows, messages)
         self.counts["dual writes and units"] += len(self.works)

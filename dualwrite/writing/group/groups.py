@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import contextvars
+import heapq
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from dualwrite.protocol.process.grouping import GroupLimits, Unit, Units
 from dualwrite.runtime import waiting
-from dualwrite.runtime.deadline import Deadline, pause
+from dualwrite.runtime.deadline import Deadline, now_s, pause
 from dualwrite.writing import entered
 from dualwrite.writing.group.alone import UnitFuture
 from dualwrite.writing.group.places import full_error, may_wait, note_running
-from dualwrite.writing.group.results import GroupRun, closed_error, fail_left, tell_all
+from dualwrite.writing.group.results import (
+    GroupRun,
+    check_within,
+    closed_error,
+    copied,
+    fail_left,
+    late_error,
+    tell_all,
+)
 from dualwrite.writing.group.row_unit import RowUnit
 from dualwrite.writing.group.running import run_group
 from dualwrite.writing.redo import pause_after_s, refuse_not_run
@@ -28,6 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FEW: Final = 1000
 RUNNERS: Final = 2
 """While one group commits, the next one runs."""
 
@@ -42,32 +53,67 @@ def limits_for(traits: Traits, limits: GroupLimits) -> GroupLimits:
     return limits if traits.savepoints else replace(limits, units=1)
 
 
-@dataclass(frozen=True)
 class Task:
     """The work of a unit, as a thread runs it.
 
-    Attributes:
-        work: Called with the transaction of the unit.
+    Args:
+        name: The writer's transactional id.
+        work: Called with the transaction of the unit; or the unit, if it is one of rows: it then produces its messages.
         future: What its caller waits for.
+        within_s: No run begins later than this, in seconds; None sets no limit.
+
+    Attributes:
+        work: What is called.
+        future: As given.
         context: The context variables of its caller.
-        rows: The unit, if it is one of rows: its work then produces its messages.
+        rows: The unit, if it is one of rows.
         answered: Set when a unit that stands in line was given a place, or never will be.
+        until: When no run may begin any more; None if there is no limit.
     """
 
-    work: Callable[[Transaction], Any]
-    future: Future[Any]
-    context: contextvars.Context
-    rows: RowUnit | None = None
-    answered: waiting.Event = field(default_factory=waiting.Event)
+    def __init__(
+        self, name: str, work: Callable[[Transaction], Any] | RowUnit, future: Future[Any], within_s: float | None
+    ) -> None:
+        self.rows = work if isinstance(work, RowUnit) else None
+        self.work: Callable[[Transaction], Any] = work.produce if isinstance(work, RowUnit) else work
+        self.future = future
+        self.context = contextvars.copy_context()
+        self.answered = waiting.Event()
+        self.until = None if within_s is None else Deadline(within_s)
+        self._late = lambda: late_error(name, within_s or 0.0)
+        self._changing = threading.Lock()
+        self._runs = self._over = False
+        self._last: BaseException | None = None
 
     def begin(self) -> bool:
         """See :class:`dualwrite.writing.group.results.Task`."""
-        if self.future.running():
-            return True
-        if self.future.done() and not self.future.cancelled():
+        if self.until is not None and self.until.expired:
+            self.expire()
+        with self._changing:
+            self._runs = self._may_run()
+            self._over = not self._runs
+            return self._runs
+
+    def _may_run(self) -> bool:
+        if self._over or (self.future.done() and not self.future.cancelled()):
             return False
         # concurrent.futures.wait() counts a cancelled one from then on.
-        return self.future.set_running_or_notify_cancel()
+        return self.future.running() or self.future.set_running_or_notify_cancel()
+
+    def rest(self, error: BaseException | None) -> None:
+        """See :class:`dualwrite.writing.group.results.Task`."""
+        with self._changing:
+            self._runs = False
+            self._last = error or self._last
+
+    def expire(self) -> None:
+        """Tell the caller that its time is over, unless the work runs: with the error of its last run, if it has one."""
+        with self._changing:
+            if self._runs:
+                return
+            may_run, self._over = self._may_run(), True
+        if may_run:
+            self.fail(self._late() if self._last is None else copied(self._last))
 
     def succeed(self, result: object) -> None:
         """See :class:`dualwrite.writing.group.results.Task`."""
@@ -76,6 +122,58 @@ class Task:
     def fail(self, error: BaseException) -> None:
         """See :class:`dualwrite.writing.group.results.Task`."""
         self.future.set_exception(error)
+
+
+class _Expiring:
+    """Tells the callers of units whose time is over, in a thread that starts with the first such unit."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._numbers = itertools.count()
+        self._waiting: list[tuple[float, int, Task]] = []
+        self._sweep_at = _FEW
+        self._started = self._closed = False
+
+    def add(self, task: Task) -> None:
+        """Tell the caller of this unit once its time is over."""
+        assert task.until is not None
+        with self._changed:
+            if len(self._waiting) > self._sweep_at:  # most units end long before their time is over
+                self._waiting = [one for one in self._waiting if not one[2].future.done()]
+                heapq.heapify(self._waiting)
+                self._sweep_at = _FEW + 2 * len(self._waiting)
+            heapq.heappush(self._waiting, (now_s() + task.until.remaining_s(), next(self._numbers), task))
+            if not self._started:
+                self._started = True
+                threading.Thread(target=self._serve, name=f"dualwrite time {self._name}", daemon=True).start()
+            elif self._waiting[0][2] is task:
+                self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _serve(self) -> None:
+        while (task := self._next()) is not None:
+            try:
+                task.expire()
+            except BaseException:
+                logger.critical("%s: a callback of a unit's future has raised", self._name, exc_info=True)
+
+    def _next(self) -> Task | None:
+        """Wait for the next unit whose time is over."""
+        with self._changed:
+            while not self._closed:
+                while self._waiting and self._waiting[0][2].future.done():
+                    heapq.heappop(self._waiting)
+                left_s = self._waiting[0][0] - now_s() if self._waiting else None
+                if left_s is not None and left_s <= 0:
+                    return heapq.heappop(self._waiting)[2]
+                self._changed.wait(left_s)
+            return None
 
 
 class Groups:
@@ -110,6 +208,7 @@ class Groups:
         self._grouped = grouped
         self._place_timeout_s = place_timeout_s
         self._units: Units[Task] = Units(limits.waiting)
+        self._expiring = _Expiring(name)
         self._lock = threading.RLock()
         self._may_begin = threading.Condition(self._lock)
         self._emptied = threading.Condition(self._lock)
@@ -119,14 +218,17 @@ class Groups:
         self._running: GroupRun | None = None
         self._closed = False
 
-    def submit(self, work: Callable[[Transaction], Any] | RowUnit, key: Hashable | None) -> Future[Any]:
+    def submit(
+        self,
+        work: Callable[[Transaction], Any] | RowUnit,
+        key: Hashable | None,
+        within_s: float | None = None,
+    ) -> Future[Any]:
         """See :meth:`dualwrite.writing.group.submitting.Submitting.submit`."""
+        check_within(within_s)
         future: UnitFuture[Any] = UnitFuture(self._run_here)
-        context = contextvars.copy_context()
-        unit = Unit(
-            Task(work.produce, future, context, work) if isinstance(work, RowUnit) else Task(work, future, context),
-            ("thread", threading.get_ident()) if key is None else ("key", key),
-        )
+        task = Task(self._name, work, future, within_s)
+        unit = Unit(task, ("thread", threading.get_ident()) if key is None else ("key", key))
         with self._lock:
             if self._closed:
                 raise closed_error(self._name)
@@ -134,6 +236,8 @@ class Groups:
                 self._have_served()
         if not added:
             self._stand_in_line(unit)
+        if task.until is not None:
+            self._expiring.add(task)
         return future
 
     def _have_served(self) -> None:
@@ -149,7 +253,10 @@ class Groups:
         waits = may_wait(self)
         try:
             if waits:
-                unit.work.answered.wait(self._place_timeout_s)
+                until = unit.work.until
+                unit.work.answered.wait(
+                    self._place_timeout_s if until is None else min(until.remaining_s(), self._place_timeout_s)
+                )
             with self._lock:
                 if self._units.withdraw(unit):
                     raise (
@@ -181,6 +288,7 @@ class Groups:
             self._emptied.wait_for(lambda: self._units.empty, deadline.remaining_s())
             left = self._units.drain()
             self._may_begin.notify_all()
+        self._expiring.close()
         fail_left(left, self._name)
 
     @property

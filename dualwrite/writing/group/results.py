@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
-from dualwrite.errors import DualWriteError, IllegalStateError
+from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError, Unavailable
 from dualwrite.protocol.process.grouping import Fate, Unit, after_culprit, after_ending_group, after_group, after_unit
 from dualwrite.protocol.process.redo import leaves_nothing
 
@@ -27,9 +27,17 @@ class Task(Protocol):
     rows: RowUnit | None
 
     def begin(self) -> bool:
-        """Note that the work begins. Returns False if the caller has cancelled it; from then on it no longer can.
+        """Note that the work begins. Returns False if the caller has given it up, or its time is over.
 
-        Not to be called again after False.
+        From then on it can do neither, until :meth:`rest`. Not to be called again after False.
+        """
+        ...
+
+    def rest(self, error: BaseException | None) -> None:
+        """Note that the work has not begun, or that it runs again later: until then it may be given up.
+
+        Args:
+            error: What the run has failed with; None if it has not begun.
         """
         ...
 
@@ -70,6 +78,30 @@ def tell_all(told: Iterable[Told]) -> None:
 def fail_left(units: Iterable[Unit[Any]], name: str) -> None:
     """Fail units that a closed writer never ran or will not rerun."""
     tell_all([_failed(unit, closed_error(name)) for unit in units if unit.work.begin()])
+
+
+def late_error(name: str, within_s: float) -> Unavailable:
+    """The error of a unit that has not begun in time.
+
+    Args:
+        name: The writer's transactional id.
+        within_s: The time that its caller gave it, in seconds.
+    """
+    return Unavailable(
+        f"the unit has not begun within {within_s:g} s: nothing of it was written, and it will not run",
+        transactional_id=name,
+        next_step="submit it again later; see the writer's health() for what the units before it wait for",
+    )
+
+
+def check_within(within_s: float | None) -> None:
+    """Refuse a time that no unit can begin in.
+
+    Raises:
+        ConfigurationError: It is one.
+    """
+    if within_s is not None and not within_s > 0:
+        raise ConfigurationError(f"within_s is {within_s:g}; it must be positive")
 
 
 class NothingKept(Exception):
@@ -167,8 +199,10 @@ class GroupRun:
                     told.append(_failed(unit, error))
                 else:
                     self.failures = max(self.failures, unit.failures)
+                    unit.work.rest(error)
                     again.append(unit)
             elif unit not in self._dropped:
+                unit.work.rest(None)
                 again.append(unit)
         self.again = again
         return told
@@ -177,14 +211,16 @@ class GroupRun:
         """Note that the group has ended with an error, which has left its block. Returns what to tell the callers."""
         if isinstance(error, NothingKept):
             return self.committed()
-        if not self._ran:
-            self._ran = {unit for unit in self.taken if self.begins(unit)}
+        if not self._ran:  # the block could not begin: until a unit does, its caller may give it up
+            self._ran = set(self.taken) - self._dropped
         told: list[Told] = []
         again = []
         for unit in self.taken:
             if unit in self._ran and not self._runs_again(unit, error):
-                told.append(_failed(unit, self._shown(unit, error)))
+                if unit in self._begun or self.begins(unit):
+                    told.append(_failed(unit, self._shown(unit, error)))
             elif unit not in self._dropped:
+                unit.work.rest(error if unit in self._ran else None)
                 again.append(unit)
         self.again = again
         self._log(error)
@@ -218,7 +254,7 @@ class GroupRun:
             return error if raised is None or claims_too_much else raised
         if unit in self._errors and not leaves_nothing(error):
             return self._errors[unit]
-        return error if len(self._ran) == 1 else _copied(error)
+        return error if len(self._ran) == 1 else copied(error)
 
 
 def _succeeded(unit: Unit[Any], result: object) -> Told:
@@ -232,7 +268,7 @@ def _failed(unit: Unit[Any], error: BaseException) -> Told:
 _NOTES: Final = "__notes__"
 
 
-def _copied(error: BaseException) -> BaseException:
+def copied(error: BaseException) -> BaseException:
     """A copy for one of many callers: each raises it with a traceback and notes of its own."""
     try:
         made = copy.copy(error)

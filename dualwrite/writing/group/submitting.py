@@ -70,12 +70,20 @@ class Submitting:
         return run_again(lambda: self.transaction(connection), work, self.transactional_id, patience)
 
     @overload
-    def submit(self, work: RowUnit, *, key: Hashable | None = None) -> Future[None]: ...
+    def submit(self, work: RowUnit, *, key: Hashable | None = None, within_s: float | None = None) -> Future[None]: ...
 
     @overload
-    def submit(self, work: Callable[[Transaction], Result], *, key: Hashable | None = None) -> Future[Result]: ...
+    def submit(
+        self, work: Callable[[Transaction], Result], *, key: Hashable | None = None, within_s: float | None = None
+    ) -> Future[Result]: ...
 
-    def submit(self, work: Callable[[Transaction], Any] | RowUnit, *, key: Hashable | None = None) -> Future[Any]:
+    def submit(
+        self,
+        work: Callable[[Transaction], Any] | RowUnit,
+        *,
+        key: Hashable | None = None,
+        within_s: float | None = None,
+    ) -> Future[Any]:
         """Run the work as one unit of a group: many callers' units commit in one dual write. Returns at once.
 
         Only if as many units wait as `GroupLimits.waiting`, it waits for a place, first come, first served.
@@ -95,10 +103,13 @@ class Submitting:
                 the transaction of its group. Or a `RowUnit`: rows and messages as data, which is several times as fast with
                 many callers; its result is None.
             key: Units with the same key run and commit in the order of the calls; by default those of one thread do.
+            within_s: No run of it begins later than this after the call: the future then fails at once, with `Unavailable` or
+                the error of its last run. A run that has begun ends with its group. None sets no limit. In seconds.
 
         Returns:
             The future of the result. It is done once both sides are durable, or nothing of the unit will ever be.
-            ``cancel()`` works until the unit begins.
+            ``cancel()`` works until the unit begins. A unit that was cancelled never runs; one whose caller has only stopped
+            to wait (``result(timeout=...)``) does: cancel it, or give ``within_s``.
 
             Its exception is what the work has raised; or, for every unit of a group that has failed, the error that
             :meth:`transaction` would raise: after `TransactionInDoubt` and `CompletionPending` do not submit the work again.
@@ -110,6 +121,7 @@ class Submitting:
                 would wait for itself; or the work is a `RowUnit`, and the database has no SQL.
             Unavailable: There was no place for ``lane_timeout_s``; or there is none, and the caller must not wait, because its
                 thread runs an event loop, or calls back from a future of this writer. The work will not run.
+            ConfigurationError: ``within_s`` is not positive.
         """
         self._require_open()
         entered.refuse_nested(self, self.transactional_id)
@@ -119,7 +131,7 @@ class Submitting:
                 transactional_id=self.transactional_id,
                 next_step=f"submit a function instead, which has tx.{self._traits.gives}",
             )
-        return self._groups.submit(work, key)
+        return self._groups.submit(work, key, within_s)
 
     def transaction(
         self, connection: Connection | psycopg.Connection[Any] | DjangoConnection | None = None

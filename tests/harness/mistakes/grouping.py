@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from dualwrite.apps import async_groups
 from dualwrite.errors import TransactionInDoubt
 from dualwrite.protocol.process.grouping import Fate, Unit
 from dualwrite.protocol.process.savepoints import Savepoints
@@ -44,6 +45,20 @@ def messages_of_a_dropped_unit_sent(patch: pytest.MonkeyPatch) -> None:
 def the_connection_of_a_unit_outlives_it(patch: pytest.MonkeyPatch) -> None:
     """A part of a unit that goes on after the unit was rolled back writes into the commit of the others."""
     patch.setattr(Uses, "require", lambda _: None)
+
+
+@mistake(
+    Check("unit/apps/test_async_groups.py::test_a_unit_whose_callers_coroutine_is_closed_does_not_begin", "assert "),
+    Check("unit/apps/test_async_groups.py::test_a_unit_that_has_not_begun_in_time_never_runs", "assert |TimeoutError"),
+)
+def the_unit_of_a_caller_who_has_gone_committed(patch: pytest.MonkeyPatch) -> None:
+    """A unit whose caller has gone before it began is committed, though nobody waits for it."""
+
+    def begin(self: async_groups._Task) -> bool:
+        self._runs = True
+        return True
+
+    patch.setattr(async_groups._Task, "begin", begin)
 
 
 @mistake(Check(f"{_KILLED}[write.recorded:2-postgresql]", "lost|acknowledged"))

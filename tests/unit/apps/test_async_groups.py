@@ -8,9 +8,17 @@ from harness.served import TOPIC
 from sqlalchemy import text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from dualwrite import CompletionPending, GroupLimits, IllegalStateError, TransactionAborted, Unavailable
+from dualwrite import (
+    CompletionPending,
+    ConfigurationError,
+    GroupLimits,
+    IllegalStateError,
+    TransactionAborted,
+    Unavailable,
+)
 from dualwrite.apps import async_groups
 from dualwrite.apps.async_groups import _Task
+from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.writing.lanes.lane import Lane
 from unit.apps.test_async_writer import in_writer, make, put  # noqa: F401 - fixtures
@@ -173,7 +181,9 @@ def test_a_task_that_is_cancelled_before_its_unit_begins_has_written_nothing(in_
 
 
 @pytest.mark.parametrize("pending", [True, False])
-def test_a_task_that_is_cancelled_later_gets_it_after_the_commit(in_writer, shop, monkeypatch, pending):  # noqa: F811
+def test_a_task_that_is_cancelled_while_its_unit_runs_waits_no_longer(in_writer, shop, monkeypatch, caplog, pending):  # noqa: F811
+    """The unit ends with its group. What its caller should have heard is in the log."""
+
     def no_answer(*_, **__):
         raise CompletionPending("no answer")
 
@@ -190,14 +200,111 @@ def test_a_task_that_is_cancelled_later_gets_it_after_the_commit(in_writer, shop
         if pending:
             monkeypatch.setattr(Lane, "complete", no_answer)
         tasks[0].cancel()
-        await asyncio.sleep(0)
-        assert not tasks[0].done()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[0]
+        assert not tasks[1].done()
         may_go.set()
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        assert type(found[0]) is (CompletionPending if pending else asyncio.CancelledError)
+        [found] = await asyncio.gather(tasks[1], return_exceptions=True)
+        assert type(found) is (CompletionPending if pending else int)
 
     in_writer(work)
     assert shop.rows == ["1", "2"]
+    assert ("stopped to wait" in caplog.text) is pending
+
+
+def test_a_task_that_is_cancelled_before_its_unit_runs_again_is_rid_of_it(in_writer, shop, monkeypatch):  # noqa: F811
+    """As while a server is away: five runs may take minutes."""
+    runs = []
+
+    async def work(writer):
+        paused = asyncio.Event()
+
+        def pause_s(failures):
+            if failures:
+                paused.set()
+            return 3600.0 if failures else 0.0
+
+        monkeypatch.setattr(async_groups, "pause_after_s", pause_s)
+        task = asyncio.create_task(writer.submit(unit(1, error=Unavailable("away"), runs=runs), key="k"))
+        await paused.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 30)
+        for one in others():
+            one.cancel()  # ends the pause
+        assert await asyncio.wait_for(writer.submit(unit(2), key="k"), 30) == 2
+
+    in_writer(work)
+    assert runs == [1]
+    assert shop.both_have(2)
+
+
+def test_a_unit_whose_callers_coroutine_is_closed_does_not_begin(in_writer, shop):  # noqa: F811
+    async def work(writer):
+        begun, may_go = asyncio.Event(), asyncio.Event()
+
+        async def slow(tx):
+            await put(tx, 1)
+            begun.set()
+            await may_go.wait()
+
+        first = asyncio.create_task(writer.submit(slow))
+        await begun.wait()
+        left = writer._groups.submit(unit(2), "left")
+        left.send(None)
+        left.close()
+        may_go.set()
+        await first
+        assert await writer.submit(unit(3), key="left") == 3
+
+    in_writer(work)
+    assert shop.both_have(1, 3)
+
+
+def test_a_unit_that_has_not_begun_in_time_never_runs(in_writer, shop):  # noqa: F811
+    """Its caller hears it at once, though the group before it goes on. One that has begun takes its time."""
+    runs = []
+
+    async def work(writer):
+        begun, may_go = asyncio.Event(), asyncio.Event()
+
+        async def slow(tx):
+            await put(tx, 1)
+            begun.set()
+            await may_go.wait()
+
+        first = asyncio.create_task(writer.submit(slow, within_s=60))
+        await begun.wait()
+        with pytest.raises(Unavailable, match=r"not begun within 0.01 s.*nothing of it was written"):
+            await asyncio.wait_for(writer.submit(unit(2, runs=runs), within_s=0.01), 30)
+        may_go.set()
+        await first
+        assert await writer.submit(unit(3), within_s=60) == 3
+
+    in_writer(work)
+    assert runs == []
+    assert shop.both_have(1, 3)
+
+
+def test_a_unit_whose_time_is_over_when_it_would_run_again_fails_with_its_last_error():
+    async def work():
+        task = _Task("orders", unit(1), 60.0)
+        assert task.begin()
+        task.until = Deadline(0)
+        task.rest(Unavailable("away"))
+        with pytest.raises(Unavailable, match="away"):
+            await asyncio.wait_for(task.outcome(None), 30)
+        assert not task.begin()
+
+    asyncio.run(work())
+
+
+def test_a_time_in_which_no_unit_can_begin_is_refused(in_writer):  # noqa: F811
+    async def work(writer):
+        with pytest.raises(ConfigurationError, match="must be positive"):
+            await writer.submit(unit(1), within_s=0)
+
+    in_writer(work)
 
 
 def others():

@@ -2,13 +2,14 @@
 
 import threading
 import time
-from concurrent.futures import CancelledError, wait
+from concurrent.futures import CancelledError, Future, wait
 
 import pytest
 from sqlalchemy import text
 
 from dualwrite import (
     CompletionPending,
+    ConfigurationError,
     GroupLimits,
     IllegalStateError,
     TransactionAborted,
@@ -19,6 +20,7 @@ from dualwrite.runtime import failpoints
 from dualwrite.stores.sql.dialects import committing
 from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.writing import writer as writer_module
+from dualwrite.writing.group.groups import Task
 from dualwrite.writing.group.results import GroupRun
 from dualwrite.writing.lanes.lane import Lane
 from unit.writing.group.held import Held, Refused
@@ -153,6 +155,79 @@ def test_a_unit_that_runs_cannot_be_cancelled(shop, held):
     may_go.set()
     future.result(30)
     assert shop.both_have(1)
+
+
+def test_a_unit_can_be_cancelled_while_no_group_can_begin(shop, held, monkeypatch):
+    """As while the database is away: five attempts may take minutes."""
+    real, tried, may_go = held.writer._groups._block, threading.Event(), threading.Event()
+
+    def block():
+        tried.set()
+        may_go.wait(30)
+        monkeypatch.setattr(held.writer._groups, "_block", real)
+        raise Unavailable("away")
+
+    monkeypatch.setattr(held.writer._groups, "_block", block)
+    future = held.put(1)
+    tried.wait(30)
+    assert future.cancel()
+    may_go.set()
+    assert wait([future], 30).not_done == set()
+    held.put(2).result(30)
+    assert shop.both_have(2)
+
+
+def test_a_unit_that_has_not_begun_in_time_never_runs(shop, held):
+    """Its caller hears it at once, though the group before it goes on."""
+    begun, may_go = threading.Event(), threading.Event()
+
+    def slow(tx):
+        begun.set()
+        may_go.wait(30)
+        shop.put(tx, 1)
+
+    running = held.writer.submit(slow, key=1)
+    begun.wait(30)
+    late = [held.writer.submit(lambda tx: shop.put(tx, 2), key=2, within_s=within_s) for within_s in (60, 0.02, 0.01)]
+    assert wait(late[1:], 30).not_done == set()
+    assert "not begun within 0.01 s" in str(late[2].exception(0))
+    assert isinstance(late[1].exception(0), Unavailable)
+    may_go.set()
+    assert running.result(30) is late[0].result(30) is None
+    held.put(3).result(30)
+    assert shop.both_have(1, 2, 3)
+
+
+def test_a_unit_whose_time_is_over_fails_once_and_never_while_it_runs():
+    futures = [Future() for _ in range(4)]
+    waits, runs, again, cancelled = (Task("orders", lambda _: None, future, 60.0) for future in futures)
+    assert runs.begin()
+    assert again.begin()
+    again.rest(TransactionAborted("a conflict"))
+    futures[3].cancel()
+    for task in (waits, runs, again, cancelled):
+        task.expire()
+        task.expire()
+    assert isinstance(futures[0].exception(0), Unavailable)
+    assert not futures[1].done()
+    assert "a conflict" in str(futures[2].exception(0))
+    assert futures[3].cancelled()
+    assert [task.begin() for task in (waits, again, cancelled)] == [False] * 3
+
+
+@pytest.mark.parametrize("within_s", [0, -1, float("nan")])
+def test_a_time_in_which_no_unit_can_begin_is_refused(held, within_s):
+    with pytest.raises(ConfigurationError, match="must be positive"):
+        held.writer.submit(lambda _: None, within_s=within_s)
+
+
+def test_those_whose_time_is_not_over_are_forgotten_once_they_have_ended(held, monkeypatch):
+    monkeypatch.setattr("dualwrite.writing.group.groups._FEW", 2)
+    expiring = held.writer._groups._expiring
+    expiring._sweep_at = 2
+    for number in range(20):
+        held.writer.submit(lambda _: None, within_s=3600).result(30)
+        assert len(expiring._waiting) <= 3 + number % 2
 
 
 def test_a_group_that_was_aborted_runs_again(shop, held, monkeypatch):

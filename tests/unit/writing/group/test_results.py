@@ -19,6 +19,9 @@ class Caller:
     def begin(self):
         return not self.gives_up
 
+    def rest(self, error):
+        self.rests_after = error
+
     def succeed(self, result):
         assert self.error is None
         self.result = result
@@ -101,11 +104,13 @@ def test_a_unit_that_has_not_begun_runs_again_even_after_doubt():
 
 
 def test_if_none_has_begun_all_have_failed():
-    """Otherwise they would run again for ever while no group can begin."""
+    """Otherwise they would run again for ever while no group can begin. Until then their callers may give them up."""
     group = run_of(Caller(), Caller(gives_up=True), Caller())
-    tell(group.failed(TransactionAborted("x")))
-    assert group.again == [group.taken[0], group.taken[2]]
-    assert [unit.failures for unit in group.again] == [1, 1]
+    tell(group.failed(error := TransactionAborted("x")))
+    assert group.again == list(group.taken)
+    assert not group.begun
+    assert [unit.work.rests_after for unit in group.taken] == [error] * 3
+    assert [unit.failures for unit in group.again] == [1, 1, 1]
     assert group.failures == 1
 
 
