@@ -14,7 +14,7 @@ from dualwrite.sinks.spark.columns.digests import (
     require_deterministic_stream,
 )
 from dualwrite.sinks.spark.columns.from_arrow import without_unused
-from dualwrite.sinks.spark.driver.spark_jobs import SparkJobs
+from dualwrite.sinks.spark.driver.spark_jobs import CONNECT, SparkJobs
 from dualwrite.sinks.spark.driver.task_errors import without_cause
 from dualwrite.sinks.spark.options.settings import SinkOptions, SinkSettings, settings_of
 from dualwrite.sinks.spark.per_partition.job import BatchJob, BatchReport
@@ -192,7 +192,7 @@ def foreach_batch(**settings: Unpack[SinkSettings]) -> Callable[[DataFrame, int]
 
 
 def _require_classic(df: DataFrame) -> None:
-    if type(df).__module__.startswith("pyspark.sql.connect"):
+    if type(df).__module__.startswith(CONNECT):
         raise ConfigurationError(
             "Spark Connect does not report how many partitions a DataFrame has",
             next_step='use format("dualwrite"), which writes whole batches; or run the job in a driver of its own '

@@ -31,6 +31,7 @@ from dualwrite.sinks.spark.columns.from_arrow import projected_batches
 from dualwrite.sinks.spark.columns.from_rows import row_batches
 from dualwrite.sinks.spark.databases.database import Emptying
 from dualwrite.sinks.spark.driver.plan import present_run, read_plan
+from dualwrite.sinks.spark.driver.spark_jobs import CONNECT
 from dualwrite.sinks.spark.driver.task_errors import shown_first
 from dualwrite.sinks.spark.options.source_options import SourceOptions
 from dualwrite.sinks.spark.whole_batch.decision import WholeBatch
@@ -143,14 +144,20 @@ class DualWriteDataSource(DataSource):
 
 
 def register(session: SparkSession) -> None:
-    """Register the format ``dualwrite`` with a session. May be called again.
+    """Register the format ``dualwrite`` with a session, and let the calling thread find it. May be called again.
 
-    Spark finds an installed ``dualwrite`` by itself; this call makes sure of it.
+    In the thread that has made the session, Spark finds an installed ``dualwrite`` by itself; this call makes sure of it.
+    Every other thread of the driver that writes with the format must call it once: Spark looks for Python's formats in the
+    calling thread's active session, and a new thread has none. This call makes the session active there.
 
     Args:
         session: The session; one of Spark Connect, too.
     """
     session.dataSource.register(DualWriteDataSource)
+    if not type(session).__module__.startswith(CONNECT):  # its server looks in the session of each request
+        jvm = session.sparkContext._jvm  # noqa: SLF001 - PySpark offers it in `createDataFrame` alone
+        sessions = getattr(jvm, "org.apache.spark.sql.classic.SparkSession")
+        sessions.setActiveSession(session._jsparkSession)  # noqa: SLF001 - as above
 
 
 def _options(given: MutableMapping[str, str]) -> SourceOptions:

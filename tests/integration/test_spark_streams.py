@@ -2,6 +2,7 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import psutil
@@ -9,7 +10,7 @@ import pytest
 from confluent_kafka import Producer
 from harness.drivers import Drivers, as_installed, kill_group, paused_below, phases_of
 from harness.patience import PATIENCE_S, wait_until
-from harness.spark import HAS_CONNECTOR, ROWS, connector_jars
+from harness.spark import HAS_CONNECTOR, ROWS, SPARKS_ERRORS, connector_jars
 from harness.spark import numbers as numbered
 from harness.spark_job import kafka_stream
 from harness.spark_source import ArmedSource, nothing_is_left, options, write_with
@@ -90,6 +91,22 @@ def test_a_query_that_is_stopped_while_a_task_writes_goes_on_from_its_checkpoint
     assert numbers.rows() == []
     assert not psutil.wait_procs(workers, timeout=PATIENCE_S)[1]
     start(way).awaitTermination()
+    numbers.verify()
+    nothing_is_left(numbers)
+
+
+def test_a_thread_of_the_driver_that_has_registered_the_format_writes_a_stream_and_a_batch(spark, numbers, start):
+    """Spark looks for the format in the thread's active session, and a new thread has none."""
+
+    def write():
+        with pytest.raises(SPARKS_ERRORS, match="DATA_SOURCE_NOT_FOUND"):
+            start("staging")
+        register(spark)
+        start("staging", where="id >= 10").awaitTermination()
+        write_with(numbers, numbered(spark, 10, 1), batchId="1")
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(write).result(PATIENCE_S)
     numbers.verify()
     nothing_is_left(numbers)
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CONNECT: Final = "pyspark.sql.connect"
+"""Where the classes of Spark Connect stand, which has no driver in this process."""
 _LOOKS_AGAIN_S: Final = 0.05
 
 
