@@ -52,11 +52,13 @@ class SimulatedSavepoints:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
         self._savepoints.add(message)
 
-    def open_unit(self) -> None:
+    def open_unit(self, uses: object) -> SimulatedConnection:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`. Releases the savepoint of a unit that was kept before."""
+        del uses  # users' code waits for all that it does
         self._unit_kept = False
         self._savepoints.apply(Move.OPEN, _UNIT)
         self._run(self._connection, "SAVEPOINT", self._database.open_savepoint)
+        return self._connection
 
     def require_unit(self) -> None:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`. The simulated database has answered."""

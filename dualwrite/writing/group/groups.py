@@ -80,7 +80,7 @@ class Task:
         self.context = contextvars.copy_context()
         self.answered = waiting.Event()
         self.until = None if within_s is None else Deadline(within_s)
-        self._late = lambda: late_error(name, within_s or 0.0)
+        self._name, self._within_s = name, within_s or 0.0
         self._changing = threading.Lock()
         self._runs = self._over = False
         self._last: BaseException | None = None
@@ -113,7 +113,7 @@ class Task:
                 return
             may_run, self._over = self._may_run(), True
         if may_run:
-            self.fail(self._late() if self._last is None else copied(self._last))
+            self.fail(late_error(self._name, self._within_s) if self._last is None else copied(self._last))
 
     def succeed(self, result: object) -> None:
         """See :class:`dualwrite.writing.group.results.Task`."""
