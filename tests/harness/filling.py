@@ -10,6 +10,7 @@ from dualwrite.kafka.producer.native.records.builder import RecordsBuilder
 from dualwrite.kafka.producer.native.records.compression import Codec
 from dualwrite.kafka.producer.native.wire.answers import Code
 from dualwrite.kafka.producer.native.wire.core import Limits, ProduceCore
+from dualwrite.protocol.contents import checked
 
 NOW_MS = 1_767_225_600_000
 LATER = 60.0
@@ -17,8 +18,8 @@ LEADER = Leader(1, 0)
 NONE = Codec()
 TOPICS = {
     "t": Topic("an-id", dict.fromkeys(range(6), LEADER)),
-    "one led": Topic("another", {0: None, 1: LEADER, 2: None}),
-    "none led": Topic("a third", {0: None, 1: None}),
+    "one-led": Topic("another", {0: None, 1: LEADER, 2: None}),
+    "none-led": Topic("a third", {0: None, 1: None}),
 }
 
 
@@ -52,6 +53,12 @@ def filling(settings=None, *, look_up=lambda name, _fresh: TOPICS.get(name)):
     settings = settings or Settings()
     made = core(settings)
     return Filling(made, settings, look_up, clock=lambda: 0.0, clock_ms=lambda: NOW_MS), made
+
+
+def append(to, topic, value, key=None, *, now=0.0, callback=None, **parts):
+    """Check one message, and take it, as the engine does."""
+    contents = checked(topic, value, key, max_bytes=to.max_message_bytes, **parts)
+    to.append(topic, contents, now=now, callback=callback)
 
 
 def flushed(made):

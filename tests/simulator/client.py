@@ -161,7 +161,8 @@ class SimulatedProducer:
         del key, rest
         if self._fatal is not None or self._failed is not None or not self._inside:
             raise _error(KafkaError._STATE)
-        self._queue.append(_Message(topic, max(partition, 0), value, report))  # there is no partitioner: the first
+        shown = value.decode() if isinstance(value, bytes) else value
+        self._queue.append(_Message(topic, max(partition, 0), shown, report))  # there is no partitioner: the first
         if self._eager:
             self.deadline = Deadline(1.0)
             self._send()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from typing import Concatenate, ParamSpec
 
     from dualwrite.ports.coordinator import TransactionCoordinator
+    from dualwrite.protocol.contents import Unsendable
     from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
     from dualwrite.protocol.settling.known_end import Ended
     from dualwrite.protocol.tables.machine import Machine
@@ -170,11 +171,11 @@ class ProducerEngine(ABC):
         on_delivery: Callable[[Any, Any], None] | None,
         timeout_s: float,
     ) -> None:
-        """Take one message."""
+        """Check and take one message."""
 
     @abstractmethod
     def produce_many(self, topic: str, values: Sequence[Text], keys: Sequence[Text] | None, timeout_s: float) -> None:
-        """Take many messages."""
+        """Check and take many messages."""
 
     @abstractmethod
     def produce_arrow(
@@ -188,7 +189,7 @@ class ProducerEngine(ABC):
         timestamps: Column | None,
         timeout_s: float,
     ) -> None:
-        """Take the rows of Arrow's columns."""
+        """Check and take the rows of Arrow's columns."""
 
     @abstractmethod
     def send_offsets(self, offsets: Sequence[Any], group_metadata: object, deadline: Deadline) -> None:
@@ -275,6 +276,9 @@ class ProducerEngine(ABC):
         self.note_end(step)
         if step is not EndStep.KNOWN:
             raise TransactionAborted(f"begin_transaction: {_END_UNKNOWN}", transactional_id=self._id)
+
+    def _refuse(self, message: Unsendable, topic: str) -> NoReturn:
+        self._raise(Failure(message.refusal(topic, self._id), ProducerEvent.FAIL))
 
     def _raise(self, failure: Failure) -> NoReturn:
         if failure.event is ProducerEvent.DOUBT:

@@ -25,6 +25,7 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.kafka.producer.codes import Code
+from dualwrite.protocol.contents import NAME_A_PARTITION, STEPS
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.tables.producer_life import ProducerEvent
 
@@ -87,7 +88,7 @@ class Advice:
 
 
 CONNECTING: Final = Advice(Kind.SETTINGS, "correct the security.*, sasl.* and ssl.* settings")
-NO_PARTITION: Final = Advice(Kind.REFUSED, "name a partition that the topic has")
+NO_PARTITION: Final = Advice(Kind.REFUSED, NAME_A_PARTITION)
 _MOVED_ON: Final = Advice(
     Kind.REFUSED, "the consumer group has moved on: poll the consumer again instead of retrying this work"
 )
@@ -121,9 +122,7 @@ ADVICE: Final[Mapping[int, Advice]] = MappingProxyType(
         Code.UNSUPPORTED_FOR_MESSAGE_FORMAT: Advice(
             Kind.SETTINGS, "the topic's message format is too old for transactions"
         ),
-        Code.MESSAGE_TOO_LARGE: Advice(
-            Kind.REFUSED, "send a smaller message, or raise message.max.bytes here and max.message.bytes on the topic"
-        ),
+        Code.MESSAGE_TOO_LARGE: Advice(Kind.REFUSED, STEPS["MESSAGE_TOO_LARGE"]),
         Code.RECORD_LIST_TOO_LARGE: Advice(Kind.REFUSED, "lower batch.size, or raise the broker's segment size"),
         Code.INVALID_FETCH_SIZE: Advice(Kind.REFUSED, "send a smaller message"),
         Code.CORRUPT_MESSAGE: Advice(Kind.REFUSED, f"the topic refuses this message: {_NO_KEY}"),
@@ -132,11 +131,11 @@ ADVICE: Final[Mapping[int, Advice]] = MappingProxyType(
             Kind.REFUSED,
             "the topic limits timestamps: see its message.timestamp.before.max.ms and after.max.ms",
         ),
-        Code.UNKNOWN_TOPIC_OR_PARTITION: Advice(Kind.REFUSED, "create the topic, or correct its name"),
+        Code.UNKNOWN_TOPIC_OR_PARTITION: Advice(Kind.REFUSED, STEPS["UNKNOWN_TOPIC_OR_PARTITION"]),
         Code.UNKNOWN_TOPIC_ID: Advice(
             Kind.REFUSED, "the topic was deleted or recreated: run the work again with a new producer"
         ),
-        Code.INVALID_TOPIC_EXCEPTION: Advice(Kind.REFUSED, "correct the topic's name"),
+        Code.INVALID_TOPIC_EXCEPTION: Advice(Kind.REFUSED, STEPS["INVALID_TOPIC_EXCEPTION"]),
         Code.POLICY_VIOLATION: Advice(Kind.REFUSED, "the broker's policy refuses it"),
         Code.UNSUPPORTED_COMPRESSION_TYPE: Advice(
             Kind.REFUSED, "choose a compression.type that the broker and the topic take"

@@ -259,7 +259,7 @@ class TransactionalProducer:
             key: Key; decides the partition where none is given.
             partition: Partition number.
             headers: Record headers.
-            timestamp_ms: Record timestamp in ms since 1970; the current time if not given.
+            timestamp_ms: Record timestamp in ms since 1970, from 1 on; the current time if not given.
             on_delivery: Called with ``(error or None, message)`` from a later call of this producer. What it produces is a part
                 of the transaction, until `prepare_transaction` has every acknowledgement; an abort refuses it. `poll` and
                 `prepare_transaction` re-raise the first exception of a callback, unless they fail themselves.
@@ -270,6 +270,8 @@ class TransactionalProducer:
             ConfigurationError: A right is missing: abort.
             Fenced: Another owner took over.
             Unavailable: The queue stayed full until the deadline.
+            TypeError, UnicodeEncodeError: A part is of another type, or a text has a surrogate. Nothing was taken; the
+                transaction continues.
         """
         self._check(ProducerEvent.PRODUCE)
         if self._bulk and on_delivery is not None:
@@ -297,6 +299,7 @@ class TransactionalProducer:
 
         Raises:
             IllegalStateError, TransactionAborted, ConfigurationError, Fenced, Unavailable: As `produce`.
+            TypeError, UnicodeEncodeError: As `produce`; messages before that one may have been taken.
             ValueError: The numbers of keys and values differ; nothing was produced.
         """
         self._check(ProducerEvent.PRODUCE)
@@ -324,7 +327,7 @@ class TransactionalProducer:
             keys: As many keys, likewise; if not given, the messages have no keys.
             headers: As many lists of headers, each a struct of ``key`` and ``value``, or maps from key to value.
             partitions: As many partition numbers; where it is null, the key decides.
-            timestamps: As many timestamps: integers, ms since 1970; null is the current time.
+            timestamps: As many timestamps: integers, ms since 1970, from 1 on; null is the current time.
 
         Raises:
             IllegalStateError, TransactionAborted, ConfigurationError, Fenced, Unavailable: As `produce`.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, timezone
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from dualwrite.errors import CompletionPending
+from dualwrite.protocol.contents import Headers, Unsendable, checked
 from dualwrite.protocol.observations import NEVER_MS
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.producer_record import ProducerRecord
@@ -31,10 +32,6 @@ if TYPE_CHECKING:
 _INCARNATION: Final = 1
 _OWNER: Final = "in memory"
 Text = str | bytes | None
-
-
-def _bytes(part: Text) -> bytes | None:
-    return part.encode() if isinstance(part, str) else part
 
 
 class _Delivered:
@@ -100,16 +97,28 @@ class MemoryProducer:
         key: Text = None,
         *,
         partition: int | None = None,
-        headers: Mapping[str, Text] | Iterable[tuple[str, Text]] | None = None,
+        headers: Headers | None = None,
         timestamp_ms: int | None = None,
         on_delivery: Callable[[Any, Any], None] | None = None,
     ) -> None:
         """See the real one. ``on_delivery`` is called when the messages are flushed."""
         refuse_early(cast("TransactionalProducer", self), topic, [value], [key], on_delivery=on_delivery)
+        try:
+            contents = checked(
+                topic,
+                value,
+                key,
+                partition=partition,
+                headers=headers,
+                timestamp_ms=timestamp_ms,
+                on_delivery=on_delivery,
+                max_bytes=self.max_message_bytes,
+            )
+        except Unsendable as error:
+            raise error.refusal(topic, self.transactional_id) from None
         self._planted.reach(Place.PRODUCE)
-        pairs = headers.items() if isinstance(headers, Mapping) else headers or ()
-        shown = tuple((name, _bytes(content)) for name, content in pairs)
-        record = ProducerRecord(topic, _bytes(value), _bytes(key), shown, partition, timestamp_ms)
+        shown = tuple(contents.headers)
+        record = ProducerRecord(topic, contents.value, contents.key, shown, contents.partition, contents.timestamp_ms)
         self._lane.transaction.messages.append(record)
         if on_delivery is not None:
             self._undelivered.append(lambda: on_delivery(None, _Delivered(record)))
@@ -137,8 +146,11 @@ class MemoryProducer:
         for column in (keys, headers, partitions, timestamps):
             if column is not None and len(column) != len(values):
                 raise ValueError(f"{len(values)} values, but {len(column)} rows of another column")
-        for value, key, pairs, partition, timestamp_ms in rows_of(values, keys, headers, partitions, timestamps):
-            self.produce(topic, value, key, partition=partition, headers=pairs, timestamp_ms=timestamp_ms)
+        try:
+            for value, key, pairs, partition, timestamp_ms in rows_of(values, keys, headers, partitions, timestamps):
+                self.produce(topic, value, key, partition=partition, headers=pairs, timestamp_ms=timestamp_ms)
+        except Unsendable as error:
+            raise error.refusal(topic, self.transactional_id) from None
 
     def send_offsets_to_transaction(self, offsets: Sequence[object], group_metadata: object) -> None:
         """See the real one."""

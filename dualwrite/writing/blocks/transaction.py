@@ -172,7 +172,7 @@ class Transaction:
             key: Key, likewise; decides the partition if none is given.
             partition: Partition number.
             headers: Record headers.
-            timestamp_ms: Record timestamp in ms since 1970; the broker's or librdkafka's clock if not given.
+            timestamp_ms: Record timestamp in ms since 1970, from 1 on; the current time if not given.
             on_delivery: Called with ``(error or None, message)`` from a later ``produce`` or at the end of the block. What it
                 produces there commits with the block. What it raises aborts both sides and leaves the block, or becomes the
                 context of the block's own error. Not offered by a writer in bulk mode.
@@ -182,6 +182,8 @@ class Transaction:
             TransactionAborted: The producer refuses the message, or a savepoint was rolled back unseen; leave the block, both
                 sides abort.
             Fenced: Another owner took over.
+            TypeError, UnicodeEncodeError: A part is of another type, or a text has a surrogate. Nothing was produced, and the
+                block may continue without this message.
             KeySerializationError, ValueSerializationError: A serializer has failed, which is the cause. Nothing was produced,
                 and the block may continue without this message. (Both are confluent-kafka's, from ``confluent_kafka.error``.)
         """
@@ -249,7 +251,7 @@ class Transaction:
             keys: As many keys, likewise; if not given, the messages have no keys.
             headers: As many lists of headers, each a struct of ``key`` and ``value``, or maps from key to value.
             partitions: As many partition numbers; where it is null, the key decides.
-            timestamps: As many timestamps: integers, ms since 1970; null is the current time.
+            timestamps: As many timestamps: integers, ms since 1970, from 1 on; null is the current time.
 
         Raises:
             IllegalStateError, TransactionAborted, Fenced: As `produce`.

@@ -41,8 +41,8 @@ PLANTED = {
         "dualwrite.kafka.producer.native.wire.core",
     ),
     "filling: messages over their contents": (
-        "kafka/producer/native/filling/contents",
-        "dualwrite.kafka.producer.native.filling.sticky",
+        "kafka/producer/native/filling/sticky",
+        "dualwrite.kafka.producer.native.filling.filling",
     ),
     "coordinating: producer ids over requests over their messages": (
         "kafka/producer/native/coordinating/offsets",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from dualwrite.protocol.contents import nameless_header
 
 if TYPE_CHECKING:
     from dualwrite.kafka.producer.engine import Column, HeaderPairs
@@ -22,14 +24,15 @@ def rows_of(
     """Each row's value, key, headers, partition and timestamp.
 
     Raises:
-        TypeError: Values or keys are neither binary nor text.
+        TypeError: Values or keys are neither binary nor text, or numbers no integers.
+        Unsendable: A header has no name; raised when its row is asked for.
     """
     return zip(
         contents_of(values),
         repeat(None) if keys is None else contents_of(keys),
-        repeat(None) if headers is None else map(_pairs, headers.to_pylist()),
-        _numbers(partitions),
-        _numbers(timestamps),
+        repeat(None) if headers is None else map(_pairs, count(), headers.to_pylist()),
+        _numbers(partitions, "partitions"),
+        _numbers(timestamps, "timestamps"),
         strict=False,
     )
 
@@ -51,11 +54,26 @@ def contents_of(column: Column) -> list[bytes | None]:
     return list(chain.from_iterable(chunk.to_numpy(zero_copy_only=False).tolist() for chunk in chunks))
 
 
-def _numbers(column: Column | None) -> Iterable[int | None]:
-    return repeat(None) if column is None else column.to_pylist()
+def _numbers(column: Column | None, name: str) -> Iterable[int | None]:
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    if column is None:
+        return repeat(None)
+    if not (pa.types.is_integer(column.type) or pa.types.is_null(column.type)):
+        raise TypeError(f"{name} are integers, not {column.type}")
+    numbers: list[int | None] = column.to_pylist()
+    return numbers
 
 
-def _pairs(entries: list[Any] | None) -> HeaderPairs | None:
+def _pairs(row: int, entries: list[Any] | None) -> HeaderPairs | None:
     if entries is None:
         return None
-    return [entry if isinstance(entry, tuple) else (entry["key"], entry["value"]) for entry in entries]
+    pairs = []
+    for entry in entries:
+        name, value = (
+            entry if isinstance(entry, tuple) else (None, None) if entry is None else (entry["key"], entry["value"])
+        )
+        if name is None:
+            raise nameless_header(f"row {row}")
+        pairs.append((name, value))
+    return pairs

@@ -28,6 +28,16 @@ from dualwrite.kafka.producer.librdkafka.failures import failure_of, kafka_error
 from dualwrite.kafka.producer.librdkafka.from_arrow import contents_of, rows_of
 from dualwrite.kafka.producer.librdkafka.handle import MakeHandle, producer_settings
 from dualwrite.kafka.producer.transaction_timeout import agree_on_transaction_timeout_ms
+from dualwrite.protocol.contents import (
+    ANY_PARTITION,
+    Contents,
+    Unsendable,
+    as_bytes,
+    check_topic,
+    checked,
+    size_of,
+    too_large,
+)
 from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
 from dualwrite.protocol.settling.known_end import Ended
 from dualwrite.protocol.tables.producer_life import ProducerEvent, ProducerState
@@ -46,6 +56,8 @@ if TYPE_CHECKING:
 
 _SERVE_EVERY: Final = 256
 """Messages between two polls for delivery reports: often enough to limit memory, rarely enough to cost nothing."""
+_NOW: Final = 0
+"""librdkafka's timestamp for the current time."""
 _DRAIN_BEFORE_ABORT_S: Final = 1.0
 _CONNECT_LOOK_S: Final = 0.02
 
@@ -133,14 +145,31 @@ class ProducerInstance(JudgedProducer):
         on_delivery: DeliveryCallback | None,
         timeout_s: float,
     ) -> None:
-        """Hand one message to librdkafka."""
+        """Check one message, and hand it to librdkafka."""
+        try:
+            contents = checked(
+                topic,
+                value,
+                key,
+                partition=partition,
+                headers=headers,
+                timestamp_ms=timestamp_ms,
+                on_delivery=on_delivery,
+                max_bytes=self._config.max_message_bytes,
+            )
+        except Unsendable as error:
+            self._refuse(error, topic)
+        self._take(topic, contents, on_delivery, timeout_s)
+
+    def _take(self, topic: str, contents: Contents, on_delivery: DeliveryCallback | None, timeout_s: float) -> None:
         transaction = self.transaction
         deliveries = transaction.deliveries
         report = deliveries.report if on_delivery is None else deliveries.reporting_to(on_delivery)
         transaction.note_write()
-        to = -1 if partition is None else partition
-        sent_headers = None if headers is None else list(headers)
-        message = (topic, value, key, to, report, report, timestamp_ms or 0, sent_headers)
+        value, key, headers, partition, timestamp_ms, _ = contents
+        to = ANY_PARTITION if partition is None else partition
+        pairs: HeadersType | None = [*headers] or None
+        message = (topic, value, key, to, report, report, timestamp_ms or _NOW, pairs)
         try:
             self._raw.produce(*message)
         except BufferError:
@@ -152,20 +181,29 @@ class ProducerInstance(JudgedProducer):
             self._serve_deliveries()
 
     def produce_many(self, topic: str, values: Sequence[Text], keys: Sequence[Text] | None, timeout_s: float) -> None:
-        """Hand many messages to librdkafka, in a loop that does nothing else."""
+        """Check many messages, and hand them to librdkafka, in a loop that does nothing else."""
         transaction = self.transaction
         deliveries, report, produce = transaction.deliveries, transaction.deliveries.report, self._raw.produce
+        max_bytes = self._config.max_message_bytes
         transaction.note_write()
-        for value, key in zip(values, keys or repeat(None), strict=False):
-            try:
-                produce(topic, value, key, -1, report, report)
-            except BufferError:
-                self._produce_when_there_is_room((topic, value, key, -1, report, report, 0, None), Deadline(timeout_s))
-            except KafkaException as error:
-                self._refused(error, topic)
-            deliveries.produced += 1
-            if deliveries.produced % _SERVE_EVERY == 0:
-                self._serve_deliveries()
+        try:
+            check_topic(topic)
+            for row, (given_value, given_key) in enumerate(zip(values, keys or repeat(None), strict=False)):
+                value, key = as_bytes(given_value, "value"), as_bytes(given_key, "key")
+                if (size := size_of(value, key, ())) > max_bytes:
+                    raise too_large(size, max_bytes, f"row {row}")
+                try:
+                    produce(topic, value, key, ANY_PARTITION, report, report)
+                except BufferError:
+                    message = (topic, value, key, ANY_PARTITION, report, report, _NOW, None)
+                    self._produce_when_there_is_room(message, Deadline(timeout_s))
+                except KafkaException as error:
+                    self._refused(error, topic)
+                deliveries.produced += 1
+                if deliveries.produced % _SERVE_EVERY == 0:
+                    self._serve_deliveries()
+        except Unsendable as error:
+            self._refuse(error, topic)
 
     def produce_arrow(
         self,
@@ -178,21 +216,27 @@ class ProducerInstance(JudgedProducer):
         timestamps: Column | None,
         timeout_s: float,
     ) -> None:
-        """Hand the rows of Arrow's columns to librdkafka, one by one."""
+        """Check the rows of Arrow's columns, and hand them to librdkafka, one by one."""
         if headers is partitions is timestamps is None:
             self.produce_many(topic, contents_of(values), None if keys is None else contents_of(keys), timeout_s)
             return
-        for value, key, pairs, partition, timestamp_ms in rows_of(values, keys, headers, partitions, timestamps):
-            self.produce(
-                topic,
-                value=value,
-                key=key,
-                partition=partition,
-                headers=pairs,
-                timestamp_ms=timestamp_ms,
-                on_delivery=None,
-                timeout_s=timeout_s,
-            )
+        max_bytes = self._config.max_message_bytes
+        try:
+            rows = rows_of(values, keys, headers, partitions, timestamps)
+            for row, (value, key, pairs, partition, timestamp_ms) in enumerate(rows):
+                contents = checked(
+                    topic,
+                    value,
+                    key,
+                    partition=partition,
+                    headers=pairs,
+                    timestamp_ms=timestamp_ms,
+                    max_bytes=max_bytes,
+                    subject=f"row {row}",
+                )
+                self._take(topic, contents, None, timeout_s)
+        except Unsendable as error:
+            self._refuse(error, topic)
 
     def _serve_deliveries(self) -> None:
         self._take_reports(0)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:
-    from dualwrite.kafka.producer.engine import HeaderPairs, Text
     from dualwrite.kafka.producer.native.wire.core import Delivered, Partition
+    from dualwrite.protocol.contents import Contents
 
 logger = logging.getLogger(__name__)
 
@@ -25,17 +25,11 @@ class Awaited:
 
     Attributes:
         callback: The sender's function: ``(error or None, message)``, as confluent-kafka has it.
-        value: The payload.
-        key: The key.
-        headers: The headers.
-        timestamp_ms: When it was created.
+        contents: Its parts.
     """
 
     callback: DeliveryCallback
-    value: Text
-    key: Text
-    headers: HeaderPairs | None
-    timestamp_ms: int
+    contents: Contents
 
 
 class Deliveries:
@@ -67,15 +61,16 @@ class Deliveries:
         from confluent_kafka import KafkaError, Message  # noqa: PLC0415 - needed where callbacks are used, and not else
 
         assert isinstance(awaited, Awaited)
+        contents = awaited.contents
         error = None if code is None else KafkaError(code)
         message = Message(
             topic=partition[0],
             partition=partition[1],
             offset=offset,
-            value=_bytes(awaited.value),
-            key=_bytes(awaited.key),
-            headers=None if awaited.headers is None else list(awaited.headers),
-            timestamp=(_CREATED, awaited.timestamp_ms),
+            value=contents.value,
+            key=contents.key,
+            headers=list(contents.headers) or None,
+            timestamp=(_CREATED, contents.timestamp_ms or 0),
             error=error,
         )
         try:
@@ -94,7 +89,3 @@ class Deliveries:
         """Re-raise the first exception that a callback raised, once."""
         if (raised := self.take_callback_error()) is not None:
             raise raised
-
-
-def _bytes(text: Text) -> bytes | None:
-    return text.encode() if isinstance(text, str) else text

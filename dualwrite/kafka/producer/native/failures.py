@@ -12,7 +12,6 @@ from typing import Final
 
 from dualwrite.kafka.producer.codes import Code, code_name
 from dualwrite.kafka.producer.failure import (
-    NO_PARTITION,
     Advice,
     Failure,
     Kind,
@@ -21,7 +20,6 @@ from dualwrite.kafka.producer.failure import (
     error_for,
     not_answered,
 )
-from dualwrite.kafka.producer.native.filling.contents import NoPartition, Unsendable
 from dualwrite.kafka.producer.native.wire.answers import Meaning, Request, meaning_of
 from dualwrite.kafka.producer.native.wire.core import Refusal
 from dualwrite.protocol.tables.producer_life import ProducerEvent
@@ -60,20 +58,6 @@ def failure_of(code: int | None, phase: Phase, *, transactional_id: str, subject
     request = _REQUESTS.get(phase)
     goes_on = request is not None and meaning_of(request, code) is not Meaning.END
     return Failure(error, ProducerEvent.FAIL if goes_on else ProducerEvent.DOUBT)
-
-
-def unsendable(error: Unsendable, *, transactional_id: str, topic: str) -> Failure:
-    """Map a message that was not taken; an abort makes the producer usable again.
-
-    Args:
-        error: Why it was not.
-        transactional_id: The producer's id.
-        topic: Its topic.
-    """
-    advice = NO_PARTITION if isinstance(error, NoPartition) else _advice_on(error.code)
-    what = f"{error.detail} ({code_name(error.code)})"
-    cause = error_for(advice, what, Phase.PRODUCE, transactional_id=transactional_id, subject=topic)
-    return Failure(cause, ProducerEvent.FAIL)
 
 
 def refused(refusal: Refusal, phase: Phase, *, transactional_id: str) -> Failure:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 from dualwrite.errors import DualWriteError, Fenced, Unavailable
 from dualwrite.kafka.coordinator.brokers import Brokers
@@ -37,13 +37,13 @@ from dualwrite.kafka.producer.native.coordinating.offsets import group_of, offse
 from dualwrite.kafka.producer.native.coordinating.requests import CoordinatorRequests
 from dualwrite.kafka.producer.native.deliveries import Awaited
 from dualwrite.kafka.producer.native.evidence import Evidence, OpenTransaction
-from dualwrite.kafka.producer.native.failures import failure_of, refused, unsendable
-from dualwrite.kafka.producer.native.filling.contents import Unsendable
+from dualwrite.kafka.producer.native.failures import failure_of, refused
 from dualwrite.kafka.producer.native.filling.filling import Filling
 from dualwrite.kafka.producer.native.sender import Sender
 from dualwrite.kafka.producer.native.settings import native_settings
 from dualwrite.kafka.producer.native.statistics import Statistics
 from dualwrite.kafka.producer.native.wire.core import Partition, ProduceCore
+from dualwrite.protocol.contents import Unsendable, checked
 from dualwrite.protocol.identity import OFFSETS_TOPIC
 from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
 from dualwrite.protocol.settling.known_end import Ended
@@ -212,22 +212,22 @@ class NativeInstance(ProducerEngine):
     ) -> None:
         """Take one message, and send what may be sent."""
         assert self._filling is not None
-        created_ms = timestamp_ms or int(time.time() * 1000)
-        awaited = None if on_delivery is None else Awaited(on_delivery, value, key, headers, created_ms)
-        deadline = self._begin_writing(timeout_s)
         try:
-            self._filling.append(
+            contents = checked(
                 topic,
                 value,
                 key,
                 partition=partition,
                 headers=headers,
-                timestamp_ms=created_ms,
-                now=now_s(),
-                callback=awaited,
+                timestamp_ms=int(time.time() * 1000) if timestamp_ms is None else timestamp_ms,
+                on_delivery=on_delivery,
+                max_bytes=self._filling.max_message_bytes,
             )
+            deadline = self._begin_writing(timeout_s)
+            awaited = None if on_delivery is None else Awaited(on_delivery, contents)
+            self._filling.append(topic, contents, now=now_s(), callback=awaited)
         except Unsendable as error:
-            self._raise_unsendable(error, topic)
+            self._refuse(error, topic)
         self._go_on(deadline)
 
     @whole
@@ -260,7 +260,7 @@ class NativeInstance(ProducerEngine):
                 self._go_on(deadline)
                 deadline = self._begin_writing(timeout_s)
         except Unsendable as error:
-            self._raise_unsendable(error, topic)
+            self._refuse(error, topic)
         self._go_on(deadline)
 
     def _begin_writing(self, timeout_s: float) -> Deadline:
@@ -271,16 +271,15 @@ class NativeInstance(ProducerEngine):
     def _find_topic(self, name: str, fresh: bool) -> Topic | None:  # noqa: FBT001 - a callback
         """The topic, once a broker knows it: one that was made a moment ago may not be known everywhere yet."""
         assert self._settings is not None
-        patience, between = Deadline(self._settings.limits.topic_s), GrowingPause()
+        # Half of the call's time at most: a topic that the brokers do not know must not be told as brokers that do not answer.
+        patience = Deadline(min(self._settings.limits.topic_s, self._until.remaining_s() / 2))
+        between = GrowingPause()
         try:
             while (found := self._sender.topic(name, self._until, fresh=fresh)) is None and not patience.expired:
                 between.wait(patience)
         except DualWriteError as error:
             self._raise(Failure(error, ProducerEvent.FAIL))
         return found
-
-    def _raise_unsendable(self, error: Unsendable, topic: str) -> NoReturn:
-        self._raise(unsendable(error, transactional_id=self._id, topic=topic))
 
     def _go_on(self, deadline: Deadline) -> None:
         """Send what may be sent, and wait while too much is queued."""

@@ -12,15 +12,23 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dualwrite.kafka.producer.native.filling.contents import OVERHEAD, Content, Unsendable, check_size, no_partition
 from dualwrite.kafka.producer.native.records.body import RecordsBody
-from dualwrite.kafka.producer.native.records.column_rows import Column
+from dualwrite.kafka.producer.native.records.column_rows import Column, NamelessHeader
 from dualwrite.kafka.producer.native.records.column_varints import Numbers
 from dualwrite.kafka.producer.native.records.columns import ANYWHERE, Partitions, RowTooLarge, batches, partition_rows
 from dualwrite.kafka.producer.native.records.compression import Codec
 from dualwrite.kafka.producer.native.records.partitioners import Partitioner
-from dualwrite.kafka.producer.native.wire.answers import Code
+from dualwrite.protocol.contents import (
+    OVERHEAD,
+    Content,
+    as_bytes,
+    as_timestamp,
+    nameless_header,
+    no_partition,
+    too_large,
+)
 
+_CONTENTS: Final = {bytes, str, type(None)}
 _PIECE_BYTES: Final = 8_000_000
 """The bytes of columns in work at a time, twice or three times over."""
 
@@ -34,7 +42,7 @@ class Columns:
         keys: As many keys, likewise; None if there are none.
         headers: As many lists of headers: of structs of ``key`` and ``value``, or maps; None if there are none.
         partitions: As many partitions: integers; null or -1 chooses; None if none is given.
-        timestamps: As many timestamps (ms since 1970): integers; null or 0 is now; None if none is given.
+        timestamps: As many timestamps (ms since 1970): integers; null is now; None if none is given.
         first_row: The number of the first row in errors.
 
     Raises:
@@ -102,7 +110,6 @@ class Columns:
         Raises:
             Unsendable: A row cannot be sent. Rows more than 8 MB before it may have been yielded.
             TypeError: A column is of another type.
-            ValueError: A header has no name.
         """
         for first, count in self._pieces():
             values, keys, headers, partitions, timestamps = (
@@ -122,8 +129,12 @@ class Columns:
                     max_message_bytes=max_message_bytes - OVERHEAD,
                 )
             except RowTooLarge as error:
-                check_size(OVERHEAD + error.size, max_message_bytes, f"row {self._first_row + first + error.row}")
-                raise  # check_size has raised
+                raise too_large(OVERHEAD + error.size, max_message_bytes, self._named(first + error.row)) from None
+            except NamelessHeader as error:
+                raise nameless_header(self._named(first + error.row)) from None
+
+    def _named(self, row: int) -> str:
+        return f"row {self._first_row + row}"
 
     def _pieces(self) -> Iterator[tuple[int, int]]:
         size = sum(column.nbytes for column in self._columns.values() if column is not None)
@@ -134,13 +145,11 @@ class Columns:
     def _times(self, timestamps: Column | None, timestamp_ms: int, first: int) -> Column | None:
         if timestamps is None:
             return None
-        found = _integers(timestamps, 0)
-        if len(impossible := np.flatnonzero(found < 0)):
+        found = _integers(timestamps, timestamp_ms)
+        if len(impossible := np.flatnonzero(found < 1)):
             row = int(impossible[0])
-            raise Unsendable(
-                Code.INVALID_TIMESTAMP, f"row {self._first_row + first + row} has the timestamp {found[row]} ms"
-            )
-        return pa.array(np.where(found == 0, timestamp_ms, found))
+            as_timestamp(timestamps[row].as_py(), self._named(first + row))  # raises
+        return pa.array(found)
 
     def _partitions(
         self, keys: Column | None, partitions: Column | None, rows: int, homes: tuple[int, Partitioner], first: int
@@ -151,7 +160,7 @@ class Columns:
         explicit = _integers(partitions, ANYWHERE)
         if len(missing := np.flatnonzero((explicit < ANYWHERE) | (explicit >= count))):
             row = int(missing[0])
-            raise no_partition(self._topic, int(explicit[row]), count, f"row {self._first_row + first + row}: ")
+            raise no_partition(self._topic, int(explicit[row]), count, f"{self._named(first + row)}: ")
         given = explicit != ANYWHERE
         found = explicit if given.all() else np.where(given, explicit, _of_keys(keys, rows, count, partitioner))
         return found.astype(np.int32)
@@ -165,7 +174,8 @@ def _of_keys(keys: Column | None, rows: int, count: int, partitioner: Partitione
 
 
 def _integers(column: Column, instead_of_null: int) -> Numbers:
-    return np.asarray(pc.fill_null(column.cast(pa.int64()), instead_of_null), np.int64)
+    # What needs more than 63 bits becomes negative, which is refused.
+    return np.asarray(pc.fill_null(column.cast(pa.int64(), safe=False), instead_of_null), np.int64)
 
 
 def column_of(contents: Sequence[Content]) -> pa.Array:
@@ -174,4 +184,6 @@ def column_of(contents: Sequence[Content]) -> pa.Array:
     Raises:
         TypeError: One is neither bytes nor text nor None.
     """
+    if not set(map(type, contents)) <= _CONTENTS:  # Arrow would take a bytearray
+        contents = [as_bytes(content, "key or value") for content in contents]
     return pa.array(contents, pa.large_binary())

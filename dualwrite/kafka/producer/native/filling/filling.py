@@ -1,4 +1,4 @@
-"""Messages on their way into a transaction: each checked, given a partition, and collected in that partition's batch."""
+"""Messages on their way into a transaction: each given a partition, and collected in that partition's batch."""
 
 from __future__ import annotations
 
@@ -11,28 +11,24 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Final, Protocol
 
 from dualwrite.kafka.coordinator.routing import Topic
-from dualwrite.kafka.producer.native.filling.contents import (
-    Content,
-    Headers,
-    Unsendable,
-    as_bytes,
-    as_headers,
-    check_size,
-    check_timestamp,
-    no_partition,
-    size_of,
-)
 from dualwrite.kafka.producer.native.filling.sticky import StickyPartitions
 from dualwrite.kafka.producer.native.records.compression import Codec
 from dualwrite.kafka.producer.native.records.partitioners import partitioner
-from dualwrite.kafka.producer.native.wire.answers import Code
 from dualwrite.kafka.producer.native.wire.core import ProduceCore
+from dualwrite.protocol.contents import (
+    ANY_PARTITION,
+    Content,
+    Contents,
+    Unsendable,
+    check_topic,
+    checked,
+    no_partition,
+)
 from dualwrite.runtime.deadline import now_s
 
 if TYPE_CHECKING:
     from dualwrite.kafka.producer.native.records.column_rows import Column
 
-_ANYWHERE: Final = -1
 _YIELD_EVERY: Final = 256
 _ROWS_AT_ONCE: Final = 10_000
 _COLUMNS_FROM: Final = 250
@@ -144,79 +140,64 @@ class Filling:
         core, settings = self._core, self._settings
         return core.queued_bytes >= settings.queue_bytes or core.queued_messages >= settings.queue_messages
 
-    def append(
-        self,
-        topic: str,
-        value: Content,
-        key: Content = None,
-        *,
-        partition: int | None = None,
-        headers: Headers | None = None,
-        timestamp_ms: int = 0,
-        now: float,
-        callback: object = None,
-    ) -> None:
+    @property
+    def max_message_bytes(self) -> int:
+        """The greatest size of a message."""
+        return self._settings.max_message_bytes
+
+    def append(self, topic: str, contents: Contents, *, now: float, callback: object = None) -> None:
         """Take one message. If this raises, nothing of it was taken.
 
         Args:
             topic: Its topic.
-            value: Its value; text as UTF-8; None is a tombstone.
-            key: Its key, likewise. It decides the partition where none is given.
-            partition: Its partition; None or -1 chooses.
-            headers: Its headers, as a mapping or pairs.
-            timestamp_ms: When it was created (ms since 1970); 0 is now.
+            contents: Its parts.
             now: The time, in seconds on the owner's clock.
             callback: Kept with its batch, for the owner to call after the acknowledgement.
 
         Raises:
-            Unsendable: It is too large or has an impossible timestamp, or there is no such topic or partition.
-            TypeError: A part is of another type.
-            UnicodeEncodeError: A text has a surrogate.
+            Unsendable: There is no such topic or partition.
         """
-        value_bytes, key_bytes = as_bytes(value, "value"), as_bytes(key, "key")
-        encoded = as_headers(headers)
-        check_size(size_of(value_bytes, key_bytes, encoded), self._settings.max_message_bytes, "the message")
-        check_timestamp(timestamp_ms, "the message")
+        value, key, headers, partition, timestamp_ms, _ = contents
         target = self._targets.get(topic) or self._target(topic)
         number = self._explicit(topic, partition, target)
         if number is None:
-            number = self._partitioner.partition(key_bytes, target.count)
+            number = self._partitioner.partition(key, target.count)
         if number is None:
-            size = len(value_bytes or b"") + len(key_bytes or b"")
+            size = len(value or b"") + len(key or b"")
             number = self._sticky.one_message(topic, target.candidates, size, now, self._core.collects_in)
-        where = (topic, number)
-        created_ms = timestamp_ms or self._clock_ms()
-        self._core.append(where, value_bytes, key_bytes, encoded, created_ms, now=now, callback=callback)
+        created_ms = self._clock_ms() if timestamp_ms is None else timestamp_ms
+        self._core.append((topic, number), value, key, headers, created_ms, now=now, callback=callback)
 
     def append_many(
-        self, topic: str, values: Sequence[Content], keys: Sequence[Content] | None = None, *, timestamp_ms: int = 0
+        self, topic: str, values: Sequence[Content], keys: Sequence[Content] | None = None
     ) -> Iterator[None]:
-        """Take many messages: as :meth:`append` for each, in less time.
+        """Check and take many messages of one topic: as :meth:`append` for each, in less time.
 
         Args:
             topic: The topic of all.
             values: Their values.
             keys: As many keys; None if there are none.
-            timestamp_ms: When they were created (ms since 1970); 0 is now.
 
         Yields:
             Now and then, so that the owner may wait while :attr:`is_full`, and let batches go.
 
         Raises:
-            Unsendable, TypeError, UnicodeEncodeError: As `append`. What stands before may have been taken.
+            Unsendable, TypeError, UnicodeEncodeError: As `append` and `checked`. What stands before may have been taken.
             ValueError: The numbers of keys and values differ.
         """
         if keys is not None and len(keys) != len(values):
             raise ValueError(f"{len(values)} values, {len(keys)} keys")
+        check_topic(topic)
         target = self._targets.get(topic) or self._target(topic)
-        created_ms = timestamp_ms or self._clock_ms()
-        check_timestamp(created_ms, "each message")
+        created_ms = self._clock_ms()
         if _columns_pay(len(values), 1 if keys is None else target.count):
             yield from self._as_columns(topic, values, keys, created_ms)
             return
-        for number, (value, key) in enumerate(zip(values, keys or repeat(None), strict=False), 1):
-            self.append(topic, value, key, timestamp_ms=created_ms, now=self._clock())
-            if number % _YIELD_EVERY == 0:
+        max_bytes = self._settings.max_message_bytes
+        for row, (value, key) in enumerate(zip(values, keys or repeat(None), strict=False)):
+            contents = checked(topic, value, key, timestamp_ms=created_ms, max_bytes=max_bytes, subject=f"row {row}")
+            self.append(topic, contents, now=self._clock())
+            if (row + 1) % _YIELD_EVERY == 0:
                 yield
 
     def _as_columns(
@@ -240,7 +221,7 @@ class Filling:
         partitions: Column | None = None,
         *,
         timestamps: Column | None = None,
-        timestamp_ms: int = 0,
+        timestamp_ms: int | None = None,
         first_row: int = 0,
     ) -> Iterator[None]:
         """Take the rows of Arrow's columns; no Python object is made for a row.
@@ -251,8 +232,8 @@ class Filling:
             keys: As many keys, likewise; None if there are none.
             headers: As many lists of headers: of structs of ``key`` and ``value``, or maps; None if there are none.
             partitions: As many partitions: integers; null or -1 chooses; None if none is given.
-            timestamps: As many timestamps (ms since 1970): integers; null or 0 is now; None if none is given.
-            timestamp_ms: When those were created that have no timestamp of their own (ms since 1970); 0 is now.
+            timestamps: As many timestamps (ms since 1970): integers; null is now; None if none is given.
+            timestamp_ms: When those were created that have no timestamp of their own (ms since 1970); None is now.
             first_row: The number of the first row in errors.
 
         Yields:
@@ -262,14 +243,14 @@ class Filling:
             Unsendable: There is no such topic, or a row cannot be sent: its number is named. Rows more than 8 MB before
                 it may have been taken.
             TypeError: A column is of another type.
-            ValueError: The columns differ in length, or a header has no name.
+            ValueError: The columns differ in length.
         """
         from dualwrite.kafka.producer.native.filling.column_filling import Columns  # noqa: PLC0415 - imports pyarrow
 
         settings = self._settings
         columns = Columns(topic, values, keys, headers, partitions, timestamps=timestamps, first_row=first_row)
-        created_ms = timestamp_ms or self._clock_ms()
-        check_timestamp(created_ms, "each message")
+        created_ms = self._clock_ms() if timestamp_ms is None else timestamp_ms
+        check_topic(topic)
         target = self._targets.get(topic) or self._target(topic)
         if columns.highest_partition >= target.count:
             target = self._target(topic, fresh=True)  # it may have got more partitions
@@ -282,23 +263,23 @@ class Filling:
             max_message_bytes=settings.max_message_bytes,
             timestamp_ms=created_ms,
         ):
-            where = self._sticky.whole_batch(topic, target.candidates, body.size) if number == _ANYWHERE else number
+            where = self._sticky.whole_batch(topic, target.candidates, body.size) if number == ANY_PARTITION else number
             self._core.add((topic, where), body, self._clock())
             yield
 
     def _explicit(self, topic: str, partition: int | None, target: _Target) -> int | None:
-        if partition is None or partition == _ANYWHERE:
+        if partition is None:
             return None
         if partition >= target.count:
             target = self._target(topic, fresh=True)  # it may have got more partitions
-        if 0 <= partition < target.count:
+        if partition < target.count:
             return partition
         raise no_partition(topic, partition, target.count)
 
     def _target(self, topic: str, *, fresh: bool = False) -> _Target:
         found = self._look_up(topic, fresh)
         if found is None or not found.leaders:
-            raise Unsendable(Code.UNKNOWN_TOPIC_OR_PARTITION, f"there is no topic {topic!r}")
+            raise Unsendable("UNKNOWN_TOPIC_OR_PARTITION", f"there is no topic {topic!r}")
         target = self._targets[topic] = _Target.of(found)
         return target
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dualwrite.kafka.producer.native.filling.contents import OVERHEAD
+from dualwrite.protocol.contents import OVERHEAD
 
 Choose = Callable[[Sequence[int]], int]
 

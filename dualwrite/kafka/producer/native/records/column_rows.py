@@ -21,6 +21,18 @@ _NULL: Final = -1
 _NO_HEADERS: Final = pa.scalar(b"\0", _BINARY)
 
 
+class NamelessHeader(ValueError):
+    """A header of a row has no name, or is null itself.
+
+    Attributes:
+        row: The number of the row.
+    """
+
+    def __init__(self, row: int) -> None:
+        super().__init__(f"a header of row {row} has no name")
+        self.row = row
+
+
 @dataclass(frozen=True)
 class _Part:
     """One part of every row: the bytes, none of them null, and their lengths, -1 for a null."""
@@ -78,7 +90,8 @@ class Rows:
 
         Raises:
             TypeError: A column is of another type.
-            ValueError: The columns differ in length, a header has no name, or a timestamp does not exist.
+            ValueError: The columns differ in length, or a timestamp does not exist.
+            NamelessHeader: A header has no name.
         """
         count = len(values)
         for column in (keys, headers, timestamps):
@@ -182,7 +195,8 @@ def _headers(column: Column | None) -> tuple[_Part | None, Numbers | None]:
         return None, None
     names, values = lists.flatten().flatten()
     if names.null_count:
-        raise ValueError("a header has no name")
+        nameless = int(np.flatnonzero(np.asarray(names.is_null()))[0])
+        raise NamelessHeader(int(pc.list_parent_indices(lists)[nameless].as_py()))
     entries = _joined([_numbers(byte_lengths(names)), names, _numbers(byte_lengths(values)), values.fill_null(b"")])
     counts = np.asarray(pc.fill_null(pc.list_value_length(lists), 0), np.int64)
     ends = np.zeros(len(counts) + 1, np.int64)

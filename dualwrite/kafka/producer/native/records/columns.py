@@ -16,7 +16,14 @@ import numpy.typing as npt
 from dualwrite.kafka.producer.native.records import column_varints
 from dualwrite.kafka.producer.native.records.body import HEADER_SIZE, MAX_RECORDS, RecordsBody
 from dualwrite.kafka.producer.native.records.column_hashes import hashes
-from dualwrite.kafka.producer.native.records.column_rows import Column, Rows, byte_lengths, contiguous, widened
+from dualwrite.kafka.producer.native.records.column_rows import (
+    Column,
+    NamelessHeader,
+    Rows,
+    byte_lengths,
+    contiguous,
+    widened,
+)
 from dualwrite.kafka.producer.native.records.column_varints import Numbers
 from dualwrite.kafka.producer.native.records.compression import Codec
 from dualwrite.kafka.producer.native.records.partitioners import Partitioner
@@ -80,15 +87,18 @@ def batches(
 
     Raises:
         TypeError: A column is of another type.
-        ValueError: The columns differ in length, a header has no name, or a timestamp does not exist.
-        RowTooLarge: A row is; no batch was yielded.
+        ValueError: The columns differ in length, or a timestamp does not exist.
+        RowTooLarge, NamelessHeader: A row is, or has one; no batch was yielded.
     """
     order, found, firsts = _runs(len(values), partitions)
 
     def sorted_(column: Column | None) -> Column | None:
         return column if column is None or order is None else widened(column, "columns").take(order)
 
-    rows = Rows.of(sorted_(values), sorted_(keys), sorted_(headers), sorted_(timestamps), timestamp_ms)
+    try:
+        rows = Rows.of(sorted_(values), sorted_(keys), sorted_(headers), sorted_(timestamps), timestamp_ms)
+    except NamelessHeader as error:
+        raise error if order is None else NamelessHeader(int(order[error.row])) from None
     for row in np.flatnonzero(rows.lengths > max_message_bytes).tolist():
         if (size := rows.content_bytes(row)) > max_message_bytes:
             raise RowTooLarge(row if order is None else int(order[row]), size)

@@ -9,8 +9,7 @@ from dualwrite.errors import CompletionPending, ConfigurationError, Fenced, Tran
 from dualwrite.kafka.producer.codes import Code
 from dualwrite.kafka.producer.failure import ADVICE, WITHIN_A_TRANSACTION, Kind, Phase
 from dualwrite.kafka.producer.librdkafka import failures as librdkafka
-from dualwrite.kafka.producer.native.failures import failure_of, refused, unsendable
-from dualwrite.kafka.producer.native.filling.contents import Unsendable, no_partition
+from dualwrite.kafka.producer.native.failures import failure_of, refused
 from dualwrite.kafka.producer.native.wire.answers import MEANINGS, Meaning, Request, meaning_of
 from dualwrite.kafka.producer.native.wire.core import Refusal
 from dualwrite.protocol.tables.producer_life import ProducerEvent
@@ -139,21 +138,4 @@ def test_messages_that_were_not_acknowledged_in_time_may_be_sent_in_another_tran
     found = refused(Refusal(Meaning.ABORT, None, ("orders", 3)), Phase.DELIVERY, transactional_id="tx-1")
     assert type(found.error) is TransactionAborted
     assert found.error.retryable
-    assert found.event is ProducerEvent.FAIL
-
-
-@pytest.mark.parametrize(
-    ("error", "step"),
-    [
-        (no_partition("orders", 9, 2), "name a partition that the topic has"),
-        (Unsendable(Code.UNKNOWN_TOPIC_OR_PARTITION, "there is no topic 'orders'"), "create the topic"),
-        (Unsendable(Code.MESSAGE_TOO_LARGE, "2 MB, at most 1 MB"), "message.max.bytes here"),
-    ],
-)
-def test_a_message_that_cannot_be_sent_says_why_and_what_helps(error, step):
-    found = unsendable(error, transactional_id="tx-1", topic="orders")
-    assert type(found.error) is TransactionAborted
-    assert not found.error.retryable
-    assert str(found.error).startswith(f"tx-1: produce (orders): {error.detail} ({error.code.name})")
-    assert step in str(found.error)
     assert found.event is ProducerEvent.FAIL

@@ -3,19 +3,18 @@
 import random
 
 import pytest
-from harness.filling import LEADER, NOW_MS, TOPICS, Settings, core, filling, flushed
+from harness.filling import LEADER, NOW_MS, TOPICS, Settings, append, core, filling, flushed
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.coordinator.routing import Topic
-from dualwrite.kafka.producer.native.filling.contents import Unsendable
 from dualwrite.kafka.producer.native.records.partitioners import NAMES, partitioner
-from dualwrite.kafka.producer.native.wire.answers import Code
+from dualwrite.protocol.contents import Unsendable
 
 
 def one_row(to, made, *args, **kwargs):
-    to.append(*args, now=0.0, **kwargs)
+    append(to, *args, **kwargs)
     [(where, [row])] = flushed(made).items()
     return where, row
 
@@ -44,7 +43,7 @@ def test_every_message_comes_out_once_and_in_its_order(rows, name, batch_bytes):
     to, made = filling(Settings(partitioner=name, batch_bytes=batch_bytes))
     homes = partitioner(name)
     for number, (value, key, partition) in enumerate(rows):
-        to.append("t", value, key, partition=partition, timestamp_ms=number + 1, now=number / 1000)
+        append(to, "t", value, key, partition=partition, timestamp_ms=number + 1, now=number / 1000)
     assert made.queued_messages == len(rows)
     found = flushed(made)
     assert made.queued_messages == made.queued_bytes == 0
@@ -63,9 +62,9 @@ def test_every_message_comes_out_once_and_in_its_order(rows, name, batch_bytes):
 def test_messages_without_a_key_stay_together_and_then_go_on():
     to, made = filling()
     for _ in range(50):
-        to.append("t", b"v", now=0.0)
+        append(to, "t", b"v")
     [first] = flushed(made)
-    to.append("t", b"v", now=0.0)
+    append(to, "t", b"v")
     [second] = flushed(made)
     assert first != second
 
@@ -73,48 +72,48 @@ def test_messages_without_a_key_stay_together_and_then_go_on():
 def test_messages_without_a_key_go_where_a_leader_is():
     to, made = filling()
     for _ in range(20):
-        to.append("one led", b"v", now=0.0)
-        assert list(flushed(made)) == [("one led", 1)]
-    to.append("none led", b"v", now=0.0)
+        append(to, "one-led", b"v")
+        assert list(flushed(made)) == [("one-led", 1)]
+    append(to, "none-led", b"v")
     [(topic, number)] = flushed(made)
-    assert topic == "none led"
+    assert topic == "none-led"
     assert number in {0, 1}
 
 
 def test_a_key_goes_home_though_its_partition_has_no_leader():
     to, made = filling(Settings(partitioner="murmur2"))
     key = next(key for key in map(str, range(100)) if partitioner("murmur2").partition(key.encode(), 3) == 2)
-    assert one_row(to, made, "one led", b"v", key)[0] == ("one led", 2)
+    assert one_row(to, made, "one-led", b"v", key)[0] == ("one-led", 2)
 
 
 def test_a_partition_that_the_topic_has_got_meanwhile_is_found():
     grown = Topic("an-id", dict.fromkeys(range(7), LEADER))
     to, made = filling(look_up=lambda name, fresh: grown if fresh else TOPICS[name])
     made.learn("t", dict.fromkeys(grown.leaders, 1))
-    to.append("t", b"v", partition=5, now=0.0)
-    to.append("t", b"v", partition=6, now=0.0)
+    append(to, "t", b"v", partition=5)
+    append(to, "t", b"v", partition=6)
     with pytest.raises(Unsendable, match="has no partition 7, but 7 from 0"):
-        to.append("t", b"v", partition=7, now=0.0)
+        append(to, "t", b"v", partition=7)
     assert flushed(made).keys() == {("t", 5), ("t", 6)}
 
 
 @pytest.mark.parametrize(
     ("message", "code", "detail"),
     [
-        ({"topic": "nowhere"}, Code.UNKNOWN_TOPIC_OR_PARTITION, "there is no topic 'nowhere'"),
-        ({"partition": 6}, Code.UNKNOWN_TOPIC_OR_PARTITION, "topic 't' has no partition 6, but 6 from 0"),
-        ({"partition": -2}, Code.UNKNOWN_TOPIC_OR_PARTITION, "topic 't' has no partition -2, but 6 from 0"),
-        ({"value": b"x" * 965}, Code.MESSAGE_TOO_LARGE, "the message has 1001 bytes, message.max.bytes is 1000"),
-        ({"timestamp_ms": -1}, Code.INVALID_TIMESTAMP, "the message has the timestamp -1 ms"),
+        ({"topic": "nowhere"}, "UNKNOWN_TOPIC_OR_PARTITION", "there is no topic 'nowhere'"),
+        ({"partition": 6}, "UNKNOWN_TOPIC_OR_PARTITION", "topic 't' has no partition 6, but 6 from 0"),
+        ({"partition": -2}, "UNKNOWN_TOPIC_OR_PARTITION", "the message names the partition -2"),
+        ({"value": b"x" * 965}, "MESSAGE_TOO_LARGE", "the message has 1001 bytes, message.max.bytes is 1000"),
+        ({"timestamp_ms": -1}, "INVALID_TIMESTAMP", "the message has the timestamp -1 ms"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_and_nothing_of_it_taken(message, code, detail):
     to, made = filling(Settings(max_message_bytes=1000))
     with pytest.raises(Unsendable) as refused:
-        to.append(**{"topic": "t", "value": b"v", **message}, now=0.0)
+        append(to, **{"topic": "t", "value": b"v", **message})
     assert (refused.value.code, refused.value.detail) == (code, detail)
     assert made.is_flushed
-    to.append("t", b"x" * 964, now=0.0)
+    append(to, "t", b"x" * 964)
     assert len(flushed(made)) == 1
 
 
@@ -131,7 +130,7 @@ def test_what_cannot_be_sent_is_refused_and_nothing_of_it_taken(message, code, d
 def test_what_is_no_message_leaves_no_batch_open(message, error):
     to, made = filling()
     with pytest.raises(error):
-        to.append(**{"topic": "t", "value": b"v", **message}, now=0.0)
+        append(to, **{"topic": "t", "value": b"v", **message})
     assert made.is_flushed
 
 
@@ -139,7 +138,7 @@ def test_a_topic_is_looked_up_once_in_a_transaction():
     asked = []
     to, made = filling(look_up=lambda name, _fresh: asked.append(name) or TOPICS[name])
     for _ in range(3):
-        to.append("t", b"v", b"k", now=0.0)
+        append(to, "t", b"v", b"k")
     assert asked == ["t"]
     again = core(Settings())
     to.begin(again)
@@ -151,9 +150,9 @@ def test_a_topic_is_looked_up_once_in_a_transaction():
 @pytest.mark.parametrize("settings", [Settings(queue_bytes=20), Settings(queue_messages=2)])
 def test_it_is_full_until_something_is_acknowledged(settings):
     to, made = filling(settings)
-    to.append("t", b"x" * 15, now=0.0)
+    append(to, "t", b"x" * 15)
     assert not to.is_full
-    to.append("t", b"x" * 5, now=0.0)
+    append(to, "t", b"x" * 5)
     assert to.is_full
     flushed(made)
     assert not to.is_full
@@ -167,7 +166,7 @@ def test_a_partitioner_that_does_not_exist_is_refused():
 def test_callbacks_stay_with_their_messages():
     to, made = filling()
     for number in range(3):
-        to.append("t", b"v", b"k", now=0.0, callback=number if number != 1 else None)
+        append(to, "t", b"v", b"k", now=0.0, callback=number if number != 1 else None)
     [request] = made.requests(60.0, flush=True)
     [batch] = request.batches.values()
     assert list(batch.callbacks) == [(0, 0), (2, 2)]
@@ -177,5 +176,5 @@ def test_keys_are_spread_over_all_partitions():
     to, made = filling(Settings(partitioner="murmur2_random"))
     draw = random.Random(1)
     for _ in range(200):
-        to.append("t", b"v", draw.randbytes(8), now=0.0)
+        append(to, "t", b"v", draw.randbytes(8))
     assert len(flushed(made)) == 6

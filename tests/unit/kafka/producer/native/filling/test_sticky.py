@@ -4,8 +4,8 @@ import itertools
 import random
 from collections import Counter
 
-from dualwrite.kafka.producer.native.filling.contents import OVERHEAD
 from dualwrite.kafka.producer.native.filling.sticky import StickyPartitions
+from dualwrite.protocol.contents import OVERHEAD
 
 ALL = (0, 1, 2, 3)
 
