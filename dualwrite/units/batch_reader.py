@@ -11,7 +11,7 @@ from dualwrite.protocol.tables.unit_life import Effect
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.units.announcing import UNIT_PARTITION
 from dualwrite.units.following import Follower
-from dualwrite.units.log import PartitionLogs, is_end, place_of, record_of
+from dualwrite.units.log import PartitionLogs
 from dualwrite.units.ranges import BatchRange
 from dualwrite.units.records import UnitRecord
 
@@ -129,13 +129,13 @@ class BatchReader:
         Raises:
             ConfigurationError: The unit topic holds something else, retention has deleted what comes next, or a right is
                 missing.
+            IllegalStateError: An exception (a time limit, Ctrl-C) has left an earlier call in the middle of a record: open
+                another reader with the position of the last batch that was processed.
         """
         deadline = Deadline(timeout_s)
         while not self._waiting:
-            for message in self._units.poll(deadline.remaining_s()):
-                name, offset = place_of(message)
-                if name == self._name and not is_end(message):
-                    self._read(offset, record_of(message))
+            for offset, record in self._units.following(deadline.remaining_s()):
+                self._read(offset, record)
             if deadline.expired:
                 break
         return self._waiting.pop(0) if self._waiting else None

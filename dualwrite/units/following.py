@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from dualwrite.errors import ConfigurationError
+from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.tables.machine import Machine
 from dualwrite.protocol.tables.unit_life import EFFECTS, UNIT_LIFE, Effect, UnitState
 from dualwrite.units.records import UnitRecord, event_of
@@ -18,7 +18,8 @@ Contents_co = TypeVar("Contents_co", covariant=True)
 class UnitImage(Protocol[Contents_co]):
     """An application's state, to which a reader applies records: a change stays invisible until it is published.
 
-    `KeyedImage` is one. Methods are called by one thread at a time, and must not raise: a reader cannot skip a record.
+    `KeyedImage` is one. Methods are called by one thread at a time, and must not raise: a reader cannot skip a record. If a
+    signal handler raises in one of them, the reader calls none of them again.
     """
 
     def apply(self, record: UnitRecord) -> None:
@@ -62,10 +63,15 @@ class Follower(Generic[Contents]):
         initial = UnitState.START if position is None else UnitState.OUTSIDE
         self._machine = Machine("reader", UNIT_LIFE, initial)
         self._position = position
+        # Two numbers, not a flag: between them an exception of a signal handler may strike at any instruction.
+        self._begun = self._applied = -1
         self._lock = threading.Lock()
 
     def read(self, offset: int, record: UnitRecord) -> Effect:
         """Take the next record of the partition, in order of offsets: only Kafka's own markers may be left out.
+
+        If an exception leaves this call, or the caller before it asked for the next record, the record may be given again: it
+        is refused if the image may have it already.
 
         Returns:
             What was done with it. After ``SHOW`` and ``PUBLISH`` the image shows more than before.
@@ -73,15 +79,20 @@ class Follower(Generic[Contents]):
         Raises:
             ConfigurationError: The record cannot stand here: something other than one `UnitWriter` writes to the partition.
                 Nothing was changed.
+            IllegalStateError: An exception has interrupted a reader that had begun to apply this record.
         """
+        if offset <= self._begun:
+            raise self._interrupted()
         event, state = event_of(record.headers), self._machine.state
         if not self._machine.allows(event):
             raise ConfigurationError(
                 f"offset {offset} holds {event.value!r}, which cannot stand there: the reader is at {state.value!r}",
-                next_step="let one UnitWriter alone write to this partition",
+                next_step="let one UnitWriter alone write to this partition. If its records were deleted under the reader, open"
+                " another reader without a position",
             )
         effect = EFFECTS[state][event]
         with self._lock:
+            self._begun = offset
             if effect in {Effect.HOLD, Effect.SHOW}:
                 self._image.apply(record)
             if effect in {Effect.SHOW, Effect.PUBLISH}:
@@ -90,7 +101,15 @@ class Follower(Generic[Contents]):
                 self._image.revert()
             if self._machine.apply(event) is UnitState.OUTSIDE:
                 self._position = offset + 1
+            self._applied = offset
         return effect
+
+    def _interrupted(self) -> IllegalStateError:
+        return IllegalStateError(
+            f"the reader was interrupted while it applied offset {self._begun}: it is not known whether the image has it",
+            next_step="open another reader with the image and the position of an earlier snapshot, or with an empty image and"
+            " no position",
+        )
 
     @property
     def state(self) -> UnitState:
@@ -98,6 +117,12 @@ class Follower(Generic[Contents]):
         return self._machine.state
 
     def snapshot(self) -> Snapshot[Contents]:
-        """All that is published now, and where to resume: inside a unit, at its beginning."""
+        """All that is published now, and where to resume: inside a unit, at its beginning.
+
+        Raises:
+            IllegalStateError: An exception has left the image in the middle of a record.
+        """
         with self._lock:
+            if self._applied != self._begun:
+                raise self._interrupted()
             return Snapshot(self._position, self._image.contents())

@@ -21,25 +21,38 @@ class KeyedImage:
     def __init__(self, contents: Mapping[bytes, bytes] | None = None) -> None:
         self._shown: dict[bytes, bytes] = dict(contents or {})
         self._change: dict[bytes, bytes | None] = {}
+        # A change that is published at the moment of its assignment, though it is not yet in `_shown`: if an exception (of a
+        # signal handler) interrupts the copying, whoever looks next finishes it, and no part of a unit is ever seen.
+        self._published: dict[bytes, bytes | None] = {}
         self._lock = threading.Lock()
 
     def __getitem__(self, key: bytes) -> bytes:
         with self._lock:
-            return self._shown[key]
+            return self._whole()[key]
 
     def get(self, key: bytes) -> bytes | None:
         """The published value of a key; None if there is none."""
         with self._lock:
-            return self._shown.get(key)
+            return self._whole().get(key)
 
     def __len__(self) -> int:
         with self._lock:
-            return len(self._shown)
+            return len(self._whole())
 
     def contents(self) -> dict[bytes, bytes]:
         """A copy of what is published."""
         with self._lock:
-            return dict(self._shown)
+            return dict(self._whole())
+
+    def _whole(self) -> dict[bytes, bytes]:
+        """What is published, under the lock."""
+        for key, value in self._published.items():
+            if value is None:
+                self._shown.pop(key, None)
+            else:
+                self._shown[key] = value
+        self._published = {}
+        return self._shown
 
     def apply(self, record: UnitRecord) -> None:
         """Take a record into the unpublished change. A record without a key is skipped."""
@@ -49,12 +62,10 @@ class KeyedImage:
     def publish(self) -> None:
         """Show the change."""
         with self._lock:
-            for key, value in self._change.items():
-                if value is None:
-                    self._shown.pop(key, None)
-                else:
-                    self._shown[key] = value
-        self._change = {}
+            self._whole()
+            self._published = self._change
+            self._change = {}
+            self._whole()
 
     def revert(self) -> None:
         """Forget the change."""

@@ -69,6 +69,9 @@ class PartitionLogs:
     def __init__(self, kafka: Mapping[str, object], *, follows: bool = False) -> None:
         reaching = connection_settings(kafka)
         waiting = {} if follows else {"fetch.wait.max.ms": _END_MS}
+        self._followed: Partition = ("", -1)
+        self._next: int | None = None
+        self._exact = True
         self._admin = AdminClient(reaching)  # type: ignore[arg-type] # callbacks, too
         self._consumer = Consumer(
             {**reaching, **_SETTINGS, **waiting, "group.id": f"dualwrite-units-{secrets.token_hex(8)}"}
@@ -210,8 +213,37 @@ class PartitionLogs:
         return None
 
     def follow(self, name: Partition, begin: int | None) -> None:
-        """Start to read a partition by :meth:`poll`, from an offset or from its beginning."""
+        """Start to read a partition by :meth:`following`, from an offset or from its beginning."""
+        self._followed, self._next, self._exact = name, begin, True
         self._consumer.assign([TopicPartition(*name, OFFSET_BEGINNING if begin is None else begin)])
+
+    @property
+    def reached(self) -> int:
+        """The offset up to which all records of the followed partition were taken; 0 before the first one."""
+        return self._next or 0
+
+    def following(self, timeout_s: float) -> Iterator[tuple[int, UnitRecord]]:
+        """Yield the next records of the followed partition with their offsets; none if none came in time.
+
+        A record counts as taken when the next one is asked for. After an exception, here or in the caller's loop, the next
+        call begins again at the first record that was not taken: what the consumer had handed out is lost with the exception.
+
+        Raises:
+            ConfigurationError: As `place_of`.
+        """
+        if not self._exact:
+            self.follow(self._followed, self._next)
+        self._exact = False
+        for message in self.poll(timeout_s):
+            name, offset = place_of(message)
+            if name != self._followed:
+                continue
+            if is_end(message):
+                self._next = max(self.reached, offset)
+            else:
+                yield offset, record_of(message)
+                self._next = offset + 1
+        self._exact = True
 
     def poll(self, timeout_s: float) -> list[Message]:
         """The next messages and end-of-partition events; empty if none came in time."""
@@ -234,7 +266,8 @@ def place_of(message: Message) -> tuple[Partition, int]:
     if error is not None and error.code() in _REFUSED:
         raise ConfigurationError(f"{message.topic()}[{message.partition()}] cannot be read: {error.str()}")
     topic, partition, offset = message.topic(), message.partition(), message.offset()
-    if topic is None or partition is None or offset is None:
+    passing = error is not None and error.code() != KafkaError._PARTITION_EOF  # noqa: SLF001 - as above
+    if passing or topic is None or partition is None or offset is None:
         logger.warning("a consumer reports: %s", error)
         return ("", -1), -1
     return (topic, partition), offset

@@ -10,7 +10,7 @@ from dualwrite.errors import Unavailable
 from dualwrite.protocol.tables.unit_life import Effect
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.units.following import Follower, Snapshot, UnitImage
-from dualwrite.units.log import PartitionLogs, is_end, place_of, record_of
+from dualwrite.units.log import PartitionLogs
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -51,29 +51,27 @@ class UnitReader(Generic[Contents]):
     ) -> None:
         self._name = topic, partition
         self._follower = Follower(image, position)
-        self._next = position or 0
+        self._shows_more = False
         self._logs = PartitionLogs(kafka, follows=True)
         self._logs.follow(self._name, position)
 
     def poll(self, timeout_s: float = 1.0) -> bool:
-        """Read what there is, or wait for it. Returns whether the image shows more than before.
+        """Read what there is, or wait for it. Returns whether the image shows more than when a call last returned.
+
+        An exception may leave it (a time limit, Ctrl-C). The next call then goes on with the first record that was not applied;
+        if the exception has struck while a record was applied, all further calls refuse, and the image stays as it is.
 
         Args:
             timeout_s: The longest wait, in seconds.
 
         Raises:
             ConfigurationError: The log breaks the rules of units, retention has deleted what comes next, or a right is missing.
+            IllegalStateError: An exception has left an earlier call while it applied a record: open another reader.
         """
-        shows_more = False
-        for message in self._logs.poll(timeout_s):
-            name, offset = place_of(message)
-            if name != self._name:
-                continue
-            if is_end(message):
-                self._next = max(self._next, offset)
-            else:
-                shows_more |= self._follower.read(offset, record_of(message)) in _SHOWN
-                self._next = offset + 1
+        for offset, record in self._logs.following(timeout_s):
+            if self._follower.read(offset, record) in _SHOWN:
+                self._shows_more = True
+        shows_more, self._shows_more = self._shows_more, False
         return shows_more
 
     def catch_up(self, timeout_s: float = 60.0) -> None:
@@ -86,17 +84,21 @@ class UnitReader(Generic[Contents]):
 
         Raises:
             Unavailable: It was not read in time.
-            ConfigurationError: As :meth:`poll`.
+            ConfigurationError, IllegalStateError: As :meth:`poll`.
         """
         deadline = Deadline(timeout_s)
         end = self._logs.offsets([self._name], deadline)[self._name].end
-        while self._next < end:
+        while self._logs.reached < end:
             if deadline.expired:
                 raise Unavailable(f"{self._name[0]}[{self._name[1]}] was not read to offset {end} in time")
             self.poll(min(1.0, deadline.remaining_s()))
 
     def snapshot(self) -> Snapshot[Contents]:
-        """All that the image shows, and the position to resume from: no markers, and no part of a unit."""
+        """All that the image shows, and the position to resume from: no markers, and no part of a unit.
+
+        Raises:
+            IllegalStateError: An exception has left the image in the middle of a record.
+        """
         return self._follower.snapshot()
 
     def close(self) -> None:

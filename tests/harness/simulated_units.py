@@ -144,16 +144,16 @@ class SeenLogs(PartitionLogs):
         pass
 
     def follow(self, name: Partition, begin: int | None) -> None:
-        self._name, self._next = name, begin or 0
+        self._followed, self._next, self._exact = name, begin, True
 
     def poll(self, timeout_s: float) -> list[Any]:
         del timeout_s
-        found = list(self.read({self._name: Offsets(self._next, 1 << 60)}, timeout_s=0))
+        topic, number = self._followed
+        found = list(self.read({self._followed: Offsets(self.reached, 1 << 60)}, timeout_s=0))
         messages = [_message(name, offset, record) for name, offset, record in found]
-        if found:
-            self._next = found[-1][1] + 1
+        end = found[-1][1] + 1 if found else self.reached
         return [*messages, SimpleNamespace(
-            topic=lambda: self._name[0], partition=lambda: self._name[1], offset=lambda: self._next,
+            topic=lambda: topic, partition=lambda: number, offset=lambda: end,
             error=lambda: SimpleNamespace(code=lambda: KafkaError._PARTITION_EOF),
         )]  # fmt: skip
 

@@ -1,11 +1,15 @@
 """Units of one partition on real servers: readers see them as a whole or not at all, wherever a writer dies."""
 
 import itertools
+import random
 from contextlib import closing, suppress
 
 import psutil
 import pytest
+from confluent_kafka import OFFSET_END, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
 from harness.forking import processes
+from harness.interruption import Interruption
 from harness.kafka_tools import dump_metadata
 from harness.messages import consume
 from harness.orders import Order, on_postgresql
@@ -25,6 +29,9 @@ from dualwrite.units.log import PartitionLogs
 from dualwrite.units.records import HEADER, AbortTransaction, decoded
 
 pytestmark = on_postgresql
+
+STEP = 211
+"""A reader is left at each of this many lines, beginning with a random one of the first."""
 
 
 @pytest.fixture
@@ -145,6 +152,84 @@ def test_a_reader_that_continues_from_a_snapshot_reads_an_unfinished_unit_again(
         again = UnitReader(dualwrite_topic, kafka=kafka, image=KeyedImage(taken.contents), position=taken.position)
         with closing(again):
             assert seen(again, {"a": "2", "b": "2", "c": "2"})
+
+
+def test_a_reader_that_an_exception_has_left_goes_on_with_whole_units_or_refuses(writing, kafka, dualwrite_topic):
+    with writing(part_records=5) as writer:
+        for value in "123":
+            with writer.unit() as unit:
+                put(unit, **{f"k{number}": value for number in range(12)})
+            with suppress(ValueError), writer.unit() as unit:
+                put(unit, **{f"k{number}": "no" for number in range(7)})
+                raise ValueError
+    whole = {f"k{number}".encode(): b"3" for number in range(12)}
+    for line in itertools.count(random.randrange(1, STEP + 1), STEP):
+        interruption = Interruption(line)
+        image = KeyedImage()
+        with UnitReader(dualwrite_topic, kafka=kafka, image=image) as reader:
+            with suppress(KeyboardInterrupt), interruption.armed():
+                reader.catch_up()
+            assert len(set(image.contents().values())) <= 1, interruption.at
+            try:
+                while image.contents() != whole:
+                    reader.catch_up()
+                    assert len(set(image.contents().values())) <= 1, interruption.at
+            except IllegalStateError as refused:
+                assert "open another reader" in str(refused)  # noqa: PT017 - it may also go on
+        if interruption.at is None:
+            return
+
+
+def refuses(reader, why):
+    """Whether the reader refuses to go on, and refuses again."""
+    for _ in range(3):
+        deadline = Deadline(PATIENCE_S)
+        with pytest.raises(ConfigurationError, match=why):
+            while not deadline.expired:
+                reader.catch_up()
+    return True
+
+
+def test_a_reader_does_not_go_on_past_a_record_that_cannot_stand_there(writing, reader, kafka, dualwrite_topic):
+    with writing() as writer:
+        with pytest.raises(TypeError, match="to leave it"), writer.unit() as unit:
+            put(unit, a="1", b="1", c="1")
+            foreign = Producer(kafka)
+            foreign.produce(dualwrite_topic, value=b"1", key=b"foreign", partition=0)
+            foreign.flush()
+            put(unit, d="1", e="1", f="1")
+            raise TypeError("to leave it")
+        with writer.unit() as unit:
+            put(unit, a="2")
+    assert refuses(reader, "holds 'record', which cannot stand there")
+    assert reader.snapshot().contents == {}
+
+
+def test_a_reader_inside_a_unit_whose_log_was_deleted_under_it_does_not_go_on(writing, reader, kafka, dualwrite_topic):
+    admin = AdminClient(kafka)
+    with writing() as former:
+        with former.unit() as unit:
+            put(unit, a="1")
+        with pytest.raises(Fenced), former.unit() as unit:
+            put(unit, a="2", b="2", c="2")
+            seen(reader, {"a": "1"})
+            taken = reader.snapshot()
+            everything = [TopicPartition(dualwrite_topic, 0, OFFSET_END)]
+            [deleted] = admin.delete_records(everything).values()
+            deleted.result(PATIENCE_S)
+            with writing() as writer, writer.unit() as new:
+                put(new, a="3")
+            put(unit, d="2", e="2", f="2")
+    # Had it not read all of the begun unit, the rest of that is what is missing.
+    assert refuses(
+        reader, "If its records were deleted under the reader, open another|records to read next are deleted"
+    )
+    assert reader.snapshot().contents == taken.contents
+    again = UnitReader(dualwrite_topic, kafka=kafka, image=KeyedImage(taken.contents), position=taken.position)
+    with closing(again):
+        assert refuses(again, "the records to read next are deleted.*begin again without a position")
+    with UnitReader(dualwrite_topic, kafka=kafka, image=KeyedImage()) as another:
+        assert seen(another, {"a": "3"})
 
 
 def test_a_part_whose_messages_do_not_arrive_aborts_the_unit(writing, reader):
