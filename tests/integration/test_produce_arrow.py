@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 from confluent_kafka import Consumer
-from harness.patience import PATIENCE_S
+from harness.patience import PATIENCE_S, patient
 
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.sinks.spark.writing.messages import produce_batch
@@ -38,7 +38,7 @@ def layout(**parts):
 
 def written(config, topic, name, parts):
     """By partition, the messages that one engine makes of the rows, in the order of the log."""
-    settings = {**config, "partitioner": "murmur2_random"}
+    settings = {**patient(config, name), "partitioner": "murmur2_random"}
     with closing(TransactionalProducer(settings, f"{topic}-{name}", engine=name, bulk=True)) as producer:
         producer.init_transactions()
         producer.begin_transaction()

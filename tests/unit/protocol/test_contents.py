@@ -89,7 +89,7 @@ def test_a_message_is_as_large_as_librdkafka_counts(librdkafka, key, headers):
 
 def test_a_message_is_taken_whole_and_shares_nothing_with_its_caller():
     headers = [("h", "1")]
-    found = check("a.b_c-9", "wért", None, headers=headers, partition=3, timestamp_ms=7, on_delivery=print)
+    found = check("a.b_c-9", "wért", headers=headers, partition=3, timestamp_ms=7, on_delivery=print)
     headers.append(("late", b""))
     assert found == Contents("wért".encode(), None, [("h", b"1")], 3, 7, found.size)
     assert found.size == size_of(found.value, None, found.headers)
