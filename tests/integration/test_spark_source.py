@@ -150,7 +150,7 @@ def test_two_batches_that_overwrite_a_table_at_once_leave_the_rows_of_one(number
         connection.exec_driver_sql(f"INSERT INTO numbers VALUES ({number}, 'new')")
         connection.commit()
 
-    waiting = "SELECT 1 FROM pg_locks WHERE NOT granted AND relation = 'numbers'::regclass"
+    waiting = "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
     with ThreadPoolExecutor() as pool, engine.connect() as first, engine.connect() as second:
         empty(first, ("public", "numbers"), how)
         first.exec_driver_sql("INSERT INTO numbers VALUES (1, 'new')")
