@@ -205,3 +205,16 @@ class OutcomeUnverifiable(DualWriteError):
     ) -> None:
         super().__init__(what, transactional_id=transactional_id, next_step=next_step)
         self.state = state
+
+
+def text_of(error: BaseException) -> str:
+    """The error's text. Never raises, even if the error's own ``__str__`` does: whatever users raise must be reported."""
+    try:
+        return str(error)
+    except Exception as failed:  # noqa: BLE001 - of the user's class
+        return f"(its text cannot be had: {type(failed).__name__})"
+
+
+def encoded(text: str) -> bytes:
+    """The text as UTF-8, a lone surrogate as its escape: names of files and bad input bring these into errors."""
+    return text.encode(errors="backslashreplace")

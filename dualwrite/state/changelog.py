@@ -97,7 +97,13 @@ class Changelog:
             start = self._offset(OffsetSpec.earliest(), IsolationLevel.READ_UNCOMMITTED)
             return start, self._admin.describe_configs([resource], request_timeout=_REQUEST_S)[resource].result()
 
+        def ask_recent() -> int:
+            since = OffsetSpec.for_timestamp(max(0, int(time.time() * 1000) - delete_retention_ms))
+            return self._offset(since, IsolationLevel.READ_UNCOMMITTED)
+
         start, settings = self._answer(ask, deadline, check)
+        delete_retention_ms = int(settings["delete.retention.ms"].value)
+        recent = self._answer(ask_recent, deadline, check)
         return Log(
             name=str(self),
             start=start,
@@ -105,7 +111,8 @@ class Changelog:
             policy=frozenset(settings["cleanup.policy"].value.split(",")),
             retention_ms=int(settings["retention.ms"].value),
             retention_bytes=int(settings["retention.bytes"].value),
-            delete_retention_ms=int(settings["delete.retention.ms"].value),
+            delete_retention_ms=delete_retention_ms,
+            recent=recent if recent >= 0 else end,
         )
 
     def _stable_end(self, deadline: Deadline, at_least: int | None, check: Callable[[], None]) -> int:

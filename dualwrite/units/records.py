@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
 from dualwrite.errors import ConfigurationError
+from dualwrite.errors import encoded as encoded_text
 from dualwrite.protocol.tables.unit_life import UnitEvent
 
 HEADER: Final = "dualwrite.unit"
@@ -89,13 +90,16 @@ def encoded(marker: Marker) -> bytes:
     """The marker as a record of Kafka's metadata log: frame version, api key, version, and the flexible fields.
 
     Raises:
-        ConfigurationError: The name or reason is longer than 255 bytes.
+        ConfigurationError: The name or reason is longer than 255 bytes, or has no encoding.
     """
     text = _text(marker)
     head = _varint(_FRAME_VERSION) + _varint(_API_KEYS[type(marker)]) + _varint(_MESSAGE_VERSION)
     if text is None:
         return head + _varint(0)
-    raw = text.encode()
+    try:
+        raw = text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(f"the name or reason of a unit is no text: {error}") from error
     if len(raw) > LONGEST_TEXT:
         raise ConfigurationError(
             f"the name or reason of a unit has {len(raw)} bytes", next_step=f"use at most {LONGEST_TEXT}"
@@ -166,8 +170,8 @@ def event_of(headers: Iterable[tuple[str, bytes | None]]) -> UnitEvent:
 
 
 def shortened(text: str) -> str:
-    """The text, truncated between characters to what a name or a reason may hold."""
-    return text.encode()[:LONGEST_TEXT].decode(errors="ignore")
+    """The text, truncated between characters to what a name or a reason may hold; a lone surrogate becomes its escape."""
+    return encoded_text(text)[:LONGEST_TEXT].decode(errors="ignore")
 
 
 def _text(marker: Marker) -> str | None:

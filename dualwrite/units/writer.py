@@ -14,6 +14,7 @@ from dualwrite.errors import (
     IllegalStateError,
     TransactionAborted,
     TransactionInDoubt,
+    text_of,
 )
 from dualwrite.protocol.tables.machine import Machine
 from dualwrite.protocol.tables.unit_life import (
@@ -276,7 +277,7 @@ class UnitWriter:
         if self._machine.state is not _W.WITHIN:
             return
         try:
-            self._abort(f"{type(error).__name__}: {error}")
+            self._abort(f"{type(error).__name__}: {text_of(error)}")
         except Exception as failed:  # noqa: BLE001 - the block's own error counts
             logger.warning("%s: the next writer aborts the unit: %s", self._writer.transactional_id, failed)
 

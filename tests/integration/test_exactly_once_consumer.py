@@ -204,7 +204,7 @@ def test_a_poisoned_message_goes_to_the_dead_letters_with_the_reason(place, grou
     def picky(tx, messages):
         copy(tx, messages)
         if any(message.value() == b"13" for message in messages):
-            raise ValueError("thirteen")
+            raise ValueError("thirteen \udcff")
 
     with pytest.raises(ValueError, match="thirteen"):
         make_member("0", group, handler=picky, attempts=2, **options).run(idle_s=60)
@@ -218,7 +218,7 @@ def test_a_poisoned_message_goes_to_the_dead_letters_with_the_reason(place, grou
     assert letter.value == b"13"
     headers = dict(letter.headers)
     assert headers["dualwrite.dead_letter.exception"] == b"builtins.ValueError"
-    assert headers["dualwrite.dead_letter.reason"] == b"thirteen"
+    assert headers["dualwrite.dead_letter.reason"] == rb"thirteen \udcff"
     assert headers["dualwrite.dead_letter.topic"] == place["source"].encode()
     assert int(headers["dualwrite.dead_letter.attempts"]) >= 3
     assert member.progress.dead_letters == 1

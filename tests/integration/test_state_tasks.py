@@ -384,6 +384,56 @@ def test_a_copy_older_than_the_changelogs_deletions_is_refused(tmp_path, make_ch
         assert everything(task.store) == {"a": "1"}
 
 
+DAYS_AGO_MS = 2 * 86_400_000
+"""More than the changelog keeps its deletions for."""
+
+
+def days_ago():
+    return int(time.time() * 1000) - DAYS_AGO_MS
+
+
+def test_a_store_that_nobody_wrote_for_days_survives_one_abort(tmp_path, changelog, task_on):
+    with task_on(tmp_path / "store", changelog) as task:
+        write(task, a="1")
+        task.store.commit(None, as_of_ms=days_ago())  # the last block was long ago
+        failpoints.arm("state.logged:1:raise")
+        with pytest.raises(FailpointError):
+            write(task, a="2")
+        failpoints.arm("")
+        write(task, b="2")
+        assert everything(task.store) == {"a": "1", "b": "2"}
+
+
+def test_a_store_that_nobody_wrote_for_days_survives_a_crash_in_its_next_block(tmp_path, changelog, task_on):
+    with task_on(tmp_path / "store", changelog) as task:
+        write(task, a="1")
+        task.store.commit(None, as_of_ms=days_ago())
+        failpoints.arm("state.before_commit:1:raise")
+        with pytest.raises(FailpointError):
+            write(task, a="2")
+        failpoints.arm("")
+        shutil.copytree(tmp_path / "store", tmp_path / "as it died")
+    with task_on(tmp_path / "as it died", changelog) as task:
+        assert task.restore() == 1
+        assert everything(task.store) == {"a": "2"}
+
+
+def test_a_store_is_refused_if_another_one_wrote_its_changelog_days_ago(tmp_path, kafka, changelog, task_on):
+    def produce(key, age_ms):
+        other.produce(changelog, key=key, value=b"1", partition=0, timestamp=int(time.time() * 1000) - age_ms)
+        other.flush()
+
+    other = Producer(kafka)
+    produce(b"a", DAYS_AGO_MS + 2000)
+    with task_on(tmp_path / "store", changelog) as task:
+        assert task.restore() == 1
+        task.store.commit(None, as_of_ms=days_ago() - 1000)
+    for age_ms in (DAYS_AGO_MS, DAYS_AGO_MS - 1000, 0):
+        produce(b"b", age_ms)
+    with task_on(tmp_path / "store", changelog) as task, pytest.raises(StoreTooOld, match="may have lost some"):
+        task.restore()
+
+
 @pytest.mark.parametrize("config", [{"cleanup.policy": "delete"}, {"cleanup.policy": "compact,delete"}])
 def test_a_changelog_that_deletes_records_is_refused(tmp_path, make_changelog, task_on, config):
     with (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from dualwrite.errors import encoded, text_of
+
 if TYPE_CHECKING:
     from confluent_kafka import Message
 
@@ -31,6 +33,6 @@ def dead_letter_headers(
         "dualwrite.dead_letter.group": group,
         "dualwrite.dead_letter.attempts": attempts,
         "dualwrite.dead_letter.exception": f"{kind.__module__}.{kind.__qualname__}",
-        "dualwrite.dead_letter.reason": str(error)[:_LONGEST_REASON],
+        "dualwrite.dead_letter.reason": text_of(error)[:_LONGEST_REASON],
     }
-    return [*own, *((key, str(value).encode()) for key, value in ours.items())]
+    return [*own, *((key, encoded(str(value))) for key, value in ours.items())]

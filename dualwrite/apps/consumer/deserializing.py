@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from dualwrite.errors import IllegalStateError
+from dualwrite.errors import IllegalStateError, text_of
 from dualwrite.runtime.waiting import elsewhere
 from dualwrite.writing.blocks.serializing import check_callable, for_topic
 from dualwrite.writing.redo import is_not_run
@@ -35,7 +35,7 @@ class Unreadable(Exception):
     """
 
     def __init__(self, index: int, error: Exception, cause: Exception) -> None:
-        super().__init__(str(error))
+        super().__init__(text_of(error))
         self.index = index
         self.error = error
         self.cause = cause

@@ -15,7 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from dualwrite.apps.consumer.dead_letters import dead_letter_headers
 from dualwrite.apps.consumer.deserializing import Deserializing, Unreadable, registry_is_away
 from dualwrite.apps.consumer.offsets import Offsets, PartitionLost
-from dualwrite.errors import DualWriteError, Fenced
+from dualwrite.errors import DualWriteError, Fenced, text_of
 from dualwrite.protocol.process.consuming import (
     Step,
     Trouble,
@@ -346,7 +346,7 @@ class Working:
             first.offset(),
             trouble.value,
             step.value,
-            error if str(error) else type(error).__name__,
+            text_of(error) or type(error).__name__,
         )
         return step
 

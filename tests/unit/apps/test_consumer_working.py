@@ -5,10 +5,12 @@ from sqlalchemy.exc import OperationalError
 
 from dualwrite import CompletionPending, Fenced, IllegalStateError
 from dualwrite.apps.consumer import working
+from dualwrite.apps.consumer.dead_letters import dead_letter_headers
 from dualwrite.apps.consumer.offsets import PartitionLost
 from dualwrite.errors import TransactionAborted, TransactionInDoubt, Unavailable
 
 from .members import LETTERS
+from .messages import Read
 
 
 def test_a_unit_writes_rows_messages_and_offsets(shop, member, put):
@@ -50,6 +52,36 @@ def test_a_bad_message_is_set_aside_and_its_neighbours_are_written(shop, member,
     assert shop.rows == [str(number) for number in range(9) if number != 5]
     assert found.working.counts.dead_letters == 1
     assert found.offsets.to == {("input", 0): 9}
+
+
+class Mute(Exception):
+    """An error that fails when it is asked for its text."""
+
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("a lone \udcff"), rb"a lone \udcff"),
+        (ValueError("a \x00"), b"a \x00"),
+        (ValueError("\ud83d" * 2000), rb"\ud83d" * 1000),
+        (Mute(), b"(its text cannot be had: RuntimeError)"),
+    ],
+)
+def test_any_text_may_be_an_errors(shop, member, put, error, reason):
+    def handler(tx, messages):
+        put(tx, messages)
+        if any(message.offset() == 1 for message in messages):
+            raise error
+
+    found = member(handler, dead_letter_topic=LETTERS)
+    found.perform(3)
+    assert shop.rows == ["0", "2"]
+    assert found.working.counts.dead_letters == 1
+    headers = dict(dead_letter_headers(Read(1), error, attempts=1, group="g"))
+    assert headers["dualwrite.dead_letter.reason"] == reason
 
 
 def test_without_a_dead_letter_topic_the_handlers_error_stops(shop, member):
@@ -165,10 +197,6 @@ def test_two_processes_of_one_name_do_not_fight_for_ever(shop, member, put):
 
 
 def test_an_errors_own_words_are_in_the_headers_of_a_dead_letter():
-    from dualwrite.apps.consumer.dead_letters import dead_letter_headers
-
-    from .messages import Read
-
     headers = dead_letter_headers(
         Read(7, topic="input", partition=3, headers=[("trace", b"abc"), ("empty", None)]),
         ValueError("x" * 5000),

@@ -10,8 +10,11 @@ HOUR = 3_600_000
 DAY = 24 * HOUR
 
 
-def log(start=0, end=100, policy="compact", retention_ms=7 * DAY, retention_bytes=-1, delete_retention_ms=DAY):
-    return Log("log[0]", start, end, frozenset(policy.split(",")), retention_ms, retention_bytes, delete_retention_ms)
+def log(
+    start=0, end=100, policy="compact", retention_ms=7 * DAY, retention_bytes=-1, delete_retention_ms=DAY, recent=None
+):
+    policies, first_recent = frozenset(policy.split(",")), end if recent is None else recent
+    return Log("log[0]", start, end, policies, retention_ms, retention_bytes, delete_retention_ms, first_recent)
 
 
 def store(offset, age_ms=0):
@@ -34,6 +37,9 @@ NEW = Committed()
         # Nothing but the commit's own marker follows, whatever the age.
         (store(99, 9 * DAY), log(), 99),
         (store(100, 9 * DAY), log(), 100),
+        # It was quiet, not away: whatever follows the marker was written within the time for which tombstones stay.
+        (store(40, 9 * DAY), log(recent=41), 40),
+        (store(40, 9 * DAY), log(recent=40), 40),
         # Without compaction a tombstone stays.
         (store(40, 9 * DAY), log(policy="delete", retention_ms=-1), 40),
     ],
@@ -49,6 +55,7 @@ def test_the_records_after_the_stores_offset_are_read(committed, described, firs
         (store(40), log(start=41), ChangelogDiffers, "restore a newer copy"),
         (NEW, log(start=1), ChangelogDiffers, "nothing can build this store"),
         (store(98, DAY + 1), log(), StoreTooOld, "24.0 hours old"),
+        (store(40, DAY + 1), log(recent=42), StoreTooOld, "may have lost some"),
         (store(98, 2 * HOUR), log(delete_retention_ms=HOUR), StoreTooOld, "keeps deletions for 1.0"),
         (store(98, 2 * DAY), log(policy="compact,delete"), StoreTooOld, "move the store's directory away"),
     ],

@@ -31,7 +31,8 @@ class InMemory:
 
     def describe(self, _deadline, _at_least, check):
         check()
-        return Log("log[0]", 0, len(self.records), frozenset({"compact"}), -1, -1, self.delete_retention_ms)
+        end = len(self.records)
+        return Log("log[0]", 0, end, frozenset({"compact"}), -1, -1, self.delete_retention_ms, recent=end)
 
     def read(self, start, end, _deadline, check):
         for begin in range(start, end, 2):

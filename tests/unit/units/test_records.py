@@ -85,6 +85,12 @@ def test_a_text_of_more_than_255_bytes_is_refused(kind):
         encoded(kind("ö" * 128))
 
 
+def test_a_text_that_has_no_encoding_is_shortened_to_its_escapes_and_refused_as_a_name():
+    assert shortened("bad \udcff") == "bad \\udcff"
+    with pytest.raises(ConfigurationError, match="is no text"):
+        encoded(BeginTransaction("bad \udcff"))
+
+
 def test_a_text_is_shortened_between_characters():
     assert shortened("a" + "ö" * 200) == "a" + "ö" * 127
     assert shortened("short") == "short"

@@ -256,6 +256,17 @@ def test_a_unit_with_each_outcome_in_each_place_is_whole_or_gone(servers, fate, 
     assert follow(servers.log) == ({"a", "b"} if seen is None or (kept and place in {"end", "whole"}) else set())
 
 
+def test_an_error_of_any_text_aborts_its_unit_and_the_writer_goes_on(servers):
+    writer = unit_writer(1)
+    writer.open()
+    with pytest.raises(ValueError, match="bad"), writer.unit() as unit:
+        unit.produce(b"1", b"a")
+        unit.produce(b"1", b"b")
+        raise ValueError("bad \udcff")
+    assert writer.state is UnitWriterState.BETWEEN
+    assert follow(servers.log) == set()
+
+
 def test_a_broken_writer_says_what_to_do(servers):
     one = unit_writer(1)
     one.open()
