@@ -1,6 +1,7 @@
 """The library's Alembic migrations, with their own version table (``dualwrite_version``).
 
-What belongs here: changes of the tables, and the functions that run them. May use: ``dualwrite.stores``, ``dualwrite.errors``.
+What belongs here: changes of the tables, and the functions that run them. May use: ``dualwrite.stores``,
+``dualwrite.protocol``, ``dualwrite.errors``.
 
 On the command line: ``dualwrite migrate --url ... [--schema S] [--sql]``. From an application's Alembic, in a
 revision::
@@ -36,6 +37,7 @@ from sqlalchemy.schema import CreateSchema
 
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.migrations.resuming import operations_in
+from dualwrite.protocol.mismatch import TableFit, table_fit
 from dualwrite.stores.sql.access.connecting import kind_of
 from dualwrite.stores.sql.access.failures import Meaning, driver_words, map_database_error, meaning_of
 from dualwrite.stores.sql.tables.column_types import MYSQL
@@ -59,7 +61,7 @@ _FIND: Final = text(
 
 
 def upgrade(connection: Connection, revision: str = HEAD, *, schema: str | None = None) -> None:
-    """Create the tables, or upgrade them to a revision. Does nothing if they are already there.
+    """Create the tables, or upgrade them to a revision. Does nothing if they are already there, or one version newer and fit.
 
     Inside a transaction of the caller, the caller commits; otherwise the migrations run in one transaction of their own.
     MariaDB and MySQL commit each step as it is taken: call it again after an interruption, and it continues from there.
@@ -224,6 +226,9 @@ def _steps(
 
     def steps(heads: tuple[str, ...], context: MigrationContext) -> Iterable[MigrationStep]:
         del context
+        newest = ordered[-1].revision
+        if direction == "upgrade" and revision == HEAD and heads and table_fit(heads[0], newest) is TableFit.NEWER:
+            return []  # a program that starts by migrating may start again while newer ones are put in its place
         here = place(heads[0], "the tables are newer: install the library's newer version") if heads else 0
         there = place(revision, f"known are: {', '.join(places)}")
         if direction == "upgrade":

@@ -1,8 +1,53 @@
-"""Errors for a database and a Kafka cluster that do not belong together, or no longer agree on what has happened."""
+"""Things that do not belong together: a database and a Kafka cluster that disagree, tables and a program of other versions.
+
+The tables change in two kinds of steps, so that programs of neighbouring versions work side by side. A step that *expands* only
+adds: tables, and columns that may be left out. The program before it does not see the difference. A step that *contracts* takes
+away what only older programs use; its revision is named so (``0007_contract``), since they cannot know it otherwise.
+"""
 
 from __future__ import annotations
 
+import re
+from enum import Enum
+from typing import Final
+
 from dualwrite.errors import ConfigurationError, DatabaseWentBack
+
+_REVISION: Final = re.compile(r"([0-9]{4})(_contract)?")
+
+
+class TableFit(Enum):
+    """How the tables' version goes with the program's own."""
+
+    SAME = "the program was made for these tables"
+    OLDER = "the tables lack what the program's own step adds, and the program works without it"
+    NEWER = "the tables have more than the program knows, and it works as before"
+    TOO_OLD = "the tables are more than one step older"
+    TOO_NEW = "the tables are more than one step newer"
+    CONTRACTED = "the tables are one step newer, and that step has taken away what the program uses"
+
+
+def table_fit(found: str, own: str) -> TableFit:
+    """Whether a program may work with tables of another version: the one before its own, or the one after if that expands.
+
+    A program works with the tables before its own whichever kind its own step is: before a step that contracts is taken, all
+    programs must already be of the version that can do without.
+
+    Args:
+        found: The tables' revision.
+        own: The newest revision that the program knows.
+    """
+    if found == own:
+        return TableFit.SAME
+    theirs, ours = _REVISION.fullmatch(found), _REVISION.fullmatch(own)
+    if theirs is None or ours is None:
+        return TableFit.TOO_NEW  # named in a way that came later
+    steps = int(theirs[1]) - int(ours[1])
+    if steps == -1:
+        return TableFit.OLDER
+    if steps == 1:
+        return TableFit.NEWER if theirs[2] is None else TableFit.CONTRACTED
+    return TableFit.TOO_OLD if steps < 0 else TableFit.TOO_NEW
 
 
 def other_cluster(row_cluster_id: str, cluster_id: str, transactional_id: str) -> ConfigurationError:

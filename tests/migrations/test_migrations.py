@@ -21,7 +21,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_u
 import dualwrite.migrations
 from dualwrite import migrations
 from dualwrite.errors import ConfigurationError
-from dualwrite.stores.sql.schema import SCHEMA_REVISION, check_schema
+from dualwrite.stores.sql.schema import SCHEMA_REVISION, FoundTables, check_schema
 from dualwrite.stores.sql.tables.declared import OWN_TABLES, VERSION_TABLE, declare_tables
 
 in_each = pytest.mark.parametrize(
@@ -248,7 +248,14 @@ class TestCheckSchema:
         with pytest.raises(ConfigurationError, match="are not in"):
             check_schema(engine, schema)
 
-    @pytest.mark.parametrize(("revision", "words"), [("0000", "needs 0005"), ("9999", "knows only 0005")])
+    @pytest.mark.parametrize(
+        ("revision", "words"),
+        [
+            ("0003", "older than this library, which needs 0005"),
+            ("0007", "this library is older, it knows only 0005"),
+            ("0006_contract", "knows only 0005: they lack what it uses"),
+        ],
+    )
     def test_another_version(
         self, engine: Engine, connection: Connection, schema: str | None, revision: str, words: str
     ) -> None:
@@ -260,7 +267,7 @@ class TestCheckSchema:
             check_schema(engine, schema)
         assert revision in str(caught.value)
         assert_names_command(caught.value, engine, schema)
-        if revision == "9999":
+        if revision != "0003":
             assert str(caught.value).endswith("--downgrade --revision 0005)")
             with pytest.raises(ConfigurationError, match="newer"):
                 migrations.upgrade(connection, schema=schema)
@@ -268,7 +275,7 @@ class TestCheckSchema:
     def test_the_right_version(self, engine: Engine, connection: Connection, schema: str | None) -> None:
         migrations.upgrade(connection, schema=schema)
         default = {"postgresql": "public", "mysql": engine.url.database, "sqlite": None}[engine.dialect.name]
-        assert check_schema(engine, schema) == (schema or default)
+        assert check_schema(engine, schema) == FoundTables(schema or default, SCHEMA_REVISION)
 
 
 def assert_names_command(error: ConfigurationError, engine: Engine, schema: str | None) -> None:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Final
 from dualwrite.errors import ConfigurationError
 from dualwrite.ports.database import PAUSED_OWNER_TIMEOUT_S, Database, Traits
 from dualwrite.stores.sql.access.connections import borrowed, usable
+from dualwrite.stores.sql.access.failures import migrate_advice
 from dualwrite.stores.sql.forgetting import Forgetting
 from dualwrite.stores.sql.joined import JoinedStore
 from dualwrite.stores.sql.leases import Leases, living_members, read_leases
-from dualwrite.stores.sql.schema import check_schema
+from dualwrite.stores.sql.schema import FoundTables, check_schema
 from dualwrite.stores.sql.state import SqlStateStore, listen_to
+from dualwrite.stores.sql.tables.declared import LEASE_TABLE, declare_tables
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
@@ -38,8 +40,7 @@ class SqlDatabase(Database):
         self.engine = engine
         self._schema = schema
         self._blocks = blocks or engine
-        self._found: str | None = None
-        self._checked = False
+        self._found: FoundTables | None = None
 
     @property
     def traits(self) -> Traits:
@@ -54,16 +55,29 @@ class SqlDatabase(Database):
 
     @property
     def tables_schema(self) -> str | None:
-        """The schema in which the library's tables are, for statements of the library: see :func:`check_schema`.
+        """The schema in which the library's tables are, for statements of the library: see :class:`FoundTables`.
 
         The first call asks the database, unless :meth:`check` has.
 
         Raises:
             ConfigurationError, Unavailable: As :meth:`check`.
         """
-        if not self._checked:
-            self.check()
+        return self._tables().schema
+
+    def _tables(self) -> FoundTables:
+        if self._found is None:
+            self._found = check_schema(self.engine, self._schema)
         return self._found
+
+    def _has_leases(self) -> bool:
+        return self._tables().has(declare_tables().lease)
+
+    def _require_leases(self, what: str) -> None:
+        if not self._has_leases():
+            raise ConfigurationError(
+                f"{what} needs the table {LEASE_TABLE}, which the tables of version {self._tables().revision} do not have",
+                next_step=migrate_advice(self.engine.url, self._schema),
+            )
 
     @property
     def joins_first(self) -> Engine | None:
@@ -77,7 +91,6 @@ class SqlDatabase(Database):
     def check(self) -> None:
         """See :meth:`Database.check`. The durability of commits is checked where one begins."""
         self._found = check_schema(self.engine, self._schema)
-        self._checked = True
 
     def store(self, *, paused_owner_timeout_s: float | None = PAUSED_OWNER_TIMEOUT_S) -> SqlStateStore:
         """See :meth:`Database.store`."""
@@ -122,6 +135,7 @@ class SqlDatabase(Database):
 
     def leases(self, fleet: str) -> Leases:
         """See :meth:`Database.leases`."""
+        self._require_leases("a fleet")
         return Leases(self.engine, fleet, schema=self.tables_schema)
 
     def living(self, names: Collection[str]) -> set[str]:
@@ -129,14 +143,17 @@ class SqlDatabase(Database):
         from dualwrite.stores.sql.jobs.slots import living_leases  # noqa: PLC0415 - a writer needs no slots
 
         slots = living_leases(self.engine, names, schema=self.tables_schema)
-        return slots | living_members(self.engine, names, schema=self.tables_schema)
+        return slots | living_members(self.engine, names, schema=self.tables_schema) if self._has_leases() else slots
 
     def lease_list(self, transactional_id: str | None, prefix: str) -> Sequence[Lease]:
         """See :meth:`Database.lease_list`."""
+        if not self._has_leases():
+            return ()
         return read_leases(self.engine, transactional_id, prefix=prefix, schema=self.tables_schema)
 
     def forgetting(self) -> Forgetting:
         """See :meth:`Database.forgetting`."""
+        self._require_leases("forgetting")
         return Forgetting(self.engine, self.tables_schema)
 
 

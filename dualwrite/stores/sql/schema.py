@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, Engine, column, exc, func, literal, literal_column, select, table
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    Table,
+    column,
+    exc,
+    func,
+    literal,
+    literal_column,
+    select,
+    table,
+)
 
 from dualwrite.errors import ConfigurationError
+from dualwrite.protocol.mismatch import TableFit, table_fit
 from dualwrite.stores.sql.access.failures import (
     Meaning,
     map_database_error,
@@ -16,7 +31,9 @@ from dualwrite.stores.sql.access.failures import (
 )
 from dualwrite.stores.sql.short_transactions import dialect_of
 from dualwrite.stores.sql.tables.column_types import MYSQL
-from dualwrite.stores.sql.tables.declared import VERSION_TABLE
+from dualwrite.stores.sql.tables.declared import SINCE, VERSION_TABLE
+
+logger = logging.getLogger(__name__)
 
 SCHEMA_REVISION: Final = "0005"
 """The migration that makes the tables as declared. Migrations are numbered so that later ones compare greater."""
@@ -28,16 +45,34 @@ _OF_POSTGRESQL: Final[ColumnElement[Any]] = literal_column(
 )
 
 
-def check_schema(engine: Engine, schema: str | None = None) -> str | None:
-    """Refuse to work on tables of another version. Call it before any claim; reads one row.
+@dataclass(frozen=True)
+class FoundTables:
+    """The library's tables in a database.
+
+    Attributes:
+        schema: The schema that they are in, for :func:`declare_tables`. Statements that name it reach the same tables whatever
+            ``search_path`` a block sets, or ``USE``. None on SQLite, where no statement changes what a table's name means.
+        revision: Their version.
+    """
+
+    schema: str | None
+    revision: str
+
+    def has(self, table: Table) -> bool:
+        """Whether the table is there: the newest migration may not have been run yet."""
+        since: str = table.info.get(SINCE, "")
+        return since <= self.revision
+
+
+def check_schema(engine: Engine, schema: str | None = None) -> FoundTables:
+    """Refuse to work on tables of a version that does not go with ours. Call it before any claim; reads one row.
 
     Args:
         engine: The user's database.
         schema: The database schema of the library's tables; None for the default one.
 
     Returns:
-        The schema in which the tables are, for :func:`declare_tables`. Statements that name it reach the same tables whatever
-        ``search_path`` a block sets, or ``USE``. None on SQLite, where no statement changes what a table's name means.
+        Where they are, and their version.
 
     Raises:
         ConfigurationError: The tables are missing, older, newer, or unreadable to us; the message names the command.
@@ -45,36 +80,43 @@ def check_schema(engine: Engine, schema: str | None = None) -> str | None:
     """
     dialect_of(engine)
     command, advice = migrate_command(engine.url, schema), migrate_advice(engine.url, schema)
-    revision, found = _read_version(engine, schema)
-    if revision == SCHEMA_REVISION:
-        return found
+    found = _find_tables(engine, schema)
     where = "the database" if schema is None else f"schema {schema!r}"
-    if revision is None:
+    if found is None:
         raise ConfigurationError(f"dualwrite's tables are not in {where}", next_step=advice)
-    if revision < SCHEMA_REVISION:
+    fit = table_fit(found.revision, SCHEMA_REVISION)
+    shown = f"dualwrite's tables in {where} are of version {found.revision}"
+    if fit is TableFit.OLDER:
+        logger.warning(
+            "%s: this library, of version %s, works without what that adds; %s", shown, SCHEMA_REVISION, advice
+        )
+    if fit in {TableFit.SAME, TableFit.OLDER, TableFit.NEWER}:
+        return found
+    if fit is TableFit.TOO_OLD:
         raise ConfigurationError(
-            f"dualwrite's tables in {where} are of version {revision}, this library needs {SCHEMA_REVISION}",
+            f"{shown}; they are older than this library, which needs {SCHEMA_REVISION}, or the version before",
             next_step=advice,
         )
+    why = "they lack what it uses" if fit is TableFit.CONTRACTED else "it takes those of the next version at most"
     raise ConfigurationError(
-        f"dualwrite's tables in {where} are of version {revision}, this library knows only {SCHEMA_REVISION}",
+        f"{shown}; this library is older, it knows only {SCHEMA_REVISION}: {why}",
         next_step="install the library's newer version; or go back with the newer one: "
         f"{command} --downgrade --revision {SCHEMA_REVISION}",
     )
 
 
-def _read_version(engine: Engine, schema: str | None) -> tuple[str | None, str | None]:
+def _find_tables(engine: Engine, schema: str | None) -> FoundTables | None:
     try:
         with engine.connect() as connection:
-            return read_version(connection, schema)
+            return find_tables(connection, schema)
     except exc.SQLAlchemyError as error:
         if meaning_of(error) is Meaning.SCHEMA:
-            return None, None
+            return None
         raise map_database_error(error, engine, schema) from error
 
 
-def read_version(connection: Connection, schema: str | None) -> tuple[str | None, str | None]:
-    """The revision of the tables, and the schema that they are in, in one statement; None twice if none is recorded.
+def find_tables(connection: Connection, schema: str | None) -> FoundTables | None:
+    """The tables that the connection finds, in one statement; None if no revision is recorded.
 
     Raises:
         SQLAlchemyError: There is no version table, or the database failed.
@@ -86,4 +128,4 @@ def read_version(connection: Connection, schema: str | None) -> tuple[str | None
     elif connection.dialect.name in MYSQL:
         found = func.coalesce(found, func.database())
     row = connection.execute(select(own.c.version_num, found)).one_or_none()
-    return (None, None) if row is None else (row[0], row[1])
+    return None if row is None else FoundTables(row[1], row[0])

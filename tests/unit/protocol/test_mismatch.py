@@ -1,7 +1,9 @@
-"""Errors for two sides that do not belong together: each names the evidence and a way on that works."""
+"""Two sides that do not belong together: errors that name the evidence and a way on that works, and versions of tables."""
+
+import pytest
 
 from dualwrite.errors import ConfigurationError, DatabaseWentBack
-from dualwrite.protocol.mismatch import gone_back, other_cluster
+from dualwrite.protocol.mismatch import TableFit, gone_back, other_cluster, table_fit
 
 
 def test_another_cluster_is_refused_by_both_names_as_nothing_was_changed():
@@ -28,3 +30,25 @@ def test_a_recovery_after_a_restore_is_advised_only_where_opening_alone_does_not
     assert "recover --after-restore" in blocked.next_step
     assert "after-restore" not in recorded.next_step
     assert "the next opening of the writer succeeds" in recorded.next_step
+
+
+@pytest.mark.parametrize(
+    ("found", "own", "fit"),
+    [
+        ("0005", "0005", TableFit.SAME),
+        ("0005_contract", "0005_contract", TableFit.SAME),
+        ("0004", "0005", TableFit.OLDER),
+        ("0004_contract", "0005", TableFit.OLDER),
+        ("0004", "0005_contract", TableFit.OLDER),
+        ("0006", "0005", TableFit.NEWER),
+        ("0006", "0005_contract", TableFit.NEWER),
+        ("0006_contract", "0005", TableFit.CONTRACTED),
+        ("0003", "0005", TableFit.TOO_OLD),
+        ("0007", "0005", TableFit.TOO_NEW),
+        ("0007_contract", "0005", TableFit.TOO_NEW),
+        ("10000", "0005", TableFit.TOO_NEW),
+        ("0006_rename", "0005", TableFit.TOO_NEW),
+    ],
+)
+def test_a_program_takes_the_tables_of_the_version_before_and_of_the_next_one_if_that_only_adds(found, own, fit):
+    assert table_fit(found, own) is fit

@@ -36,6 +36,8 @@ BATCH_VIEW: Final = "dualwrite_batch"
 OWN_TABLES: Final = frozenset(
     {STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, LEDGER_TABLE, RUN_TABLE, CONSUMED_TABLE, LEASE_TABLE, VERSION_TABLE}
 )
+SINCE: Final = "since"
+"""In a table's or a column's ``info``: the revision that adds it, if that is the newest: it may not be there yet."""
 MAX_ID_LENGTH: Final = 255
 """The longest transactional id, sink name and batch id, in characters."""
 
@@ -224,6 +226,7 @@ def _lease(metadata: MetaData) -> Table:
         UniqueConstraint("fleet", "number", name="dualwrite_lease_number"),
         CheckConstraint("number >= 0", name="dualwrite_lease_number_not_negative"),
         CheckConstraint("(owner IS NULL) = (lease_until IS NULL)", name="dualwrite_lease_owned"),
+        info={SINCE: "0005"},
     )
 
 
