@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.errors import ConfigurationError
@@ -119,7 +120,8 @@ def foreach_partition(
 
     Call this on the driver before each run: it checks everything, settles the leftovers of earlier runs, and records the
     number of partitions. Slower than :func:`write_batch`, because rows travel to Python one by one. Nothing settles at the
-    end: leftovers of the last tasks wait for the next run, or for ``dualwrite recover``.
+    end: leftovers of tasks that failed wait for the next run, or for ``dualwrite recover``. A task whose rows are committed and
+    whose messages are not fails, so that its next attempt completes them.
 
     Args:
         df: The DataFrame that the function will be used on.
@@ -143,7 +145,7 @@ def foreach_partition(
             next_step="use write_batch",
         )
     with BatchJob(options, batch_id) as job:
-        task = job.plan(df.schema)
+        task = replace(job.plan(df.schema), alone=True)
         if not options.allow_nondeterministic:
             require_deterministic(df, df.rdd)
         partition_count = df.rdd.getNumPartitions()
@@ -167,8 +169,8 @@ def foreach_batch(**settings: Unpack[SinkSettings]) -> Callable[[DataFrame, int]
         settings: As for :func:`write_batch`.
 
     Returns:
-        The function. It raises what :func:`write_batch` raises. In a stream, which shows an error's text only, its
-        :class:`JobFailed` has no cause: Spark's exception is in the driver's log.
+        The function. It raises what :func:`write_batch` raises. In a stream, which shows an error's text only, its errors
+        have no cause: that is in the driver's log, as is Spark's exception behind :class:`JobFailed`.
 
     Raises:
         ConfigurationError: A setting is missing or wrong.

@@ -1,6 +1,7 @@
 """A batch of one partition whose task and whose driver run in this process, without Spark: each step when a test wants it."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pyarrow as pa
 import pytest
@@ -23,17 +24,18 @@ class OneTask:
 
     Args:
         case: The sink.
-        way: "staging", "prepared" or "write_batch".
+        way: "staging", "prepared", "write_batch" or "foreach_partition".
     """
 
     def __init__(self, case, way):
         self.case = case
         self.way = way
+        self.by_partition = way in {"write_batch", "foreach_partition"}
         self._options = SinkOptions(**case.settings)
 
     def begin(self):
         with self._driver() as driver:
-            if self.way == "write_batch":
+            if self.by_partition:
                 self.begin_under(driver)
                 driver.leave_to_caller()
             else:
@@ -53,7 +55,7 @@ class OneTask:
             yield driver
 
     def begin_under(self, driver):
-        self._task = driver.plan(SCHEMA)
+        self._task = replace(driver.plan(SCHEMA), alone=self.way == "foreach_partition")
         driver.begin(1)
         self._layout, self._run = driver.layout(SCHEMA), driver.run
 
@@ -61,7 +63,7 @@ class OneTask:
         names = [None if number == without_name else f"row {number}" for number in ids]
         batch = pa.RecordBatch.from_pydict({"id": list(ids), "name": pa.array(names, pa.string())})
         rows = projected_batches([batch] if ids else [], SCHEMA, self._layout)
-        if self.way == "write_batch":
+        if self.by_partition:
             return write_partition(self._task, partition, 0, rows)
         return prepare_partition(
             self._options,
@@ -76,7 +78,7 @@ class OneTask:
 
     def fail(self):
         """As Spark's driver does it, when another task has failed for good."""
-        if self.way == "write_batch":
+        if self.by_partition:
             with pytest.raises(ZeroDivisionError), self._driver():
                 raise ZeroDivisionError
             return
@@ -91,12 +93,12 @@ class OneTask:
 
     def decide(self, done):
         """As Spark's driver does it, when the task has ended."""
-        if self.way != "write_batch":
+        if not self.by_partition:
             with self._driver() as driver:
                 parts = done if isinstance(done, list) else [] if done is None else [done]
-                driver.decide(self._layout, parts, truncate=False, upsert=())
+                driver.decide(self._layout, parts, empty=None, upsert=())
 
     def _driver(self):
-        if self.way == "write_batch":
+        if self.by_partition:
             return BatchJob(self._options, "1")
         return WholeBatch(self._options, "1", run_name="1")

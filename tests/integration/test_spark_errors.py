@@ -80,6 +80,27 @@ def test_a_batch_that_is_decided_when_kafka_goes_away_is_completed_by_its_next_r
     nothing_is_left(numbers)
 
 
+@pytest.mark.parametrize("numbers", ["mortal"], indirect=True)
+def test_a_partition_of_foreach_partition_counts_as_done_only_when_kafka_has_it(numbers, mortal_kafka):
+    """No driver completes it at the end: its task fails, and the next attempt completes it, as soon as it can."""
+    job = OneTask(replace(numbers, timeout_s=10.0), "foreach_partition")
+    job.begin()
+
+    def go_away(name):
+        if name == "write.decided":
+            mortal_kafka.kill()
+
+    again = "decided, and Kafka has not all of it yet.*run the batch again with the same batch id"
+    with failpoints.watched(go_away), pytest.raises(CompletionPending, match=again):
+        job.run_task()
+    with pytest.raises(CompletionPending, match=again):
+        job.run_task()
+    mortal_kafka.start()
+    assert not job.run_task().written
+    numbers.verify(ROWS)
+    nothing_is_left(numbers)
+
+
 @pytest.mark.parametrize("numbers", ["postgresql", "mariadb"], indirect=True)
 def test_a_task_that_does_not_know_whether_it_has_decided_asks_for_the_batchs_next_run(numbers):
     job = OneTask(numbers, "write_batch")
@@ -96,7 +117,7 @@ def test_a_task_that_does_not_know_whether_it_has_decided_asks_for_the_batchs_ne
 def run_to_its_end(job, at):
     """Run the batch as its driver does, and call a function at each fail point."""
     with failpoints.watched(at):
-        if job.way == "write_batch":
+        if job.by_partition:
             with job.driving() as driver:
                 driver.finish(1, [job.run_task()])
         else:

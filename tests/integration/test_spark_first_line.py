@@ -10,7 +10,9 @@ from harness.spark import numbers as numbered
 from harness.spark_source import ArmedSource, nothing_is_left, options, write_with
 from pyspark.errors import StreamingQueryException
 
+from dualwrite import Unavailable
 from dualwrite.sinks.spark import JobFailed, foreach_batch, register, write_batch
+from dualwrite.sinks.spark.per_partition.job import BatchJob
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
@@ -65,6 +67,35 @@ def test_a_stream_by_foreach_batch_says_why_in_the_last_lines_of_the_one_traceba
     assert "TransactionAborted: " in told[0]
     assert "table 'numbers' does not take the " in told[0]
     assert told[1].startswith("none of its 1 partitions is committed")
+
+
+def test_a_stream_by_foreach_batch_that_cannot_be_completed_asks_in_these_lines_to_be_started_again(
+    numbers, run_stream, monkeypatch
+):
+    finish = BatchJob.finish
+
+    def unavailable(_job):
+        raise Unavailable("Kafka is away") from OSError("refused")
+
+    def finish_without_kafka(job, *arguments):
+        with monkeypatch.context() as away:
+            away.setattr(BatchJob, "settle_left", unavailable)
+            return finish(job, *arguments)
+
+    with monkeypatch.context() as away:
+        away.setattr(BatchJob, "finish", finish_without_kafka)
+        with pytest.raises(StreamingQueryException) as caught:
+            run_stream(by=foreach_batch(**numbers.settings))
+    _before, *shown = str(caught.value).split("Traceback (most recent call last):")
+    assert len(shown) == 1
+    told = [line for line in shown[0].splitlines() if line and not line.startswith(" ")]
+    assert "CompletionPending: sink '" in told[0]
+    assert (
+        "not all of it yet: Kafka is away (run the batch again with the same batch id, or start the stream" in told[0]
+    )
+    run_stream(by=foreach_batch(**numbers.settings))
+    numbers.verify(10)
+    nothing_is_left(numbers)
 
 
 @pytest.fixture

@@ -70,14 +70,14 @@ def reason_of(error: Exception) -> str:
 
 @contextmanager
 def without_cause() -> Generator[None, None, None]:
-    """Leave Spark's exception to the log. A stream's own exception shows all causes as text, and before the error itself.
+    """Leave an error's causes to the log. A stream's own exception shows them all as text, and before the error itself.
 
     Raises:
-        JobFailed: The block's, without its cause.
+        JobFailed, DualWriteError: The block's, without its cause.
     """
     try:
         yield
-    except JobFailed as error:
+    except (JobFailed, DualWriteError) as error:
         logger.exception("traceback of the error that the stream shows")
         raise error from None
 

@@ -19,11 +19,12 @@ from dualwrite.errors import (
     OutcomeUnverifiable,
     TransactionAborted,
     TransactionInDoubt,
+    Unavailable,
 )
 from dualwrite.protocol.batches.entry import Way
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.sinks.jobs.decide import RUN_AGAIN
+from dualwrite.sinks.jobs.decide import RUN_AGAIN, pending
 from dualwrite.sinks.spark.columns.digests import Fingerprint, Fingerprinted, hashed_columns, other_rows
 from dualwrite.sinks.spark.columns.from_arrow import awaited, projected_batches
 from dualwrite.sinks.spark.columns.from_rows import row_batches
@@ -81,6 +82,7 @@ class PartitionTask:
         schema: The DataFrame's own schema.
         batch_id: Name of the batch.
         run: The run of the batch.
+        alone: Whether no driver settles at the end: the task itself must see its partition complete.
     """
 
     options: SinkOptions
@@ -88,6 +90,7 @@ class PartitionTask:
     schema: spark.StructType
     batch_id: str
     run: Run
+    alone: bool = False
 
     def run_arrow(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """For ``mapInArrow``, on the DataFrame's own columns: writes the partition and yields its report."""
@@ -127,6 +130,8 @@ def write_partition(
 
     Raises:
         ConfigurationError: The partition is already written, with other rows.
+        CompletionPending: No driver settles at the end, and Kafka has not all of the partition yet: the next attempt
+            completes it.
         DualWriteError: This attempt did not write the partition. The next attempt finds out by itself whether it must.
         DecidedTransactionLost, OutcomeUnverifiable: The rows are in the database; the messages are lost, or their outcome
             cannot be verified. The loss is recorded; the next attempt finds the partition written.
@@ -144,6 +149,14 @@ def write_partition(
     return report
 
 
+def _advise(error: Exception) -> None:
+    """Put advice for a partition of a batch in the place of that for one dual write."""
+    if isinstance(error, TransactionAborted) and error.next_step == TransactionAborted.advice:
+        error.next_step = "nothing of this partition was written on either side; others may be, and stay"
+    elif isinstance(error, TransactionInDoubt):
+        error.next_step = RUN_AGAIN
+
+
 class _WrittenByOther(Exception):
     """Leaves the dual write when another attempt has written the partition, so that both sides abort."""
 
@@ -156,6 +169,12 @@ class _Writing:
         self._progress = Progress(attempt.name, task.options.progress_s)
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> PartitionReport:
+        report = self._run(batches)
+        if self._task.alone and not report.written:
+            self._complete_former()
+        return report
+
+    def _run(self, batches: Iterable[pa.RecordBatch]) -> PartitionReport:
         attempt, partition = self._attempt, self._attempt.partition
         if self._is_written():
             logger.info("%s: already written", attempt.name)
@@ -163,12 +182,10 @@ class _Writing:
         try:
             self._write(batches)
         except CompletionPending as error:
-            # Decided. The slot stays leased so that the driver finds and completes it.
-            logger.warning(
-                "%s: %s (the driver of write_batch completes it, or the batch's next run, or a recovery)",
-                attempt.name,
-                error.what,
-            )
+            # Decided. The slot stays leased so that the driver, or the next attempt, finds and completes it.
+            if self._task.alone:
+                raise pending(attempt.name, error) from error
+            logger.warning("%s: the driver completes it: %s", attempt.name, error.what)
         except (DecidedTransactionLost, OutcomeUnverifiable):
             raise
         except _WrittenByOther:
@@ -178,15 +195,25 @@ class _Writing:
         except Exception as error:
             # Another attempt may be the cause of our failure: it fences us, or our rows collide with its rows.
             if not attempt.seen_after(error, partition):
-                if isinstance(error, TransactionAborted) and error.next_step == TransactionAborted.advice:
-                    error.next_step = "nothing of this partition was written on either side; others may be, and stay"
-                if isinstance(error, TransactionInDoubt):
-                    error.next_step = RUN_AGAIN
+                _advise(error)
                 raise
             return PartitionReport(partition, 0, 0, written=False)
         rows, size = self._progress.rows, self._progress.bytes
         logger.info("%s: %d rows, %s written", attempt.name, rows, shown(size))
         return PartitionReport(partition, rows, size, written=True)
+
+    def _complete_former(self) -> None:
+        """Complete what the attempt that has written the partition may have left.
+
+        Raises:
+            CompletionPending: A server does not answer.
+            DecidedTransactionLost, OutcomeUnverifiable: Kafka does not have the partition. The loss is recorded.
+        """
+        try:
+            report = self._attempt.settle_former()
+        except Unavailable as error:
+            raise pending(self._attempt.name, error) from error
+        report.raise_losses()
 
     def _is_written(self) -> bool:
         """Whether the partition is written, with the same rows that this run has for it.

@@ -23,6 +23,7 @@ from dualwrite.writing.lanes.lane import Lane
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
+    from dualwrite.recovery.settling.settle import SettleReport
     from dualwrite.sinks.spark.worker.worker_cache import WorkerCache
     from dualwrite.stores.sql.jobs.ledger import WrittenPartition
     from dualwrite.stores.sql.jobs.runs import Run
@@ -131,8 +132,10 @@ class Attempt:
                 next_step=PREPARED_TOO_LONG_AGO,
             )
 
-    def settle_former(self) -> None:
+    def settle_former(self) -> SettleReport:
         """Settle what other attempts at this partition have left: fences them, and undoes what they have prepared.
+
+        As :func:`settle_leases`.
 
         Raises:
             ConfigurationError, Unavailable: They could not be settled.
@@ -140,7 +143,7 @@ class Attempt:
         pool = self._pool()
         former = pool.held_by(self._prefix)
         deadline = Deadline(self.options.timeout_s)
-        settle_leases(self._servers.context, pool, former, deadline, name=self.name, prefix=self._prefix)
+        return settle_leases(self._servers.context, pool, former, deadline, name=self.name, prefix=self._prefix)
 
     def _pool(self) -> SlotPool:
         options = self.options
