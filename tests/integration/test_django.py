@@ -28,6 +28,7 @@ from dualwrite import (
 from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.failpoints import FailpointError
+from dualwrite.testing import InMemoryWriter
 from dualwrite.testing.proxy.postgresql import PostgresProxy
 from dualwrite.testing.reading import read_committed
 from dualwrite.writing.lanes.lane import Lane
@@ -170,6 +171,18 @@ def test_what_django_marks_for_rollback_is_on_neither_side(django, there, writer
         marks()
         transaction.set_rollback(False)  # the caller has put it right
     assert there() == (["soup"], ["soup"])
+
+
+def test_djangos_marks_and_hooks_count_in_memory_too(django, there, engine, put):
+    hooks = []
+    with InMemoryWriter("orders", database=engine) as writer:
+        for item in ("tea", "soup"):
+            with writer.transaction(connection) as tx:
+                put(tx, item)
+                transaction.on_commit(lambda item=item: hooks.append(item))
+                transaction.set_rollback(item == "tea")
+        assert [message.value for message in writer.messages] == [b"soup"]
+    assert hooks == there()[0] == ["soup"]
 
 
 def test_a_connection_that_is_closed_in_the_block_aborts_both_sides(django, there, writer, put):

@@ -26,7 +26,7 @@ from simulator.store import SimulatedStore, _of
 
 from model import fleet
 from model import handing_over as drivers
-from model.fleet import Member
+from model.fleet import Fleet, Member
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -139,13 +139,14 @@ def decided_by_another_completed_without_a_claim(patch: pytest.MonkeyPatch) -> N
 
 
 def leased_while_its_holder_lives(patch: pytest.MonkeyPatch) -> None:
-    def take_over(self, name, owner, timeout_s):
+    def take_over(self, found, owner, timeout_s):
+        name = found.transactional_id
         if (former := self._leases.get(name, (None, 0.0))[0]) is not None:
             self._taken_over(former)
         self._leases[name] = (owner, self.simulation.now_s + timeout_s)
         return True
 
-    patch.setattr(leases, "numbers_to_try", lambda _: count())
+    patch.setattr(leases, "numbers_to_try", lambda *_: count())
     patch.setattr(SimulatedLeases, "_take_over", take_over)
 
 
@@ -159,6 +160,19 @@ def lease_given_back_whoever_holds_it(patch: pytest.MonkeyPatch) -> None:
             self._taken_over(holder)
 
     patch.setattr(SimulatedLeases, "give_back", give_back)
+
+
+def suspended_member_taken_for_dead(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Fleet, "has_ended", lambda *_: True)
+
+
+def lease_of_a_dead_holder_taken_from_its_successor(patch: pytest.MonkeyPatch) -> None:
+    real = SimulatedLeases._take_over
+
+    def take_over(self, found, owner, timeout_s):
+        return real(self, replace(found, owner=self._leases.get(found.transactional_id, (None,))[0]), owner, timeout_s)
+
+    patch.setattr(SimulatedLeases, "_take_over", take_over)
 
 
 def dead_members_left_to_newcomers(patch: pytest.MonkeyPatch) -> None:
@@ -205,6 +219,8 @@ COUNTERPARTS = {
         decided_by_another_completed_without_a_claim,
         leased_while_its_holder_lives,
         lease_given_back_whoever_holds_it,
+        suspended_member_taken_for_dead,
+        lease_of_a_dead_holder_taken_from_its_successor,
         dead_members_left_to_newcomers,
         dead_members_id_left_unclaimed,
         offsets_moved_by_an_upsert,

@@ -1,4 +1,8 @@
-"""Fleets in the model: owners whose id is leased, by the product's own keeper of leases. The schedule sends the heartbeats."""
+"""Fleets in the model: owners whose id is leased, by the product's own keeper of leases. The schedule sends the heartbeats.
+
+The members with an even number run beside one another, and see when one of them is killed; each of the others is in a place of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from simulator.leases import SimulatedLeases
 
 from dualwrite.errors import DualWriteError
 from dualwrite.protocol.naming import writer_of
-from dualwrite.protocol.process.leases import LeaseTiming
+from dualwrite.protocol.process.leases import LeaseTiming, Place, holder_has_died
 from dualwrite.protocol.tables.lease_life import LeaseState
 from dualwrite.recovery.recover import recover_rows
 from dualwrite.runtime.deadline import Deadline
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from simulator.connection import SimulatedConnection
+    from simulator.process import Process
 
     from dualwrite.protocol.process.leases import Lease
     from dualwrite.recovery.claim import OwnerContext
@@ -39,6 +44,17 @@ class Fleet:
 
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
+        self._processes: list[Process] = []
+
+    def place_of(self, process: Process) -> Place:
+        """A place for a new process: one with others, or one of its own."""
+        self._processes.append(process)
+        number = len(self._processes)
+        return Place("shared/0" if number % 2 == 0 else f"own/{number}", number)
+
+    def has_ended(self, pid: int) -> bool:
+        """Whether the process with that number in its place was killed."""
+        return self._processes[pid - 1].dead
 
     def joined(self, owner: str, member: Member) -> None:
         """Note that a member has a lease."""
@@ -74,6 +90,8 @@ class Member(GroupingOwner):
         self._leases = _Leases(self._simulation, FLEET, fleet.taken_over)
         self._keeper = LeaseKeeper(self._leases, TIMING, on_lost=self._note_lost, on_dead=self._note_dead)
         self._keeper._thread = threading.current_thread()  # it starts none
+        vars(self._keeper)["_has_died"] = self._has_died
+        self._here: Place | None = None
         self._owner = ""
         self._turns = 0
         self._lost = False
@@ -86,7 +104,7 @@ class Member(GroupingOwner):
 
     def believes(self, owner: str) -> bool:
         """Whether it takes itself for the holder of a lease under this name."""
-        return self._owner == owner and self._keeper.state is LeaseState.HELD
+        return self._owner == owner and self._keeper.state is LeaseState.HELD and not self._process.dead
 
     def _note_lost(self) -> None:
         self._lost = True
@@ -96,7 +114,15 @@ class Member(GroupingOwner):
 
     def _new_owner(self, context: OwnerContext) -> str:
         self._turns += 1
-        return f"{context.owner} {self._turns}"
+        if self._here is None:
+            self._process = self._simulation.processes[context.owner]
+            self._here = self._fleet.place_of(self._process)
+        return self._here.sign(f"{context.owner} {self._turns}")
+
+    def _has_died(self, lease: Lease) -> bool:
+        if died := holder_has_died(lease, self._here, self._fleet.has_ended):
+            self._told.counts["members seen to be dead beside another"] += 1
+        return died
 
     def _open(self, context: OwnerContext) -> bool:
         self._owner = self._new_owner(context)

@@ -164,6 +164,7 @@ _HAPPENED = {
     "leases found lost": "a heartbeat finds that the lease was taken",
     "leases lost before the claim": "a member finds that its lease was taken before it had claimed the id",
     "members go on": "a member goes on under another id",
+    "members seen to be dead beside another": "a member sees that one in its place was killed",
     "dead members settled for": "a member settles for another one",
     "last members": "all members die, and a last one settles for them",
     "consumers": "a consumer starts, and joins its group",

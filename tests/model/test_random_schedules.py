@@ -86,6 +86,7 @@ def test_both_sides_agree_after_every_random_schedule_of_a_fleet_and_nothing_is_
     assert counts.schedules == CHUNK // 2
     assert counts.happened["last members"] > 50
     assert counts.happened["dead members settled for"] > 50
+    assert counts.happened["members seen to be dead beside another"] > 2
     assert counts.happened["members go on"] > 5
     assert counts.passed["lease.heartbeat"] > 100
 
@@ -131,6 +132,7 @@ def test_a_group_that_gives_up_a_rule_of_kip_447_is_found(monkeypatch, mistake):
     [
         "leased_while_its_holder_lives",
         "lost_lease_taken_for_renewed",
+        "suspended_member_taken_for_dead",
         "dead_members_left_to_newcomers",
         pytest.param("lease_given_back_as_if_settled", marks=pytest.mark.thorough),
     ],

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from dualwrite.errors import Unavailable
 from dualwrite.protocol.naming import member_id
-from dualwrite.protocol.process.leases import Lease, numbers_to_try
+from dualwrite.protocol.process.leases import Lease, numbers_to_try, place_of
+from dualwrite.protocol.tables.lease_life import LeaseState
 from dualwrite.runtime import failpoints
 from simulator.database import ConnectionLost
 
@@ -37,26 +38,29 @@ class SimulatedLeases:
         self._leases = simulation.database.leases
         self._taken_over = taken_over
 
-    def take(self, owner: str, timeout_s: float) -> str:
+    def take(self, owner: str, timeout_s: float, *, has_died: Callable[[Lease], bool]) -> str:
         """See :meth:`dualwrite.stores.sql.leases.Leases.take`."""
-        taken = self._run(lambda session: self._take(session, owner, timeout_s))
+        taken = self._run(lambda session: self._take(session, owner, timeout_s, has_died))
         failpoints.hit("lease.taken")
         return taken
 
-    def _take(self, session: Session, owner: str, timeout_s: float) -> str:
+    def _take(self, session: Session, owner: str, timeout_s: float, has_died: Callable[[Lease], bool]) -> str:
         there = self._statement(session, "SELECT lease", self.read)
         for lease in there:
             if lease.owner == owner:
                 return lease.transactional_id  # the answer to an earlier attempt was lost
-        for number in islice(numbers_to_try(there), len(there) + _MORE):
-            name = member_id(self.fleet, number)
-            if self._statement(session, "UPDATE lease", partial(self._take_over, name, owner, timeout_s)):
-                return name
+        by_number = {lease.number: lease for lease in there}
+        for number in islice(numbers_to_try(there, has_died), len(there) + _MORE):
+            found = by_number.get(number, Lease(member_id(self.fleet, number), self.fleet, number))
+            if self._statement(session, "UPDATE lease", partial(self._take_over, found, owner, timeout_s)):
+                return found.transactional_id
         raise Unavailable("too many members are asking at once")
 
-    def _take_over(self, name: str, owner: str, timeout_s: float) -> bool:
+    def _take_over(self, found: Lease, owner: str, timeout_s: float) -> bool:
+        name = found.transactional_id
         former = self._leases.get(name, (None, 0.0))
-        if former[0] is not None and former[1] > self.simulation.now_s:
+        died = found.state is LeaseState.HELD and former[0] == found.owner
+        if former[0] is not None and former[1] > self.simulation.now_s and not died:
             return False
         if former[0] is not None:
             self._taken_over(former[0])
@@ -66,23 +70,28 @@ class SimulatedLeases:
     def renew(self, owner: str, timeout_s: float, *, wait_s: float) -> tuple[Collection[str], Sequence[Lease]]:
         """See :meth:`dualwrite.stores.sql.leases.Leases.renew`."""
         del wait_s
+        place = place_of(owner)
+
+        def is_seen(lease: Lease) -> bool:
+            return lease.state is LeaseState.EXPIRED or (
+                place is not None and lease.owner is not None and place.mark in lease.owner
+            )
 
         def update() -> tuple[Collection[str], Sequence[Lease]]:
             mine = frozenset(name for name, (holder, _) in self._leases.items() if holder == owner)
             for name in mine:
                 self._leases[name] = (owner, self.simulation.now_s + timeout_s)
-            return mine, [lease for lease in self.read() if lease.left_s is not None and lease.left_s <= 0]
+            return mine, [lease for lease in self.read() if is_seen(lease)]
 
         found = self._run(lambda session: self._statement(session, "UPDATE lease", update))
         failpoints.hit("lease.heartbeat")
         return found
 
-    def adopt(self, expired: Lease, owner: str, timeout_s: float) -> bool:
+    def adopt(self, dead: Lease, owner: str, timeout_s: float) -> bool:
         """See :meth:`dualwrite.stores.sql.leases.Leases.adopt`."""
-        name = expired.transactional_id
 
         def update() -> bool:
-            return self._leases[name][0] == owner or self._take_over(name, owner, timeout_s)
+            return self._leases[dead.transactional_id][0] == owner or self._take_over(dead, owner, timeout_s)
 
         return self._run(lambda session: self._statement(session, "UPDATE lease", update))
 

@@ -21,8 +21,8 @@ from dualwrite.stores.sql.dialects import postgresql
 from dualwrite.stores.sql.dialects.savepoints import SavepointWatch
 from dualwrite.stores.sql.drivers.witness import PsycopgWitness
 from dualwrite.stores.sql.state import SqlStateStore
-from dualwrite.writing import joining, redo
-from dualwrite.writing.blocks import dual_write
+from dualwrite.writing import joining, redo, writer
+from dualwrite.writing.blocks import dual_write, sending
 from dualwrite.writing.blocks.dual_write import DualWrite
 from dualwrite.writing.lanes import lane
 from dualwrite.writing.lanes.lane import Lane
@@ -419,3 +419,26 @@ def session_commits_while_it_produces(patch: pytest.MonkeyPatch) -> None:
 def cancelled_after_the_decision(patch: pytest.MonkeyPatch) -> None:
     """A task that is cancelled after COMMIT was sent leaves its dual write there."""
     patch.setattr(waiting, "uninterrupted", waiting.interruptible)
+
+
+@mistake(
+    Check(
+        "unit/writing/test_joining.py::test_a_session_that_is_dropped_after_a_refused_message_gives_its_lane_back",
+        "is None",
+    )
+)
+def errors_kept_with_their_frames(patch: pytest.MonkeyPatch) -> None:
+    """A dual write keeps the error that it must not survive, and through its traceback the session that was dropped after it."""
+    for module in (joining, sending):
+        patch.setattr(module, "as_value", lambda error: error)
+
+
+@mistake(
+    Check(
+        "integration/test_django.py::test_what_django_marks_for_rollback_is_on_neither_side",
+        "WriteState.COMPLETED.*WriteState.ABORTED",
+    )
+)
+def marks_of_django_overlooked(patch: pytest.MonkeyPatch) -> None:
+    """A block on Django's connection commits what Django has marked for rollback."""
+    patch.setattr(writer, "permit_of", lambda _: lambda _: None)
