@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from dualwrite.protocol.observations import TransactionView
+from dualwrite.protocol.observations import TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import PreparedTxnState
 
 Partition = tuple[str, int]
@@ -36,6 +36,27 @@ def shows_same_transaction(view: TransactionView, state: PreparedTxnState) -> bo
     if view.partitions and not own_partitions(state) <= set(view.partitions):
         return False
     return view.started_ms is None or state.started_ms is None or view.started_ms == state.started_ms
+
+
+def another_owner_since(seen: TransactionView, now: TransactionView) -> bool:
+    """Whether another producer of the id has been at work between two views of the coordinator's that are at rest.
+
+    The transaction that was seen open may have ended meanwhile, by its own producer or the broker: nothing is left to end then.
+    A producer that was initialised since shows an empty state first, and then transactions of another name; or, where those of
+    librdkafka share a name, of another start.
+
+    Args:
+        seen: The first view.
+        now: The later one.
+    """
+    if now.status is TransactionStatus.NO_SUCH_ID:
+        return False
+    same_ids = (seen.producer_id, seen.epoch) == (now.producer_id, now.epoch)
+    if seen.status is not TransactionStatus.ONGOING:
+        return not same_ids or seen.status is not now.status
+    if now.status is TransactionStatus.ONGOING:
+        return not same_ids or seen.started_ms != now.started_ms
+    return now.status is TransactionStatus.EMPTY
 
 
 def others_than(state: PreparedTxnState, view: TransactionView) -> frozenset[Partition]:

@@ -180,7 +180,9 @@ def test_two_recoverers_complete_it_once(left, keeping, next_engine, values):
     state = left()
     one, two = keeping(), keeping(engine=next_engine)
     assert one.complete_transaction(state) is Completion.COMMITTED
-    assert two.complete_transaction(state) is Completion.NOTHING_ONGOING
+    with pytest.raises(Fenced, match="another producer of this id"):
+        two.complete_transaction(state)
+    assert keeping(engine=next_engine).complete_transaction(state) is Completion.NOTHING_ONGOING
     assert values() == [b"1", b"1"]
 
 

@@ -12,6 +12,7 @@ from functools import cache
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
+from harness.engines import answered
 
 from dualwrite import terminate
 from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError, TransactionAborted
@@ -279,6 +280,130 @@ def test_keeping_fences_the_former_producer_when_it_completes_and_not_before(
         former.produce(dualwrite_topic, b"late", partition=0)
         former.commit_transaction()
     assert values() == [b"its"]
+
+
+# Two recoverers of one id, as in the KIP's example of a split brain: both have kept the same transaction.
+# step   instance  call                    KIP-939, without raising the epoch     here
+SPLIT_BRAIN = """
+  1 | instance1 | init_transactions(keep) | epoch 42                              | kept
+  2 | instance2 | init_transactions(keep) | epoch 42                              | kept
+  3 | instance1 | commit_transaction      | epoch 43                              | ready
+  4 | instance2 | commit_transaction      | taken for a repetition: epoch 43, too | fenced
+  5 | instance1 | produce(A)              | sequence 1                            | begun
+  6 | instance2 | produce(B)              | taken for a duplicate                 | refused
+  7 | instance2 | produce(C)              | sequence 2                            | refused
+  8 | instance1 | produce(D)              | taken for a duplicate                 | begun
+  9 | instance2 | commit_transaction      | a mix of both instances               | fenced
+ 10 | instance1 | commit_transaction      | a mix of both instances               | ready
+"""
+
+
+def test_two_recoverers_never_write_into_one_transaction(in_state, make_producer, dualwrite_topic, values):
+    """KIP: each initialisation raises the epoch, so instance1 is fenced at step 3.
+
+    Here nobody is fenced by keeping. The instance that ends the transaction first continues, and the other one is fenced: what
+    it saw when it kept the transaction is no longer there.
+    """
+    former, _ = in_state("prepared")
+    former.close()
+    instances = {"instance1": make_producer(), "instance2": make_producer()}
+    for line in SPLIT_BRAIN.strip().splitlines():
+        step, name, call, _, here = (cell.strip() for cell in line.split("|"))
+        producer = instances[name]
+        verb, _, argument = call.rstrip(")").partition("(")
+        if verb == "produce":
+            if here == "begun" and producer.state is ProducerState.READY:
+                producer.begin_transaction()
+            arguments = [dualwrite_topic, argument.encode()]
+        else:
+            arguments = [True] if argument == "keep" else []
+        if here in {"fenced", "refused"}:
+            with pytest.raises(Fenced if here == "fenced" else IllegalStateError):
+                getattr(producer, verb)(*arguments)
+            continue
+        getattr(producer, verb)(*arguments)
+        assert producer.state is ProducerState(here), step
+        if verb == "produce":
+            answered(producer)
+    assert sorted(values()) == [b"A", b"D", b"its"]
+
+
+AT_WORK = ["initialised", "begun", "prepared", "committed"]
+"""How far the first of two recoverers has come with its next transaction when the second one comes."""
+
+
+@pytest.mark.parametrize("at_work", AT_WORK)
+def test_a_late_recoverer_ends_nothing_of_the_others(in_state, make_producer, dualwrite_topic, values, at_work):
+    """KIP: the epoch of its request is an old one, whatever it asks for."""
+    calls = [
+        "commit_transaction",
+        "abort_transaction",
+        *(f"complete_transaction({one})" for one in ("its", "other", "empty")),
+    ]
+    if at_work == "committed":
+        calls = calls[1:]  # there is nothing to commit, nor to end
+    former, its = in_state("prepared")
+    former.close()
+    late = {call: make_producer() for call in calls}
+    first = make_producer()
+    for producer in (first, *late.values()):
+        producer.init_transactions(keep_prepared_txn=True)
+    first.complete_transaction(its)
+    if at_work != "initialised":
+        first.begin_transaction()
+        first.produce(dualwrite_topic, b"next", partition=0)
+        answered(first)
+    if at_work in {"prepared", "committed"}:
+        first.prepare_transaction()
+    if at_work == "committed":
+        first.commit_transaction()
+        call, producer = next(iter(late.items()))
+        make_call(call, producer, its, dualwrite_topic)  # at rest: as any new producer, it takes the id over
+        with pytest.raises((Fenced, TransactionAborted)):
+            first.begin_transaction()
+            first.produce(dualwrite_topic, b"late", partition=0)
+            first.commit_transaction()
+    else:
+        for call, producer in late.items():
+            with pytest.raises(Fenced, match="another producer of this id has been at work") as fenced:
+                make_call(call, producer, its, dualwrite_topic)
+            assert fenced.value.outcome == "unknown"
+            assert producer.state is ProducerState.KEPT
+        if at_work == "initialised":
+            first.begin_transaction()
+            first.produce(dualwrite_topic, b"next", partition=0)
+        first.commit_transaction()
+    assert sorted(values()) == [b"its", b"next"]
+
+
+@pytest.mark.parametrize(
+    "producer_engine", ["native"], indirect=True
+)  # librdkafka's next transaction has the same name
+@pytest.mark.parametrize("call", ["commit_transaction", "complete_transaction(its)", "complete_transaction(other)"])
+def test_the_request_of_a_late_recoverer_names_the_transaction_that_it_kept_and_no_other(
+    in_state, make_producer, dualwrite_topic, values, coordinator, monkeypatch, call
+):
+    """The other one completes it between the comparison and the request, and has prepared its next one."""
+    former, its = in_state("prepared")
+    former.close()
+    first, late = make_producer(), make_producer()
+    for producer in (first, late):
+        producer.init_transactions(keep_prepared_txn=True)
+    end_exactly = coordinator.end_exactly
+
+    def overtaken(*arguments, **options):
+        monkeypatch.undo()
+        first.complete_transaction(its)
+        first.begin_transaction()
+        first.produce(dualwrite_topic, b"next", partition=0)
+        first.prepare_transaction()
+        return end_exactly(*arguments, **options)
+
+    monkeypatch.setattr(coordinator, "end_exactly", overtaken)
+    with pytest.raises(Fenced, match="another producer of this id"):
+        make_call(call, late, its, dualwrite_topic)
+    first.commit_transaction()
+    assert sorted(values()) == [b"its", b"next"]
 
 
 def test_a_state_of_an_earlier_transaction_aborts_the_present_one(in_state, make_producer, dualwrite_topic, values):

@@ -8,6 +8,12 @@ shows.
 must be ended by that: settling takes an abort that the coordinator shows under E + 1 for its own, and without the rise the
 next transaction would be shown so. A prepared state says which engine made its transaction. Nothing says it of a transaction
 without a state, so the new producer's engine decides: the one for native transactions ends librdkafka's too.
+
+Keeping fences nobody here, so two recoverers of one id may both have kept the same transaction. One of them completes it and
+begins its next one; the other, coming late, must neither end that nor initialise, which would abort it. So what was seen when
+the transaction was kept is compared with what the coordinator shows before anything is ended, and after that, before the new
+producer is initialised. ``EndTxn`` of a native transaction names it exactly, whatever happens between the comparison and the
+request.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.ports.coordinator import TransactionCoordinator, native_of
-from dualwrite.protocol.identity import is_open, others_than, shows_same_transaction
+from dualwrite.protocol.identity import another_owner_since, is_open, others_than, shows_same_transaction
 from dualwrite.protocol.observations import IN_TRANSITION, EndAnswer, Outcome, TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.runtime.deadline import Deadline, GrowingPause
@@ -53,6 +59,16 @@ class AbandonedTransaction:
         self._coordinator = coordinator
         self._kafka_id = kafka_id
         self._natively = natively
+        self._seen: TransactionView | None = None
+
+    def keep(self, deadline: Deadline) -> TransactionView:
+        """Note the coordinator's view: from now on nothing but the transaction that it shows may be ended here.
+
+        Raises:
+            Unavailable: As :meth:`look`.
+        """
+        self._seen = self.look(deadline)
+        return self._seen
 
     def look(self, deadline: Deadline) -> TransactionView:
         """The coordinator's view, once it is out of transition.
@@ -73,7 +89,7 @@ class AbandonedTransaction:
         Raises:
             DecidedTransactionLost, OutcomeUnverifiable, Fenced, Unavailable: As :meth:`commit`.
         """
-        view = self.look(deadline)
+        view = self._kept(deadline)
         if view.status is not TransactionStatus.ONGOING:
             return Completion.NOTHING_ONGOING
         if self.is_same(view, state, deadline):
@@ -89,7 +105,7 @@ class AbandonedTransaction:
             IllegalStateError: There is none.
             Fenced, Unavailable: As :meth:`commit`.
         """
-        view = self.look(deadline)
+        view = self._kept(deadline)
         if view.status is not TransactionStatus.ONGOING:
             raise IllegalStateError(
                 f"there is nothing to commit: the coordinator shows {view.status.value}",
@@ -125,14 +141,15 @@ class AbandonedTransaction:
         Raises:
             DecidedTransactionLost: The log proves that it was aborted.
             OutcomeUnverifiable: The log no longer shows the outcome.
-            Fenced: The broker refuses, and there is no evidence that could prove the outcome.
+            Fenced: The broker refuses, and there is no evidence that could prove the outcome. Or another producer of the id has
+                been at work since the transaction was kept: what that one does stays as it is.
             Unavailable: Not complete by the deadline. You may repeat the call.
         """
         natively = self._natively if state is None else state.is_native
         between = GrowingPause()
         while True:
             answer = self._end(view, deadline, committed=True, natively=natively)
-            now = self.look(deadline)
+            now = self._kept(deadline, committed=answer is EndAnswer.ENDED)
             ended = _shown_end(now, view, natively=natively)
             if answer is EndAnswer.ENDED or ended is TransactionStatus.COMPLETE_COMMIT:
                 return
@@ -163,7 +180,32 @@ class AbandonedTransaction:
         """
         if view.status is TransactionStatus.ONGOING:
             self._end(view, deadline, committed=False, natively=natively or self._natively)
-            self.look(deadline)
+            self._kept(deadline)
+
+    def abort_kept(self, deadline: Deadline) -> None:
+        """Abort the transaction that was kept, if it is still open.
+
+        Raises:
+            Fenced: Another producer of the id has been at work since.
+            Unavailable: As :meth:`abort`.
+        """
+        self.abort(self._kept(deadline), deadline)
+
+    def _kept(self, deadline: Deadline, *, committed: bool = False) -> TransactionView:
+        """The coordinator's view, in which no other producer of the id has been at work since the transaction was kept."""
+        now = self.look(deadline)
+        if self._seen is None or not another_owner_since(self._seen, now):
+            return now
+        error = Fenced(
+            "another producer of this id has been at work since the transaction was kept, "
+            f"which is {'committed' if committed else 'left as that one has ended it'}: "
+            f"the coordinator shows {now.status.value} of producer {now.producer_id}:{now.epoch}, "
+            f"it was {self._seen.status.value} of {self._seen.producer_id}:{self._seen.epoch}",
+            transactional_id=self._kafka_id,
+            next_step="close this producer: the id has another owner, and nothing of it was ended here",
+        )
+        error.outcome = "decided" if committed else "unknown"
+        raise error
 
     def _end(self, view: TransactionView, deadline: Deadline, *, committed: bool, natively: bool) -> EndAnswer:
         if natively:

@@ -4,10 +4,13 @@ No released client or broker serves KIP-939. Three things stand in for it: a pre
 the transaction, ``DescribeTransactions`` and ``EndTxn`` from outside instead of ``InitProducerId(keepPreparedTxn=true)``,
 and the greatest timeout that the broker allows instead of none.
 
-Used alone, without a ``DualWriter``'s row and check, it leaves one race open. After ``complete_transaction`` has seen
-the kept transaction, but before its ``EndTxn``, a paused owner may wake up, complete it and begin its next transaction;
-librdkafka's has the same producer id and epoch, and ``EndTxn`` then ends it. So make sure that the former owner is dead.
-A state in KIP-939's two-number form, without offsets, cannot tell two transactions of one producer apart at all.
+A producer that keeps a transaction ends that one alone: if another producer of the id has been at work since, its verbs raise
+``Fenced`` and send nothing. Used without a ``DualWriter``'s row and check, it leaves two races open, each between a look at the
+coordinator and the request that follows at once. Meanwhile a paused owner may wake up, complete the kept transaction and begin
+its next one. Before ``EndTxn``: librdkafka's next one has the same producer id and epoch, and is ended; a native one is not.
+Before ``InitProducerId``, which begins the new producer's own life: the next one is aborted, whichever engine has begun it. So
+make sure that the former owner is dead. A state in KIP-939's two-number form, without offsets, cannot tell two transactions of
+one librdkafka producer apart at all.
 """
 
 from __future__ import annotations
@@ -205,7 +208,7 @@ class TransactionalProducer:
         deadline = Deadline(self._call_timeout_s)
         self._choose(deadline)
         # Wait here for a coordinator that is being elected or loading: librdkafka would wait half a second each time.
-        view = self._kept.look(deadline)
+        view = self._kept.keep(deadline) if keep_prepared_txn else self._kept.look(deadline)
         if keep_prepared_txn:
             self._instance.log.info("kept: %s, producer %d:%d", view.status.value, view.producer_id, view.epoch)
             self._machine.apply(event)
@@ -459,7 +462,7 @@ class TransactionalProducer:
         self._check(ProducerEvent.ABORT)
         deadline = Deadline(self._call_timeout_s)
         if self.state is ProducerState.KEPT:
-            self._kept.abort(self._kept.look(deadline), deadline)
+            self._kept.abort_kept(deadline)
             self._open(ProducerEvent.ABORT, deadline)
         else:
             self._instance.abort(ProducerEvent.ABORT, deadline)
@@ -468,14 +471,15 @@ class TransactionalProducer:
         """Commit the prepared transaction if the state names it, else abort it; KIP-939's recovery.
 
         Does nothing if no transaction is ongoing. On return the producer is ready for its next transaction. You may
-        repeat the call, from other processes too.
+        repeat it with new producers, from other processes too: the first one that ends the transaction fences the others.
 
         Args:
             state: The state in the database; the empty state if it holds none.
 
         Raises:
-            CompletionPending, Fenced, DecidedTransactionLost, Unavailable: As commit and abort.
+            CompletionPending, DecidedTransactionLost, Unavailable: As commit and abort.
             OutcomeUnverifiable: The broker refused the commit, and the log no longer shows the transaction.
+            Fenced: Another producer of the id has been at work since this one kept the transaction; nothing of it was ended.
             IllegalStateError: Neither ``prepare_transaction`` nor ``init_transactions(keep_prepared_txn=True)`` was
                 called.
         """

@@ -1,10 +1,19 @@
 """Which transaction the servers show, by what a prepared state names."""
 
+from dataclasses import replace
 from itertools import permutations, product
 
 import pytest
 
-from dualwrite.protocol.identity import belongs, is_older, is_open, others_than, own_among, shows_same_transaction
+from dualwrite.protocol.identity import (
+    another_owner_since,
+    belongs,
+    is_older,
+    is_open,
+    others_than,
+    own_among,
+    shows_same_transaction,
+)
 from dualwrite.protocol.observations import TransactionStatus, TransactionView
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 
@@ -139,3 +148,37 @@ def test_older_is_an_order():
     for first, second, third in permutations(states, 3):
         if is_older(first, than=second) and is_older(second, than=third):
             assert is_older(first, than=third)
+
+
+OPEN = TransactionView(TransactionStatus.ONGOING, 7, 3, started_ms=100)
+REST = TransactionView(TransactionStatus.COMPLETE_COMMIT, 7, 3)
+EMPTY_VIEW = TransactionView(TransactionStatus.EMPTY, 7, 3)
+
+
+@pytest.mark.parametrize(
+    ("seen", "now", "another"),
+    [
+        (OPEN, OPEN, False),
+        (OPEN, replace(OPEN, partitions=(("orders", 0),)), False),
+        (OPEN, replace(OPEN, epoch=4), True),
+        (OPEN, replace(OPEN, producer_id=8), True),
+        (OPEN, replace(OPEN, started_ms=101), True),
+        # Its own producer, or the broker, has ended it.
+        (OPEN, REST, False),
+        (OPEN, replace(REST, epoch=4), False),
+        (OPEN, replace(REST, status=TransactionStatus.COMPLETE_ABORT, epoch=4), False),
+        (OPEN, replace(EMPTY_VIEW, epoch=4), True),
+        (OPEN, TransactionView(TransactionStatus.NO_SUCH_ID), False),
+        # Nothing was open.
+        (REST, REST, False),
+        (EMPTY_VIEW, EMPTY_VIEW, False),
+        (TransactionView(TransactionStatus.NO_SUCH_ID), TransactionView(TransactionStatus.NO_SUCH_ID), False),
+        (REST, TransactionView(TransactionStatus.NO_SUCH_ID), False),
+        (REST, OPEN, True),
+        (EMPTY_VIEW, replace(OPEN, started_ms=None), True),
+        (REST, replace(EMPTY_VIEW, epoch=4), True),
+        (TransactionView(TransactionStatus.NO_SUCH_ID), EMPTY_VIEW, True),
+    ],
+)
+def test_a_kept_transaction_is_no_longer_this_producers_once_another_one_was_at_work(seen, now, another):
+    assert another_owner_since(seen, now) is another
