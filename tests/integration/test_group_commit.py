@@ -23,6 +23,7 @@ from dualwrite import (
     IllegalStateError,
     ProducerRecord,
     RowUnit,
+    TransactionAborted,
     TransactionInDoubt,
     Unavailable,
     recover,
@@ -348,6 +349,82 @@ def test_the_units_of_rows_of_tasks(kafka, url, dualwrite_topic, orders, both):
     assert [one for one in found if one is not None] == [found[7]]
     expected = [number for number in range(20) if number != 7]
     assert both() == (expected, expected)
+
+
+@on_postgresql
+@pytest.mark.parametrize("producer_engine", ["native", "librdkafka"])
+def test_a_message_that_waits_has_the_headers_of_its_call(kafka, engine, dualwrite_topic, orders, producer_engine):
+    """In a savepoint, in a unit, and in a unit of rows. The caller uses its own dict or list again."""
+
+    def produced(tx, first):
+        by_name, pairs = {}, [["seq", ""]]
+        for number in (first, first + 1):
+            by_name["seq"] = pairs[0][1] = str(number)
+            tx.produce(dualwrite_topic, value=str(number), headers=by_name)
+            tx.produce(dualwrite_topic, value=str(number), headers=pairs)
+
+    def in_savepoint(tx):
+        with tx.connection.begin_nested():
+            produced(tx, 20)
+
+    with DualWriter("orders", kafka=kafka, database=engine, producer_engine=producer_engine) as writer:
+        with writer.transaction() as tx:
+            in_savepoint(tx)
+        headers = [("seq", "")]
+        with together(writer):
+            futures = [writer.submit(partial(produced, first=first), key=first) for first in (30, 40)]
+            for number in (50, 51):
+                headers[:] = [("seq", str(number))]
+                record = ProducerRecord(dualwrite_topic, str(number), headers=headers)
+                futures.append(writer.submit(RowUnit(insert(orders), {"id": number}, messages=[record]), key=number))
+        wait(futures, 60)
+    found = [(message.value, dict(message.headers)["seq"]) for message in read_committed(kafka, dualwrite_topic)]
+    assert len(found) == 14
+    assert [value for value, seq in found] == [seq for value, seq in found]
+
+
+@on_postgresql
+def test_a_topic_that_no_broker_knows_concerns_its_unit_alone(writer, submit, dualwrite_topic, both):
+    """The others of its group neither wait for it nor run again."""
+    runs, tries = [], []
+
+    def misspelt(tx):
+        tries.append(tx)
+        tx.produce(f"{dualwrite_topic}-misspelt", value="x")
+
+    with together(writer):
+        futures = [submit(number, then=runs.append) for number in (1, 2)]
+        wrong = writer.submit(misspelt, key="wrong")
+    assert "no broker knows the topic" in str(wrong.exception(60))
+    assert [future.result(60) for future in futures] == [1, 2]
+    assert (len(runs), len(tries)) == (2, 5)
+    assert both() == ([1, 2], [1, 2])
+
+
+@on_postgresql
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_topic_that_appears_is_found_when_its_unit_runs_again(
+    writer, submit, dualwrite_kafka, dualwrite_topic, kafka, alone
+):
+    name, tries = f"{dualwrite_topic}-late", []
+
+    def early(tx):
+        tries.append(tx)
+        try:
+            tx.produce(name, value="x")
+        except TransactionAborted:
+            if len(tries) == 1:
+                dualwrite_kafka.create_topic(name, 1)
+            raise
+
+    if alone:
+        writer.submit(early).result(60)
+    else:
+        with together(writer):
+            futures = [submit(1), writer.submit(early, key="early")]
+        wait(futures, 60)
+    assert len(tries) > 1
+    assert [message.value for message in read_committed(kafka, name)] == [b"x"]
 
 
 @on_both

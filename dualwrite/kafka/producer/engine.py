@@ -158,6 +158,9 @@ class ProducerEngine(ABC):
     def begin(self, deadline: Deadline) -> None:
         """Begin a transaction, once the last one is known to have ended."""
 
+    def require_topic(self, topic: str) -> None:  # noqa: B027 - not every engine asks
+        """Raise if the brokers answer that there is no such topic. Does nothing in an engine that asks in the background."""
+
     @abstractmethod
     def produce(
         self,

@@ -231,6 +231,19 @@ class TransactionalProducer:
         self._check(ProducerEvent.BEGIN)
         self._instance.begin(Deadline(self._call_timeout_s))
 
+    def require_topic(self, topic: str) -> None:
+        """Raise if the brokers answer that there is no such topic, before a message for it is handed over.
+
+        Does not wait, as `produce` does, for a topic that was made a moment ago: run the work again then. Does nothing where
+        the engine asks in the background (librdkafka).
+
+        Raises:
+            TransactionAborted: No broker knows the topic; ``retryable`` until that has lasted for
+                ``topic.metadata.propagation.max.ms``.
+            ConfigurationError: A right is missing.
+        """
+        self._instance.require_topic(topic)
+
     @contextmanager
     def corked(self) -> Generator[None, None, None]:
         """Let the messages produced in the block wait, so that they are sent in few requests. A full queue is sent at once."""

@@ -233,21 +233,24 @@ def after_unit(error: BaseException, failures: int) -> Fate:
     return Fate.TOGETHER if redo_after(error) is Redo.AGAIN and failures < ATTEMPTS else Fate.FAIL
 
 
-def after_group(error: BaseException, *, units: int, failures: int) -> Fate:
+def after_group(error: BaseException, *, units: int, failures: int, aborted: bool = False) -> Fate:
     """Judge the error that ended a group, for one of its units.
 
     A group that was aborted for a reason that may lie in one of its units runs again as single units, so that the others
-    do not fail with it.
+    do not fail with it: a message that a broker refuses, say, or the exception of a delivery callback.
 
     Args:
         error: The group's error.
         units: How many units the group has run.
         failures: How many runs of this unit have left nothing behind, this one included.
+        aborted: Whether both sides have certainly aborted, whatever the error is.
     """
     advice = redo_after(error)
     if advice is Redo.AGAIN and failures < ATTEMPTS:
         return Fate.TOGETHER if failures == 1 else Fate.ALONE
     if advice is Redo.USELESS and units > 1 and isinstance(error, (TransactionAborted, ConfigurationError)):
+        return Fate.ALONE
+    if advice is Redo.FOREIGN and units > 1 and aborted and isinstance(error, Exception):
         return Fate.ALONE
     return Fate.FAIL
 

@@ -17,7 +17,7 @@ from dualwrite.protocol.rows import StateRow
 from dualwrite.recovery.claim import OwnerContext
 from dualwrite.testing.memory.places import Place
 from dualwrite.testing.memory.store import JoinedMemoryStore, MemoryStore
-from dualwrite.writing.blocks.early import refuse_early
+from dualwrite.writing.blocks.early import refuse_callback, refuse_other_length
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -85,6 +85,9 @@ class MemoryProducer:
         self._undelivered.clear()
         self._lane.begin()
 
+    def require_topic(self, topic: str) -> None:
+        """Any topic will do."""
+
     @staticmethod
     def corked() -> AbstractContextManager[None]:
         """See the real one."""
@@ -102,7 +105,7 @@ class MemoryProducer:
         on_delivery: Callable[[Any, Any], None] | None = None,
     ) -> None:
         """See the real one. ``on_delivery`` is called when the messages are flushed."""
-        refuse_early(cast("TransactionalProducer", self), topic, [value], [key], on_delivery=on_delivery)
+        refuse_callback(cast("TransactionalProducer", self), on_delivery)
         try:
             contents = checked(
                 topic,
@@ -125,7 +128,7 @@ class MemoryProducer:
 
     def produce_many(self, topic: str, values: Sequence[Text], keys: Sequence[Text] | None = None) -> None:
         """See the real one."""
-        refuse_early(cast("TransactionalProducer", self), topic, values, keys)
+        refuse_other_length(keys, values)
         for value, key in zip(values, keys or repeat(None), strict=False):
             self.produce(topic, value, key)
 

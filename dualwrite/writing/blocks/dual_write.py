@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.orm import Session
 
-    from dualwrite.kafka.producer.transactional import TransactionalProducer
     from dualwrite.ports.savepoints import Message
     from dualwrite.ports.store import Handle
     from dualwrite.recovery.claim import OwnerContext
+    from dualwrite.writing.blocks.early import Hold
     from dualwrite.writing.lanes.lane import Lane
 
 logger = logging.getLogger(__name__)
@@ -137,11 +137,6 @@ class DualWrite:
         connection, savepoint = (self._handle, False) if unit is None else (unit, True)
         return OwnSession(connection, self._session_factory, self.transactional_id, refuse, savepoint=savepoint)
 
-    @property
-    def holds(self) -> bool:
-        """Whether a message sent now waits for a savepoint."""
-        return self.sending.savepoints is not None and self.sending.savepoints.holds
-
     def require_open(self) -> None:
         """Raise if messages can no longer be sent.
 
@@ -150,12 +145,13 @@ class DualWrite:
         """
         self._machine.check(WriteEvent.PRODUCE)
 
-    def send(self, message: Message, check: Callable[[TransactionalProducer], int] | None = None) -> None:
+    def send(self, message: Message, hold: Hold | None = None, topic: str | None = None) -> None:
         """Hand one or many messages, or offsets, to the producer: at once, or when the open savepoint is released.
 
         Args:
             message: Hands them over.
-            check: For a message that waits: raises what the producer would certainly raise later.
+            hold: For a message that waits: checks and copies it.
+            topic: Its topic.
 
         Raises:
             IllegalStateError: The block has ended.
@@ -163,7 +159,7 @@ class DualWrite:
                 the block, even if the caller continues.
         """
         self._machine.apply(WriteEvent.PRODUCE)
-        self.sending.send(message, check)
+        self.sending.send(message, hold, topic)
         failpoints.hit("write.produced")
 
     def begin(self) -> None:

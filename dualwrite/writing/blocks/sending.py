@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
 from typing import TYPE_CHECKING, NoReturn
 
@@ -12,6 +11,7 @@ from dualwrite.protocol.prepared_state import PreparedTxnState
 if TYPE_CHECKING:
     from dualwrite.kafka.producer.transactional import TransactionalProducer
     from dualwrite.ports.savepoints import Message, SavepointWatch
+    from dualwrite.writing.blocks.early import Hold
 
 
 class Sending:
@@ -21,6 +21,7 @@ class Sending:
         begun: Whether a Kafka transaction has begun.
         refusal: The first error in the block that must abort it, even if the block continues.
         savepoints: The savepoints that messages wait for; None if none are used.
+        of_unit: Whether the messages are those of the only unit of a group. It must not wait for a topic: others wait for it.
     """
 
     def __init__(self, producer: TransactionalProducer, transactional_id: str) -> None:
@@ -29,6 +30,7 @@ class Sending:
         self.begun = False
         self.refusal: DualWriteError | None = None
         self.savepoints: SavepointWatch | None = None
+        self.of_unit = False
 
     def expect_session(self) -> None:
         """Watch the savepoints of ORM sessions too, before the first one is made."""
@@ -39,33 +41,42 @@ class Sending:
         """Note an error that must abort the block even if it continues; the first one counts."""
         self.refusal = self.refusal or as_value(error)
 
-    def hold(self, message: Message, check: Callable[[TransactionalProducer], int] | None) -> int:
+    def hold(self, message: Message, hold: Hold | None, topic: str | None) -> int:
         """Take a message inside the savepoint of a unit. It waits, so an error concerns nothing but the unit.
 
         Returns:
-            Its size in bytes, as far as the check knows it.
+            Its size in bytes, as far as it is known.
 
         Raises:
-            TransactionAborted, IllegalStateError, ValueError: The check refuses it, or its savepoint cannot be known.
+            TransactionAborted, ConfigurationError: It would be refused later; or no broker knows its topic; or its savepoint
+                cannot be known.
+            IllegalStateError, TypeError, ValueError: As :func:`dualwrite.writing.blocks.early.hold`.
         """
         assert self.savepoints is not None
-        size = 0 if check is None else check(self._producer)
-        self.savepoints.add(message)
+        kept, size = (message, 0) if hold is None else hold(self._producer)
+        self._require_topic(topic)
+        self.savepoints.add(kept)
         return size
+
+    def _require_topic(self, topic: str | None) -> None:
+        if topic is not None:
+            self._producer.require_topic(topic)
 
     def _hand_over_released(self) -> None:
         if self.savepoints is not None:
             for message in self.savepoints.take():
                 self._hand_over(message)
 
-    def send(self, message: Message, check: Callable[[TransactionalProducer], int] | None) -> None:
+    def send(self, message: Message, hold: Hold | None, topic: str | None = None) -> None:
         """Take a message; see :meth:`dualwrite.writing.blocks.dual_write.DualWrite.send`."""
         try:
+            if self.of_unit:
+                self._require_topic(topic)
             if self.savepoints is None or self.savepoints.direct:
                 self._hand_over(message)
             else:
-                if check is not None and self.savepoints.holds:
-                    check(self._producer)
+                if hold is not None and self.savepoints.holds:
+                    message, _ = hold(self._producer)
                 self.savepoints.add(message)
                 self._hand_over_released()
         except IllegalStateError:

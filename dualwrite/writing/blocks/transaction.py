@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, cast
 
-from dualwrite.writing.blocks.early import refuse_early
+from dualwrite.writing.blocks.early import hold, hold_many
 from dualwrite.writing.blocks.serializing import NO_SERIALIZERS, Serializing
 
 if TYPE_CHECKING:
@@ -16,12 +16,22 @@ if TYPE_CHECKING:
 
     from dualwrite.kafka.producer.engine import Column
     from dualwrite.kafka.producer.transactional import TransactionalProducer
-    from dualwrite.ports.observer import WriteObserver
+    from dualwrite.ports.observer import Headers, WriteObserver
     from dualwrite.ports.savepoints import Message
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.tables.write_life import WriteState
     from dualwrite.stores.rocksdb.batch import RocksBatch
+    from dualwrite.writing.blocks.early import Hold
     from dualwrite.writing.blocks.serializing import Bytes
+
+
+class _Parts(TypedDict):
+    """The parts of a message that most messages do without."""
+
+    partition: int | None
+    headers: Headers
+    timestamp_ms: int | None
+    on_delivery: Callable[[KafkaError | None, KafkaMessage], None] | None
 
 
 class Write(Protocol):
@@ -61,16 +71,11 @@ class Write(Protocol):
         """See :attr:`Transaction.session`."""
         ...
 
-    @property
-    def holds(self) -> bool:
-        """Whether a message sent now waits for a savepoint."""
-        ...
-
     def require_open(self) -> None:
         """See :meth:`dualwrite.writing.blocks.dual_write.DualWrite.require_open`."""
         ...
 
-    def send(self, message: Message, check: Callable[[TransactionalProducer], int] | None = None) -> None:
+    def send(self, message: Message, hold: Hold | None = None, topic: str | None = None) -> None:
         """See :meth:`dualwrite.writing.blocks.dual_write.DualWrite.send`."""
         ...
 
@@ -164,7 +169,7 @@ class Transaction:
 
         Inside a savepoint (``begin_nested()`` of :attr:`connection` or :attr:`session`, or ``SAVEPOINT`` as text) it waits in
         memory: it is sent when the outermost savepoint is released, and forgotten, its ``on_delivery`` not called, when the
-        savepoint is rolled back.
+        savepoint is rolled back. What waits is a copy, checked at the call.
 
         Args:
             topic: Topic name.
@@ -190,19 +195,17 @@ class Transaction:
         self._dual_write.require_open()  # a serializer may register a schema
         own_key, own_value, own_headers = self._serializing.message(topic, key, value, headers)
         all_headers = self._dual_write.observer.producing(topic, own_headers)
+        parts: _Parts = {
+            "partition": partition,
+            "headers": all_headers,
+            "timestamp_ms": timestamp_ms,
+            "on_delivery": on_delivery,
+        }
         self._send(
             topic,
             1,
-            lambda producer: producer.produce(
-                topic,
-                own_value,
-                own_key,
-                partition=partition,
-                headers=all_headers,
-                timestamp_ms=timestamp_ms,
-                on_delivery=on_delivery,
-            ),
-            lambda producer: refuse_early(producer, topic, [own_value], [own_key], on_delivery=on_delivery),
+            lambda producer: producer.produce(topic, own_value, own_key, **parts),
+            lambda producer: hold(producer, topic, own_value, own_key, **parts),
         )
 
     def produce_many(self, topic: str, values: Sequence[object], keys: Sequence[object] | None = None) -> None:
@@ -219,16 +222,14 @@ class Transaction:
             ValueError: The numbers of keys and values differ.
         """
         self._dual_write.require_open()
-        if self._dual_write.holds or not self._serializing.none:  # the caller may change its own lists meanwhile
+        if not self._serializing.none:
             keys, values = self._serializing.many(topic, keys, values)
-        self._produce_many(topic, cast("Sequence[Bytes]", values), cast("Sequence[Bytes] | None", keys))
-
-    def _produce_many(self, topic: str, values: Sequence[Bytes], keys: Sequence[Bytes] | None) -> None:
+        own_values, own_keys = cast("Sequence[Bytes]", values), cast("Sequence[Bytes] | None", keys)
         self._send(
             topic,
             len(values),
-            lambda producer: producer.produce_many(topic, values, keys),
-            lambda producer: refuse_early(producer, topic, values, keys),
+            lambda producer: producer.produce_many(topic, own_values, own_keys),
+            lambda producer: hold_many(producer, topic, own_values, own_keys),
         )
 
     def produce_arrow(
@@ -258,27 +259,27 @@ class Transaction:
             ValueError: The columns differ in length.
             TypeError: A column is of another type.
         """
-        self._send(
-            topic,
-            len(values),
-            lambda producer: producer.produce_arrow(topic, values, keys, headers, partitions, timestamps=timestamps),
-            lambda _: values.nbytes + (0 if keys is None else keys.nbytes),
-        )
 
-    def _send(
-        self,
-        topic: str,
-        count: int,
-        message: Message,
-        check: Callable[[TransactionalProducer], int] | None = None,
-    ) -> None:
+        def send(producer: TransactionalProducer) -> None:
+            producer.produce_arrow(topic, values, keys, headers, partitions, timestamps=timestamps)
+
+        self._send(topic, len(values), send, lambda _: (send, values.nbytes + (0 if keys is None else keys.nbytes)))
+
+    def _send(self, topic: str, count: int, message: Message, hold: Hold) -> None:
         observer = self._dual_write.observer
 
-        def observed(producer: TransactionalProducer) -> None:
-            message(producer)
-            observer.sent(topic, count)
+        def observed(message: Message) -> Message:
+            def send(producer: TransactionalProducer) -> None:
+                message(producer)
+                observer.sent(topic, count)
 
-        self._dual_write.send(observed, check)
+            return send
+
+        def held(producer: TransactionalProducer) -> tuple[Message, int]:
+            kept, size = hold(producer)
+            return observed(kept), size
+
+        self._dual_write.send(observed(message), held, topic)
 
     def send_offsets_to_transaction(self, offsets: Sequence[TopicPartition], group_metadata: object) -> None:
         """Commit consumed offsets together with this dual write (consume, transform, write to both).
@@ -293,7 +294,8 @@ class Transaction:
             IllegalStateError: The block has ended.
             TransactionAborted, Fenced, Unavailable: The broker did not accept them; leave the block, both sides abort.
         """
-        self._dual_write.send(lambda producer: producer.send_offsets_to_transaction(offsets, group_metadata))
+        own_offsets = list(offsets)  # the caller may change its list while they wait
+        self._dual_write.send(lambda producer: producer.send_offsets_to_transaction(own_offsets, group_metadata))
 
     def __repr__(self) -> str:
         return f"<Transaction {self.transactional_id} {self.state.value}>"

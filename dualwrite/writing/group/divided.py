@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,11 +18,11 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.orm import Session
 
-    from dualwrite.kafka.producer.transactional import TransactionalProducer
     from dualwrite.ports.observer import WriteObserver
     from dualwrite.ports.savepoints import Message, SavepointWatch
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.writing.blocks.dual_write import DualWrite
+    from dualwrite.writing.blocks.early import Hold
 
 
 class Uses:
@@ -143,22 +142,17 @@ class UnitWrite:
         self._write.sending.expect_session()
         return self._session.session
 
-    @property
-    def holds(self) -> bool:
-        """See :class:`dualwrite.writing.blocks.transaction.Write`. Messages of a unit always wait for its end."""
-        return True
-
     def require_open(self) -> None:
         """See :class:`dualwrite.writing.blocks.transaction.Write`."""
         self.uses.require()
         self._write.require_open()
 
-    def send(self, message: Message, check: Callable[[TransactionalProducer], int] | None = None) -> None:
+    def send(self, message: Message, hold: Hold | None = None, topic: str | None = None) -> None:
         """See :class:`dualwrite.writing.blocks.transaction.Write`. An error concerns this unit alone."""
         with self.uses:
             self._write.require_open()
             try:
-                self.size += self._write.sending.hold(message, check)
+                self.size += self._write.sending.hold(message, hold, topic)
             except IllegalStateError:
                 raise  # nothing was changed
             except DualWriteError as error:

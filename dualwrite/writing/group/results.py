@@ -207,8 +207,16 @@ class GroupRun:
         self.again = again
         return told
 
-    def failed(self, error: BaseException) -> Sequence[Told]:
-        """Note that the group has ended with an error, which has left its block. Returns what to tell the callers."""
+    def failed(self, error: BaseException, *, aborted: bool = False) -> Sequence[Told]:
+        """Note that the group has ended with an error, which has left its block.
+
+        Args:
+            error: The error.
+            aborted: Whether both sides have certainly aborted, whatever the error is.
+
+        Returns:
+            What to tell the callers.
+        """
         if isinstance(error, NothingKept):
             return self.committed()
         if not self._ran:  # the block could not begin: until a unit does, its caller may give it up
@@ -216,7 +224,7 @@ class GroupRun:
         told: list[Told] = []
         again = []
         for unit in self.taken:
-            if unit in self._ran and not self._runs_again(unit, error):
+            if unit in self._ran and not self._runs_again(unit, error, aborted=aborted):
                 if unit in self._begun or self.begins(unit):
                     told.append(_failed(unit, self._shown(unit, error)))
             elif unit not in self._dropped:
@@ -226,10 +234,10 @@ class GroupRun:
         self._log(error)
         return told
 
-    def _runs_again(self, unit: Unit[Any], error: BaseException) -> bool:
+    def _runs_again(self, unit: Unit[Any], error: BaseException, *, aborted: bool) -> bool:
         unit.failures += 1
         if self._running is None:
-            fate = after_group(error, units=len(self._ran), failures=unit.failures)
+            fate = after_group(error, units=len(self._ran), failures=unit.failures, aborted=aborted)
         elif unit is self._running:
             fate = after_ending_group(self._raised, error, unit.failures)
         else:

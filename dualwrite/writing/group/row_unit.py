@@ -34,7 +34,7 @@ class RowUnit:
         statement: ``insert()``, ``update()``, ``delete()``, or one of them as ``text()``. It must not return rows.
         parameters: The parameters of the statement, as for SQLAlchemy's ``Connection.execute()``: a mapping, or a sequence of
             mappings with the same names, for several rows.
-        messages: The messages that commit with the rows, in their order; none if not given.
+        messages: The messages that commit with the rows, in their order; none if not given. Their headers are copied.
 
     The statement is executed without the context variables of the caller: column defaults that read them must be given as
     parameters. Serializers and telemetry have them.
@@ -56,13 +56,7 @@ class RowUnit:
         self.statement: Final = statement
         self.rows: Final = _rows_of(parameters)
         self._names: Final = self.rows[0].keys()
-        self.messages: Final = tuple(messages)
-        for message in self.messages:
-            if not isinstance(message, ProducerRecord):
-                raise ConfigurationError(
-                    f"{type(message).__name__} is no message",
-                    next_step="give each as dualwrite.ProducerRecord(topic, value)",
-                )
+        self.messages: Final = tuple(map(_copied, messages))
 
     def goes_with(self, other: RowUnit) -> bool:
         """Whether one ``executemany`` can write the rows of both."""
@@ -91,6 +85,19 @@ def execute_rows(units: Sequence[RowUnit], transaction: Transaction) -> None:
     rows = [row for unit in units for row in unit.rows]
     transaction.connection.execute(units[0].statement, rows[0] if len(rows) == 1 else rows)
     failpoints.hit("group.rows_executed")
+
+
+def _copied(message: ProducerRecord) -> ProducerRecord:
+    """The message as it is now: its caller may use the same headers for the next one."""
+    if not isinstance(message, ProducerRecord):
+        raise ConfigurationError(
+            f"{type(message).__name__} is no message", next_step="give each as dualwrite.ProducerRecord(topic, value)"
+        )
+    given = message.headers
+    if not given:
+        return message
+    pairs = given.items() if isinstance(given, Mapping) else given
+    return message._replace(headers=tuple(tuple(pair) if isinstance(pair, list) else pair for pair in pairs))
 
 
 def _check_statement(statement: object) -> None:

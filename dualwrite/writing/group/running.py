@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from dualwrite.protocol.process.grouping import GroupLimits, Unit
+from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import now_s
+from dualwrite.writing.blocks.transaction import write_of
 from dualwrite.writing.group.divided import Divided, named
 from dualwrite.writing.group.results import GroupRun, Told
 from dualwrite.writing.group.row_unit import execute_rows
 
 if TYPE_CHECKING:
+    from dualwrite.writing.blocks.dual_write import DualWrite
     from dualwrite.writing.blocks.transaction import Transaction
 
 Call = Callable[[Any, "Transaction"], object]
@@ -37,6 +40,7 @@ def run_group(
         call: Calls the work of a unit; of a `RowUnit`, it produces the messages.
         all_run: Called once the units have run, before the commit.
     """
+    transaction: Transaction | None = None
     try:
         with block() as transaction:
             if len(group.taken) == 1:
@@ -49,11 +53,12 @@ def run_group(
         failpoints.hit("group.committed")
         return group.committed()
     except BaseException as error:  # noqa: BLE001 - goes to the callers
-        return group.failed(error)
+        return group.failed(error, aborted=transaction is not None and transaction.state is WriteState.ABORTED)
 
 
 def _run_one(group: GroupRun, unit: Unit[Any], transaction: Transaction, call: Call) -> None:
     """The only unit of a group is the whole block: it needs no savepoint."""
+    cast("DualWrite", write_of(transaction)).sending.of_unit = True
     if group.begins(unit):
         group.ended(unit, _work(unit, transaction, call), None)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from dualwrite.errors import DualWriteError, Fenced, Unavailable
+from dualwrite.errors import DualWriteError, Fenced, TransactionAborted, Unavailable
 from dualwrite.kafka.coordinator.brokers import Brokers
 from dualwrite.kafka.coordinator.routing import internal_partition
 from dualwrite.kafka.producer.codes import Code
@@ -68,8 +68,17 @@ _DRAIN_S: Final = 1.0
 """How long an abort waits for answers to what was sent: the more is known, the less has to be settled."""
 _ASK_S: Final = 2.0
 """Limits the requests before an abort: an abort must not wait for a broker that is down."""
-_WHOLE_BETWEEN_WAITS: Final = frozenset({"begin", "produce", "produce_many", "produce_arrow", "prepare"})
+_WHOLE_BETWEEN_WAITS: Final = frozenset(
+    {"begin", "require_topic", "produce", "produce_many", "produce_arrow", "prepare"}
+)
 """Verbs that wait between two steps alone. Of the others the broker may still carry out a request."""
+_LOOK_UP_S: Final = 0.5
+"""Limits the look-up of a unit's topic: without an answer, the end of its group looks again."""
+_ASKED_ENOUGH_S: Final = 0.5
+"""A topic that was missing is not looked up again sooner."""
+_FORGOTTEN_S: Final = 60.0
+"""A topic that nobody has asked for so long is given time again to appear."""
+_MOST_MISSING: Final = 1000
 _PURGED: Final = -152
 """librdkafka's code for a message that an abort has dropped."""
 
@@ -131,6 +140,7 @@ class NativeInstance(ProducerEngine):
         self._settings: NativeSettings | None = None
         self._filling: Filling | None = None
         self._ids: tuple[int, int] | None = None
+        self._missing: dict[str, tuple[float, float]] = {}
         self._renews = True
         self._statistics = Statistics(transactional_id, 0.0, None)
 
@@ -196,6 +206,33 @@ class NativeInstance(ProducerEngine):
     def _open(self) -> OpenTransaction:
         assert isinstance(self.transaction, OpenTransaction)
         return self.transaction
+
+    @whole
+    def require_topic(self, topic: str) -> None:
+        """See :meth:`dualwrite.kafka.producer.transactional.TransactionalProducer.require_topic`."""
+        if self._sender.has_found(topic):
+            return
+        since, asked = self._missing.get(topic, (0.0, 0.0))
+        now = now_s()
+        if now >= asked + _ASKED_ENOUGH_S:
+            try:
+                found = self._sender.finds(topic, Deadline(_LOOK_UP_S))
+            except Unavailable:
+                return  # the end of the group tells what keeps Kafka from answering
+            if found:
+                self._missing.pop(topic, None)
+                return
+            if len(self._missing) >= _MOST_MISSING:
+                self._missing.clear()
+            since = now if now >= asked + _FORGOTTEN_S else since
+            self._missing[topic] = since, now
+        assert self._settings is not None
+        raise TransactionAborted(
+            f"produce ({topic}): no broker knows the topic (UNKNOWN_TOPIC_OR_PARTITION)",
+            transactional_id=self._id,
+            next_step="create the topic, or correct its name",
+            retryable=now < since + self._settings.limits.topic_s,
+        )
 
     @whole
     def produce(

@@ -107,6 +107,22 @@ class Sender:
             self._learn(name, found)
         return found
 
+    def has_found(self, name: str) -> bool:
+        """Whether the topic was ever found. Asks no broker."""
+        return name in self._found_at
+
+    def finds(self, name: str, deadline: Deadline) -> bool:
+        """Whether the topic is found now. Unlike :meth:`topic`, also between two transactions.
+
+        Raises:
+            Unavailable, ConfigurationError: As :meth:`topic`.
+        """
+        find = partial(self._find, deadline, fresh=True)
+        [(found,)] = until_answered([name], find, deadline, f"describe topic {name!r}").values()
+        if found is not None:
+            self._found_at[name] = now_s()
+        return found is not None
+
     def _find(
         self, deadline: Deadline, names: list[str], *, fresh: bool = False
     ) -> dict[str, tuple[Topic | None] | NotYet]:

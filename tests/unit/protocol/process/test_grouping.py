@@ -286,6 +286,15 @@ def test_a_group_runs_again_only_if_nothing_was_written(error, first, second, si
     assert after_group(error, units=1, failures=1) is single
 
 
+def test_after_an_exception_at_its_end_that_has_aborted_both_sides_each_unit_runs_alone():
+    """A delivery callback has raised it, say. Without the abort it may be anything."""
+    assert after_group(ValueError(), units=3, failures=1, aborted=True) is Fate.ALONE
+    assert after_group(ValueError(), units=3, failures=1) is Fate.FAIL
+    assert after_group(ValueError(), units=1, failures=2, aborted=True) is Fate.FAIL
+    assert after_group(KeyboardInterrupt(), units=3, failures=1, aborted=True) is Fate.FAIL
+    assert after_group(TransactionInDoubt("x"), units=3, failures=1, aborted=True) is Fate.FAIL
+
+
 def test_a_group_does_not_run_again_for_ever():
     assert after_group(aborted(), units=1, failures=ATTEMPTS) is Fate.FAIL
 

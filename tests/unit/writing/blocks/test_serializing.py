@@ -165,7 +165,7 @@ def test_a_message_that_waits_for_a_savepoint_is_serialized_at_once(shop, produc
         order["id"] = 2
         with pytest.raises(ValueSerializationError):
             tx.produce(TOPIC, {}, partition=0)
-    assert [value for _, value, _ in produced] == ["1"]
+    assert [value for _, value, _ in produced] == [b"1"]
 
 
 def test_the_bytes_that_a_serializer_makes_are_held_against_the_limit(shop):

@@ -16,7 +16,6 @@ from dualwrite import (
     Transaction,
     TransactionAborted,
 )
-from dualwrite.ports.observer import NO_WRITE_OBSERVER
 from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.state import PartitionStores
 from dualwrite.stores.zookeeper.multi import Multi
@@ -95,42 +94,6 @@ def test_messages_go_with_their_savepoint(shop, writer):
             raise Refused
         shop.put(tx, 6)
     assert shop.both_have(1, 2, 4, 6)
-
-
-class Waiting:
-    """A dual write inside a savepoint, which keeps its messages."""
-
-    holds = True
-    observer = NO_WRITE_OBSERVER
-
-    def __init__(self):
-        self.messages = []
-
-    def require_open(self):
-        pass
-
-    def send(self, message, _check):
-        self.messages.append(message)
-
-
-class Producer:
-    def __init__(self):
-        self.sent = []
-
-    def produce_many(self, topic, values, keys):
-        self.sent += [(topic, value, key) for value, key in zip(values, keys, strict=True)]
-
-
-def test_messages_that_wait_are_those_that_were_given():
-    """The caller may change its own lists before the savepoint is released."""
-    dual_write, producer = Waiting(), Producer()
-    values, keys = ["1", "2"], ["a", "b"]
-    Transaction(dual_write).produce_many(TOPIC, values, keys)
-    values.clear()
-    keys.clear()
-    [message] = dual_write.messages
-    message(producer)
-    assert producer.sent == [(TOPIC, "1", "a"), (TOPIC, "2", "b")]
 
 
 def test_a_message_that_cannot_be_sent_is_refused_in_its_savepoint_and_aborts_both_although_the_block_goes_on(

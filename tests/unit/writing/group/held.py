@@ -2,6 +2,10 @@
 
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
+
+from dualwrite.protocol.tables.write_life import WriteState
+from dualwrite.writing.blocks.transaction import Transaction
 
 
 class Refused(Exception):
@@ -40,3 +44,8 @@ class Held:
             return result
 
         return self.writer.submit(unit, key=number if key is None else key)
+
+
+def transaction_of_nothing():
+    """The transaction of a block without servers, whose units are its whole block."""
+    return Transaction(SimpleNamespace(sending=SimpleNamespace(of_unit=False), state=WriteState.ABORTED))

@@ -13,7 +13,7 @@ from harness.interruption import Interruption
 from dualwrite import GroupLimits, TransactionAborted
 from dualwrite.runtime import waiting
 from dualwrite.writing.group.groups import Groups
-from unit.writing.group.held import Refused
+from unit.writing.group.held import Refused, transaction_of_nothing
 
 NAME = contextvars.ContextVar("name", default="nobody's")
 
@@ -198,7 +198,7 @@ def test_an_interrupted_unit_leaves_nothing_and_the_next_one_runs(shop, writer):
 def test_an_interruption_at_any_line_leaves_nobody_waiting(monkeypatch):
     @contextmanager
     def block():
-        yield None
+        yield transaction_of_nothing()
 
     serve = Groups._serve
     monkeypatch.setattr(Groups, "_serve", lambda _: None)

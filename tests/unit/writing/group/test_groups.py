@@ -5,6 +5,7 @@ import time
 from concurrent.futures import CancelledError, Future, wait
 
 import pytest
+from harness.served import TOPIC
 from sqlalchemy import text
 
 from dualwrite import (
@@ -12,6 +13,8 @@ from dualwrite import (
     ConfigurationError,
     GroupLimits,
     IllegalStateError,
+    ProducerRecord,
+    RowUnit,
     TransactionAborted,
     TransactionInDoubt,
     Unavailable,
@@ -305,16 +308,59 @@ def test_pending_reaches_every_unit(shop, held, monkeypatch):
     [
         ("group.unit_begun:2", [1]),
         ("group.unit_kept:1", [1]),
-        ("group.units_done:2", [1, 2, 3]),
-        ("write.prepared:2", [1, 2, 3]),
+        ("group.units_done:2", []),
+        ("write.prepared:2", []),
     ],
 )
-def test_a_defect_reaches_every_unit_that_has_begun(shop, held, point, told):
+def test_a_defect_that_aborts_a_group_of_several_lets_each_run_alone(shop, held, point, told):
     with held.together():
         futures = {number: held.put(number) for number in (1, 2, 3)}
         failpoints.arm(f"{point}:raise")
     assert [number for number, future in futures.items() if future.exception(30) is not None] == told
     assert shop.both_have(*sorted({1, 2, 3} - set(told)))
+
+
+def test_a_delivery_callback_that_raises_fails_its_unit_alone(shop, held):
+    def told(*_):
+        raise Refused
+
+    def unit(tx):
+        shop.put(tx, 2)
+        tx.produce(TOPIC, "22", partition=0, on_delivery=told)
+
+    with held.together():
+        futures = [held.put(1), held.writer.submit(unit, key=2), held.put(3)]
+    assert [type(future.exception(30)) for future in futures] == [type(None), Refused, type(None)]
+    assert shop.both_have(1, 3)
+
+
+MISTAKES = {
+    "value": lambda tx: tx.produce(TOPIC, {"id": 1}),
+    "header": lambda tx: tx.produce(TOPIC, "x", headers={"n": 1}),
+    "topic": lambda tx: tx.produce("a b", "x"),
+    "many": lambda tx: tx.produce_many(TOPIC, ["x", 7]),
+    "rows": RowUnit(text("INSERT INTO orders (id) VALUES (9)"), messages=[ProducerRecord(TOPIC, 7)]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_message_is_told_at_the_call_and_fails_no_other_unit(shop, held, mistake):
+    runs = []
+
+    def counted(tx):
+        runs.append(1)
+        shop.put(tx, 1)
+
+    with held.together():
+        futures = [
+            held.writer.submit(counted, key=1),
+            held.writer.submit(MISTAKES[mistake], key=2),
+            held.put(3),
+        ]
+    assert isinstance(futures[1].exception(30), TypeError | TransactionAborted)
+    assert [futures[0].result(30), futures[2].result(30)] == [None, None]
+    assert len(runs) == 1
+    assert shop.both_have(1, 3)
 
 
 def test_a_callback_that_raises_an_interruption_keeps_no_caller_waiting(shop, held, caplog):
