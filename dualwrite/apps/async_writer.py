@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -128,6 +129,7 @@ class AsyncDualWriter:
         self._groups = self._writer.groups_of_tasks(groups, self._opened)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool: ThreadPoolExecutor | None = None
+        self._pid = os.getpid()
 
     @classmethod
     def leased(
@@ -184,6 +186,7 @@ class AsyncDualWriter:
         if self._loop is not None:
             raise IllegalStateError("the writer was already opened", transactional_id=self.transactional_id)
         self._loop = asyncio.get_running_loop()
+        self._pid = os.getpid()
         self._pool = ThreadPoolExecutor(THREADS + self._max_lanes, f"dualwrite {self.transactional_id}")
         try:
             await run(self._pool, self._writer.open)
@@ -344,8 +347,8 @@ class AsyncDualWriter:
         await self._close(self._writer.close)
 
     async def _close(self, close: Callable[[], None]) -> None:
-        if self._loop is None:
-            return
+        if self._loop is None or os.getpid() != self._pid:
+            return  # in a forked process the connections and the threads are the parent's
         self._require_own_loop()
         if self._pool is not None:
             await self._groups.close(self._timeout_s)

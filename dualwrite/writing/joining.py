@@ -18,6 +18,7 @@ from sqlalchemy.engine.default import DefaultDialect
 from sqlalchemy.orm import Session
 
 from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError
+from dualwrite.stores.sql.access.connections import leave_to_parent
 from dualwrite.stores.sql.dialects.savepoints import watch_sessions
 from dualwrite.stores.sql.drivers.listening import listens
 from dualwrite.writing.blocks.sending import as_value, raise_aborted
@@ -239,7 +240,10 @@ class _Joined:
         self._abort()
 
     def abandon(self) -> None:
-        """Abort both sides, and return the connection, whose session was dropped without an end."""
+        """Abort both sides, and return the connection, whose session was dropped without an end.
+
+        A forked process drops the sessions of its parent's other threads, and must leave them alone.
+        """
         if self.is_open:
             self.roll_back()
             self.connection.close()
@@ -260,6 +264,7 @@ class _Joined:
             self._block.__exit__(_RolledBack, _RolledBack(), None)
 
     def _close(self) -> None:
+        leave_to_parent()
         self.is_open = False
         vars(self._pooled).pop("commit", None)
         self._pooled.info.pop(_JOINED, None)

@@ -28,7 +28,8 @@ class Decisions:
             state.c.transactional_id == bindparam("id_"),
             or_(namespace.is_(None), state.c.namespace == namespace),
         )
-        is_ours = (*is_row, state.c.incarnation == bindparam("incarnation_"))
+        # In the statement itself: one that stands alone, since the transaction was ended unseen, must match nothing.
+        is_ours = (*is_row, state.c.incarnation == bindparam("incarnation_"), *dialect.is_begun())
         incarnation = select(state.c.incarnation).where(*is_row).scalar_subquery()
         prepared = select(state.c.prepared_transaction_state).where(*is_row).scalar_subquery()
         self._start = CompiledOnce(select(incarnation, prepared, *dialect.start_columns()))
@@ -64,7 +65,11 @@ class Decisions:
         idle_s: float | None,
         within_s: float | None,
     ) -> Sequence[Any] | None:
-        """Write the prepared state into the row. Returns the dialect's end columns; None if the row is no longer ours."""
+        """Write the prepared state into the row.
+
+        Returns:
+            The dialect's end columns; None if the row is no longer ours, or the transaction is not the one that was begun.
+        """
         bound = {
             "id_": transactional_id,
             "incarnation_": incarnation,
@@ -72,6 +77,7 @@ class Decisions:
             "state_": state,
             "idle_ms_": _milliseconds(idle_s),
             "within_ms_": _milliseconds(within_s),
+            **self._dialect.begun(connection),
         }
         return self._dialect.decided(connection, self._decide, bound)
 
@@ -79,7 +85,12 @@ class Decisions:
         self, connection: Connection, transactional_id: str, incarnation: int, *, namespace: str | None
     ) -> Sequence[Any] | None:
         """Lock the row as it is. Returns as :meth:`decide`."""
-        bound = {"id_": transactional_id, "incarnation_": incarnation, "namespace_": namespace}
+        bound = {
+            "id_": transactional_id,
+            "incarnation_": incarnation,
+            "namespace_": namespace,
+            **self._dialect.begun(connection),
+        }
         return connection.execute(self._hold, bound).one_or_none()
 
 

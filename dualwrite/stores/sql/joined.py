@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dualwrite.stores.sql.access.connections import let_go
 from dualwrite.stores.sql.dialects import committing
 from dualwrite.stores.sql.state import SqlStateStore
 
@@ -39,13 +40,16 @@ class JoinedStore(SqlStateStore):
         try:
             committing.commit(connection, self._dialect, self._decided(connection), answer_s=answer_s, joined=True)
         finally:
+            let_go(connection)
             self._dialect.restore(connection)
 
     def rollback(self, connection: Connection) -> None:
         """See :meth:`dualwrite.ports.store.StateStore.rollback`."""
         committing.rollback_joined(connection)
+        let_go(connection)
         self._dialect.restore(connection)
 
     def discard(self, connection: Connection) -> None:
         """See :meth:`dualwrite.ports.store.StateStore.discard`."""
         committing.discard_joined(connection)
+        let_go(connection)

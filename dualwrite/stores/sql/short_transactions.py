@@ -12,6 +12,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_rand
 from dualwrite.errors import ConfigurationError, DualWriteError, Unavailable
 from dualwrite.ports.database import PAUSED_OWNER_TIMEOUT_S
 from dualwrite.runtime.waiting import elsewhere
+from dualwrite.stores.sql.access.connections import begin_on
 from dualwrite.stores.sql.access.failures import Meaning, map_database_error, meaning_of
 from dualwrite.stores.sql.dialects.committing import rollback
 from dualwrite.stores.sql.tables.column_types import MYSQL
@@ -129,7 +130,7 @@ class ShortTransactions:
     ) -> Result:
         with self._engine.connect() as connection, self._dialect.bounded(connection, answer_s):
             try:
-                begin(connection)
+                begin_on(connection, lambda: begin(connection), own=True)
                 result = work(connection)
                 connection.commit()
             except BaseException:

@@ -15,6 +15,7 @@ from dualwrite.protocol.rows import Participant
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
 from dualwrite.stores.sql import participants
 from dualwrite.stores.sql.access.connecting import engine_of
+from dualwrite.stores.sql.access.connections import begin_on, keep, let_go
 from dualwrite.stores.sql.access.failures import map_database_error
 from dualwrite.stores.sql.claims import Claim
 from dualwrite.stores.sql.decisions import Decisions
@@ -113,10 +114,11 @@ class SqlStateStore:
         refuse_transaction(connection)
         with self._mapped():
             try:
-                self._dialect.begin(connection, self._tables)
+                begin_on(connection, lambda: self._dialect.begin(connection, self._tables))
             except BaseException:
                 if connection.in_transaction():  # otherwise the transaction was begun below SQLAlchemy, and is not ours
                     committing.rollback(connection)
+                    self._dialect.restore(connection)
                 raise
             self._begin_decisions(connection)
             committing.refuse_commits(connection)
@@ -124,6 +126,7 @@ class SqlStateStore:
     @staticmethod
     def _begin_decisions(connection: Connection) -> None:
         connection.info[_DECIDED] = set()
+        keep(connection)
 
     @staticmethod
     def _decided(connection: Connection) -> str | None:
@@ -199,6 +202,7 @@ class SqlStateStore:
         self, connection: Connection, transactional_id: str, row: Sequence[Any] | None
     ) -> tuple[bool, str | None]:
         if row is None:
+            self._dialect.require_begun(connection)
             return False, None
         connection.info[_DECIDED].add(transactional_id)
         return True, self._dialect.check_end(connection, tuple(row))
@@ -212,6 +216,7 @@ class SqlStateStore:
         try:
             committing.commit(connection, self._dialect, self._decided(connection), answer_s=answer_s)
         finally:
+            let_go(connection)
             self._dialect.restore(connection)
 
     def prepare(
@@ -219,16 +224,21 @@ class SqlStateStore:
     ) -> None:
         """See :meth:`dualwrite.ports.store.StateStore.prepare`."""
         name = participants.name_of(row.namespace, state)
-        committing.commit(connection, self._dialect, row.transactional_id, prepare_as=name, answer_s=answer_s)
+        try:
+            committing.commit(connection, self._dialect, row.transactional_id, prepare_as=name, answer_s=answer_s)
+        finally:
+            let_go(connection)
 
     def rollback(self, connection: Connection) -> None:
         """See :meth:`dualwrite.ports.store.StateStore.rollback`."""
         committing.rollback(connection)
+        let_go(connection)
         self._dialect.restore(connection)
 
     def discard(self, connection: Connection) -> None:
         """See :meth:`dualwrite.ports.store.StateStore.discard`."""
         committing.discard(connection)
+        let_go(connection)
 
     @contextmanager
     def _mapped(self, transactional_id: str | None = None) -> Generator[None, None, None]:

@@ -132,7 +132,11 @@ class MemoryStore:
         del incarnation, limits
         self._planted.reach(Place.DECIDE)
         with self._mapped(transactional_id):
-            found = connection.execute(select(*self._dialect.end_columns())).one()
+            statement = select(*self._dialect.end_columns()).where(*self._dialect.is_begun())
+            found = connection.execute(statement, self._dialect.begun(connection)).one_or_none()
+            if found is None:
+                self._dialect.require_begun(connection)
+                return False, None
             return True, self._dialect.check_end(connection, tuple(found))
 
     def run_deferred(self, connection: Connection, transactional_id: str | None = None) -> None:

@@ -106,9 +106,11 @@ def dual_write(
             yield Transaction(write, serializing)
         except BaseException:
             write.lent = False
-            write.abort()
+            if not write.is_parents:
+                write.abort()
             raise
         write.lent = False
+        write.require_not_parents()
         if ending is Ending.COMMIT:
             with noting_told(context.store):
                 write.commit(permit=permit)
@@ -119,12 +121,16 @@ def dual_write(
         raise
     finally:
         write.lent = False
-        write.release()
-        if write.state not in _ENDED:
-            # Neither the connection nor the producer may be used again before the id is reclaimed: claiming waits for
-            # the old backend and settles.
-            lane.discard()
+        if write.is_parents:
+            # A forked process, which leaves the block too. The servers must hear nothing of it: not even of a rollback.
             context.store.discard(handle)
+        else:
+            write.release()
+            if write.state not in _ENDED:
+                # Neither the connection nor the producer may be used again before the id is reclaimed: claiming waits for
+                # the old backend and settles.
+                lane.discard()
+                context.store.discard(handle)
 
 
 def _raise_from_callback(error: BaseException, raised: BaseException | None) -> None:

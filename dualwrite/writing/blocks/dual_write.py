@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,7 @@ class DualWrite:
         self.sending = Sending(lane.producer, lane.transactional_id)
         self._session = self.new_session(self.sending.refuse)
         self._database_transaction: str | None = None
+        self._process = os.getpid()
         self.lent = False
         self.observer = observer
         self.prepared: PreparedTxnState | None = None
@@ -95,6 +97,24 @@ class DualWrite:
             )
             self.sending.refuse(error)
             raise error
+
+    @property
+    def is_parents(self) -> bool:
+        """Whether this is a forked process, and the dual write that of its parent, which alone may end it."""
+        return os.getpid() != self._process
+
+    def require_not_parents(self) -> None:
+        """Refuse to end the dual write of the process that this one was forked from.
+
+        Raises:
+            IllegalStateError: It is.
+        """
+        if self.is_parents:
+            raise IllegalStateError(
+                f"the dual write was begun by process {self._process}, and this one was forked inside it: nothing was ended",
+                transactional_id=self.transactional_id,
+                next_step="leave the block to that process; end this one with os._exit()",
+            )
 
     @property
     def transactional_id(self) -> str:

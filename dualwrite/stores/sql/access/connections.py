@@ -1,14 +1,21 @@
 """The connection of a block: one of the engine's, the user's own, or one made over a connection of psycopg's or of Django's.
 
 Each unit of a group gets a :class:`UnitConnection` over that of its block.
+
+A connection belongs to the process that began the dual write on it. In one that was forked meanwhile nothing must reach the
+server: a ROLLBACK from there would end the parent's transaction, and the parent would not notice.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
+import sqlite3
 import sys
 import weakref
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from sqlalchemy import Connection, CursorResult, Engine, StaticPool, exc
@@ -17,15 +24,29 @@ from dualwrite.errors import (
     CompletionPending,
     ConfigurationError,
     DecidedTransactionLost,
+    DualWriteError,
     IllegalStateError,
     OutcomeUnverifiable,
     TransactionAborted,
 )
+from dualwrite.stores.sql.access.connecting import fileno_of
 from dualwrite.stores.sql.access.failures import map_database_error
 
 if TYPE_CHECKING:
     import psycopg
+    from sqlalchemy import PoolProxiedConnection
 
+logger = logging.getLogger(__name__)
+
+LEFT_OPEN: Final = "the driver's connection is already in a transaction"
+LEFT_IN_AUTOCOMMIT: Final = "the connection is in autocommit: each statement would be committed by itself"
+_LEFT: Final = frozenset({LEFT_OPEN, LEFT_IN_AUTOCOMMIT})
+"""What is said of a connection that other code has left unusable, or that is so by the settings of its engine."""
+
+_borrowed: Final[weakref.WeakSet[Connection]] = weakref.WeakSet()
+_in_dual_writes: Final[dict[Connection, PoolProxiedConnection]] = {}
+"""Strong references: what a forked process drops must not be collected there, as the pool would roll it back."""
+_process = os.getpid()
 _infos: Final[weakref.WeakKeyDictionary[object, dict[Any, Any]]] = weakref.WeakKeyDictionary()
 """Facts about each of the user's psycopg connections, which outlive the connection of SQLAlchemy over it."""
 _PERMIT: Final = "dualwrite.permit"
@@ -92,8 +113,93 @@ def borrowed(engine: Engine) -> Generator[Connection, None, None]:
         own = engine.connect()
     except exc.SQLAlchemyError as error:
         raise map_database_error(error, engine) from error
+    _borrowed.add(own)
     with own:
         yield own
+
+
+def begin_on(connection: Connection, begin: Callable[[], None], *, own: bool | None = None) -> None:
+    """Begin a transaction; on another connection of the pool if other code has left the engine's own one unusable.
+
+    Args:
+        connection: The connection.
+        begin: Begins on it.
+        own: Whether it is one of the engine's own, and not the user's; by default one that was :func:`borrowed` is.
+
+    Raises:
+        DualWriteError: As ``begin``.
+    """
+    others: int | None = None
+    while True:
+        try:
+            begin()
+        except DualWriteError as error:
+            if error.what not in _LEFT or not (connection in _borrowed if own is None else own):
+                raise
+            if others is None:
+                # All that wait in the pool may be like this one, but not the one that is made after them.
+                others = getattr(connection.engine.pool, "checkedin", lambda: 0)() + 1
+            if not others:
+                raise
+            others -= 1
+            logger.warning("discarding a connection of the pool that other code has left unusable: %s", error.what)
+            connection.invalidate()
+        else:
+            return
+
+
+def keep(connection: Connection) -> None:
+    """Note that a dual write begins on the connection. In a process that is forked meanwhile it is left to this one."""
+    _in_dual_writes[connection] = connection.connection
+
+
+def let_go(connection: Connection) -> None:
+    """Note that the dual write has ended."""
+    _in_dual_writes.pop(connection, None)
+
+
+def leave_to_parent() -> None:
+    """In a forked process, part with the connections of the parent's dual writes. Elsewhere it does nothing.
+
+    It runs after each fork. Finalizers of the child run before that: they call it first.
+    """
+    global _process  # noqa: PLW0603 - the process is global to the process
+    if os.getpid() == _process:
+        return
+    _process = os.getpid()
+    while _in_dual_writes:
+        _leave(_in_dual_writes.popitem()[1])
+
+
+os.register_at_fork(after_in_child=leave_to_parent)
+
+
+def _leave(pooled: PoolProxiedConnection) -> None:
+    """Take the driver's connection from SQLAlchemy without a word to the server, and make it useless in this process."""
+    driver = pooled.driver_connection
+    if driver is None:
+        return
+    import ctypes  # noqa: PLC0415 - in a forked process only
+
+    # For good: SQLite rolls back what is open in the file when its connection is collected.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(driver))
+    with suppress(Exception):  # an asynchronous driver's thread is in the parent
+        if isinstance(driver, sqlite3.Connection):
+            driver.set_authorizer(lambda *_: sqlite3.SQLITE_DENY)
+        else:
+            _sever(fileno_of(driver))
+    record: Any = pooled._connection_record  # type: ignore[attr-defined] # noqa: SLF001 - invalidate() would close it
+    for holder in (record, pooled):
+        if holder is not None:
+            holder.dbapi_connection = None
+
+
+def _sever(fileno: int) -> None:
+    """Put a socket without a peer in the place of one that the parent uses: whatever is sent on it fails here."""
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with ours:
+        os.dup2(ours.fileno(), fileno, inheritable=False)
 
 
 class UnitConnection(Connection):

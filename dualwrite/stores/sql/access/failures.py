@@ -185,6 +185,22 @@ def conflict_behind(error: BaseException, transactional_id: str) -> TransactionA
     )
 
 
+def ended_inside(by: str, next_step: str) -> IllegalStateError:
+    """The error for a dual write whose database transaction was ended inside it. Nothing was decided.
+
+    Args:
+        by: What ends one.
+        next_step: The advice.
+    """
+    error = IllegalStateError(
+        f"the database transaction of the dual write was ended inside it, {by}: no message is sent; if it was committed, "
+        "what was written before that stays, and what was written after it may stay",
+        next_step=next_step,
+    )
+    error.outcome = "unknown"
+    return error
+
+
 def driver_words(error: BaseException) -> str:
     """The driver's message in one line, without details, which may hold values of rows."""
     orig = error.orig if isinstance(error, exc.DBAPIError) and error.orig is not None else error

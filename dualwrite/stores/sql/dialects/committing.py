@@ -13,6 +13,7 @@ from weakref import WeakSet
 from sqlalchemy import Connection, exc
 
 from dualwrite.errors import IllegalStateError, TransactionAborted, TransactionInDoubt
+from dualwrite.stores.sql.access.connections import leave_to_parent
 from dualwrite.stores.sql.access.failures import Meaning, driver_words, meaning_of
 from dualwrite.stores.sql.dialects.dialect import Dialect, Standing
 from dualwrite.stores.sql.drivers.listening import Listeners
@@ -104,6 +105,7 @@ def commit(
     verb = "COMMIT" if prepare_as is None else "PREPARE TRANSACTION"
     roll_back, throw_away = (rollback_joined, discard_joined) if joined else (rollback, discard)
     _stop_refusing(connection)
+    leave_to_parent()
     driver = driver_of(connection)
     standing = Standing.BROKEN if driver is None else dialect.standing(driver)
     if driver is None or standing is Standing.BROKEN:
@@ -122,12 +124,9 @@ def commit(
         )
     if standing is Standing.ENDED:
         throw_away(connection)
-        raise TransactionInDoubt(
-            f"other code ended the database transaction before {verb} was sent",
-            transactional_id=transactional_id,
-        )
+        raise _ended_before(verb, transactional_id)
     try:
-        with dialect.bounded(connection, answer_s):
+        with dialect.bounded(connection, answer_s), dialect.commit_finds_none(driver) as found_none:
             if joined:
                 _commit_driver(connection, driver)
             elif prepare_as is None:
@@ -146,6 +145,15 @@ def commit(
         raise TransactionInDoubt(
             f"the answer to {verb} is missing: {driver_words(error)}", transactional_id=transactional_id
         ) from error
+    if found_none:
+        throw_away(connection)
+        raise _ended_before(verb, transactional_id)
+
+
+def _ended_before(verb: str, transactional_id: str | None) -> TransactionInDoubt:
+    return TransactionInDoubt(
+        f"other code ended the database transaction before {verb} was executed", transactional_id=transactional_id
+    )
 
 
 def rollback(connection: Connection) -> None:
@@ -154,6 +162,7 @@ def rollback(connection: Connection) -> None:
     The server rolls back by itself when it notices that the connection is gone. Does nothing outside a transaction.
     """
     _stop_refusing(connection)
+    leave_to_parent()
     driver = driver_of(connection)
     try:
         connection.rollback()
@@ -166,11 +175,13 @@ def rollback(connection: Connection) -> None:
 
 def rollback_joined(connection: Connection) -> None:
     """Roll back what the database has of a joined transaction. Never raises. Its own code ends it in SQLAlchemy."""
+    leave_to_parent()
     _roll_back_driver(driver_of(connection))
 
 
 def discard_joined(connection: Connection, error: BaseException | None = None) -> None:
     """Close the driver's connection of a joined transaction for good. Never raises."""
+    leave_to_parent()
     if not connection.closed:
         connection.invalidate(error)
 
@@ -204,6 +215,7 @@ def _roll_back_driver(driver: DBAPIConnection | None) -> None:
 def discard(connection: Connection, error: BaseException | None = None) -> None:
     """Close the driver's connection for good, and leave SQLAlchemy's connection outside a transaction. Never raises."""
     _stop_refusing(connection)
+    leave_to_parent()
     if connection.closed:
         return
     connection.invalidate(error)

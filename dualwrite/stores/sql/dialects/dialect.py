@@ -96,6 +96,28 @@ class Dialect(Protocol):
         """
         ...
 
+    def is_begun(self) -> Sequence[ColumnElement[bool]]:
+        """The conditions that a statement is executed in the transaction that was begun, as far as SQL can say it.
+
+        Part of every statement that decides: whatever ends the transaction unseen (a program, a trigger, a forked process, a
+        pooler), no statement that stands alone can decide without the rows.
+        """
+        ...
+
+    def begun(self, connection: Connection) -> Mapping[str, object]:
+        """The values of :meth:`is_begun`."""
+        ...
+
+    def require_begun(self, connection: Connection) -> None:
+        """Check that the connection's transaction is still the one that was begun.
+
+        Raises:
+            IllegalStateError: It was ended; see :func:`~dualwrite.stores.sql.access.failures.ended_inside`.
+            TransactionAborted: The database has rolled it back.
+            SQLAlchemyError: The database failed.
+        """
+        ...
+
     def end_columns(self) -> Sequence[ColumnElement[object]]:
         """Columns that a dual write's last statement returns; may make the COMMIT durable."""
         ...
@@ -104,7 +126,7 @@ class Dialect(Protocol):
         """Check the values of :meth:`end_columns`. Returns the database's name of the transaction, if it has one.
 
         Raises:
-            IllegalStateError: The transaction is not the one that :meth:`begin` began.
+            IllegalStateError, TransactionAborted: As :meth:`require_begun`, where :meth:`is_begun` cannot say all of it.
         """
         ...
 
@@ -160,6 +182,10 @@ class Dialect(Protocol):
         Raises:
             TransactionAborted: A constraint is violated.
         """
+        ...
+
+    def commit_finds_none(self, driver: DBAPIConnection) -> AbstractContextManager[Sequence[object]]:
+        """For a COMMIT in the block: what is given is not empty afterwards if the server had no transaction to commit."""
         ...
 
     def bounded(self, connection: Connection, seconds: float | None) -> AbstractContextManager[object]:

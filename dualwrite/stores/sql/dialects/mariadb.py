@@ -1,8 +1,9 @@
 """MariaDB 10.6 and newer, and MySQL 8.0.17 and newer, through PyMySQL or mysqlclient; all tables of a dual write in InnoDB.
 
 A statement that fails leaves the transaction open, but a deadlock rolls back all of it, and the next statement silently
-begins another one; DDL commits it. So the transaction begins with a savepoint, which only that transaction has: the decision
-counts only if it can be released.
+begins another one; many statements commit it. So the transaction begins with a savepoint, which only that transaction has: the
+decision is not committed by itself (``@@autocommit``), and counts only if the savepoint can be released after it. PyMySQL also
+shows the server's own word after each statement; no reading of statements could replace either, as procedures hide them.
 """
 
 from __future__ import annotations
@@ -14,22 +15,23 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from sqlalchemy import exc, literal_column, text
+from sqlalchemy import Boolean, ColumnElement, exc, literal_column, select, text
 from sqlalchemy.dialects import mysql
 
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
 from dualwrite.stores.sql.access.connecting import fileno_of
+from dualwrite.stores.sql.access.connections import LEFT_IN_AUTOCOMMIT, LEFT_OPEN
 from dualwrite.stores.sql.access.failures import driver_words, number_of
 from dualwrite.stores.sql.dialects.committing import driver_of
 from dualwrite.stores.sql.dialects.dialect import Identity, Standing
 from dualwrite.stores.sql.dialects.mariadb_server import FACTS, Server, check_facts, is_mariadb, rolls_back_on_timeout
 from dualwrite.stores.sql.drivers.implicit_commits import ddl_in, end_in
-from dualwrite.stores.sql.drivers.queries import QueryWitness, queries_of
+from dualwrite.stores.sql.drivers.queries import IN_TRANSACTION, QueryWitness, ended_inside, queries_of, status_of
 from dualwrite.stores.sql.drivers.watchdog import WATCHDOG
 
 if TYPE_CHECKING:
-    from sqlalchemy import ColumnElement, Connection, Insert, Table, Update
+    from sqlalchemy import Connection, Insert, Table, Update
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from dualwrite.stores.sql.drivers.compiled import CompiledOnce
@@ -41,12 +43,13 @@ logger = logging.getLogger(__name__)
 _SAVEPOINT: Final = "dualwrite_transaction"
 _MARKED: Final = "dualwrite.marked"
 _CHANGED: Final = "dualwrite.changed_settings"
-_IN_TRANSACTION: Final = 1
 _NO_SAVEPOINT: Final = 1305
 _FRESH: Final = frozenset({"READ COMMITTED", "READ UNCOMMITTED"})
 """The isolation levels at which each statement sees what was committed before it."""
 _IDLE: Final = ("idle_transaction_timeout", "idle_write_transaction_timeout")
 _LOCK: Final = "innodb_lock_wait_timeout"
+
+_KEEPS_TRANSACTIONS: Final[ColumnElement[bool]] = literal_column("@@session.autocommit = 0", Boolean())
 
 # Errors in answer to COMMIT after which it certainly did not happen: those by which InnoDB rolls back, a refused COMMIT on a
 # server that has become read-only, and a failed certification in a cluster (Galera, Group Replication).
@@ -64,18 +67,12 @@ def _driver(connection: Connection) -> DBAPIConnection:
     return driver
 
 
-def _status(driver: DBAPIConnection) -> int | None:
-    """The server's status after its last answer; None if the driver does not tell (mysqlclient)."""
-    status = getattr(driver, "server_status", None)
-    return status if isinstance(status, int) else None
-
-
 def _usable_driver(connection: Connection) -> DBAPIConnection:
     """The driver's connection, which commits by COMMIT alone."""
     driver = _driver(connection)
     if cast("Any", driver).get_autocommit():
         raise ConfigurationError(
-            "the connection is in autocommit: each statement would be committed by itself",
+            LEFT_IN_AUTOCOMMIT,
             next_step="use an engine without isolation_level='AUTOCOMMIT' and without autocommit=True",
         )
     return driver
@@ -83,9 +80,9 @@ def _usable_driver(connection: Connection) -> DBAPIConnection:
 
 def _in_transaction(connection: Connection) -> bool:
     """Whether a transaction has changed something, as far as the driver or MariaDB tells (mysqlclient and MySQL do not)."""
-    status = _status(_driver(connection))
+    status = status_of(_driver(connection))
     if status is not None:
-        return bool(status & _IN_TRANSACTION)
+        return bool(status & IN_TRANSACTION)
     return is_mariadb(connection) and _is_open_on_server(connection)
 
 
@@ -127,7 +124,7 @@ class MariaDB:
         del tables
         driver = _usable_driver(connection)
         if _in_transaction(connection):
-            raise IllegalStateError("the driver's connection is already in a transaction")
+            raise IllegalStateError(LEFT_OPEN)
         connection.begin()
         # PyMySQL does not see what a SELECT has begun: whatever it was, its snapshot is too old.
         connection.exec_driver_sql("START TRANSACTION")
@@ -156,6 +153,7 @@ class MariaDB:
         connection.info[_MARKED] = True
         # A statement before the dual write may have opened a savepoint past SQLAlchemy.
         queries.doubtful = joined_late
+        queries.watch()
         self._limit_idle(connection, self._idle_s)
 
     def _limit_idle(self, connection: Connection, seconds: float | None) -> None:
@@ -185,6 +183,22 @@ class MariaDB:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
         check_facts(values)
         queries_of(_driver(connection)).timeout_rolls_back = rolls_back_on_timeout(values)
+
+    def is_begun(self) -> Sequence[ColumnElement[bool]]:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. :meth:`check_end` knows the rest."""
+        return (_KEEPS_TRANSACTIONS,)
+
+    def begun(self, connection: Connection) -> Mapping[str, object]:
+        """Nothing: see :meth:`is_begun`."""
+        del connection
+        return {}
+
+    def require_begun(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
+        self._refuse_rolled_back(_driver(connection))
+        if not connection.scalar(select(_KEEPS_TRANSACTIONS)):
+            raise ended_inside()
+        self._release(connection)
 
     def end_columns(self) -> Sequence[ColumnElement[object]]:
         """A constant, returned for the row that matched."""
@@ -231,25 +245,43 @@ class MariaDB:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. There is no name: the row itself shows the outcome."""
         del values
         self._refuse_rolled_back(_driver(connection))
+        self._release(connection)
+        return None
+
+    def _release(self, connection: Connection) -> None:
         if not connection.info.pop(_MARKED, False):
-            return None  # the transaction's first decision has released it
+            return  # the transaction's first decision has released it
         try:
             connection.exec_driver_sql(f"RELEASE SAVEPOINT {_SAVEPOINT}")
         except exc.DBAPIError as error:
             if number_of(error.orig) != _NO_SAVEPOINT:
                 raise
-            raise IllegalStateError(
-                "the database transaction of the dual write was ended inside it, by a COMMIT or ROLLBACK sent as text, or by "
-                "a statement that commits (DDL); what was written before a commit stays",
-                next_step="leave COMMIT and ROLLBACK to the dual write, and run DDL outside of it",
-            ) from error
-        return None
+            queries_of(_driver(connection)).ended = True
+            raise ended_inside() from error
+
+    def commit_finds_none(self, driver: DBAPIConnection) -> AbstractContextManager[Sequence[object]]:
+        """Nothing: the answer to COMMIT does not tell. :meth:`standing` shows it up to the statement before."""
+        del driver
+        return nullcontext(())
 
     def restore(self, connection: Connection) -> None:
-        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`.
+
+        Throws a connection away whose transaction was ended inside the dual write, or that is in another one already: whatever
+        did that (autocommit, ``completion_type``, locks) is in the session, and would meet the next one who uses it.
+        """
         driver = driver_of(connection)
-        changed = None if driver is None else connection.info.pop(_CHANGED, None)
-        if driver is None or not changed:
+        if driver is None:
+            return
+        queries, status = queries_of(driver), status_of(driver) or 0
+        spoilt = queries.ended or status & IN_TRANSACTION or cast("Any", driver).get_autocommit()
+        queries.begin()
+        changed = connection.info.pop(_CHANGED, None)
+        if spoilt:
+            logger.warning("discarding a connection: a statement has ended the transaction of a dual write, or will")
+            connection.invalidate()
+            return
+        if not changed:
             return
         try:
             with closing(driver.cursor()) as cursor:
@@ -261,7 +293,11 @@ class MariaDB:
             connection.invalidate()
 
     def refuse(self, connection: Connection, statement: str) -> None:
-        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`.
+
+        Statements that show it in their text are refused before they are sent: the server could only tell afterwards, when
+        rows are committed without messages. All others are noticed.
+        """
         driver = driver_of(connection)
         if driver is not None:
             self._refuse_rolled_back(driver)
@@ -308,8 +344,8 @@ class MariaDB:
         queries = queries_of(driver)
         if queries.rolled_back is not None:
             return Standing.FAILED
-        status = _status(driver)
-        is_open = not queries.ended if status is None else status & _IN_TRANSACTION
+        status = status_of(driver)
+        is_open = not queries.ended and (status is None or status & IN_TRANSACTION)
         return Standing.OPEN if is_open else Standing.ENDED
 
     def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:

@@ -12,12 +12,26 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
-from sqlalchemy import ColumnElement, Integer, Numeric, Text, case, exc, func, literal_column, select, text
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Integer,
+    Numeric,
+    Text,
+    bindparam,
+    case,
+    exc,
+    func,
+    literal_column,
+    select,
+    text,
+)
 from sqlalchemy.dialects import postgresql
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
-from dualwrite.stores.sql.access.failures import sqlstate_of
+from dualwrite.stores.sql.access.connections import LEFT_IN_AUTOCOMMIT, LEFT_OPEN
+from dualwrite.stores.sql.access.failures import ended_inside, sqlstate_of
 from dualwrite.stores.sql.dialects import committing
 from dualwrite.stores.sql.dialects.dialect import Identity, Standing
 from dualwrite.stores.sql.drivers.awaited import own_connection
@@ -61,6 +75,12 @@ _CERTAIN: Final = frozenset(
 
 _IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
 _STARTED: Final = "dualwrite.transaction_started"
+# now() is the time at which the transaction began: nothing changes it within one, and it costs nothing. As a number of
+# microseconds, since the text or the driver's value of a timestamp depends on settings of the session.
+_NOW: Final[ColumnElement[int]] = literal_column("CAST(extract(epoch FROM now()) * 1000000 AS bigint)", BigInteger())
+_IS_BEGUN: Final[ColumnElement[bool]] = bindparam("begun_", type_=BigInteger()) == _NOW
+_NO_TRANSACTION: Final = "25P01"
+"""The warning with which the server answers a COMMIT outside of a transaction. Nothing else in the answer shows it."""
 _JOINED_LATE: Final = "dualwrite.joined_after_a_statement"
 _FRESH: Final = frozenset({"read committed", "read uncommitted"})
 """The isolation levels at which each statement sees what was committed before it."""
@@ -113,7 +133,7 @@ def _usable_driver(connection: Connection) -> _Psycopg:
     driver = _driver(connection)
     if driver.autocommit:
         raise ConfigurationError(
-            "the connection is in autocommit: each statement would be committed by itself",
+            LEFT_IN_AUTOCOMMIT,
             next_step="use an engine without isolation_level='AUTOCOMMIT', or a psycopg connection with autocommit=False",
         )
     if driver.read_only:
@@ -195,7 +215,7 @@ class PostgreSQL:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. :meth:`check_start` checks the server's part."""
         del tables
         if _usable_driver(connection).pgconn.transaction_status in {1, 2, 3}:
-            raise IllegalStateError("the driver's connection is already in a transaction")
+            raise IllegalStateError(LEFT_OPEN)
         connection.begin()
         connection.info[_STARTED] = None
         connection.info[_JOINED_LATE] = False
@@ -243,7 +263,7 @@ class PostgreSQL:
         return [
             literal_column("current_setting('transaction_read_only')"),
             literal_column("current_setting('transaction_isolation')"),
-            literal_column("now()"),
+            _NOW,
             literal_column(self._limit_idle),
         ]
 
@@ -263,10 +283,26 @@ class PostgreSQL:
             )
         connection.info[_STARTED] = started
 
+    def is_begun(self) -> Sequence[ColumnElement[bool]]:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. All of it can be said."""
+        return (_IS_BEGUN,)
+
+    def begun(self, connection: Connection) -> Mapping[str, object]:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
+        return {"begun_": connection.info[_STARTED]}
+
+    def require_begun(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
+        if not connection.scalar(select(_IS_BEGUN), self.begun(connection)):
+            raise ended_inside(
+                "by a COMMIT or ROLLBACK sent as text, by another process on its connection, or by a pooler that shares "
+                "connections by statement",
+                "leave COMMIT and ROLLBACK to the dual write; use PgBouncer with pool_mode=transaction",
+            )
+
     def end_columns(self) -> Sequence[ColumnElement[object]]:
-        """When the transaction began, and its name; also makes its COMMIT durable."""
+        """The transaction's name; also makes its COMMIT durable."""
         return [
-            literal_column("now()"),
             literal_column(f"pg_current_xact_id()::text || '@' || {_SERVER}"),
             literal_column(_DURABLE),
         ]
@@ -284,7 +320,7 @@ class PostgreSQL:
         return deciding.execute(connection, bound).one_or_none()
 
     def refuse(self, connection: Connection, statement: str) -> None:
-        """Nothing: DDL is part of the transaction, and :meth:`check_end` notices another one."""
+        """Nothing: DDL is part of the transaction, and :meth:`is_begun` notices another one."""
         del connection, statement
 
     def restore(self, connection: Connection) -> None:
@@ -323,6 +359,22 @@ class PostgreSQL:
             committing.run_deferred(connection, self, transactional_id)
 
     @contextmanager
+    def commit_finds_none(self, driver: DBAPIConnection) -> Generator[Sequence[object], None, None]:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. The server warns, unless the session hides warnings."""
+        found: list[object] = []
+
+        def hear(notice: Any) -> None:
+            if notice.sqlstate == _NO_TRANSACTION:
+                found.append(notice)
+
+        own = cast("Any", own_connection(driver))
+        own.add_notice_handler(hear)
+        try:
+            yield found
+        finally:
+            own.remove_notice_handler(hear)
+
+    @contextmanager
     def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. Shuts the connection when the time is up."""
         if seconds is None:
@@ -335,16 +387,8 @@ class PostgreSQL:
 
     def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
-        started, name, *_ = values
-        if connection.info[_STARTED] is None:
-            connection.info[_STARTED] = started
-        elif started != connection.info[_STARTED]:
-            raise IllegalStateError(
-                "the database transaction of the dual write was ended inside it: by a COMMIT or ROLLBACK sent as text, or "
-                "by a pooler that shares connections by statement",
-                next_step="leave COMMIT and ROLLBACK to the dual write; use PgBouncer with pool_mode=transaction",
-            )
-        return cast("str", name)
+        del connection
+        return cast("str", values[0])
 
     def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""

@@ -20,6 +20,8 @@ from sqlalchemy.dialects import sqlite
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
+from dualwrite.stores.sql.access.connections import LEFT_IN_AUTOCOMMIT, LEFT_OPEN
+from dualwrite.stores.sql.access.failures import ended_inside
 from dualwrite.stores.sql.dialects.dialect import Identity, Standing
 from dualwrite.stores.sql.drivers.awaited import ask, is_awaited, own_connection
 from dualwrite.stores.sql.drivers.witness import SqliteWitness
@@ -68,7 +70,7 @@ class SQLite:
         if autocommit is True:
             raise _in_autocommit()
         if autocommit is not False and _in_transaction(driver):
-            raise IllegalStateError("the driver's connection is already in a transaction")
+            raise IllegalStateError(LEFT_OPEN)
         self._check_settings(connection, tables)
         connection.begin()
         self._take_write_lock(connection, tables)
@@ -125,24 +127,35 @@ class SQLite:
         """Nothing: :meth:`begin` has checked."""
         del connection, values
 
-    def end_columns(self) -> Sequence[ColumnElement[object]]:
-        """A constant, returned for the row that matched."""
-        return [literal_column("1")]
+    def is_begun(self) -> Sequence[ColumnElement[bool]]:
+        """Nothing SQL can say: :meth:`begun` checks it right before, in the one process that uses the connection."""
+        return ()
 
-    def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
-        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. There is no name: the row itself shows the outcome."""
-        del values
+    def begun(self, connection: Connection) -> Mapping[str, object]:
+        """See :meth:`is_begun`."""
+        self.require_begun(connection)
+        return {}
+
+    def require_begun(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. Only that transaction has the savepoint."""
         try:
             connection.exec_driver_sql(f"RELEASE {_SAVEPOINT}")
         except exc.OperationalError as error:
             if "no such savepoint" not in str(error.orig):
                 raise
-            raise IllegalStateError(
-                "the database transaction of the dual write was ended inside it, by a COMMIT or ROLLBACK sent as text or "
-                "by executescript()",
-                next_step="leave COMMIT and ROLLBACK to the dual write",
+            raise ended_inside(
+                "by a COMMIT or ROLLBACK sent as text or by executescript()",
+                "leave COMMIT and ROLLBACK to the dual write",
             ) from error
         connection.exec_driver_sql(f"SAVEPOINT {_SAVEPOINT}")
+
+    def end_columns(self) -> Sequence[ColumnElement[object]]:
+        """A constant, returned for the row that matched."""
+        return [literal_column("1")]
+
+    def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
+        """Nothing: :meth:`begun` has checked. There is no name: the row itself shows the outcome."""
+        del connection, values
         return None
 
     def deciding(
@@ -159,7 +172,7 @@ class SQLite:
         return deciding.execute(connection, bound).one_or_none()
 
     def refuse(self, connection: Connection, statement: str) -> None:
-        """Nothing: DDL is part of the transaction, and :meth:`check_end` notices another one."""
+        """Nothing: DDL is part of the transaction, and :meth:`begun` notices another one."""
         del connection, statement
 
     def restore(self, connection: Connection) -> None:
@@ -174,6 +187,11 @@ class SQLite:
         """See :meth:`run_deferred`."""
         del connection, transactional_id
         return nullcontext()
+
+    def commit_finds_none(self, driver: DBAPIConnection) -> AbstractContextManager[Sequence[object]]:
+        """Nothing: :meth:`standing` shows it, and no other process can end the transaction."""
+        del driver
+        return nullcontext(())
 
     @contextmanager
     def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:
@@ -312,6 +330,6 @@ def _quoted(name: str) -> str:
 
 def _in_autocommit() -> ConfigurationError:
     return ConfigurationError(
-        "the connection is in autocommit: each statement would be committed by itself",
+        LEFT_IN_AUTOCOMMIT,
         next_step="use an engine without isolation_level='AUTOCOMMIT' and without autocommit=True",
     )

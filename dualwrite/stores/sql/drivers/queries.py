@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from sqlalchemy import exc
 
+from dualwrite.stores.sql.access import failures
 from dualwrite.stores.sql.access.failures import number_of
-from dualwrite.stores.sql.drivers.implicit_commits import ends_transaction, may_hide_savepoints
+from dualwrite.stores.sql.drivers.implicit_commits import may_hide_savepoints
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     from sqlalchemy import Connection
     from sqlalchemy.engine.interfaces import DBAPIConnection
+
+    from dualwrite.errors import IllegalStateError
 
 ROLLED_BACK: Final = frozenset(
     {
@@ -28,6 +31,8 @@ ROLLED_BACK: Final = frozenset(
 )
 """Errors with which the server has rolled back the whole transaction: the next statement begins another one."""
 LOCK_WAIT_TIMEOUT: Final = 1205
+IN_TRANSACTION: Final = 1
+"""The flag of the server's status (SERVER_STATUS_IN_TRANS) in the answer to a statement."""
 _NO_TABLE: Final = 1146
 _KEPT: Final = "dualwrite_queries"
 
@@ -48,7 +53,8 @@ class Queries:
     Attributes:
         expected: How many statements SQLAlchemy is about to send.
         doubtful: Whether a statement may have set or rolled back to a savepoint past SQLAlchemy.
-        ended: Whether a statement was sent that ends the transaction.
+        ended: Whether the server has shown that the dual write's transaction was ended. Nothing more is sent then: it would be
+            committed by itself, or with the next transaction.
         timeout_rolls_back: Whether a lock wait that times out rolls back the whole transaction (innodb_rollback_on_timeout).
         rolled_back: The error with which the server rolled back the whole transaction; None if it did not.
         commit_sent: Whether COMMIT may have been sent in this transaction.
@@ -60,6 +66,7 @@ class Queries:
         self.has_table = False
         self.timeout_rolls_back = False
         self.begin()
+        self._driver = driver
         self._query = driver.query
         self._commit = driver.commit
         vars(driver).update(query=self._noticing, commit=self._committing)
@@ -70,26 +77,41 @@ class Queries:
         self.ended = False
         self.rolled_back: BaseException | None = None
         self.commit_sent = False
+        self._watches = self._was_open = False
+
+    def watch(self) -> None:
+        """Notice from the server's status when the transaction is ended, until :meth:`begin` or COMMIT. PyMySQL tells it."""
+        self._watches = True
 
     def _noticing(self, *arguments: object, **options: object) -> object:
         if self.expected:
             self.expected -= 1
         else:
             self.doubtful = True
+        if self.ended:
+            raise ended_inside()
         if (text := _text_of(arguments)) is not None:
             self.doubtful = self.doubtful or may_hide_savepoints(text)
-            self.ended = self.ended or ends_transaction(text)
         try:
-            return self._query(*arguments, **options)
+            result = self._query(*arguments, **options)
         except BaseException as error:
             self.expected = 0
             number = number_of(error)
             if number in ROLLED_BACK or (number == LOCK_WAIT_TIMEOUT and self.timeout_rolls_back):
                 self.rolled_back = error
             raise
+        if self._watches and (status := status_of(self._driver)) is not None:
+            # MySQL, which has none before the first statement on a table, does not show it at once.
+            is_open = bool(status & IN_TRANSACTION)
+            if self._was_open and not is_open:
+                self.ended, self._watches, self.expected = True, False, 0
+                raise ended_inside()
+            self._was_open = is_open
+        return result
 
     def _committing(self) -> object:
         self.commit_sent = True
+        self._watches = False
         return self._commit()
 
 
@@ -101,6 +123,20 @@ def _text_of(arguments: Sequence[object]) -> str | None:
         else text.decode("utf-8", "replace")
         if isinstance(text, (bytes, bytearray))
         else None
+    )
+
+
+def status_of(driver: object) -> int | None:
+    """The server's status after its last answer; None if the driver does not tell (mysqlclient)."""
+    status = getattr(driver, "server_status", None)
+    return status if isinstance(status, int) else None
+
+
+def ended_inside() -> IllegalStateError:
+    """The error for a dual write whose transaction was ended inside it."""
+    return failures.ended_inside(
+        "by a COMMIT or ROLLBACK sent as text or in a procedure, or by a statement that commits (DDL)",
+        "leave COMMIT and ROLLBACK to the dual write, and run DDL outside of it",
     )
 
 
