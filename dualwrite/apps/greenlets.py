@@ -33,6 +33,10 @@ async def run(pool: ThreadPoolExecutor, function: Callable[[], T], *, interrupti
         function: The function.
         interruptible: Whether a cancellation may interrupt it; otherwise ``CancelledError`` is raised when it has ended.
     """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return function()  # a forked process: no loop runs there, and nothing of its parent's waits there
     worker = _Worker(function, pool, interruptible=interruptible)
     given = worker.switch()
     while not worker.dead:

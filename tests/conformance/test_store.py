@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sqlite3
 from dataclasses import replace
 from typing import Any
 
@@ -96,6 +97,7 @@ def test_who_was_claimed_away_cannot_decide(database: Database, store: SqlStateS
     database.claim(store, "orders")
     database.claim(store, "orders")
     store.begin(connection)
+    store.read_incarnation(connection, "orders")
     assert store.decide(connection, "orders", 1, prepared(1)) == (False, None)
     assert store.hold(connection, "orders", 1) == (False, None)
     assert store.hold(connection, "orders", 2)[0]
@@ -122,6 +124,7 @@ def test_a_row_that_was_made_anew_is_not_ours(database: Database, store: SqlStat
 def test_several_ids_are_decided_at_once(database: Database, store: SqlStateStore, connection: Connection) -> None:
     store.claim(["a", "b", "c"], owner="me", cluster_id="cluster-one")
     store.begin(connection)
+    store.read_incarnation(connection, "a")
     for number, name in enumerate("abc"):
         assert store.decide(connection, name, 1, prepared(1, number))[0]
     store.commit(connection)
@@ -136,6 +139,7 @@ def test_a_decision_forgets_what_became_of_the_one_before(
     store.record_outcomes([(row, Outcome.COMMITTED, "")])
     assert store.read(["orders"])[0].completed is Outcome.COMMITTED
     store.begin(connection)
+    store.read_incarnation(connection, "orders")
     store.decide(connection, "orders", 1, prepared(1, 2))
     store.commit(connection)
     assert store.read(["orders"])[0].completed is None
@@ -223,6 +227,7 @@ def test_a_violated_deferred_constraint_at_commit_is_a_definite_abort(
         pytest.skip("InnoDB defers no constraint")
     row = database.claim(store, "orders")
     store.begin(connection)
+    store.read_incarnation(connection, "orders")
     insert(connection, 1, customer=404)
     store.decide(connection, "orders", 1, prepared(1))
     with pytest.raises(TransactionAborted, match="COMMIT failed") as caught:
@@ -241,6 +246,7 @@ def test_a_listener_that_stops_the_commit_is_a_definite_abort(
 ) -> None:
     row = database.claim(store, "orders")
     store.begin(connection)
+    store.read_incarnation(connection, "orders")
     insert(connection, 1)
     store.decide(connection, "orders", 1, prepared(1))
 
@@ -312,6 +318,7 @@ def test_a_commit_interrupted_after_it_was_sent_is_in_doubt(
 ) -> None:
     database.claim(store, "orders")
     store.begin(connection)
+    store.read_incarnation(connection, "orders")
     store.decide(connection, "orders", 1, prepared(1))
     send = connection.dialect.do_commit
     before = connection.connection.dbapi_connection
@@ -331,6 +338,15 @@ def test_a_commit_interrupted_after_it_was_sent_is_in_doubt(
     assert connection.connection.dbapi_connection is not before
 
 
+def end_unseen(connection: Connection, words: str) -> None:
+    """Execute COMMIT or ROLLBACK as text; on MariaDB below the watch over the driver, which refuses it."""
+    driver: Any = connection.connection.dbapi_connection
+    if connection.dialect.name == "mysql":
+        type(driver).query(driver, words)
+    else:
+        connection.exec_driver_sql(words)
+
+
 @pytest.mark.parametrize("words", ["COMMIT", "ROLLBACK"])
 def test_a_transaction_ended_inside_is_noticed_before_the_decision(
     database: Database, store: SqlStateStore, connection: Connection, words: str
@@ -342,12 +358,61 @@ def test_a_transaction_ended_inside_is_noticed_before_the_decision(
     ]:
         store.begin(connection)
         store.read_incarnation(connection, "orders")
-        connection.exec_driver_sql(words)
+        end_unseen(connection, words)
         insert(connection, 1)
-        with pytest.raises(IllegalStateError, match="ended inside"):
+        with pytest.raises(IllegalStateError, match="ended inside") as caught:
             last()
+        assert caught.value.outcome == "unknown"
         store.rollback(connection)
         assert (store.read(["orders"]), orders(database)) == ([row], [])
+
+
+def stand_alone(driver: Any) -> None:
+    """Roll back behind the library's back, and let every statement from now on be a transaction of its own."""
+    if hasattr(driver, "pgconn"):
+        driver.rollback()
+        driver.autocommit = True
+    elif isinstance(driver, sqlite3.Connection):
+        driver.rollback()
+        driver.isolation_level = None
+    else:  # below the watch over the driver's statements
+        type(driver).rollback(driver)
+        type(driver).autocommit(driver, True)
+
+
+@pytest.mark.parametrize("last", ["decide", "hold"])
+def test_a_statement_that_stands_alone_decides_nothing(
+    database: Database, store: SqlStateStore, connection: Connection, last: str
+) -> None:
+    row = database.claim(store, "orders")
+    store.begin(connection)
+    store.read_incarnation(connection, "orders")
+    insert(connection, 1)
+    stand_alone(connection.connection.dbapi_connection)
+    with pytest.raises(IllegalStateError, match="ended inside") as caught:
+        if last == "decide":
+            store.decide(connection, "orders", 1, prepared(1))
+        else:
+            store.hold(connection, "orders", 1)
+    assert caught.value.outcome == "unknown"
+    store.discard(connection)
+    assert (store.read(["orders"]), orders(database)) == ([row], [])
+
+
+def test_who_was_claimed_away_is_told_so_while_the_transaction_is_open(
+    database: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    database.claim(store, "orders")
+    if database.kind == "sqlite":
+        pytest.skip("nobody can claim beside a transaction")
+    connection = connection.execution_options(isolation_level="READ COMMITTED")
+    store.begin(connection)
+    store.read_incarnation(connection, "orders")
+    insert(connection, 1)
+    database.claim(store, "orders")
+    assert store.decide(connection, "orders", 1, prepared(1)) == (False, None)
+    store.rollback(connection)
+    assert orders(database) == []
 
 
 def test_a_transaction_ended_after_the_decision_is_in_doubt(
@@ -355,8 +420,9 @@ def test_a_transaction_ended_after_the_decision_is_in_doubt(
 ) -> None:
     database.claim(store, "orders")
     store.begin(connection)
+    store.read_incarnation(connection, "orders")
     store.decide(connection, "orders", 1, prepared(1))
-    connection.exec_driver_sql("COMMIT")
+    end_unseen(connection, "COMMIT")
     with pytest.raises(TransactionInDoubt) as caught:
         store.commit(connection)
     assert caught.value.transactional_id == "orders"

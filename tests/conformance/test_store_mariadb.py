@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
+import pymysql
 import pytest
 from harness.databases import Database, Thread, prepare, prepared, run_raw
 from harness.patience import wait_until
@@ -101,18 +103,54 @@ def test_temporary_tables_and_ordinary_statements_pass(
     assert orders(database) == [1]
 
 
-@pytest.mark.parametrize("statement", ["CREATE TABLE IF NOT EXISTS orders (id INT)", "COMMIT", "ROLLBACK"])
-def test_an_end_past_sqlalchemy_is_noticed_before_the_decision(
-    database: Database, store: SqlStateStore, connection: Connection, statement: str
+@pytest.fixture
+def procedures(database: Database) -> None:
+    for name, does in {
+        "ends": "COMMIT;",
+        "goes_back": "ROLLBACK;",
+        "goes_on": "COMMIT; INSERT INTO orders (id) VALUES (3);",
+        "fails": "COMMIT; SIGNAL SQLSTATE '45000';",
+    }.items():
+        database.execute(f"CREATE OR REPLACE PROCEDURE {name}() BEGIN {does} END")
+
+
+@pytest.mark.usefixtures("procedures")
+@pytest.mark.parametrize("procedure", ["ends", "goes_back"])
+def test_an_end_that_no_text_shows_is_noticed_at_once_by_the_servers_status(
+    database: Database, store: SqlStateStore, connection: Connection, procedure: str
 ) -> None:
     begin(database, store, connection)
-    run_raw(connection.connection.dbapi_connection, statement)
-    connection.execute(text("INSERT INTO orders (id) VALUES (2)"))
+    driver = connection.connection.dbapi_connection
     with pytest.raises(IllegalStateError, match="ended inside it.*DDL.*stays"):
+        run_raw(driver, f"CALL {procedure}()")
+    for more in (  # whoever goes on all the same would write into no transaction, or into another one
+        lambda: run_raw(driver, "INSERT INTO orders (id) VALUES (2)"),
+        lambda: connection.execute(text("INSERT INTO orders (id) VALUES (2)")),
+        lambda: store.decide(connection, "orders", 1, prepared(1)),
+    ):
+        with pytest.raises(IllegalStateError, match="ended inside it"):
+            more()
+    store.rollback(connection)
+    assert orders(database) == ([] if procedure == "goes_back" else [1])
+    assert not store.read(["orders"])[0].prepared.has_transaction
+
+
+@pytest.mark.usefixtures("procedures")
+@pytest.mark.parametrize("procedure", ["goes_on", "fails"])
+def test_an_end_that_the_servers_status_does_not_show_is_noticed_by_the_decision(
+    database: Database, store: SqlStateStore, connection: Connection, procedure: str
+) -> None:
+    begin(database, store, connection)
+    spoilt = connection.connection.dbapi_connection
+    with suppress(pymysql.MySQLError):
+        run_raw(spoilt, f"CALL {procedure}()")
+    connection.execute(text("INSERT INTO orders (id) VALUES (2)"))
+    with pytest.raises(IllegalStateError, match="ended inside it"):
         store.decide(connection, "orders", 1, prepared(1))
     store.rollback(connection)
-    assert orders(database) == ([] if statement == "ROLLBACK" else [1])
+    assert orders(database) == [1]
     assert not store.read(["orders"])[0].prepared.has_transaction
+    assert connection.connection.dbapi_connection is not spoilt
 
 
 def deadlock(database: Database, connection: Connection) -> None:

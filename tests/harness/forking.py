@@ -1,9 +1,12 @@
-"""Processes that are forked from one that has imported everything and has no threads: each costs no imports."""
+"""Processes that are forked: from one that has imported everything and has no threads, so that each costs no imports; or inside
+a block of a dual write."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 
@@ -36,3 +39,34 @@ def processes() -> ForkServerContext:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         forkserver.ensure_running()
     return context
+
+
+class ChildEnds(Exception):
+    """Takes a forked process out of the blocks that it was forked in."""
+
+
+@contextmanager
+def parents_alone() -> Generator[None, None, None]:
+    """Only the parent leaves this block: a forked process ends here, with the class of its exception for :func:`ended_by`."""
+    parent = os.getpid()
+    reading, writing = os.pipe()
+    _pipes[parent] = reading
+    try:
+        try:
+            yield
+        finally:
+            if os.getpid() != parent:
+                os.write(writing, type(sys.exc_info()[1]).__name__.encode())
+                os._exit(0)
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+_pipes: dict[int, int] = {}
+
+
+def ended_by(child: int) -> str:
+    """The class of the exception with which a forked process has reached the end of :func:`parents_alone`."""
+    os.waitpid(child, 0)
+    return os.read(_pipes[os.getpid()], 100).decode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 from harness.orders import Order
@@ -52,17 +52,113 @@ def test_each_block_is_on_both_sides_or_on_neither(writer, write, dualwrite_topi
     assert both() == ([1, 3], [1, 3])
 
 
-@pytest.mark.parametrize("past", [False, True])
-def test_ddl_in_the_block_sends_no_message(writer, write, both, past):
-    with pytest.raises(IllegalStateError, match="DDL"), writer.transaction() as tx:
-        write(tx, 1)
-        if past:
-            with tx.connection.connection.cursor() as cursor:
-                cursor.execute("CREATE TABLE more (id INT)")
+REFUSED = [
+    "SET STATEMENT max_statement_time=10 FOR TRUNCATE TABLE other",
+    "SET STATEMENT lock_wait_timeout=10 FOR ALTER TABLE other ADD COLUMN x INT",
+    "EXECUTE IMMEDIATE 'TRUNCATE TABLE other'",
+    "EXECUTE IMMEDIATE 'COMMIT'",
+    "SET sql_mode='', autocommit=1",
+    "SET SESSION sql_mode='', SESSION autocommit=1",
+    "SET @x=1, autocommit=ON",
+    "BEGIN NOT ATOMIC COMMIT; END",
+    "BACKUP STAGE START",
+    "SET DEFAULT ROLE NONE",
+    "CREATE TEMPORARY SEQUENCE sq",
+    "ANALYZE TABLE other",
+    "/*!50000 COMMIT */",
+    "/*M!100100 COMMIT */",
+    "/* c */ COMMIT",
+    "-- x\nCOMMIT",
+    "#x\nTRUNCATE other",
+    "COMMIT AND CHAIN",
+    "COMMIT/**/",
+    "ROLLBACK AND CHAIN",
+    "LOCK TABLE other WRITE",
+    "FLUSH TABLES",
+    "IF 1 THEN COMMIT; END IF",
+    "FOR i IN 1..1 DO COMMIT; END FOR",
+    "CASE 1 WHEN 1 THEN COMMIT; END CASE",
+    "WHILE 0 DO COMMIT; END WHILE",
+    "REPEAT COMMIT; UNTIL 1 END REPEAT",
+    "OPTIMIZE TABLE other",
+]
+FAILING = [
+    "SHUTDOWN_",
+    "XA START 'x'",
+    "HANDLER other CLOSE",
+    ";COMMIT",
+    "LOOP_",
+    "KILL QUERY 0",
+    "LOAD DATA INFILE 'nono' INTO TABLE other",
+]
+HARMLESS = [
+    "SET SESSION TRANSACTION READ WRITE",
+    "SET SESSION completion_type=CHAIN",
+    "SET SESSION completion_type=2",
+    "SET autocommit=0",
+    "DROP TEMPORARY TABLE IF EXISTS nono",
+    "(SELECT 1)",
+    "PREPARE s FROM 'COMMIT'",
+    "HANDLER other OPEN",
+    "PURGE BINARY LOGS BEFORE '2000-01-01'",
+    "CREATE OR REPLACE TEMPORARY TABLE tt (i INT)",
+    "SET ROLE NONE",
+]
+HIDDEN = ["CALL ends()", "CALL ends_and_goes_on()"]
+"""Nothing but the server knows."""
+EVERY = [("refused", one) for one in REFUSED]
+EVERY += [("failing", one) for one in FAILING]
+EVERY += [("harmless", one) for one in HARMLESS]
+EVERY += [("hidden", one) for one in HIDDEN]
+
+
+@pytest.fixture
+def one_connection(url, engine, kafka, engine_of):
+    """A writer whose blocks have one connection, which a statement may spoil."""
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE IF NOT EXISTS other (id INT) ENGINE=InnoDB"))
+        connection.exec_driver_sql("CREATE OR REPLACE PROCEDURE ends() BEGIN COMMIT; END")
+        connection.exec_driver_sql(
+            "CREATE OR REPLACE PROCEDURE ends_and_goes_on() BEGIN COMMIT; INSERT INTO other VALUES (1); END"
+        )
+    with DualWriter("orders", kafka=kafka, database=engine_of(url, pool_size=1), max_lanes=1) as writer:
+        yield writer
+
+
+@pytest.mark.parametrize("past", [False, True], ids=["sqlalchemy", "driver"])
+def test_no_statement_decides_without_its_rows_or_leaves_the_writer_unusable(one_connection, write, both, past):
+    last, rows, messages = 0, [], []
+    for kind, statement in EVERY:
+        last += 2
+        error = None
+        try:
+            with one_connection.transaction() as tx:
+                write(tx, last)
+                if past:
+                    with closing(tx.connection.connection.cursor()) as cursor:
+                        cursor.execute(statement)
+                else:
+                    tx.connection.exec_driver_sql(statement)
+                write(tx, last + 1)
+        except Exception as found:  # noqa: BLE001 - compared below
+            error = found
+        if kind == "harmless":
+            assert error is None, statement
+            rows += [last, last + 1]
+            messages += [last, last + 1]
         else:
-            tx.connection.execute(text("CREATE TABLE more (id INT)"))
-    # Nothing takes back what the server has committed: the error says that it stays.
-    assert both() == ([1] if past else [], [])
+            assert error is not None, statement
+        if kind == "hidden":
+            # Nothing takes back what the server has committed: the error says that it stays. Nothing more is written.
+            assert isinstance(error, IllegalStateError), statement
+            assert "stays" in str(error), statement
+            assert error.outcome == "unknown", statement
+            rows.append(last)
+        # Whatever it has done to its connection, the next block has a good one.
+        one_connection.run(lambda tx, number=1000 + last: write(tx, number))
+        rows.append(1000 + last)
+        messages.append(1000 + last)
+    assert both() == (sorted(rows), sorted(messages))
 
 
 def test_a_deadlock_of_two_dual_writes_is_survived_by_running_one_again(
@@ -136,8 +232,9 @@ def test_a_deadlock_in_a_group_runs_its_units_again(writer, engine, write, both)
     assert [number for number in rows if number > 0] == messages == [1, 2]
 
 
-def test_no_unit_runs_again_after_one_that_has_committed_past_the_library(writer, write, both):
-    runs = []
+@pytest.mark.parametrize("statement", ["CALL ends()", "CALL ends_and_goes_on()"])
+def test_no_unit_runs_again_after_one_that_has_committed_past_the_library(one_connection, write, both, statement):
+    runs, writer = [], one_connection
 
     def first(tx):
         runs.append(1)
@@ -146,11 +243,11 @@ def test_no_unit_runs_again_after_one_that_has_committed_past_the_library(writer
     def commits(tx):
         write(tx, 2)
         with tx.connection.connection.cursor() as cursor:
-            cursor.execute("COMMIT")
+            cursor.execute(statement)
 
     with together(writer):
         futures = [writer.submit(work, key=key) for key, work in enumerate((first, commits))]
-    assert [type(future.exception(120)) for future in futures] == [TransactionInDoubt] * 2
+    assert [future.exception(120).outcome for future in futures] == ["unknown"] * 2
     assert runs == [1]
     assert both() == ([1, 2], [])
 

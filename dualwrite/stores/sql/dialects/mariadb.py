@@ -26,7 +26,6 @@ from dualwrite.stores.sql.access.failures import driver_words, number_of
 from dualwrite.stores.sql.dialects.committing import driver_of
 from dualwrite.stores.sql.dialects.dialect import Identity, Standing
 from dualwrite.stores.sql.dialects.mariadb_server import FACTS, Server, check_facts, is_mariadb, rolls_back_on_timeout
-from dualwrite.stores.sql.drivers.implicit_commits import ddl_in, end_in
 from dualwrite.stores.sql.drivers.queries import IN_TRANSACTION, QueryWitness, ended_inside, queries_of, status_of
 from dualwrite.stores.sql.drivers.watchdog import WATCHDOG
 
@@ -293,23 +292,11 @@ class MariaDB:
             connection.invalidate()
 
     def refuse(self, connection: Connection, statement: str) -> None:
-        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`.
-
-        Statements that show it in their text are refused before they are sent: the server could only tell afterwards, when
-        rows are committed without messages. All others are noticed.
-        """
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. The watch over the driver refuses the others."""
+        del statement
         driver = driver_of(connection)
         if driver is not None:
             self._refuse_rolled_back(driver)
-        if (words := ddl_in(statement)) is not None:
-            raise IllegalStateError(
-                f"{words} would have committed the rows of the dual write without its messages: it was not sent",
-                next_step="run DDL before or after the block; CREATE TEMPORARY TABLE is allowed in it",
-            )
-        if (words := end_in(statement)) is not None:
-            raise IllegalStateError(
-                f"{words} was sent as text inside the block", next_step="leave COMMIT and ROLLBACK to the dual write"
-            )
 
     def _refuse_rolled_back(self, driver: DBAPIConnection) -> None:
         lost = queries_of(driver).rolled_back

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from sqlalchemy import exc
 
+from dualwrite.errors import IllegalStateError
 from dualwrite.stores.sql.access import failures
 from dualwrite.stores.sql.access.failures import number_of
-from dualwrite.stores.sql.drivers.implicit_commits import may_hide_savepoints
+from dualwrite.stores.sql.drivers.implicit_commits import ddl_in, end_in, may_hide_savepoints
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
-    from dualwrite.errors import IllegalStateError
 
 ROLLED_BACK: Final = frozenset(
     {
@@ -91,6 +91,8 @@ class Queries:
         if self.ended:
             raise ended_inside()
         if (text := _text_of(arguments)) is not None:
+            if self._watches:
+                _refuse(text)
             self.doubtful = self.doubtful or may_hide_savepoints(text)
         try:
             result = self._query(*arguments, **options)
@@ -113,6 +115,19 @@ class Queries:
         self.commit_sent = True
         self._watches = False
         return self._commit()
+
+
+def _refuse(statement: str) -> None:
+    """Refuse a statement whose text shows that it ends the transaction. The server would tell it too late: rows would stay."""
+    if (words := ddl_in(statement)) is not None:
+        raise IllegalStateError(
+            f"{words} would have committed the rows of the dual write without its messages: it was not sent",
+            next_step="run DDL before or after the block; CREATE TEMPORARY TABLE is allowed in it",
+        )
+    if (words := end_in(statement)) is not None:
+        raise IllegalStateError(
+            f"{words} was sent as text inside the block", next_step="leave COMMIT and ROLLBACK to the dual write"
+        )
 
 
 def _text_of(arguments: Sequence[object]) -> str | None:
