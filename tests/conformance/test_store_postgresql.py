@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from dualwrite.errors import ConfigurationError, Fenced, TransactionAborted, Tra
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
 from dualwrite.runtime.deadline import Deadline
+from dualwrite.stores.sql import state
 from dualwrite.stores.sql.short_transactions import ShortTransactions
 from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing import EmbeddedPostgres
@@ -114,6 +116,26 @@ class TestIsolationLevels:
             wait_until_blocked(postgres)
             store.commit(connection)
         assert claim.result().incarnation == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_commit_that_finds_no_transaction_is_in_doubt(
+    postgres: Database, store: SqlStateStore, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "keep", lambda _: None)  # or else the child could not reach the server
+    row = postgres.claim(store, "orders")
+    begin(store, connection)
+    connection.execute(text("INSERT INTO orders VALUES (1)"))
+    assert store.decide(connection, "orders", 1, prepared(1))[0]
+    driver: Any = connection.connection.driver_connection
+    child = os.fork()
+    if child == 0:
+        driver.pgconn.exec_(b"ROLLBACK")
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(TransactionInDoubt, match="ended the database transaction before COMMIT"):
+        store.commit(connection)
+    assert store.read(["orders"]) == [row]
 
 
 def test_the_stores_own_transactions_do_not_depend_on_the_engines_level(postgres: Database) -> None:

@@ -365,6 +365,35 @@ def test_a_closed_or_unopened_writer_is_refused(kafka, engine):
     writer.close()
 
 
+@on_each
+def test_a_connection_that_other_code_has_left_in_a_transaction_is_not_the_blocks_problem(
+    kafka, url, engine_of, dualwrite_topic, orders, both, caplog
+):
+    # Made by a pool that does not reset what comes back, or by a setting of the session: all that wait there are like that.
+    careless = engine_of(url, pool_reset_on_return=None)
+    left = [careless.raw_connection() for _ in range(3)]
+    for one in left:
+        one.cursor().execute("BEGIN")
+        one.close()
+    with DualWriter("orders", kafka=kafka, database=careless) as writer:
+        with writer.transaction() as tx:
+            write(tx, dualwrite_topic, orders, 1)
+        own = careless.raw_connection()
+        own.cursor().execute("BEGIN")
+        own.close()
+        with writer.transaction() as tx:
+            write(tx, dualwrite_topic, orders, 2)
+    assert "discarding a connection of the pool that other code has left unusable" in caplog.text
+    assert both() == ([1, 2], [1, 2])
+
+
+def test_an_engine_in_autocommit_is_refused_however_many_connections_it_makes(kafka, engine, engine_of, url):
+    with DualWriter("orders", kafka=kafka, database=engine_of(url, isolation_level="AUTOCOMMIT")) as writer:
+        for _ in range(2):
+            with pytest.raises(ConfigurationError, match="autocommit"), writer.transaction():
+                pass
+
+
 def test_use_after_fork_is_refused(writer, dualwrite_topic):
     read_end, write_end = os.pipe()
     child = os.fork()

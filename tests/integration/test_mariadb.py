@@ -18,7 +18,6 @@ from dualwrite import (
     DualWriter,
     IllegalStateError,
     TransactionAborted,
-    TransactionInDoubt,
     recover,
 )
 from dualwrite.stores.sql.access.connecting import engine_of, fileno_of

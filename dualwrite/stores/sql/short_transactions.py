@@ -130,7 +130,7 @@ class ShortTransactions:
     ) -> Result:
         with self._engine.connect() as connection, self._dialect.bounded(connection, answer_s):
             try:
-                begin_on(connection, lambda: begin(connection), own=True)
+                begin_on(connection, lambda: self._begin(connection, begin), own=True)
                 result = work(connection)
                 connection.commit()
             except BaseException:
@@ -139,6 +139,10 @@ class ShortTransactions:
             finally:
                 self._dialect.restore(connection)
             return result
+
+    def _begin(self, connection: Connection, begin: Callable[[Connection], None]) -> None:
+        self._dialect.refuse_left_open(connection)  # its snapshot may be older than what we ask for
+        begin(connection)
 
     def _mapped(self, error: exc.SQLAlchemyError) -> DualWriteError:
         mapped = map_database_error(error, self._engine, self._tables.schema)

@@ -1,5 +1,6 @@
 """Mistakes about the database: which rows are read when, what is conditional, what COMMIT's answer means."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,9 @@ from sqlalchemy import bindparam, exc, null, update
 from dualwrite.stores.sql import claims, state
 from dualwrite.stores.sql.dialects import postgresql
 from dualwrite.stores.sql.dialects.dialect import Standing
+from dualwrite.stores.sql.dialects.mariadb import MariaDB
 from dualwrite.stores.sql.dialects.postgresql import PostgreSQL
+from dualwrite.stores.sql.dialects.sqlite import SQLite
 from dualwrite.stores.sql.records import Records
 from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.stores.sql.tables.clock import database_now
@@ -32,6 +35,35 @@ def unconditional_update(patch: pytest.MonkeyPatch) -> None:
         return True, self._dialect.check_end(connection, tuple(connection.execute(statement).one()))
 
     patch.setattr(SqlStateStore, "decide", decide)
+
+
+@mistake(
+    Check(
+        "conformance/test_store.py::test_a_statement_that_stands_alone_decides_nothing[postgresql with schema-decide]",
+        "DID NOT RAISE",
+    ),
+    Check(
+        "conformance/test_store.py::test_a_statement_that_stands_alone_decides_nothing[sqlite-decide]",
+        "DID NOT RAISE",
+    ),
+    Check("conformance/test_store.py::test_a_statement_that_stands_alone_decides_nothing[mariadb-decide]", "assert"),
+)
+def decides_in_any_transaction(patch: pytest.MonkeyPatch) -> None:
+    """An owner writes its state into the row although its transaction was ended unseen: the statement stands alone, and commits."""
+    for dialect in (PostgreSQL, MariaDB, SQLite):
+        patch.setattr(dialect, "is_begun", lambda _: ())
+        patch.setattr(dialect, "begun", lambda *_: {})
+
+
+@mistake(
+    Check(
+        "conformance/test_store_postgresql.py::test_a_commit_that_finds_no_transaction_is_in_doubt",
+        "DID NOT RAISE",
+    )
+)
+def commit_of_nothing_taken_for_committed(patch: pytest.MonkeyPatch) -> None:
+    """An owner takes the answer to its COMMIT for a decision, although the server had no transaction any more to commit."""
+    patch.setattr(PostgreSQL, "commit_finds_none", lambda *_: nullcontext(()))
 
 
 @mistake(performed("statement_fails_and_nobody_minds", "told None, not TransactionAborted"))

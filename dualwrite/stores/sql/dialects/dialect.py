@@ -48,6 +48,14 @@ class Dialect(Protocol):
     quotes_keep_case: bool
     """Whether quoted names that differ only in case name different savepoints."""
 
+    def refuse_left_open(self, connection: Connection) -> None:
+        """Refuse a connection that other code has left in a transaction, past SQLAlchemy.
+
+        Raises:
+            IllegalStateError: It has: :data:`~dualwrite.stores.sql.access.connections.LEFT_OPEN`.
+        """
+        ...
+
     def begin(self, connection: Connection, tables: Tables) -> None:
         """Begin a transaction that can hold a decision.
 

@@ -118,12 +118,16 @@ class MariaDB:
         self._idle_s = paused_owner_timeout_s
         self._server = Server()
 
+    def refuse_left_open(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
+        if _in_transaction(connection):
+            raise IllegalStateError(LEFT_OPEN)
+
     def begin(self, connection: Connection, tables: Tables) -> None:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. :meth:`check_start` checks the server's part."""
         del tables
         driver = _usable_driver(connection)
-        if _in_transaction(connection):
-            raise IllegalStateError(LEFT_OPEN)
+        self.refuse_left_open(connection)
         connection.begin()
         # PyMySQL does not see what a SELECT has begun: whatever it was, its snapshot is too old.
         connection.exec_driver_sql("START TRANSACTION")

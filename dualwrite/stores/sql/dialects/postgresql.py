@@ -211,11 +211,16 @@ class PostgreSQL:
         self._limit_idle = _limit_idle(paused_owner_timeout_s)
         self._warned = False
 
+    def refuse_left_open(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
+        if _driver(connection).pgconn.transaction_status in {1, 2, 3}:
+            raise IllegalStateError(LEFT_OPEN)
+
     def begin(self, connection: Connection, tables: Tables) -> None:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. :meth:`check_start` checks the server's part."""
         del tables
-        if _usable_driver(connection).pgconn.transaction_status in {1, 2, 3}:
-            raise IllegalStateError(LEFT_OPEN)
+        _usable_driver(connection)
+        self.refuse_left_open(connection)
         connection.begin()
         connection.info[_STARTED] = None
         connection.info[_JOINED_LATE] = False

@@ -60,17 +60,21 @@ class SQLite:
     name = "sqlite"
     quotes_keep_case = False
 
+    def refuse_left_open(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. With ``autocommit=False`` it is always in one."""
+        driver = _driver(connection)
+        if _in_transaction(driver) and ask(driver, _autocommit) is not False:
+            raise IllegalStateError(LEFT_OPEN)
+
     def begin(self, connection: Connection, tables: Tables) -> None:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`.
 
         Waits for the write lock up to the driver's ``timeout``.
         """
         driver = _driver(connection)
-        autocommit = ask(driver, _autocommit)
-        if autocommit is True:
+        if ask(driver, _autocommit) is True:
             raise _in_autocommit()
-        if autocommit is not False and _in_transaction(driver):
-            raise IllegalStateError(LEFT_OPEN)
+        self.refuse_left_open(connection)
         self._check_settings(connection, tables)
         connection.begin()
         self._take_write_lock(connection, tables)
