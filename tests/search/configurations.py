@@ -74,6 +74,11 @@ CONFIGURATIONS = {
         Bounds((2, 0), 3, Budgets(marker=1), dies=True),
         quick=True,
     ),
+    "rolled_back_unseen": Configuration(
+        "the database ends an owner's transaction before its UPDATE or its COMMIT, and the owner does not notice",
+        Bounds((2, 1), 3, Budgets(unseen=1, answer=1)),
+        quick=True,
+    ),
     "forgotten": Configuration(
         "the coordinator forgets ids, the log what was in it",
         Bounds((2, 0), 2, Budgets(timeout=1, expire=1, retention=2)),
@@ -122,6 +127,11 @@ CONFIGURATIONS = {
     ),
     "everybody_writes": Configuration("three owners with two transactions each", Bounds((2, 2, 2), 3, EACH_ONCE)),
     # --- native transactions
+    "native_rolled_back_unseen": Configuration(
+        "the database ends an owner's transaction before its UPDATE or its COMMIT, and the owner does not notice",
+        native(2, 1, incarnations=3, budgets=Budgets(unseen=1, answer=1)),
+        quick=True,
+    ),
     "native_aborts_and_delays": Configuration(
         "an owner with two transactions, and a settler; every request may be late, or its answer lost",
         native(2, 0, budgets=Budgets(delay=1, abort=1)),

@@ -42,8 +42,9 @@ class Owning(Step):
             self.go("reads another incarnation and stops", DONE)
             return
         begun = p._replace(
-            doing=self.writes_by, write=WRITE_LIFE[WriteState.BEGUN][_W.CHECK], producer=self.life(_E.BEGIN), item=0
-        )
+            doing=self.writes_by, write=WRITE_LIFE[WriteState.BEGUN][_W.CHECK], producer=self.life(_E.BEGIN), item=0,
+            rolled_back=False,
+        )  # fmt: skip
         wrong = self.check_known(db)
         self.go(f"reads its incarnation, begins {name(p.label)}", begun, wrong=wrong)
 
@@ -65,7 +66,10 @@ class Owning(Step):
     def update(self) -> None:
         """``StateStore.decide``: waits for the row's lock."""
         p, db = self.p, self.db
-        if db.lock is None:
+        self.rolled_back(db)
+        if p.rolled_back:
+            self.update_alone()
+        elif db.lock is None:
             if db.incarnation == p.incarnation or not self.rules.updates_on_condition:
                 lock = Lock(p.incarnation, p.label, p.ours)
                 recorded_ = p._replace(doing="commit", write=self.writes(_W.RECORD))
@@ -74,8 +78,30 @@ class Owning(Step):
                 self.go("updates no row: fenced", p._replace(doing="abort"))
         self.go(f"the user's code fails in {name(p.label)}", p._replace(doing="abort"), spends="abort")
 
+    def rolled_back(self, released: Database) -> None:
+        """The database ends the transaction before the next statement, which is executed all the same, without its rows."""
+        p = self.p
+        if not p.rolled_back:
+            text = f"the database rolls {name(p.label)} back, and nobody notices"
+            self.go(text, p._replace(rolled_back=True), released, spends="unseen")
+
+    def update_alone(self) -> None:
+        """The UPDATE outside of the transaction that was begun: it commits by itself."""
+        p, db = self.p, self.db
+        if self.rules.decides_in_its_own_transaction:
+            text = "updates no row, as it is not in the transaction that it began"
+            self.go(text, p._replace(doing="abort", rolled_back=False))
+        elif db.lock is None and db.incarnation == p.incarnation:
+            alone = db._replace(prepared=p.ours, completed=None, fence=None)
+            recorded_ = p._replace(doing="commit", write=self.writes(_W.RECORD))
+            self.go(f"updates the row to {name(p.label)}, and that alone is committed", recorded_, alone)
+
     def commit(self) -> None:
         p, db = self.p, self.db
+        if p.rolled_back:
+            self.commit_nothing()
+            return
+        self.rolled_back(db._replace(lock=None))
         done = committed(db)
         decided = p._replace(doing="end", write=self.writes(_W.COMMIT), known=p.ours)
         if self.rules.checks_by_an_old_snapshot:
@@ -92,6 +118,15 @@ class Owning(Step):
         self.go(f"{text} it never arrived", doubtful, released, spends="answer")
         orphan = db._replace(lock=db.lock._replace(orphan=True))
         self.go(f"{text} the session is still at it", doubtful, orphan, spends="answer")
+
+    def commit_nothing(self) -> None:
+        """COMMIT outside of a transaction: the server answers with success, and a warning."""
+        p = self.p._replace(rolled_back=False)
+        text = f"COMMIT {name(p.label)} finds no transaction"
+        if self.rules.believes_a_commit_of_nothing:
+            self.go(f"{text}: taken for done", p._replace(doing="end", write=self.writes(_W.COMMIT), known=p.ours))
+        else:
+            self.go(f"{text}: in doubt", p._replace(doing="resolve", write=self.writes(_W.LOSE_ANSWER)))
 
     def renewed(self, p: Process) -> Process:
         """``Lane._complete_by_settling``: the producer is discarded; claims, settles its own transaction."""

@@ -104,6 +104,7 @@ _WORDS = {
     "marker": "marker by a tool",
     "retention": "deletion by retention",
     "forgotten": "skipped marker",
+    "unseen": "unseen end of the database's transaction",
     "session": "session that the database ends",
 }
 

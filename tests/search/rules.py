@@ -38,6 +38,8 @@ class Rules:
     checks_incarnation = True
     checks_by_an_old_snapshot = False
     updates_on_condition = True
+    decides_in_its_own_transaction = True  # the update matches nothing in another one than was begun, nor on its own
+    believes_a_commit_of_nothing = False
     silently_repeated = frozenset()  # requests of whose silent repetition a producer takes no notice
     waits_for_the_lock_in_doubt = True
     mark_only_rises = True

@@ -88,7 +88,8 @@ class Process(NamedTuple):
     where markers may be skipped: ``sent`` is where that has written or tried to, ``ended`` what Kafka has answered the end of,
     while that is not known, and ``undecided`` where it has left something open, by incarnation, when it threw its producer away.
     A native owner always has these. ``unanswered`` is where a copy of its messages may still come, and ``apart`` the incarnation
-    that a settler has settled before the others, by the rules for native transactions.
+    that a settler has settled before the others, by the rules for native transactions. ``rolled_back``: the database has ended its
+    transaction, and it has not noticed.
     """
 
     doing: str = "claim"
@@ -115,6 +116,7 @@ class Process(NamedTuple):
     engine: Engine = Engine.LIBRDKAFKA
     unanswered: frozenset[Partition] = frozenset()
     apart: int = 0
+    rolled_back: bool = False
 
     @property
     def label(self) -> Label:
@@ -142,6 +144,8 @@ class Budgets(NamedTuple):
         marker: A tool writes an abort marker past the coordinator, for an owner that is none any more.
         retention: A partition loses what lies before its last stable offset.
         forgotten: A marker is skipped, as its partition has no leader at that moment (KAFKA-20734).
+        unseen: The database rolls back an owner's transaction, which does not notice: another process sent ROLLBACK on its
+            connection, say.
     """
 
     delay: int = 0
@@ -155,6 +159,7 @@ class Budgets(NamedTuple):
     marker: int = 0
     retention: int = 0
     forgotten: int = 0
+    unseen: int = 0
 
 
 def prepared_state(process: Process, *, witnesses: int = len(PLACES)) -> PreparedTxnState:

@@ -38,6 +38,20 @@ class UnconditionalUpdate(Rules):
     updates_on_condition = False
 
 
+@within(OWNER_AND_SETTLER._replace(budgets=budget(unseen=1)))
+class DecidesInAnyTransaction(Rules):
+    """An owner writes its state into the row although the database has ended its transaction: the UPDATE stands alone."""
+
+    decides_in_its_own_transaction = False
+
+
+@within(OWNER_AND_SETTLER._replace(budgets=budget(unseen=1)))
+class CommitOfNothingBelieved(Rules):
+    """An owner takes the answer to its COMMIT for a decision, although there was no transaction any more to commit."""
+
+    believes_a_commit_of_nothing = True
+
+
 @within(OWNER_AND_SETTLER._replace(budgets=budget(delay=1)))
 class KeptAfterADoubtfulEnd(Rules):
     """A producer goes on after a commit that may have been sent twice, because it answered success."""
