@@ -123,7 +123,7 @@ def test_an_end_that_no_text_shows_is_noticed_at_once_by_the_servers_status(
     driver = connection.connection.dbapi_connection
     with pytest.raises(IllegalStateError, match="ended inside it.*DDL.*stays"):
         run_raw(driver, f"CALL {procedure}()")
-    for more in (  # whoever goes on all the same would write into no transaction, or into another one
+    for more in (  # a block that continues would write into no transaction, or into another one
         lambda: run_raw(driver, "INSERT INTO orders (id) VALUES (2)"),
         lambda: connection.execute(text("INSERT INTO orders (id) VALUES (2)")),
         lambda: store.decide(connection, "orders", 1, prepared(1)),

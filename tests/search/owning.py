@@ -79,7 +79,7 @@ class Owning(Step):
         self.go(f"the user's code fails in {name(p.label)}", p._replace(doing="abort"), spends="abort")
 
     def rolled_back(self, released: Database) -> None:
-        """The database ends the transaction before the next statement, which is executed all the same, without its rows."""
+        """The database ends the transaction before the next statement, which is then executed without its rows."""
         p = self.p
         if not p.rolled_back:
             text = f"the database rolls {name(p.label)} back, and nobody notices"

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 LEFT_OPEN: Final = "the driver's connection is already in a transaction"
 LEFT_IN_AUTOCOMMIT: Final = "the connection is in autocommit: each statement would be committed by itself"
 _LEFT: Final = frozenset({LEFT_OPEN, LEFT_IN_AUTOCOMMIT})
-"""What is said of a connection that other code has left unusable, or that is so by the settings of its engine."""
+"""The errors of a connection that other code has left unusable, or that is so by the settings of its engine."""
 
 _borrowed: Final[weakref.WeakSet[Connection]] = weakref.WeakSet()
 _in_dual_writes: Final[dict[Connection, PoolProxiedConnection]] = {}
@@ -188,7 +188,7 @@ def _leave(pooled: PoolProxiedConnection) -> None:
             driver.set_authorizer(lambda *_: sqlite3.SQLITE_DENY)
         else:
             _sever(fileno_of(driver))
-    record: Any = pooled._connection_record  # type: ignore[attr-defined] # noqa: SLF001 - invalidate() would close it
+    record: Any = pooled._connection_record  # noqa: SLF001 - invalidate() would close it
     for holder in (record, pooled):
         if holder is not None:
             holder.dbapi_connection = None

@@ -77,7 +77,7 @@ _IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
 _STARTED: Final = "dualwrite.transaction_started"
 # now() is the time at which the transaction began: nothing changes it within one, and it costs nothing. As a number of
 # microseconds, since the text or the driver's value of a timestamp depends on settings of the session.
-_NOW: Final[ColumnElement[int]] = literal_column("CAST(extract(epoch FROM now()) * 1000000 AS bigint)", BigInteger())
+_NOW: Final[ColumnElement[Any]] = literal_column("CAST(extract(epoch FROM now()) * 1000000 AS bigint)", BigInteger())
 _IS_BEGUN: Final[ColumnElement[bool]] = bindparam("begun_", type_=BigInteger()) == _NOW
 _NO_TRANSACTION: Final = "25P01"
 """The warning with which the server answers a COMMIT outside of a transaction. Nothing else in the answer shows it."""
