@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
-from dualwrite.errors import StoreInUse, StoreUnreadable
+from dualwrite.errors import StoreInUse, StoreUnreadable, Unavailable
 from dualwrite.stores.rocksdb.opening import is_open_elsewhere, opener_of, rocksdict_for
 
 if TYPE_CHECKING:
@@ -14,8 +15,11 @@ if TYPE_CHECKING:
 
     from dualwrite.state.scans import Change, Entry
 
+logger = logging.getLogger(__name__)
+
 _NOTES: Final = "notes"
 _NOTE: Final = b"note"
+_FULL: Final = ("No space left on device", "Disk quota exceeded")
 
 
 class Rocks:
@@ -23,23 +27,32 @@ class Rocks:
 
     Args:
         path: Its directory; created if missing.
+        read_only: Whether to read it alone, which needs no space on the disk, and no lock.
 
     Raises:
         StoreInUse: It is open elsewhere.
         StoreUnreadable: RocksDB cannot open it.
+        Unavailable: Its disk is full.
         ConfigurationError: The extra ``state`` is not installed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self._rocksdict = rocksdict_for("state stores", "state")
+        self._path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._db: Rdict = self._rocksdict.Rdict(str(path), self._options(), {_NOTES: self._options()})
+            kinds = self._rocksdict.AccessType
+            access = kinds.read_only(False) if read_only else kinds.read_write()
+            self._db: Rdict = self._rocksdict.Rdict(
+                str(path), self._options(), {_NOTES: self._options()}, access_type=access
+            )
         except Exception as refused:  # rocksdict raises Exception itself
             if is_open_elsewhere(refused):
                 raise StoreInUse(
                     f"the state store {path} is open elsewhere, in {opener_of(path, refused)}"
                 ) from refused
+            if is_disk_full(refused):
+                raise disk_is_full(path, refused) from refused
             raise StoreUnreadable(f"the state store {path} cannot be opened: {refused}") from refused
         self._notes: Rdict = self._db.get_column_family(_NOTES)
         self._notes_handle = self._db.get_column_family_handle(_NOTES)
@@ -94,10 +107,27 @@ class Rocks:
         return self._db.property_int_value("rocksdb.estimate-num-keys") or 0
 
     def close(self) -> None:
-        """Close it and release its lock, unless an iterator over it is still alive."""
-        del self._notes_handle
-        self._notes.close()
-        self._db.close()
+        """Close it and release its lock, unless an iterator over it is still alive. Never raises."""
+        # RocksDB flushes first, which a full disk refuses. What counts is in its log; the lock goes with the last reference.
+        notes, db = self._notes, self._db
+        del self._notes_handle, self._notes, self._db
+        for one in (notes, db):
+            try:
+                one.close()
+            except Exception as refused:  # noqa: BLE001 - rocksdict raises Exception itself
+                logger.warning("the state store %s was closed without a flush: %s", self._path, refused)
+
+
+def is_disk_full(refused: Exception) -> bool:
+    """Whether RocksDB, or the operating system, has no space left."""
+    return any(words in str(refused) for words in _FULL)
+
+
+def disk_is_full(path: Path, refused: Exception) -> Unavailable:
+    """The error for it: what was committed is safe, and the store goes on once there is space."""
+    return Unavailable(
+        f"the disk of the state store {path} is full: {refused}", next_step="free space on it, and call again"
+    )
 
 
 def put_all(batch: WriteBatch, changes: list[Change]) -> None:

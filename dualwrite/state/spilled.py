@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Final
 
+from dualwrite.errors import DualWriteError
 from dualwrite.state.rocks import Rocks
 from dualwrite.state.scans import Change
 from dualwrite.state.uncommitted import UNCHANGED
@@ -58,15 +59,36 @@ class Spilled:
         self._rocks.write(self._rocks.batch(), note=note)
 
     def discard(self) -> None:
-        """Delete the changes and close. A crash in the middle leaves them uncommitted or deletes them."""
-        self._rocks.erase_note()  # first, so that nothing is copied again after the store has moved on
+        """Delete the changes and close. A crash in the middle leaves them uncommitted or deletes them.
+
+        Uncommitted changes, which may have filled the disk, are deleted without writing.
+        """
+        if self.decision is not None:
+            self._rocks.erase_note()  # first, so that nothing is copied again after the store has moved on
         self.close()
-        self._path.rename(_discarded(self._path))  # RocksDB cannot open a partly deleted database
-        delete_discarded(self._path)
+        delete_undecided(self._path)
 
     def close(self) -> None:
         """Close it; the changes stay on disk."""
         self._rocks.close()
+
+
+def is_undecided(path: Path) -> bool:
+    """Whether a process has left writes there that it had not committed. Reads alone: they may have filled the disk."""
+    try:
+        found = Rocks(path, read_only=True)
+    except DualWriteError:  # it died while it made the directory, perhaps: to open it for writing shows more
+        return False
+    try:
+        return found.note() is None
+    finally:
+        found.close()
+
+
+def delete_undecided(path: Path) -> None:
+    """Delete a closed directory of writes that are not committed, or no longer needed."""
+    path.rename(_discarded(path))  # RocksDB cannot open a partly deleted database
+    delete_discarded(path)
 
 
 def delete_discarded(path: Path) -> None:

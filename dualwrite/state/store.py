@@ -16,9 +16,9 @@ from weakref import WeakSet
 from dualwrite.errors import ChangelogDiffers, ConfigurationError, IllegalStateError
 from dualwrite.runtime.failpoints import hit
 from dualwrite.state.committed import Committed, as_text, parsed
-from dualwrite.state.rocks import Rocks, put_all
+from dualwrite.state.rocks import Rocks, disk_is_full, is_disk_full, put_all
 from dualwrite.state.scans import Change, Entry, Item, Scan, end_of_prefix, merged, merged_changes
-from dualwrite.state.spilled import Spilled, delete_discarded
+from dualwrite.state.spilled import Spilled, delete_discarded, delete_undecided, is_undecided
 from dualwrite.state.uncommitted import UNCHANGED, Uncommitted
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class KeyValueStore:
     Raises:
         StoreInUse: Another store has the directory open.
         StoreUnreadable: The directory cannot be opened, or is of another version of this library.
+        Unavailable: Its disk is full.
         ConfigurationError: The extra ``state`` is not installed, or an argument cannot work.
 
     Source: KIP-844, "Transactional State Stores".
@@ -67,8 +68,11 @@ class KeyValueStore:
         try:
             self._committed = parsed(self._rocks.note(), self.path)
             delete_discarded(self.path / "uncommitted")
-            if (self.path / "uncommitted").exists():
-                self._spilled = Spilled(self.path / "uncommitted")
+            left = self.path / "uncommitted"
+            if left.exists() and is_undecided(left):
+                delete_undecided(left)
+            elif left.exists():
+                self._spilled = Spilled(left)
                 if self._spilled.decision is not None:
                     self._copy(self._spilled, self._spilled.decision)
                 self._discard_spilled()
@@ -135,6 +139,7 @@ class KeyValueStore:
         Raises:
             TypeError: Key or value is not bytes.
             IllegalStateError: The store is closed, or a commit has failed.
+            Unavailable: The uncommitted writes do not fit into memory, and the disk is full: :meth:`recover` discards them.
         """
         self._usable()
         _require_bytes(key, "key")
@@ -163,9 +168,14 @@ class KeyValueStore:
         return former
 
     def _spill(self) -> None:
-        if self._spilled is None:
-            self._spilled = Spilled(self.path / "uncommitted")
-        self._spilled.add(self._uncommitted.changes())
+        try:
+            if self._spilled is None:
+                self._spilled = Spilled(self.path / "uncommitted")
+            self._spilled.add(self._uncommitted.changes())
+        except Exception as refused:
+            if type(refused) is Exception and is_disk_full(refused):  # rocksdict raises Exception itself
+                raise disk_is_full(self.path, refused) from refused
+            raise
         self._uncommitted.clear()
         hit("state.spilled")
 
@@ -289,6 +299,7 @@ class KeyValueStore:
 
         Raises:
             StoreUnreadable: A commit had failed, and the directory cannot be opened again.
+            Unavailable: Likewise, because the disk is full. Call it again once there is space.
             IllegalStateError: The store is closed, or in a block of a `StateTask` or a consumer.
         """
         self._refuse_if_held("recover")

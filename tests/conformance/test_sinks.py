@@ -58,6 +58,23 @@ def test_a_process_that_dies_when_it_has_written_its_rows_leaves_nothing_of_them
     nothing_is_left(numbers)
 
 
+@pytest.mark.parametrize(("sink", "numbers"), [one for one in SINKS if one.values[1] == "postgresql"], indirect=True)
+def test_a_trigger_that_sets_another_search_path_changes_nothing(sink, numbers):
+    """All statements of the library that follow it in its session name the schema of their tables."""
+    numbers.execute("CREATE SCHEMA elsewhere")
+    numbers.execute(
+        "CREATE FUNCTION lead_elsewhere() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+        "PERFORM set_config('search_path', 'elsewhere', false); RETURN NEW; END $$"
+    )
+    numbers.execute(
+        "CREATE TRIGGER leads BEFORE INSERT ON numbers FOR EACH ROW EXECUTE FUNCTION public.lead_elsewhere()"
+    )
+    for _ in range(2):
+        sink.write(numbers, ROWS)
+        numbers.verify(ROWS)
+    nothing_is_left(numbers)
+
+
 @pytest.mark.parametrize(("sink", "numbers"), BATCHES, indirect=True)
 def test_a_batch_is_not_taken_for_one_of_the_same_name_that_has_another_table(sink, numbers):
     """It would find its batch written, write nothing, and report that as success."""
