@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dualwrite.state import changelog, standby
+from dualwrite.state import changelog, standby, store
 from dualwrite.state.committed import Committed, as_text
 from dualwrite.state.logged import LoggedStore
 from dualwrite.state.rocks import Rocks
@@ -42,6 +42,7 @@ def offset_beside_the_data(patch: pytest.MonkeyPatch) -> None:
 def undecided_writes_committed_at_opening(patch: pytest.MonkeyPatch) -> None:
     """A state store that is opened commits what a dead process had spilled, and not decided."""
     found = as_text(replace(Committed(), offset=3))
+    patch.setattr(store, "is_undecided", lambda _: False)
     patch.setattr(Spilled, "decision", property(lambda self: self._rocks.note() or found))
 
 
