@@ -268,6 +268,13 @@ def render(figures: Mapping[str, Any]) -> str:
             "- **PostgreSQL.** `max_connections` is 100 by default. A task has one session while it writes, and another once "
             "it has renewed its lease; the driver has two. A worker that waits for its next task keeps its sessions. PgBouncer "
             "in transaction pooling works. See [databases](databases.md).",
+            "- **PostgreSQL, and long transactions elsewhere.** Each dual write updates the row of its lane. While a "
+            "transaction in the same database, a report or `pg_dump`, has an older snapshot, every version of that row "
+            "stays, and each look-up reads past them: about 30 pages of memory more for each 1,000 dual writes of the "
+            "lane. A replication slot that lags, a prepared transaction that is left, and `hot_standby_feedback` do "
+            "the same. `dualwrite status` warns from 1,000 versions on, and names the session. Send reports to a "
+            "standby without feedback, or end them within minutes. Nothing is left of it soon after the end of the "
+            "transaction. MariaDB and SQLite keep old versions where look-ups do not meet them.",
             "- **Quotas.** Brokers throttle by `request_percentage`; a driver that completes a large batch sends many small "
             "requests at once.",
             "",

@@ -188,6 +188,10 @@ class Database(ABC):
         del transactional_id, prefix
         return ()
 
+    def warnings(self) -> Sequence[str]:
+        """Conditions in the database that slow dual writes down, for people."""
+        return ()
+
     def forgetting(self) -> Forgetting:
         """Deletes rows that are no longer needed.
 

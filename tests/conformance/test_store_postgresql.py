@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from harness import patience
 from harness.databases import CLUSTER, Database, Thread, prepare, prepared, wait_until, wait_until_blocked
 from sqlalchemy import Connection, event, text
 from sqlalchemy.exc import DBAPIError, OperationalError
@@ -18,6 +20,7 @@ from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.sql import state
+from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.stores.sql.short_transactions import ShortTransactions
 from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing import EmbeddedPostgres
@@ -612,3 +615,28 @@ def test_a_claim_whose_session_was_ended_meanwhile_says_nothing_of_a_database_go
 
     assert postgres.claim(store, "orders", verify=verify).incarnation == 2
     assert found == [1, 2]
+
+
+def test_a_snapshot_that_keeps_old_versions_of_the_rows_is_named(postgres: Database, store: SqlStateStore) -> None:
+    database = SqlDatabase(store.engine, postgres.schema)
+    postgres.claim(store, "orders")
+    updates = f"DO $$ BEGIN FOR i IN 1..1200 LOOP UPDATE {postgres.state_table} SET owner = owner; END LOOP; END $$"
+
+    def update() -> None:
+        engine = postgres.engine()
+        with engine.begin() as connection:
+            connection.exec_driver_sql(updates)
+        engine.dispose()  # the end of its session tells the statistics
+
+    assert database.warnings() == ()
+    reading = postgres.engine()
+    with reading.connect() as other:
+        other.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"))
+        pid = other.scalar(text("SELECT pg_backend_pid()"))
+        assert other.scalar(text("SELECT count(*) FROM orders")) == 0
+        update()
+        patience.wait_until(lambda: database.warnings() != ())
+        (warning,) = database.warnings()
+        assert re.search(rf"^1,\d\d\d old versions of rows in .*kafka_transaction_state.* {pid} \(", warning)
+        assert "idle in transaction" in warning
+    reading.dispose()

@@ -64,6 +64,7 @@ def status(
         )
         incidents = database.store().incidents(transactional_id or prefix or "")
         leases = database.lease_list(transactional_id, prefix or "")
+        warnings = database.warnings()
     known = bool(items)
     if problems:
         items = [item for item in items if item.needs_recovery and not is_young(item, open_for_s)]
@@ -83,10 +84,13 @@ def status(
                 for incident in open_incidents
             ],
             "leases": [lease_json(lease) for lease in leases],
+            "warnings": list(warnings),
         }
         click.echo(json.dumps(document, indent=2))
     else:
         _print(items, longest_s, open_incidents, () if problems else leases)
+    for warning in warnings:
+        click.echo(f"dualwrite: {warning}", err=True)
     if any(item.went_back is not None for item in items):
         raise SystemExit(WENT_BACK)
     if open_incidents:

@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
+from sqlalchemy import exc
+
 from dualwrite.errors import ConfigurationError
 from dualwrite.ports.database import PAUSED_OWNER_TIMEOUT_S, Database, Traits
 from dualwrite.stores.sql.access.connections import borrowed, usable
-from dualwrite.stores.sql.access.failures import migrate_advice
+from dualwrite.stores.sql.access.failures import map_database_error, migrate_advice
 from dualwrite.stores.sql.forgetting import Forgetting
 from dualwrite.stores.sql.joined import JoinedStore
 from dualwrite.stores.sql.leases import Leases, living_members, read_leases
@@ -150,6 +152,19 @@ class SqlDatabase(Database):
         if not self._has_leases():
             return ()
         return read_leases(self.engine, transactional_id, prefix=prefix, schema=self.tables_schema)
+
+    def warnings(self) -> Sequence[str]:
+        """See :meth:`Database.warnings`. Only PostgreSQL keeps old versions where look-ups meet them."""
+        if self.engine.dialect.name != "postgresql":
+            return ()
+        from dualwrite.stores.sql.dialects.postgresql import kept_versions  # noqa: PLC0415 - large, as in dialect_of
+
+        try:
+            with self.engine.connect() as connection:
+                found = kept_versions(connection, declare_tables(self.tables_schema))
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, self.engine, self._schema) from error
+        return () if found is None else (found,)
 
     def forgetting(self) -> Forgetting:
         """See :meth:`Database.forgetting`."""

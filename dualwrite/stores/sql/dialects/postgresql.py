@@ -451,3 +451,37 @@ class PostgreSQL:
         return {"committed": DatabaseVerdict.COMMITTED, "aborted": DatabaseVerdict.ABORTED}.get(
             status or "", DatabaseVerdict.UNKNOWN
         )
+
+
+_MANY_VERSIONS: Final = 1000
+"""A look-up that reads past a thousand takes about thirty pages. Without an old snapshot there are never more than a few."""
+_KEPT: Final = text("SELECT n_dead_tup FROM pg_stat_all_tables WHERE relid = to_regclass(:name)")
+_OLDEST_SNAPSHOT: Final = text(
+    "SELECT pid, coalesce(nullif(application_name, ''), backend_type), coalesce(state, 'unknown') FROM pg_stat_activity "
+    "WHERE backend_xmin IS NOT NULL AND pid <> pg_backend_pid() ORDER BY age(backend_xmin) DESC, pid LIMIT 1"
+)
+
+
+def kept_versions(connection: Connection, tables: Tables) -> str | None:
+    """The words for old versions of rows that cannot be removed; None if there are few.
+
+    Each dual write updates the row of its lane. While any snapshot in the database is older, PostgreSQL keeps every version,
+    and each look-up of the row reads past all of them.
+
+    Raises:
+        SQLAlchemyError: The database failed.
+    """
+    name = connection.dialect.identifier_preparer.format_table(tables.state)
+    kept = connection.scalar(_KEPT, {"name": name}) or 0
+    if kept < _MANY_VERSIONS:
+        return None
+    oldest = connection.execute(_OLDEST_SNAPSHOT).one_or_none()
+    whose = (
+        "this role may see no session that holds them"
+        if oldest is None
+        else f"of the sessions that this role may see, {oldest[0]} ({oldest[1]}, {oldest[2]}) has the oldest snapshot"
+    )
+    return (
+        f"{kept:,} old versions of rows in {name} are kept for a long transaction, a replication slot or a prepared "
+        f"transaction, and each dual write reads past those of its row: {whose}; end it, and vacuum the table if they stay"
+    )
