@@ -2,23 +2,18 @@
 
 import threading
 from datetime import timedelta
-from functools import partial
 
 import psycopg
 import pytest
 from harness.one_task import ROWS as ROWS_OF_ONE
 from harness.one_task import OneTask
 from harness.patience import PATIENCE_S
-from harness.spark import PARTITIONS, ROWS, ArmedTask
-from harness.spark import numbers as numbered
 from harness.spark_source import nothing_is_left
 from sqlalchemy import create_engine
 
 from dualwrite import DecidedTransactionLost, TransactionAborted, Unavailable
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.sinks.spark import foreach_partition, write_batch
-from dualwrite.sinks.spark.per_partition import job
 from dualwrite.sinks.spark.worker.attempt import Attempt
 from dualwrite.sinks.spark.worker.slot import leased_slot
 from dualwrite.stores.sql.jobs.slots import SlotPool
@@ -199,25 +194,50 @@ def test_the_slot_of_a_task_that_has_died_is_taken_by_another_one_of_its_run(num
     nothing_is_left(numbers)
 
 
-def test_a_loss_that_a_task_has_left_is_reported_once(spark, numbers, coordinator, monkeypatch):
-    """A task dies after the decision, and an operator aborts its Kafka transaction before anybody settles."""
-    df = numbered(spark)
-    monkeypatch.setattr(job, "PartitionTask", partial(ArmedTask, point="write.decided"))
-    df.foreachPartition(foreach_partition(df, batch_id="1", **numbers.settings))
-    monkeypatch.undo()
+def lose_what_is_decided(numbers, coordinator):
+    """As an operator, abort in Kafka what a task has decided and not completed."""
     engine = create_engine(numbers.url)
-    store = SqlStateStore(engine)
     pending = {
         row.kafka_id(row.prepared.incarnation): row.prepared
-        for row in store.find(f"{numbers.sink}.spark#")
+        for row in SqlStateStore(engine).find(f"{numbers.sink}.spark#")
         if row.prepared.has_transaction and row.completed is None
     }
+    engine.dispose()
     assert len(pending) == 1
     coordinator.end(pending, committed=False, deadline=Deadline(30))
+
+
+def test_a_loss_that_a_task_has_left_is_reported_once(numbers, coordinator):
+    """A task dies after the decision, and an operator aborts its Kafka transaction before another process settles."""
+    job = OneTask(numbers, "write_batch")
+    job.begin()
+
+    def die(name):
+        if name == "write.decided":
+            raise ZeroDivisionError
+
+    with failpoints.watched(die):
+        job.run_task()
+    lose_what_is_decided(numbers, coordinator)
     with pytest.raises(DecidedTransactionLost, match="aborted by the broker"):
-        write_batch(df, batch_id="1", **numbers.settings)
-    report = write_batch(df, batch_id="1", **numbers.settings)
-    engine.dispose()
-    assert report.rows == ROWS
-    assert len(numbers.rows()) == ROWS
-    assert len(numbers.messages()) == ROWS - ROWS // PARTITIONS
+        job.begin()
+    job.begin()
+    assert len(numbers.rows()) == ROWS_OF_ONE
+    assert numbers.messages() == []
+
+
+def test_a_loss_that_a_task_of_foreach_partition_finds_is_its_error(numbers, coordinator):
+    """No driver looks for it at the end; and the next run takes it for one that is known."""
+    job = OneTask(numbers, "foreach_partition")
+    job.begin()
+
+    def die(name):
+        if name == "write.decided":
+            lose_what_is_decided(numbers, coordinator)
+            raise ZeroDivisionError
+
+    with failpoints.watched(die), pytest.raises(DecidedTransactionLost, match="aborted by the broker"):
+        job.run_task()
+    assert not job.run_task().written
+    assert len(numbers.rows()) == ROWS_OF_ONE
+    nothing_is_left(numbers)
