@@ -163,6 +163,7 @@ class AsyncGroups:
         self._units: Units[_Task] = Units(limits.waiting)
         self._running: object | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._rests: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def submit(
@@ -206,8 +207,8 @@ class AsyncGroups:
         for unit in self._units.in_line:
             unit.work.answer()
         until = now_s() + within_s
-        while self._tasks and now_s() < until:
-            await asyncio.wait(self._tasks, timeout=until - now_s(), return_when=asyncio.FIRST_COMPLETED)
+        while (under_way := self._tasks | self._rests) and now_s() < until:
+            await asyncio.wait(under_way, timeout=until - now_s(), return_when=asyncio.FIRST_COMPLETED)
         fail_left(self._units.drain(), self._name)
 
     def _start(self) -> None:
@@ -229,6 +230,12 @@ class AsyncGroups:
             self._running = None
             self._start()
 
+    def _let_run_again(self, rested: Sequence[Unit[_Task]], rest: asyncio.Task[None]) -> None:
+        """Called when they have rested; or the event loop ends, and has cancelled that."""
+        self._rests.discard(rest)
+        self._units.rested(rested)
+        self._start()
+
     async def _serve(self, token: object) -> None:
         """Run one group. An event loop that ends cancels this task, too, at any await: the units still get their answers."""
         group = GroupRun(self._name, self._units.take(self._limits.units))
@@ -240,10 +247,12 @@ class AsyncGroups:
                 self._grouped(group.begun)
                 for tell in told:
                     tell()
-                self._let_next_run(token)
-                await asyncio.sleep(pause_after_s(group.failures))
         finally:
-            self._units.end(group.taken, group.again)
+            if pause_s := pause_after_s(group.failures):
+                rest = asyncio.get_running_loop().create_task(asyncio.sleep(pause_s))
+                self._rests.add(rest)
+                rest.add_done_callback(partial(self._let_run_again, group.again))
+            self._units.end(group.taken, group.again, rest=pause_s > 0)
             self._let_next_run(token)
 
     async def _run(self, group: GroupRun, token: object) -> Sequence[Told]:

@@ -2,6 +2,7 @@
 
 A *unit* is the work of one caller; a *group* is the units that commit together. Units of one key keep their order: while some
 of them are in a group, the others wait. The number of those that wait is bounded; the callers of the others stand in line.
+Units that run again rest first, by themselves: the others go on.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class Units(Generic[Work]):
         self._places = places
         self._ready: OrderedDict[Hashable, deque[Unit[Work]]] = OrderedDict()
         self._busy: dict[Hashable, deque[Unit[Work]]] = {}
+        self._resting: set[Hashable] = set()
         self._in_line: OrderedDict[Unit[Work], None] = OrderedDict()
         self._at_most = 0  # this many wait; fewer if an interruption came before it was counted down
 
@@ -181,24 +183,42 @@ class Units(Generic[Work]):
         self._busy[unit.key] = deque()
         self._at_most -= 1
 
-    def end(self, taken: Iterable[Unit[Work]], again: Sequence[Unit[Work]] = ()) -> None:
+    def end(self, taken: Iterable[Unit[Work]], again: Sequence[Unit[Work]] = (), *, rest: bool = False) -> None:
         """Note that a group has ended. May be called again if it was interrupted.
 
         Args:
             taken: All of its units.
             again: Those of them that are to run in a later group, in their order: the next ones of their keys.
+            rest: Whether they wait until :meth:`rested`, and all units of their keys with them.
         """
+        if rest:
+            self._resting.update(keys_of(again))
         for unit in reversed(again):
             waiting = self._busy.get(unit.key)
             if waiting is not None and unit not in waiting:
                 self._at_most += 1
                 waiting.appendleft(unit)
-        for key in keys_of(taken):
+        self._free(key for key in keys_of(taken) if key not in self._resting)
+        if not rest:
+            self._first(again)
+
+    def rested(self, units: Sequence[Unit[Work]]) -> None:
+        """Let units run again that have rested. May be called again."""
+        keys = [key for key in keys_of(units) if key in self._resting]
+        self._resting.difference_update(keys)
+        self._free(keys)
+        self._first(units)
+
+    def _free(self, keys: Iterable[Hashable]) -> None:
+        for key in keys:
             if waiting := self._busy.get(key):
                 self._ready[key] = waiting
             self._busy.pop(key, None)
-        for key in reversed(keys_of(again)):
-            self._ready.move_to_end(key, last=False)
+
+    def _first(self, units: Sequence[Unit[Work]]) -> None:
+        for key in reversed(keys_of(units)):
+            if key in self._ready:
+                self._ready.move_to_end(key, last=False)
 
     def drain(self) -> Sequence[Unit[Work]]:
         """Take all units that wait: no group will run them."""

@@ -7,7 +7,7 @@ import heapq
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dualwrite.protocol.process.grouping import GroupLimits, Unit, Units
 from dualwrite.runtime import waiting
-from dualwrite.runtime.deadline import Deadline, now_s, pause
+from dualwrite.runtime.deadline import Deadline, now_s
 from dualwrite.writing import entered
 from dualwrite.writing.group.alone import UnitFuture
 from dualwrite.writing.group.places import full_error, may_wait, note_running
@@ -124,30 +124,39 @@ class Task:
         self.future.set_exception(error)
 
 
-class _Expiring:
-    """Tells the callers of units whose time is over, in a thread that starts with the first such unit."""
+class _Later:
+    """Does things at their time, in a thread that starts with the first of them.
+
+    Args:
+        name: The writer's transactional id.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._changed = threading.Condition()
         self._numbers = itertools.count()
-        self._waiting: list[tuple[float, int, Task]] = []
+        self._waiting: list[tuple[float, int, Callable[[], object], Callable[[], bool]]] = []
         self._sweep_at = _FEW
         self._started = self._closed = False
 
-    def add(self, task: Task) -> None:
-        """Tell the caller of this unit once its time is over."""
-        assert task.until is not None
+    def after(self, seconds: float, do: Callable[[], object], over: Callable[[], bool] = lambda: False) -> None:
+        """Do it after so many seconds.
+
+        Args:
+            seconds: The time from now.
+            do: Does it.
+            over: Whether it need not be done any more.
+        """
         with self._changed:
             if len(self._waiting) > self._sweep_at:  # most units end long before their time is over
-                self._waiting = [one for one in self._waiting if not one[2].future.done()]
+                self._waiting = [one for one in self._waiting if not one[3]()]
                 heapq.heapify(self._waiting)
                 self._sweep_at = _FEW + 2 * len(self._waiting)
-            heapq.heappush(self._waiting, (now_s() + task.until.remaining_s(), next(self._numbers), task))
+            heapq.heappush(self._waiting, (now_s() + seconds, next(self._numbers), do, over))
             if not self._started:
                 self._started = True
-                threading.Thread(target=self._serve, name=f"dualwrite time {self._name}", daemon=True).start()
-            elif self._waiting[0][2] is task:
+                threading.Thread(target=self._serve, name=f"dualwrite later {self._name}", daemon=True).start()
+            elif self._waiting[0][2] is do:
                 self._changed.notify()
 
     def close(self) -> None:
@@ -157,17 +166,17 @@ class _Expiring:
             self._changed.notify()
 
     def _serve(self) -> None:
-        while (task := self._next()) is not None:
+        while (do := self._next()) is not None:
             try:
-                task.expire()
+                do()
             except BaseException:
                 logger.critical("%s: a callback of a unit's future has raised", self._name, exc_info=True)
 
-    def _next(self) -> Task | None:
-        """Wait for the next unit whose time is over."""
+    def _next(self) -> Callable[[], object] | None:
+        """Wait for the next thing whose time has come."""
         with self._changed:
             while not self._closed:
-                while self._waiting and self._waiting[0][2].future.done():
+                while self._waiting and self._waiting[0][3]():
                     heapq.heappop(self._waiting)
                 left_s = self._waiting[0][0] - now_s() if self._waiting else None
                 if left_s is not None and left_s <= 0:
@@ -208,7 +217,7 @@ class Groups:
         self._grouped = grouped
         self._place_timeout_s = place_timeout_s
         self._units: Units[Task] = Units(limits.waiting)
-        self._expiring = _Expiring(name)
+        self._later = _Later(name)
         self._lock = threading.RLock()
         self._may_begin = threading.Condition(self._lock)
         self._emptied = threading.Condition(self._lock)
@@ -237,7 +246,7 @@ class Groups:
         if not added:
             self._stand_in_line(unit)
         if task.until is not None:
-            self._expiring.add(task)
+            self._later.after(task.until.remaining_s(), task.expire, future.done)
         return future
 
     def _have_served(self) -> None:
@@ -288,7 +297,7 @@ class Groups:
             self._emptied.wait_for(lambda: self._units.empty, deadline.remaining_s())
             left = self._units.drain()
             self._may_begin.notify_all()
-        self._expiring.close()
+        self._later.close()
         fail_left(left, self._name)
 
     @property
@@ -389,20 +398,30 @@ class Groups:
         if group.begun:
             self._grouped(group.begun)
         tell_all(told)
-        pause(pause_after_s(group.failures))
 
     def _end(self, group: GroupRun) -> None:
         with self._lock:
             if self._running is group:
                 self._running = None
             if group in self._begun:
-                self._units.end(group.taken, group.again)
+                if pause_s := pause_after_s(group.failures):
+                    # First: after an interruption they will run again in any case.
+                    self._later.after(pause_s, lambda: self._let_run_again(group.again))
+                self._units.end(group.taken, group.again, rest=pause_s > 0)
                 self._begun.remove(group)
-            self._wake()
-            if self._units.empty:
-                self._emptied.notify_all()
-                if self._closed:
-                    self._may_begin.notify_all()
+            self._go_on()
+
+    def _let_run_again(self, rested: Sequence[Unit[Task]]) -> None:
+        with self._lock:
+            self._units.rested(rested)
+            self._go_on()
+
+    def _go_on(self) -> None:
+        self._wake()
+        if self._units.empty:
+            self._emptied.notify_all()
+            if self._closed:
+                self._may_begin.notify_all()
 
     def _call(self, task: Task, transaction: Transaction) -> object:
         blocks = entered.entered_here()

@@ -30,7 +30,7 @@ from dualwrite.protocol.process.grouping import (
     after_unit,
 )
 
-TAKE, END, ADD = "take", "end", "add"
+TAKE, END, RESTED, ADD = "take", "end", "rested", "add"
 
 
 def waiting(*keys):
@@ -70,6 +70,18 @@ def test_units_that_run_again_come_before_the_others_of_their_key_and_before_oth
     units.add(Unit(3, "c"))
     units.end(taken, [taken[0]])
     assert works(units.take(64)) == [0, 3, 2]
+
+
+def test_units_that_rest_keep_those_of_their_keys_waiting_and_no_others():
+    units = waiting("a", "b", "a")
+    taken = units.take(2)
+    units.end(taken, [taken[0]], rest=True)
+    units.add(Unit(3, "b"))
+    assert works(units.take(64)) == [3]
+    assert not units.empty
+    units.rested([taken[0]])
+    units.rested([taken[0]])
+    assert works(units.take(64)) == [0, 2]
 
 
 def offered(units, *numbers):
@@ -172,6 +184,7 @@ def test_what_is_drained_is_in_no_group():
             st.tuples(st.just(ADD), st.sampled_from("abcd")),
             st.tuples(st.just(TAKE), st.integers(1, 5)),
             st.tuples(st.just(END), st.lists(st.booleans(), min_size=5, max_size=5)),
+            st.tuples(st.just(RESTED), st.just(None)),
         ),
         max_size=60,
     ),
@@ -179,6 +192,7 @@ def test_what_is_drained_is_in_no_group():
 )
 def test_no_unit_is_lost_or_run_in_two_groups_and_each_key_keeps_its_order(steps, places):
     units, groups, done, added, number = Units(places), [], defaultdict(list), defaultdict(list), 0
+    resting = []
     for what, value in steps:
         if what == ADD:
             number += 1
@@ -191,10 +205,15 @@ def test_no_unit_is_lost_or_run_in_two_groups_and_each_key_keeps_its_order(steps
             keys = {unit.key for unit in taken}
             assert not keys & {unit.key for group in groups for unit in group}
             groups += [taken] if taken else []
+        elif what == RESTED:
+            if resting:
+                units.rested(resting.pop(0))
         elif groups:
-            finish(units, groups.pop(0), value, done)
+            resting.append(finish(units, groups.pop(0), value, done, rest=value[0]))
     for group in groups:
         finish(units, group, [], done)
+    for rested in resting:
+        units.rested(rested)
     while units.ready:
         taken = units.take(3)
         units.admit()
@@ -203,7 +222,7 @@ def test_no_unit_is_lost_or_run_in_two_groups_and_each_key_keeps_its_order(steps
     assert done == added
 
 
-def finish(units, taken, failing, done):
+def finish(units, taken, failing, done, *, rest=False):
     """Units that fail here run again, and so do those of their keys that come later in the group."""
     again, held = [], set()
     for unit, fails in zip(taken, failing + [False] * len(taken), strict=False):
@@ -212,7 +231,8 @@ def finish(units, taken, failing, done):
             again.append(unit)
         else:
             done[unit.key].append(unit.work)
-    units.end(taken, again)
+    units.end(taken, again, rest=rest)
+    return again
 
 
 @given(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=80), st.integers(1, 8))

@@ -23,6 +23,7 @@ from dualwrite.runtime import failpoints
 from dualwrite.stores.sql.dialects import committing
 from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.writing import writer as writer_module
+from dualwrite.writing.group import groups
 from dualwrite.writing.group.groups import Task
 from dualwrite.writing.group.results import GroupRun
 from dualwrite.writing.lanes.lane import Lane
@@ -226,11 +227,11 @@ def test_a_time_in_which_no_unit_can_begin_is_refused(held, within_s):
 
 def test_those_whose_time_is_not_over_are_forgotten_once_they_have_ended(held, monkeypatch):
     monkeypatch.setattr("dualwrite.writing.group.groups._FEW", 2)
-    expiring = held.writer._groups._expiring
-    expiring._sweep_at = 2
-    for number in range(20):
+    later = held.writer._groups._later
+    later._sweep_at = 2
+    for _ in range(20):
         held.writer.submit(lambda _: None, within_s=3600).result(30)
-        assert len(expiring._waiting) <= 3 + number % 2
+        assert len(later._waiting) <= 4
 
 
 def test_a_group_that_was_aborted_runs_again(shop, held, monkeypatch):
@@ -247,7 +248,30 @@ def test_a_group_that_was_aborted_runs_again(shop, held, monkeypatch):
         failures.insert(0, TransactionAborted("of the first"))
     assert [future.result(60) for future in futures] == [1, 2, 3]
     assert not failures
-    assert shop.both_have(1, 2, 3)
+    # The one that has failed alone rests by itself: the others overtake it.
+    assert sorted(shop.rows) == sorted(shop.messages) == ["1", "2", "3"]
+
+
+def test_units_that_rest_before_they_run_again_keep_no_other_waiting(shop, held, monkeypatch):
+    """Those of its key wait, and keep their order."""
+    failures = [TransactionAborted("a conflict")]
+
+    def conflicted(tx):
+        if failures:
+            raise failures.pop()
+        shop.put(tx, 2)
+
+    monkeypatch.setattr(groups, "pause_after_s", lambda failures: 3600.0 if failures else 0.0)
+    with held.together():
+        futures = [held.put(1), held.writer.submit(conflicted, key="k"), held.put(3, key="k")]
+    assert futures[0].result(30) is None
+    assert held.put(4).result(30) is held.put(5).result(30) is None
+    assert not futures[1].done()
+    assert not futures[2].done()
+    assert shop.both_have(1, 4, 5)
+    held.writer._groups._let_run_again([*held.writer._groups._units._busy["key", "k"]][:1])
+    assert futures[1].result(30) is futures[2].result(30) is None
+    assert shop.messages == ["1", "4", "5", "2", "3"]
 
 
 def test_a_group_that_cannot_commit_for_one_unit_commits_the_others(shop, held, monkeypatch):
