@@ -19,6 +19,7 @@ def decided(database: Database, store: SqlStateStore, name: str = "orders", numb
     state = prepared(row.incarnation, number)
     with store.engine.connect() as connection:
         store.begin(connection)
+        store.read_incarnation(connection, name)
         store.decide(connection, name, row.incarnation, state)
         store.commit(connection)
     return replace(row, prepared=state)
@@ -132,6 +133,7 @@ def decided_natively(database: Database, store: SqlStateStore, epoch: int) -> St
     row = store.read(["orders"])[0] if store.read(["orders"]) else database.claim(store, "orders")
     with store.engine.connect() as connection:
         store.begin(connection)
+        store.read_incarnation(connection, "orders")
         store.decide(connection, "orders", row.incarnation, native(row.incarnation, epoch))
         store.commit(connection)
     return store.read(["orders"])[0]

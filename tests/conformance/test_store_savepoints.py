@@ -268,6 +268,7 @@ def test_a_rollback_does_not_bring_back_the_witness_of_an_earlier_dual_write(
     with store.engine.connect() as connection:
         for last in (False, True):
             store.begin(connection)
+            store.read_incarnation(connection, "orders")
             watch = store.watch_savepoints(connection, "orders")
             write = DualWrite(connection, watch)
             write.execute_unseen("SAVEPOINT unseen")

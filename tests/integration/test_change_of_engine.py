@@ -135,6 +135,7 @@ def test_one_decision_completes_what_workers_of_both_engines_have_prepared(
             states = [hand_over(lane, number) for number, lane in enumerate(lanes, first)]
             with engine.connect() as connection:
                 context.store.begin(connection)
+                context.store.read_incarnation(connection, lanes[0].transactional_id)
                 for lane, state in zip(lanes, states, strict=True):
                     assert context.store.decide(connection, lane.transactional_id, lane.row.incarnation, state)[0]
                 context.store.commit(connection)

@@ -98,6 +98,7 @@ def decide(context, engine, lane):
         store = context.store
         with engine.connect() as connection:
             store.begin(connection)
+            store.read_incarnation(connection, "orders")
             ours, _ = store.decide(connection, "orders", lane.row.incarnation, state)
             assert ours
             store.commit(connection)

@@ -79,6 +79,7 @@ class Stage:
     def decide(self, state):
         with self.store.engine.connect() as connection:
             self.store.begin(connection)
+            self.store.read_incarnation(connection, self.row.transactional_id)
             self.store.decide(connection, self.row.transactional_id, self.row.incarnation, state)
             self.store.commit(connection)
 
