@@ -150,6 +150,7 @@ class DualWriter(Submitting):
             timeout_s=timeout_s,
             lane_timeout_s=lane_timeout_s,
             idle_after_s=idle_after_s,
+            kafka_at=self._producers.config.listener[0],
         )
         self._serializing = Serializing(key_serializer, value_serializer)
         self._observer = observer_if_loaded() if telemetry is None else telemetry

@@ -83,6 +83,23 @@ def whole(
     return uninterrupted
 
 
+def asking(
+    step: Callable[Concatenate[AnyEngine, Arguments], Result],
+) -> Callable[Concatenate[AnyEngine, Arguments], Result]:
+    """Note since when a step has been under way that asks the brokers, so that others can say what they wait for."""
+
+    @wraps(step)
+    def noted(self: AnyEngine, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        before = self.asking_since
+        self.asking_since = now_s() if before is None else before
+        try:
+            return step(self, *args, **kwargs)
+        finally:
+            self.asking_since = before
+
+    return noted
+
+
 class Transaction:
     """The current transaction, as far as this process knows it.
 
@@ -129,6 +146,7 @@ class ProducerEngine(ABC):
         pending_end: The last transaction while its end is unknown.
         corked: Whether messages wait for others to be sent with, until something must be sent.
         epoch_may_rise: Whether later transactions may have an epoch that settling takes for a settler's.
+        asking_since: When the step began that asks the brokers now, by the clock of the process; None if there is none.
     """
 
     engine: Engine
@@ -143,6 +161,7 @@ class ProducerEngine(ABC):
         self.prepared: PreparedTxnState | None = None
         self.pending_end: PendingEnd | None = None
         self.epoch_may_rise = False
+        self.asking_since: float | None = None
         self._id = transactional_id
         self._coordinator = coordinator
 

@@ -168,6 +168,11 @@ class TransactionalProducer:
         return frozenset() if self._chosen is None else self._chosen.undecided_in
 
     @property
+    def asking_since(self) -> float | None:
+        """When the step began that asks the brokers now, by the clock of the process; None if there is none."""
+        return None if self._chosen is None else self._chosen.asking_since
+
+    @property
     def prepared_state(self) -> PreparedTxnState | None:
         """The state of the transaction that is prepared, or whose commit was not answered; None if there is none."""
         return None if self._chosen is None else self._chosen.prepared

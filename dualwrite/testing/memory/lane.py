@@ -194,6 +194,7 @@ class MemoryLane:
 
     unrecorded = None
     pending_end = None
+    asking_since = None
     time_left_s = None
     unsettled_s = 0.0
 

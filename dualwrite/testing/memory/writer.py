@@ -113,6 +113,7 @@ class InMemoryWriter(Submitting):
             timeout_s=_TIMEOUT_S,
             lane_timeout_s=lane_timeout_s,
             idle_after_s=_TIMEOUT_S,
+            kafka_at="no address: it is in memory",
         )
         self._vitals = Vitals(transactional_id, lambda: None)
         traits = SqlDatabase(self._engine).traits

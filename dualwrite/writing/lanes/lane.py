@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -86,6 +87,7 @@ class Lane:
         self._machine = Machine("lane", LANE_LIFE, LaneState.UNCLAIMED, moved=self._note_since)
         self._unsettled_since: float | None = None
         self._undecided_in: dict[int, frozenset[Partition]] = {}
+        self._asking_since: float | None = None
 
     @property
     def row(self) -> StateRow:
@@ -128,6 +130,21 @@ class Lane:
         timeout_ms, begun_for_s = producer.transaction_timeout_ms, producer.begun_for_s
         return None if timeout_ms == NEVER_MS or not begun_for_s else timeout_ms / 1000 - begun_for_s
 
+    @property
+    def asking_since(self) -> float | None:
+        """When the step began that asks Kafka now, by the clock of the process; None if there is none. For other threads."""
+        producer = self._producer
+        return self._asking_since or (None if producer is None else producer.asking_since)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        before = self._asking_since
+        self._asking_since = before or now_s()
+        try:
+            yield
+        finally:
+            self._asking_since = before
+
     def _is_usable(self) -> bool:
         if self._producer is None:
             return False
@@ -157,7 +174,9 @@ class Lane:
             self.note_end(EndStep.SETTLE)
             return
         if (pending := self.pending_end) is not None:
-            self.note_end(know_end(self._context.coordinator, pending, deadline))
+            with self._asking():
+                step = know_end(self._context.coordinator, pending, deadline)
+            self.note_end(step)
 
     def prove_end(self, deadline: Deadline) -> bool:
         """As :meth:`know_end`, then check the log before a commit is recorded as complete. For owners that close or idle.
@@ -329,15 +348,16 @@ class Lane:
         self.discard()
         was_ours = self._row is not None
         row = self._claim(deadline)
-        report = settle(
-            [row],
-            coordinator=self._context.coordinator,
-            store=self._context.store,
-            deadline=deadline,
-            look_back=not was_ours,
-            undecided_in={self.transactional_id: self._undecided_in},
-            observer=self._context.observer,
-        )
+        with self._asking():
+            report = settle(
+                [row],
+                coordinator=self._context.coordinator,
+                store=self._context.store,
+                deadline=deadline,
+                look_back=not was_ours,
+                undecided_in={self.transactional_id: self._undecided_in},
+                observer=self._context.observer,
+            )
         failpoints.hit("claim.settled")
         self._undecided_in = {}
         self._note_settled()
@@ -386,7 +406,8 @@ class Lane:
             producer = self._make_producer(self.row)
             self._producer = producer
             try:
-                producer.init_transactions()
+                with self._asking():
+                    producer.init_transactions()
             except Unavailable:
                 if not producer.doubtful or deadline.expired:
                     raise

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.errors import DualWriteError, Fenced, IllegalStateError, Unavailable
@@ -27,6 +28,8 @@ _ATTEMPT_S: Final = 10.0
 """Limits one attempt to settle in the background; after it, a dual write that waits for the lane tries itself."""
 _CLOSE_S: Final = 5.0
 """Limits the settling while closing: the next opening settles the rest."""
+_SILENT_S: Final = 2.0
+"""From this time on, a step that asks Kafka is one that Kafka does not answer."""
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
 
 
@@ -68,6 +71,7 @@ class Lanes:
         timeout_s: How long closing waits for lanes in use, in seconds.
         lane_timeout_s: How long :meth:`take` waits, in seconds.
         idle_after_s: After this time without use the row records that its last transaction is complete, in seconds.
+        kafka_at: Kafka's address, for errors.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Lanes:
         timeout_s: float,
         lane_timeout_s: float,
         idle_after_s: float,
+        kafka_at: str,
     ) -> None:
         self._name = name
         self._make_lane = make_lane
@@ -86,6 +91,7 @@ class Lanes:
         self._timeout_s = timeout_s
         self.lane_timeout_s = lane_timeout_s
         self._idle_after_s = idle_after_s
+        self._kafka_at = kafka_at
         self._turns: Turns[Kept] = Turns(on_freed=self._freed)
         self._look: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._due_at: float | None = None
@@ -144,13 +150,26 @@ class Lanes:
         except NoTurn:
             if self.closed:
                 raise IllegalStateError("the writer is closed", transactional_id=self._name) from None
-            raise Unavailable(
-                f"all {self.max_lanes} lanes were busy for {self.lane_timeout_s:g} s",
-                transactional_id=self._name,
-                next_step="raise max_lanes, or make transactions shorter",
-            ) from None
+            raise self._busy() from None
         kept.failures, kept.given_up, kept.taken_at = 0, False, now_s()
         return kept.lane
+
+    def _busy(self) -> Unavailable:
+        """The error of a caller that got no lane. Lanes that wait for Kafka are the reason, however many there are."""
+        what, now = f"all {self.max_lanes} lanes were busy for {self.lane_timeout_s:g} s", now_s()
+        began = [place.thing.lane.asking_since for place in list(self._turns.places) if place.user is not None]
+        waited = [now - since for since in began if since is not None]
+        long = [waited_s for waited_s in waited if waited_s >= min(_SILENT_S, self.lane_timeout_s / 2)]
+        if not long:
+            step = "raise max_lanes, or make transactions shorter"
+            return Unavailable(what, transactional_id=self._name, next_step=step)
+        since = datetime.now(timezone.utc) - timedelta(seconds=max(long))
+        return Unavailable(
+            f"{what}: Kafka at {self._kafka_at} has not answered {len(long)} of them since {since:%H:%M:%S} UTC "
+            f"({max(long):.0f} s)",
+            transactional_id=self._name,
+            next_step="check these brokers and the way to them: more lanes would wait, too",
+        )
 
     def _choose(self, places: Sequence[Place[Kept]]) -> Place[Kept] | None:
         """The working lane that was free for longest, or else a new one.

@@ -9,7 +9,7 @@ from dualwrite.runtime import failpoints
 from dualwrite.writing.lanes.lane_pool import Lanes
 from dualwrite.writing.vitals import Vitals
 
-LANES = Lanes("orders", lambda _: None, max_lanes=8, timeout_s=1, lane_timeout_s=1, idle_after_s=1)
+LANES = Lanes("orders", lambda _: None, max_lanes=8, timeout_s=1, lane_timeout_s=1, idle_after_s=1, kafka_at="b:9092")
 
 
 def vitals_with(probe):

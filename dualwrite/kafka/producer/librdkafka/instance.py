@@ -18,7 +18,7 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.kafka.producer.ends import PendingEnd
-from dualwrite.kafka.producer.engine import OLD_S, whole
+from dualwrite.kafka.producer.engine import OLD_S, asking, whole
 from dualwrite.kafka.producer.failure import Failure, Phase, not_answered
 from dualwrite.kafka.producer.librdkafka.bounded_call import NoAnswer
 from dualwrite.kafka.producer.librdkafka.deliveries import DeliveryCallback
@@ -102,6 +102,7 @@ class ProducerInstance(JudgedProducer):
         return self._evidence.ids
 
     @whole
+    @asking
     def open(self, event: ProducerEvent, asked_timeout_ms: int | None, deadline: Deadline) -> int:
         """Make and initialise the librdkafka instance: aborts an ongoing transaction and fences earlier producers."""
         timeout_ms = agree_on_transaction_timeout_ms(self._coordinator, asked_timeout_ms, self._id, deadline)
@@ -125,6 +126,7 @@ class ProducerInstance(JudgedProducer):
         return timeout_ms
 
     @whole
+    @asking
     def begin(self, deadline: Deadline) -> None:
         """Begin a transaction."""
         self._require_end_known(deadline)
@@ -243,6 +245,7 @@ class ProducerInstance(JudgedProducer):
         if self.transaction.deliveries.failed:
             self._raise(self._delivery_failure())
 
+    @asking
     def _produce_when_there_is_room(self, message: _Message, deadline: Deadline) -> None:
         while True:
             self._take_reports(min(0.1, deadline.remaining_s()))
@@ -267,6 +270,7 @@ class ProducerInstance(JudgedProducer):
         self._raise(failure_of(error, Phase.PRODUCE, transactional_id=self._id, subject=topic))
 
     @whole
+    @asking
     def send_offsets(self, offsets: Sequence[TopicPartition], group_metadata: object, deadline: Deadline) -> None:
         """Commit consumed offsets as a part of the transaction."""
         transaction = self.transaction
@@ -282,6 +286,7 @@ class ProducerInstance(JudgedProducer):
         self.machine.apply(ProducerEvent.SEND_OFFSETS)
 
     @whole
+    @asking
     def prepare(self, deadline: Deadline) -> PreparedTxnState:
         """Flush, make sure that every message is delivered, and name the transaction."""
         transaction = self.transaction
@@ -337,6 +342,7 @@ class ProducerInstance(JudgedProducer):
         self._evidence.require_open(state, deadline)
 
     @whole
+    @asking
     def commit(self, event: ProducerEvent, deadline: Deadline) -> None:
         """Commit the prepared transaction."""
         took_s = self._call(Phase.COMMIT, lambda producer, left_s: producer.commit_transaction(left_s), deadline)
@@ -347,6 +353,7 @@ class ProducerInstance(JudgedProducer):
         self.prepared = None
 
     @whole
+    @asking
     def abort(self, event: ProducerEvent, deadline: Deadline) -> None:
         """Abort, after a short wait for messages in flight. If some remain, the producer is discarded instead.
 

@@ -25,7 +25,7 @@ from dualwrite.kafka.coordinator.brokers import Brokers
 from dualwrite.kafka.coordinator.routing import internal_partition
 from dualwrite.kafka.producer.codes import Code
 from dualwrite.kafka.producer.ends import PendingEnd
-from dualwrite.kafka.producer.engine import OLD_S, ProducerEngine, whole
+from dualwrite.kafka.producer.engine import OLD_S, ProducerEngine, asking, whole
 from dualwrite.kafka.producer.failure import Failure, Phase
 from dualwrite.kafka.producer.native.coordinating.initialising import (
     attempts,
@@ -150,6 +150,7 @@ class NativeInstance(ProducerEngine):
         return self._ids
 
     @whole
+    @asking
     def open(self, event: ProducerEvent, asked_timeout_ms: int | None, deadline: Deadline) -> int:
         """Connect, and get the producer id: aborts an ongoing transaction and fences earlier producers."""
         maximum_ms = self._coordinator.max_transaction_timeout_ms(deadline)
@@ -177,6 +178,7 @@ class NativeInstance(ProducerEngine):
         return answered
 
     @whole
+    @asking
     def begin(self, deadline: Deadline) -> None:
         """Begin a transaction. Nothing is sent."""
         self._require_end_known(deadline)
@@ -305,6 +307,7 @@ class NativeInstance(ProducerEngine):
         self._until = deadline = Deadline(timeout_s)
         return deadline
 
+    @asking
     def _find_topic(self, name: str, fresh: bool) -> Topic | None:  # noqa: FBT001 - a callback
         """The topic, once a broker knows it: one that was made a moment ago may not be known everywhere yet."""
         assert self._settings is not None
@@ -325,7 +328,13 @@ class NativeInstance(ProducerEngine):
             return
         self._sender.pump()
         self._report()
-        while self._filling.is_full and self._open.core.refusal is None:
+        if self._filling.is_full:
+            self._wait_for_room(self._filling, deadline)
+        self._require_no_refusal(Phase.DELIVERY)
+
+    @asking
+    def _wait_for_room(self, filling: Filling, deadline: Deadline) -> None:
+        while filling.is_full and self._open.core.refusal is None:
             if deadline.expired:
                 error = Unavailable(
                     "produce: the queue stayed full",
@@ -335,7 +344,6 @@ class NativeInstance(ProducerEngine):
                 self._raise(Failure(error, ProducerEvent.FAIL))
             self._sender.wait(deadline)
             self._report()
-        self._require_no_refusal(Phase.DELIVERY)
 
     def _report(self) -> int:
         found, self._sender.delivered = self._sender.delivered, []
@@ -352,6 +360,7 @@ class NativeInstance(ProducerEngine):
             self._raise(refused(core.refusal, phase, transactional_id=self._id))
 
     @whole
+    @asking
     def send_offsets(self, offsets: Sequence[Any], group_metadata: object, deadline: Deadline) -> None:
         """Commit consumed offsets as a part of the transaction."""
         assert self._wire is not None
@@ -383,6 +392,7 @@ class NativeInstance(ProducerEngine):
         return frozenset({(OFFSETS_TOPIC, internal_partition(group_id, len(found.leaders)))})
 
     @whole
+    @asking
     def prepare(self, deadline: Deadline) -> PreparedTxnState:
         """Send what is left, wait until everything is acknowledged, and name the transaction."""
         transaction = self._open
@@ -422,6 +432,7 @@ class NativeInstance(ProducerEngine):
         self._evidence.require_open(state, deadline)
 
     @whole
+    @asking
     def commit(self, event: ProducerEvent, deadline: Deadline) -> None:
         """Commit the prepared transaction."""
         state = self.prepared
@@ -430,6 +441,7 @@ class NativeInstance(ProducerEngine):
         self._note_ended(event)
 
     @whole
+    @asking
     def abort(self, event: ProducerEvent, deadline: Deadline) -> None:
         """Abort, after a short wait for the answers to what was sent."""
         transaction = self._open

@@ -7,6 +7,7 @@ import pytest
 from harness.patience import wait_until
 
 from dualwrite.errors import IllegalStateError, Unavailable
+from dualwrite.runtime.deadline import now_s
 from dualwrite.writing.lanes.lane_pool import Lanes
 
 
@@ -16,6 +17,7 @@ class FakeLane:
         self.needs_settling = False
         self.unrecorded = None
         self.pending_end = None
+        self.asking_since = None
         self.settling, self.may_go_on = threading.Event(), threading.Event()
         self.may_go_on.set()
         self.recorded = threading.Event()
@@ -54,6 +56,7 @@ def make():
                 timeout_s=0.05,
                 lane_timeout_s=lane_timeout_s,
                 idle_after_s=idle_after_s,
+                kafka_at="broker-1:9092",
             )
             lanes.open(map(FakeLane, range(count)))
             closed_later.callback(lanes.close)
@@ -170,6 +173,22 @@ def test_whoever_waits_too_long_is_told_and_keeps_nobody_waiting(make):
     patient = queued(lanes)
     user.end()
     assert lane_of(patient) is lanes.first
+
+
+def test_a_caller_that_waits_too_long_for_lanes_that_kafka_does_not_answer_is_told_so(make):
+    lanes = make(3, lane_timeout_s=0.01)
+    users, late = [queued(lanes) for _ in range(3)], lanes.ticket()
+    lane_of(users[0]).asking_since = now_s() - 61
+    lane_of(users[1]).asking_since = now_s() - 7
+    lane_of(users[2]).asking_since = now_s() + 60  # it has only just asked
+    with pytest.raises(
+        Unavailable, match=r"Kafka at broker-1:9092 has not answered 2 of them since \d\d:\d\d:\d\d UTC \(6\d s\)"
+    ) as told:
+        lanes.take(late)
+    assert "max_lanes" not in str(told.value)
+    assert "check these brokers" in str(told.value)
+    for ticket in (*users, late):
+        ticket.end()
 
 
 def test_whoever_waits_is_refused_when_the_writer_closes(make):
