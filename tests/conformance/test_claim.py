@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -304,14 +303,8 @@ def test_the_names_of_one_writer_are_found_by_an_index(database: Database, store
             cursor.execute(explain + statement, parameters)
             plans.append("\n".join(str(line) for line in cursor.fetchall()))
 
-    def find() -> float:
-        began = time.perf_counter()
-        assert [found.transactional_id for found in store.find("mine#")] == ["mine#1", "mine#2"]
-        return time.perf_counter() - began
-
-    assert min(find() for _ in range(5)) < 0.05
     event.listen(store.engine, "before_cursor_execute", note_plan)
-    find()
+    assert [found.transactional_id for found in store.find("mine#")] == ["mine#1", "mine#2"]
     assert store.find("others") == [row]
     assert plans
     for plan in plans:

@@ -10,7 +10,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,10 +37,11 @@ class Run:
 
 def note(run: Run, notes: Path) -> None:
     """Add a run to the notes in a file."""
-    notes.write_text(json.dumps([*_noted(notes), asdict(run)]), encoding="utf-8")
+    notes.write_text(json.dumps([*noted(notes), vars(run)]), encoding="utf-8")
 
 
-def _noted(notes: Path) -> list[dict[str, Any]]:
+def noted(notes: Path) -> list[dict[str, Any]]:
+    """The runs in a file, as arguments of `Run`."""
     return json.loads(notes.read_text(encoding="utf-8")) if notes.exists() else []
 
 
@@ -69,5 +70,5 @@ def told(runs: Iterable[Run]) -> str:
 
 
 if __name__ == "__main__":
-    noted = [Run(**run) for run in _noted(Path(sys.argv[1]))]
-    sys.stdout.write((told(noted) if noted else "The tests did not run to their end.") + "\n")
+    runs = [Run(**run) for run in noted(Path(sys.argv[1]))]
+    sys.stdout.write((told(runs) if runs else "The tests did not run to their end.") + "\n")

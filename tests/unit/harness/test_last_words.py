@@ -1,11 +1,10 @@
-import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from collections import Counter
 from types import SimpleNamespace
 
-from harness.last_words import VARIABLE, Run, reason, told
+from harness.last_words import VARIABLE, Run, note, noted, reason, told
 
 SKIPPED = SimpleNamespace(longrepr=("tests/test_a.py", 3, "Skipped: pgbouncer is not installed: apt install pgbouncer"))
 
@@ -33,4 +32,11 @@ def test_a_run_of_pytest_notes_its_outcome(tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "each_reason", __file__]
     environment = {**os.environ, VARIABLE: str(notes)}
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
-    assert json.loads(notes.read_text(encoding="utf-8")) == [asdict(Run(1))]
+    assert [Run(**run) for run in noted(notes)] == [Run(1)]
+
+
+def test_what_is_noted_is_told_again(tmp_path):
+    runs = [Run(10, ["test_a"], Counter({"no such server": 2}), 5), Run(1)]
+    for run in runs:
+        note(run, tmp_path / "notes")
+    assert [Run(**run) for run in noted(tmp_path / "notes")] == runs
