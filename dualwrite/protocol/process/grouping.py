@@ -2,7 +2,7 @@
 
 A *unit* is the work of one caller; a *group* is the units that commit together. Units of one key keep their order: while some
 of them are in a group, the others wait. The number of those that wait is bounded; the callers of the others stand in line.
-Units that run again rest first, by themselves: the others go on.
+Units that run again rest first, by themselves: the others continue.
 """
 
 from __future__ import annotations

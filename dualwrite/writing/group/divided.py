@@ -66,7 +66,7 @@ class Uses:
                 self._changed.notify_all()
 
     def end(self) -> None:
-        """Refuse later ones, and wait for those under way. Only the caller may go on, until :meth:`close`."""
+        """Refuse later ones, and wait for those under way. Only the caller may continue, until :meth:`close`."""
         with self._changed:
             self._ended = True
             while self._under_way:
@@ -216,7 +216,7 @@ class Divided:
         return unit_of(self._transaction, self._unit)
 
     def work_ended(self) -> None:
-        """End what the unit may do, also by parts that go on. Then make sure that the database has opened its savepoint.
+        """End what the unit may do, also by parts that continue. Then make sure that the database has opened its savepoint.
 
         Otherwise errors of its work are not its own.
 

@@ -140,7 +140,7 @@ class _Later:
         self._started = self._closed = False
 
     def after(self, seconds: float, do: Callable[[], object], over: Callable[[], bool] = lambda: False) -> None:
-        """Do it after so many seconds.
+        """Do it later.
 
         Args:
             seconds: The time from now.

@@ -15,7 +15,7 @@ def producer(*, bulk=False):
 
 
 def held(value="1", key=None, *, topic="sold", bulk=False, **parts):
-    """What is sent for a message, and its size."""
+    """The parts that are sent of a message, and its size."""
     given = {"partition": None, "headers": None, "timestamp_ms": None, "on_delivery": None, **parts}
     send, size = hold(producer(bulk=bulk), topic, value, key, **given)
     sent = []
