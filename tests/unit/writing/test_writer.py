@@ -85,7 +85,7 @@ def test_an_argument_that_is_no_connection_is_refused(shop):
     with shop.writer() as writer:
         for wrong in (shop.engine, Session(shop.engine)):
             with (
-                pytest.raises(IllegalStateError, match="takes a connection of SQLAlchemy or psycopg"),
+                pytest.raises(IllegalStateError, match="takes a connection of SQLAlchemy"),
                 writer.transaction(wrong),
             ):
                 raise AssertionError("the block is not entered")
