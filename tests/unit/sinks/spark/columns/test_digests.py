@@ -72,7 +72,7 @@ def test_a_digest_of_another_form_says_nothing_but_the_number_of_rows_does():
 
 def test_the_digest_of_the_same_rows_stays_the_same_from_version_to_version():
     """If this number must change, raise the form: a batch that the earlier version has begun holds the other one."""
-    assert fingerprint(batch(NUMBERS)) == Fingerprint(1000, 9051140161277722626)
+    assert fingerprint(batch(NUMBERS)) == Fingerprint(1000, -7721434239243714558)
 
 
 @pytest.mark.parametrize(
