@@ -125,6 +125,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def collects_itself() -> Iterator[None]:
+    """Only the test collects garbage. If another thread was collecting just then, its own call would do nothing."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def _shared_out(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     """Put the tests in the order in which ``--dist worksteal`` shares them out: each worker begins with as many of the list.
 

@@ -225,6 +225,7 @@ def test_a_cancellation_at_any_await_aborts_both_sides_before_the_decision_and_c
 
 
 @on_postgresql
+@pytest.mark.usefixtures("collects_itself")
 @pytest.mark.parametrize("producer_engine", ENGINES)
 def test_a_session_that_is_dropped_after_a_refused_message_keeps_nothing(in_app, both, producer_engine):
     dropped = []

@@ -246,6 +246,7 @@ def test_a_lost_answer_to_the_commit_of_a_session_is_resolved(
     assert both() == (expected, expected)
 
 
+@pytest.mark.usefixtures("collects_itself")
 @pytest.mark.parametrize("producer_engine", ENGINES)
 def test_a_session_that_is_dropped_after_a_refused_message_keeps_nothing(
     kafka, engine, dualwrite_topic, both, producer_engine

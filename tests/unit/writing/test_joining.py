@@ -507,6 +507,7 @@ def test_a_session_that_is_dropped_gives_its_lane_back(shop, put):
         (JoinedStore, "read_incarnation", ZeroDivisionError),
     ],
 )
+@pytest.mark.usefixtures("collects_itself")
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_session_that_is_dropped_after_a_refused_message_gives_its_lane_back(
     shop, monkeypatch, owner, call, error, times
