@@ -27,6 +27,11 @@ class SavepointWatch(Protocol):
         """Whether a message that is added now waits for a savepoint."""
         ...
 
+    @property
+    def may_roll_back(self) -> bool:
+        """Whether what is done now may be rolled back to a savepoint, as far as savepoints were seen. Asks nobody."""
+        ...
+
     def expect_session(self) -> None:
         """Watch ORM sessions too. Call it before the block's own session is made."""
         ...

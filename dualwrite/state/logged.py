@@ -11,8 +11,8 @@ from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.runtime.failpoints import hit
 from dualwrite.state.changelog import Changelog
 from dualwrite.state.standby import OnProgress, do_not_ask, ignore_progress, roll_forward
-from dualwrite.state.store import KeyValueStore, hold
-from dualwrite.writing.blocks.transaction import Transaction
+from dualwrite.state.store import KeyValueStore, hold, refuse_in_savepoints
+from dualwrite.writing.blocks.transaction import Transaction, write_of
 
 if TYPE_CHECKING:
     from confluent_kafka import KafkaError, Message
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoggedStore:
-    """A store and its changelog across a sequence of transactions: `begin`, `log`, then `commit` or `discard`.
+    """A store and its changelog across a sequence of transactions: `begin`, `join`, `log`, then `commit` or `discard`.
 
     Args:
         store: The store; nobody else writes to it.
@@ -66,6 +66,12 @@ class LoggedStore:
             raise IllegalStateError(f"{self.store!r} was written outside of a block")
         self.behind = True
         hold(self.store, held=True)
+
+    def join(self, tx: Transaction | TransactionalProducer) -> None:
+        """Note that the transaction has begun: what is written inside its savepoints could not be taken back with them."""
+        if isinstance(tx, Transaction):
+            write = write_of(tx)
+            refuse_in_savepoints(self.store, lambda: write.in_savepoint)
 
     def log(self, tx: Transaction | TransactionalProducer) -> None:
         """Produce the store's changes to the changelog, as the last step before the transaction is decided."""

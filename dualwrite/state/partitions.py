@@ -87,7 +87,7 @@ class PartitionStores:
     @contextmanager
     def _block(
         self, assignments: Mapping[int, object], check: Callable[[], None]
-    ) -> Generator[Callable[[Transaction], None], None, None]:
+    ) -> Generator[Callable[[Transaction], Callable[[], None]], None, None]:
         """Surround a transaction with messages of these partitions. Called by the consumer.
 
         Args:
@@ -95,7 +95,7 @@ class PartitionStores:
             check: Called while a store is restored; raises to interrupt that.
 
         Yields:
-            A function to call in the transaction when the handler is done.
+            A function to call with the transaction when that has begun. It returns the one to call when the handler is done.
 
         Raises:
             DualWriteError: As `StateTask.restore`, before the transaction.
@@ -105,7 +105,7 @@ class PartitionStores:
             for partition, assignment in sorted(assignments.items(), key=lambda item: item[0]):
                 ready.append(waiting.elsewhere(partial(self._begun, partition, assignment, check)))
             self._in_block.update(assignments)
-            yield partial(_log, ready)
+            yield partial(_join, ready)
             for logged in ready:
                 waiting.elsewhere(logged.commit)
         except BaseException:
@@ -156,6 +156,12 @@ class PartitionStores:
         return f"<PartitionStores {self._directory} of {sorted(self._assigned)}>"
 
 
-def _log(stores: Sequence[LoggedStore], tx: Transaction) -> None:
+def _join(stores: Sequence[LoggedStore], tx: Transaction) -> Callable[[], None]:
     for logged in stores:
-        logged.log(tx)
+        logged.join(tx)
+
+    def log() -> None:
+        for logged in stores:
+            logged.log(tx)
+
+    return log

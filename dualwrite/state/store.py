@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +60,7 @@ class KeyValueStore:
         self._rocks: Rocks | None = None
         self._failed: BaseException | None = None
         self._held = False
+        self._in_savepoint: Callable[[], bool] | None = None
         self._open()
 
     def _open(self) -> None:
@@ -140,8 +141,15 @@ class KeyValueStore:
             TypeError: Key or value is not bytes.
             IllegalStateError: The store is closed, or a commit has failed.
             Unavailable: The uncommitted writes do not fit into memory, and the disk is full: :meth:`recover` discards them.
+            IllegalStateError: A savepoint of the block's database transaction is open: its rollback would not undo the write.
         """
         self._usable()
+        if self._in_savepoint is not None and self._in_savepoint():
+            raise IllegalStateError(
+                f"the state store {self.path} was to be written inside a savepoint, whose rollback would take the rows and"
+                " messages back, and not this",
+                next_step="write the store before the savepoint, or after it was released",
+            )
         _require_bytes(key, "key")
         if value is not None:
             _require_bytes(value, "value")
@@ -394,3 +402,9 @@ def _require_bytes(given: object, name: str) -> None:
 def hold(store: KeyValueStore, *, held: bool) -> None:
     """Refuse `commit` and `recover`, or allow them: for the library alone, while a block uses the store."""
     store._held = held  # noqa: SLF001 - of this module
+    store._in_savepoint = None  # noqa: SLF001
+
+
+def refuse_in_savepoints(store: KeyValueStore, in_savepoint: Callable[[], bool]) -> None:
+    """Refuse writes while this says so, until the block ends: for the library alone."""
+    store._in_savepoint = in_savepoint  # noqa: SLF001 - of this module

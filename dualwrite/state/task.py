@@ -125,12 +125,14 @@ class StateTask(Generic[Tx]):
         Raises:
             DualWriteError: As the writer's block, and as `restore`. After an error that leaves the outcome open
                 (`CompletionPending`, `TransactionInDoubt`) do not run the work again; the next block waits for the outcome.
-            IllegalStateError: A block is open already, or the writer is in bulk mode.
+            IllegalStateError: A block is open already, or the writer is in bulk mode; or the store was to be written inside a
+                savepoint.
         """
         with self._alone():
             self._logged.begin()
             try:
                 with self._blocks.transaction() as tx:
+                    self._logged.join(tx)
                     yield tx
                     self._logged.log(tx)
                 self._logged.commit()

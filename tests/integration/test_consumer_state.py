@@ -118,6 +118,28 @@ def test_a_handler_that_fails_leaves_its_stores_as_they_were(tmp_path, kafka, pl
     assert replayed == Counter(f"k{number % KEYS}" for number in range(60))
 
 
+def test_a_handler_writes_its_store_outside_of_its_savepoints(tmp_path, kafka, place, group):
+    fill(kafka, place["source"], 0, 10)
+    refused = []
+
+    def handle(tx, messages):
+        for message in messages:
+            store = stores.of(message)
+            try:
+                with tx.connection.begin_nested():
+                    store.put(message.key(), b"inside")
+            except IllegalStateError as error:
+                refused.append(error)
+            store.put(message.key(), b"1")
+
+    with PartitionStores(tmp_path, kafka=kafka, changelog=place["changelog"]) as stores:
+        ExactlyOnceConsumer(
+            group, "0", topics=[place["source"]], handler=handle, kafka=kafka, database=place["url"], state=stores
+        ).run(max_messages=10)
+    assert len(refused) == 10
+    assert {value for values in counted(kafka, place["changelog"]).values() for value in values} == {1}
+
+
 def test_a_changelog_that_does_not_fit_stops_the_member_before_a_handler_runs(tmp_path, kafka, place, group):
     fill(kafka, place["source"], 0, 10)
     for partition in range(PARTITIONS):

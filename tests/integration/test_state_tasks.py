@@ -384,6 +384,52 @@ def test_a_copy_older_than_the_changelogs_deletions_is_refused(tmp_path, make_ch
         assert everything(task.store) == {"a": "1"}
 
 
+def begin_nested(tx):
+    return tx.connection.begin_nested()
+
+
+def session_begin_nested(tx):
+    return tx.session.begin_nested()
+
+
+@contextmanager
+def as_text(tx):
+    tx.connection.execute(text("SAVEPOINT mine"))
+    try:
+        yield
+    except BaseException:
+        tx.connection.execute(text("ROLLBACK TO SAVEPOINT mine"))
+        raise
+    finally:
+        tx.connection.execute(text("RELEASE SAVEPOINT mine"))
+
+
+@pytest.mark.parametrize("savepoint", [begin_nested, session_begin_nested, as_text])
+def test_a_store_is_not_written_inside_a_savepoint_which_could_not_take_it_back(
+    tmp_path, kafka, migrated_database, kafka_id, dualwrite_topic, changelog, savepoint
+):
+    with (
+        DualWriter(kafka_id, kafka=kafka, database=migrated_database) as writer,
+        KeyValueStore(tmp_path / "store") as store,
+    ):
+        task = StateTask(writer, store, kafka=kafka, changelog=changelog, partition=0)
+        with task.transaction() as tx:
+            store.put(b"before", b"1")
+            with (
+                pytest.raises(IllegalStateError, match="inside a savepoint.*before the savepoint, or after"),
+                savepoint(tx),
+            ):
+                assert store.get(b"before") == b"1"
+                tx.produce(dualwrite_topic, "inside")
+                store.put(b"inside", b"1")
+            with savepoint(tx):
+                tx.produce(dualwrite_topic, "released")
+            store.put(b"after", b"1")
+        assert everything(store) == replayed(kafka, changelog) == {"before": "1", "after": "1"}
+        store.put(b"outside", b"1")  # of no block: no savepoint of a former one counts
+    assert [record.value for record in read_committed(kafka, dualwrite_topic)] == [b"released"]
+
+
 DAYS_AGO_MS = 2 * 86_400_000
 """More than the changelog keeps its deletions for."""
 

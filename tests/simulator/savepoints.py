@@ -45,6 +45,11 @@ class SimulatedSavepoints:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
         return self._savepoints.holds
 
+    @property
+    def may_roll_back(self) -> bool:
+        """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
+        return self._savepoints.may_roll_back
+
     def expect_session(self) -> None:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
 

@@ -166,7 +166,11 @@ class Reading:
         del consumer
         self._rebalances += 1
         logger.info("revoked: %s", _shown(revoked))
+        began = now_s()
         self._partitions.remove([(one.topic, one.partition) for one in revoked], self._revoke_s)
+        # Nothing is read meanwhile, of other partitions neither: a person who looks for the reason must find it here.
+        if (took_s := now_s() - began) >= _STALLED_S:
+            logger.warning("transactions under way with %s held up reading for %.0f s", _shown(revoked), took_s)
 
     def _lost(self, consumer: Consumer, lost: list[TopicPartition]) -> None:
         del consumer

@@ -45,13 +45,15 @@ logger = logging.getLogger(__name__)
 Handler = Callable[["Transaction", Sequence["Message"]], object]
 
 
+Join = Callable[["Transaction"], Callable[[], None]]
+"""Called with a transaction that has begun; returns the function to call when the handler is done."""
+
+
 class State(Protocol):
     """The state of a member, by partition: `dualwrite.state.PartitionStores`."""
 
-    def _block(
-        self, assignments: Mapping[int, object], check: Callable[[], None]
-    ) -> AbstractContextManager[Callable[[Transaction], None]]:
-        """Surround a transaction. Gives the function to call in it when the handler is done.
+    def _block(self, assignments: Mapping[int, object], check: Callable[[], None]) -> AbstractContextManager[Join]:
+        """Surround a transaction.
 
         Hidden from handlers, which have the object too.
 
@@ -281,24 +283,25 @@ class Working:
 
     def _write(self, unit: Unit, part: _Part, to: dict[tuple[str, int], int], at: _Stage) -> None:
         at.writer = self.writer.get()
-        with self._state_of(unit) as log, at.writer.transaction() as tx:
+        with self._state_of(unit) as join, at.writer.transaction() as tx:
             failpoints.hit("consume.begun")
+            log = join(tx)
             at.handling = True
             if part.is_dead:
                 self._set_aside(tx, part)
             else:
                 refuse_not_run(self.handler(tx, part.messages), at.writer.transactional_id)
             at.handling = False
-            log(tx)
+            log()
             failpoints.hit("consume.handled")
             at.moving = True
             self.offsets.move(tx, unit, to)
             failpoints.hit("consume.moved")
             at.moving = False
 
-    def _state_of(self, unit: Unit) -> AbstractContextManager[Callable[[Transaction], None]]:
+    def _state_of(self, unit: Unit) -> AbstractContextManager[Join]:
         if self.state is None:
-            return nullcontext(lambda _: None)
+            return nullcontext(lambda _: lambda: None)
 
         def check() -> None:
             if unit.must_end or self.partitions.closed:

@@ -20,6 +20,10 @@ Message = TypeVar("Message")
 _LONGEST_NAME: Final = 63  # bytes: PostgreSQL truncates longer names, so two of them may become one
 
 
+_ROLLED_BACK_ONCE: Final = "sa_savepoint_"
+"""SQLAlchemy's savepoints: it rolls back to each once, and then leaves it open."""
+
+
 class Move(Enum):
     """The effect of a statement on savepoints."""
 
@@ -160,6 +164,7 @@ class _Savepoint(Generic[Message]):
     name: str
     witness: int
     messages: list[Message] = field(default_factory=list)
+    over: bool = False
 
 
 class Savepoints(Generic[Message]):
@@ -184,6 +189,11 @@ class Savepoints(Generic[Message]):
     def holds(self) -> bool:
         """Whether a new message would wait: a savepoint is open."""
         return bool(self._open)
+
+    @property
+    def may_roll_back(self) -> bool:
+        """Whether what is done now may be rolled back to a savepoint."""
+        return not all(savepoint.over for savepoint in self._open)
 
     @property
     def needs_witness(self) -> bool:
@@ -218,6 +228,7 @@ class Savepoints(Generic[Message]):
             # The savepoint itself stays open; those inside it are gone.
             self.witness = self._open[at].witness
             self._open[at].messages.clear()
+            self._open[at].over = name.startswith(_ROLLED_BACK_ONCE)
             del self._open[at + 1 :]
 
     def _release(self, at: int) -> None:

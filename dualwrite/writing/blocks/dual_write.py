@@ -165,6 +165,12 @@ class DualWrite:
         """
         self._machine.check(WriteEvent.PRODUCE)
 
+    @property
+    def in_savepoint(self) -> bool:
+        """See :class:`dualwrite.writing.blocks.transaction.Write`. Asks nobody: a savepoint past SQLAlchemy is not seen."""
+        savepoints = self.sending.savepoints
+        return savepoints is not None and savepoints.may_roll_back
+
     def send(self, message: Message, hold: Hold | None = None, topic: str | None = None) -> None:
         """Hand one or many messages, or offsets, to the producer: at once, or when the open savepoint is released.
 

@@ -71,6 +71,11 @@ class Write(Protocol):
         """See :attr:`Transaction.session`."""
         ...
 
+    @property
+    def in_savepoint(self) -> bool:
+        """Whether a savepoint is open, so that what is done now may be undone although the transaction commits."""
+        ...
+
     def require_open(self) -> None:
         """See :meth:`dualwrite.writing.blocks.dual_write.DualWrite.require_open`."""
         ...

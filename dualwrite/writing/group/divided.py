@@ -142,6 +142,11 @@ class UnitWrite:
         self._write.sending.expect_session()
         return self._session.session
 
+    @property
+    def in_savepoint(self) -> bool:
+        """See :class:`dualwrite.writing.blocks.transaction.Write`. The unit itself is one."""
+        return True
+
     def require_open(self) -> None:
         """See :class:`dualwrite.writing.blocks.transaction.Write`."""
         self.uses.require()

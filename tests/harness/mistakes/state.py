@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dualwrite.state import changelog, standby, store
+from dualwrite.state import changelog, logged, standby, store
 from dualwrite.state.committed import Committed, as_text
 from dualwrite.state.logged import LoggedStore
 from dualwrite.state.rocks import Rocks
@@ -90,3 +90,14 @@ def aborted_changelog_applied(patch: pytest.MonkeyPatch) -> None:
 def restored_by_the_offset_alone(patch: pytest.MonkeyPatch) -> None:
     """A state store that is behind takes over its changelog's end, and none of its records."""
     patch.setattr(standby, "first_to_read", lambda _committed, log, _now_ms: log.end)
+
+
+@mistake(
+    Check(
+        f"{_TASKS}test_a_store_is_not_written_inside_a_savepoint_which_could_not_take_it_back[begin_nested]",
+        "DID NOT RAISE",
+    )
+)
+def store_outlives_a_savepoint(patch: pytest.MonkeyPatch) -> None:
+    """A state store is written inside a savepoint, and keeps the write when that is rolled back with its rows and messages."""
+    patch.setattr(logged, "refuse_in_savepoints", lambda *_: None)

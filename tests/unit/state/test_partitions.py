@@ -45,11 +45,11 @@ def go_on():
 def test_a_store_is_restored_once_for_each_assignment_and_after_a_failure(stores, restored):
     first, second = object(), object()
     for assigned in ({0: first}, {0: first, 1: first}, {0: first}):
-        with stores._block(assigned, go_on) as log:
-            log(None)
+        with stores._block(assigned, go_on) as join:
+            join(None)()
     assert restored == [0, 1]
-    with stores._block({0: second}, go_on) as log:  # it was another member's meanwhile
-        log(None)
+    with stores._block({0: second}, go_on) as join:  # it was another member's meanwhile
+        join(None)()
     assert restored == [0, 1, 0]
     with pytest.raises(ZeroDivisionError), stores._block({0: second, 1: first}, go_on):
         stores.of(Message(0)).put(b"a", b"1")

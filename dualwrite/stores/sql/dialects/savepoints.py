@@ -130,6 +130,11 @@ class SavepointWatch:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
         return self._savepoints.holds
 
+    @property
+    def may_roll_back(self) -> bool:
+        """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
+        return self._savepoints.may_roll_back
+
     def add(self, message: Message) -> None:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
         self._require_track()

@@ -95,6 +95,20 @@ def test_messages_go_with_savepoints_as_rows_do_in_every_sequence(length: int) -
         database.execute("ROLLBACK")
 
 
+def test_what_is_done_after_sqlalchemy_rolled_back_cannot_be_rolled_back_again_unlike_after_a_text() -> None:
+    savepoints = Savepoints[str]()
+    assert not savepoints.may_roll_back
+    savepoints.apply(Move.OPEN, "sa_savepoint_1")
+    assert savepoints.may_roll_back
+    savepoints.apply(Move.ROLL_BACK, "sa_savepoint_1")
+    assert not savepoints.may_roll_back
+    savepoints.apply(Move.OPEN, "mine")
+    savepoints.apply(Move.ROLL_BACK, "mine")
+    assert savepoints.may_roll_back
+    savepoints.apply(Move.RELEASE, "mine")
+    assert not savepoints.may_roll_back
+
+
 def test_a_witness_goes_back_with_its_savepoint_and_no_number_comes_twice() -> None:
     savepoints: Savepoints[str] = Savepoints()
     assert savepoints.new_witness() == 1
