@@ -124,7 +124,7 @@ def is_disk_full(refused: Exception) -> bool:
 
 
 def disk_is_full(path: Path, refused: Exception) -> Unavailable:
-    """The error for it: what was committed is safe, and the store goes on once there is space."""
+    """The error for it: what was committed is safe, and the store continues once there is space."""
     return Unavailable(
         f"the disk of the state store {path} is full: {refused}", next_step="free space on it, and call again"
     )

@@ -146,8 +146,8 @@ class KeyValueStore:
         self._usable()
         if self._in_savepoint is not None and self._in_savepoint():
             raise IllegalStateError(
-                f"the state store {self.path} was to be written inside a savepoint, whose rollback would take the rows and"
-                " messages back, and not this",
+                f"the state store {self.path} cannot be written inside a savepoint: a rollback would take its rows and messages"
+                " back, and not this write",
                 next_step="write the store before the savepoint, or after it was released",
             )
         _require_bytes(key, "key")

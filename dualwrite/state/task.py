@@ -125,8 +125,7 @@ class StateTask(Generic[Tx]):
         Raises:
             DualWriteError: As the writer's block, and as `restore`. After an error that leaves the outcome open
                 (`CompletionPending`, `TransactionInDoubt`) do not run the work again; the next block waits for the outcome.
-            IllegalStateError: A block is open already, or the writer is in bulk mode; or the store was to be written inside a
-                savepoint.
+            IllegalStateError: A block is open already, or the writer is in bulk mode, or a savepoint is open at a `put`.
         """
         with self._alone():
             self._logged.begin()

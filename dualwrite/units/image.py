@@ -22,7 +22,7 @@ class KeyedImage:
         self._shown: dict[bytes, bytes] = dict(contents or {})
         self._change: dict[bytes, bytes | None] = {}
         # A change that is published at the moment of its assignment, though it is not yet in `_shown`: if an exception (of a
-        # signal handler) interrupts the copying, whoever looks next finishes it, and no part of a unit is ever seen.
+        # signal handler) interrupts the copying, the next look finishes it, and no part of a unit is ever seen.
         self._published: dict[bytes, bytes | None] = {}
         self._lock = threading.Lock()
 
@@ -45,7 +45,7 @@ class KeyedImage:
             return dict(self._whole())
 
     def _whole(self) -> dict[bytes, bytes]:
-        """What is published, under the lock."""
+        """The published values. Call it under the lock."""
         for key, value in self._published.items():
             if value is None:
                 self._shown.pop(key, None)

@@ -58,7 +58,7 @@ class UnitReader(Generic[Contents]):
     def poll(self, timeout_s: float = 1.0) -> bool:
         """Read what there is, or wait for it. Returns whether the image shows more than when a call last returned.
 
-        An exception may leave it (a time limit, Ctrl-C). The next call then goes on with the first record that was not applied;
+        An exception may leave it (a time limit, Ctrl-C). The next call continues with the first record that was not applied;
         if the exception has struck while a record was applied, all further calls refuse, and the image stays as it is.
 
         Args:
