@@ -7,8 +7,11 @@ beside the driver; for a stream, it creates another writer there. Only the optio
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
+from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 from pyspark import TaskContext
@@ -26,6 +29,7 @@ from dualwrite.errors import (
     DualWriteError,
     IllegalStateError,
     OutcomeUnverifiable,
+    Unavailable,
 )
 from dualwrite.sinks.spark.columns.from_arrow import projected_batches
 from dualwrite.sinks.spark.columns.from_rows import row_batches
@@ -61,6 +65,7 @@ logger = logging.getLogger(__name__)
 SHORT_NAME: Final = "dualwrite"
 _QUERY_ID: Final = "sql.streaming.queryId"
 _BATCH_NUMBER: Final = "streaming.sql.batchId"
+_ENDING: Final = "python_streaming_sink_runner.py"
 _TESTED: Final = "use a version of PySpark that this library is tested with"
 _NOT_CONTINUOUS: Final = (
     "trigger(continuous=...) does that: stop the query, and start it with another trigger and a new checkpoint; this one may "
@@ -138,9 +143,22 @@ class DualWriteDataSource(DataSource):
                 next_step='use outputMode("append"); or, for aggregates, outputMode("update") and foreachBatch with '
                 'df.write.format("dualwrite"), the options upsertKeys and batchId',
             )
-        layout, staging = read_plan(options.sink, schema, upsert=options.upsert_keys)
-        run = None if options.stream is None else present_run(options.sink, options.stream)
+        try:
+            layout, staging = read_plan(options.sink, schema, upsert=options.upsert_keys)
+            run = None if options.stream is None else present_run(options.sink, options.stream)
+        except Unavailable as error:
+            if not _at_the_end_of_a_micro_batch():
+                raise
+            return _UnplannedWriter(error)
         return _StreamWriter(options, run, schema, layout, staging=staging)
+
+
+def _at_the_end_of_a_micro_batch() -> bool:
+    """Whether Spark plans again only to call ``commit`` or ``abort``, in a process for that call alone."""
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - Spark tells it in no other way
+    while frame is not None and PurePath(frame.f_code.co_filename).name != _ENDING:
+        frame = frame.f_back
+    return frame is not None
 
 
 def register(session: SparkSession) -> None:
@@ -256,6 +274,29 @@ class _StreamWriter(DataSourceStreamArrowWriter):
                 return  # the next run of the micro-batch settles what the tasks left
             batch_id = f"{self._options.stream}/{batchId}"
         _give_up(self._options, self._layout, batch_id, run_name=self._options.stream)
+
+
+class _UnplannedWriter(DataSourceStreamArrowWriter):
+    """The end of a micro-batch without a server that it needs: the next run of the micro-batch settles what is left."""
+
+    def __init__(self, error: Unavailable) -> None:
+        self._error = error
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """Never called: tasks have a writer that was planned."""
+        del iterator
+        raise self._error
+
+    @shown_first()
+    def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature
+        """On the driver: nothing can be decided."""
+        del messages, batchId
+        raise self._error
+
+    def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature
+        """On the driver: see :func:`_give_up`."""
+        del messages
+        logger.warning("micro-batch %d: not settled after a failure; the next run does it: %s", batchId, self._error)
 
 
 def _write(
