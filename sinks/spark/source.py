@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from types import FrameType
 from typing import TYPE_CHECKING, Final
@@ -123,6 +123,7 @@ class DualWriteDataSource(DataSource):
             batch.begin(layout)
             logger.info("%s: writing", batch.name)
             assert batch.run is not None
+            options = replace(options, sink=batch.options)
         return _BatchWriter(options, batch.run, schema, layout, empty=empty, staging=staging)
 
     @shown_first()
@@ -144,7 +145,8 @@ class DualWriteDataSource(DataSource):
                 'df.write.format("dualwrite"), the options upsertKeys and batchId',
             )
         try:
-            layout, staging = read_plan(options.sink, schema, upsert=options.upsert_keys)
+            sink, layout, staging = read_plan(options.sink, schema, upsert=options.upsert_keys)
+            options = replace(options, sink=sink)
             run = None if options.stream is None else present_run(options.sink, options.stream)
         except Unavailable as error:
             if not _at_the_end_of_a_micro_batch():

@@ -44,6 +44,7 @@ from dualwrite.units.announcing import Written, announce_batch
 
 if TYPE_CHECKING:
     from pyspark.sql import types as spark
+    from sqlalchemy import Engine
     from typing_extensions import Self
 
     from dualwrite.ports.coordinator import TransactionCoordinator
@@ -88,15 +89,15 @@ class DriverSide:
         self.database = open_database(options)
         self._engine = self.database.engine
         self._coordinator = KafkaCoordinator(options.kafka_config())
-        self._store = SqlStateStore(self._engine, schema=options.schema)
-        self._ledger = Ledger(options.schema)
-        self._pool = SlotPool(self._engine, options.pool, schema=options.schema, max_slots=options.max_slots)
-        self._runs = Runs(self._engine, options.schema)
         self._known_incidents: set[tuple[str, str]] = set()
 
     def __enter__(self) -> Self:
         try:
-            check_schema(self._engine, self._options.schema)
+            self._options = options = with_found_schema(self._options, self._engine)
+            self._store = SqlStateStore(self._engine, schema=options.schema)
+            self._ledger = Ledger(options.schema)
+            self._pool = SlotPool(self._engine, options.pool, schema=options.schema, max_slots=options.max_slots)
+            self._runs = Runs(self._engine, options.schema)
             self._known_incidents = {_identity(incident) for incident in self._incidents()}
         except BaseException:
             self._close()
@@ -107,6 +108,11 @@ class DriverSide:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._close()
+
+    @property
+    def options(self) -> SinkOptions:
+        """The sink's settings, for its tasks: inside the context manager they name the schema of the library's tables."""
+        return self._options
 
     def settle_left(self) -> None:
         """End the current run; settle what it left, including tasks that still run, and slots whose leases have ended.
@@ -252,6 +258,15 @@ class DriverSide:
                 )
 
 
+def with_found_schema(options: SinkOptions, engine: Engine) -> SinkOptions:
+    """The settings with the schema in which the library's tables are: a trigger of the user's may set another search_path.
+
+    Raises:
+        ConfigurationError, Unavailable: As :func:`check_schema`.
+    """
+    return replace(options, schema=check_schema(engine, options.schema).schema)
+
+
 def read_layout(options: SinkOptions, schema: spark.StructType) -> Layout:
     """Check topic, table and every column, and register the messages' schemas; writes nothing else.
 
@@ -263,16 +278,19 @@ def read_layout(options: SinkOptions, schema: spark.StructType) -> Layout:
         return _read_layout(options, schema, database, coordinator)
 
 
-def read_plan(options: SinkOptions, schema: spark.StructType, *, upsert: Sequence[str]) -> tuple[Layout, bool]:
-    """As :func:`read_layout`; also returns whether tasks use staging tables, see :func:`uses_staging`.
+def read_plan(
+    options: SinkOptions, schema: spark.StructType, *, upsert: Sequence[str]
+) -> tuple[SinkOptions, Layout, bool]:
+    """As :func:`read_layout`; also returns settings for tasks, and whether these use staging tables (:func:`uses_staging`).
 
     Raises:
         ConfigurationError: As :func:`read_layout` and :func:`uses_staging`.
         Unavailable: A server does not answer.
     """
     with _servers(options) as (database, coordinator):
+        options = with_found_schema(options, database.engine)
         layout = _read_layout(options, schema, database, coordinator)
-        return layout, uses_staging(database, options, layout, empty=None, upsert=upsert)
+        return options, layout, uses_staging(database, options, layout, empty=None, upsert=upsert)
 
 
 def uses_staging(
@@ -296,12 +314,15 @@ def uses_staging(
 def present_run(options: SinkOptions, name: str) -> Run:
     """The run of a stream whose tasks may write now: that of its current micro-batch, whose end alone replaces it.
 
+    Args:
+        options: The sink's settings, as :func:`read_plan` returns them.
+        name: The run's name.
+
     Raises:
         ConfigurationError, Unavailable: As :meth:`Runs.present`.
     """
     engine = open_database(options).engine
     try:
-        check_schema(engine, options.schema)
         return Runs(engine, options.schema).present(options.sink, name)
     finally:
         engine.dispose()
