@@ -73,6 +73,22 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput.update({name: shared.place for name, shared in stash[SHARED].items()})
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Iterator[Any]:
+    """Escape lone surrogates, which tests log on purpose: a worker could not send its report, and the whole run would end."""
+    return _encodable((yield))
+
+
+def _encodable(data: Any) -> Any:
+    if isinstance(data, str):
+        return data.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(data, dict):
+        return {key: _encodable(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return type(data)(map(_encodable, data))
+    return data
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Hear from a worker what it has left out: all of them collect the same."""
