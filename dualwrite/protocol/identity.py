@@ -16,6 +16,8 @@ Partition = tuple[str, int]
 OpenPlaces = tuple[tuple[Partition, int], ...]
 """Partitions, each with the offset at which its open transaction begins."""
 OFFSETS_TOPIC: Final = "__consumer_offsets"
+_LAST_EPOCH: Final = 32_766
+"""The coordinator gives a new producer id in place of an epoch above it."""
 
 
 def belongs(state: PreparedTxnState, incarnation: int) -> bool:
@@ -56,7 +58,11 @@ def another_owner_since(seen: TransactionView, now: TransactionView) -> bool:
         return not same_ids or seen.status is not now.status
     if now.status is TransactionStatus.ONGOING:
         return not same_ids or seen.started_ms != now.started_ms
-    return now.status is TransactionStatus.EMPTY
+    # Its own end shows its epoch, or the next one: that of a native transaction, or of one that timed out. After the last epoch
+    # comes another producer id.
+    is_its_end = now.producer_id == seen.producer_id and now.epoch in {seen.epoch, seen.epoch + 1}
+    is_its_end = is_its_end or (now.epoch == 0 and seen.epoch == _LAST_EPOCH)
+    return now.status is TransactionStatus.EMPTY or not is_its_end
 
 
 def others_than(state: PreparedTxnState, view: TransactionView) -> frozenset[Partition]:

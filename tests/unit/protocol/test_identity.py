@@ -167,7 +167,11 @@ EMPTY_VIEW = TransactionView(TransactionStatus.EMPTY, 7, 3)
         (OPEN, REST, False),
         (OPEN, replace(REST, epoch=4), False),
         (OPEN, replace(REST, status=TransactionStatus.COMPLETE_ABORT, epoch=4), False),
+        (replace(OPEN, epoch=32766), replace(REST, producer_id=9, epoch=0), False),
         (OPEN, replace(EMPTY_VIEW, epoch=4), True),
+        # Another one has been initialised since, and has completed a transaction of its own.
+        (OPEN, replace(REST, epoch=5), True),
+        (OPEN, replace(REST, producer_id=9, epoch=0), True),
         (OPEN, TransactionView(TransactionStatus.NO_SUCH_ID), False),
         # Nothing was open.
         (REST, REST, False),
