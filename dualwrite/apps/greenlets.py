@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
 from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +23,7 @@ from dualwrite.runtime.waiting import Event
 
 T = TypeVar("T")
 
+_PROCESS: Final = os.getpid()
 _SAYS_MORE: Final = frozenset({"decided", "lost", "unknown"})
 
 
@@ -36,6 +38,8 @@ async def run(pool: ThreadPoolExecutor, function: Callable[[], T], *, interrupti
     try:
         asyncio.get_running_loop()
     except RuntimeError:
+        if os.getpid() == _PROCESS:
+            raise  # a coroutine that is collected after its loop has ended must not block the thread that collects it
         return function()  # a forked process: no loop runs there, and nothing of its parent's waits there
     worker = _Worker(function, pool, interruptible=interruptible)
     given = worker.switch()
