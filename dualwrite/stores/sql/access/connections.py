@@ -137,8 +137,10 @@ def begin_on(connection: Connection, begin: Callable[[], None], *, own: bool | N
             if error.what not in _LEFT or not (connection in _borrowed if own is None else own):
                 raise
             if others is None:
-                # All that wait in the pool may be like this one, but not the one that is made after them.
-                others = getattr(connection.engine.pool, "checkedin", lambda: 0)() + 1
+                # All that wait in the pool may be like this one, but not the one that is made after them. A pool that keeps
+                # none makes each connection anew, or shares one, which must not be taken from the others.
+                waiting = getattr(connection.engine.pool, "checkedin", None)
+                others = 0 if waiting is None else waiting() + 1
             if not others:
                 raise
             others -= 1
