@@ -155,7 +155,7 @@ class Lanes:
         return kept.lane
 
     def _busy(self) -> Unavailable:
-        """The error of a caller that got no lane. Lanes that wait for Kafka are the reason, however many there are."""
+        """The error of a caller that got no lane: whether it was Kafka, the other callers, or both that kept the lanes busy."""
         what, now = f"all {self.max_lanes} lanes were busy for {self.lane_timeout_s:g} s", now_s()
         began = [place.thing.lane.asking_since for place in list(self._turns.places) if place.user is not None]
         waited = [now - since for since in began if since is not None]
@@ -163,12 +163,15 @@ class Lanes:
         if not long:
             step = "raise max_lanes, or make transactions shorter"
             return Unavailable(what, transactional_id=self._name, next_step=step)
+        step = "check these brokers and the way to them: more lanes would wait, too"
+        if len(long) < len(began):
+            step = "check these brokers and the way to them; for the other lanes, raise max_lanes, or make transactions shorter"
         since = datetime.now(timezone.utc) - timedelta(seconds=max(long))
         return Unavailable(
             f"{what}: Kafka at {self._kafka_at} has not answered {len(long)} of them since {since:%H:%M:%S} UTC "
             f"({max(long):.0f} s)",
             transactional_id=self._name,
-            next_step="check these brokers and the way to them: more lanes would wait, too",
+            next_step=step,
         )
 
     def _choose(self, places: Sequence[Place[Kept]]) -> Place[Kept] | None:

@@ -307,7 +307,6 @@ class NativeInstance(ProducerEngine):
         self._until = deadline = Deadline(timeout_s)
         return deadline
 
-    @asking
     def _find_topic(self, name: str, fresh: bool) -> Topic | None:  # noqa: FBT001 - a callback
         """The topic, once a broker knows it: one that was made a moment ago may not be known everywhere yet."""
         assert self._settings is not None
@@ -315,11 +314,15 @@ class NativeInstance(ProducerEngine):
         patience = Deadline(min(self._settings.limits.topic_s, self._until.remaining_s() / 2))
         between = GrowingPause()
         try:
-            while (found := self._sender.topic(name, self._until, fresh=fresh)) is None and not patience.expired:
+            while (found := self._ask_for_topic(name, fresh=fresh)) is None and not patience.expired:
                 between.wait(patience)
         except DualWriteError as error:
             self._raise(Failure(error, ProducerEvent.FAIL))
         return found
+
+    @asking
+    def _ask_for_topic(self, name: str, *, fresh: bool) -> Topic | None:
+        return self._sender.topic(name, self._until, fresh=fresh)
 
     def _go_on(self, deadline: Deadline) -> None:
         """Send what may be sent, and wait while too much is queued."""

@@ -178,15 +178,30 @@ def test_whoever_waits_too_long_is_told_and_keeps_nobody_waiting(make):
 def test_a_caller_that_waits_too_long_for_lanes_that_kafka_does_not_answer_is_told_so(make):
     lanes = make(3, lane_timeout_s=0.01)
     users, late = [queued(lanes) for _ in range(3)], lanes.ticket()
-    lane_of(users[0]).asking_since = now_s() - 61
-    lane_of(users[1]).asking_since = now_s() - 7
-    lane_of(users[2]).asking_since = now_s() + 60  # it has only just asked
+    asked_at = now_s()
+    lane_of(users[0]).asking_since = asked_at - 61
+    lane_of(users[1]).asking_since = asked_at - 7
+    lane_of(users[2]).asking_since = asked_at - 3
     with pytest.raises(
-        Unavailable, match=r"Kafka at broker-1:9092 has not answered 2 of them since \d\d:\d\d:\d\d UTC \(6\d s\)"
+        Unavailable, match=r"Kafka at broker-1:9092 has not answered 3 of them since \d\d:\d\d:\d\d UTC \(6\d s\)"
     ) as told:
         lanes.take(late)
     assert "max_lanes" not in str(told.value)
     assert "check these brokers" in str(told.value)
+    for ticket in (*users, late):
+        ticket.end()
+
+
+def test_a_caller_that_waits_for_lanes_of_slow_callers_too_is_told_of_both(make):
+    lanes = make(3, lane_timeout_s=0.01)
+    users, late = [queued(lanes) for _ in range(3)], lanes.ticket()
+    asked_at = now_s()
+    lane_of(users[0]).asking_since = asked_at - 61
+    lane_of(users[1]).asking_since = asked_at + 60  # it has only just asked
+    with pytest.raises(Unavailable, match="has not answered 1 of them") as told:
+        lanes.take(late)
+    assert "check these brokers" in str(told.value)
+    assert "for the other lanes, raise max_lanes" in str(told.value)
     for ticket in (*users, late):
         ticket.end()
 
