@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from sqlalchemy import exc
 
-from dualwrite.apps.cli.connection import database_options
+from dualwrite.apps.cli.connection import database_options, not_empty
 from dualwrite.apps.cli.exit_codes import exit_code_for_errors
 from dualwrite.migrations import BASE, HEAD, Direction, current_revision, sql_script
 from dualwrite.migrations import downgrade as go_down
@@ -17,7 +17,9 @@ from dualwrite.stores.sql.access.failures import map_database_error
 
 @click.command()
 @database_options
-@click.option("--revision", default=HEAD, show_default=True, help="The target; with --sql also FROM:TO.")
+@click.option(
+    "--revision", default=HEAD, show_default=True, callback=not_empty, help="The target; with --sql also FROM:TO."
+)
 @click.option("--sql", "as_sql", is_flag=True, help="Print a script instead of connecting.")
 @click.option("--downgrade", is_flag=True, help="Go back to --revision. 'base' drops the tables and all their rows.")
 @exit_code_for_errors

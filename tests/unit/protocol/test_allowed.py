@@ -147,6 +147,12 @@ def test_commands_refuse_them_as_wrong_usage(words):
     assert "Error: " in done.output
 
 
+def test_migrate_refuses_an_empty_revision_as_wrong_usage():
+    done = CliRunner().invoke(commands, ["migrate", "--url", NOWHERE["database"], "--revision", ""])
+    assert done.exit_code == 2
+    assert "is empty" in done.output
+
+
 @pytest.mark.parametrize(
     "words",
     [
