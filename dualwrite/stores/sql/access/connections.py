@@ -138,7 +138,7 @@ def begin_on(connection: Connection, begin: Callable[[], None], *, own: bool | N
                 raise
             if others is None:
                 # All that wait in the pool may be like this one, but not the one that is made after them. A pool that keeps
-                # none makes each connection anew, or shares one, which must not be taken from the others.
+                # none makes a new one each time, or shares one, which must not be taken from the others.
                 waiting = getattr(connection.engine.pool, "checkedin", None)
                 others = 0 if waiting is None else waiting() + 1
             if not others:
