@@ -251,8 +251,8 @@ class AsyncGroups:
             if pause_s := pause_after_s(group.failures):
                 rest = asyncio.get_running_loop().create_task(asyncio.sleep(pause_s))
                 self._rests.add(rest)
-                rest.add_done_callback(partial(self._let_run_again, group.again))
-            self._units.end(group.taken, group.again, rest=pause_s > 0)
+                rest.add_done_callback(partial(self._let_run_again, group.resting))
+            self._units.end(group.taken, group.again, rest=group.resting if pause_s else ())
             self._let_next_run(token)
 
     async def _run(self, group: GroupRun, token: object) -> Sequence[Told]:

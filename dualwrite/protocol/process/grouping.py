@@ -183,24 +183,24 @@ class Units(Generic[Work]):
         self._busy[unit.key] = deque()
         self._at_most -= 1
 
-    def end(self, taken: Iterable[Unit[Work]], again: Sequence[Unit[Work]] = (), *, rest: bool = False) -> None:
+    def end(
+        self, taken: Iterable[Unit[Work]], again: Sequence[Unit[Work]] = (), *, rest: Sequence[Unit[Work]] = ()
+    ) -> None:
         """Note that a group has ended. May be called again if it was interrupted.
 
         Args:
             taken: All of its units.
             again: Those of them that are to run in a later group, in their order: the next ones of their keys.
-            rest: Whether they wait until :meth:`rested`, and all units of their keys with them.
+            rest: Those of these that wait until :meth:`rested`, and all units of their keys with them.
         """
-        if rest:
-            self._resting.update(keys_of(again))
         for unit in reversed(again):
             waiting = self._busy.get(unit.key)
             if waiting is not None and unit not in waiting:
                 self._at_most += 1
                 waiting.appendleft(unit)
+        self._resting.update(keys_of(rest))  # now that they wait: drain() takes all units of a key that rests
         self._free(key for key in keys_of(taken) if key not in self._resting)
-        if not rest:
-            self._first(again)
+        self._first(again)
 
     def rested(self, units: Sequence[Unit[Work]]) -> None:
         """Let units run again that have rested. May be called again."""
@@ -226,6 +226,9 @@ class Units(Generic[Work]):
         self._ready.clear()
         for waiting in self._busy.values():
             waiting.clear()
+        for key in self._resting:  # in no group whose end would free it
+            self._busy.pop(key, None)
+        self._resting.clear()
         self._at_most = 0
         return drained
 

@@ -129,10 +129,12 @@ class _Later:
 
     Args:
         name: The writer's transactional id.
+        groups: The groups that wait for these things.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, groups: Groups) -> None:
         self._name = name
+        self._groups = groups
         self._changed = threading.Condition()
         self._numbers = itertools.count()
         self._waiting: list[tuple[float, int, Callable[[], object], Callable[[], bool]]] = []
@@ -166,6 +168,7 @@ class _Later:
             self._changed.notify()
 
     def _serve(self) -> None:
+        note_running(self._groups)  # callbacks of futures run here: if one waited for a place, no unit would be woken
         while (do := self._next()) is not None:
             try:
                 do()
@@ -217,7 +220,7 @@ class Groups:
         self._grouped = grouped
         self._place_timeout_s = place_timeout_s
         self._units: Units[Task] = Units(limits.waiting)
-        self._later = _Later(name)
+        self._later = _Later(name, self)
         self._lock = threading.RLock()
         self._may_begin = threading.Condition(self._lock)
         self._emptied = threading.Condition(self._lock)
@@ -225,7 +228,7 @@ class Groups:
         self._idle = 0
         self._begun: list[GroupRun] = []
         self._running: GroupRun | None = None
-        self._closed = False
+        self._closed = self._drained = False
 
     def submit(
         self,
@@ -296,7 +299,8 @@ class Groups:
             deadline = Deadline(within_s)
             self._emptied.wait_for(lambda: self._units.empty, deadline.remaining_s())
             left = self._units.drain()
-            self._may_begin.notify_all()
+            self._drained = True
+            self._go_on()
         self._later.close()
         fail_left(left, self._name)
 
@@ -404,10 +408,12 @@ class Groups:
             if self._running is group:
                 self._running = None
             if group in self._begun:
-                if pause_s := pause_after_s(group.failures):
+                # Once close() has waited, nothing wakes units that rest: they run at once, and fail if the writer is closed.
+                pause_s = 0.0 if self._drained else pause_after_s(group.failures)
+                if pause_s:
                     # First: after an interruption they will run again in any case.
-                    self._later.after(pause_s, lambda: self._let_run_again(group.again))
-                self._units.end(group.taken, group.again, rest=pause_s > 0)
+                    self._later.after(pause_s, lambda: self._let_run_again(group.resting))
+                self._units.end(group.taken, group.again, rest=group.resting if pause_s else ())
                 self._begun.remove(group)
             self._go_on()
 

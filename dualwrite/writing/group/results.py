@@ -7,7 +7,8 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
-from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError, Unavailable
+from dualwrite.errors import DualWriteError, IllegalStateError, Unavailable
+from dualwrite.protocol.allowed import check_seconds
 from dualwrite.protocol.process.grouping import Fate, Unit, after_culprit, after_ending_group, after_group, after_unit
 from dualwrite.protocol.process.redo import leaves_nothing
 
@@ -95,13 +96,13 @@ def late_error(name: str, within_s: float) -> Unavailable:
 
 
 def check_within(within_s: float | None) -> None:
-    """Refuse a time that no unit can begin in.
+    """Refuse a time that no unit can begin in, or that no thread can wait for.
 
     Raises:
         ConfigurationError: It is one.
     """
-    if within_s is not None and not within_s > 0:
-        raise ConfigurationError(f"within_s is {within_s:g}; it must be positive")
+    if within_s is not None:
+        check_seconds("within_s", within_s)
 
 
 class NothingKept(Exception):
@@ -118,6 +119,7 @@ class GroupRun:
     Attributes:
         taken: The units.
         again: After the end: the units for a later group, in their order.
+        resting: After the end: those of them that wait for a server or a conflict. The others have nothing to wait for.
         failures: After the end: how often those that wait for a server or a conflict have failed; 0 if there are none.
     """
 
@@ -133,6 +135,7 @@ class GroupRun:
         self._running: Unit[Any] | None = None
         self._raised: BaseException | None = None
         self.again: Sequence[Unit[Any]] = ()
+        self.resting: list[Unit[Any]] = []
         self.failures = 0
 
     @property
@@ -198,7 +201,7 @@ class GroupRun:
                 if after_unit(error, unit.failures) is Fate.FAIL:
                     told.append(_failed(unit, error))
                 else:
-                    self.failures = max(self.failures, unit.failures)
+                    self._let_rest(unit)
                     unit.work.rest(error)
                     again.append(unit)
             elif unit not in self._dropped:
@@ -244,8 +247,12 @@ class GroupRun:
             fate = after_culprit(error, unit.failures)
         unit.alone = fate is Fate.ALONE
         if fate is not Fate.FAIL and self._running in {None, unit}:
-            self.failures = max(self.failures, unit.failures)
+            self._let_rest(unit)
         return fate is not Fate.FAIL
+
+    def _let_rest(self, unit: Unit[Any]) -> None:
+        self.resting.append(unit)
+        self.failures = max(self.failures, unit.failures)
 
     def _log(self, error: BaseException) -> None:
         if len(self._ran) > 1 or self.again:

@@ -121,7 +121,7 @@ class Submitting:
                 would wait for itself; or the work is a `RowUnit`, and the database has no SQL.
             Unavailable: There was no place for ``lane_timeout_s``; or there is none, and the caller must not wait, because its
                 thread runs an event loop, or calls back from a future of this writer. The work will not run.
-            ConfigurationError: ``within_s`` is not positive.
+            ConfigurationError: ``within_s`` is not positive, or longer than a hundred years.
         """
         self._require_open()
         entered.refuse_nested(self, self.transactional_id)

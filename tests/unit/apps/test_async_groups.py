@@ -299,16 +299,41 @@ def test_a_unit_whose_time_is_over_when_it_would_run_again_fails_with_its_last_e
     asyncio.run(work())
 
 
-def test_a_time_in_which_no_unit_can_begin_is_refused(in_writer):  # noqa: F811
+@pytest.mark.parametrize("within_s", [0, float("inf"), 1e10])
+def test_a_time_that_no_unit_can_be_given_is_refused(in_writer, within_s):  # noqa: F811
     async def work(writer):
-        with pytest.raises(ConfigurationError, match="must be positive"):
-            await writer.submit(unit(1), within_s=0)
+        with pytest.raises(ConfigurationError, match="within_s is"):
+            await writer.submit(unit(1), within_s=within_s)
 
     in_writer(work)
 
 
 def others():
     return asyncio.all_tasks() - {asyncio.current_task()}
+
+
+def test_units_that_did_not_fit_beside_one_that_rests_run_at_once(in_writer, shop, monkeypatch):  # noqa: F811
+    """Except those of its key, which keep their order."""
+    failures = [TransactionAborted("a conflict")]
+
+    async def conflicted(tx):
+        if failures:
+            raise failures.pop()
+        await put(tx, 1)
+
+    async def work(writer):
+        before = others()
+        resting = [asyncio.create_task(writer.submit(one, key="k")) for one in (conflicted, unit(2))]
+        beside = asyncio.gather(writer.submit(unit(3), key=3), writer.submit(unit(4), key=4))
+        assert await asyncio.wait_for(beside, 30) == [3, 4]
+        assert not any(task.done() for task in resting)
+        for one in others() - before - {*resting}:
+            one.cancel()  # ends the pause
+        assert await asyncio.wait_for(asyncio.gather(*resting), 30) == [None, 2]
+
+    monkeypatch.setattr(async_groups, "pause_after_s", lambda failures: 3600.0 if failures else 0.0)
+    in_writer(work, groups=GroupLimits(seconds=0.0))
+    assert shop.messages == ["3", "4", "1", "2"]
 
 
 def test_an_event_loop_that_cancels_all_its_tasks_leaves_none_waiting(in_writer, shop, monkeypatch):  # noqa: F811

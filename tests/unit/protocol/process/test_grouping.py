@@ -75,13 +75,27 @@ def test_units_that_run_again_come_before_the_others_of_their_key_and_before_oth
 def test_units_that_rest_keep_those_of_their_keys_waiting_and_no_others():
     units = waiting("a", "b", "a")
     taken = units.take(2)
-    units.end(taken, [taken[0]], rest=True)
+    units.end(taken, [taken[0]], rest=[taken[0]])
     units.add(Unit(3, "b"))
     assert works(units.take(64)) == [3]
     assert not units.empty
     units.rested([taken[0]])
     units.rested([taken[0]])
     assert works(units.take(64)) == [0, 2]
+
+
+def test_those_that_run_again_beside_one_that_rests_come_first_and_keep_the_order_of_their_key():
+    units = waiting("a", "b", "c", "b", "a")
+    taken = units.take(64)
+    units.add(Unit(5, "d"))
+    units.end(taken, [taken[0], taken[1], taken[3], taken[4]], rest=[taken[0]])
+    assert works(units.take(2)) == [1, 5]
+    units.end([taken[1]])
+    assert works(units.take(64)) == [3]
+    units.rested([taken[0]])
+    assert works(units.take(1)) == [0]
+    units.end([taken[0]])
+    assert works(units.take(64)) == [4]
 
 
 def offered(units, *numbers):
@@ -178,6 +192,19 @@ def test_what_is_drained_is_in_no_group():
     assert units.empty
 
 
+def test_what_is_drained_rests_no_more():
+    units = waiting("a", "a", "b")
+    taken = units.take(64)
+    units.end(taken, taken, rest=[taken[0]])
+    in_a_group = units.take(64)
+    assert works(in_a_group) == [2]
+    assert works(units.drain()) == [0, 1]
+    units.end(in_a_group)
+    assert units.empty
+    units.rested([taken[0]])
+    assert units.empty
+
+
 @given(
     st.lists(
         st.one_of(
@@ -223,7 +250,7 @@ def test_no_unit_is_lost_or_run_in_two_groups_and_each_key_keeps_its_order(steps
 
 
 def finish(units, taken, failing, done, *, rest=False):
-    """Units that fail here run again, and so do those of their keys that come later in the group."""
+    """Units that fail here run again, and so do those of their keys that come later in the group. Every other one rests."""
     again, held = [], set()
     for unit, fails in zip(taken, failing + [False] * len(taken), strict=False):
         if fails or unit.key in held:
@@ -231,8 +258,9 @@ def finish(units, taken, failing, done, *, rest=False):
             again.append(unit)
         else:
             done[unit.key].append(unit.work)
-    units.end(taken, again, rest=rest)
-    return again
+    rested = again[::2] if rest else []
+    units.end(taken, again, rest=rested)
+    return rested
 
 
 @given(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=80), st.integers(1, 8))

@@ -19,6 +19,7 @@ from dualwrite import (
     TransactionInDoubt,
     Unavailable,
 )
+from dualwrite.protocol.allowed import LONGEST_S
 from dualwrite.runtime import failpoints
 from dualwrite.stores.sql.dialects import committing
 from dualwrite.stores.sql.state import SqlStateStore
@@ -219,10 +220,22 @@ def test_a_unit_whose_time_is_over_fails_once_and_never_while_it_runs():
     assert [task.begin() for task in (waits, again, cancelled)] == [False] * 3
 
 
-@pytest.mark.parametrize("within_s", [0, -1, float("nan")])
-def test_a_time_in_which_no_unit_can_begin_is_refused(held, within_s):
-    with pytest.raises(ConfigurationError, match="must be positive"):
+@pytest.mark.parametrize("within_s", [0, -1, float("nan"), float("inf"), 1e10])
+def test_a_time_that_no_unit_can_be_given_is_refused(held, within_s):
+    """No thread can wait until the longest ones: the one that ends the others' times would have died of them."""
+    with pytest.raises(ConfigurationError, match="within_s is"):
         held.writer.submit(lambda _: None, within_s=within_s)
+    with held.together():
+        late = held.writer.submit(lambda _: None, key="late", within_s=0.01)
+        assert isinstance(late.exception(30), Unavailable)
+
+
+def test_the_longest_time_ends_no_thread(held):
+    with held.together():
+        longest = held.writer.submit(lambda _: None, key="longest", within_s=LONGEST_S)
+        late = held.writer.submit(lambda _: None, key="late", within_s=0.01)
+        assert isinstance(late.exception(30), Unavailable)
+    assert longest.result(30) is None
 
 
 def test_those_whose_time_is_not_over_are_forgotten_once_they_have_ended(held, monkeypatch):
@@ -272,6 +285,29 @@ def test_units_that_rest_before_they_run_again_keep_no_other_waiting(shop, held,
     held.writer._groups._let_run_again([*held.writer._groups._units._busy["key", "k"]][:1])
     assert futures[1].result(30) is futures[2].result(30) is None
     assert shop.messages == ["1", "4", "5", "2", "3"]
+
+
+def test_units_that_did_not_fit_beside_one_that_rests_run_at_once(shop, monkeypatch):
+    """Except those of its key, which keep their order."""
+    failures = [TransactionAborted("a conflict")]
+
+    def conflicted(tx):
+        if failures:
+            raise failures.pop()
+        shop.put(tx, 1)
+
+    monkeypatch.setattr(groups, "pause_after_s", lambda failures: 3600.0 if failures else 0.0)
+    with shop.writer(groups=GroupLimits(seconds=0.0)) as writer:
+        held = Held(shop, writer)
+        with held.together():
+            first = held.writer.submit(conflicted, key="k")
+            futures = [first, held.put(2, key="k"), held.put(3), held.put(4)]
+        assert futures[2].result(30) is futures[3].result(30) is None
+        assert not futures[0].done()
+        assert not futures[1].done()
+        writer._groups._let_run_again([*writer._groups._units._busy["key", "k"]][:1])
+        assert futures[0].result(30) is futures[1].result(30) is None
+    assert shop.messages == ["3", "4", "1", "2"]
 
 
 def test_a_group_that_cannot_commit_for_one_unit_commits_the_others(shop, held, monkeypatch):
@@ -450,6 +486,53 @@ def test_close_fails_what_waits_to_run_again(shop, monkeypatch):
     with pytest.raises(IllegalStateError, match="closed before the unit began"):
         again.result(0)
     running.exception(30)
+    assert shop.rows == []
+
+
+def within_30_s(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_unit_whose_group_is_aborted_after_close_has_waited_does_not_rest(shop, monkeypatch):
+    """Nothing would wake it."""
+    monkeypatch.setattr(groups, "pause_after_s", lambda failures: 3600.0 if failures else 0.0)
+    may_go, begun = threading.Event(), threading.Event()
+
+    def conflicted(_):
+        begun.set()
+        may_go.wait(30)
+        raise TransactionAborted("a conflict")
+
+    with shop.writer() as writer:
+        future = writer.submit(conflicted)
+        begun.wait(30)
+        writer._groups.close(0.01)
+        may_go.set()
+        assert "a conflict" in str(future.exception(30))
+        within_30_s(lambda: writer._groups._threads == 0)
+    assert shop.rows == []
+
+
+def test_units_that_rest_when_close_has_waited_fail_and_keep_nothing_waiting(shop, monkeypatch):
+    monkeypatch.setattr(groups, "pause_after_s", lambda failures: 3600.0 if failures else 0.0)
+
+    def conflicted(_):
+        raise TransactionAborted("a conflict")
+
+    with shop.writer() as writer:
+        future = writer.submit(conflicted, key="k")
+        within_30_s(lambda: writer._groups._units._resting)
+        patient = threading.Thread(target=writer._groups.close, args=(60,))
+        patient.start()
+        within_30_s(lambda: writer._groups._closed)
+        writer._groups.close(0.01)
+        assert "closed before the unit began" in str(future.exception(30))
+        patient.join(30)
+        assert not patient.is_alive()
+        within_30_s(lambda: writer._groups._threads == 0)
     assert shop.rows == []
 
 

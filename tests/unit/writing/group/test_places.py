@@ -159,6 +159,31 @@ def test_a_callback_of_a_future_is_refused_at_once(few, shop, alone, monkeypatch
     assert "event loop or a group" in str(found[0])
 
 
+def test_a_callback_of_one_whose_time_is_over_is_refused_at_once(few, shop):
+    """It runs in the thread that wakes the units that rest: if that waited, they would keep their places."""
+    found = []
+
+    def callback(_):
+        try:
+            few.submit(lambda tx: shop.put(tx, 3))
+        except Unavailable as error:
+            found.append(error)
+
+    with busy(few):
+        late = few.submit(lambda tx: shop.put(tx, 1), key=1, within_s=60)
+        few.submit(lambda tx: shop.put(tx, 2), key=2)
+        late.add_done_callback(callback)
+        later = few._groups._later
+        later.after(0.0, later._waiting[0][2])
+        deadline = time.monotonic() + 20  # less than a caller waits for a place
+        while not found:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    assert "event loop or a group" in str(found[0])
+    few.submit(lambda _: None).result(30)
+    assert shop.both_have(2)
+
+
 def test_a_writer_that_closes_refuses_those_in_line(shop):
     refused = []
 

@@ -114,6 +114,20 @@ def test_if_none_has_begun_all_have_failed():
     assert group.failures == 1
 
 
+def test_only_those_that_have_failed_rest():
+    conflict = TransactionAborted("a conflict")
+    group = run_of(Caller(), Caller(), Caller())
+    ran(group, conflict, None, ...)
+    tell(group.committed())
+    assert group.again == [group.taken[0], group.taken[2]]
+    assert group.resting == [group.taken[0]]
+    group = run_of(Caller(), Caller())
+    ran(group, None, ...)
+    tell(group.failed(conflict))
+    assert group.again == group.taken
+    assert group.resting == [group.taken[0]]
+
+
 def test_the_unit_that_ended_the_group_gets_its_own_error():
     error = ValueError()
     group = run_of(Caller(), Caller(), Caller())
@@ -125,6 +139,7 @@ def test_the_unit_that_ended_the_group_gets_its_own_error():
     assert group.again == [group.taken[0], group.taken[2]]
     assert not any(unit.alone for unit in group.again)
     assert group.failures == 0  # nothing to wait for
+    assert group.resting == []
 
 
 def end_by_the_second(raised, error):
@@ -143,6 +158,7 @@ def test_a_deadlock_that_has_ended_the_group_runs_again_alone():
     assert group.again == group.taken
     assert [unit.alone for unit in group.taken] == [False, True, False]
     assert group.failures == 1
+    assert group.resting == [group.taken[1]]
 
 
 @pytest.mark.parametrize("raised", [TransactionAborted("a deadlock"), ValueError("after a COMMIT as text")])
