@@ -20,9 +20,17 @@ _METADATA = MetaData()
 _SEEN = Table("seen_by_the_database", _METADATA, Column("kind", Text), Column("subject", Text), Column("detail", Text))
 _LEASE = declare_tables(None).lease.name
 _WATCHING = (
+    # The lease of a process that has died may be taken at once. The owner ends with the process id, and the server runs beside it.
+    """
+    CREATE OR REPLACE FUNCTION still_runs(owner text) RETURNS boolean LANGUAGE plpgsql AS $$ BEGIN
+        RETURN owner !~ '/[0-9]+$'
+            OR coalesce(pg_read_file('/proc/' || substring(owner FROM '[0-9]+$') || '/stat', 0, 1000, true), ') Z') !~ '[)] [ZX]';
+    EXCEPTION WHEN OTHERS THEN
+        RETURN false;  -- it ended while it was read
+    END $$""",
     f"""
     CREATE OR REPLACE FUNCTION watch_lease() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
-        IF NEW.owner <> OLD.owner AND OLD.lease_until > clock_timestamp() THEN
+        IF NEW.owner <> OLD.owner AND OLD.lease_until > clock_timestamp() AND still_runs(OLD.owner) THEN
             INSERT INTO {_SEEN.name} VALUES ('leased twice', OLD.transactional_id,
                 NEW.owner || ' has taken it while the lease of ' || OLD.owner || ' went on');
         END IF;
