@@ -45,11 +45,15 @@ SERVERS = ["mortal_kafka", "guarded_kafka", "hasty_kafka", "two_phase_kafka", "c
 SHARED = pytest.StashKey[dict[str, Shared]]()
 THOROUGH = pytest.StashKey[int]()
 """How many tests this run leaves to `--thorough`."""
+NOTES = pytest.StashKey[str | None]()
+"""Where this run notes its last words."""
 BEGUN = pytest.StashKey[bool]()
 """Whether this worker has begun its first test."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Taken from the environment: runs of pytest that tests start have nothing to note there.
+    config.stash[NOTES] = os.environ.pop(last_words.VARIABLE, None)
     class_archive.use()
     told = getattr(config, "workerinput", {})
     if MARIADB in told:
@@ -101,7 +105,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    notes = os.environ.get(last_words.VARIABLE)
+    notes = config.stash[NOTES]
     if notes:
         found = terminalreporter.stats
         failed = [report.nodeid for report in (*found.get("failed", ()), *found.get("error", ()))]
