@@ -13,7 +13,7 @@ from model import tasks
 
 FIRST = 1_000_000
 EVERY_TIME = 30
-SOON = 40
+SOON = 20
 
 pytest.importorskip("aiosqlite")
 

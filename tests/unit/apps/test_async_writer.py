@@ -323,4 +323,4 @@ def test_a_serializer_makes_the_values(in_writer, shop):
             await tx.produce(TOPIC, {"id": 1}, partition=0)
 
     in_writer(work, value_serializer=lambda value, _: str(value["id"]).encode())
-    assert shop.messages == [b"1"]
+    assert shop.messages == ["1"]
