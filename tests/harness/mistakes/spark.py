@@ -89,10 +89,6 @@ _STREAMS = "integration/test_spark_streams.py::"
 
 @mistake(
     Check(f"{_STREAMS}test_a_commit_is_refused_if_a_task_has_handed_nothing_over[0-postgresql]", "DID NOT RAISE"),
-    Check(
-        f"{_STREAMS}test_a_stream_with_the_continuous_trigger_commits_nothing_and_its_driver_says_why",
-        r"assert not \[",
-    ),
 )
 def commit_without_the_messages_of_all_tasks(patch: pytest.MonkeyPatch) -> None:
     """A driver decides on what some tasks have handed over, though Spark has counted more of them as done."""
