@@ -139,9 +139,9 @@ class KeyValueStore:
 
         Raises:
             TypeError: Key or value is not bytes.
-            IllegalStateError: The store is closed, or a commit has failed.
+            IllegalStateError: The store is closed, a commit has failed, or a savepoint of the block's database transaction is
+                open: its rollback would not undo the write.
             Unavailable: The uncommitted writes do not fit into memory, and the disk is full: :meth:`recover` discards them.
-            IllegalStateError: A savepoint of the block's database transaction is open: its rollback would not undo the write.
         """
         self._usable()
         if self._in_savepoint is not None and self._in_savepoint():
