@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Final, Protocol
 
 from dualwrite.runtime import waiting
@@ -26,45 +27,46 @@ class Clock(Protocol):
         ...
 
 
-class _SystemClock:
-    """The system clock that keeps running while the machine is suspended, as the brokers' clocks do.
+def _system_clock() -> Callable[[], float]:
+    """Reads the system clock that keeps running while the machine is suspended, as the brokers' clocks do.
 
     On Linux ``time.monotonic`` stops meanwhile: after a laptop or a virtual machine wakes up, a transaction that the broker
     has already aborted would seem young. On macOS CLOCK_MONOTONIC keeps running, but ``time.monotonic`` reads another clock; on
     Windows ``time.monotonic`` keeps running.
     """
-
-    _ID: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC if sys.platform == "darwin" else None)
-
-    def monotonic(self) -> float:
-        return time.monotonic() if self._ID is None else time.clock_gettime(self._ID)
-
-    def sleep(self, seconds: float, /) -> None:
-        waiting.here().sleep(seconds)
+    number = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC if sys.platform == "darwin" else None)
+    return time.monotonic if number is None else partial(time.clock_gettime, number)
 
 
-_clock: Clock = _SystemClock()
+def _system_sleep(seconds: float) -> None:
+    waiting.here().sleep(seconds)
+
+
+# Two functions, not an object with two methods: a dual write reads the clock many times, and each frame would show.
+_read: Callable[[], float] = _system_clock()
+_sleep: Callable[[float], None] = _system_sleep
 
 
 def now_s() -> float:
     """Seconds on a clock that never goes back and counts the time while the machine is suspended."""
-    return _clock.monotonic()
+    return _read()
 
 
 def pause(seconds: float) -> None:
     """Wait for that many seconds."""
-    _clock.sleep(seconds)
+    _sleep(seconds)
 
 
 @contextmanager
 def running_on(clock: Clock) -> Generator[None, None, None]:
     """Replace the clock of the whole process while the block runs. For simulators: no real server may be in use."""
-    global _clock  # noqa: PLW0603 - the clock belongs to the process, as the system's does
-    former, _clock = _clock, clock
+    global _read, _sleep
+    former = _read, _sleep
+    _read, _sleep = clock.monotonic, clock.sleep
     try:
         yield
     finally:
-        _clock = former
+        _read, _sleep = former
 
 
 class Deadline:
@@ -74,17 +76,20 @@ class Deadline:
         seconds: Seconds from now until the moment.
     """
 
+    __slots__ = ("_at",)
+
     def __init__(self, seconds: float) -> None:
-        self._at = now_s() + seconds
+        self._at = _read() + seconds
 
     def remaining_s(self) -> float:
         """Seconds left, never below zero."""
-        return max(0.0, self._at - now_s())
+        left_s = self._at - _read()
+        return left_s if left_s > 0 else 0.0
 
     @property
     def expired(self) -> bool:
         """Whether the moment has come."""
-        return now_s() >= self._at
+        return _read() >= self._at
 
 
 FIRST_PAUSE_S: Final = 0.002
