@@ -26,6 +26,24 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+__all__ = [
+    "ChangelogDiffers",
+    "CompletionPending",
+    "ConfigurationError",
+    "DatabaseWentBack",
+    "DecidedTransactionLost",
+    "DualWriteError",
+    "Fenced",
+    "IllegalStateError",
+    "OutcomeUnverifiable",
+    "StoreInUse",
+    "StoreTooOld",
+    "StoreUnreadable",
+    "TransactionAborted",
+    "TransactionInDoubt",
+    "Unavailable",
+]
+
 
 class DualWriteError(Exception):
     """Base class of this library's errors.

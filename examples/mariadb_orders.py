@@ -14,7 +14,8 @@ import sys
 
 from sqlalchemy import Column, Integer, MetaData, String, Table, create_engine, insert, select, text
 
-from dualwrite import DualWriter, IllegalStateError, migrations, recover
+from dualwrite import DualWriter, migrations, recover
+from dualwrite.errors import IllegalStateError
 from dualwrite.recovery.recover import status
 from dualwrite.testing import EmbeddedKafka, EmbeddedMariaDB, read_committed
 

@@ -13,7 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from dualwrite import DualWriter, RocksDatabase, Transaction, recover, status
+from dualwrite import DualWriter, Transaction, recover, status
+from dualwrite.databases import RocksDatabase
 from dualwrite.testing import EmbeddedKafka, read_committed
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from line_chart import Points, line_chart, linear
 from sqlalchemy import create_engine
 
-from dualwrite import Batch, read_batches
+from dualwrite.sinks import Batch, read_batches
 
 SHORTEST_S = 0.001
 

@@ -25,12 +25,12 @@ from dualwrite import (
     DecidedTransactionLost,
     DualWriteError,
     Fenced,
-    OutcomeUnverifiable,
     TransactionAborted,
     TransactionInDoubt,
     Unavailable,
     recover,
 )
+from dualwrite.errors import OutcomeUnverifiable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transactional import TransactionalProducer

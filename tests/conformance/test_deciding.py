@@ -19,16 +19,8 @@ from harness.deciding import KINDS, POINTS, Kind, Sql
 from harness.places import ROOT
 from harness.served import SETTINGS, TOPIC, ServedKafka
 
-from dualwrite import (
-    ConfigurationError,
-    DualWriter,
-    Fenced,
-    IllegalStateError,
-    TransactionAborted,
-    TransactionInDoubt,
-    recover,
-    status,
-)
+from dualwrite import ConfigurationError, DualWriter, Fenced, TransactionAborted, TransactionInDoubt, recover, status
+from dualwrite.errors import IllegalStateError
 from dualwrite.ports.database import Database
 from dualwrite.ports.store import StateStore
 from dualwrite.protocol.observations import Outcome

@@ -14,10 +14,10 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 from harness.engines import answered
 
-from dualwrite import terminate
 from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError, TransactionAborted
 from dualwrite.kafka.producer.abandoned_transaction import Completion
 from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite.operations import terminate
 from dualwrite.protocol.observations import NEVER_MS, TransactionStatus
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.tables.producer_life import ProducerState

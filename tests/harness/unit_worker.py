@@ -14,12 +14,11 @@ from dualwrite import (
     CompletionPending,
     DecidedTransactionLost,
     Fenced,
-    IllegalStateError,
-    OutcomeUnverifiable,
     TransactionAborted,
     TransactionInDoubt,
     Unavailable,
 )
+from dualwrite.errors import IllegalStateError, OutcomeUnverifiable
 from dualwrite.units import UnitRecord, UnitWriter
 from harness.worker import FENCED, LOST, OPERATIONS, UNAVAILABLE
 

@@ -36,7 +36,6 @@ from dualwrite import (
     DecidedTransactionLost,
     DualWriter,
     Fenced,
-    OutcomeUnverifiable,
     ProducerRecord,
     RowUnit,
     Transaction,
@@ -44,6 +43,7 @@ from dualwrite import (
     TransactionInDoubt,
     Unavailable,
 )
+from dualwrite.errors import OutcomeUnverifiable
 from dualwrite.runtime import failpoints
 from dualwrite.stores.rocksdb.database import RocksDatabase
 from dualwrite.stores.sql.tables.declared import declare_tables

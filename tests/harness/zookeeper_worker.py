@@ -7,7 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from dualwrite import DualWriter, ZooKeeperDatabase
+from dualwrite import DualWriter
+from dualwrite.databases import ZooKeeperDatabase
 from dualwrite.runtime import failpoints
 from dualwrite.testing import Journal
 from harness.checker import Case

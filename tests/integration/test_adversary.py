@@ -14,16 +14,8 @@ from harness.orders import on_both, on_postgresql, write
 from harness.patience import patient
 from sqlalchemy import create_engine, delete, event, insert, select
 
-from dualwrite import (
-    ConfigurationError,
-    DecidedTransactionLost,
-    DualWriter,
-    Fenced,
-    IllegalStateError,
-    TransactionAborted,
-    recover,
-)
-from dualwrite.errors import CompletionPending, DualWriteError, Unavailable
+from dualwrite import ConfigurationError, DecidedTransactionLost, DualWriter, Fenced, TransactionAborted, recover
+from dualwrite.errors import CompletionPending, DualWriteError, IllegalStateError, Unavailable
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import running_on
 from dualwrite.runtime.failpoints import FailpointError

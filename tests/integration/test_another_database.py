@@ -5,7 +5,8 @@ from harness.orders import Order, on_both, on_postgresql
 from sqlalchemy import event, insert, make_url, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
-from dualwrite import ConfigurationError, DualWriter, IllegalStateError, TransactionAborted
+from dualwrite import ConfigurationError, DualWriter, TransactionAborted
+from dualwrite.errors import IllegalStateError
 from dualwrite.testing.reading import read_committed
 
 

@@ -10,7 +10,8 @@ import pytest
 from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 from harness.engines import ENGINES
 
-from dualwrite import DualWriter, blocking_transactions, recover
+from dualwrite import DualWriter, recover
+from dualwrite.operations import blocking_transactions
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 

@@ -9,7 +9,8 @@ from confluent_kafka import Producer
 from harness.members import make_member, running, start_member
 from harness.patience import wait_until
 
-from dualwrite import ChangelogDiffers, ConfigurationError, ExactlyOnceConsumer, IllegalStateError
+from dualwrite import ConfigurationError, ExactlyOnceConsumer
+from dualwrite.errors import ChangelogDiffers, IllegalStateError
 from dualwrite.state import KeyValueStore, PartitionStores
 from dualwrite.testing.reading import read_committed
 

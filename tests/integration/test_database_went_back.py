@@ -8,8 +8,9 @@ from confluent_kafka import Producer
 from harness.orders import on_both, write
 from sqlalchemy import create_engine, insert
 
-from dualwrite import ConfigurationError, DatabaseWentBack, DualWriter, recover
+from dualwrite import ConfigurationError, DualWriter, recover
 from dualwrite.apps.cli.group import commands
+from dualwrite.errors import DatabaseWentBack
 from dualwrite.protocol.observations import Outcome, TransactionStatus
 from dualwrite.protocol.settling import lost_decisions
 from dualwrite.recovery.recover import status

@@ -21,10 +21,9 @@ from dualwrite import (
     DecidedTransactionLost,
     DualWriteError,
     DualWriter,
-    IllegalStateError,
-    OutcomeUnverifiable,
     TransactionAborted,
 )
+from dualwrite.errors import IllegalStateError, OutcomeUnverifiable
 from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.failpoints import FailpointError

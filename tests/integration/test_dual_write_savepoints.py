@@ -9,7 +9,8 @@ from sqlalchemy import insert, select, text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from dualwrite import DualWriter, IllegalStateError, TransactionAborted
+from dualwrite import DualWriter, TransactionAborted
+from dualwrite.errors import IllegalStateError
 from dualwrite.stores.sql.dialects import savepoints
 from dualwrite.testing.reading import read_committed
 

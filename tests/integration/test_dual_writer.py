@@ -13,15 +13,8 @@ from harness.patience import PATIENCE_S, patient
 from sqlalchemy import insert, select, text
 from sqlalchemy.exc import IntegrityError
 
-from dualwrite import (
-    ConfigurationError,
-    DualWriteError,
-    DualWriter,
-    Fenced,
-    IllegalStateError,
-    TransactionAborted,
-    Unavailable,
-)
+from dualwrite import ConfigurationError, DualWriteError, DualWriter, Fenced, TransactionAborted, Unavailable
+from dualwrite.errors import IllegalStateError
 from dualwrite.recovery.recover import status
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.failpoints import FailpointError

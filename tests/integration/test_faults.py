@@ -16,15 +16,8 @@ from kafka.admin import AbortTransactionSpec, KafkaAdminClient
 from kafka.structs import TopicPartition as Place
 from sqlalchemy import create_engine, insert, select
 
-from dualwrite import (
-    ConfigurationError,
-    DecidedTransactionLost,
-    DualWriter,
-    Fenced,
-    OutcomeUnverifiable,
-    TransactionAborted,
-    recover,
-)
+from dualwrite import ConfigurationError, DecidedTransactionLost, DualWriter, Fenced, TransactionAborted, recover
+from dualwrite.errors import OutcomeUnverifiable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer import engine as engine_port

@@ -9,8 +9,9 @@ from harness.databases import age
 from harness.orders import on_both, write
 from sqlalchemy import make_url, text
 
-from dualwrite import ConfigurationError, DualWriter, forget, recover
+from dualwrite import ConfigurationError, DualWriter, recover
 from dualwrite.apps.cli.group import commands
+from dualwrite.operations import forget
 from dualwrite.stores.sql.jobs.runs import Runs
 from dualwrite.stores.sql.jobs.slots import SlotPool
 from dualwrite.stores.sql.state import SqlStateStore

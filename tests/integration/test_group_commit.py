@@ -20,7 +20,6 @@ from dualwrite import (
     AsyncDualWriter,
     DualWriter,
     GroupLimits,
-    IllegalStateError,
     ProducerRecord,
     RowUnit,
     TransactionAborted,
@@ -28,6 +27,7 @@ from dualwrite import (
     Unavailable,
     recover,
 )
+from dualwrite.errors import IllegalStateError
 from dualwrite.stores.sql.dialects.savepoints import _UNIT
 from dualwrite.testing.proxy.postgresql import PostgresProxy
 from dualwrite.testing.reading import read_committed

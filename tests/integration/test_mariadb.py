@@ -12,14 +12,8 @@ from harness.orders import Order
 from sqlalchemy import create_engine, insert, make_url, select, text, update
 from sqlalchemy.orm import sessionmaker
 
-from dualwrite import (
-    AsyncDualWriter,
-    ConfigurationError,
-    DualWriter,
-    IllegalStateError,
-    TransactionAborted,
-    recover,
-)
+from dualwrite import AsyncDualWriter, ConfigurationError, DualWriter, TransactionAborted, recover
+from dualwrite.errors import IllegalStateError
 from dualwrite.stores.sql.access.connecting import engine_of, fileno_of
 from dualwrite.testing import EmbeddedMariaDB, read_committed
 

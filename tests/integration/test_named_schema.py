@@ -7,7 +7,8 @@ from harness.orders import Order, on_postgresql, write
 from sqlalchemy import event, make_url, text
 from sqlalchemy.orm import sessionmaker
 
-from dualwrite import DualWriter, ExactlyOnceConsumer, forget, migrations, recover, status, terminate
+from dualwrite import DualWriter, ExactlyOnceConsumer, migrations, recover, status
+from dualwrite.operations import forget, terminate
 from dualwrite.stores.sql.tables.declared import BATCH_VIEW, OWN_TABLES
 
 on_postgresql_and_mariadb = pytest.mark.parametrize(

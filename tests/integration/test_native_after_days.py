@@ -11,9 +11,10 @@ from harness.moved_clock import needs_faketime, restart_days_later
 from harness.patience import PATIENCE_S, wait_until
 from kafka.protocol.admin import DescribeProducersRequest
 
-from dualwrite import DecidedTransactionLost, DualWriter, blocking_transactions, recover
+from dualwrite import DecidedTransactionLost, DualWriter, recover
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.operations import blocking_transactions
 from dualwrite.protocol.observations import NEVER_MS, Outcome, TransactionStatus
 from dualwrite.recovery.recover import status
 from dualwrite.runtime.deadline import Deadline

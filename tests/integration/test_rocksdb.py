@@ -14,14 +14,14 @@ import dualwrite
 from dualwrite import (
     ConfigurationError,
     DualWriter,
-    IllegalStateError,
-    RocksDatabase,
     TransactionAborted,
     TransactionInDoubt,
     Unavailable,
     recover,
     status,
 )
+from dualwrite.databases import RocksDatabase
+from dualwrite.errors import IllegalStateError
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.testing.reading import read_committed
@@ -144,7 +144,7 @@ def test_ids_are_recovered_by_url_terminated_and_forgotten(tmp_path, kafka, writ
         assert both(database) == ([1, 2], [1, 2])
     assert not [item for item in status(kafka=kafka, database=url) if item.needs_recovery]
     assert recover("orders", kafka=kafka, database=url).settled == []
-    forgotten = dualwrite.forget("orders", kafka=kafka, database=url, untouched_for_s=0).forgotten
+    forgotten = dualwrite.operations.forget("orders", kafka=kafka, database=url, untouched_for_s=0).forgotten
     assert forgotten == ["orders", "orders#1"]
     with RocksDatabase(tmp_path / "db") as database:
         assert database.store().find("") == []

@@ -11,13 +11,8 @@ from psycopg.rows import dict_row
 from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from dualwrite import (
-    AsyncDualWriter,
-    ConfigurationError,
-    DualWriter,
-    IllegalStateError,
-    TransactionAborted,
-)
+from dualwrite import AsyncDualWriter, ConfigurationError, DualWriter, TransactionAborted
+from dualwrite.errors import IllegalStateError
 from dualwrite.testing.proxy.postgresql import PostgresProxy
 from dualwrite.testing.reading import read_committed
 

@@ -17,7 +17,8 @@ from sqlalchemy.orm import Session, sessionmaker
 from sqlmodel import Field, SQLModel
 from sqlmodel import Session as SQLModelSession
 
-from dualwrite import ConfigurationError, DualWriter, Fenced, IllegalStateError, TransactionAborted
+from dualwrite import ConfigurationError, DualWriter, Fenced, TransactionAborted
+from dualwrite.errors import IllegalStateError
 from dualwrite.testing.proxy.postgresql import PostgresProxy
 
 pytestmark = on_postgresql

@@ -19,15 +19,8 @@ from harness.patience import wait_until
 from harness.places import ROOT
 from sqlalchemy import create_engine, text
 
-from dualwrite import (
-    ChangelogDiffers,
-    ConfigurationError,
-    DualWriter,
-    IllegalStateError,
-    StoreTooOld,
-    TransactionalProducer,
-    Unavailable,
-)
+from dualwrite import ConfigurationError, DualWriter, TransactionalProducer, Unavailable
+from dualwrite.errors import ChangelogDiffers, IllegalStateError, StoreTooOld
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.state import KeyValueStore, ProducerBlocks, Standby, StateTask

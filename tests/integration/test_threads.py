@@ -8,7 +8,8 @@ from contextlib import ExitStack
 import pytest
 from sqlalchemy import insert
 
-from dualwrite import DualWriter, IllegalStateError
+from dualwrite import DualWriter
+from dualwrite.errors import IllegalStateError
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 

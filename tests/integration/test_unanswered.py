@@ -6,7 +6,8 @@ from confluent_kafka.admin import AdminClient
 from harness.death import mortal
 from harness.orders import on_postgresql, write
 
-from dualwrite import CompletionPending, DecidedTransactionLost, DualWriter, OutcomeUnverifiable
+from dualwrite import CompletionPending, DecidedTransactionLost, DualWriter
+from dualwrite.errors import OutcomeUnverifiable
 from dualwrite.protocol.observations import Outcome
 from dualwrite.runtime import failpoints
 from dualwrite.stores.sql.state import SqlStateStore

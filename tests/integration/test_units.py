@@ -18,7 +18,8 @@ from harness.patience import PATIENCE_S
 from harness.shared_servers import data_directory
 from sqlalchemy import insert, select
 
-from dualwrite import ConfigurationError, DualWriter, Fenced, IllegalStateError, TransactionAborted, Unavailable
+from dualwrite import ConfigurationError, DualWriter, Fenced, TransactionAborted, Unavailable
+from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.tables.unit_life import UnitState, UnitWriterState
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import Deadline

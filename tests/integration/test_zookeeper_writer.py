@@ -15,18 +15,16 @@ from kazoo.exceptions import BadVersionError, ConnectionLoss
 
 from dualwrite import (
     ConfigurationError,
-    DatabaseWentBack,
     DualWriteError,
     DualWriter,
     Fenced,
-    IllegalStateError,
     TransactionAborted,
     TransactionInDoubt,
-    ZooKeeperDatabase,
-    forget,
     recover,
-    terminate,
 )
+from dualwrite.databases import ZooKeeperDatabase
+from dualwrite.errors import DatabaseWentBack, IllegalStateError
+from dualwrite.operations import forget, terminate
 from dualwrite.recovery.recover import status
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.failpoints import FailpointError

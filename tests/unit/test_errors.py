@@ -5,6 +5,7 @@ import pickle
 import pytest
 
 import dualwrite
+from dualwrite import databases, errors, operations, types
 from dualwrite.errors import DualWriteError
 
 
@@ -29,13 +30,14 @@ def test_errors_pickle_whole(kind):
 
 @pytest.mark.parametrize("kind", [kind for kind in all_errors() if kind is not DualWriteError])
 def test_every_error_is_exported_and_says_what_is_known(kind):
-    assert getattr(dualwrite, kind.__name__) is kind
+    assert kind.__name__ in errors.__all__
     assert kind.outcome in {"none", "aborted", "decided", "lost", "unknown"}
 
 
 def test_exports_are_complete_and_sorted():
-    assert sorted(dualwrite.__all__) == dualwrite.__all__
-    for name in ("PreparedTxnState", "FirstOffset"):
-        assert name in dualwrite.__all__
-    with pytest.raises(AttributeError):
-        dualwrite.no_such_name  # noqa: B018
+    for module in (dualwrite, databases, errors, operations, types):
+        assert sorted(module.__all__) == module.__all__
+        assert all(hasattr(module, name) for name in module.__all__)
+    for module in (dualwrite, databases, types):
+        with pytest.raises(AttributeError):
+            module.no_such_name  # noqa: B018

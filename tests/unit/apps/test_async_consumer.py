@@ -6,8 +6,9 @@ import threading
 import pytest
 from harness.served import SETTINGS, TOPIC
 
-from dualwrite import AsyncExactlyOnceConsumer, IllegalStateError, TransactionAborted
+from dualwrite import AsyncExactlyOnceConsumer, TransactionAborted
 from dualwrite.apps.consumer import member, working
+from dualwrite.errors import IllegalStateError
 from dualwrite.writing.blocks.dual_write import DualWrite
 
 from .messages import read

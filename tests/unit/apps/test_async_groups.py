@@ -8,16 +8,10 @@ from harness.served import TOPIC
 from sqlalchemy import text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from dualwrite import (
-    CompletionPending,
-    ConfigurationError,
-    GroupLimits,
-    IllegalStateError,
-    TransactionAborted,
-    Unavailable,
-)
+from dualwrite import CompletionPending, ConfigurationError, GroupLimits, TransactionAborted, Unavailable
 from dualwrite.apps import async_groups
 from dualwrite.apps.async_groups import _Task
+from dualwrite.errors import IllegalStateError
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.writing.lanes.lane import Lane

@@ -13,15 +13,8 @@ from sqlalchemy import event, exc, select
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
-from dualwrite import (
-    AsyncDualWriter,
-    ConfigurationError,
-    DualWriter,
-    IllegalStateError,
-    Transaction,
-    TransactionAborted,
-    Unavailable,
-)
+from dualwrite import AsyncDualWriter, ConfigurationError, DualWriter, Transaction, TransactionAborted, Unavailable
+from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.runtime.waiting import here
 from dualwrite.stores.sql.access.connecting import async_engine_of

@@ -9,7 +9,8 @@ from harness.served import SETTINGS, TOPIC
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from dualwrite import AsyncDualWriter, ConfigurationError, DualWriter, IllegalStateError, TransactionAborted
+from dualwrite import AsyncDualWriter, ConfigurationError, DualWriter, TransactionAborted
+from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.tables.write_life import WriteState
 
 pytest.importorskip("aiosqlite")

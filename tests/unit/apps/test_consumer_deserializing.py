@@ -10,8 +10,9 @@ from confluent_kafka.serialization import MessageField, SerializationContext, St
 from harness.schema_registry import schema_registry
 from harness.served import TOPIC
 
-from dualwrite import ConfigurationError, IllegalStateError, TransactionAborted
+from dualwrite import ConfigurationError, TransactionAborted
 from dualwrite.apps.consumer.deserializing import Deserializing
+from dualwrite.errors import IllegalStateError
 
 from .members import LETTERS
 from .messages import Read

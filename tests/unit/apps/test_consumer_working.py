@@ -3,11 +3,11 @@
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from dualwrite import CompletionPending, Fenced, IllegalStateError
+from dualwrite import CompletionPending, Fenced
 from dualwrite.apps.consumer import working
 from dualwrite.apps.consumer.dead_letters import dead_letter_headers
 from dualwrite.apps.consumer.offsets import PartitionLost
-from dualwrite.errors import TransactionAborted, TransactionInDoubt, Unavailable
+from dualwrite.errors import IllegalStateError, TransactionAborted, TransactionInDoubt, Unavailable
 
 from .members import LETTERS
 from .messages import Read

@@ -6,18 +6,9 @@ from datetime import datetime, timedelta, timezone
 import pytest
 from click.testing import CliRunner
 
-from dualwrite import (
-    ConfigurationError,
-    DualWriter,
-    GroupLimits,
-    PreparedTxnState,
-    blocking_transactions,
-    forget,
-    recover,
-    status,
-    terminate,
-)
+from dualwrite import ConfigurationError, DualWriter, GroupLimits, PreparedTxnState, recover, status
 from dualwrite.apps.cli.group import commands
+from dualwrite.operations import blocking_transactions, forget, terminate
 from dualwrite.protocol.allowed import LONGEST_S, check_not_empty, check_seconds, check_selection, check_writer
 from dualwrite.recovery.foreign import complete_prepared
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualwrite import IllegalStateError
+from dualwrite.errors import IllegalStateError
 from dualwrite.runtime import failpoints
 from dualwrite.state import KeyValueStore, logged
 from dualwrite.state.logged import LoggedStore

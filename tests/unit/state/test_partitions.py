@@ -2,7 +2,8 @@
 
 import pytest
 
-from dualwrite import IllegalStateError, Unavailable
+from dualwrite import Unavailable
+from dualwrite.errors import IllegalStateError
 from dualwrite.state import PartitionStores, logged, partitions
 
 pytest.importorskip("rocksdict", reason="the extra 'state' is not installed")

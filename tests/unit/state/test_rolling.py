@@ -2,7 +2,8 @@
 
 import pytest
 
-from dualwrite import ChangelogDiffers, ConfigurationError, StoreTooOld
+from dualwrite import ConfigurationError
+from dualwrite.errors import ChangelogDiffers, StoreTooOld
 from dualwrite.state.committed import Committed
 from dualwrite.state.rolling import Log, first_to_read, require_complete
 

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from dualwrite import ChangelogDiffers, Unavailable
+from dualwrite import Unavailable
+from dualwrite.errors import ChangelogDiffers
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.state import KeyValueStore, changelog, standby
 from dualwrite.state.changelog import Changelog

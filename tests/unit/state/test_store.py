@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dualwrite import ChangelogDiffers, IllegalStateError, StoreInUse, StoreUnreadable
+from dualwrite.errors import ChangelogDiffers, IllegalStateError, StoreInUse, StoreUnreadable
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.state import KeyValueStore

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualwrite import IllegalStateError
+from dualwrite.errors import IllegalStateError
 from dualwrite.state import KeyValueStore
 
 pytest.importorskip("rocksdict", reason="the extra 'state' is not installed")

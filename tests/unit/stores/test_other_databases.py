@@ -14,15 +14,14 @@ from dualwrite import (
     ConfigurationError,
     DualWriter,
     Fenced,
-    IllegalStateError,
     Transaction,
     TransactionAborted,
     TransactionInDoubt,
-    forget,
     recover,
     status,
-    terminate,
 )
+from dualwrite.errors import IllegalStateError
+from dualwrite.operations import forget, terminate
 from dualwrite.stores import opening
 
 

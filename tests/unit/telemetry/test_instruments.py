@@ -6,12 +6,12 @@ import threading
 import pytest
 from harness.patience import wait_until
 
-from dualwrite import Health, OutcomeUnverifiable
-from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost
+from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable
 from dualwrite.protocol.tables.write_phases import Phase
 from dualwrite.runtime import failpoints
 from dualwrite.telemetry import names
 from dualwrite.telemetry.instruments import Instruments
+from dualwrite.types import Health
 
 
 def die_once_decided(point):

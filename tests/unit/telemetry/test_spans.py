@@ -12,15 +12,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from simulator.outside import SimulatedCoordinator
 from sqlalchemy.orm import sessionmaker
 
-from dualwrite import (
-    CompletionPending,
-    DecidedTransactionLost,
-    Fenced,
-    OutcomeUnverifiable,
-    TransactionInDoubt,
-    Unavailable,
-    recover,
-)
+from dualwrite import CompletionPending, DecidedTransactionLost, Fenced, TransactionInDoubt, Unavailable, recover
+from dualwrite.errors import OutcomeUnverifiable
 from dualwrite.protocol.settling.commit_in_doubt import DoubtStep
 from dualwrite.recovery.claim import OwnerContext
 from dualwrite.runtime import failpoints

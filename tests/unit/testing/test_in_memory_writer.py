@@ -23,7 +23,6 @@ from dualwrite import (
     DualWriteError,
     DualWriter,
     Fenced,
-    OutcomeUnverifiable,
     ProducerRecord,
     RowUnit,
     TransactionAborted,
@@ -31,6 +30,7 @@ from dualwrite import (
     TransactionInDoubt,
     Unavailable,
 )
+from dualwrite.errors import OutcomeUnverifiable
 from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing import InMemoryWriter, Place, TransactionState
 from dualwrite.testing.memory.places import EFFECTS, Rows

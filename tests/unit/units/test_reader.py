@@ -7,7 +7,8 @@ from confluent_kafka import OFFSET_BEGINNING, KafkaError
 from harness.interruption import Interruption
 from harness.simulated_units import _message
 
-from dualwrite import ConfigurationError, IllegalStateError
+from dualwrite import ConfigurationError
+from dualwrite.errors import IllegalStateError
 from dualwrite.units import (
     AbortTransaction,
     BatchRange,

@@ -9,15 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dualwrite import (
-    CompletionPending,
-    DualWriteError,
-    Fenced,
-    IllegalStateError,
-    TransactionAborted,
-    TransactionInDoubt,
-    Unavailable,
-)
+from dualwrite import CompletionPending, DualWriteError, Fenced, TransactionAborted, TransactionInDoubt, Unavailable
+from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.tables.unit_life import UnitWriterState
 from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.units import Follower, KeyedImage, UnitRecord, UnitWriter, writer

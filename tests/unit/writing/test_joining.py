@@ -13,15 +13,8 @@ from sqlalchemy.event import registry
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import QueuePool
 
-from dualwrite import (
-    CompletionPending,
-    DualWriteError,
-    Fenced,
-    IllegalStateError,
-    TransactionAborted,
-    TransactionInDoubt,
-    Unavailable,
-)
+from dualwrite import CompletionPending, DualWriteError, Fenced, TransactionAborted, TransactionInDoubt, Unavailable
+from dualwrite.errors import IllegalStateError
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.settling.commit_in_doubt import DoubtStep
 from dualwrite.protocol.tables.write_life import WriteState

@@ -16,12 +16,12 @@ from dualwrite import (
     DecidedTransactionLost,
     DualWriter,
     Fenced,
-    IllegalStateError,
     TransactionAborted,
     Unavailable,
     recover,
 )
 from dualwrite.apps.async_writer import AsyncDualWriter
+from dualwrite.errors import IllegalStateError
 from dualwrite.recovery.forget import forget
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.failpoints import FailpointError

@@ -12,11 +12,11 @@ from dualwrite import (
     CompletionPending,
     ConfigurationError,
     Fenced,
-    IllegalStateError,
     TransactionAborted,
     TransactionInDoubt,
     Unavailable,
 )
+from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.settling.commit_in_doubt import DoubtStep
 from dualwrite.runtime.deadline import running_on
 from dualwrite.stores.sql.state import SqlStateStore

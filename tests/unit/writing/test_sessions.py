@@ -9,11 +9,8 @@ from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
-from dualwrite import (
-    ConfigurationError,
-    IllegalStateError,
-    TransactionAborted,
-)
+from dualwrite import ConfigurationError, TransactionAborted
+from dualwrite.errors import IllegalStateError
 
 
 @pytest.mark.parametrize("makes", ["sessionmaker", "scoped", "class", "subclass"])

@@ -4,7 +4,8 @@ import threading
 
 import pytest
 
-from dualwrite import CompletionPending, Fenced, IllegalStateError, TransactionAborted, TransactionInDoubt, Unavailable
+from dualwrite import CompletionPending, Fenced, TransactionAborted, TransactionInDoubt, Unavailable
+from dualwrite.errors import IllegalStateError
 from dualwrite.runtime import failpoints
 from dualwrite.writing.lanes.lane_pool import Lanes
 from dualwrite.writing.vitals import Vitals

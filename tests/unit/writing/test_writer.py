@@ -13,7 +13,8 @@ from simulator.outside import SimulatedCoordinator
 from sqlalchemy import create_engine, inspect
 from sqlalchemy.orm import Session
 
-from dualwrite import ConfigurationError, DecidedTransactionLost, DualWriter, Fenced, IllegalStateError, Unavailable
+from dualwrite import ConfigurationError, DecidedTransactionLost, DualWriter, Fenced, Unavailable
+from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery.claim import OwnerContext, claim_rows
 from dualwrite.recovery.settling.settle import settle

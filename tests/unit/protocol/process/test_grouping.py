@@ -13,12 +13,11 @@ from dualwrite import (
     DualWriteError,
     Fenced,
     GroupLimits,
-    IllegalStateError,
-    OutcomeUnverifiable,
     TransactionAborted,
     TransactionInDoubt,
     Unavailable,
 )
+from dualwrite.errors import IllegalStateError, OutcomeUnverifiable
 from dualwrite.protocol.process.grouping import (
     ATTEMPTS,
     Fate,

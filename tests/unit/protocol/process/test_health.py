@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualwrite import Health
+from dualwrite.types import Health
 
 WRONG = [
     ({"open": False}, "not open"),

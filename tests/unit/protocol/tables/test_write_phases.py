@@ -5,15 +5,13 @@ import pytest
 from dualwrite import (
     CompletionPending,
     ConfigurationError,
-    DatabaseWentBack,
     DecidedTransactionLost,
     Fenced,
-    IllegalStateError,
-    OutcomeUnverifiable,
     TransactionAborted,
     TransactionInDoubt,
     Unavailable,
 )
+from dualwrite.errors import DatabaseWentBack, IllegalStateError, OutcomeUnverifiable
 from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteEvent, WriteState
 from dualwrite.protocol.tables.write_phases import PHASE_FROM, WriteOutcome, outcome_of
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualwrite import RocksDatabase
+from dualwrite.databases import RocksDatabase
 
 rocksdict = pytest.importorskip("rocksdict", reason="the extra 'rocksdb' is not installed")
 

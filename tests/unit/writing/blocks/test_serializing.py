@@ -26,7 +26,8 @@ from harness.served import TOPIC
 from sqlalchemy import text
 from sqlalchemy.orm import sessionmaker
 
-from dualwrite import ConfigurationError, IllegalStateError, TransactionAborted
+from dualwrite import ConfigurationError, TransactionAborted
+from dualwrite.errors import IllegalStateError
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.writing.blocks.serializing import Serializing
 

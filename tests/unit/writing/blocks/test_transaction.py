@@ -6,19 +6,13 @@ import pytest
 from harness.served import TOPIC
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from dualwrite import (
-    AsyncBoundSessions,
-    AsyncTransaction,
-    BoundSessions,
-    ConfigurationError,
-    IllegalStateError,
-    RocksBatch,
-    Transaction,
-    TransactionAborted,
-)
+from dualwrite import AsyncTransaction, ConfigurationError, Transaction, TransactionAborted
+from dualwrite.databases import RocksBatch
+from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.state import PartitionStores
 from dualwrite.stores.zookeeper.multi import Multi
+from dualwrite.types import AsyncBoundSessions, BoundSessions
 from dualwrite.units import Unit
 
 

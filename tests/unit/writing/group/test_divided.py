@@ -7,7 +7,8 @@ from harness.served import TOPIC
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from dualwrite import IllegalStateError, TransactionAborted, TransactionInDoubt
+from dualwrite import TransactionAborted, TransactionInDoubt
+from dualwrite.errors import IllegalStateError
 from dualwrite.stores.sql.dialects.savepoints import _UNIT
 from unit.writing.group.held import Refused
 

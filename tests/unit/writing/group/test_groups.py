@@ -12,13 +12,13 @@ from dualwrite import (
     CompletionPending,
     ConfigurationError,
     GroupLimits,
-    IllegalStateError,
     ProducerRecord,
     RowUnit,
     TransactionAborted,
     TransactionInDoubt,
     Unavailable,
 )
+from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.allowed import LONGEST_S
 from dualwrite.runtime import failpoints
 from dualwrite.stores.sql.dialects import committing

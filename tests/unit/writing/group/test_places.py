@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from dualwrite import GroupLimits, IllegalStateError, Unavailable
+from dualwrite import GroupLimits, Unavailable
+from dualwrite.errors import IllegalStateError
 from dualwrite.runtime import waiting
 from dualwrite.testing import InMemoryWriter
 from dualwrite.writing.group.groups import Groups

@@ -6,7 +6,9 @@ import pytest
 from harness.served import SETTINGS
 from sqlalchemy import text
 
-from dualwrite import DualWriter, IllegalStateError, RowUnit, ZooKeeperDatabase
+from dualwrite import DualWriter, RowUnit
+from dualwrite.databases import ZooKeeperDatabase
+from dualwrite.errors import IllegalStateError
 
 NAME = contextvars.ContextVar("name")
 

@@ -1,0 +1,30 @@
+"""Databases other than SQL ones: give one as ``database=`` to writers, consumers and the calls for operators.
+
+A SQL database needs no class: give a SQLAlchemy engine or a URL. Each name loads its client at first use.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dualwrite.stores.rocksdb.batch import RocksBatch
+    from dualwrite.stores.rocksdb.database import RocksDatabase
+    from dualwrite.stores.zookeeper.database import ZooKeeperDatabase
+    from dualwrite.stores.zookeeper.multi import Multi
+
+__all__ = ["Multi", "RocksBatch", "RocksDatabase", "ZooKeeperDatabase"]
+
+_HOMES = {
+    "Multi": "dualwrite.stores.zookeeper.multi",
+    "RocksBatch": "dualwrite.stores.rocksdb.batch",
+    "RocksDatabase": "dualwrite.stores.rocksdb.database",
+    "ZooKeeperDatabase": "dualwrite.stores.zookeeper.database",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a client with the first name that needs it."""
+    if name in _HOMES:
+        from importlib import import_module  # noqa: PLC0415 - as above
+
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

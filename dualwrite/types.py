@@ -1,0 +1,33 @@
+"""The types of what calls return, for annotations: nobody makes these objects.
+
+`Transaction` and `AsyncTransaction`, which nearly every function of an application takes, are in ``dualwrite`` itself. Each
+name loads what it needs at first use.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dualwrite.apps.async_sessions import AsyncBoundSessions
+    from dualwrite.apps.consumer.member import ConsumerProgress
+    from dualwrite.protocol.prepared_state import FirstOffset
+    from dualwrite.protocol.process.health import Health
+    from dualwrite.writing.sessions import BoundSessions
+
+__all__ = ["AsyncBoundSessions", "BoundSessions", "ConsumerProgress", "FirstOffset", "Health"]
+
+_HOMES = {
+    "AsyncBoundSessions": "dualwrite.apps.async_sessions",
+    "BoundSessions": "dualwrite.writing.sessions",
+    "ConsumerProgress": "dualwrite.apps.consumer.member",
+    "FirstOffset": "dualwrite.protocol.prepared_state",
+    "Health": "dualwrite.protocol.process.health",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a driver with the first name that needs it."""
+    if name in _HOMES:
+        from importlib import import_module  # noqa: PLC0415 - as above
+
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
