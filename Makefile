@@ -49,7 +49,7 @@ test: venv mariadb $(OLDEST) ## all checks: lint, types, tests on real servers (
 	DUALWRITE_LAST_WORDS=$(LAST_WORDS) $(PY) -m pytest -v --last-failed --last-failed-no-failures none $(if $(THOROUGH),--thorough); all=$$?; fi; \
 	wait $$oldest; oldest=$$?; cat .cache/sqlalchemy-oldest.log; \
 	wait $$lint; lint=$$?; cat .cache/lint.log; echo; \
-	PYTHONPATH=tests $(PY) -m harness.last_words $(LAST_WORDS); exit $$((all + oldest + lint))
+	PYTHONPATH=tests/proof $(PY) -m harness.last_words $(LAST_WORDS); exit $$((all + oldest + lint))
 
 lint: venv source ## style, format and the direction of imports
 	$(VENV)/bin/ruff check .
@@ -68,7 +68,7 @@ $(OLDEST): $(READY)
 		SQLAlchemy==$(SQLALCHEMY_OLDEST) && touch $(OLDEST)
 
 simulator: venv jars ## hold the simulated broker against a real one, at length (DEPTH=5 RANDOM=2000 SEED=1; VERSION=2: only transactions of version 2)
-	cd tests && $(CURDIR)/$(PY) -m harness.compare_brokers --depth $(or $(DEPTH),5) --random $(or $(RANDOM),2000) --seed $(or $(SEED),1) \
+	cd tests/proof && $(CURDIR)/$(PY) -m harness.compare_brokers --depth $(or $(DEPTH),5) --random $(or $(RANDOM),2000) --seed $(or $(SEED),1) \
 		$(if $(VERSION),--version $(VERSION))
 
 # The newest of each minor version that is supported. (Older ones leave sockets to the garbage collector, which is no failure.)
@@ -83,14 +83,14 @@ spark-versions: venv jars ## the tests of the sinks with every supported PySpark
 	done
 
 bench: venv jars ## the figures of docs/benchmarks.md, interleaved (half an hour; ONLY=latency one part; SMALL=1 only tries everything once)
-	PYTHONPATH=tests $(PY) -m benchmarks $(if $(SMALL),--small) $(foreach part,$(ONLY),--only $(part))
+	PYTHONPATH=tests/proof $(PY) -m benchmarks $(if $(SMALL),--small) $(foreach part,$(ONLY),--only $(part))
 
 bench-spark: venv jars ## the figures of Spark in docs/benchmarks.md, interleaved (hours; SMALL=1 only tries everything once)
-	PYTHONPATH=tests $(PY) -m benchmarks.spark $(if $(SMALL),--small) $(foreach part,$(ONLY),--only $(part)) \
+	PYTHONPATH=tests/proof $(PY) -m benchmarks.spark $(if $(SMALL),--small) $(foreach part,$(ONLY),--only $(part)) \
 		$(if $(ROUNDS),--rounds $(ROUNDS))
 
 sizing: venv jars ## the arithmetic and the measurement of docs/sizing.md (10 minutes)
-	PYTHONPATH=tests $(PY) -m benchmarks.sizing $(if $(COUNTS),--counts $(COUNTS))
+	PYTHONPATH=tests/proof $(PY) -m benchmarks.sizing $(if $(COUNTS),--counts $(COUNTS))
 
 # How many processes are killed, what draws the plan, how many sets of servers work at once, with how many brokers each.
 N ?= 500
@@ -98,35 +98,35 @@ SEED ?= 1
 ARENAS ?= 1
 BROKERS ?= 1
 chaos: archive ## kill processes and servers and compare both sides: make chaos N=500 SEED=1 BROKERS=3 ENGINE=native CONSUMERS=300 STATE=1000 or DATABASE=rocksdb (N=10000 on one broker: about an hour)
-	cd tests && $(CURDIR)/$(PY) -m chaos --kills $(N) --seed $(SEED) --arenas $(ARENAS) --brokers $(BROKERS) $(if $(DATABASE),--database $(DATABASE)) $(if $(CONSUMERS),--consumers $(CONSUMERS)) $(if $(STATE),--state $(STATE)) $(if $(ENGINE),--engine $(ENGINE)) $(if $(MISTAKE),--mistake $(MISTAKE))
+	cd tests/proof && $(CURDIR)/$(PY) -m chaos --kills $(N) --seed $(SEED) --arenas $(ARENAS) --brokers $(BROKERS) $(if $(DATABASE),--database $(DATABASE)) $(if $(CONSUMERS),--consumers $(CONSUMERS)) $(if $(STATE),--state $(STATE)) $(if $(ENGINE),--engine $(ENGINE)) $(if $(MISTAKE),--mistake $(MISTAKE))
 
 units: archive ## kill writers of units, and look at what readers see: make units N=300 SEED=1 ENGINE=native (five minutes)
-	cd tests && $(CURDIR)/$(PY) -m chaos.units --kills $(N) --seed $(SEED) $(if $(ENGINE),--engine $(ENGINE)) $(if $(MISTAKE),--mistake $(MISTAKE)) $(if $(KEEP),--keep)
+	cd tests/proof && $(CURDIR)/$(PY) -m chaos.units --kills $(N) --seed $(SEED) $(if $(ENGINE),--engine $(ENGINE)) $(if $(MISTAKE),--mistake $(MISTAKE)) $(if $(KEEP),--keep)
 
 search: venv ## every interleaving within bounds, by the product's own decisions; writes docs/proof-search.md (half an hour)
-	cd tests && $(CURDIR)/$(PY) -m search $(ONLY) $(if $(MINUTES),--minutes $(MINUTES))
+	cd tests/proof && $(CURDIR)/$(PY) -m search $(ONLY) $(if $(MINUTES),--minutes $(MINUTES))
 
 # In the order of their seeds; MISTAKE=name plants one.
 model: venv ## random schedules of crashes and faults on the simulator: make model N=1000000 SEED=0 JOBS=1 (40 minutes); UNITS=4000: of units
-	$(if $(UNITS),UNIT_SCHEDULES=$(UNITS) $(PY) -m pytest --thorough -n $(or $(JOBS),1) -rP --show-capture=stdout -k many_schedules tests/unit/units,cd tests && $(CURDIR)/$(PY) -m model --schedules $(N) --seed $(SEED) --jobs $(or $(JOBS),1) \
+	$(if $(UNITS),UNIT_SCHEDULES=$(UNITS) $(PY) -m pytest --thorough -n $(or $(JOBS),1) -rP --show-capture=stdout -k many_schedules tests/unit/units,cd tests/proof && $(CURDIR)/$(PY) -m model --schedules $(N) --seed $(SEED) --jobs $(or $(JOBS),1) \
 		$(if $(MISTAKE),--mistake $(MISTAKE)) --results $(CURDIR)/.cache/model/seed-$(SEED)$(if $(MISTAKE),-$(MISTAKE)).json)
 
 tasks: venv ## random schedules of the tasks of an event loop, cancelled anywhere, on SQLite: make tasks N=10000 SEED=0 (20 minutes; KEEP=1 for the page)
-	cd tests && $(CURDIR)/$(PY) -m model.tasks --schedules $(N) --seed $(SEED) $(if $(MISTAKE),--mistake $(MISTAKE)) $(if $(KEEP),--keep)
+	cd tests/proof && $(CURDIR)/$(PY) -m model.tasks --schedules $(N) --seed $(SEED) $(if $(MISTAKE),--mistake $(MISTAKE)) $(if $(KEEP),--keep)
 
 SEEDS ?= 2
 LATE ?= 10
 faults: venv jars ## lose, delay, repeat and cut every request at every stage: make faults SEEDS=2 ENGINE=native (SEEDS=20 LATE=110: an hour)
-	cd tests && $(CURDIR)/$(PY) -m faults --seeds $(SEEDS) --late $(LATE) $(if $(ENGINE),--engine $(ENGINE)) $(if $(LOG),--log $(abspath $(LOG)))
+	cd tests/proof && $(CURDIR)/$(PY) -m faults --seeds $(SEEDS) --late $(LATE) $(if $(ENGINE),--engine $(ENGINE)) $(if $(LOG),--log $(abspath $(LOG)))
 
 scenarios: venv jars ## every scenario of tests/scenarios through both engines, on real servers (a quarter of an hour)
 	$(PY) -m pytest --thorough tests/scenarios
 
 controls: archive ## plant protocol mistakes in the product: the checks must catch every one (forty minutes)
-	cd tests && $(CURDIR)/$(PY) -m controls
+	cd tests/proof && $(CURDIR)/$(PY) -m controls
 
 reason: venv jars ## the table of docs/why.md: other ways to write to both sides, killed at each of their steps: make reason RUNS=25 SEED=1 (twenty minutes)
-	cd tests && $(CURDIR)/$(PY) -m controls.reason --runs $(or $(RUNS),25) --seed $(SEED)
+	cd tests/proof && $(CURDIR)/$(PY) -m controls.reason --runs $(or $(RUNS),25) --seed $(SEED)
 
 docs: venv ## the documentation, into docs/_build/html
 	$(VENV)/bin/sphinx-build -W --keep-going -b html docs docs/_build/html
@@ -157,11 +157,11 @@ source:
 	@ln -s $(CURDIR)/dualwrite/* $(CURDIR)/migrations $(SOURCE)/dualwrite/
 	@ln -s $(filter-out %/spark_discovery,$(wildcard $(CURDIR)/sinks/*)) $(SOURCE)/dualwrite/sinks/
 	@ln -s $(CURDIR)/sinks/spark_discovery $(SOURCE)/pyspark_dualwrite
-	@ln -s $(CURDIR)/tests/simulator $(SOURCE)/simulator
+	@ln -s $(CURDIR)/tests/proof/simulator $(SOURCE)/simulator
 
 # Brokers and Spark start with half the work from then on.
 archive: jars
-	@cd tests && $(CURDIR)/$(PY) -m harness.class_archive && $(CURDIR)/$(PY) -m harness.spark_archive
+	@cd tests/proof && $(CURDIR)/$(PY) -m harness.class_archive && $(CURDIR)/$(PY) -m harness.spark_archive
 
 jars: venv
 	@$(PY) -c 'from dualwrite.testing.servers.jars import kafka_jars; kafka_jars()'

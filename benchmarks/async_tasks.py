@@ -1,6 +1,6 @@
 """Many tasks of one event loop: dual writes per second, and how long each takes with its wait for a lane.
 
-``PYTHONPATH=tests python -m benchmarks --only async``
+``PYTHONPATH=tests/proof python -m benchmarks --only async``
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Consuming: messages per second, and the time from an input message to its visible output, against a loop by hand.
 
 Each input message becomes one row and one message. The loop by hand has no protocol: after a crash or a rebalance it writes
-again what it had not yet committed to the group. ``PYTHONPATH=tests python -m benchmarks --only consumer``
+again what it had not yet committed to the group. ``PYTHONPATH=tests/proof python -m benchmarks --only consumer``
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """First use of ``DualWriter`` in a fresh process, until its first dual write is done.
 
-``PYTHONPATH=tests python -m benchmarks --only first``
+``PYTHONPATH=tests/proof python -m benchmarks --only first``
 """
 
 from __future__ import annotations

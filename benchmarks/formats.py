@@ -1,6 +1,6 @@
 """Rows a second, on one core, that each message format is made of flights' 19 columns: Arrow batches in, bytes out.
 
-Run as ``PYTHONPATH=tests python -m benchmarks.formats``. What produces, copies and computes the rows is not in it.
+Run as ``PYTHONPATH=tests/proof python -m benchmarks.formats``. What produces, copies and computes the rows is not in it.
 """
 
 from __future__ import annotations

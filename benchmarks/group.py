@@ -1,6 +1,6 @@
 """Group commit: ``writer.submit`` by many threads or tasks, against the unsafe way; and by one, against a plain block.
 
-``PYTHONPATH=tests python -m benchmarks --only group``
+``PYTHONPATH=tests/proof python -m benchmarks --only group``
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A worker is killed with a message in Kafka and nothing decided. A survivor writes to the same partition at once; what is measured
 is the time from the death until a ``read_committed`` consumer gets that message.
 
-``PYTHONPATH=tests python -m benchmarks --only killed``
+``PYTHONPATH=tests/proof python -m benchmarks --only killed``
 """
 
 from __future__ import annotations

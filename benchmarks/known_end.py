@@ -1,6 +1,6 @@
 """The cost of knowing how each transaction has ended: one writer with and without that check, in turns.
 
-``PYTHONPATH=tests python -m benchmarks --only known_end``
+``PYTHONPATH=tests/proof python -m benchmarks --only known_end``
 """
 
 from __future__ import annotations

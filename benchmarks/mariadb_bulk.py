@@ -1,6 +1,6 @@
 """MariaDB: the ways to bring a DataFrame's rows into a table within one transaction.
 
-``PYTHONPATH=tests python -m benchmarks --only mariadb``
+``PYTHONPATH=tests/proof python -m benchmarks --only mariadb``
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One message and one row over a network with a delay, and the round trips that are its price.
 
-``PYTHONPATH=tests python -m benchmarks --only network``
+``PYTHONPATH=tests/proof python -m benchmarks --only network``
 """
 
 from __future__ import annotations

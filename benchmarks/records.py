@@ -5,7 +5,7 @@ columns and record by record. The broker is another process, whose time does not
 
 Beside that, what one record costs that is appended in Python, here and in kafka-python.
 
-``PYTHONPATH=tests python -m benchmarks.records``, or for the page ``python -m benchmarks --only records``; with ``--rows 0`` the appended records alone, without a broker.
+``PYTHONPATH=tests/proof python -m benchmarks.records``, or for the page ``python -m benchmarks --only records``; with ``--rows 0`` the appended records alone, without a broker.
 """
 
 from __future__ import annotations

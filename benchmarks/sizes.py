@@ -1,4 +1,4 @@
-"""One row and 1, 10 or 100 messages. Alone: ``PYTHONPATH=tests python -m benchmarks --only sizes``."""
+"""One row and 1, 10 or 100 messages. Alone: ``PYTHONPATH=tests/proof python -m benchmarks --only sizes``."""
 
 from __future__ import annotations
 

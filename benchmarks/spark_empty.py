@@ -1,4 +1,4 @@
-"""One row in 200 partitions, in each way, beside Spark's own work for them: ``PYTHONPATH=tests python -m benchmarks.spark_empty``."""
+"""One row in 200 partitions, in each way, beside Spark's own work for them: ``PYTHONPATH=tests/proof python -m benchmarks.spark_empty``."""
 
 from __future__ import annotations
 

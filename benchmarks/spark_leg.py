@@ -2,7 +2,7 @@
 
 The rows are those of ``make bench-spark``: a number, which is the key, and a text of digits. What the steps leave of the leg's
 processor time on the benchmarks page is the producer's requests, and Spark's own part of the worker. Medians.
-``PYTHONPATH=tests python -m benchmarks.spark_leg`` (half a minute)
+``PYTHONPATH=tests/proof python -m benchmarks.spark_leg`` (half a minute)
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ _AIMS = (
 _WHERE = (
     "Where the time goes: all cores are busy, so the way that needs the least processor time is the fastest. Spark's own sinks "
     "build and send a message inside the JVM that has read the row; here the row goes to Python first. Of the steps of our Kafka "
-    "leg alone, without a server (`PYTHONPATH=tests python -m benchmarks.spark_leg --rows 100000`, 1.3 s for a million rows), lz4 "
+    "leg alone, without a server (`PYTHONPATH=tests/proof python -m benchmarks.spark_leg --rows 100000`, 1.3 s for a million rows), lz4 "
     "takes 38 %, the joining of records 30 %, JSON texts and keys 18 %, the partitions of keys 9 %, and reading Arrow 4 %. lz4, "
     "the texts and reading, 0.8 s, are the same for any engine, and the leg's aim leaves 0.9 s for everything: it counts the "
     "whole worker, of which the engine is less than half. Tried without gain, "

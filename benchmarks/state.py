@@ -1,6 +1,6 @@
 """State stores: what transactions cost, and how long a store takes to come back after a kill.
 
-``PYTHONPATH=tests python -m benchmarks --only state`` (ten minutes).
+``PYTHONPATH=tests/proof python -m benchmarks --only state`` (ten minutes).
 """
 
 from __future__ import annotations

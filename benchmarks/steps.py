@@ -1,4 +1,4 @@
-"""Where the time of a dual write goes: between its named points. Alone: ``PYTHONPATH=tests python -m benchmarks --only steps``."""
+"""Where the time of a dual write goes: between its named points. Alone: ``PYTHONPATH=tests/proof python -m benchmarks --only steps``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The cost of telemetry: one writer without it, with the API alone, and with an SDK, in turns.
 
-``PYTHONPATH=tests python -m benchmarks --only telemetry``
+``PYTHONPATH=tests/proof python -m benchmarks --only telemetry``
 """
 
 from __future__ import annotations

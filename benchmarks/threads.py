@@ -1,6 +1,6 @@
 """Many threads: dual writes per second, how long each takes with its wait for a lane, and whether all threads get their turn.
 
-``PYTHONPATH=tests python -m benchmarks --only threads``
+``PYTHONPATH=tests/proof python -m benchmarks --only threads``
 """
 
 from __future__ import annotations

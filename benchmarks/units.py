@@ -2,7 +2,7 @@
 
 Records of 100 bytes into one partition, one `produce` for each, 10,000 in a transaction; the ways take turns. Then a unit of a
 million records of 300 bytes is read in a process of its own, into an image of a thousand sums.
-``PYTHONPATH=tests python -m benchmarks --only units`` (four minutes)
+``PYTHONPATH=tests/proof python -m benchmarks --only units`` (four minutes)
 """
 
 from __future__ import annotations

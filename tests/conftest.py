@@ -38,7 +38,7 @@ MARKS = {
     "spark": pytest.mark.spark,
 }
 TESTS = Path(__file__).parent
-COMPUTING = {"model", "search", "unit"}
+COMPUTING = (TESTS / "unit", TESTS / "proof" / "model", TESTS / "proof" / "search")
 """Folders of tests that need no server, or little of it."""
 SERVERS = ["mortal_kafka", "guarded_kafka", "hasty_kafka", "two_phase_kafka", "cluster", "dualwrite_zookeeper"]
 """Fixtures of servers that the tests of several modules share."""
@@ -191,7 +191,7 @@ def _shared_out(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
 
 
 def _only_computes(item: pytest.Item) -> bool:
-    return item.path.relative_to(TESTS).parts[0] in COMPUTING
+    return any(item.path.is_relative_to(folder) for folder in COMPUTING)
 
 
 @pytest.hookimpl(tryfirst=True)

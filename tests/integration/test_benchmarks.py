@@ -6,9 +6,7 @@ import sys
 
 import pytest
 from harness.patience import PATIENCE_S
-from harness.spark import TESTS
-
-ROOT = TESTS.parent
+from harness.places import PROOF, ROOT
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.thorough]
 
@@ -18,7 +16,7 @@ def test_every_part_is_measured_once_on_little_data(module, page):
     done = subprocess.run(
         [sys.executable, "-m", module, "--small"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        env={**os.environ, "PYTHONPATH": str(PROOF)},
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

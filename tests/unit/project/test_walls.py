@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from harness.places import ROOT
+from harness.places import PROOF, ROOT
 
 LINT = "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports_command; lint_imports_command()"
 PLANTED = {
@@ -106,7 +106,7 @@ def tree(tmp_path):
     ignored = shutil.ignore_patterns("__pycache__", "spark_discovery")
     for folder, place in (("dualwrite", "."), ("sinks", "sinks"), ("migrations", "migrations")):
         shutil.copytree(ROOT / folder, package / place, dirs_exist_ok=True, ignore=ignored)
-    shutil.copytree(ROOT / "tests" / "simulator", tmp_path / "simulator", ignore=ignored)
+    shutil.copytree(PROOF / "simulator", tmp_path / "simulator", ignore=ignored)
     return tmp_path
 
 

@@ -1,0 +1,457 @@
+"""Mistakes of an owner: in a dual write, in the use of its lane afterwards, and in becoming an owner."""
+
+from collections import OrderedDict
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Final
+
+import pytest
+
+from dualwrite.apps import async_transaction
+from dualwrite.errors import CompletionPending, DualWriteError, Fenced
+from dualwrite.protocol.observations import Outcome
+from dualwrite.protocol.process.allowance import Allowance
+from dualwrite.protocol.process.redo import Redo
+from dualwrite.protocol.settling.commit_in_doubt import Doubt, DoubtStep
+from dualwrite.recovery import claim, commit_in_doubt, recover
+from dualwrite.recovery.settling.settle import SettleReport
+from dualwrite.runtime import waiting
+from dualwrite.runtime.deadline import Deadline
+from dualwrite.stores.sql import state
+from dualwrite.stores.sql.dialects import postgresql
+from dualwrite.stores.sql.dialects.savepoints import SavepointWatch
+from dualwrite.stores.sql.drivers.witness import PsycopgWitness
+from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.writing import joining, redo, writer
+from dualwrite.writing.blocks import dual_write, sending
+from dualwrite.writing.blocks.dual_write import DualWrite
+from dualwrite.writing.lanes import lane
+from dualwrite.writing.lanes.lane import Lane
+from dualwrite.writing.lanes.losses import Losses
+from dualwrite.writing.lanes.turns import Turns
+from harness.mistakes.registry import Check, mistake, performed
+
+
+@mistake(performed("owner_goes_on_while_it_is_settled", "shows \\['m1', 'm2'\\]"))
+def no_check_before_the_first_produce(patch: pytest.MonkeyPatch) -> None:
+    """An owner does not read the row's incarnation before it produces."""
+    real = DualWrite.begin
+
+    def begin(self):
+        store = self._context.store
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(store, "read_incarnation", lambda *_, **__: self._lane.row.incarnation)
+            real(self)
+
+    patch.setattr(DualWrite, "begin", begin)
+
+
+@mistake(
+    Check(
+        "integration/test_forks.py::test_a_child_that_leaves_the_block_does_not_end_it[raises-ChildEnds-postgresql]",
+        "was ended inside it",
+    )
+)
+def forked_process_ends_the_dual_write(patch: pytest.MonkeyPatch) -> None:
+    """A process that was forked inside a block, and leaves it by an exception, aborts both sides on its parent's connections."""
+    patch.setattr(state, "keep", lambda _: None)
+    patch.setattr(DualWrite, "is_parents", False)
+
+
+@mistake(performed("too_little_time_left", "not TransactionAborted"))
+def margin_of_the_timeout_not_checked(patch: pytest.MonkeyPatch) -> None:
+    """An owner decides although the broker is about to time the transaction out."""
+    patch.setattr(dual_write, "allow", lambda *_: Allowance(decide_s=60, answer_s=60, margin_s=0))
+    patch.setattr(Allowance, "fits", lambda *_: True)
+
+
+@mistake(
+    performed("commit_never_answered", "says nothing"),
+    Check(
+        "integration/test_adversary.py::test_sqlite_is_not_waited_for_as_long_as_its_driver_would[sqlite]",
+        "waited",
+    ),
+)
+def commit_waited_for_without_an_end(patch: pytest.MonkeyPatch) -> None:
+    """An owner waits for the answer to its COMMIT as long as the connection lives."""
+    real = SqlStateStore.commit
+    patch.setattr(SqlStateStore, "commit", lambda self, connection, **_: real(self, connection))
+
+
+@mistake(
+    Check(
+        "integration/test_adversary.py"
+        "::test_a_process_that_was_paused_before_its_commit_does_not_send_it[sqlite-with messages]",
+        "DID NOT RAISE",
+    )
+)
+def commits_after_a_pause(patch: pytest.MonkeyPatch) -> None:
+    """An owner sends its COMMIT without a look at the clock, however long it was paused before."""
+    real = DualWrite._decide
+    patch.setattr(DualWrite, "_decide", lambda self, state, _, deadline: real(self, state, Deadline(60), deadline))
+
+
+@mistake(
+    performed("database_restarts_in_a_commit", "A gave up: .*TransactionInDoubt"),
+    Check(
+        "integration/test_counterexamples.py"
+        "::test_connection_lost_during_commit_of_rows_alone_is_resolved_by_the_database[reset_answer-postgresql]",
+        "TransactionInDoubt",
+    ),
+    Check(
+        "integration/test_failover.py"
+        "::test_a_commit_under_which_the_primary_dies_is_resolved_on_the_standby[which the standby has]",
+        "TransactionInDoubt",
+    ),
+)
+def doubt_left_at_the_first_error(patch: pytest.MonkeyPatch) -> None:
+    """An owner whose COMMIT was not answered gives up when the database cannot be reached at once."""
+    patch.setattr(dual_write, "resolve_commit", commit_in_doubt._verdict)
+
+
+@mistake(
+    Check(
+        "integration/test_dual_writer.py::test_what_is_deferred_to_commit_takes_its_time_before_the_decision[postgresql]",
+        "DID NOT RAISE|the database has rolled back",
+    )
+)
+def deferred_triggers_left_to_commit(patch: pytest.MonkeyPatch) -> None:
+    """Triggers that are deferred to COMMIT run in it, after the last look at the clock."""
+    patch.setattr(postgresql.PostgreSQL, "deferred_first", lambda *_: nullcontext())
+
+
+@mistake(performed("commit_answer_lost", "told TransactionAborted"))
+def lost_commit_answer_taken_for_no(patch: pytest.MonkeyPatch) -> None:
+    """An owner whose COMMIT was not answered takes it for rolled back, aborts in Kafka, and may run the work again."""
+    patch.setattr(dual_write, "resolve_commit", lambda *_: DoubtStep.ABORTED)
+
+
+@mistake(performed("row_in_doubt_was_overwritten", "told TransactionAborted"))
+def overwritten_row_taken_for_aborted(patch: pytest.MonkeyPatch) -> None:
+    """An owner whose COMMIT was not answered finds another's state in the row, and takes its own for rolled back."""
+    from dualwrite.recovery import commit_in_doubt
+
+    real = commit_in_doubt.next_doubt_step
+
+    def next_step(doubt: Doubt) -> DoubtStep:
+        return DoubtStep.COMMITTED if doubt.row == doubt.ours else DoubtStep.ABORTED
+
+    assert real is not next_step
+    patch.setattr(commit_in_doubt, "next_doubt_step", next_step)
+
+
+@mistake(performed("owner_finds_its_loss", "told None, not DecidedTransactionLost"))
+def fenced_taken_for_committed(patch: pytest.MonkeyPatch) -> None:
+    """An owner whose commit in Kafka is answered with "fenced" believes that the process that fenced it has committed."""
+    real = Lane.complete
+
+    def complete(self, state, deadline):
+        commit = self.producer.commit_transaction
+
+        def commit_or_fenced():
+            try:
+                commit()
+            except Fenced:
+                return
+
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(self.producer, "commit_transaction", commit_or_fenced)
+            real(self, state, deadline)
+
+    patch.setattr(Lane, "complete", complete)
+
+
+@mistake(
+    Check(
+        "integration/test_unanswered.py::test_a_clone_that_opens_costs_a_loss_that_is_raised_and_recorded[lost-postgresql]",
+        "CompletionPending",
+    )
+)
+def unsettled_taken_for_pending(patch: pytest.MonkeyPatch) -> None:
+    """An owner whose decided transaction was neither answered nor settled says that it is pending, and asks no log."""
+
+    def pending(_context, row, *_):
+        raise CompletionPending("not answered", transactional_id=row.transactional_id)
+
+    patch.setattr(lane, "prove_committed", pending)
+
+
+@mistake(performed("decided_owner_dead", "transaction stays open|shows"))
+def nothing_settled_at_the_start(patch: pytest.MonkeyPatch) -> None:
+    """A new owner begins without settling what former owners have left."""
+    for module in (claim, lane):
+        patch.setattr(module, "settle", lambda *_, **__: SettleReport())
+
+
+@mistake(performed("owner_goes_on_while_it_is_settled", "shows \\['m1', 'm2'\\]"))
+def settling_without_a_claim(patch: pytest.MonkeyPatch) -> None:
+    """A recovery command settles what it finds in the rows without raising their incarnations first."""
+
+    def only_read(context, ids, *_, **__):
+        return [replace(row, incarnation=row.incarnation + 1) for row in context.store.read(ids)]
+
+    patch.setattr(recover, "claim_writers", only_read)
+
+
+@mistake(performed("database_restored", "told None, not DatabaseWentBack"))
+def known_new_id_accepted(patch: pytest.MonkeyPatch) -> None:
+    """A claim accepts a new Kafka id that the coordinator knows already: the database was restored."""
+    patch.setattr(claim, "_check_new_ids", lambda *_: None)
+
+
+@mistake(
+    Check(
+        "integration/test_housekeeping.py::test_an_owner_that_was_taken_over_can_add_no_lane[postgresql]",
+        "DID NOT RAISE Fenced",
+    )
+)
+def lanes_without_a_guard(patch: pytest.MonkeyPatch) -> None:
+    """An owner that was taken over adds a lane that the new owner knows nothing of."""
+    real = Lane.__init__
+
+    def init(self, *args, **kwargs):
+        real(self, *args, **{**kwargs, "guard": None})
+
+    patch.setattr(Lane, "__init__", init)
+
+
+@mistake(
+    Check(
+        "integration/test_database_went_back.py::test_the_idle_owner_and_its_closing_find_it_out[postgresql]",
+        "DID NOT RAISE",
+    )
+)
+def closing_compares_nothing(patch: pytest.MonkeyPatch) -> None:
+    """An owner that closes does not compare its newest decision with the row."""
+    patch.setattr(Lane, "compare_with_row", lambda _: None)
+
+
+@mistake(
+    Check(
+        "unit/writing/lanes/test_lane.py"
+        "::test_a_commit_whose_end_was_not_found_is_not_recorded_as_complete_once_settling_it_has_failed",
+        "assert",
+    ),
+    Check(
+        "proof/model/test_schedules.py::test_what_was_found_once_is_mended[suspended_leader_then_closed_while_settling_fails]",
+        "held back",
+    ),
+)
+def commit_recorded_although_settling_failed(patch: pytest.MonkeyPatch) -> None:
+    """An owner that could not settle its last transaction records it as complete when it idles or closes."""
+    real = Lane.record_completed
+
+    def record_completed(self):
+        real(self)
+        if self._unrecorded is not None and self._producer is None:
+            outcome = (self._unrecorded, Outcome.COMMITTED, "committed by its owner")
+            self._context.store.record_outcomes([outcome])
+            self._unrecorded = None
+
+    patch.setattr(Lane, "record_completed", record_completed)
+
+
+@mistake(
+    Check(
+        "integration/test_dual_write_savepoints.py::test_insert_or_skip[postgresql-add_by_session]",
+        "'again'",
+    )
+)
+def messages_sent_out_of_savepoints(patch: pytest.MonkeyPatch) -> None:
+    """A message that is produced inside a savepoint is sent at once, whatever becomes of the savepoint."""
+    patch.setattr(SavepointWatch, "direct", True)
+
+
+@mistake(
+    Check(
+        "integration/test_dual_write_savepoints.py::test_a_savepoint_that_the_library_cannot_see_aborts_both[postgresql]",
+        "DID NOT RAISE",
+    )
+)
+def driver_trusted_to_open_no_savepoint(patch: pytest.MonkeyPatch) -> None:
+    """An owner takes it that no savepoint is opened past SQLAlchemy, and asks the database for no witness."""
+    patch.setattr(PsycopgWitness, "doubtful", property(lambda _: False, lambda *_: None), raising=False)
+
+
+@mistake(
+    Check(
+        "integration/test_another_database.py"
+        "::test_a_connection_of_a_copy_of_the_database_is_refused_and_left_as_it_is[postgresql]",
+        "DID NOT RAISE",
+    )
+)
+def connection_of_any_database_accepted(patch: pytest.MonkeyPatch) -> None:
+    """A writer takes a connection without asking which database it leads to."""
+    patch.setattr(SqlStateStore, "check_same_database", lambda *_: None)
+
+
+@mistake(
+    Check(
+        "integration/test_housekeeping.py::test_a_loss_that_the_next_block_finds_is_told_and_that_block_runs[postgresql]",
+        "DecidedTransactionLost",
+    ),
+    Check(
+        "integration/test_database_went_back.py"
+        "::test_a_renewed_lane_finds_it_out_and_the_block_that_renews_it_runs[postgresql]",
+        "DatabaseWentBack",
+    ),
+)
+def loss_raised_into_the_block_that_finds_it(patch: pytest.MonkeyPatch) -> None:
+    """A block that settles its lane raises a loss of the transaction before, and its body never runs."""
+
+    def tell(_, loss):
+        raise loss
+
+    patch.setattr(Losses, "tell", tell)
+
+
+@mistake(
+    Check(
+        "integration/test_dual_writer.py"
+        "::test_a_verb_of_the_block_that_is_called_inside_it_aborts_both[postgresql-commit]",
+        "while the dual write is completed",
+    )
+)
+def blocks_end_from_inside(patch: pytest.MonkeyPatch) -> None:
+    """A block's own verbs do what they say even if the user's code calls them."""
+    patch.setattr(DualWrite, "_refuse_while_lent", lambda _: None)
+
+
+@mistake(
+    Check(
+        "unit/writing/lanes/test_turns.py::test_those_who_wait_get_what_is_given_back_in_the_order_in_which_they_came",
+        "assert",
+    ),
+    Check(
+        "integration/test_fairness.py::test_the_slowest_of_many_threads_on_few_lanes_wait_little_longer_than_most",
+        r"<= \(3 \*|fewest",
+    ),
+)
+def last_come_first_served(patch: pytest.MonkeyPatch) -> None:
+    """A lane goes to the thread that has asked for it last."""
+
+    def queue_up(self, ticket):
+        queue = self._waiting.setdefault(ticket.kind, OrderedDict())
+        queue[ticket] = None
+        queue.move_to_end(ticket, last=False)
+        self.serve()
+
+    patch.setattr(Turns, "queue_up", queue_up)
+
+
+@mistake(
+    Check(
+        "unit/writing/test_redo.py::test_work_is_not_run_again_while_its_commit_is_in_doubt",
+        "it ran twice",
+    ),
+    Check(
+        "unit/writing/test_redo.py::test_work_is_not_run_again_while_its_completion_is_pending",
+        "it ran twice",
+    ),
+)
+def redone_after_any_error(patch: pytest.MonkeyPatch) -> None:
+    """A writer runs work again after each error of its own, also while its commit is in doubt or its completion is pending."""
+    patch.setattr(redo, "redo_after", lambda error: Redo.AGAIN if isinstance(error, DualWriteError) else Redo.FOREIGN)
+
+
+@mistake(
+    Check(
+        "unit/writing/test_joining.py::test_a_session_that_could_not_join_cannot_commit_its_rows_alone",
+        "DID NOT RAISE",
+    )
+)
+def session_commits_its_rows_alone(patch: pytest.MonkeyPatch) -> None:
+    """A session whose message was refused because it could not join a dual write commits its rows without it."""
+    real = joining._Joined.begin
+
+    def begin(self, session):
+        try:
+            real(self, session)
+        except BaseException:
+            self._close()
+            raise
+
+    patch.setattr(joining._Joined, "begin", begin)
+
+
+@mistake(
+    Check(
+        "unit/writing/test_joining.py::test_a_message_right_after_begin_nested_belongs_to_the_savepoint",
+        "both_have",
+    )
+)
+def session_sends_its_savepoints_late(patch: pytest.MonkeyPatch) -> None:
+    """A bound session sends SAVEPOINT with its first statement: a message before that outlives the savepoint's rollback."""
+    patch.setattr(joining.Joining, "_created", lambda *_: None)
+
+
+@mistake(
+    Check(
+        "integration/test_sessions.py::test_a_snapshot_that_is_older_than_the_dual_write_is_refused[postgresql]",
+        "DID NOT RAISE",
+    )
+)
+def old_snapshots_may_produce(patch: pytest.MonkeyPatch) -> None:
+    """A session joins a dual write with a snapshot that is older than the check whether its writer is still the owner."""
+    patch.setattr(postgresql, "_FRESH", {"read committed", "repeatable read", "serializable"})
+
+
+_CANCELLED: Final = (
+    "unit/apps/test_async_{}.py::"
+    "test_a_cancellation_aborts_both_sides_before_the_decision_and_comes_after_it_from_then_on"
+)
+
+
+@mistake(
+    Check(
+        "unit/writing/test_sessions.py::"
+        "test_a_session_on_a_connection_that_another_has_joined_is_refused_until_that_one_has_ended",
+        "DID NOT RAISE",
+    )
+)
+def sessions_share_a_dual_write(patch: pytest.MonkeyPatch) -> None:
+    """A second session on a connection produces into the dual write of the first: one ends it under the other."""
+    patch.setattr(joining._Joined, "is_of", lambda *_: True)
+
+
+@mistake(
+    Check(
+        "unit/apps/test_async_sessions.py::test_a_commit_waits_for_the_message_that_another_task_still_produces",
+        "both_have|IllegalStateError",
+    )
+)
+def session_commits_while_it_produces(patch: pytest.MonkeyPatch) -> None:
+    """An asynchronous session's commit() does not wait for a message that another task still hands over."""
+    patch.setattr(async_transaction.OneByOne, "do", lambda _, work: work())
+
+
+@mistake(
+    Check(f"{_CANCELLED.format('cancelled')}[at_once]", "aborted after its COMMIT|after await|has vanished"),
+    Check(f"{_CANCELLED.format('sessions')}[at_once-commit]", "aborted after its COMMIT|after await|has vanished"),
+)
+def cancelled_after_the_decision(patch: pytest.MonkeyPatch) -> None:
+    """A task that is cancelled after COMMIT was sent leaves its dual write there."""
+    patch.setattr(waiting, "uninterrupted", waiting.interruptible)
+
+
+@mistake(
+    Check(
+        "unit/writing/test_joining.py::test_a_session_that_is_dropped_after_a_refused_message_gives_its_lane_back",
+        "is None",
+    )
+)
+def errors_kept_with_their_frames(patch: pytest.MonkeyPatch) -> None:
+    """A dual write keeps the error that it must not survive, and through its traceback the session that was dropped after it."""
+    for module in (joining, sending):
+        patch.setattr(module, "as_value", lambda error: error)
+
+
+@mistake(
+    Check(
+        "integration/test_django.py::test_what_django_marks_for_rollback_is_on_neither_side",
+        "WriteState.COMPLETED.*WriteState.ABORTED",
+    )
+)
+def marks_of_django_overlooked(patch: pytest.MonkeyPatch) -> None:
+    """A block on Django's connection commits what Django has marked for rollback."""
+    patch.setattr(writer, "permit_of", lambda _: lambda _: None)
