@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
-Message: TypeAlias = Callable[..., None]
-"""Hands one message, many, or offsets to the producer that it is called with."""
+if TYPE_CHECKING:
+    from dualwrite.protocol.message import Sendable
 
 
 class SavepointWatch(Protocol):
@@ -36,7 +36,7 @@ class SavepointWatch(Protocol):
         """Watch ORM sessions too. Call it before the block's own session is made."""
         ...
 
-    def add(self, message: Message) -> None:
+    def add(self, message: Sendable) -> None:
         """Add a produced message. :meth:`take` returns it now, or when its savepoint is released, or never.
 
         Raises:
@@ -92,7 +92,7 @@ class SavepointWatch(Protocol):
         """
         ...
 
-    def take(self) -> Sequence[Message]:
+    def take(self) -> Sequence[Sendable]:
         """The messages to send now, in the order in which they were produced; each is taken once."""
         ...
 

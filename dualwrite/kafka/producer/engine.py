@@ -9,27 +9,28 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, TypeVar
 
-from dualwrite.errors import Fenced, TransactionAborted
+from dualwrite.errors import Fenced, IllegalStateError, TransactionAborted
+from dualwrite.kafka.producer import forks
 from dualwrite.kafka.producer.ends import PendingEnd, know_end
 from dualwrite.kafka.producer.failure import Failure
+from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch
 from dualwrite.protocol.settling.known_end import EndStep, left_undecided
-from dualwrite.protocol.tables.producer_life import ProducerEvent, ProducerState
-from dualwrite.runtime.deadline import now_s
+from dualwrite.protocol.tables.producer_life import WAY_ON, ProducerEvent, ProducerState
+from dualwrite.runtime.deadline import Deadline, now_s
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
     from typing import Concatenate, ParamSpec
 
     from dualwrite.ports.coordinator import TransactionCoordinator
-    from dualwrite.protocol.contents import Unsendable
+    from dualwrite.protocol.message import DeliveryCallback, MessageColumns, Sendable, Unsendable
     from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
     from dualwrite.protocol.settling.known_end import Ended
     from dualwrite.protocol.tables.machine import Machine
-    from dualwrite.runtime.deadline import Deadline
 
     Arguments = ParamSpec("Arguments")
 
@@ -37,13 +38,20 @@ logger = logging.getLogger("dualwrite.kafka.producer")
 
 AnyEngine = TypeVar("AnyEngine", bound="ProducerEngine")
 Result = TypeVar("Result")
-Text = str | bytes | None
-HeaderPairs = Sequence[tuple[str, Text]]
 Column: TypeAlias = Any  # a pyarrow.Array or ChunkedArray: importing pyarrow would cost every process 0.2 s
 
 OLD_S: Final = 1.0
 """From this age on, extra requests that check the transaction no longer matter for its latency."""
 _END_UNKNOWN: Final = "the previous transaction is not known to have ended in every partition as decided here"
+
+
+def not_allowed(event: ProducerEvent, state: ProducerState, transactional_id: str) -> IllegalStateError:
+    """The error for an event that a producer's state does not allow."""
+    return IllegalStateError(
+        f"{event.value} is not allowed while the producer is {state.value}",
+        transactional_id=transactional_id,
+        next_step=WAY_ON[state],
+    )
 
 
 class IdLogger(logging.LoggerAdapter):  # type: ignore[type-arg] # not generic at run time on Python 3.10
@@ -100,6 +108,35 @@ def asking(
     return noted
 
 
+class Callbacks:
+    """Calls the delivery callbacks of one transaction, and keeps what they raise until a call may raise it.
+
+    Attributes:
+        callback_error: The first exception that a callback raised, and no call has raised yet.
+    """
+
+    def __init__(self) -> None:
+        self.callback_error: BaseException | None = None
+
+    def call(self, callback: DeliveryCallback, error: Any, message: Any) -> None:
+        """Call one. Raised in the middle of a verb, its exception would hide the verb's own outcome."""
+        try:
+            callback(error, message)
+        except BaseException as raised:
+            logger.exception("a delivery callback raised")
+            self.callback_error = self.callback_error or raised
+
+    def take_callback_error(self) -> BaseException | None:
+        """The first exception that a callback raised, once."""
+        raised, self.callback_error = self.callback_error, None
+        return raised
+
+    def raise_callback_error(self) -> None:
+        """Re-raise the first exception that a callback raised, once."""
+        if self.callback_error is not None and (raised := self.take_callback_error()) is not None:
+            raise raised
+
+
 class Transaction:
     """The current transaction, as far as this process knows it.
 
@@ -108,22 +145,20 @@ class Transaction:
         sent_offsets: Whether consumed offsets are a part of it.
         looked_at: When it was last seen open, once it is prepared.
         given_up: The transaction, once its abort was sent.
+        deliveries: The callbacks of its messages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, deliveries: Callbacks | None = None) -> None:
         self.first_write_at: float | None = None
         self.sent_offsets = False
         self.looked_at = 0.0
         self.given_up: Ended | None = None
+        self.deliveries = deliveries or Callbacks()
 
     @property
     def sent_to(self) -> frozenset[tuple[str, int]]:
         """The partitions that its messages may have been sent to."""
         return frozenset()
-
-    def take_callback_error(self) -> BaseException | None:
-        """The first exception that a delivery callback raised; None if there is none, or if it was taken before."""
-        return None
 
     def note_write(self) -> None:
         """Note the time of the first message or offset."""
@@ -138,9 +173,14 @@ class ProducerEngine(ABC):
         transactional_id: Kafka's ``transactional.id``.
         machine: The producer's life. The engine applies the event of a verb that has succeeded, and ``FAIL`` or ``DOUBT``.
         coordinator: Shows whether transactions have ended.
+        call_timeout_s: Limits each call that takes messages, in seconds.
+        max_message_bytes: The greatest size of a message.
+        bulk: Whether it is for many messages in a transaction, and calls no ``on_delivery``.
 
     Attributes:
         engine: Which engine it is.
+        max_message_bytes: As given.
+        bulk: As given.
         transaction: The current transaction, or the last one.
         prepared: The state of the transaction that is prepared, or whose commit was not answered.
         pending_end: The last transaction while its end is unknown.
@@ -152,9 +192,18 @@ class ProducerEngine(ABC):
     engine: Engine
 
     def __init__(
-        self, transactional_id: str, machine: Machine[ProducerState, ProducerEvent], coordinator: TransactionCoordinator
+        self,
+        transactional_id: str,
+        machine: Machine[ProducerState, ProducerEvent],
+        coordinator: TransactionCoordinator,
+        *,
+        call_timeout_s: float,
+        max_message_bytes: int,
+        bulk: bool,
     ) -> None:
         self.machine = machine
+        self.max_message_bytes = max_message_bytes
+        self.bulk = bulk
         self.log = IdLogger(transactional_id)
         self.transaction = Transaction()
         self.corked = False
@@ -164,6 +213,8 @@ class ProducerEngine(ABC):
         self.asking_since: float | None = None
         self._id = transactional_id
         self._coordinator = coordinator
+        self._call_timeout_s = call_timeout_s
+        self._made_in = forks.process
 
     @abstractmethod
     def open(self, event: ProducerEvent, asked_timeout_ms: int | None, deadline: Deadline) -> int:
@@ -178,44 +229,77 @@ class ProducerEngine(ABC):
         """Begin a transaction, once the last one is known to have ended."""
 
     def require_topic(self, topic: str) -> None:  # noqa: B027 - not every engine asks
-        """Raise if the brokers answer that there is no such topic. Does nothing in an engine that asks in the background."""
+        """Raise if the brokers answer that there is no such topic, before a message for it is handed over.
+
+        Does not wait, as :meth:`send` does, for a topic that was made a moment ago: run the work again then. Does nothing where
+        the engine asks in the background (librdkafka).
+
+        Raises:
+            TransactionAborted: No broker knows the topic; ``retryable`` until that has lasted for
+                ``topic.metadata.propagation.max.ms``.
+            ConfigurationError: A right is missing.
+        """
+
+    def require(self, event: ProducerEvent) -> None:
+        """Raise unless the event is allowed now; changes nothing.
+
+        Raises:
+            IllegalStateError: It is not, or the producer was made in the process that this one was forked from.
+        """
+        if self._made_in != forks.process:
+            raise forks.forked_error(self._made_in, self._id)
+        if not self.machine.allows(event):
+            raise not_allowed(event, self.machine.state, self._id)
 
     @abstractmethod
-    def produce(
-        self,
-        topic: str,
-        *,
-        value: Text,
-        key: Text,
-        partition: int | None,
-        headers: HeaderPairs | None,
-        timestamp_ms: int | None,
-        on_delivery: Callable[[Any, Any], None] | None,
-        timeout_s: float,
-    ) -> None:
-        """Check and take one message."""
+    def send(self, message: Message) -> None:
+        """Take one message: it was checked when it was made. Waits for room if the queue is full.
+
+        Raises:
+            IllegalStateError, TransactionAborted, ConfigurationError, Fenced, Unavailable: As
+                :meth:`dualwrite.kafka.producer.transactional.TransactionalProducer.produce`.
+        """
 
     @abstractmethod
-    def produce_many(self, topic: str, values: Sequence[Text], keys: Sequence[Text] | None, timeout_s: float) -> None:
-        """Check and take many messages."""
+    def send_many(self, batch: MessageBatch) -> None:
+        """Take many messages; see :meth:`send`. Those that nobody has checked yet are checked one by one as they are taken.
+
+        Raises:
+            TypeError, UnicodeEncodeError: As :meth:`dualwrite.protocol.message.MessageBatch.checked`; messages before that one
+                may have been taken.
+        """
 
     @abstractmethod
-    def produce_arrow(
-        self,
-        topic: str,
-        values: Column,
-        keys: Column | None,
-        *,
-        headers: Column | None,
-        partitions: Column | None,
-        timestamps: Column | None,
-        timeout_s: float,
-    ) -> None:
-        """Check and take the rows of Arrow's columns."""
+    def send_columns(self, columns: MessageColumns) -> None:
+        """Check and take the rows of Arrow's columns; see :meth:`send_many`."""
 
     @abstractmethod
-    def send_offsets(self, offsets: Sequence[Any], group_metadata: object, deadline: Deadline) -> None:
+    def send_offsets(self, consumed: ConsumedOffsets, deadline: Deadline) -> None:
         """Commit consumed offsets as a part of the transaction."""
+
+    def take(self, held: Sendable) -> None:
+        """Take whatever has waited: each kind has its own method.
+
+        Raises:
+            DualWriteError: As the method of its kind.
+        """
+        if isinstance(held, Message):
+            self.send(held)
+        elif isinstance(held, MessageBatch):
+            self.send_many(held)
+        elif isinstance(held, ConsumedOffsets):
+            self.send_offsets(held, Deadline(self._call_timeout_s))
+        else:
+            self.send_columns(held)
+
+    def refuse_callback(self) -> None:
+        """Refuse a delivery callback in bulk mode.
+
+        Raises:
+            IllegalStateError: The producer is in bulk mode.
+        """
+        if self.bulk:
+            raise IllegalStateError("a producer in bulk mode calls no on_delivery", transactional_id=self._id)
 
     @abstractmethod
     def prepare(self, deadline: Deadline) -> PreparedTxnState:
@@ -299,7 +383,12 @@ class ProducerEngine(ABC):
         if step is not EndStep.KNOWN:
             raise TransactionAborted(f"begin_transaction: {_END_UNKNOWN}", transactional_id=self._id)
 
-    def _refuse(self, message: Unsendable, topic: str) -> NoReturn:
+    def refuse(self, message: Unsendable, topic: str) -> NoReturn:
+        """Refuse a message that no broker would take: the transaction fails.
+
+        Raises:
+            TransactionAborted: Always.
+        """
         self._raise(Failure(message.refusal(topic, self._id), ProducerEvent.FAIL))
 
     def _raise(self, failure: Failure) -> NoReturn:

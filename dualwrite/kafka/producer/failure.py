@@ -25,7 +25,7 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.kafka.producer.codes import Code
-from dualwrite.protocol.contents import NAME_A_PARTITION, STEPS
+from dualwrite.protocol.message import NAME_A_PARTITION, STEPS
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.protocol.tables.producer_life import ProducerEvent
 

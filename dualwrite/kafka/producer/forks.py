@@ -6,37 +6,27 @@ import os
 
 from dualwrite.errors import IllegalStateError
 
-_process = os.getpid()
+process = os.getpid()
+"""This process's id, without a system call: a ``getpid()`` for each message would cost as much as the message."""
 
 
 def _note_fork() -> None:
-    global _process  # noqa: PLW0603 - the process id is global to the process
-    _process = os.getpid()
+    global process  # noqa: PLW0603 - the process id is global to the process
+    process = os.getpid()
 
 
-os.register_at_fork(after_in_child=_note_fork)  # a getpid() per message would cost as much as the message
+os.register_at_fork(after_in_child=_note_fork)
 
 
-class ForkGuard:
-    """Remembers the process in which it was made.
+def forked_error(made_in: int, transactional_id: str) -> IllegalStateError:
+    """The error for a producer that another process has made.
 
     Args:
-        transactional_id: Named in the error.
+        made_in: That process.
+        transactional_id: The producer's id.
     """
-
-    def __init__(self, transactional_id: str) -> None:
-        self._id = transactional_id
-        self._made_in = _process
-
-    def check(self) -> None:
-        """Raise if the process was forked since.
-
-        Raises:
-            IllegalStateError: This is another process.
-        """
-        if self._made_in != _process:
-            raise IllegalStateError(
-                f"this producer was made by process {self._made_in} and does not work after a fork",
-                transactional_id=self._id,
-                next_step="make a producer in each process",
-            )
+    return IllegalStateError(
+        f"this producer was made by process {made_in} and does not work after a fork",
+        transactional_id=transactional_id,
+        next_step="make a producer in each process",
+    )

@@ -15,8 +15,7 @@ one librdkafka producer apart at all.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
@@ -24,12 +23,13 @@ from typing import TYPE_CHECKING, NoReturn
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.kafka.producer import forks
 from dualwrite.kafka.producer.abandoned_transaction import AbandonedTransaction, Completion
 from dualwrite.kafka.producer.choice import EngineName, choose_engine, wanted_engine
 from dualwrite.kafka.producer.ends import PendingEnd
-from dualwrite.kafka.producer.engine import Column, HeaderPairs, ProducerEngine, Text
-from dualwrite.kafka.producer.forks import ForkGuard
+from dualwrite.kafka.producer.engine import Column, ProducerEngine, not_allowed
 from dualwrite.ports.coordinator import TransactionCoordinator
+from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, MessageColumns, Unsendable
 from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
 from dualwrite.protocol.settling.known_end import EndStep
 from dualwrite.protocol.tables.machine import Machine
@@ -40,11 +40,9 @@ if TYPE_CHECKING:
     from confluent_kafka import TopicPartition
     from typing_extensions import Self
 
-    from dualwrite.kafka.producer.librdkafka.deliveries import DeliveryCallback
     from dualwrite.kafka.producer.librdkafka.handle import MakeHandle
     from dualwrite.kafka.producer.native.instance import MakeWire
-
-Headers = Mapping[str, Text] | HeaderPairs
+    from dualwrite.protocol.message import Content, DeliveryCallback, Headers
 
 
 class TransactionalProducer:
@@ -105,7 +103,7 @@ class TransactionalProducer:
         self._kept = AbandonedTransaction(self._coordinator, transactional_id)
         self._machine = Machine("producer", PRODUCER_LIFE, ProducerState.CREATED)
         self._chosen: ProducerEngine | None = None
-        self._fork_guard = ForkGuard(transactional_id)
+        self._made_in = forks.process
 
     @property
     def transactional_id(self) -> str:
@@ -236,34 +234,11 @@ class TransactionalProducer:
         self._check(ProducerEvent.BEGIN)
         self._instance.begin(Deadline(self._call_timeout_s))
 
-    def require_topic(self, topic: str) -> None:
-        """Raise if the brokers answer that there is no such topic, before a message for it is handed over.
-
-        Does not wait, as `produce` does, for a topic that was made a moment ago: run the work again then. Does nothing where
-        the engine asks in the background (librdkafka).
-
-        Raises:
-            TransactionAborted: No broker knows the topic; ``retryable`` until that has lasted for
-                ``topic.metadata.propagation.max.ms``.
-            ConfigurationError: A right is missing.
-        """
-        self._instance.require_topic(topic)
-
-    @contextmanager
-    def corked(self) -> Generator[None, None, None]:
-        """Let the messages produced in the block wait, so that they are sent in few requests. A full queue is sent at once."""
-        engine = self._instance
-        engine.corked = True
-        try:
-            yield
-        finally:
-            engine.corked = False
-
     def produce(
         self,
         topic: str,
-        value: str | bytes | None = None,
-        key: str | bytes | None = None,
+        value: Content = None,
+        key: Content = None,
         *,
         partition: int | None = None,
         headers: Headers | None = None,
@@ -295,22 +270,25 @@ class TransactionalProducer:
                 transaction continues.
         """
         self._check(ProducerEvent.PRODUCE)
-        if self._bulk and on_delivery is not None:
-            raise IllegalStateError("a producer in bulk mode calls no on_delivery", transactional_id=self._id)
-        self._instance.produce(
-            topic,
-            value=value,
-            key=key,
-            partition=partition,
-            headers=list(headers.items()) if isinstance(headers, Mapping) else headers,
-            timestamp_ms=timestamp_ms,
-            on_delivery=on_delivery,
-            timeout_s=self._call_timeout_s,
-        )
+        engine = self._instance
+        if on_delivery is not None:
+            engine.refuse_callback()
+        try:
+            message = Message.checked(
+                topic,
+                value,
+                key,
+                partition=partition,
+                headers=headers,
+                timestamp_ms=timestamp_ms,
+                on_delivery=on_delivery,
+                max_bytes=engine.max_message_bytes,
+            )
+        except Unsendable as error:
+            engine.refuse(error, topic)
+        engine.send(message)
 
-    def produce_many(
-        self, topic: str, values: Sequence[str | bytes | None], keys: Sequence[str | bytes | None] | None = None
-    ) -> None:
+    def produce_many(self, topic: str, values: Sequence[Content], keys: Sequence[Content] | None = None) -> None:
         """Send many messages: as `produce` for each, with less overhead.
 
         Args:
@@ -324,9 +302,7 @@ class TransactionalProducer:
             ValueError: The numbers of keys and values differ; nothing was produced.
         """
         self._check(ProducerEvent.PRODUCE)
-        if keys is not None and len(keys) != len(values):
-            raise ValueError(f"{len(values)} values, {len(keys)} keys")
-        self._instance.produce_many(topic, values, keys, self._call_timeout_s)
+        self._instance.send_many(MessageBatch.of(topic, values, keys))
 
     def produce_arrow(
         self,
@@ -356,17 +332,8 @@ class TransactionalProducer:
             TypeError: A column is of another type.
         """
         self._check(ProducerEvent.PRODUCE)
-        for column in (keys, headers, partitions, timestamps):
-            if column is not None and len(column) != len(values):
-                raise ValueError(f"{len(values)} values, but {len(column)} rows of another column")
-        self._instance.produce_arrow(
-            topic,
-            values,
-            keys,
-            headers=headers,
-            partitions=partitions,
-            timestamps=timestamps,
-            timeout_s=self._call_timeout_s,
+        self._instance.send_columns(
+            MessageColumns(topic, values, keys, headers, partitions, timestamps).of_one_length()
         )
 
     def poll(self, timeout_s: float = 0.0) -> int:
@@ -381,7 +348,7 @@ class TransactionalProducer:
         Raises:
             IllegalStateError: The producer is closed, or another process made it.
         """
-        self._fork_guard.check()
+        self._require_no_fork()
         if self.state is ProducerState.CLOSED:
             self._check(ProducerEvent.PRODUCE)
         return 0 if self._chosen is None else self._chosen.serve(timeout_s)
@@ -391,7 +358,7 @@ class TransactionalProducer:
 
         Each is returned once: call it after an abort, or after a call that failed for another reason.
         """
-        return None if self._chosen is None else self._chosen.transaction.take_callback_error()
+        return None if self._chosen is None else self._chosen.transaction.deliveries.take_callback_error()
 
     def send_offsets_to_transaction(self, offsets: Sequence[TopicPartition], group_metadata: object) -> None:
         """Commit consumed offsets as part of the transaction. They are in the broker's log on return, undecided.
@@ -408,7 +375,7 @@ class TransactionalProducer:
             Unavailable: No answer in time; the producer is doubtful.
         """
         self._check(ProducerEvent.SEND_OFFSETS)
-        self._instance.send_offsets(offsets, group_metadata, Deadline(self._call_timeout_s))
+        self._instance.send_offsets(ConsumedOffsets(offsets, group_metadata), Deadline(self._call_timeout_s))
 
     def prepare_transaction(self) -> PreparedTxnState:
         """Flush, and make sure that every message is delivered. Afterwards only commit, abort and complete are allowed.
@@ -443,7 +410,7 @@ class TransactionalProducer:
             Fenced: Another owner took over.
             Unavailable: No answer in time: abort.
         """
-        self._fork_guard.check()
+        self._require_no_fork()
         self._instance.require_still_open(Deadline(self._call_timeout_s))
 
     def commit_transaction(self) -> None:
@@ -522,7 +489,7 @@ class TransactionalProducer:
         Raises:
             IllegalStateError: Another process made this producer.
         """
-        self._fork_guard.check()
+        self._require_no_fork()
         if self.state is ProducerState.CLOSED:
             return
         if self._chosen is not None:
@@ -570,6 +537,7 @@ class TransactionalProducer:
             self._config,
             incarnation=self._incarnation,
             bulk=self._bulk,
+            call_timeout_s=self._call_timeout_s,
             make_wire=self._make_wire or partial(connect, like=like),
         )
 
@@ -584,6 +552,7 @@ class TransactionalProducer:
             self._config,
             incarnation=self._incarnation,
             bulk=self._bulk,
+            call_timeout_s=self._call_timeout_s,
             make_handle=self._make_handle or Handle,
         )
 
@@ -592,10 +561,15 @@ class TransactionalProducer:
 
     def _check(self, event: ProducerEvent) -> None:
         """Raise unless the event is allowed now; changes nothing."""
-        self._fork_guard.check()
+        self._require_no_fork()
         if not self._machine.allows(event):
-            raise IllegalStateError(
-                f"{event.value} is not allowed while the producer is {self.state.value}",
-                transactional_id=self._id,
-                next_step=WAY_ON[self.state],
-            )
+            raise not_allowed(event, self.state, self._id)
+
+    def _require_no_fork(self) -> None:
+        if self._made_in != forks.process:
+            raise forks.forked_error(self._made_in, self._id)
+
+
+def engine_of(producer: TransactionalProducer) -> ProducerEngine:
+    """The engine behind a producer that is initialised: for the library's own code, not for its users."""
+    return producer._instance  # noqa: SLF001 - of this module

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from datetime import datetime, timezone
-from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from dualwrite.errors import CompletionPending
-from dualwrite.protocol.contents import Headers, Unsendable, checked
+from dualwrite.errors import CompletionPending, IllegalStateError
+from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, MessageColumns, Unsendable
 from dualwrite.protocol.observations import NEVER_MS
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.producer_record import ProducerRecord
@@ -17,13 +15,11 @@ from dualwrite.protocol.rows import StateRow
 from dualwrite.recovery.claim import OwnerContext
 from dualwrite.testing.memory.places import Place
 from dualwrite.testing.memory.store import JoinedMemoryStore, MemoryStore
-from dualwrite.writing.blocks.early import refuse_callback, refuse_other_length
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
-    from dualwrite.kafka.producer.engine import Column
-    from dualwrite.kafka.producer.transactional import TransactionalProducer
+    from dualwrite.protocol.message import DeliveryCallback, Sendable
     from dualwrite.runtime.deadline import Deadline
     from dualwrite.stores.sql.dialects.dialect import Dialect
     from dualwrite.testing.memory.log import Log, RecordedTransaction
@@ -31,7 +27,6 @@ if TYPE_CHECKING:
 
 _INCARNATION: Final = 1
 _OWNER: Final = "in memory"
-Text = str | bytes | None
 
 
 class _Delivered:
@@ -78,7 +73,8 @@ class MemoryProducer:
         self.bulk = bulk
         self.max_message_bytes = max_message_bytes
         self.transactional_id = lane.row.kafka_id(_INCARNATION)
-        self._undelivered: list[Callable[[], None]] = []
+        self.corked = False
+        self._undelivered: list[tuple[DeliveryCallback, _Delivered]] = []
 
     def begin_transaction(self) -> None:
         """See the real one."""
@@ -88,83 +84,52 @@ class MemoryProducer:
     def require_topic(self, topic: str) -> None:
         """Any topic will do."""
 
-    @staticmethod
-    def corked() -> AbstractContextManager[None]:
+    def refuse_callback(self) -> None:
         """See the real one."""
-        return nullcontext()
-
-    def produce(
-        self,
-        topic: str,
-        value: Text = None,
-        key: Text = None,
-        *,
-        partition: int | None = None,
-        headers: Headers | None = None,
-        timestamp_ms: int | None = None,
-        on_delivery: Callable[[Any, Any], None] | None = None,
-    ) -> None:
-        """See the real one. ``on_delivery`` is called when the messages are flushed."""
-        refuse_callback(cast("TransactionalProducer", self), on_delivery)
-        try:
-            contents = checked(
-                topic,
-                value,
-                key,
-                partition=partition,
-                headers=headers,
-                timestamp_ms=timestamp_ms,
-                on_delivery=on_delivery,
-                max_bytes=self.max_message_bytes,
+        if self.bulk:
+            raise IllegalStateError(
+                "a producer in bulk mode calls no on_delivery", transactional_id=self.transactional_id
             )
-        except Unsendable as error:
-            raise error.refusal(topic, self.transactional_id) from None
+
+    def send(self, message: Message) -> None:
+        """See the real one. ``on_delivery`` is called when the messages are flushed."""
         self._planted.reach(Place.PRODUCE)
-        shown = tuple(contents.headers)
-        record = ProducerRecord(topic, contents.value, contents.key, shown, contents.partition, contents.timestamp_ms)
+        topic, value, key, partition, headers, timestamp_ms, on_delivery, _ = message
+        record = ProducerRecord(topic, value, key, tuple(headers), partition, timestamp_ms)
         self._lane.transaction.messages.append(record)
         if on_delivery is not None:
-            self._undelivered.append(lambda: on_delivery(None, _Delivered(record)))
+            self._undelivered.append((on_delivery, _Delivered(record)))
 
-    def produce_many(self, topic: str, values: Sequence[Text], keys: Sequence[Text] | None = None) -> None:
+    def take(self, held: Sendable) -> None:
         """See the real one."""
-        refuse_other_length(keys, values)
-        for value, key in zip(values, keys or repeat(None), strict=False):
-            self.produce(topic, value, key)
+        if isinstance(held, ConsumedOffsets):
+            self._planted.reach(Place.PRODUCE)
+            self._lane.transaction.offsets.append((list(held.offsets), held.group_metadata))
+        elif isinstance(held, Message):
+            self.send(held)
+        else:
+            try:
+                for message in self._messages(held):
+                    self.send(message)
+            except Unsendable as error:
+                raise error.refusal(held.topic, self.transactional_id) from None
 
-    def produce_arrow(
-        self,
-        topic: str,
-        values: Column,
-        keys: Column | None = None,
-        headers: Column | None = None,
-        partitions: Column | None = None,
-        *,
-        timestamps: Column | None = None,
-    ) -> None:
-        """See the real one."""
-        # Loads Kafka's clients: the product's own reading of columns.
-        from dualwrite.kafka.producer.librdkafka.from_arrow import rows_of  # noqa: PLC0415 - as above
+    def _messages(self, held: MessageBatch | MessageColumns) -> Iterator[Message]:
+        if isinstance(held, MessageColumns):
+            # Loads Kafka's clients: the product's own reading of columns.
+            from dualwrite.kafka.producer.librdkafka.from_arrow import messages_of  # noqa: PLC0415 - as above
 
-        for column in (keys, headers, partitions, timestamps):
-            if column is not None and len(column) != len(values):
-                raise ValueError(f"{len(values)} values, but {len(column)} rows of another column")
-        try:
-            for value, key, pairs, partition, timestamp_ms in rows_of(values, keys, headers, partitions, timestamps):
-                self.produce(topic, value, key, partition=partition, headers=pairs, timestamp_ms=timestamp_ms)
-        except Unsendable as error:
-            raise error.refusal(topic, self.transactional_id) from None
-
-    def send_offsets_to_transaction(self, offsets: Sequence[object], group_metadata: object) -> None:
-        """See the real one."""
-        self._planted.reach(Place.PRODUCE)
-        self._lane.transaction.offsets.append((list(offsets), group_metadata))
+            yield from messages_of(held, self.max_message_bytes)
+        else:
+            for value, key, size in held.rows(self.max_message_bytes):
+                yield Message(held.topic, value, key, None, (), None, None, size)
 
     def prepare_transaction(self) -> PreparedTxnState:
         """See the real one."""
         self._planted.reach(Place.PREPARE)
         while self._undelivered:  # callbacks may produce more
-            self._undelivered.pop(0)()
+            on_delivery, delivered = self._undelivered.pop(0)
+            on_delivery(None, delivered)
         return PreparedTxnState(self._lane.number, 0, _INCARNATION)
 
     def require_still_open(self) -> None:
@@ -225,6 +190,7 @@ class MemoryLane:
         self.context = OwnerContext(cast("Any", None), cast("Any", store), _OWNER)
         self.joined = OwnerContext(cast("Any", None), cast("Any", joined), _OWNER)
         self.producer = MemoryProducer(self, planted, bulk=bulk, max_message_bytes=max_message_bytes)
+        self.engine = self.producer
         self._planted = planted
         self._log = log
         self._transaction: RecordedTransaction | None = None

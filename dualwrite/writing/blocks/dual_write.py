@@ -36,10 +36,9 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.orm import Session
 
-    from dualwrite.ports.savepoints import Message
     from dualwrite.ports.store import Handle
+    from dualwrite.protocol.message import Sendable
     from dualwrite.recovery.claim import OwnerContext
-    from dualwrite.writing.blocks.early import Hold
     from dualwrite.writing.lanes.lane import Lane
 
 logger = logging.getLogger(__name__)
@@ -80,7 +79,7 @@ class DualWrite:
         self._timeout_s = timeout_s
         self._machine = Machine("dual write", WRITE_LIFE, WriteState.BEGUN, moved=observer.moved)
         self._uses_savepoints = savepoints
-        self.sending = Sending(lane.producer, lane.transactional_id)
+        self.sending = Sending(lane, observer)
         self._session = self.new_session(self.sending.refuse)
         self._database_transaction: str | None = None
         self._process = os.getpid()
@@ -171,13 +170,21 @@ class DualWrite:
         savepoints = self.sending.savepoints
         return savepoints is not None and savepoints.may_roll_back
 
-    def send(self, message: Message, hold: Hold | None = None, topic: str | None = None) -> None:
-        """Hand one or many messages, or offsets, to the producer: at once, or when the open savepoint is released.
+    @property
+    def max_message_bytes(self) -> int:
+        """See :class:`dualwrite.writing.blocks.transaction.Write`."""
+        return self.sending.max_message_bytes
 
-        Args:
-            message: Hands them over.
-            hold: For a message that waits: checks and copies it.
-            topic: Its topic.
+    def refuse_callback(self) -> None:
+        """See :class:`dualwrite.writing.blocks.transaction.Write`."""
+        self.sending.refuse_callback()
+
+    def refuse(self, error: DualWriteError) -> None:
+        """See :class:`dualwrite.writing.blocks.transaction.Write`."""
+        self.sending.refuse(error)
+
+    def send(self, message: Sendable) -> None:
+        """Hand one or many messages, or offsets, to the producer: at once, or when the open savepoint is released.
 
         Raises:
             IllegalStateError: The block has ended.
@@ -185,7 +192,7 @@ class DualWrite:
                 the block, even if the caller continues.
         """
         self._machine.apply(WriteEvent.PRODUCE)
-        self.sending.send(message, hold, topic)
+        self.sending.send(message)
         failpoints.hit("write.produced")
 
     def begin(self) -> None:

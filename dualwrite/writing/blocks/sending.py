@@ -6,12 +6,14 @@ from copy import copy
 from typing import TYPE_CHECKING, NoReturn
 
 from dualwrite.errors import DualWriteError, Fenced, IllegalStateError, TransactionAborted, Unavailable
+from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, Unsendable
 from dualwrite.protocol.prepared_state import PreparedTxnState
 
 if TYPE_CHECKING:
-    from dualwrite.kafka.producer.transactional import TransactionalProducer
-    from dualwrite.ports.savepoints import Message, SavepointWatch
-    from dualwrite.writing.blocks.early import Hold
+    from dualwrite.ports.observer import WriteObserver
+    from dualwrite.ports.savepoints import SavepointWatch
+    from dualwrite.protocol.message import Sendable
+    from dualwrite.writing.lanes.lane import Lane
 
 
 class Sending:
@@ -24,9 +26,11 @@ class Sending:
         of_unit: Whether the messages are those of the only unit of a group. It must not wait for a topic: others wait for it.
     """
 
-    def __init__(self, producer: TransactionalProducer, transactional_id: str) -> None:
-        self._producer = producer
-        self._id = transactional_id
+    def __init__(self, lane: Lane, observer: WriteObserver) -> None:
+        self._producer = lane.producer
+        self._engine = lane.engine
+        self._id = lane.transactional_id
+        self._observer = observer
         self.begun = False
         self.refusal: DualWriteError | None = None
         self.savepoints: SavepointWatch | None = None
@@ -41,44 +45,57 @@ class Sending:
         """Note an error that must abort the block even if it continues; the first one counts."""
         self.refusal = self.refusal or as_value(error)
 
-    def hold(self, message: Message, hold: Hold | None, topic: str | None) -> int:
+    @property
+    def max_message_bytes(self) -> int:
+        """The greatest size of a message."""
+        return self._engine.max_message_bytes
+
+    def refuse_callback(self) -> None:
+        """Refuse a delivery callback in bulk mode.
+
+        Raises:
+            IllegalStateError: The producer is in bulk mode.
+        """
+        self._engine.refuse_callback()
+
+    def hold(self, message: Sendable) -> int:
         """Take a message inside the savepoint of a unit. It waits, so an error concerns nothing but the unit.
 
         Returns:
-            Its size in bytes, as far as it is known.
+            The bytes of its key and value.
 
         Raises:
             TransactionAborted, ConfigurationError: It would be refused later; or no broker knows its topic; or its savepoint
                 cannot be known.
-            IllegalStateError, TypeError, ValueError: As :func:`dualwrite.writing.blocks.early.hold`.
+            TypeError, UnicodeEncodeError: A part is of another type, or a text has a surrogate.
         """
         assert self.savepoints is not None
-        kept, size = (message, 0) if hold is None else hold(self._producer)
-        self._require_topic(topic)
-        self.savepoints.add(kept)
-        return size
+        message = self._kept(message)
+        if message.topic is not None:
+            self._engine.require_topic(message.topic)
+        self.savepoints.add(message)
+        return message.payload
 
-    def _require_topic(self, topic: str | None) -> None:
-        if topic is not None:
-            self._producer.require_topic(topic)
+    def _kept(self, message: Sendable) -> Sendable:
+        """The value that may wait: checked, and out of reach of its caller."""
+        if not isinstance(message, MessageBatch):
+            return message
+        try:
+            return message.checked(self._engine.max_message_bytes)
+        except Unsendable as error:
+            raise error.refusal(message.topic, self._id) from None
 
-    def _hand_over_released(self) -> None:
-        if self.savepoints is not None:
-            for message in self.savepoints.take():
-                self._hand_over(message)
-
-    def send(self, message: Message, hold: Hold | None, topic: str | None = None) -> None:
+    def send(self, message: Sendable) -> None:
         """Take a message; see :meth:`dualwrite.writing.blocks.dual_write.DualWrite.send`."""
         try:
-            if self.of_unit:
-                self._require_topic(topic)
+            if self.of_unit and message.topic is not None:
+                self._engine.require_topic(message.topic)
             if self.savepoints is None or self.savepoints.direct:
                 self._hand_over(message)
             else:
-                if hold is not None and self.savepoints.holds:
-                    message, _ = hold(self._producer)
-                self.savepoints.add(message)
-                self._hand_over_released()
+                self.savepoints.add(self._kept(message) if self.savepoints.holds else message)
+                for released in self.savepoints.take():
+                    self._hand_over(released)
         except IllegalStateError:
             raise  # nothing was changed
         except DualWriteError as error:
@@ -101,9 +118,12 @@ class Sending:
                 watched.stop()
             # What delivery callbacks produce from here on goes to the producer at once: nobody watches savepoints any more.
             if waiting := watched.take():
-                with self._producer.corked():
+                self._engine.corked = True
+                try:
                     for message in waiting:
                         self._hand_over(message)
+                finally:
+                    self._engine.corked = False
 
     def prepare(self) -> PreparedTxnState:
         """Prepare the Kafka transaction. Call :meth:`finish` first.
@@ -129,11 +149,16 @@ class Sending:
         if self.savepoints is not None:
             self.savepoints.stop()
 
-    def _hand_over(self, message: Message) -> None:
+    def _hand_over(self, message: Sendable) -> None:
         if not self.begun:
             self._producer.begin_transaction()
             self.begun = True
-        message(self._producer)
+        if isinstance(message, Message):
+            self._engine.send(message)
+        else:
+            self._engine.take(message)
+        if not isinstance(message, ConsumedOffsets):
+            self._observer.sent(message.topic, message.messages)
 
     def _require_no_refusal(self) -> None:
         if self.refusal is not None:

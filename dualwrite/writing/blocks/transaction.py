@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from dualwrite.writing.blocks.early import hold, hold_many
+from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, MessageColumns, Unsendable
 from dualwrite.writing.blocks.serializing import NO_SERIALIZERS, Serializing
 
 if TYPE_CHECKING:
@@ -14,24 +14,13 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.orm import Session
 
+    from dualwrite.errors import DualWriteError
     from dualwrite.kafka.producer.engine import Column
-    from dualwrite.kafka.producer.transactional import TransactionalProducer
-    from dualwrite.ports.observer import Headers, WriteObserver
-    from dualwrite.ports.savepoints import Message
+    from dualwrite.ports.observer import WriteObserver
+    from dualwrite.protocol.message import Content, Sendable
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.tables.write_life import WriteState
     from dualwrite.stores.rocksdb.batch import RocksBatch
-    from dualwrite.writing.blocks.early import Hold
-    from dualwrite.writing.blocks.serializing import Bytes
-
-
-class _Parts(TypedDict):
-    """The parts of a message that most messages do without."""
-
-    partition: int | None
-    headers: Headers
-    timestamp_ms: int | None
-    on_delivery: Callable[[KafkaError | None, KafkaMessage], None] | None
 
 
 class Write(Protocol):
@@ -80,7 +69,24 @@ class Write(Protocol):
         """See :meth:`dualwrite.writing.blocks.dual_write.DualWrite.require_open`."""
         ...
 
-    def send(self, message: Message, hold: Hold | None = None, topic: str | None = None) -> None:
+    @property
+    def max_message_bytes(self) -> int:
+        """The greatest size of a message."""
+        ...
+
+    def refuse_callback(self) -> None:
+        """Refuse a delivery callback in bulk mode.
+
+        Raises:
+            IllegalStateError: The writer is in bulk mode.
+        """
+        ...
+
+    def refuse(self, error: DualWriteError) -> None:
+        """Note an error that must abort it even if its code continues; the first one counts."""
+        ...
+
+    def send(self, message: Sendable) -> None:
         """See :meth:`dualwrite.writing.blocks.dual_write.DualWrite.send`."""
         ...
 
@@ -197,21 +203,27 @@ class Transaction:
             KeySerializationError, ValueSerializationError: A serializer has failed, which is the cause. Nothing was produced,
                 and the block may continue without this message. (Both are confluent-kafka's, from ``confluent_kafka.error``.)
         """
-        self._dual_write.require_open()  # a serializer may register a schema
+        write = self._dual_write
+        write.require_open()  # a serializer may register a schema
         own_key, own_value, own_headers = self._serializing.message(topic, key, value, headers)
-        all_headers = self._dual_write.observer.producing(topic, own_headers)
-        parts: _Parts = {
-            "partition": partition,
-            "headers": all_headers,
-            "timestamp_ms": timestamp_ms,
-            "on_delivery": on_delivery,
-        }
-        self._send(
-            topic,
-            1,
-            lambda producer: producer.produce(topic, own_value, own_key, **parts),
-            lambda producer: hold(producer, topic, own_value, own_key, **parts),
-        )
+        if on_delivery is not None:
+            write.refuse_callback()
+        try:
+            message = Message.checked(
+                topic,
+                own_value,
+                own_key,
+                partition=partition,
+                headers=write.observer.producing(topic, own_headers),
+                timestamp_ms=timestamp_ms,
+                on_delivery=on_delivery,
+                max_bytes=write.max_message_bytes,
+            )
+        except Unsendable as error:
+            refusal = error.refusal(topic, write.transactional_id)
+            write.refuse(refusal)
+            raise refusal from None
+        write.send(message)
 
     def produce_many(self, topic: str, values: Sequence[object], keys: Sequence[object] | None = None) -> None:
         """Hand many messages to the producer: as `produce` for each, several times as fast.
@@ -229,12 +241,8 @@ class Transaction:
         self._dual_write.require_open()
         if not self._serializing.none:
             keys, values = self._serializing.many(topic, keys, values)
-        own_values, own_keys = cast("Sequence[Bytes]", values), cast("Sequence[Bytes] | None", keys)
-        self._send(
-            topic,
-            len(values),
-            lambda producer: producer.produce_many(topic, own_values, own_keys),
-            lambda producer: hold_many(producer, topic, own_values, own_keys),
+        self._dual_write.send(
+            MessageBatch.of(topic, cast("Sequence[Content]", values), cast("Sequence[Content] | None", keys))
         )
 
     def produce_arrow(
@@ -264,27 +272,7 @@ class Transaction:
             ValueError: The columns differ in length.
             TypeError: A column is of another type.
         """
-
-        def send(producer: TransactionalProducer) -> None:
-            producer.produce_arrow(topic, values, keys, headers, partitions, timestamps=timestamps)
-
-        self._send(topic, len(values), send, lambda _: (send, values.nbytes + (0 if keys is None else keys.nbytes)))
-
-    def _send(self, topic: str, count: int, message: Message, hold: Hold) -> None:
-        observer = self._dual_write.observer
-
-        def observed(message: Message) -> Message:
-            def send(producer: TransactionalProducer) -> None:
-                message(producer)
-                observer.sent(topic, count)
-
-            return send
-
-        def held(producer: TransactionalProducer) -> tuple[Message, int]:
-            kept, size = hold(producer)
-            return observed(kept), size
-
-        self._dual_write.send(observed(message), held, topic)
+        self._dual_write.send(MessageColumns(topic, values, keys, headers, partitions, timestamps).of_one_length())
 
     def send_offsets_to_transaction(self, offsets: Sequence[TopicPartition], group_metadata: object) -> None:
         """Commit consumed offsets together with this dual write (consume, transform, write to both).
@@ -299,8 +287,8 @@ class Transaction:
             IllegalStateError: The block has ended.
             TransactionAborted, Fenced, Unavailable: The broker did not accept them; leave the block, both sides abort.
         """
-        own_offsets = list(offsets)  # the caller may change its list while they wait
-        self._dual_write.send(lambda producer: producer.send_offsets_to_transaction(own_offsets, group_metadata))
+        # The caller may change its list while they wait.
+        self._dual_write.send(ConsumedOffsets(list(offsets), group_metadata))
 
     def __repr__(self) -> str:
         return f"<Transaction {self.transactional_id} {self.state.value}>"

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
     from dualwrite.ports.observer import WriteObserver
-    from dualwrite.ports.savepoints import Message, SavepointWatch
+    from dualwrite.ports.savepoints import SavepointWatch
+    from dualwrite.protocol.message import Sendable
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.writing.blocks.dual_write import DualWrite
-    from dualwrite.writing.blocks.early import Hold
 
 
 class Uses:
@@ -95,13 +95,14 @@ class UnitWrite:
     def __init__(self, write: DualWrite, connection: Connection, uses: Uses) -> None:
         self._write = write
         self._connection = connection
-        self._session = write.new_session(self._refuse, connection)
+        self._session = write.new_session(self.refuse, connection)
         self._refusal: DualWriteError | None = None
         self.uses = uses
         self.size = 0
         self.dropped = False
 
-    def _refuse(self, error: DualWriteError) -> None:
+    def refuse(self, error: DualWriteError) -> None:
+        """See :class:`dualwrite.writing.blocks.transaction.Write`. It concerns this unit alone."""
         self._refusal = self._refusal or as_value(error)
 
     @property
@@ -152,16 +153,25 @@ class UnitWrite:
         self.uses.require()
         self._write.require_open()
 
-    def send(self, message: Message, hold: Hold | None = None, topic: str | None = None) -> None:
+    @property
+    def max_message_bytes(self) -> int:
+        """See :class:`dualwrite.writing.blocks.transaction.Write`."""
+        return self._write.max_message_bytes
+
+    def refuse_callback(self) -> None:
+        """See :class:`dualwrite.writing.blocks.transaction.Write`."""
+        self._write.refuse_callback()
+
+    def send(self, message: Sendable) -> None:
         """See :class:`dualwrite.writing.blocks.transaction.Write`. An error concerns this unit alone."""
         with self.uses:
             self._write.require_open()
             try:
-                self.size += self._write.sending.hold(message, hold, topic)
+                self.size += self._write.sending.hold(message)
             except IllegalStateError:
                 raise  # nothing was changed
             except DualWriteError as error:
-                self._refuse(error)
+                self.refuse(error)
                 raise
         failpoints.hit("write.produced")
 

@@ -17,6 +17,7 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.kafka.producer.ends import end_at_rest, know_end
+from dualwrite.kafka.producer.transactional import engine_of
 from dualwrite.protocol.batches.handed_over import may_go_on
 from dualwrite.protocol.identity import Partition, is_older
 from dualwrite.protocol.mismatch import gone_back
@@ -38,6 +39,7 @@ from dualwrite.writing.lanes.turns import NoTurn, Turns
 
 if TYPE_CHECKING:
     from dualwrite.kafka.producer.ends import PendingEnd
+    from dualwrite.kafka.producer.engine import ProducerEngine
     from dualwrite.kafka.producer.transactional import TransactionalProducer
     from dualwrite.recovery.settling.settle import SettleReport
     from dualwrite.writing.lanes.end_watcher import EndWatcher
@@ -100,6 +102,11 @@ class Lane:
         """The producer of our incarnation, usable since :meth:`ready`."""
         assert self._producer is not None
         return self._producer
+
+    @property
+    def engine(self) -> ProducerEngine:
+        """The engine of :attr:`producer`, which takes messages."""
+        return engine_of(self.producer)
 
     @property
     def unrecorded(self) -> StateRow | None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
 
 from dualwrite.kafka.producer.choice import EngineName
+from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
 from dualwrite.kafka.producer.native.instance import NativeInstance
 from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite.protocol.message import Message
 from dualwrite.runtime.deadline import Deadline
 from harness.patience import PATIENCE_S
 
@@ -30,6 +35,23 @@ def send(producer: TransactionalProducer, timeout_s: float) -> None:
     instance = producer._chosen
     if isinstance(instance, NativeInstance):
         instance._sender.flush(Deadline(timeout_s))
+
+
+def taking(monkeypatch: pytest.MonkeyPatch, note: Callable[[Message], object]) -> None:
+    """Show each message that an engine takes. It is sent without its headers, which simulated brokers do not keep."""
+    for kind in (NativeInstance, ProducerInstance):
+
+        def send(self: Any, message: Message, real: Any = kind.send) -> None:
+            note(message)
+            real(self, message._replace(headers=()))
+
+        monkeypatch.setattr(kind, "send", send)
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, refuse: Callable[..., object]) -> None:
+    """Let engines refuse each message."""
+    for kind in (NativeInstance, ProducerInstance):
+        monkeypatch.setattr(kind, "send", refuse)
 
 
 def quick(engine: str) -> dict[str, int]:

@@ -10,7 +10,7 @@ from dualwrite.kafka.producer.native.records.builder import RecordsBuilder
 from dualwrite.kafka.producer.native.records.compression import Codec
 from dualwrite.kafka.producer.native.wire.answers import Code
 from dualwrite.kafka.producer.native.wire.core import Limits, ProduceCore
-from dualwrite.protocol.contents import checked
+from dualwrite.protocol.message import Message
 
 NOW_MS = 1_767_225_600_000
 LATER = 60.0
@@ -55,10 +55,9 @@ def filling(settings=None, *, look_up=lambda name, _fresh: TOPICS.get(name)):
     return Filling(made, settings, look_up, clock=lambda: 0.0, clock_ms=lambda: NOW_MS), made
 
 
-def append(to, topic, value, key=None, *, now=0.0, callback=None, **parts):
-    """Check one message, and take it, as the engine does."""
-    contents = checked(topic, value, key, max_bytes=to.max_message_bytes, **parts)
-    to.append(topic, contents, now=now, callback=callback)
+def append(to, topic, value, key=None, *, now=0.0, **parts):
+    """Check one message, and take it, as `tx.produce` and the engine do."""
+    to.append(Message.checked(topic, value, key, max_bytes=to._settings.max_message_bytes, **parts), now=now)
 
 
 def flushed(made):

@@ -9,7 +9,7 @@ from dualwrite.errors import TransactionAborted, Unavailable
 from dualwrite.protocol.process.savepoints import Move, Savepoints
 
 if TYPE_CHECKING:
-    from dualwrite.ports.savepoints import Message
+    from dualwrite.protocol.message import Sendable
     from simulator.connection import SimulatedConnection
     from simulator.database import Session
 
@@ -32,7 +32,7 @@ class SimulatedSavepoints:
         self._database = connection.simulation.database
         self._id = transactional_id
         self._run = run
-        self._savepoints: Savepoints[Message] = Savepoints()
+        self._savepoints: Savepoints[Sendable] = Savepoints()
         self._unit_kept = False
 
     @property
@@ -53,7 +53,7 @@ class SimulatedSavepoints:
     def expect_session(self) -> None:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
 
-    def add(self, message: Message) -> None:
+    def add(self, message: Sendable) -> None:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
         self._savepoints.add(message)
 
@@ -92,7 +92,7 @@ class SimulatedSavepoints:
                 "a unit has rolled back the transaction of its group", transactional_id=self._id, retryable=False
             )
 
-    def take(self) -> Sequence[Message]:
+    def take(self) -> Sequence[Sendable]:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
         return self._savepoints.take()
 

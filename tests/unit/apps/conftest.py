@@ -1,7 +1,6 @@
 import pytest
+from harness.engines import taking
 from harness.served import TOPIC
-
-from dualwrite.kafka.producer.transactional import TransactionalProducer
 
 from .members import Member
 
@@ -34,12 +33,10 @@ def put(shop):
 def produced_letters(monkeypatch):
     """The value, key and headers of the messages set aside."""
     found = []
-    real = TransactionalProducer.produce
 
-    def produce(self, topic, value=None, key=None, **options):
-        if options.get("headers"):
-            found.append((value, key, options["headers"]))
-        return real(self, topic, value, key, **options)
+    def note(message):
+        if message.headers:
+            found.append((message.value, message.key, message.headers))
 
-    monkeypatch.setattr(TransactionalProducer, "produce", produce)
+    taking(monkeypatch, note)
     return found

@@ -9,6 +9,7 @@ import time
 
 import pytest
 from harness.databases import prepare, sqlite_url
+from harness.engines import refusing
 from harness.places import ROOT
 from harness.served import TOPIC
 from harness.user_view import WAYS, Base, View, rows_of
@@ -123,7 +124,6 @@ def test_a_planted_failure_has_the_effect_of_the_table(place, error):
 
 PORTS = {
     Place.BEGIN: (SqlStateStore, "read_incarnation"),
-    Place.PRODUCE: (TransactionalProducer, "produce"),
     Place.PREPARE: (TransactionalProducer, "prepare_transaction"),
     Place.DECIDE: (SqlStateStore, "decide"),
 }
@@ -132,7 +132,9 @@ PORTS = {
 def plant_in_real(patch, shop, place, error, *, committed):
     """Let the real writer's own servers fail."""
     failure = error("planted")
-    if place in PORTS:
+    if place is Place.PRODUCE:
+        refusing(patch, lambda *_: fail_with(failure))
+    elif place in PORTS:
         patch.setattr(*PORTS[place], lambda *_, **__: fail_with(failure))
     elif place is Place.COMMIT:
         lose_the_commit(patch, failure, committed=committed)

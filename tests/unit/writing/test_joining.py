@@ -15,7 +15,7 @@ from sqlalchemy.pool import QueuePool
 
 from dualwrite import CompletionPending, DualWriteError, Fenced, TransactionAborted, TransactionInDoubt, Unavailable
 from dualwrite.errors import IllegalStateError
-from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
 from dualwrite.protocol.settling.commit_in_doubt import DoubtStep
 from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.runtime import failpoints
@@ -494,7 +494,7 @@ def test_a_session_that_is_dropped_gives_its_lane_back(shop, put):
 @pytest.mark.parametrize(
     ("owner", "call", "error"),
     [
-        (TransactionalProducer, "produce", TransactionAborted),
+        (ProducerInstance, "send", TransactionAborted),
         (Lanes, "take", Unavailable),
         (JoinedStore, "read_incarnation", Fenced),
         (JoinedStore, "read_incarnation", ZeroDivisionError),

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from confluent_kafka import KafkaError, Message
 
-logger = logging.getLogger(__name__)
+from dualwrite.kafka.producer.engine import Callbacks
+
+if TYPE_CHECKING:
+    from dualwrite.protocol.message import DeliveryCallback
 
 _NEVER_SENT: Final = frozenset({KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNOWN_TOPIC, KafkaError._PURGE_QUEUE})
-DeliveryCallback = Callable[[KafkaError | None, Message], None]
 
 
-class Deliveries:
+class Deliveries(Callbacks):
     """Counts the messages of one transaction and keeps the first offset by partition.
 
     Each transaction has its own instance, so a late report cannot count towards the next one.
@@ -27,10 +27,10 @@ class Deliveries:
         first_offsets: By (topic, partition), the smallest offset reported.
         without_offset: Partitions with a confirmed message whose offset librdkafka did not know.
         failed_in: Partitions of failed messages, which may be in the log nevertheless.
-        callback_error: The exception that a user's callback raised.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.produced = 0
         self.delivered = 0
         self.failed = 0
@@ -38,7 +38,6 @@ class Deliveries:
         self.first_offsets: dict[tuple[str, int], int] = {}
         self.without_offset: set[tuple[str, int]] = set()
         self.failed_in: set[tuple[str, int]] = set()
-        self.callback_error: BaseException | None = None
 
     def report(self, error: KafkaError | None, message: Message) -> None:
         """Take one delivery report; librdkafka calls it from ``poll`` and ``flush``."""
@@ -68,12 +67,7 @@ class Deliveries:
 
         def report(error: KafkaError | None, message: Message) -> None:
             self.report(error, message)
-            try:
-                callback(error, message)
-            except BaseException as raised:
-                # Raised inside librdkafka, it would replace the answer to an abort or a commit.
-                logger.exception("a delivery callback raised")
-                self.callback_error = self.callback_error or raised
+            self.call(callback, error, message)
 
         return report
 
@@ -81,16 +75,6 @@ class Deliveries:
     def partitions(self) -> frozenset[tuple[str, int]]:
         """The partitions reported, for delivered and failed messages alike."""
         return frozenset({*self.first_offsets, *self.without_offset, *self.failed_in})
-
-    def take_callback_error(self) -> BaseException | None:
-        """The first exception that a callback raised, once."""
-        raised, self.callback_error = self.callback_error, None
-        return raised
-
-    def raise_callback_error(self) -> None:
-        """Re-raise the first exception that a callback raised, once."""
-        if (raised := self.take_callback_error()) is not None:
-            raise raised
 
 
 def _is_purge(error: KafkaError) -> bool:

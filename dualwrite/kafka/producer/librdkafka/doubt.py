@@ -33,19 +33,16 @@ INIT_MAY_COME: Final = "librdkafka asked for a producer id again before an answe
 class OpenTransaction(Transaction):
     """The current transaction, with the deliveries of its messages."""
 
+    deliveries: Deliveries
+
     def __init__(self) -> None:
-        super().__init__()
-        self.deliveries = Deliveries()
+        super().__init__(Deliveries())
         self.maybe_sent_twice = False
 
     @property
     def sent_to(self) -> frozenset[tuple[str, int]]:
         """The partitions of its delivered and failed messages."""
         return self.deliveries.partitions
-
-    def take_callback_error(self) -> BaseException | None:
-        """See :meth:`Transaction.take_callback_error`."""
-        return self.deliveries.take_callback_error()
 
 
 class JudgedProducer(ProducerEngine):
@@ -56,6 +53,7 @@ class JudgedProducer(ProducerEngine):
         machine: The producer's life.
         coordinator: Shows whether transactions have ended.
         silent_retry_after_s: A call that takes longer may have been sent twice.
+        call_timeout_s, max_message_bytes, bulk: As for every engine.
     """
 
     transaction: OpenTransaction
@@ -67,8 +65,18 @@ class JudgedProducer(ProducerEngine):
         coordinator: TransactionCoordinator,
         *,
         silent_retry_after_s: float,
+        call_timeout_s: float,
+        max_message_bytes: int,
+        bulk: bool,
     ) -> None:
-        super().__init__(transactional_id, machine, coordinator)
+        super().__init__(
+            transactional_id,
+            machine,
+            coordinator,
+            call_timeout_s=call_timeout_s,
+            max_message_bytes=max_message_bytes,
+            bulk=bulk,
+        )
         self.transaction = OpenTransaction()
         self._silent_retry_after_s = silent_retry_after_s
         self._handle: Handle | None = None

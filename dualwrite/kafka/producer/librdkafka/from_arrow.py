@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain, count, repeat
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from dualwrite.protocol.contents import nameless_header
+from dualwrite.protocol.message import Headers, Message, nameless_header
 
 if TYPE_CHECKING:
-    from dualwrite.kafka.producer.engine import Column, HeaderPairs
+    from dualwrite.kafka.producer.engine import Column
+    from dualwrite.protocol.message import MessageColumns
 
-_Row: TypeAlias = tuple[bytes | None, bytes | None, "HeaderPairs | None", int | None, int | None]
 
+def messages_of(columns: MessageColumns, max_bytes: int) -> Iterator[Message]:
+    """The messages of the rows, each checked as it is taken.
 
-def rows_of(
-    values: Column,
-    keys: Column | None,
-    headers: Column | None,
-    partitions: Column | None,
-    timestamps: Column | None,
-) -> Iterator[_Row]:
-    """Each row's value, key, headers, partition and timestamp.
+    Args:
+        columns: The rows.
+        max_bytes: ``message.max.bytes``.
 
     Raises:
         TypeError: Values or keys are neither binary nor text, or numbers no integers.
-        Unsendable: A header has no name; raised when its row is asked for.
+        Unsendable: A row cannot be sent.
     """
-    return zip(
+    topic, values, keys, headers, partitions, timestamps = columns
+    rows = zip(
         contents_of(values),
         repeat(None) if keys is None else contents_of(keys),
         repeat(None) if headers is None else map(_pairs, count(), headers.to_pylist()),
@@ -35,6 +33,17 @@ def rows_of(
         _numbers(timestamps, "timestamps"),
         strict=False,
     )
+    for row, (value, key, pairs, partition, timestamp_ms) in enumerate(rows):
+        yield Message.checked(
+            topic,
+            value,
+            key,
+            partition=partition,
+            headers=pairs,
+            timestamp_ms=timestamp_ms,
+            max_bytes=max_bytes,
+            subject=f"row {row}",
+        )
 
 
 def contents_of(column: Column) -> list[bytes | None]:
@@ -65,7 +74,7 @@ def _numbers(column: Column | None, name: str) -> Iterable[int | None]:
     return numbers
 
 
-def _pairs(row: int, entries: list[Any] | None) -> HeaderPairs | None:
+def _pairs(row: int, entries: list[Any] | None) -> Headers | None:
     if entries is None:
         return None
     pairs = []

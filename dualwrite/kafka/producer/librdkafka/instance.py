@@ -6,7 +6,6 @@ behind; after a lost connection the broker may have forgotten a marker. Either m
 
 from __future__ import annotations
 
-from itertools import repeat
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from confluent_kafka import KafkaError, KafkaException, Producer
@@ -21,22 +20,19 @@ from dualwrite.kafka.producer.ends import PendingEnd
 from dualwrite.kafka.producer.engine import OLD_S, asking, whole
 from dualwrite.kafka.producer.failure import Failure, Phase, not_answered
 from dualwrite.kafka.producer.librdkafka.bounded_call import NoAnswer
-from dualwrite.kafka.producer.librdkafka.deliveries import DeliveryCallback
 from dualwrite.kafka.producer.librdkafka.doubt import INIT_MAY_COME, JudgedProducer, OpenTransaction
 from dualwrite.kafka.producer.librdkafka.evidence import Evidence
 from dualwrite.kafka.producer.librdkafka.failures import failure_of, kafka_error
-from dualwrite.kafka.producer.librdkafka.from_arrow import contents_of, rows_of
+from dualwrite.kafka.producer.librdkafka.from_arrow import contents_of, messages_of
 from dualwrite.kafka.producer.librdkafka.handle import MakeHandle, producer_settings
 from dualwrite.kafka.producer.transaction_timeout import agree_on_transaction_timeout_ms
-from dualwrite.protocol.contents import (
+from dualwrite.protocol.message import (
     ANY_PARTITION,
-    Contents,
+    ConsumedOffsets,
+    Message,
+    MessageBatch,
+    MessageColumns,
     Unsendable,
-    as_bytes,
-    check_topic,
-    checked,
-    size_of,
-    too_large,
 )
 from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
 from dualwrite.protocol.settling.known_end import Ended
@@ -44,14 +40,11 @@ from dualwrite.protocol.tables.producer_life import ProducerEvent, ProducerState
 from dualwrite.runtime.deadline import Deadline, now_s
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from confluent_kafka import TopicPartition
     from confluent_kafka._types import HeadersType
 
     from dualwrite.kafka.config import KafkaConfig
-    from dualwrite.kafka.producer.engine import Column, HeaderPairs, Text
     from dualwrite.ports.coordinator import TransactionCoordinator
+    from dualwrite.protocol.message import DeliveryCallback
     from dualwrite.protocol.tables.machine import Machine
 
 _SERVE_EVERY: Final = 256
@@ -61,7 +54,7 @@ _NOW: Final = 0
 _DRAIN_BEFORE_ABORT_S: Final = 1.0
 _CONNECT_LOOK_S: Final = 0.02
 
-_Message = tuple[str, "Text", "Text", int, DeliveryCallback, DeliveryCallback, int, "HeadersType | None"]
+_Parts = tuple[str, bytes | None, bytes | None, int, "DeliveryCallback", "DeliveryCallback", int, "HeadersType | None"]
 
 
 class ProducerInstance(JudgedProducer):
@@ -75,6 +68,7 @@ class ProducerInstance(JudgedProducer):
         incarnation: Stamped into the prepared states.
         make_handle: Makes the librdkafka instance.
         bulk: Whether delivery reports cover failures only.
+        call_timeout_s: Limits each call that takes messages, in seconds.
     """
 
     engine = Engine.LIBRDKAFKA
@@ -89,11 +83,19 @@ class ProducerInstance(JudgedProducer):
         incarnation: int | None,
         make_handle: MakeHandle,
         bulk: bool,
+        call_timeout_s: float,
     ) -> None:
-        super().__init__(transactional_id, machine, coordinator, silent_retry_after_s=config.silent_retry_after_s)
+        super().__init__(
+            transactional_id,
+            machine,
+            coordinator,
+            silent_retry_after_s=config.silent_retry_after_s,
+            call_timeout_s=call_timeout_s,
+            max_message_bytes=config.max_message_bytes,
+            bulk=bulk,
+        )
         self._config = config
         self._evidence = Evidence(coordinator, transactional_id, incarnation)
-        self._bulk = bulk
         self._make_handle = make_handle
 
     @property
@@ -106,7 +108,7 @@ class ProducerInstance(JudgedProducer):
     def open(self, event: ProducerEvent, asked_timeout_ms: int | None, deadline: Deadline) -> int:
         """Make and initialise the librdkafka instance: aborts an ongoing transaction and fences earlier producers."""
         timeout_ms = agree_on_transaction_timeout_ms(self._coordinator, asked_timeout_ms, self._id, deadline)
-        settings = producer_settings(self._config, self._id, timeout_ms, bulk=self._bulk)
+        settings = producer_settings(self._config, self._id, timeout_ms, bulk=self.bulk)
         try:
             self._handle = self._make_handle(settings, self._id, deadline)
         except NoAnswer:
@@ -135,110 +137,64 @@ class ProducerInstance(JudgedProducer):
         self.prepared = None
         self.machine.apply(ProducerEvent.BEGIN)
 
-    def produce(
-        self,
-        topic: str,
-        *,
-        value: Text,
-        key: Text,
-        partition: int | None,
-        headers: HeaderPairs | None,
-        timestamp_ms: int | None,
-        on_delivery: DeliveryCallback | None,
-        timeout_s: float,
-    ) -> None:
-        """Check one message, and hand it to librdkafka."""
-        try:
-            contents = checked(
-                topic,
-                value,
-                key,
-                partition=partition,
-                headers=headers,
-                timestamp_ms=timestamp_ms,
-                on_delivery=on_delivery,
-                max_bytes=self._config.max_message_bytes,
-            )
-        except Unsendable as error:
-            self._refuse(error, topic)
-        self._take(topic, contents, on_delivery, timeout_s)
+    def send(self, message: Message) -> None:
+        """Hand one message to librdkafka."""
+        self.require(ProducerEvent.PRODUCE)
+        self._take(message)
 
-    def _take(self, topic: str, contents: Contents, on_delivery: DeliveryCallback | None, timeout_s: float) -> None:
+    def _take(self, message: Message) -> None:
         transaction = self.transaction
         deliveries = transaction.deliveries
+        topic, value, key, partition, headers, timestamp_ms, on_delivery, _ = message
         report = deliveries.report if on_delivery is None else deliveries.reporting_to(on_delivery)
         transaction.note_write()
-        value, key, headers, partition, timestamp_ms, _ = contents
         to = ANY_PARTITION if partition is None else partition
         pairs: HeadersType | None = [*headers] or None
-        message = (topic, value, key, to, report, report, timestamp_ms or _NOW, pairs)
+        parts = (topic, value, key, to, report, report, timestamp_ms or _NOW, pairs)
         try:
-            self._raw.produce(*message)
+            self._raw.produce(*parts)
         except BufferError:
-            self._produce_when_there_is_room(message, Deadline(timeout_s))
+            self._produce_when_there_is_room(parts, Deadline(self._call_timeout_s))
         except KafkaException as error:
             self._refused(error, topic)
         deliveries.produced += 1
         if deliveries.produced % _SERVE_EVERY == 0:
             self._serve_deliveries()
 
-    def produce_many(self, topic: str, values: Sequence[Text], keys: Sequence[Text] | None, timeout_s: float) -> None:
+    def send_many(self, batch: MessageBatch) -> None:
         """Check many messages, and hand them to librdkafka, in a loop that does nothing else."""
+        self.require(ProducerEvent.PRODUCE)
         transaction = self.transaction
         deliveries, report, produce = transaction.deliveries, transaction.deliveries.report, self._raw.produce
-        max_bytes = self._config.max_message_bytes
+        topic = batch.topic
         transaction.note_write()
         try:
-            check_topic(topic)
-            for row, (given_value, given_key) in enumerate(zip(values, keys or repeat(None), strict=False)):
-                value, key = as_bytes(given_value, "value"), as_bytes(given_key, "key")
-                if (size := size_of(value, key, ())) > max_bytes:
-                    raise too_large(size, max_bytes, f"row {row}")
+            for value, key, _ in batch.rows(self.max_message_bytes):
                 try:
                     produce(topic, value, key, ANY_PARTITION, report, report)
                 except BufferError:
-                    message = (topic, value, key, ANY_PARTITION, report, report, _NOW, None)
-                    self._produce_when_there_is_room(message, Deadline(timeout_s))
+                    parts = (topic, value, key, ANY_PARTITION, report, report, _NOW, None)
+                    self._produce_when_there_is_room(parts, Deadline(self._call_timeout_s))
                 except KafkaException as error:
                     self._refused(error, topic)
                 deliveries.produced += 1
                 if deliveries.produced % _SERVE_EVERY == 0:
                     self._serve_deliveries()
         except Unsendable as error:
-            self._refuse(error, topic)
+            self.refuse(error, topic)
 
-    def produce_arrow(
-        self,
-        topic: str,
-        values: Column,
-        keys: Column | None,
-        *,
-        headers: Column | None,
-        partitions: Column | None,
-        timestamps: Column | None,
-        timeout_s: float,
-    ) -> None:
+    def send_columns(self, columns: MessageColumns) -> None:
         """Check the rows of Arrow's columns, and hand them to librdkafka, one by one."""
-        if headers is partitions is timestamps is None:
-            self.produce_many(topic, contents_of(values), None if keys is None else contents_of(keys), timeout_s)
+        self.require(ProducerEvent.PRODUCE)
+        if columns.headers is columns.partitions is columns.timestamps is None:
+            keys = None if columns.keys is None else contents_of(columns.keys)
+            self.send_many(MessageBatch(columns.topic, contents_of(columns.values), keys))
             return
-        max_bytes = self._config.max_message_bytes
         try:
-            rows = rows_of(values, keys, headers, partitions, timestamps)
-            for row, (value, key, pairs, partition, timestamp_ms) in enumerate(rows):
-                contents = checked(
-                    topic,
-                    value,
-                    key,
-                    partition=partition,
-                    headers=pairs,
-                    timestamp_ms=timestamp_ms,
-                    max_bytes=max_bytes,
-                    subject=f"row {row}",
-                )
-                self._take(topic, contents, None, timeout_s)
+            for message in messages_of(columns, self.max_message_bytes):
+                self._take(message)
         except Unsendable as error:
-            self._refuse(error, topic)
+            self.refuse(error, columns.topic)
 
     def _serve_deliveries(self) -> None:
         self._take_reports(0)
@@ -246,11 +202,11 @@ class ProducerInstance(JudgedProducer):
             self._raise(self._delivery_failure())
 
     @asking
-    def _produce_when_there_is_room(self, message: _Message, deadline: Deadline) -> None:
+    def _produce_when_there_is_room(self, parts: _Parts, deadline: Deadline) -> None:
         while True:
             self._take_reports(min(0.1, deadline.remaining_s()))
             try:
-                return self._raw.produce(*message)
+                return self._raw.produce(*parts)
             except BufferError:
                 if deadline.expired:
                     error = Unavailable(
@@ -260,7 +216,7 @@ class ProducerInstance(JudgedProducer):
                     )
                     self._raise(Failure(error, ProducerEvent.FAIL))
             except KafkaException as error:
-                self._refused(error, message[0])
+                self._refused(error, parts[0])
 
     def _refused(self, error: KafkaException, topic: str) -> NoReturn:
         # "Erroneous state": the transaction failed before, and the caller must learn of that first failure.
@@ -271,13 +227,15 @@ class ProducerInstance(JudgedProducer):
 
     @whole
     @asking
-    def send_offsets(self, offsets: Sequence[TopicPartition], group_metadata: object, deadline: Deadline) -> None:
+    def send_offsets(self, consumed: ConsumedOffsets, deadline: Deadline) -> None:
         """Commit consumed offsets as a part of the transaction."""
+        self.require(ProducerEvent.SEND_OFFSETS)
+        offsets = list(consumed.offsets)
         transaction = self.transaction
         transaction.note_write()
         took_s = self._call(
             Phase.SEND_OFFSETS,
-            lambda producer, left_s: producer.send_offsets_to_transaction(list(offsets), group_metadata, left_s),
+            lambda producer, left_s: producer.send_offsets_to_transaction(offsets, consumed.group_metadata, left_s),
             deadline,
         )
         # A late second copy would overwrite the offsets of the next transaction.
@@ -302,10 +260,10 @@ class ProducerInstance(JudgedProducer):
         state = PreparedTxnState()
         if transaction.deliveries.produced or transaction.sent_offsets:
             try:
-                state = self._evidence.state_of(transaction, bulk=self._bulk, age_s=self.begun_for_s, deadline=deadline)
+                state = self._evidence.state_of(transaction, bulk=self.bulk, age_s=self.begun_for_s, deadline=deadline)
             except DualWriteError as error:
                 self._raise(_refused_evidence(error))
-        looked_now = self._bulk or self.begun_for_s > OLD_S
+        looked_now = self.bulk or self.begun_for_s > OLD_S
         transaction.looked_at = now_s() if looked_now else transaction.first_write_at or now_s()
         self.prepared = state
         self.machine.apply(ProducerEvent.NAME)
@@ -324,7 +282,7 @@ class ProducerInstance(JudgedProducer):
                 next_step="nothing was decided: make a new producer and run the work again",
             )
             self._raise(Failure(error, ProducerEvent.DOUBT))
-        if not self._bulk and deliveries.delivered != deliveries.produced:
+        if not self.bulk and deliveries.delivered != deliveries.produced:
             lost = TransactionAborted(
                 f"prepare_transaction: {deliveries.produced} messages, {deliveries.delivered} of them confirmed",
                 transactional_id=self._id,
@@ -373,7 +331,7 @@ class ProducerInstance(JudgedProducer):
             self._raise(Failure(error, ProducerEvent.DOUBT))
         ended = None
         if self.transaction.deliveries.produced or self.transaction.sent_offsets:
-            ended = self._evidence.ended(self.transaction, self.prepared, bulk=self._bulk, deadline=deadline)
+            ended = self._evidence.ended(self.transaction, self.prepared, bulk=self.bulk, deadline=deadline)
             self.transaction.given_up = ended
         self.epoch_may_rise |= has_failed or bool(self.transaction.deliveries.failed)
         took_s = self._call(Phase.ABORT, lambda producer, left_s: producer.abort_transaction(left_s), deadline)

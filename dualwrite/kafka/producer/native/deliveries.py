@@ -2,45 +2,22 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
+
+from dualwrite.kafka.producer.engine import Callbacks
+from dualwrite.protocol.message import Message
 
 if TYPE_CHECKING:
     from dualwrite.kafka.producer.native.wire.core import Delivered, Partition
-    from dualwrite.protocol.contents import Contents
-
-logger = logging.getLogger(__name__)
 
 _NO_OFFSET: Final = -1001
 """The offset of a message that is not in the log, or whose offset the broker did not tell; as in librdkafka."""
 _CREATED: Final = 1
-DeliveryCallback: TypeAlias = Callable[[Any, Any], None]
 
 
-@dataclass(frozen=True)
-class Awaited:
-    """A message whose delivery its sender wants to hear of.
-
-    Attributes:
-        callback: The sender's function: ``(error or None, message)``, as confluent-kafka has it.
-        contents: Its parts.
-    """
-
-    callback: DeliveryCallback
-    contents: Contents
-
-
-class Deliveries:
-    """Calls the callbacks of one transaction.
-
-    Attributes:
-        callback_error: The first exception that a callback raised.
-    """
-
-    def __init__(self) -> None:
-        self.callback_error: BaseException | None = None
+class Deliveries(Callbacks):
+    """Calls the callbacks of one transaction. What waits with a batch for its acknowledgement is the message itself."""
 
     def delivered(self, found: Iterable[Delivered]) -> int:
         """Tell the callbacks of acknowledged batches; returns how many there were."""
@@ -58,34 +35,21 @@ class Deliveries:
             self._tell(one, partition, code, _NO_OFFSET)
 
     def _tell(self, awaited: object, partition: Partition, code: int | None, offset: int) -> None:
-        from confluent_kafka import KafkaError, Message  # noqa: PLC0415 - needed where callbacks are used, and not else
+        # Loaded where callbacks are used, and not else.
+        from confluent_kafka import KafkaError  # noqa: PLC0415 - as above
+        from confluent_kafka import Message as KafkaMessage  # noqa: PLC0415 - as above
 
-        assert isinstance(awaited, Awaited)
-        contents = awaited.contents
+        assert isinstance(awaited, Message)
+        assert awaited.on_delivery is not None
         error = None if code is None else KafkaError(code)
-        message = Message(
+        shown = KafkaMessage(
             topic=partition[0],
             partition=partition[1],
             offset=offset,
-            value=contents.value,
-            key=contents.key,
-            headers=list(contents.headers) or None,
-            timestamp=(_CREATED, contents.timestamp_ms or 0),
+            value=awaited.value,
+            key=awaited.key,
+            headers=list(awaited.headers) or None,
+            timestamp=(_CREATED, awaited.timestamp_ms or 0),
             error=error,
         )
-        try:
-            awaited.callback(error, message)
-        except BaseException as raised:
-            # Raised in the middle of a verb, it would hide the verb's own outcome.
-            logger.exception("a delivery callback raised")
-            self.callback_error = self.callback_error or raised
-
-    def take_callback_error(self) -> BaseException | None:
-        """The first exception that a callback raised, once."""
-        raised, self.callback_error = self.callback_error, None
-        return raised
-
-    def raise_callback_error(self) -> None:
-        """Re-raise the first exception that a callback raised, once."""
-        if (raised := self.take_callback_error()) is not None:
-            raise raised
+        self.call(awaited.on_delivery, error, shown)

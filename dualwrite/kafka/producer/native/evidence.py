@@ -28,10 +28,11 @@ class OpenTransaction(Transaction):
         late_offsets: Whether consumed offsets may still be on their way there.
     """
 
+    deliveries: Deliveries
+
     def __init__(self, core: ProduceCore) -> None:
-        super().__init__()
+        super().__init__(Deliveries())
         self.core = core
-        self.deliveries = Deliveries()
         self.offsets_in: set[Partition] = set()
         self.late_offsets = False
 
@@ -39,10 +40,6 @@ class OpenTransaction(Transaction):
     def sent_to(self) -> frozenset[Partition]:
         """The partitions that a batch or consumed offsets were sent to."""
         return self.core.sent_to | self.offsets_in
-
-    def take_callback_error(self) -> BaseException | None:
-        """See :meth:`Transaction.take_callback_error`."""
-        return self.deliveries.take_callback_error()
 
     @property
     def first_offsets(self) -> dict[Partition, int | None]:

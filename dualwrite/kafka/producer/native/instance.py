@@ -15,10 +15,10 @@ Everything happens in the thread that calls. Source: KIP-890, KIP-939.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from dualwrite.errors import DualWriteError, Fenced, TransactionAborted, Unavailable
 from dualwrite.kafka.coordinator.brokers import Brokers
@@ -35,7 +35,6 @@ from dualwrite.kafka.producer.native.coordinating.initialising import (
 )
 from dualwrite.kafka.producer.native.coordinating.offsets import group_of, offsets_of
 from dualwrite.kafka.producer.native.coordinating.requests import CoordinatorRequests
-from dualwrite.kafka.producer.native.deliveries import Awaited
 from dualwrite.kafka.producer.native.evidence import Evidence, OpenTransaction
 from dualwrite.kafka.producer.native.failures import failure_of, refused
 from dualwrite.kafka.producer.native.filling.filling import Filling
@@ -43,8 +42,8 @@ from dualwrite.kafka.producer.native.sender import Sender
 from dualwrite.kafka.producer.native.settings import native_settings
 from dualwrite.kafka.producer.native.statistics import Statistics
 from dualwrite.kafka.producer.native.wire.core import Partition, ProduceCore
-from dualwrite.protocol.contents import Unsendable, checked
 from dualwrite.protocol.identity import OFFSETS_TOPIC
+from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, MessageColumns, Unsendable
 from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
 from dualwrite.protocol.settling.known_end import Ended
 from dualwrite.protocol.tables.producer_life import ProducerEvent, ProducerState
@@ -54,9 +53,7 @@ from dualwrite.runtime.waiting import here
 if TYPE_CHECKING:
     from dualwrite.kafka.config import KafkaConfig
     from dualwrite.kafka.coordinator.routing import Topic
-    from dualwrite.kafka.producer.engine import Column, HeaderPairs, Text
     from dualwrite.kafka.producer.native.coordinating.requests import Answered
-    from dualwrite.kafka.producer.native.deliveries import DeliveryCallback
     from dualwrite.kafka.producer.native.settings import NativeSettings
     from dualwrite.ports.coordinator import TransactionCoordinator
     from dualwrite.protocol.tables.machine import Machine
@@ -68,9 +65,7 @@ _DRAIN_S: Final = 1.0
 """How long an abort waits for answers to what was sent: the more is known, the less has to be settled."""
 _ASK_S: Final = 2.0
 """Limits the requests before an abort: an abort must not wait for a broker that is down."""
-_WHOLE_BETWEEN_WAITS: Final = frozenset(
-    {"begin", "require_topic", "produce", "produce_many", "produce_arrow", "prepare"}
-)
+_WHOLE_BETWEEN_WAITS: Final = frozenset({"begin", "require_topic", "produce", "send_many", "send_columns", "prepare"})
 """Verbs that wait between two steps alone. Of the others the broker may still carry out a request."""
 _LOOK_UP_S: Final = 0.5
 """Limits the look-up of a unit's topic: without an answer, the end of its group looks again."""
@@ -115,6 +110,7 @@ class NativeInstance(ProducerEngine):
         config: librdkafka's settings, as far as this engine knows them.
         incarnation: Stamped into the prepared states.
         bulk: Whether it is for many messages in a transaction.
+        call_timeout_s: Limits each call that takes messages, in seconds.
         make_wire: Makes the connections; for simulators.
     """
 
@@ -129,12 +125,19 @@ class NativeInstance(ProducerEngine):
         *,
         incarnation: int | None,
         bulk: bool,
+        call_timeout_s: float,
         make_wire: MakeWire = connect,
     ) -> None:
-        super().__init__(transactional_id, machine, coordinator)
+        super().__init__(
+            transactional_id,
+            machine,
+            coordinator,
+            call_timeout_s=call_timeout_s,
+            max_message_bytes=config.max_message_bytes,
+            bulk=bulk,
+        )
         self._config = config
         self._evidence = Evidence(transactional_id, coordinator, incarnation)
-        self._bulk = bulk
         self._make_wire = make_wire
         self._wire: Wire | None = None
         self._settings: NativeSettings | None = None
@@ -142,7 +145,8 @@ class NativeInstance(ProducerEngine):
         self._ids: tuple[int, int] | None = None
         self._missing: dict[str, tuple[float, float]] = {}
         self._renews = True
-        self._statistics = Statistics(transactional_id, 0.0, None)
+        self._begun_at = 0.0
+        self._statistics: Statistics | None = None
 
     @property
     def ids(self) -> tuple[int, int] | None:
@@ -156,8 +160,9 @@ class NativeInstance(ProducerEngine):
         maximum_ms = self._coordinator.max_transaction_timeout_ms(deadline)
         ways = attempts(asked_timeout_ms, maximum_ms, two_phase_commit=self._config.two_phase_commit)
         # Refuse settings before anything is sent: with the shortest time limit that there may be.
-        self._settings = native_settings(self._config, bulk=self._bulk, transaction_timeout_ms=ways[-1].timeout_ms)
-        self._statistics = Statistics(self._id, self._settings.statistics_s, self._settings.stats_cb)
+        self._settings = native_settings(self._config, bulk=self.bulk, transaction_timeout_ms=ways[-1].timeout_ms)
+        if self._settings.stats_cb is not None and self._settings.statistics_s:
+            self._statistics = Statistics(self._id, self._settings.statistics_s, self._settings.stats_cb)
         self._wire = self._make_wire(self._config, self._id)
         initialised = initialise(self._wire.requests, ways, deadline)
         if refused := refusal_of_two_phase(initialised, self._id):
@@ -236,82 +241,67 @@ class NativeInstance(ProducerEngine):
             retryable=now < since + self._settings.limits.topic_s,
         )
 
-    @whole
-    def produce(
-        self,
-        topic: str,
-        *,
-        value: Text,
-        key: Text,
-        partition: int | None,
-        headers: HeaderPairs | None,
-        timestamp_ms: int | None,
-        on_delivery: DeliveryCallback | None,
-        timeout_s: float,
-    ) -> None:
+    def send(self, message: Message) -> None:
         """Take one message, and send what may be sent."""
-        assert self._filling is not None
+        # What `whole` does for other verbs stands here: a frame of its own would be paid for every message.
+        self.require(ProducerEvent.PRODUCE)
+        filling = self._filling
+        assert filling is not None
         try:
-            contents = checked(
-                topic,
-                value,
-                key,
-                partition=partition,
-                headers=headers,
-                timestamp_ms=int(time.time() * 1000) if timestamp_ms is None else timestamp_ms,
-                on_delivery=on_delivery,
-                max_bytes=self._filling.max_message_bytes,
-            )
-            deadline = self._begin_writing(timeout_s)
-            awaited = None if on_delivery is None else Awaited(on_delivery, contents)
-            self._filling.append(topic, contents, now=now_s(), callback=awaited)
+            if message.on_delivery is not None and message.timestamp_ms is None:
+                message = message._replace(timestamp_ms=int(time.time() * 1000))  # shown to its callback
+            self._begun_at = now = now_s()
+            if self.transaction.first_write_at is None:
+                self.transaction.first_write_at = now
+            filling.append(message, now=now)
+            self._resume(filling)
         except Unsendable as error:
-            self._refuse(error, topic)
-        self._go_on(deadline)
+            self.refuse(error, message.topic)
+        except Exception:
+            raise
+        except BaseException as interruption:
+            self._note_interrupted("produce", interruption)
+            raise
 
     @whole
-    def produce_many(self, topic: str, values: Sequence[Text], keys: Sequence[Text] | None, timeout_s: float) -> None:
+    def send_many(self, batch: MessageBatch) -> None:
         """Take many messages; send them as batches fill up."""
+        self.require(ProducerEvent.PRODUCE)
         assert self._filling is not None
-        self._take_all(topic, self._filling.append_many(topic, values, keys), timeout_s)
+        self._take_all(batch.topic, self._filling.append_many(batch))
 
     @whole
-    def produce_arrow(
-        self,
-        topic: str,
-        values: Column,
-        keys: Column | None,
-        *,
-        headers: Column | None,
-        partitions: Column | None,
-        timestamps: Column | None,
-        timeout_s: float,
-    ) -> None:
+    def send_columns(self, columns: MessageColumns) -> None:
         """Take the rows of Arrow's columns; send each batch once it is made."""
+        self.require(ProducerEvent.PRODUCE)
         assert self._filling is not None
-        taking = self._filling.append_columns(topic, values, keys, headers, partitions, timestamps=timestamps)
-        self._take_all(topic, taking, timeout_s)
+        self._take_all(columns.topic, self._filling.append_columns(columns))
 
-    def _take_all(self, topic: str, taking: Iterator[None], timeout_s: float) -> None:
-        deadline = self._begin_writing(timeout_s)
+    def _take_all(self, topic: str, taking: Iterator[None]) -> None:
+        assert self._filling is not None
+        self._begin_writing()
         try:
             for _ in taking:
-                self._go_on(deadline)
-                deadline = self._begin_writing(timeout_s)
+                self._resume(self._filling)
+                self._begin_writing()
         except Unsendable as error:
-            self._refuse(error, topic)
-        self._go_on(deadline)
+            self.refuse(error, topic)
+        self._resume(self._filling)
 
-    def _begin_writing(self, timeout_s: float) -> Deadline:
+    def _begin_writing(self) -> None:
         self.transaction.note_write()
-        self._until = deadline = Deadline(timeout_s)
-        return deadline
+        self._begun_at = now_s()
+
+    @property
+    def _deadline(self) -> Deadline:
+        """Limits the call that takes messages now. Most of these calls wait for nothing, and need none."""
+        return Deadline(max(0.0, self._begun_at + self._call_timeout_s - now_s()))
 
     def _find_topic(self, name: str, fresh: bool) -> Topic | None:  # noqa: FBT001 - a callback
         """The topic, once a broker knows it: one that was made a moment ago may not be known everywhere yet."""
         assert self._settings is not None
         # Half of the call's time at most: a topic that the brokers do not know must not be told as brokers that do not answer.
-        patience = Deadline(min(self._settings.limits.topic_s, self._until.remaining_s() / 2))
+        patience = Deadline(min(self._settings.limits.topic_s, self._deadline.remaining_s() / 2))
         between = GrowingPause()
         try:
             while (found := self._ask_for_topic(name, fresh=fresh)) is None and not patience.expired:
@@ -322,18 +312,18 @@ class NativeInstance(ProducerEngine):
 
     @asking
     def _ask_for_topic(self, name: str, *, fresh: bool) -> Topic | None:
-        return self._sender.topic(name, self._until, fresh=fresh)
+        return self._sender.topic(name, self._deadline, fresh=fresh)
 
-    def _go_on(self, deadline: Deadline) -> None:
+    def _resume(self, filling: Filling) -> None:
         """Send what may be sent, and wait while too much is queued."""
-        assert self._filling is not None
-        if self.corked and not self._filling.is_full:
+        if self.corked and not filling.is_full:
             return
         self._sender.pump()
         self._report()
-        if self._filling.is_full:
-            self._wait_for_room(self._filling, deadline)
-        self._require_no_refusal(Phase.DELIVERY)
+        if filling.is_full:
+            self._wait_for_room(filling, self._deadline)
+        if self._open.core.refusal is not None:
+            self._raise_refusal()
 
     @asking
     def _wait_for_room(self, filling: Filling, deadline: Deadline) -> None:
@@ -349,31 +339,36 @@ class NativeInstance(ProducerEngine):
             self._report()
 
     def _report(self) -> int:
-        found, self._sender.delivered = self._sender.delivered, []
-        self._statistics.note(found)
-        self._statistics.tell(self._open.core, now_s())
+        """Tell callbacks and statistics what has been acknowledged; returns how many callbacks there were."""
+        sender = self._sender
+        if self._statistics is not None:
+            self._statistics.tell(sender.delivered, self._open.core, now_s())
+        if not sender.delivered:
+            return 0
+        found, sender.delivered = sender.delivered, []
         return self._open.deliveries.delivered(found)
 
-    def _require_no_refusal(self, phase: Phase) -> None:
+    def _raise_refusal(self) -> None:
         core = self._open.core
-        if core.refusal is not None:
-            # What else is in flight may be refused for a better reason, and an end outweighs an abort.
-            self._sender.drain(Deadline(_DRAIN_S))
-            self._report()
-            self._raise(refused(core.refusal, phase, transactional_id=self._id))
+        # What else is in flight may be refused for a better reason, and an end outweighs an abort.
+        self._sender.drain(Deadline(_DRAIN_S))
+        self._report()
+        assert core.refusal is not None
+        self._raise(refused(core.refusal, Phase.DELIVERY, transactional_id=self._id))
 
     @whole
     @asking
-    def send_offsets(self, offsets: Sequence[Any], group_metadata: object, deadline: Deadline) -> None:
+    def send_offsets(self, consumed: ConsumedOffsets, deadline: Deadline) -> None:
         """Commit consumed offsets as a part of the transaction."""
+        self.require(ProducerEvent.SEND_OFFSETS)
         assert self._wire is not None
-        group = group_of(group_metadata)
-        committed = offsets_of(offsets)
+        group = group_of(consumed.group_metadata)
+        committed = offsets_of(consumed.offsets)
         if not committed:
             self.machine.apply(ProducerEvent.SEND_OFFSETS)
             return
-        self._begin_writing(deadline.remaining_s())
         transaction = self._open
+        transaction.note_write()
         transaction.offsets_in |= self._find_group(group.group_id, Deadline(min(_ASK_S, deadline.remaining_s())))
         transaction.sent_offsets = transaction.late_offsets = True
         answered = self._wire.requests.commit_offsets(self._own_ids, group, committed, deadline)
@@ -400,7 +395,8 @@ class NativeInstance(ProducerEngine):
         """Send what is left, wait until everything is acknowledged, and name the transaction."""
         transaction = self._open
         flushed = self._flush(deadline)
-        self._require_no_refusal(Phase.DELIVERY)
+        if transaction.core.refusal is not None:
+            self._raise_refusal()
         if not flushed:
             error = Unavailable(
                 "prepare_transaction: not every message was acknowledged in time",
@@ -414,7 +410,7 @@ class NativeInstance(ProducerEngine):
         try:
             state = self._evidence.state(transaction, self._own_ids, self._sender.topic_ids, deadline)
             transaction.looked_at = transaction.first_write_at or now_s()
-            if state.has_transaction and (self._bulk or self.begun_for_s > OLD_S):
+            if state.has_transaction and (self.bulk or self.begun_for_s > OLD_S):
                 self._require_open(state, deadline)
                 transaction.looked_at = now_s()
         except DualWriteError as error:

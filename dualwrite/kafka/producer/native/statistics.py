@@ -20,35 +20,33 @@ class Statistics:
 
     Args:
         transactional_id: Named in the statistics.
-        interval_s: The least time between two calls, in seconds; 0 for none.
+        interval_s: The least time between two calls, in seconds.
         callback: Called with JSON text.
     """
 
-    def __init__(self, transactional_id: str, interval_s: float, callback: StatisticsCallback | None) -> None:
+    def __init__(self, transactional_id: str, interval_s: float, callback: StatisticsCallback) -> None:
         self._id = transactional_id
-        self._interval_s = interval_s if callback is not None else 0.0
+        self._interval_s = interval_s
         self._callback = callback
         self._next_at: float | None = None
         self._messages = self._bytes = self._batches = 0
 
-    def note(self, delivered: Iterable[Delivered]) -> None:
-        """Count acknowledged batches."""
+    def tell(self, delivered: Iterable[Delivered], core: ProduceCore, now: float) -> None:
+        """Count acknowledged batches, and call the callback if it is due. Its exceptions are logged.
+
+        Args:
+            delivered: What was acknowledged since the last call.
+            core: The current transaction's messages.
+            now: The time, in seconds on the producer's clock.
+        """
         for one in delivered:
             self._batches += 1
             self._messages += one.batch.body.count
             self._bytes += one.batch.body.size
-
-    def tell(self, core: ProduceCore, now: float) -> None:
-        """Call the callback if it is due. Its exceptions are logged.
-
-        Args:
-            core: The current transaction's messages.
-            now: The time, in seconds on the producer's clock.
-        """
-        if not self._interval_s or (self._next_at is not None and now < self._next_at):
+        if self._next_at is not None and now < self._next_at:
             return
         first, self._next_at = self._next_at is None, now + self._interval_s
-        if first or self._callback is None:
+        if first:
             return
         found = {
             "name": self._id,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy.orm import Session, SessionTransaction
 
-    from dualwrite.ports.savepoints import Message
+    from dualwrite.protocol.message import Sendable
     from dualwrite.stores.sql.dialects.dialect import Dialect
 
 _STEP: Final = (
@@ -92,7 +92,7 @@ class SavepointWatch:
         self._connection = connection
         self._dialect = dialect
         self._id = transactional_id
-        self._savepoints: Savepoints[Message] = Savepoints()
+        self._savepoints: Savepoints[Sendable] = Savepoints()
         for name in _open_savepoints(connection):
             self._savepoints.apply(Move.OPEN, name)
         self._witness = dialect.witness(connection)
@@ -135,7 +135,7 @@ class SavepointWatch:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
         return self._savepoints.may_roll_back
 
-    def add(self, message: Message) -> None:
+    def add(self, message: Sendable) -> None:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
         self._require_track()
         if self._witness.doubtful or self._savepoints.needs_witness:
@@ -245,7 +245,7 @@ class SavepointWatch:
             )
         return self._mapped(error)
 
-    def take(self) -> Sequence[Message]:
+    def take(self) -> Sequence[Sendable]:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
         return self._savepoints.take()
 

@@ -7,6 +7,7 @@ import pytest
 
 from dualwrite.apps import async_groups
 from dualwrite.errors import TransactionInDoubt
+from dualwrite.protocol import message
 from dualwrite.protocol.process.grouping import Fate, Unit
 from dualwrite.protocol.process.savepoints import Savepoints
 from dualwrite.writing.blocks import transaction
@@ -74,23 +75,38 @@ def the_unit_of_a_caller_who_has_gone_committed(patch: pytest.MonkeyPatch) -> No
 )
 def a_message_that_waits_not_copied(patch: pytest.MonkeyPatch) -> None:
     """A message that waits for its savepoint or unit is sent with what its caller has made of its headers since."""
-    real = transaction.hold
+    real = message.as_headers
 
-    def hold(producer: Any, topic: str, value: Any, key: Any, **parts: Any) -> Any:
-        _, size = real(producer, topic, value, key, **parts)
-        return lambda producer: producer.produce(topic, value, key, **parts), size
+    class Shared:
+        """Read whenever they are needed."""
 
-    patch.setattr(transaction, "hold", hold)
+        def __init__(self, headers: Any) -> None:
+            self._headers = headers
+
+        def __iter__(self) -> Any:
+            return iter(real(self._headers))
+
+        def __len__(self) -> int:
+            return len(self._headers)
+
+    patch.setattr(message, "as_headers", Shared)
 
 
 @mistake(Check(f"{_GROUPS}test_a_mistake_in_a_message_is_told_at_the_call_and_fails_no_other_unit[value]", "assert "))
 def a_bad_message_found_at_the_end_of_its_group(patch: pytest.MonkeyPatch) -> None:
     """A message that no producer takes is checked when its group ends, so that all units of the group run again."""
 
-    def hold(producer: Any, topic: str, value: Any, key: Any, **parts: Any) -> Any:
-        return lambda producer: producer.produce(topic, value, key, **parts), 0
+    real = message.Message
 
-    patch.setattr(transaction, "hold", hold)
+    class Unchecked(real):
+        """Not checked before it is handed to the engine."""
+
+        @classmethod
+        def checked(cls, topic: str, value: Any, key: Any = None, **parts: Any) -> Any:
+            names = ("partition", "headers", "timestamp_ms", "on_delivery")
+            return real(topic, value, key, *map(parts.get, names), 0)._replace(headers=parts.get("headers") or ())
+
+    patch.setattr(transaction, "Message", Unchecked)
 
 
 @mistake(Check(f"{_KILLED}[write.recorded:2-postgresql]", "lost|acknowledged"))

@@ -20,6 +20,7 @@ from confluent_kafka.serialization import (
 )
 from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
+from harness.engines import taking
 from harness.messages import protobuf_file
 from harness.schema_registry import schema_registry
 from harness.served import TOPIC
@@ -28,21 +29,16 @@ from sqlalchemy.orm import sessionmaker
 
 from dualwrite import ConfigurationError, TransactionAborted
 from dualwrite.errors import IllegalStateError
-from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
+from dualwrite.kafka.producer.native.instance import NativeInstance
 from dualwrite.writing.blocks.serializing import Serializing
 
 
 @pytest.fixture
 def produced(monkeypatch):
-    """The key, value and headers of the messages that reach the producer."""
+    """The key, value and headers of the messages that reach the engine."""
     found = []
-    real = TransactionalProducer.produce
-
-    def produce(self, topic, value=None, key=None, **options):
-        found.append((key, value, options["headers"]))
-        real(self, topic, value, key, **{**options, "headers": None})
-
-    monkeypatch.setattr(TransactionalProducer, "produce", produce)
+    taking(monkeypatch, lambda message: found.append((message.key, message.value, list(message.headers))))
     return found
 
 
@@ -57,7 +53,7 @@ def test_confluents_serializers_make_keys_and_values(shop, produced):
     ):
         tx.produce(TOPIC, 7, "seven", partition=0)
         tx.produce(TOPIC, None, "gone", partition=0)
-    assert produced == [(b"seven", b"\x00\x00\x00\x07", None), (b"gone", None, None)]
+    assert produced == [(b"seven", b"\x00\x00\x00\x07", []), (b"gone", None, [])]
 
 
 def test_a_serializer_learns_the_topic_the_field_and_the_headers_and_may_add_to_them(shop, produced):
@@ -75,7 +71,7 @@ def test_a_serializer_learns_the_topic_the_field_and_the_headers_and_may_add_to_
         (TOPIC, MessageField.KEY, 1, [("kind", "order")]),
         (TOPIC, MessageField.VALUE, {"id": 1}, [("kind", "order"), ("key-schema", b"1")]),
     ]
-    assert produced == [("1", "{'id': 1}", [("kind", "order"), ("key-schema", b"1"), ("value-schema", b"1")])]
+    assert produced == [(b"1", b"{'id': 1}", [("kind", b"order"), ("key-schema", b"1"), ("value-schema", b"1")])]
     assert own == {"kind": "order"}
 
 
@@ -83,7 +79,7 @@ def test_messages_may_be_passed_on_as_they_were_read(shop, produced):
     with shop.writer(value_serializer=as_number) as writer, writer.transaction() as tx:
         tx.without_serializers.produce(TOPIC, b"as it was", b"key", partition=0)
         tx.produce(TOPIC, 1, partition=0)
-    assert produced == [(b"key", b"as it was", None), (None, b"\x00\x00\x00\x01", None)]
+    assert produced == [(b"key", b"as it was", []), (None, b"\x00\x00\x00\x01", [])]
 
 
 def test_a_bound_sessions_messages_are_serialized_and_it_goes_on_without_one_that_cannot_be(shop, produced):
@@ -137,7 +133,8 @@ def test_an_error_that_leaves_the_block_aborts_both_sides(shop):
 
 def test_of_many_messages_none_is_produced_if_one_cannot_be_serialized(shop, monkeypatch):
     many = []
-    monkeypatch.setattr(TransactionalProducer, "produce_many", lambda *arguments: many.append(arguments[1:]))
+    for kind in (NativeInstance, ProducerInstance):
+        monkeypatch.setattr(kind, "send_many", lambda _, batch: many.append(batch[:3]))
     with shop.writer(value_serializer=as_number) as writer, writer.transaction() as tx:
         with pytest.raises(ValueSerializationError):
             tx.produce_many(TOPIC, [1, "two", 3])

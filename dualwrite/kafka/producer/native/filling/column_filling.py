@@ -18,9 +18,10 @@ from dualwrite.kafka.producer.native.records.column_varints import Numbers
 from dualwrite.kafka.producer.native.records.columns import ANYWHERE, Partitions, RowTooLarge, batches, partition_rows
 from dualwrite.kafka.producer.native.records.compression import Codec
 from dualwrite.kafka.producer.native.records.partitioners import Partitioner
-from dualwrite.protocol.contents import (
+from dualwrite.protocol.message import (
     OVERHEAD,
     Content,
+    MessageColumns,
     as_bytes,
     as_timestamp,
     nameless_header,
@@ -34,15 +35,10 @@ _PIECE_BYTES: Final = 8_000_000
 
 
 class Columns:
-    """The columns of messages for one topic.
+    """The columns of messages for one topic, divided into pieces.
 
     Args:
-        topic: The topic.
-        values: The values: binary or text of any Arrow type, in one array or in chunks; a null is a tombstone.
-        keys: As many keys, likewise; None if there are none.
-        headers: As many lists of headers: of structs of ``key`` and ``value``, or maps; None if there are none.
-        partitions: As many partitions: integers; null or -1 chooses; None if none is given.
-        timestamps: As many timestamps (ms since 1970): integers; null is now; None if none is given.
+        given: The messages.
         first_row: The number of the first row in errors.
 
     Raises:
@@ -50,20 +46,10 @@ class Columns:
         TypeError: The partitions or the timestamps are no integers.
     """
 
-    def __init__(
-        self,
-        topic: str,
-        values: Column,
-        keys: Column | None,
-        headers: Column | None,
-        partitions: Column | None,
-        *,
-        timestamps: Column | None,
-        first_row: int = 0,
-    ) -> None:
-        self._topic = topic
+    def __init__(self, given: MessageColumns, *, first_row: int = 0) -> None:
+        self._topic, values, keys, headers, partitions, timestamps = given
         self._first_row = first_row
-        self._columns = {
+        self._columns: dict[str, Column | None] = {
             "values": values, "keys": keys, "headers": headers, "partitions": partitions, "timestamps": timestamps
         }  # fmt: skip
         self._count = len(values)

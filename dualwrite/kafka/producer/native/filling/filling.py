@@ -7,70 +7,33 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import repeat
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from dualwrite.kafka.coordinator.routing import Topic
 from dualwrite.kafka.producer.native.filling.sticky import StickyPartitions
-from dualwrite.kafka.producer.native.records.compression import Codec
 from dualwrite.kafka.producer.native.records.partitioners import partitioner
 from dualwrite.kafka.producer.native.wire.core import ProduceCore
-from dualwrite.protocol.contents import (
+from dualwrite.protocol.message import (
     ANY_PARTITION,
     Content,
-    Contents,
+    Message,
+    MessageBatch,
+    MessageColumns,
     Unsendable,
     check_topic,
-    checked,
     no_partition,
 )
 from dualwrite.runtime.deadline import now_s
 
 if TYPE_CHECKING:
-    from dualwrite.kafka.producer.native.records.column_rows import Column
+    from dualwrite.kafka.producer.native.settings import NativeSettings
 
 _YIELD_EVERY: Final = 256
 _ROWS_AT_ONCE: Final = 10_000
 _COLUMNS_FROM: Final = 250
-"""From this many messages for each partition on, columns of them cost at most half as much as taking them one by one."""
+"""Above this many messages per partition, building columns is at least twice as fast."""
 _IMPORT_FROM: Final = 100_000
 """From this many on columns repay that pyarrow is imported: 0.2 s, while they save 2 microseconds a message."""
-
-
-class FillingSettings(Protocol):
-    """The settings that decide what a message may be and where it goes."""
-
-    @property
-    def codec(self) -> Codec:
-        """How batches are compressed."""
-
-    @property
-    def partitioner(self) -> str:
-        """The partitioner's name, as librdkafka has it."""
-
-    @property
-    def batch_bytes(self) -> int:
-        """The greatest size of a batch that holds several messages."""
-
-    @property
-    def max_message_bytes(self) -> int:
-        """The greatest size of a message."""
-
-    @property
-    def queue_bytes(self) -> int:
-        """How many bytes of keys and values may wait for acknowledgement."""
-
-    @property
-    def queue_messages(self) -> int:
-        """How many messages may wait for acknowledgement."""
-
-    @property
-    def batch_messages(self) -> int:
-        """The most messages in a batch."""
-
-    @property
-    def sticky_s(self) -> float:
-        """For how long messages without a key stay in one partition, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +76,7 @@ class Filling:
     def __init__(
         self,
         core: ProduceCore,
-        settings: FillingSettings,
+        settings: NativeSettings,
         topic: Callable[[str, bool], Topic | None],
         *,
         sticky: StickyPartitions | None = None,
@@ -140,64 +103,52 @@ class Filling:
         core, settings = self._core, self._settings
         return core.queued_bytes >= settings.queue_bytes or core.queued_messages >= settings.queue_messages
 
-    @property
-    def max_message_bytes(self) -> int:
-        """The greatest size of a message."""
-        return self._settings.max_message_bytes
-
-    def append(self, topic: str, contents: Contents, *, now: float, callback: object = None) -> None:
+    def append(self, message: Message, *, now: float) -> None:
         """Take one message. If this raises, nothing of it was taken.
 
         Args:
-            topic: Its topic.
-            contents: Its parts.
+            message: The message; if it has a callback, it stays with its batch until the acknowledgement.
             now: The time, in seconds on the owner's clock.
-            callback: Kept with its batch, for the owner to call after the acknowledgement.
 
         Raises:
             Unsendable: There is no such topic or partition.
         """
-        value, key, headers, partition, timestamp_ms, _ = contents
+        topic, value, key, number, headers, created_ms, on_delivery, _ = message
         target = self._targets.get(topic) or self._target(topic)
-        number = self._explicit(topic, partition, target)
-        if number is None:
-            number = self._partitioner.partition(key, target.count)
-        if number is None:
-            size = len(value or b"") + len(key or b"")
+        if number is not None:
+            if number >= target.count:
+                self._require_partition(topic, number)
+        elif (number := self._partitioner.partition(key, target.count)) is None:
+            size = (0 if value is None else len(value)) + (0 if key is None else len(key))
             number = self._sticky.one_message(topic, target.candidates, size, now, self._core.collects_in)
-        created_ms = self._clock_ms() if timestamp_ms is None else timestamp_ms
+        if created_ms is None:
+            created_ms = self._clock_ms()
+        callback = None if on_delivery is None else message
         self._core.append((topic, number), value, key, headers, created_ms, now=now, callback=callback)
 
-    def append_many(
-        self, topic: str, values: Sequence[Content], keys: Sequence[Content] | None = None
-    ) -> Iterator[None]:
-        """Check and take many messages of one topic: as :meth:`append` for each, in less time.
+    def append_many(self, batch: MessageBatch) -> Iterator[None]:
+        """Take many messages of one topic: as :meth:`append` for each, in less time. Those not checked yet are checked.
 
         Args:
-            topic: The topic of all.
-            values: Their values.
-            keys: As many keys; None if there are none.
+            batch: The messages.
 
         Yields:
             Now and then, so that the owner may wait while :attr:`is_full`, and let batches go.
 
         Raises:
-            Unsendable, TypeError, UnicodeEncodeError: As `append` and `checked`. What stands before may have been taken.
-            ValueError: The numbers of keys and values differ.
+            Unsendable, TypeError, UnicodeEncodeError: As :meth:`append` and :meth:`MessageBatch.checked`. What stands before
+                may have been taken.
         """
-        if keys is not None and len(keys) != len(values):
-            raise ValueError(f"{len(values)} values, {len(keys)} keys")
+        topic = batch.topic
         check_topic(topic)
         target = self._targets.get(topic) or self._target(topic)
         created_ms = self._clock_ms()
-        if _columns_pay(len(values), 1 if keys is None else target.count):
-            yield from self._as_columns(topic, values, keys, created_ms)
+        if _columns_pay(batch.messages, 1 if batch.keys is None else target.count):
+            yield from self._as_columns(topic, batch.values, batch.keys, created_ms)
             return
-        max_bytes = self._settings.max_message_bytes
-        for row, (value, key) in enumerate(zip(values, keys or repeat(None), strict=False)):
-            contents = checked(topic, value, key, timestamp_ms=created_ms, max_bytes=max_bytes, subject=f"row {row}")
-            self.append(topic, contents, now=self._clock())
-            if (row + 1) % _YIELD_EVERY == 0:
+        for row, (value, key, size) in enumerate(batch.rows(self._settings.max_message_bytes), 1):
+            self.append(Message(topic, value, key, None, (), created_ms, None, size), now=self._clock())
+            if row % _YIELD_EVERY == 0:
                 yield
 
     def _as_columns(
@@ -208,31 +159,16 @@ class Filling:
         for first in range(0, len(values), _ROWS_AT_ONCE):
             part = slice(first, first + _ROWS_AT_ONCE)
             its_keys = None if keys is None else column_of(keys[part])
-            yield from self.append_columns(
-                topic, column_of(values[part]), its_keys, timestamp_ms=timestamp_ms, first_row=first
-            )
+            columns = MessageColumns(topic, column_of(values[part]), its_keys)
+            yield from self.append_columns(columns, timestamp_ms=timestamp_ms, first_row=first)
 
     def append_columns(
-        self,
-        topic: str,
-        values: Column,
-        keys: Column | None = None,
-        headers: Column | None = None,
-        partitions: Column | None = None,
-        *,
-        timestamps: Column | None = None,
-        timestamp_ms: int | None = None,
-        first_row: int = 0,
+        self, columns: MessageColumns, *, timestamp_ms: int | None = None, first_row: int = 0
     ) -> Iterator[None]:
         """Take the rows of Arrow's columns; no Python object is made for a row.
 
         Args:
-            topic: The topic of all.
-            values: The values: binary or text of any Arrow type, in one array or in chunks; a null is a tombstone.
-            keys: As many keys, likewise; None if there are none.
-            headers: As many lists of headers: of structs of ``key`` and ``value``, or maps; None if there are none.
-            partitions: As many partitions: integers; null or -1 chooses; None if none is given.
-            timestamps: As many timestamps (ms since 1970): integers; null is now; None if none is given.
+            columns: The messages.
             timestamp_ms: When those were created that have no timestamp of their own (ms since 1970); None is now.
             first_row: The number of the first row in errors.
 
@@ -247,14 +183,14 @@ class Filling:
         """
         from dualwrite.kafka.producer.native.filling.column_filling import Columns  # noqa: PLC0415 - imports pyarrow
 
-        settings = self._settings
-        columns = Columns(topic, values, keys, headers, partitions, timestamps=timestamps, first_row=first_row)
+        settings, topic = self._settings, columns.topic
+        rows = Columns(columns, first_row=first_row)
         created_ms = self._clock_ms() if timestamp_ms is None else timestamp_ms
         check_topic(topic)
         target = self._targets.get(topic) or self._target(topic)
-        if columns.highest_partition >= target.count:
+        if rows.highest_partition >= target.count:
             target = self._target(topic, fresh=True)  # it may have got more partitions
-        for number, body in columns.bodies(
+        for number, body in rows.bodies(
             target.count,
             self._partitioner,
             settings.codec,
@@ -267,14 +203,10 @@ class Filling:
             self._core.add((topic, where), body, self._clock())
             yield
 
-    def _explicit(self, topic: str, partition: int | None, target: _Target) -> int | None:
-        if partition is None:
-            return None
-        if partition >= target.count:
-            target = self._target(topic, fresh=True)  # it may have got more partitions
-        if partition < target.count:
-            return partition
-        raise no_partition(topic, partition, target.count)
+    def _require_partition(self, topic: str, number: int) -> None:
+        target = self._target(topic, fresh=True)  # it may have got more partitions
+        if number >= target.count:
+            raise no_partition(topic, number, target.count)
 
     def _target(self, topic: str, *, fresh: bool = False) -> _Target:
         found = self._look_up(topic, fresh)

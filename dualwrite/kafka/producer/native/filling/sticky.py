@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dualwrite.protocol.contents import OVERHEAD
+from dualwrite.protocol.message import OVERHEAD
 
 Choose = Callable[[Sequence[int]], int]
 

@@ -3,7 +3,8 @@
 import pyarrow as pa
 import pytest
 
-from dualwrite.kafka.producer.librdkafka.from_arrow import contents_of, rows_of
+from dualwrite.kafka.producer.librdkafka.from_arrow import contents_of, messages_of
+from dualwrite.protocol.message import MessageColumns
 
 ENTRY = pa.struct([("key", pa.string()), ("value", pa.binary())])
 
@@ -27,5 +28,8 @@ def test_a_row_has_its_part_of_every_column(kind):
     entries = [[("a", b"1")], None]
     if not pa.types.is_map(kind):
         entries = [[{"key": "a", "value": b"1"}], None]
-    columns = (pa.array([b"v", b"w"]), None, pa.array(entries, kind), pa.array([3, None]), pa.array([None, 7]))
-    assert list(rows_of(*columns)) == [(b"v", None, [("a", b"1")], 3, None), (b"w", None, None, None, 7)]
+    columns = MessageColumns(
+        "t", pa.array([b"v", b"w"]), None, pa.array(entries, kind), pa.array([3, None]), pa.array([None, 7])
+    )
+    found = [message[1:6] for message in messages_of(columns, 1000)]
+    assert found == [(b"v", None, 3, [("a", b"1")], None), (b"w", None, None, (), 7)]

@@ -15,7 +15,7 @@ from dualwrite.kafka.coordinator.routing import Topic
 from dualwrite.kafka.producer.native.filling import column_filling
 from dualwrite.kafka.producer.native.filling.filling import _COLUMNS_FROM
 from dualwrite.kafka.producer.native.records.partitioners import NAMES
-from dualwrite.protocol.contents import Unsendable
+from dualwrite.protocol.message import MessageBatch, MessageColumns, Unsendable
 
 HEADERS = pa.map_(pa.string(), pa.binary())
 PAIRS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
@@ -47,12 +47,14 @@ def test_rows_go_where_appended_messages_go(rows, name, is_explicit):
     to, made = filling(settings)
     exhaust(
         to.append_columns(
-            "t",
-            pa.array([row[0] for row in rows], pa.binary()),
-            pa.array([row[1] for row in rows], pa.binary()),
-            pa.array([row[2] for row in rows], HEADERS),
-            pa.array([row[3] for row in rows], pa.int32()) if is_explicit else None,
-            timestamps=pa.array([row[4] for row in rows], pa.int64()),
+            MessageColumns(
+                "t",
+                pa.array([row[0] for row in rows], pa.binary()),
+                pa.array([row[1] for row in rows], pa.binary()),
+                pa.array([row[2] for row in rows], HEADERS),
+                pa.array([row[3] for row in rows], pa.int32()) if is_explicit else None,
+                timestamps=pa.array([row[4] for row in rows], pa.int64()),
+            )
         )
     )
     assert made.queued_messages == len(rows)
@@ -62,7 +64,7 @@ def test_rows_go_where_appended_messages_go(rows, name, is_explicit):
 def test_rows_without_a_home_are_spread_in_whole_batches():
     to, made = filling(Settings(batch_bytes=2000))
     values = [b"%04d" % number + b"x" * 90 for number in range(1000)]
-    batches = exhaust(to.append_columns("t", pa.array(values)))
+    batches = exhaust(to.append_columns(MessageColumns("t", pa.array(values))))
     assert batches > 50
     found = flushed(made)
     assert sorted(row[0] for rows in found.values() for row in rows) == values
@@ -76,8 +78,10 @@ def test_rows_without_a_key_go_home_where_the_partitioner_has_one():
     to, made = filling(Settings(partitioner="murmur2"))
     append(to, "t", b"v")
     [home] = flushed(made)
-    exhaust(to.append_columns("t", pa.array([b"v"] * 5)))
-    exhaust(to.append_columns("t", pa.array([b"v"] * 5), partitions=pa.array([None, -1, home[1], None, -1])))
+    exhaust(to.append_columns(MessageColumns("t", pa.array([b"v"] * 5))))
+    exhaust(
+        to.append_columns(MessageColumns("t", pa.array([b"v"] * 5), partitions=pa.array([None, -1, home[1], None, -1])))
+    )
     assert {where: len(rows) for where, rows in flushed(made).items()} == {home: 10}
 
 
@@ -85,20 +89,20 @@ def test_partitions_that_the_topic_has_got_meanwhile_are_found():
     grown = Topic("an-id", dict.fromkeys(range(8), LEADER))
     to, made = filling(look_up=lambda name, fresh: grown if fresh else TOPICS[name])
     made.learn("t", dict.fromkeys(grown.leaders, 1))
-    exhaust(to.append_columns("t", pa.array([b"v"] * 3), partitions=pa.array([5, 7, None])))
+    exhaust(to.append_columns(MessageColumns("t", pa.array([b"v"] * 3), partitions=pa.array([5, 7, None]))))
     assert {("t", 5), ("t", 7)} <= flushed(made).keys()
 
 
 def test_timestamps_that_are_not_given_are_now():
     to, made = filling()
-    exhaust(to.append_columns("t", pa.array([b"v"] * 3), timestamps=pa.array([None, None, 7])))
+    exhaust(to.append_columns(MessageColumns("t", pa.array([b"v"] * 3), timestamps=pa.array([None, None, 7]))))
     [rows] = flushed(made).values()
     assert [row[3] for row in rows] == [NOW_MS, NOW_MS, 7]
 
 
 def test_batches_are_made_one_by_one():
     to, made = filling(Settings(batch_bytes=1000))
-    columns = to.append_columns("t", pa.array([b"x" * 90] * 100))
+    columns = to.append_columns(MessageColumns("t", pa.array([b"x" * 90] * 100)))
     next(columns)
     assert 0 < made.queued_messages <= 10
 
@@ -108,7 +112,7 @@ def test_large_columns_are_worked_on_in_pieces(monkeypatch):
     to, made = filling()
     values = [b"%04d" % number + b"x" * 90 for number in range(1000)]
     keys = [b"%d" % (number % 17) for number in range(1000)]
-    assert exhaust(to.append_columns("t", pa.array(values), pa.array(keys))) > 100
+    assert exhaust(to.append_columns(MessageColumns("t", pa.array(values), pa.array(keys)))) > 100
     found = flushed(made)
     assert sorted(row[0] for rows in found.values() for row in rows) == values
     assert all([row[0] for row in rows] == sorted(row[0] for row in rows) for rows in found.values())
@@ -134,7 +138,7 @@ def test_a_row_that_cannot_be_sent_is_named(monkeypatch, column, code, detail, p
     keys = pa.array([b"%d" % number for number in range(30)])
     columns = {"values": pa.array([b"v"] * 30), "keys": keys, **column}
     with pytest.raises(Unsendable) as refused:
-        exhaust(to.append_columns("t", **columns))
+        exhaust(to.append_columns(MessageColumns("t", **columns)))
     assert (refused.value.code, refused.value.detail) == (code, detail)
     if piece_bytes > 100:
         assert made.is_flushed
@@ -153,14 +157,14 @@ def test_a_row_that_cannot_be_sent_is_named(monkeypatch, column, code, detail, p
 def test_columns_that_are_no_messages_are_refused(columns, error):
     to, made = filling()
     with pytest.raises(error):
-        exhaust(to.append_columns("t", **columns))
+        exhaust(to.append_columns(MessageColumns("t", **columns)))
     assert made.is_flushed
 
 
 def test_columns_for_a_topic_that_does_not_exist_are_refused():
     to, _ = filling()
     with pytest.raises(Unsendable, match="there is no topic 'nowhere'"):
-        exhaust(to.append_columns("nowhere", pa.array([b"v"])))
+        exhaust(to.append_columns(MessageColumns("nowhere", pa.array([b"v"]))))
 
 
 @pytest.mark.parametrize("count", [0, 1, 300, _COLUMNS_FROM * 6, 25_000])
@@ -171,7 +175,7 @@ def test_many_messages_come_out_as_if_appended(count, has_keys):
     ]
     keys = [None if number % 7 == 0 else str(number % 13) for number in range(count)] if has_keys else None
     to, made = filling(Settings(partitioner="murmur2"))
-    exhaust(to.append_many("t", values, keys))
+    exhaust(to.append_many(MessageBatch("t", values, keys)))
     one, ones = filling(Settings(partitioner="murmur2"))
     for value, key in zip(values, keys or [None] * count, strict=True):
         append(one, "t", value, key)
@@ -181,20 +185,19 @@ def test_many_messages_come_out_as_if_appended(count, has_keys):
 @pytest.mark.parametrize("count", [10, 20_000])
 def test_many_messages_are_refused_as_one_is(count):
     to, _ = filling(Settings(max_message_bytes=1000))
-    with pytest.raises(ValueError, match=f"{count} values, 1 keys"):
-        exhaust(to.append_many("t", [b"v"] * count, [b"k"]))
     with pytest.raises(TypeError):
-        exhaust(to.append_many("t", [b"v"] * (count - 1) + [7]))
+        exhaust(to.append_many(MessageBatch("t", [b"v"] * (count - 1) + [7], None)))
     with pytest.raises(Unsendable, match=f"row {count - 1} has 1001 bytes"):
-        exhaust(to.append_many("t", [b"v"] * (count - 1) + [b"x" * 965]))
+        exhaust(to.append_many(MessageBatch("t", [b"v"] * (count - 1) + [b"x" * 965], None)))
 
 
 def test_few_messages_import_no_arrow():
     script = """
 import sys
+from dualwrite.protocol.message import MessageBatch
 from harness.filling import append, filling
 to, made = filling()
-list(to.append_many("t", [b"v"] * 10_000, [b"k"] * 10_000))
+list(to.append_many(MessageBatch("t", [b"v"] * 10_000, [b"k"] * 10_000)))
 assert made.queued_messages == 10_000
 assert "pyarrow" not in sys.modules and "numpy" not in sys.modules
 """

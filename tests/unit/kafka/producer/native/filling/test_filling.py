@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.coordinator.routing import Topic
 from dualwrite.kafka.producer.native.records.partitioners import NAMES, partitioner
-from dualwrite.protocol.contents import Unsendable
+from dualwrite.protocol.message import Unsendable
 
 
 def one_row(to, made, *args, **kwargs):
@@ -166,10 +166,10 @@ def test_a_partitioner_that_does_not_exist_is_refused():
 def test_callbacks_stay_with_their_messages():
     to, made = filling()
     for number in range(3):
-        append(to, "t", b"v", b"k", now=0.0, callback=number if number != 1 else None)
+        append(to, "t", b"%d" % number, b"k", on_delivery=print if number != 1 else None)
     [request] = made.requests(60.0, flush=True)
     [batch] = request.batches.values()
-    assert list(batch.callbacks) == [(0, 0), (2, 2)]
+    assert [(index, message.value) for index, message in batch.callbacks] == [(0, b"0"), (2, b"2")]
 
 
 def test_keys_are_spread_over_all_partitions():

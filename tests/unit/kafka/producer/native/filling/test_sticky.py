@@ -5,7 +5,7 @@ import random
 from collections import Counter
 
 from dualwrite.kafka.producer.native.filling.sticky import StickyPartitions
-from dualwrite.protocol.contents import OVERHEAD
+from dualwrite.protocol.message import OVERHEAD
 
 ALL = (0, 1, 2, 3)
 

@@ -13,7 +13,7 @@ from dualwrite.kafka.producer.native.records.builder import RecordsBuilder
 from dualwrite.kafka.producer.native.records.columns import ANYWHERE, RowTooLarge, batches, partition_rows
 from dualwrite.kafka.producer.native.records.compression import Codec
 from dualwrite.kafka.producer.native.records.partitioners import NAMES, partitioner
-from dualwrite.protocol.contents import OVERHEAD, size_of
+from dualwrite.protocol.message import OVERHEAD, size_of
 
 NO_LIMIT = 2**31 - 1
 NONE = Codec()

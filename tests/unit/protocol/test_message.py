@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from dualwrite.errors import TransactionAborted
 from dualwrite.kafka.producer.codes import Code
-from dualwrite.protocol.contents import STEPS, Contents, Unsendable, as_bytes, as_headers, checked, size_of
+from dualwrite.protocol.message import STEPS, Message, MessageBatch, Unsendable, as_bytes, as_headers, size_of
 
 
 def check(topic="orders", value=b"v", **parts):
-    return checked(topic, value, **{"max_bytes": 1000, **parts})
+    return Message.checked(topic, value, **{"max_bytes": 1000, **parts})
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, None), (b"", b""), ("", b""), ("ключ", "ключ".encode())])
@@ -91,13 +91,48 @@ def test_a_message_is_taken_whole_and_shares_nothing_with_its_caller():
     headers = [("h", "1")]
     found = check("a.b_c-9", "wért", headers=headers, partition=3, timestamp_ms=7, on_delivery=print)
     headers.append(("late", b""))
-    assert found == Contents("wért".encode(), None, [("h", b"1")], 3, 7, found.size)
+    assert found == Message("a.b_c-9", "wért".encode(), None, 3, [("h", b"1")], 7, print, found.size)
     assert found.size == size_of(found.value, None, found.headers)
 
 
 def test_what_is_not_given_is_left_to_kafka():
-    assert check() == Contents(b"v", None, (), None, None, size_of(b"v", None, ()))
+    assert check() == Message("orders", b"v", None, None, (), None, None, size_of(b"v", None, ()))
     assert check(partition=-1).partition is None
+
+
+@pytest.mark.parametrize("headers", [[("n", "1")], [["n", "1"]], {"n": "1"}])
+def test_headers_that_change_later_stay_those_of_the_call(headers):
+    found = check(headers=headers)
+    if isinstance(headers, dict):
+        headers["n"] = "2"
+    elif isinstance(headers[0], list):
+        headers[0][1] = "2"
+    else:
+        headers[:] = [("n", "2")]
+    assert list(found.headers) == [("n", b"1")]
+
+
+def test_many_messages_are_copied_and_checked_once():
+    values, keys = ["1", b"22", None], ["k", None, b"kk"]
+    batch = MessageBatch.of("sold", values, keys).checked(60)
+    values.clear()
+    keys.clear()
+    assert batch[:3] == ("sold", [b"1", b"22", None], [b"k", None, b"kk"])
+    assert batch.size == sum(size_of(value, key, ()) for value, key in zip(*batch[1:3], strict=True))
+    assert batch.checked(1) is batch
+    assert batch.messages == 3
+
+
+@pytest.mark.parametrize(("wrong", "error"), [("x" * 30, Unsendable), (7, TypeError), ("\ud800", UnicodeEncodeError)])
+def test_of_many_messages_the_one_that_cannot_be_sent_is_named(wrong, error):
+    with pytest.raises(error) as raised:
+        MessageBatch.of("sold", ["1", wrong], None).checked(60)
+    assert error is not Unsendable or raised.value.detail.startswith("row 1 has")
+
+
+def test_as_many_keys_as_values():
+    with pytest.raises(ValueError, match="2 values, 1 keys"):
+        MessageBatch.of("sold", ["1", "2"], ["k"])
 
 
 IMPOSSIBLE = [

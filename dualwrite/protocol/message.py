@@ -1,0 +1,412 @@
+"""Messages as values: made and checked once, then handed on whole to the savepoint that holds them, and to the engine.
+
+One rule for all engines. A part of a wrong type raises ``TypeError``, a text with a surrogate ``UnicodeEncodeError``: nothing
+was taken, and the transaction continues. A part whose value Kafka cannot have makes the message :class:`Unsendable`: the
+transaction must abort, since the work would fail again as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import repeat
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
+
+from dualwrite.errors import TransactionAborted
+from dualwrite.protocol.partition_numbers import MAX_PARTITION
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Content: TypeAlias = str | bytes | None
+Header: TypeAlias = tuple[str, bytes | None]
+Headers: TypeAlias = Mapping[str, Content] | Sequence[tuple[str, Content]]
+DeliveryCallback: TypeAlias = Callable[[Any, Any], None]
+"""Called with ``(error or None, message)``: confluent-kafka's ``KafkaError`` and ``Message``."""
+
+OVERHEAD: Final = 36
+"""librdkafka adds so much to each message before it compares it with ``message.max.bytes``: the longest varints."""
+ANY_PARTITION: Final = -1
+"""Stands for no partition, as in librdkafka."""
+STEPS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "INVALID_TOPIC_EXCEPTION": "correct the topic's name: 1 to 249 letters, digits, dots, underscores and hyphens",
+        "UNKNOWN_TOPIC_OR_PARTITION": "create the topic, or correct its name",
+        "MESSAGE_TOO_LARGE": "send a smaller message, or raise message.max.bytes here and max.message.bytes on the topic",
+    }
+)
+"""By the name of the error with which a broker would refuse the message, the step that helps."""
+NAME_A_PARTITION: Final = "name a partition that the topic has"
+_NAME_THE_HEADER: Final = "give each header a name"
+_GIVE_A_TIME: Final = "give milliseconds since 1970, from 1 on, or no timestamp for the current time"
+_TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
+_MAX_TIMESTAMP_MS: Final = 2**63 - 1
+
+
+class Unsendable(Exception):
+    """A message that no broker would take: nothing of it was handed on.
+
+    Attributes:
+        code: The protocol's name of the error with which a broker would refuse it.
+        detail: Why, in words that hold neither its key nor its value.
+        step: What helps.
+    """
+
+    def __init__(self, code: str, detail: str, step: str | None = None) -> None:
+        super().__init__(f"{code}: {detail}")
+        self.code = code
+        self.detail = detail
+        self.step = STEPS[code] if step is None else step
+
+    def refusal(self, topic: object, transactional_id: str) -> TransactionAborted:
+        """The error for the caller.
+
+        Args:
+            topic: The topic of the message.
+            transactional_id: The producer's id.
+        """
+        return TransactionAborted(
+            f"produce ({topic}): {self.detail} ({self.code})",
+            transactional_id=transactional_id,
+            next_step=self.step,
+            retryable=False,
+        )
+
+
+class Message(NamedTuple):
+    """One message as every engine takes it: made once, by :meth:`checked`, and handed on whole.
+
+    It shares nothing with the caller that the caller could change, so it may wait for a savepoint as it is.
+
+    Attributes:
+        topic: The topic.
+        value: The value; None is a tombstone.
+        key: The key.
+        partition: The partition; None if Kafka or the key chooses.
+        headers: The headers, in their order.
+        timestamp_ms: When it was created (ms since 1970); None for the time at which it is sent.
+        on_delivery: Called with ``(error or None, message)`` once its fate is known; None if nobody waits for it.
+        size: Its bytes as librdkafka compares them with ``message.max.bytes``.
+    """
+
+    topic: str
+    value: bytes | None
+    key: bytes | None
+    partition: int | None
+    headers: Sequence[Header]
+    timestamp_ms: int | None
+    on_delivery: DeliveryCallback | None
+    size: int
+
+    @classmethod
+    def checked(
+        cls,
+        topic: str,
+        value: Content,
+        key: Content = None,
+        *,
+        partition: int | None = None,
+        headers: Headers | None = None,
+        timestamp_ms: int | None = None,
+        on_delivery: DeliveryCallback | None = None,
+        max_bytes: int,
+        subject: str = "the message",
+    ) -> Self:
+        """Check one message in every respect that needs no broker. Call it when the message is handed over.
+
+        Args:
+            topic: Its topic.
+            value: Its value; text as UTF-8; None is a tombstone.
+            key: Its key, likewise.
+            partition: Its partition; None or -1 chooses.
+            headers: Its headers, as a mapping or pairs.
+            timestamp_ms: When it was created (ms since 1970).
+            on_delivery: Its callback.
+            max_bytes: ``message.max.bytes``.
+            subject: Names the message in errors.
+
+        Raises:
+            Unsendable: No topic has such a name, no topic such a partition, the timestamp is below 1 or needs more than 64
+                bits, or the message is too large.
+            TypeError: A part is of another type.
+            UnicodeEncodeError: A text has a surrogate.
+        """
+        check_topic(topic)
+        # Most are bytes already, or not there: a call for each part would cost more than the check.
+        value_bytes = value if value is None or type(value) is bytes else as_bytes(value, "value")
+        key_bytes = key if key is None or type(key) is bytes else as_bytes(key, "key")
+        encoded: Sequence[Header] = as_headers(headers) if headers else ()
+        if partition is not None:
+            partition = as_partition(partition, subject)
+        if timestamp_ms is not None:
+            timestamp_ms = as_timestamp(timestamp_ms, subject)
+        if on_delivery is not None and not callable(on_delivery):
+            raise TypeError(f"on_delivery is a callable, not {type(on_delivery).__name__}")
+        size = size_of(value_bytes, key_bytes, encoded)
+        if size > max_bytes:
+            raise too_large(size, max_bytes, subject)
+        return cls(topic, value_bytes, key_bytes, partition, encoded, timestamp_ms, on_delivery, size)
+
+    @property
+    def messages(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def payload(self) -> int:
+        """The bytes of its key and value."""
+        return (0 if self.value is None else len(self.value)) + (0 if self.key is None else len(self.key))
+
+
+class MessageBatch(NamedTuple):
+    """Messages of one topic, given as a list of values and one of keys.
+
+    Attributes:
+        topic: The topic of all.
+        values: Their values, as they were given: the engine checks each as it takes it; or checked and copied.
+        keys: As many keys; None if they have none.
+        size: Once they are checked, their bytes together, likewise as :attr:`Message.size`; None before.
+    """
+
+    topic: str
+    values: Sequence[Content]
+    keys: Sequence[Content] | None
+    size: int | None = None
+
+    @classmethod
+    def of(cls, topic: str, values: Sequence[Content], keys: Sequence[Content] | None) -> Self:
+        """The messages as they were given.
+
+        Raises:
+            ValueError: The numbers of keys and values differ.
+        """
+        if keys is not None and len(keys) != len(values):
+            raise ValueError(f"{len(values)} values, {len(keys)} keys")
+        return cls(topic, values, keys)
+
+    def checked(self, max_bytes: int) -> MessageBatch:
+        """These messages, checked as :meth:`Message.checked` does it, and copied. Call it before they wait.
+
+        Raises:
+            Unsendable: One of them cannot be sent; its row is named.
+            TypeError, UnicodeEncodeError: As :meth:`Message.checked`.
+        """
+        if self.size is not None:
+            return self
+        rows = list(self.rows(max_bytes))
+        keys = None if self.keys is None else [key for _, key, _ in rows]
+        return MessageBatch(self.topic, [value for value, _, _ in rows], keys, sum(size for _, _, size in rows))
+
+    def rows(self, max_bytes: int) -> Iterator[tuple[bytes | None, bytes | None, int]]:
+        """Each message's value, key and size, checked one by one as they are taken; not again if they were.
+
+        Raises:
+            Unsendable, TypeError, UnicodeEncodeError: As :meth:`checked`.
+        """
+        pairs = zip(self.values, self.keys or repeat(None), strict=False)
+        if self.size is not None:
+            for value, key in cast("Iterator[tuple[bytes | None, bytes | None]]", pairs):
+                yield value, key, size_of(value, key, ())
+            return
+        check_topic(self.topic)
+        for row, (given_value, given_key) in enumerate(pairs):
+            value, key = as_bytes(given_value, "value"), as_bytes(given_key, "key")
+            size = size_of(value, key, ())
+            if size > max_bytes:
+                raise too_large(size, max_bytes, f"row {row}")
+            yield value, key, size
+
+    @property
+    def messages(self) -> int:
+        """How many they are."""
+        return len(self.values)
+
+    @property
+    def payload(self) -> int:
+        """The bytes of their keys and values, once they are checked; 0 before."""
+        return 0 if self.size is None else self.size - OVERHEAD * len(self.values)
+
+
+class MessageColumns(NamedTuple):
+    """Messages of one topic, given as Arrow's columns, which nobody can change. Engines check the rows as they take them.
+
+    Attributes:
+        topic: The topic of all.
+        values: The values: ``pyarrow.Array`` or ``ChunkedArray``, binary or text; a null is a tombstone.
+        keys: As many keys, likewise; None if there are none.
+        headers: As many lists of headers; None if there are none.
+        partitions: As many partitions; None if none is given.
+        timestamps: As many timestamps (ms since 1970); None if none is given.
+    """
+
+    topic: str
+    values: Any
+    keys: Any = None
+    headers: Any = None
+    partitions: Any = None
+    timestamps: Any = None
+
+    def of_one_length(self) -> Self:
+        """These messages.
+
+        Raises:
+            ValueError: The columns differ in length.
+        """
+        for column in self[2:]:
+            if column is not None and len(column) != len(self.values):
+                raise ValueError(f"{len(self.values)} values, but {len(column)} rows of another column")
+        return self
+
+    @property
+    def messages(self) -> int:
+        """How many they are."""
+        return len(self.values)
+
+    @property
+    def payload(self) -> int:
+        """The bytes of their keys and values."""
+        return int(self.values.nbytes) + (0 if self.keys is None else int(self.keys.nbytes))
+
+
+class ConsumedOffsets(NamedTuple):
+    """Consumed offsets that commit with the transaction.
+
+    Attributes:
+        offsets: The next offset to consume, by partition: confluent-kafka's ``TopicPartition``.
+        group_metadata: ``Consumer.consumer_group_metadata()`` of the consumer.
+    """
+
+    offsets: Sequence[Any]
+    group_metadata: object
+
+    @property
+    def topic(self) -> None:
+        """None: they go to no topic of the user's."""
+        return
+
+    @property
+    def payload(self) -> int:
+        """They count for nothing."""
+        return 0
+
+
+Sendable: TypeAlias = Message | MessageBatch | MessageColumns | ConsumedOffsets
+"""The values that an engine sends, one method for each kind. The set is closed, so all of them can wait: for a savepoint or, as
+rows, in the database."""
+
+
+@lru_cache(maxsize=4096)  # the same few topics come again and again
+def check_topic(topic: object) -> None:
+    """Refuse what cannot be a topic's name. Source: ``Topic.validate`` of Kafka.
+
+    Raises:
+        Unsendable: No topic has such a name.
+        TypeError: It is no text.
+    """
+    if not isinstance(topic, str):
+        raise TypeError(f"a topic is text, not {type(topic).__name__}")
+    if _TOPIC.fullmatch(topic) is None or topic in {".", ".."}:
+        raise Unsendable("INVALID_TOPIC_EXCEPTION", "no topic can have this name")
+
+
+def as_bytes(content: Content, part: str) -> bytes | None:
+    """A key or a value as bytes; text as UTF-8.
+
+    Raises:
+        TypeError: It is neither bytes nor text nor None.
+        UnicodeEncodeError: The text has a surrogate.
+    """
+    if content is None or isinstance(content, bytes):
+        return content
+    if isinstance(content, str):
+        return content.encode()
+    raise TypeError(f"a {part} is text, bytes or None, not {type(content).__name__}")
+
+
+def as_headers(headers: Headers) -> Sequence[Header]:
+    """Headers as engines take them, in their order.
+
+    Raises:
+        TypeError: They are neither a mapping nor pairs, a name is not text, or a value is neither text nor bytes nor None.
+        UnicodeEncodeError: A text has a surrogate.
+    """
+    found = []
+    for pair in headers.items() if isinstance(headers, Mapping) else headers:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):  # noqa: PLR2004
+            raise TypeError("headers are a mapping, or pairs, of a name (text) and a value (text, bytes or None)")
+        name, value = pair
+        if not name.isascii():
+            name.encode()  # raises here what an engine would raise in the middle of a batch
+        found.append((name, as_bytes(value, "header's value")))
+    return found
+
+
+def as_partition(partition: int, subject: str) -> int | None:
+    """The number of a partition; None where -1 leaves the choice.
+
+    Raises:
+        Unsendable: No topic has such a partition.
+        TypeError: It is no integer.
+    """
+    number = operator.index(partition)
+    if ANY_PARTITION <= number <= MAX_PARTITION:
+        return None if number == ANY_PARTITION else number
+    raise Unsendable("UNKNOWN_TOPIC_OR_PARTITION", f"{subject} names the partition {number}", NAME_A_PARTITION)
+
+
+def as_timestamp(timestamp_ms: int, subject: str) -> int:
+    """When a message was created (ms since 1970).
+
+    0 is none: librdkafka takes it for the current time, and nobody would notice. Java's producer refuses negative ones, too.
+
+    Raises:
+        Unsendable: It is below 1, or does not fit into 64 bits.
+        TypeError: It is no integer.
+    """
+    created_ms = operator.index(timestamp_ms)
+    if 0 < created_ms <= _MAX_TIMESTAMP_MS:
+        return created_ms
+    raise Unsendable("INVALID_TIMESTAMP", f"{subject} has the timestamp {created_ms} ms", _GIVE_A_TIME)
+
+
+def size_of(value: bytes | None, key: bytes | None, headers: Sequence[Header]) -> int:
+    """The bytes of a message as librdkafka compares them with ``message.max.bytes``."""
+    size = OVERHEAD + (0 if value is None else len(value)) + (0 if key is None else len(key))
+    for name, content in headers:
+        length = len(name.encode())
+        size += _varint_size(length) + length
+        size += 1 if content is None else _varint_size(len(content)) + len(content)
+    return size
+
+
+def _varint_size(length: int) -> int:
+    return max(1, (length.bit_length() + 7) // 7)  # zigzag takes one bit more
+
+
+def too_large(size: int, max_bytes: int, subject: str) -> Unsendable:
+    """The refusal of a message that is too large.
+
+    Args:
+        size: Its bytes, by :func:`size_of`.
+        max_bytes: ``message.max.bytes``.
+        subject: Which message.
+    """
+    return Unsendable("MESSAGE_TOO_LARGE", f"{subject} has {size} bytes, message.max.bytes is {max_bytes}")
+
+
+def nameless_header(subject: str) -> Unsendable:
+    """The refusal of a row whose header has no name, or is none.
+
+    Args:
+        subject: Which row.
+    """
+    return Unsendable("INVALID_RECORD", f"{subject} has a header without a name", _NAME_THE_HEADER)
+
+
+def no_partition(topic: str, partition: int, count: int, subject: str = "") -> Unsendable:
+    """The refusal of a partition that a topic does not have."""
+    detail = f"{subject}topic {topic!r} has no partition {partition}, but {count} from 0"
+    return Unsendable("UNKNOWN_TOPIC_OR_PARTITION", detail, NAME_A_PARTITION)
