@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks import (
     async_tasks,
+    calls,
     consumer,
     first,
     group,
@@ -33,6 +34,7 @@ from benchmarks import (
     telemetry,
     threads,
     units,
+    web,
 )
 from benchmarks.servers import machine, servers
 
@@ -54,23 +56,26 @@ class Part:
 
 PARTS = {
     "latency": Part(latency.run, {"operations": 10, "visible": 10, "warm_up": 2}),
+    "processor": Part(calls.processor, {"rounds": 1, "operations": 10, "warm_up": 5}),
+    "calls": Part(calls.run, {"operations": 20, "warm_up": 10}),
     "steps": Part(steps.run, {"operations": 10, "warm_up": 2}),
     "sizes": Part(sizes.run, {"operations": 5, "warm_up": 1}),
     "threads": Part(threads.run, {"rounds": 1, "slice_s": 1.0}),
     "async": Part(async_tasks.run, {"tasks": (1, 20), "rounds": 1, "slice_s": 1.0}),
+    "web": Part(web.run, {"rounds": 1, "requests": 5, "warm_up": 2}),
     "group": Part(group.run, {"callers": (1, 20), "rounds": 1, "slice_s": 1.0, "inserts": 50}),
     "consumer": Part(consumer.run, {"messages": 3000, "rounds": 1, "seconds": 3.0, "per_second": 50}),
     "units": Part(units.run, {"records": 2000, "rounds": 1, "large": 5000}),
     "network": Part(network.run, {"operations": 5, "warm_up": 2, "counted": 10}),
     "known_end": Part(known_end.run, {"operations": 20, "rounds": 1, "seconds": 0.3}),
     "killed": Part(killed.run, {"rounds": 1}),
-    "telemetry": Part(telemetry.run, {"operations": 5, "warm_up": 1, "repetitions": 10}),
     "first": Part(first.run, {"runs": 1}),
     "state": Part(state.run, {"writes": 2000, "sizes": (500,), "rounds": 1, "entries": (1000, 5000), "kills": 1}),
     "mariadb": Part(mariadb_bulk.run, {"rows": 20_000, "rounds": 1}),
     "settling": Part(settling.run, {"ids": 5}),
     "records": Part(records.run, {"rows": 20_000, "rounds": 1}),
     "memory": Part(spark_memory.measure, {"millions": (1,)}),
+    "telemetry": Part(telemetry.run, {"operations": 5, "warm_up": 1, "repetitions": 10}),
 }
 
 
@@ -91,8 +96,11 @@ def main() -> None:
             if name in wanted:
                 print(f"{name} ...", flush=True)
                 begun = time.perf_counter()
+                before = figures.get(name)
                 figures[name] = measured = part.measure(ground, **(part.small if arguments.small else {}))
                 print(f"{name}: {time.perf_counter() - begun:.0f} s: {measured}", flush=True)
+                if name == "calls" and before is not None:
+                    print("", *calls.changes(before, measured), sep="\n  ", flush=True)
                 # After each: what took minutes to measure is not lost to what comes after it.
                 page.keep(figures, store, directory / page.PAGE.name)
     print(f"written: {directory.name}/{page.PAGE.name}", flush=True)

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import group_page, mariadb_bulk, pipelined, records, spark_page, state_page, units
+from benchmarks import calls, group_page, mariadb_bulk, pipelined, records, spark_page, state_page, units, web
 from benchmarks.async_tasks import THREADS
 from benchmarks.consumer import BATCH, BY_HAND, OURS, PARTITIONS
 from benchmarks.first import STEPS
@@ -50,10 +50,13 @@ def render(figures: Mapping[str, Any]) -> str:
     sections = {
         "latency": _latency,
         "steps": _steps,
+        "processor": partial(calls.processor_section, table=_table),
+        "calls": partial(calls.section, table=_table),
         "sizes": _sizes,
         "network": _network,
         "threads": _threads,
         "async": _async,
+        "web": partial(web.section, table=_table),
         "group": partial(group_page.section, table=_table),
         "consumer": _consumer,
         "units": units.section,

@@ -10,16 +10,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from sqlalchemy import create_engine
 
 from benchmarks.servers import Ground, p50, p95
 from benchmarks.ways import METADATA, in_turn, writing
-from dualwrite import DualWriter, Telemetry
+from dualwrite import DualWriter
 from dualwrite.ports.observer import Observer
 from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.protocol.tables.write_phases import Phase
@@ -29,6 +24,15 @@ NONE, NO_SDK, SDK = "without telemetry", "the API without an SDK", "an SDK, ever
 
 def observers() -> dict[str, Observer]:
     """One for each way. The process must have no global SDK."""
+    # Not before: every writer that is opened where OpenTelemetry is loaded notes what it does.
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from dualwrite import Telemetry
+
     tracers = TracerProvider()
     tracers.add_span_processor(BatchSpanProcessor(InMemorySpanExporter()))
     meters = MeterProvider([InMemoryMetricReader()])

@@ -1,0 +1,41 @@
+"""How much Python one dual write runs: functions are counted, not timed, so a busy machine changes nothing."""
+
+import threading
+
+from benchmarks import calls
+
+# The calls of one steady dual write, one message and one row, as counted by `make bench ONLY=calls`, and 3 % more, as
+# the background varies. A change that makes fewer calls lowers these; one that must raise them says why in its commit.
+MOST_OWN = 960
+MOST_PYTHON = 2990
+
+
+def test_a_steady_dual_write_calls_no_more_functions_than_it_did(dualwrite_kafka, dualwrite_topic, migrated_database):
+    found = calls.in_new_process(calls.count, dualwrite_kafka.client_config(), migrated_database, dualwrite_topic)
+    most = "\n".join(f"{times:7.1f}  {name}" for name, times in list(found.functions.items())[:30])
+    assert found.own <= MOST_OWN, most
+    assert found.python <= MOST_PYTHON, most
+    assert found.packages["psycopg"] > 100  # else nothing was counted, or another driver
+
+
+def test_calls_are_counted_in_threads_that_start_meanwhile_and_in_no_others():
+    asked, answered = threading.Event(), threading.Event()
+
+    def answer():
+        asked.wait()
+        answered.set()
+
+    with calls.Counting() as counting:
+        thread = threading.Thread(target=answer)
+        thread.start()
+
+        def ask():
+            asked.set()
+            answered.wait()
+
+        found = counting.of(ask, 1)
+        thread.join()
+    assert found.background > 0
+    assert found.python > found.background
+    assert found.packages.keys() == {calls.STANDARD}
+    assert found.own == 0
