@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from confluent_kafka.aio import AIOProducer
 from sqlalchemy import create_engine, insert
@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from benchmarks.servers import Ground
 from benchmarks.threads import LANES, Measured, Window, slice_of_threads
 from benchmarks.ways import ENGINES, METADATA, NATIVE, QUIET, ROWS, UNSAFE, ours
-from dualwrite import AsyncDualWriter
+from dualwrite import AsyncDualWriter, WriterLimits
 
 TASKS = (1, 64, 1000)
 THREADS = f"{NATIVE}, threads"
@@ -29,8 +29,10 @@ Write: TypeAlias = Callable[[], Awaitable[None]]
 async def ours_in_tasks(kafka: Mapping[str, str], engine: AsyncEngine, topic: str, way: str) -> AsyncIterator[Write]:
     """This library, by one of its producer engines."""
     name = f"async {way} {topic}".replace(" ", "-")
-    settings: dict[str, Any] = {"max_lanes": LANES, "lane_timeout_s": 120.0, "producer_engine": ENGINES[way]}
-    async with AsyncDualWriter(name, kafka=kafka, database=engine, **settings) as writer:
+    limits = WriterLimits(max_lanes=LANES, lane_timeout_s=120.0)
+    async with AsyncDualWriter(
+        name, kafka=kafka, database=engine, limits=limits, producer_engine=ENGINES[way]
+    ) as writer:
 
         async def write() -> None:
             async with writer.transaction() as tx:

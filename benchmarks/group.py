@@ -21,7 +21,7 @@ from benchmarks.async_tasks import ours_in_tasks, slice_of_tasks, unsafe_in_task
 from benchmarks.servers import Ground
 from benchmarks.threads import LANES, Measured, shared_unsafe, slice_of_threads
 from benchmarks.ways import METADATA, NATIVE, ROWS, UNSAFE, Write, ours
-from dualwrite import AsyncDualWriter, AsyncTransaction, DualWriter, ProducerRecord, RowUnit, Transaction
+from dualwrite import AsyncDualWriter, AsyncTransaction, DualWriter, ProducerRecord, RowUnit, Transaction, WriterLimits
 from dualwrite.ports.observer import Observer
 
 GROUP = "group commit"
@@ -86,7 +86,12 @@ def grouped(
     """This library's group commit, with its own producer."""
     name = f"group-{topic}-{as_text}"
     with DualWriter(
-        name, kafka=kafka, database=engine, max_lanes=LANES, producer_engine="native", telemetry=sizes
+        name,
+        kafka=kafka,
+        database=engine,
+        limits=WriterLimits(max_lanes=LANES),
+        producer_engine="native",
+        telemetry=sizes,
     ) as writer:
 
         def write(notes: Sequence[str]) -> None:
@@ -108,7 +113,12 @@ def grouped_rows(kafka: Mapping[str, str], engine: Engine, topic: str, sizes: Si
     """The same, with units as data."""
     name = f"group-of-rows-{topic}"
     with DualWriter(
-        name, kafka=kafka, database=engine, max_lanes=LANES, producer_engine="native", telemetry=sizes
+        name,
+        kafka=kafka,
+        database=engine,
+        limits=WriterLimits(max_lanes=LANES),
+        producer_engine="native",
+        telemetry=sizes,
     ) as writer:
         yield lambda notes: writer.submit(_row_unit(topic, notes)).result()
 
@@ -123,7 +133,11 @@ async def grouped_in_tasks(
 ) -> AsyncIterator[AsyncWrite]:
     """The same of the tasks of an event loop."""
     name = f"group-of-tasks-{topic}-{of_rows}"
-    settings: dict[str, Any] = {"max_lanes": LANES, "producer_engine": "native", "telemetry": sizes}
+    settings: dict[str, Any] = {
+        "limits": WriterLimits(max_lanes=LANES),
+        "producer_engine": "native",
+        "telemetry": sizes,
+    }
     async with AsyncDualWriter(name, kafka=kafka, database=engine, **settings) as writer:
 
         async def unit(tx: AsyncTransaction) -> None:

@@ -20,7 +20,7 @@ from harness.forking import processes
 from harness.patience import wait_until
 
 from benchmarks.servers import Ground, p50
-from dualwrite import DualWriter
+from dualwrite import DualWriter, WriterLimits
 from dualwrite.runtime import failpoints
 
 SEEN, LEASE, OPENED = "a member beside it", "its lease alone", "opened again"
@@ -28,7 +28,7 @@ SEEN, LEASE, OPENED = "a member beside it", "its lease alone", "opened again"
 
 
 def _make(way: str, name: str, kafka: Mapping[str, str], url: str) -> DualWriter:
-    settings = {"kafka": kafka, "database": url, "max_lanes": 2}
+    settings = {"kafka": kafka, "database": url, "limits": WriterLimits(max_lanes=2)}
     return DualWriter(name, **settings) if way == OPENED else DualWriter.leased(name, **settings)  # type: ignore[arg-type]
 
 

@@ -16,7 +16,7 @@ from sqlalchemy import create_engine
 
 from benchmarks.servers import Ground, p50, p95
 from benchmarks.ways import ENGINES, LIBRDKAFKA, METADATA, NATIVE, writing
-from dualwrite import DualWriter
+from dualwrite import DualWriter, WriterLimits
 from dualwrite.writing.lanes.lane import Lane
 
 WITH, WITHOUT = "knows how each transaction has ended", "believes the answer"
@@ -58,7 +58,7 @@ def run(
                         name.replace(" ", "-"),
                         kafka=ground.kafka,
                         database=engine,
-                        max_lanes=THREADS,
+                        limits=WriterLimits(max_lanes=THREADS),
                         producer_engine=producer_engine,
                     )
                     writer.open()

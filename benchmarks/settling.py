@@ -8,7 +8,7 @@ from harness.death import mortal
 from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine, insert
 
 from benchmarks.servers import Ground
-from dualwrite import DualWriter, recover
+from dualwrite import DualWriter, WriterLimits, recover
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.failpoints import FailpointError
 
@@ -21,7 +21,9 @@ def leave_decided(ground: Ground, ids: int, topic: str) -> None:
     engine = create_engine(ground.url)
     METADATA.create_all(engine)
     for number in range(ids):
-        writer = mortal(DualWriter(f"left-{number:05d}", kafka=ground.kafka, database=engine, max_lanes=1))
+        writer = mortal(
+            DualWriter(f"left-{number:05d}", kafka=ground.kafka, database=engine, limits=WriterLimits(max_lanes=1))
+        )
         with writer:
             failpoints.arm("write.decided:1:raise")
             try:

@@ -17,7 +17,7 @@ import psutil
 from sqlalchemy import create_engine
 
 from benchmarks.servers import Ground, p50
-from dualwrite import DualWriter
+from dualwrite import DualWriter, WriterLimits
 from dualwrite.units import KeyedImage, UnitReader, UnitRecord, UnitWriter
 
 PART = 10_000
@@ -93,7 +93,7 @@ def _in_units(ground: Ground, topic: str, records: int, value: bytes = VALUE) ->
 
 def _plain(ground: Ground, topic: str, records: int) -> None:
     engine = create_engine(ground.url)
-    with DualWriter(topic, kafka=ground.kafka, database=engine, max_lanes=1) as writer:
+    with DualWriter(topic, kafka=ground.kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
         for begin in range(0, records, PART):
             with writer.transaction() as tx:
                 for number in range(begin, min(begin + PART, records)):

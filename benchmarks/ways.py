@@ -12,7 +12,7 @@ from typing import TypeVar
 from confluent_kafka import Producer
 from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text, create_engine, delete, insert, select
 
-from dualwrite import DualWriter
+from dualwrite import DualWriter, WriterLimits
 from dualwrite.kafka.producer.choice import EngineName
 
 NATIVE = "dual write"
@@ -44,8 +44,8 @@ def ours(
 ) -> Iterator[Write]:
     """This library, by one of its producer engines."""
     name = f"{way} {topic}".replace(" ", "-")
-    settings = {"max_lanes": lanes, "lane_timeout_s": lane_timeout_s, "producer_engine": ENGINES[way]}
-    with DualWriter(name, kafka=kafka, database=engine, **settings) as writer:
+    limits = WriterLimits(max_lanes=lanes, lane_timeout_s=lane_timeout_s)
+    with DualWriter(name, kafka=kafka, database=engine, limits=limits, producer_engine=ENGINES[way]) as writer:
         yield writing(writer, topic)
 
 

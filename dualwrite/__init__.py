@@ -25,8 +25,8 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
+from dualwrite.protocol.allowed import WriterLimits
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.process.grouping import GroupLimits
 from dualwrite.protocol.producer_record import ProducerRecord
 
 if TYPE_CHECKING:
@@ -52,7 +52,6 @@ __all__ = [
     "DualWriter",
     "ExactlyOnceConsumer",
     "Fenced",
-    "GroupLimits",
     "PreparedTxnState",
     "ProducerRecord",
     "RowUnit",
@@ -62,6 +61,7 @@ __all__ = [
     "TransactionInDoubt",
     "TransactionalProducer",
     "Unavailable",
+    "WriterLimits",
     "recover",
     "status",
 ]

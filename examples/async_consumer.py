@@ -70,7 +70,7 @@ class Service:
                 handler=self.handle,
                 kafka=kafka,
                 database=engine,
-                value_deserializer=from_json,
+                deserializers={"value": from_json},
                 dead_letter_topic=f"{self.topic}-dead",
                 workers=4,
             )

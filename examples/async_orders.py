@@ -13,7 +13,7 @@ from sqlalchemy import create_engine, select
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from dualwrite import AsyncDualWriter, migrations
+from dualwrite import AsyncDualWriter, WriterLimits, migrations
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres, read_committed
 
 
@@ -44,7 +44,9 @@ async def place_order(writer: AsyncDualWriter, topic: str, number: int) -> None:
 async def serve(kafka: dict[str, str], url: str, topic: str) -> list[int]:
     """Place the orders, all at once. Returns the rows."""
     engine = create_async_engine(url)
-    async with AsyncDualWriter("async-orders", kafka=kafka, database=engine, max_lanes=4) as writer:
+    async with AsyncDualWriter(
+        "async-orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=4)
+    ) as writer:
         orders = [place_order(writer, topic, number) for number in range(100)]
         outcomes = await asyncio.gather(*orders, return_exceptions=True)
     print("placed:  ", outcomes.count(None))

@@ -22,7 +22,7 @@ from celery.signals import worker_process_init, worker_process_shutdown
 from sqlalchemy import create_engine, func, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from dualwrite import DualWriter, TransactionAborted, Unavailable, migrations
+from dualwrite import DualWriter, TransactionAborted, Unavailable, WriterLimits, migrations
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres, read_committed
 
 ORDERS = 30
@@ -51,7 +51,7 @@ if "SHOP_DATABASE" in os.environ:
         "shop",
         kafka={"bootstrap.servers": os.environ["SHOP_KAFKA"]},
         database=os.environ["SHOP_DATABASE"],
-        max_lanes=2,
+        limits=WriterLimits(max_lanes=2),
         lease_timeout_s=3.0,  # 30 s by default; the example is in a hurry
     )
 

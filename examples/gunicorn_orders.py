@@ -26,7 +26,7 @@ from flask import Flask
 from sqlalchemy import create_engine, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from dualwrite import DualWriter, migrations
+from dualwrite import DualWriter, WriterLimits, migrations
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres, read_committed
 
 
@@ -49,7 +49,7 @@ if "SHOP_DATABASE" in os.environ:
         "shop",
         kafka={"bootstrap.servers": os.environ["SHOP_KAFKA"]},
         database=os.environ["SHOP_DATABASE"],
-        max_lanes=2,
+        limits=WriterLimits(max_lanes=2),
         lease_timeout_s=3.0,  # 30 s by default; the example is in a hurry
     )
 

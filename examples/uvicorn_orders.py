@@ -25,7 +25,7 @@ from fastapi import FastAPI, Request
 from sqlalchemy import create_engine, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from dualwrite import AsyncDualWriter, migrations
+from dualwrite import AsyncDualWriter, WriterLimits, migrations
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres, read_committed
 
 
@@ -50,7 +50,7 @@ async def lifespan(shop: FastAPI) -> AsyncGenerator[None, None]:
         "shop",
         kafka={"bootstrap.servers": os.environ["SHOP_KAFKA"]},
         database=os.environ["SHOP_DATABASE"],
-        max_lanes=2,
+        limits=WriterLimits(max_lanes=2),
         lease_timeout_s=3.0,  # 30 s by default; the example is in a hurry
     ) as writer:
         shop.state.writer = writer

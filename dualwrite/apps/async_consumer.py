@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from dualwrite.state import PartitionStores
+    from dualwrite.writing.arguments import AsyncWriterOptions
     from dualwrite.writing.blocks.transaction import Transaction
 
 T = TypeVar("T")
@@ -56,8 +57,7 @@ class AsyncExactlyOnceConsumer:
         schema, offsets, consumer: As for `ExactlyOnceConsumer`.
         writer: Further arguments of `AsyncDualWriter`.
         max_messages, linger_s, workers, attempts, dead_letter_topic, transient: As for `ExactlyOnceConsumer`.
-        key_deserializer: As for `ExactlyOnceConsumer`. Called in a thread: it may ask a schema registry.
-        value_deserializer: Likewise.
+        deserializers: As for `ExactlyOnceConsumer`. Called in a thread: they may ask a schema registry.
         state: As for `ExactlyOnceConsumer`. Its stores are read and written without awaiting.
 
     Raises:
@@ -77,15 +77,14 @@ class AsyncExactlyOnceConsumer:
         schema: str | None = None,
         offsets: Literal["kafka", "database"] = "kafka",
         consumer: Mapping[str, object] | None = None,
-        writer: Mapping[str, object] | None = None,
+        writer: AsyncWriterOptions | None = None,
         max_messages: int = 500,
         linger_s: float = 0.0,
         workers: int = 1,
         attempts: int = 5,
         dead_letter_topic: str | None = None,
         transient: tuple[type[Exception], ...] = (),
-        key_deserializer: Deserializers = None,
-        value_deserializer: Deserializers = None,
+        deserializers: Deserializers | None = None,
         state: PartitionStores | None = None,
     ) -> None:
         self._handler = handler
@@ -110,12 +109,11 @@ class AsyncExactlyOnceConsumer:
             attempts=attempts,
             dead_letter_topic=dead_letter_topic,
             transient=transient,
-            key_deserializer=key_deserializer,
-            value_deserializer=value_deserializer,
+            deserializers=deserializers,
             state=state,
         )
         self.transactional_id = self._member.transactional_id
-        self._pool = ThreadPoolExecutor(THREADS + self._member.max_lanes, f"dualwrite {self.transactional_id}")
+        self._pool = ThreadPoolExecutor(THREADS + self._member.limits.max_lanes, f"dualwrite {self.transactional_id}")
         self._ended: asyncio.Future[None] | None = None
 
     @property

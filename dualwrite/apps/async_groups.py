@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from dualwrite.apps.async_transaction import AsyncTransaction
 from dualwrite.apps.greenlets import awaited, run, says_more
 from dualwrite.errors import IllegalStateError
-from dualwrite.protocol.process.grouping import GroupLimits, Unit, Units
+from dualwrite.protocol.allowed import WriterLimits
+from dualwrite.protocol.process.grouping import Unit, Units
 from dualwrite.runtime.deadline import Deadline, now_s
 from dualwrite.writing import entered
 from dualwrite.writing.group.places import full_error
@@ -132,10 +133,9 @@ class AsyncGroups:
     Args:
         name: The writer's transactional id.
         block: The block of a new dual write, entered in a greenlet.
-        limits: When a group takes no more units.
+        limits: When a group takes no more units; how many may wait, and how long :meth:`submit` waits then.
         runners: How many groups there may be at a time, one of them running its units.
         grouped: Called with the number of units of each group that has ended.
-        place_timeout_s: How long :meth:`submit` waits while as many units wait as may, in seconds.
         engine: The engine of the blocks' connections.
         pool: Returns the thread pool for work that can only block.
     """
@@ -144,11 +144,10 @@ class AsyncGroups:
         self,
         name: str,
         block: Callable[[], AbstractContextManager[Transaction]],
-        limits: GroupLimits,
+        limits: WriterLimits,
         *,
         runners: int,
         grouped: Callable[[int], None],
-        place_timeout_s: float,
         engine: AsyncEngine,
         pool: Callable[[], ThreadPoolExecutor],
     ) -> None:
@@ -159,8 +158,7 @@ class AsyncGroups:
         self._grouped = grouped
         self._engine = engine
         self._pool = pool
-        self._place_timeout_s = place_timeout_s
-        self._units: Units[_Task] = Units(limits.waiting)
+        self._units: Units[_Task] = Units(limits.waiting_units)
         self._running: object | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._rests: set[asyncio.Task[None]] = set()
@@ -186,7 +184,9 @@ class AsyncGroups:
         """Wait until the unit was added. Returns a cancellation that came after that."""
         cancelled: asyncio.CancelledError | None = None
         until = unit.work.until
-        within_s = self._place_timeout_s if until is None else min(until.remaining_s(), self._place_timeout_s)
+        within_s = (
+            self._limits.lane_timeout_s if until is None else min(until.remaining_s(), self._limits.lane_timeout_s)
+        )
         try:
             await asyncio.wait([unit.work.answered], timeout=within_s)
         except asyncio.CancelledError as error:
@@ -238,7 +238,7 @@ class AsyncGroups:
 
     async def _serve(self, token: object) -> None:
         """Run one group. An event loop that ends cancels this task, too, at any await: the units still get their answers."""
-        group = GroupRun(self._name, self._units.take(self._limits.units))
+        group = GroupRun(self._name, self._units.take(self._limits.group_units))
         for unit in self._units.admit():
             unit.work.answer()
         try:

@@ -19,7 +19,7 @@ from dualwrite.apps.async_transaction import AsyncTransaction, OneByOne, session
 from dualwrite.apps.greenlets import enter, run
 from dualwrite.apps.task_writer import THREADS, TaskWriter
 from dualwrite.errors import IllegalStateError
-from dualwrite.protocol.process.grouping import DEFAULT_LIMITS, GroupLimits
+from dualwrite.protocol.allowed import DEFAULT_LIMITS, WriterLimits
 from dualwrite.protocol.process.leases import LeaseTiming
 from dualwrite.runtime.waiting import here
 from dualwrite.stores.sql.access.connecting import async_engine_of, blocking_twin, engine_of
@@ -46,7 +46,7 @@ class AsyncDualWriter:
     """A :class:`DualWriter` for the tasks of one event loop: the same protocol, without a thread for each transaction.
 
     Tasks share one writer; any number of them may ask for a transaction at once, and get a lane first come, first served. Raise
-    ``lane_timeout_s`` if more of them wait than your servers can serve in that time.
+    ``WriterLimits.lane_timeout_s`` if more of them wait than your servers can serve in that time.
 
     A cancellation has one of two outcomes. Until the database is asked to commit, both sides abort, and ``CancelledError``
     leaves the block. From then on the dual write is completed first, and ``CancelledError`` is raised after it, unless there is
@@ -62,12 +62,9 @@ class AsyncDualWriter:
             instance because ``database`` was made with ``connect_args``. It must lead to the same database, which is checked.
         session_factory: Makes the ORM session of ``tx.session``, called with ``bind=connection``; an ``async_sessionmaker``,
             say.
-        schema, max_lanes, timeout_s, lane_timeout_s, margin_s, idle_after_s: As for :class:`DualWriter`.
-        paused_owner_timeout_s, bulk, producer_engine, owner: As for :class:`DualWriter`.
+        schema, limits, bulk, producer_engine: As for :class:`DualWriter`.
         on_loss: As for :class:`DualWriter`. Called in the event loop's thread, or in one of the writer's.
-        key_serializer: As for :class:`DualWriter`. Called in the event loop's thread, which it blocks while it asks a registry.
-        value_serializer: Likewise.
-        groups: Limits the groups of :meth:`submit`, and the number of units that wait: a `GroupLimits`.
+        serializers: As for :class:`DualWriter`. Called in the event loop's thread, which they block while they ask a registry.
         telemetry: As for :class:`DualWriter`.
 
     Raises:
@@ -82,51 +79,34 @@ class AsyncDualWriter:
         database: AsyncEngine | str,
         own_engine: Engine | str | None = None,
         schema: str | None = None,
-        max_lanes: int = 8,
-        timeout_s: float = 60.0,
-        lane_timeout_s: float = 30.0,
-        margin_s: float = 10.0,
-        idle_after_s: float = 60.0,
-        paused_owner_timeout_s: float | None = 60.0,
+        limits: WriterLimits = DEFAULT_LIMITS,
         session_factory: Callable[..., AsyncSession] = session_of_block,
+        serializers: Serializers | None = None,
         bulk: bool = False,
         producer_engine: EngineName = "auto",
-        owner: str | None = None,
         on_loss: OnLoss | None = None,
-        key_serializer: Serializers = None,
-        value_serializer: Serializers = None,
-        groups: GroupLimits = DEFAULT_LIMITS,
         telemetry: Observer | None = None,
     ) -> None:
         self._owns_engine = not isinstance(database, AsyncEngine)
         self._engine = async_engine_of(database)
         self._makes_own = own_engine is None or not hasattr(own_engine, "connect")
         self._own_engine = blocking_twin(self._engine) if own_engine is None else engine_of(own_engine)
-        self._max_lanes = max_lanes
+        self._limits = limits
         self._session_factory = session_factory
         self._common: CommonSettings = {
             "kafka": kafka,
             "schema": schema,
-            "max_lanes": max_lanes,
-            "timeout_s": timeout_s,
-            "lane_timeout_s": lane_timeout_s,
-            "margin_s": margin_s,
-            "idle_after_s": idle_after_s,
-            "paused_owner_timeout_s": paused_owner_timeout_s,
+            "limits": limits,
+            "serializers": serializers,
             "bulk": bulk,
             "producer_engine": producer_engine,
-            "owner": owner,
             "on_loss": on_loss,
-            "key_serializer": key_serializer,
-            "value_serializer": value_serializer,
             "telemetry": telemetry,
-            "groups": groups,
         }
         self._writer: TaskWriter | LeasedTaskWriter = TaskWriter(
             transactional_id, self._engine, database=self._own_engine, session_factory=session_factory, **self._common
         )
-        self._timeout_s = timeout_s
-        self._groups = self._writer.groups_of_tasks(groups, self._opened)
+        self._groups = self._writer.groups_of_tasks(limits, self._opened)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
@@ -165,7 +145,7 @@ class AsyncDualWriter:
             session_factory=writer._session_factory,
             **writer._common,
         )
-        writer._groups = writer._writer.groups_of_tasks(writer._common["groups"], writer._opened)
+        writer._groups = writer._writer.groups_of_tasks(writer._limits, writer._opened)
         return writer
 
     @property
@@ -187,7 +167,7 @@ class AsyncDualWriter:
             raise IllegalStateError("the writer was already opened", transactional_id=self.transactional_id)
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
-        self._pool = ThreadPoolExecutor(THREADS + self._max_lanes, f"dualwrite {self.transactional_id}")
+        self._pool = ThreadPoolExecutor(THREADS + self._limits.max_lanes, f"dualwrite {self.transactional_id}")
         try:
             await run(self._pool, self._writer.open)
         except BaseException:
@@ -310,7 +290,7 @@ class AsyncDualWriter:
     ) -> Any:
         """Run the work as one unit of a group: many tasks' units commit in one dual write. See :meth:`DualWriter.submit`.
 
-        While as many units wait as `GroupLimits.waiting`, the task waits for a place, first come, first served.
+        While as many units wait as `WriterLimits.waiting_units`, the task waits for a place, first come, first served.
 
         A cancellation, by ``asyncio.timeout`` say, ends the wait at once. Work that has not begun then never runs, and work
         that waits to run again does not. Work that is running ends with its group, which may commit it.
@@ -351,7 +331,7 @@ class AsyncDualWriter:
             return  # in a forked process the connections and the threads are the parent's
         self._require_own_loop()
         if self._pool is not None:
-            await self._groups.close(self._timeout_s)
+            await self._groups.close(self._limits.timeout_s)
         pool, self._pool = self._pool, None
         if pool is None:
             return

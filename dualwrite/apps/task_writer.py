@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
     from typing_extensions import Unpack
 
-    from dualwrite.protocol.process.grouping import GroupLimits
+    from dualwrite.protocol.allowed import WriterLimits
     from dualwrite.writing.arguments import CommonSettings
     from dualwrite.writing.blocks.transaction import Transaction
     from dualwrite.writing.joining import Block
@@ -63,7 +63,7 @@ class OfTasks:
             joins_first=joins_first,
         )
 
-    def groups_of_tasks(self: _Writer, limits: GroupLimits, pool: Callable[[], ThreadPoolExecutor]) -> AsyncGroups:
+    def groups_of_tasks(self: _Writer, limits: WriterLimits, pool: Callable[[], ThreadPoolExecutor]) -> AsyncGroups:
         """The groups of :meth:`AsyncDualWriter.submit`."""
         return AsyncGroups(
             self.transactional_id,
@@ -71,7 +71,6 @@ class OfTasks:
             limits,
             runners=self._group_runners,
             grouped=self._note_group,
-            place_timeout_s=self._lanes.lane_timeout_s,
             engine=self._asynchronous,
             pool=pool,
         )

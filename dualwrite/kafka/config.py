@@ -139,6 +139,11 @@ class KafkaConfig:
             merged[key] = value
         return merged
 
+    @property
+    def client_id(self) -> str | None:
+        """The name that the user has given to the client; None without one."""
+        return self._text("client.id", "") or None
+
     def kafka_python(self) -> dict[str, object]:
         """The arguments for kafka-python's connections. Reads certificates and keys from their files.
 

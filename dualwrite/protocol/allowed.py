@@ -1,4 +1,4 @@
-"""The rules for durations, ids and prefixes that callers give: the same for the Python calls and for the commands.
+"""The rules for durations, counts, ids and prefixes that callers give: the same for the Python calls and for the commands.
 
 A script passes an empty id or prefix when a variable is unset, and NaN when a computation has failed. Every id begins with the
 empty prefix, and no comparison with NaN is true: both would select what nobody has asked for.
@@ -7,6 +7,7 @@ empty prefix, and no comparison with NaN is true: both would select what nobody 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Final
 
 from dualwrite.errors import ConfigurationError
@@ -64,8 +65,23 @@ def check_selection(transactional_id: str | None, prefix: str | None) -> None:
         check_not_empty("the prefix", prefix, ", or none at all (--all) for every id")
 
 
-def check_writer(transactional_id: str, max_lanes: int) -> None:
-    """Refuse a name or a number of lanes that no writer can have.
+def check_count(name: str, count: int, *, least: int = 1) -> None:
+    """Refuse a number that is too small.
+
+    Args:
+        name: The argument's name, for the message.
+        count: The number.
+        least: The smallest one that may be given.
+
+    Raises:
+        ConfigurationError: It is smaller.
+    """
+    if count < least:
+        raise ConfigurationError(f"{name} is {count}", next_step=f"give at least {least}")
+
+
+def check_writer_name(transactional_id: str) -> None:
+    """Refuse a name that no writer can have.
 
     Raises:
         ConfigurationError: It cannot.
@@ -75,5 +91,56 @@ def check_writer(transactional_id: str, max_lanes: int) -> None:
             f"{transactional_id!r} cannot be a transactional id",
             next_step=f"use 1 to {_LONGEST_NAME} characters without '#', which separates the numbers of lanes",
         )
-    if max_lanes < 1:
-        raise ConfigurationError(f"max_lanes is {max_lanes}; it must be at least 1", transactional_id=transactional_id)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriterLimits:
+    """The times and counts of a writer. Every one has a default: give those that you change.
+
+    A *unit* is the work of one caller of :meth:`DualWriter.submit`; a *group* is the units that commit in one dual write.
+
+    Args:
+        max_lanes: The maximum number of concurrent transactions. A consumer makes it of its ``workers``.
+        timeout_s: Limits opening, and each ending of a transaction, in seconds.
+        lane_timeout_s: How long a transaction waits for a free lane, and ``submit`` for a place, in seconds.
+        margin_s: The time that must be left of the broker's transaction timeout once the database has committed, in seconds; on
+            PostgreSQL also the longest pause between the decision and its COMMIT.
+        idle_after_s: After this time without a transaction the row records that its last one is complete, in seconds.
+        paused_owner_timeout_s: An owner that is paused inside a transaction loses its PostgreSQL session after this time, so
+            that it does not hold its row forever; None leaves the server's own setting. In seconds.
+        group_units: The maximum number of units in a group. PostgreSQL keeps up to 64 savepoints of a transaction in shared
+            memory; more of them slow down every query that meets their rows before the commit.
+        group_open_s: No unit begins later than this after the group's first one; the others wait for the next group. So the
+            first unit waits for the others no longer than this and the last unit take. A group never waits for units.
+        group_bytes: No unit begins once the messages of the group are larger than this: their keys and values, in bytes.
+        waiting_units: The maximum number of units that wait for a group. At that number ``submit`` lets its caller wait, first
+            come, first served.
+
+    Raises:
+        ConfigurationError: A limit cannot work.
+    """
+
+    max_lanes: int = 8
+    timeout_s: float = 60.0
+    lane_timeout_s: float = 30.0
+    margin_s: float = 10.0
+    idle_after_s: float = 60.0
+    paused_owner_timeout_s: float | None = 60.0
+    group_units: int = 64
+    group_open_s: float = 0.25
+    group_bytes: int = 16 * 1024 * 1024
+    waiting_units: int = 10_000
+
+    def __post_init__(self) -> None:
+        check_seconds("timeout_s", self.timeout_s)
+        if self.paused_owner_timeout_s is not None:
+            check_seconds("paused_owner_timeout_s", self.paused_owner_timeout_s)
+        # At 0 s the others still mean something: do not wait, need no margin, record at once, no second unit.
+        for name in ("lane_timeout_s", "margin_s", "idle_after_s", "group_open_s"):
+            check_seconds(name, getattr(self, name), zero=True)
+        for name in ("max_lanes", "group_units", "waiting_units"):
+            check_count(name, getattr(self, name))
+        check_count("group_bytes", self.group_bytes, least=0)
+
+
+DEFAULT_LIMITS: Final = WriterLimits()

@@ -8,6 +8,7 @@ has been open for some time.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -17,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dualwrite.errors import DatabaseWentBack
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.ports.coordinator import TransactionCoordinator
 from dualwrite.ports.observer import NO_OBSERVER, Observer
 from dualwrite.ports.store import StateStore
@@ -147,9 +149,7 @@ def recover(
     dry_run: bool = False,
     after_restore: bool = False,
     timeout_s: float = 300.0,
-    owner: str | None = None,
-    on_settled: Callable[[str], None] = lambda _: None,
-    on_planned: Callable[[Sequence[IdStatus]], None] = lambda _: None,
+    progress: Callable[[int, int], None] | None = None,
     telemetry: Observer | None = None,
 ) -> RecoveryReport:
     """Settle what dead owners left behind: commit in Kafka what the database decided, abort the rest.
@@ -159,7 +159,7 @@ def recover(
 
     Args:
         transactional_id: One writer's id, with its lanes; not together with ``prefix``.
-        kafka: librdkafka configuration.
+        kafka: librdkafka configuration. Its ``client.id`` names this recovery to people who read the rows.
         database: A SQLAlchemy engine or a database URL.
         schema: The database schema of the library's tables.
         prefix: All ids with this prefix; all ids if neither is given.
@@ -172,9 +172,8 @@ def recover(
             knows, and abort what is open there. Includes lanes and writers that are younger than the backup and have no row:
             those of the id or the prefix; without either, the lanes of the writers that have one.
         timeout_s: Limits the whole call, in seconds.
-        owner: The name of this recovery, for people who read the row.
-        on_settled: Called with each settled id, from several threads.
-        on_planned: Called with what will be settled, before any of it is.
+        progress: Called with two numbers of ids: those settled so far, and those to settle. First before any is settled; one
+            call at a time, in several threads.
         telemetry: As for `DualWriter`.
 
     Returns:
@@ -192,6 +191,7 @@ def recover(
     if open_for_s is not None:
         check_seconds("open_for_s", open_for_s, zero=True)
     observer = observer_if_loaded() if telemetry is None else telemetry
+    counted = _Progress(progress)
     with observer.recovering(), opened(database, schema) as used:
         store = used.store()
         report = recover_rows(
@@ -203,9 +203,9 @@ def recover(
             dry_run=dry_run,
             after_restore=_asked_for(store, transactional_id, prefix) if after_restore else None,
             deadline=Deadline(timeout_s),
-            owner=unique_owner(owner),
-            on_settled=on_settled,
-            on_planned=on_planned,
+            owner=unique_owner(KafkaConfig.parse(kafka).client_id),
+            on_settled=counted.note_settled,
+            on_planned=counted.note_planned,
             observer=observer,
         )
         rows = rows_of(store, transactional_id, prefix)
@@ -213,6 +213,27 @@ def recover(
         if not dry_run:
             tell(report, rows, store, observer)
         return report
+
+
+class _Progress:
+    """Counts the ids of one :func:`recover`, and tells its caller."""
+
+    def __init__(self, told: Callable[[int, int], None] | None) -> None:
+        self._told = told
+        self._settled = self._planned = 0
+        self._one_at_a_time = threading.Lock()
+
+    def note_planned(self, items: Sequence[IdStatus]) -> None:
+        self._planned = len({item.row.transactional_id for item in items})
+        if self._told is not None:
+            self._told(0, self._planned)
+
+    def note_settled(self, _: str) -> None:
+        if self._told is None:
+            return
+        with self._one_at_a_time:
+            self._settled += 1
+            self._told(self._settled, self._planned)
 
 
 def _open_for_s(asked: float | None, transactional_id: str | None) -> float:

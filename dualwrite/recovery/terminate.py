@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dualwrite.errors import IllegalStateError
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.ports.coordinator import TransactionCoordinator, native_of
 from dualwrite.ports.observer import Observer
 from dualwrite.ports.store import StateStore
@@ -69,7 +70,6 @@ def terminate(
     schema: str | None = None,
     lose_decided: bool = False,
     timeout_s: float = 60.0,
-    owner: str | None = None,
     telemetry: Observer | None = None,
 ) -> TerminationReport:
     """Abort the open transaction of one id, unless the database has decided it.
@@ -82,13 +82,12 @@ def terminate(
 
     Args:
         transactional_id: The id of a writer, a lane or a slot, as in its row; or Kafka's ``transactional.id``.
-        kafka: librdkafka configuration.
+        kafka: librdkafka configuration. Its ``client.id`` names the caller to people who read the row and the incident.
         database: A SQLAlchemy engine or a database URL: the database of this library's rows. May be left out for ids that this
             library did not make.
         schema: The database schema of the library's tables.
         lose_decided: Abort also what the database has decided: its rows stay, its messages are lost.
         timeout_s: Limits the whole call, in seconds.
-        owner: The name of the caller, for people who read the row and the incident.
         telemetry: As for `DualWriter`.
 
     Returns:
@@ -111,7 +110,7 @@ def terminate(
             return _without_row(transactional_id, coordinator, deadline, lose_decided=lose_decided)
         with opened(database, schema) as used:
             store = used.store()
-            context = OwnerContext(coordinator, store, unique_owner(owner), observer)
+            context = OwnerContext(coordinator, store, unique_owner(KafkaConfig.parse(kafka).client_id), observer)
             report = terminate_by(context, transactional_id, deadline, lose_decided=lose_decided)
             note_told(store, [(loss.row.transactional_id, loss.row.prepared) for loss in report.losses])
             for loss in report.losses:

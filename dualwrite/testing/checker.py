@@ -129,13 +129,12 @@ class Checker:
 
     def _settle(self, engine: Engine) -> RecoveryReport:
         return recover(
-            kafka=self._kafka,
+            kafka={**self._kafka, "client.id": "checker"},
             database=engine,
             schema=self._schema,
             prefix=self._prefix or None,
             open_for_s=0.0,
             timeout_s=self._timeout_s,
-            owner="checker",
         )
 
     def _look(self, engine: Engine) -> _Sight:

@@ -16,6 +16,7 @@ from dualwrite.errors import (
     TransactionInDoubt,
     text_of,
 )
+from dualwrite.protocol.allowed import WriterLimits
 from dualwrite.protocol.tables.machine import Machine
 from dualwrite.protocol.tables.unit_life import (
     UNIT_WRITER_LIFE,
@@ -170,8 +171,8 @@ class UnitWriter:
             kafka=kafka,
             database=database,
             schema=schema,
-            max_lanes=1,  # each part waits until the one before is complete: their order in the log is that of the unit
-            timeout_s=timeout_s,
+            # One lane: each part waits until the one before is complete, so their order in the log is that of the unit.
+            limits=WriterLimits(max_lanes=1, timeout_s=timeout_s),
             producer_engine=producer_engine,
         )
 

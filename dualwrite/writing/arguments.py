@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypedDict
 
+from dualwrite.errors import ConfigurationError
 from dualwrite.stores.sql.access.failures import conflict_behind
 
 if TYPE_CHECKING:
@@ -17,45 +18,65 @@ if TYPE_CHECKING:
     from dualwrite.kafka.producer.choice import EngineName
     from dualwrite.ports.database import Database
     from dualwrite.ports.observer import Observer
-    from dualwrite.protocol.process.grouping import GroupLimits
+    from dualwrite.protocol.allowed import WriterLimits
     from dualwrite.writing.blocks.serializing import Serializers
     from dualwrite.writing.lanes.losses import OnLoss
 
 
-class CommonSettings(TypedDict, total=False):
+class CommonOptions(TypedDict, total=False):
+    """The keyword arguments that all writers share, and that do not say which servers they use."""
+
+    limits: WriterLimits
+    serializers: Serializers | None
+    bulk: bool
+    producer_engine: EngineName
+    on_loss: OnLoss | None
+    telemetry: Observer | None
+
+
+class WriterOptions(CommonOptions, total=False):
+    """The keyword arguments of `DualWriter` that do not say which servers it uses."""
+
+    session_factory: Callable[..., Session]
+
+
+class AsyncWriterOptions(CommonOptions, total=False):
+    """The keyword arguments of `AsyncDualWriter` that do not say which servers it uses."""
+
+    session_factory: Callable[..., AsyncSession]
+
+
+class CommonSettings(CommonOptions, total=False):
     """The keyword arguments that `DualWriter` and `AsyncDualWriter` share."""
 
     kafka: Required[Mapping[str, object]]
     schema: str | None
-    max_lanes: int
-    timeout_s: float
-    lane_timeout_s: float
-    margin_s: float
-    idle_after_s: float
-    paused_owner_timeout_s: float | None
-    bulk: bool
-    producer_engine: EngineName
-    owner: str | None
-    on_loss: OnLoss | None
-    key_serializer: Serializers
-    value_serializer: Serializers
-    telemetry: Observer | None
-    groups: GroupLimits
 
 
-class WriterSettings(CommonSettings, total=False):
+class WriterSettings(CommonSettings, WriterOptions, total=False):
     """The keyword arguments of `DualWriter`."""
 
     database: Required[Engine | Database | str]
-    session_factory: Callable[..., Session]
 
 
-class AsyncWriterSettings(CommonSettings, total=False):
+class AsyncWriterSettings(CommonSettings, AsyncWriterOptions, total=False):
     """The keyword arguments of `AsyncDualWriter`."""
 
     database: Required[AsyncEngine | str]
     own_engine: Engine | str | None
-    session_factory: Callable[..., AsyncSession]
+
+
+def check_options(given: Mapping[str, object]) -> None:
+    """Refuse what is not an argument of a writer, or what the caller gives to it.
+
+    Raises:
+        ConfigurationError: There is such an argument.
+    """
+    known = WriterOptions.__annotations__.keys()
+    if unknown := sorted(given.keys() - known):
+        raise ConfigurationError(
+            f"writer has {', '.join(map(repr, unknown))}", next_step=f"it may have {', '.join(sorted(known))}"
+        )
 
 
 @contextmanager

@@ -71,7 +71,7 @@ class LeasedWriter(DualWriter):
         self._fleet = fleet
         self._timing = timing
         self._kafka = settings["kafka"]
-        self._owner_name = settings.get("owner")
+        self._owner_name = self._producers.config.client_id
         self._leases: Leases | None = None
         self._keeper: LeaseKeeper | None = None
         self._current: DualWriter | None = None
@@ -249,7 +249,7 @@ class LeasedWriter(DualWriter):
         """Settle what dead members have left, so that nobody waits for a newcomer to take their ids."""
         leases = self._leases
         assert leases is not None
-        limit_s = min(self._timeout_s, self._timing.timeout_s)
+        limit_s = min(self._limits.timeout_s, self._timing.timeout_s)
         for lease in dead:
             name, owner = lease.transactional_id, lease_owner(self._owner_name)
             if self._closing.is_set():
@@ -296,9 +296,9 @@ class LeasedWriter(DualWriter):
         with self._lock:
             self._closing.set()
         if self._helper is not None:
-            self._helper.join(2 * self._timeout_s)
+            self._helper.join(2 * self._limits.timeout_s)
         settled = False
-        self._groups.close(self._timeout_s)
+        self._groups.close(self._limits.timeout_s)
         writer, self._current = self._current, None
         try:
             if writer is not None:

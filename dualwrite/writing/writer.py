@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dualwrite.errors import DualWriteError, IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.producer.choice import EngineName, wanted_engine
-from dualwrite.protocol.allowed import check_seconds, check_writer
-from dualwrite.protocol.process.grouping import DEFAULT_LIMITS, GroupLimits
+from dualwrite.protocol.allowed import DEFAULT_LIMITS, WriterLimits, check_writer_name
 from dualwrite.protocol.process.leases import LeaseTiming
 from dualwrite.recovery.claim import unique_owner
 from dualwrite.recovery.reported import LOSSES, noting_told
@@ -67,28 +66,20 @@ class DualWriter(Submitting):
     Args:
         transactional_id: Name of this sequence of dual writes: stable over restarts, unique among writers that run at the
             same time. At most 240 characters, without ``#``.
-        kafka: librdkafka configuration; ``bootstrap.servers`` at least.
+        kafka: librdkafka configuration; ``bootstrap.servers`` at least. Its ``client.id`` names the owner to people who read
+            the row; without one, ``user@host:pid`` does.
         database: A SQLAlchemy engine or a database URL. The tables must exist: ``dualwrite migrate``.
         schema: The database schema of the library's tables, if it is not the default one.
-        max_lanes: The maximum number of concurrent transactions.
-        timeout_s: Limits opening, and each ending of a transaction, in seconds.
-        lane_timeout_s: How long a transaction waits for a free lane, and a unit of :meth:`submit` for a place, in seconds.
-        margin_s: The time that must be left of the broker's transaction timeout once the database has committed, in seconds; on
-            PostgreSQL also the longest pause between the decision and its COMMIT.
-        idle_after_s: After this time without a transaction the row records that its last one is complete, in seconds.
-        paused_owner_timeout_s: An owner that is paused inside a transaction loses its PostgreSQL session after this time, so
-            that it does not hold its row forever; None leaves the server's own setting. In seconds.
+        limits: The times and counts of the writer, among them ``max_lanes`` and ``timeout_s``: a `WriterLimits`.
         session_factory: Makes the ORM session of ``tx.session``, called with ``bind=connection``.
+        serializers: Make the keys and values of ``tx.produce``: ``{"key": ..., "value": ...}``, each ``(object,
+            SerializationContext) -> bytes``, as those of confluent-kafka; or a dictionary with one for each topic that has one.
+            Many threads use them at once.
         bulk: For large transactions: less work per message, no ``on_delivery``.
         producer_engine: ``auto``, ``native`` or ``librdkafka``; see `TransactionalProducer`.
-        owner: The writer's name for people who read the row; ``user@host:pid`` by default.
         on_loss: Called with a `DecidedTransactionLost`, `OutcomeUnverifiable` or `DatabaseWentBack` that is found after its
             block has ended in another way, for instance with `CompletionPending`; in the thread that found it, which may be
             about to begin a block. Without it, or if it has raised, which is logged, :meth:`close` raises such a loss.
-        key_serializer: Makes the keys of ``tx.produce``: ``(object, SerializationContext) -> bytes``, as those of
-            confluent-kafka; or a dictionary with one for each topic that has one. Used by many threads at once.
-        value_serializer: Makes the values, likewise.
-        groups: Limits the groups of :meth:`submit`, and the number of units that wait: a `GroupLimits`.
         telemetry: Records spans and metrics: a `Telemetry`. By default one with OpenTelemetry's global providers if the
             application has imported OpenTelemetry; without its SDK nothing is recorded.
 
@@ -105,67 +96,47 @@ class DualWriter(Submitting):
         kafka: Mapping[str, object],
         database: Engine | Database | str,
         schema: str | None = None,
-        max_lanes: int = 8,
-        timeout_s: float = 60.0,
-        lane_timeout_s: float = 30.0,
-        margin_s: float = 10.0,
-        idle_after_s: float = 60.0,
-        paused_owner_timeout_s: float | None = 60.0,
+        limits: WriterLimits = DEFAULT_LIMITS,
         session_factory: Callable[..., Session] = session_of_block,
+        serializers: Serializers | None = None,
         bulk: bool = False,
         producer_engine: EngineName = "auto",
-        owner: str | None = None,
         on_loss: OnLoss | None = None,
-        key_serializer: Serializers = None,
-        value_serializer: Serializers = None,
-        groups: GroupLimits = DEFAULT_LIMITS,
         telemetry: Observer | None = None,
     ) -> None:
-        check_writer(transactional_id, max_lanes)
-        check_seconds("timeout_s", timeout_s)
-        for name, seconds in {
-            "lane_timeout_s": lane_timeout_s,
-            "margin_s": margin_s,
-            "idle_after_s": idle_after_s,
-        }.items():
-            check_seconds(name, seconds, zero=True)
-        if paused_owner_timeout_s is not None:
-            check_seconds("paused_owner_timeout_s", paused_owner_timeout_s)
+        check_writer_name(transactional_id)
         self.transactional_id = transactional_id
         self._owns_database = is_made_here(database)
         self._database = database_of(database, schema)
-        self._timeout_s = timeout_s
-        self._margin_s = margin_s
-        self._paused_owner_timeout_s = paused_owner_timeout_s
+        self._limits = limits
         self._session_factory = session_factory
-        self._producers = ProducerSettings(KafkaConfig.parse(kafka), timeout_s, bulk, producer_engine)
+        self._producers = ProducerSettings(KafkaConfig.parse(kafka), limits.timeout_s, bulk, producer_engine)
         wanted_engine(producer_engine)
-        self._owner = unique_owner(owner)
+        self._owner = unique_owner(self._producers.config.client_id)
         self._pid = os.getpid()
         self._connected: Opened | None = None
         self._lanes = Lanes(
             transactional_id,
             lambda number: self._opened().lane(number),
-            max_lanes=max_lanes,
-            timeout_s=timeout_s,
-            lane_timeout_s=lane_timeout_s,
-            idle_after_s=idle_after_s,
+            max_lanes=limits.max_lanes,
+            timeout_s=limits.timeout_s,
+            lane_timeout_s=limits.lane_timeout_s,
+            idle_after_s=limits.idle_after_s,
             kafka_at=self._producers.config.listener[0],
         )
-        self._serializing = Serializing(key_serializer, value_serializer)
+        self._serializing = Serializing.of(serializers)
         self._observer = observer_if_loaded() if telemetry is None else telemetry
         self._losses = Losses(on_loss, self._observer)
         self._vitals = Vitals(transactional_id, lambda: self._opened().probe())
         self._unobserve: Callable[[], None] | None = None
         self._traits = traits = self._database.traits
-        self._group_runners = runners_for(traits, max_lanes)
+        self._group_runners = runners_for(traits, limits.max_lanes)
         self._groups = Groups(
             transactional_id,
             self.transaction,
-            limits_for(traits, groups),
+            limits_for(traits, limits),
             runners=self._group_runners,
             grouped=self._note_group,
-            place_timeout_s=lane_timeout_s,
         )
 
     @classmethod
@@ -216,7 +187,7 @@ class DualWriter(Submitting):
         if self._connected is not None or self._lanes.closed:
             raise IllegalStateError("the writer was already opened", transactional_id=self.transactional_id)
         self._database.check()
-        store = self._database.store(paused_owner_timeout_s=self._paused_owner_timeout_s)
+        store = self._database.store(paused_owner_timeout_s=self._limits.paused_owner_timeout_s)
         self._connected = Opened(
             self.transactional_id,
             store,
@@ -228,7 +199,7 @@ class DualWriter(Submitting):
         )
         self._unobserve = self._observer.opened(self.health, self._connected.longest_open_s)
         try:
-            self._lanes.open(self._connected.claim(Deadline(self._timeout_s)))
+            self._lanes.open(self._connected.claim(Deadline(self._limits.timeout_s)))
         except BaseException as error:
             if isinstance(error, LOSSES):
                 self._observer.lost(error)
@@ -293,7 +264,7 @@ class DualWriter(Submitting):
     def _joined(self) -> tuple[Engine | None, Block]:
         """For sessions: see :class:`dualwrite.writing.joining.Joining`."""
         sql = sql_of(self._database, "sessions")
-        store = sql.joined_store(paused_owner_timeout_s=self._paused_owner_timeout_s)
+        store = sql.joined_store(paused_owner_timeout_s=self._limits.paused_owner_timeout_s)
         return sql.joins_first, lambda _, connection: self._block(connection, store())
 
     @contextmanager
@@ -325,8 +296,8 @@ class DualWriter(Submitting):
                         handle,
                         traits=database.traits,
                         session_factory=self._session_factory if joined is None else no_session,
-                        margin_s=self._margin_s,
-                        timeout_s=self._timeout_s,
+                        margin_s=self._limits.margin_s,
+                        timeout_s=self._limits.timeout_s,
                         permit=permit_of(given),
                         observer=observed,
                         serializing=self._serializing,
@@ -340,7 +311,7 @@ class DualWriter(Submitting):
     def _taken(self, ticket: Ticket[Kept], observed: WriteObserver) -> Generator[Lane, None, None]:
         lane = self._lanes.take(ticket)
         try:
-            lane.ready(Deadline(self._timeout_s))
+            lane.ready(Deadline(self._limits.timeout_s))
             observed.lane(lane.transactional_id)
             yield lane
         except DualWriteError as error:
@@ -378,7 +349,7 @@ class DualWriter(Submitting):
         opened = self._connected
         try:
             with noting_told(opened.context.store) if opened is not None else nullcontext():
-                self._groups.close(self._timeout_s)
+                self._groups.close(self._limits.timeout_s)
                 self._lanes.close()
                 self._losses.raise_untold()
         finally:

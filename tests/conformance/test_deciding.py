@@ -19,7 +19,16 @@ from harness.deciding import KINDS, POINTS, Kind, Sql
 from harness.places import ROOT
 from harness.served import SETTINGS, TOPIC, ServedKafka
 
-from dualwrite import ConfigurationError, DualWriter, Fenced, TransactionAborted, TransactionInDoubt, recover, status
+from dualwrite import (
+    ConfigurationError,
+    DualWriter,
+    Fenced,
+    TransactionAborted,
+    TransactionInDoubt,
+    WriterLimits,
+    recover,
+    status,
+)
 from dualwrite.errors import IllegalStateError
 from dualwrite.ports.database import Database
 from dualwrite.ports.store import StateStore
@@ -353,7 +362,9 @@ def kafka(monkeypatch: pytest.MonkeyPatch) -> ServedKafka:
 
 
 def writer(place: Place, **more: Any) -> DualWriter:
-    return DualWriter("orders", **{"kafka": SETTINGS, "database": place.database, "max_lanes": 1, **more})
+    return DualWriter(
+        "orders", **{"kafka": SETTINGS, "database": place.database, "limits": WriterLimits(max_lanes=1), **more}
+    )
 
 
 @contextmanager

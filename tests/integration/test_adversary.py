@@ -14,7 +14,15 @@ from harness.orders import on_both, on_postgresql, write
 from harness.patience import patient
 from sqlalchemy import create_engine, delete, event, insert, select
 
-from dualwrite import ConfigurationError, DecidedTransactionLost, DualWriter, Fenced, TransactionAborted, recover
+from dualwrite import (
+    ConfigurationError,
+    DecidedTransactionLost,
+    DualWriter,
+    Fenced,
+    TransactionAborted,
+    WriterLimits,
+    recover,
+)
 from dualwrite.errors import CompletionPending, DualWriteError, IllegalStateError, Unavailable
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import running_on
@@ -31,7 +39,7 @@ STATE = declare_tables(None).state
 
 @pytest.fixture
 def writer(kafka, engine):
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
         yield writer
 
 
@@ -86,7 +94,10 @@ def test_a_lane_whose_producer_could_not_be_initialised_is_made_anew(
 ):
     with KafkaProxy(dualwrite_kafka) as proxy:
         with DualWriter(
-            "orders", kafka=patient(proxy.client_config()), database=engine, max_lanes=1, timeout_s=4
+            "orders",
+            kafka=patient(proxy.client_config()),
+            database=engine,
+            limits=WriterLimits(max_lanes=1, timeout_s=4),
         ) as writer:
             lose_the_producer(writer, dualwrite_topic, orders, 1)
             proxy.on(DESCRIBE_CONFIGS).drop_request()
@@ -102,7 +113,10 @@ def test_a_lane_that_was_claimed_and_could_not_be_settled_does_not_fence_itself(
 ):
     with KafkaProxy(dualwrite_kafka) as proxy:
         with DualWriter(
-            "orders", kafka=patient(proxy.client_config()), database=engine, max_lanes=1, timeout_s=4
+            "orders",
+            kafka=patient(proxy.client_config()),
+            database=engine,
+            limits=WriterLimits(max_lanes=1, timeout_s=4),
         ) as writer:
             dropped = proxy.on(Api.END_TXN, nth=None).drop_request()  # the owner's, and those of settling
             with pytest.raises(CompletionPending) as caught:
@@ -119,15 +133,15 @@ def test_a_lane_that_was_claimed_and_could_not_be_settled_does_not_fence_itself(
 def test_a_loss_is_told_although_settling_could_not_be_finished(dualwrite_kafka, engine, dualwrite_topic, orders):
     with KafkaProxy(dualwrite_kafka) as proxy:
         kafka = patient(proxy.client_config())
-        with mortal(DualWriter("orders", kafka=kafka, database=engine, max_lanes=1)) as writer:
+        with mortal(DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1))) as writer:
             lose_the_producer(writer, dualwrite_topic, orders, 1)
         (row,) = SqlStateStore(engine).read(["orders"])
         Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(120)
         retiring = proxy.on(Api.INIT_PRODUCER_ID).drop_request()
         with pytest.raises(DecidedTransactionLost):
-            DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, timeout_s=4).open()
+            DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1, timeout_s=4)).open()
         retiring.wait()
-        DualWriter("orders", kafka=kafka, database=engine, max_lanes=1).open()
+        DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)).open()
 
 
 @on_postgresql
@@ -138,7 +152,7 @@ def test_a_loss_is_told_before_the_next_producer_can_fail_to_be_made(
         kafka = patient(proxy.client_config())
         told = []
         with DualWriter(
-            "orders", kafka=kafka, database=engine, max_lanes=1, timeout_s=4, on_loss=told.append
+            "orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1, timeout_s=4), on_loss=told.append
         ) as writer:
             with monkeypatch.context() as patched:
                 patched.setattr(failpoints, "hit", ended_by_hand(kafka, engine))
@@ -157,7 +171,7 @@ def test_a_decided_transaction_is_never_reported_as_a_mistake_in_the_settings(
     kafka, engine, dualwrite_topic, orders, both, monkeypatch
 ):
     """The new owner of the id completes it; we may not read the log that would tell."""
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
         context = writer._opened().context
 
         def refuse(*_):
@@ -167,7 +181,7 @@ def test_a_decided_transaction_is_never_reported_as_a_mistake_in_the_settings(
             if name == "write.decided":
                 monkeypatch.undo()
                 monkeypatch.setattr(context.coordinator, "prove", refuse)
-                DualWriter("orders", kafka=kafka, database=engine, max_lanes=1).open()
+                DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)).open()
 
         monkeypatch.setattr(failpoints, "hit", take_over)
         with pytest.raises(CompletionPending) as caught:
@@ -183,7 +197,7 @@ def test_a_row_made_anew_inside_the_block_is_not_ours(writer, kafka, engine, dua
         tx.connection.execute(insert(orders).values(id=1))
         with engine.begin() as other:
             other.execute(delete(STATE))
-        DualWriter("orders", kafka=kafka, database=engine, max_lanes=1).open()
+        DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)).open()
     assert both() == ([], [])
 
 
@@ -249,7 +263,12 @@ def test_an_interruption_at_any_line_leaves_both_sides_equal(kafka, engine, dual
     """Every seventh line here, each time with the writer that the last interruption has left."""
 
     def opened():
-        writer = DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, lane_timeout_s=1, timeout_s=20)
+        writer = DualWriter(
+            "orders",
+            kafka=kafka,
+            database=engine,
+            limits=WriterLimits(max_lanes=1, lane_timeout_s=1, timeout_s=20),
+        )
         writer.open()
         return writer
 
@@ -281,7 +300,7 @@ def test_consumed_offsets_alone_are_rolled_forward_with_their_rows(kafka, engine
     group = {**kafka, "group.id": f"group-{dualwrite_topic}", "enable.auto.commit": False}
     offset = TopicPartition(dualwrite_topic, 0, 7)
     with closing(Consumer(group)) as consumer:
-        with mortal(DualWriter("orders", kafka=kafka, database=engine, max_lanes=1)) as writer:
+        with mortal(DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1))) as writer:
             failpoints.arm("write.decided:1:raise")
             with pytest.raises(FailpointError), writer.transaction() as tx:
                 tx.connection.execute(insert(orders).values(id=1))
@@ -295,8 +314,8 @@ def test_consumed_offsets_alone_are_rolled_forward_with_their_rows(kafka, engine
 def test_sqlite_is_not_waited_for_as_long_as_its_driver_would(kafka, engine, dualwrite_topic, orders, both, url):
     """The driver would wait for a reader for a minute; the ending may take four seconds."""
     patient_driver = create_engine(url, connect_args={"timeout": 60})
-    with DualWriter("orders", kafka=kafka, database=patient_driver, max_lanes=1) as writer:
-        writer._timeout_s = 4  # the producer's calls keep the writer's 60 s
+    with DualWriter("orders", kafka=kafka, database=patient_driver, limits=WriterLimits(max_lanes=1)) as writer:
+        writer._limits = WriterLimits(timeout_s=4)  # the producer's calls keep the writer's 60 s
         with engine.connect() as reader:
             reader.exec_driver_sql("BEGIN")
             reader.exec_driver_sql("SELECT * FROM kafka_transaction_state").fetchone()
@@ -341,7 +360,7 @@ def test_a_process_that_was_paused_before_its_commit_does_not_send_it(
 
     with (
         running_on(clock),
-        DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer,
+        DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer,
     ):
         with monkeypatch.context() as patch:
             patch.setattr(DualWrite, "_decide", decide)
@@ -356,7 +375,7 @@ def test_a_process_that_was_paused_before_its_commit_does_not_send_it(
 @pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 def test_a_reader_that_keeps_sqlite_from_committing_aborts_both(kafka, engine, dualwrite_topic, orders, both, url):
     waiting_little = create_engine(url, connect_args={"timeout": 0.2})
-    with DualWriter("orders", kafka=kafka, database=waiting_little, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=waiting_little, limits=WriterLimits(max_lanes=1)) as writer:
         with engine.connect() as reader:
             rows = reader.exec_driver_sql("SELECT * FROM kafka_transaction_state")
             assert rows.fetchone() is not None

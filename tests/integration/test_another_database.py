@@ -5,14 +5,14 @@ from harness.orders import Order, on_both, on_postgresql
 from sqlalchemy import event, insert, make_url, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
-from dualwrite import ConfigurationError, DualWriter, TransactionAborted
+from dualwrite import ConfigurationError, DualWriter, TransactionAborted, WriterLimits
 from dualwrite.errors import IllegalStateError
 from dualwrite.testing.reading import read_committed
 
 
 @pytest.fixture
 def writer(kafka, engine):
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
         yield writer
 
 

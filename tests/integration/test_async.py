@@ -7,6 +7,7 @@ from harness.engines import ENGINES
 from harness.orders import on_both
 from sqlalchemy import insert, select
 
+from dualwrite import WriterLimits
 from dualwrite.apps.async_writer import AsyncDualWriter
 from dualwrite.testing.reading import read_committed
 
@@ -59,6 +60,6 @@ def test_tasks_write_both_sides_or_neither(in_writer, dualwrite_topic, orders, r
 
         return await asyncio.gather(*(one(number) for number in range(20)), return_exceptions=True)
 
-    outcomes = in_writer(work, max_lanes=3)
+    outcomes = in_writer(work, limits=WriterLimits(max_lanes=3))
     assert [type(one) for one in outcomes if one] == [ZeroDivisionError] * 4
     assert rows() == messages() == [number for number in range(20) if number % 5 != 4]

@@ -6,7 +6,7 @@ import pytest
 from harness.cancelling import at_last, at_once, cancelled_at_each, with_all_others
 from sqlalchemy import insert, select
 
-from dualwrite import AsyncDualWriter
+from dualwrite import AsyncDualWriter, WriterLimits
 from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing.reading import read_committed
 
@@ -29,7 +29,7 @@ def test_a_cancellation_at_any_await_aborts_both_sides_before_the_decision_and_c
 ):
     async def main():
         patient = f"{url}?timeout=60" if url.startswith("sqlite") else url
-        async with AsyncDualWriter("orders", kafka=kafka, database=patient, max_lanes=1) as writer:
+        async with AsyncDualWriter("orders", kafka=kafka, database=patient, limits=WriterLimits(max_lanes=1)) as writer:
 
             async def write(number, begun):
                 async with writer.transaction() as tx:

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlmodel import Field, SQLModel
 from sqlmodel.ext.asyncio.session import AsyncSession as SQLModelSession
 
-from dualwrite import AsyncDualWriter, ConfigurationError, TransactionAborted
+from dualwrite import AsyncDualWriter, ConfigurationError, TransactionAborted, WriterLimits
 from dualwrite.stores.sql.access.connecting import async_engine_of
 from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing.proxy.postgresql import PostgresProxy
@@ -126,7 +126,7 @@ def test_a_dependency_that_yields_a_session_commits_both_sides(in_app, both, eng
         answers = await asyncio.gather(*(ask(web, f"/orders/{number}/{number}") for number in range(3, 20)))
         assert {status for [status], _ in answers} == {200}
 
-    in_app(work, max_lanes=3)
+    in_app(work, limits=WriterLimits(max_lanes=3))
     expected = [1, *range(3, 20)]
     assert both() == (expected, expected)
 
@@ -192,7 +192,7 @@ def test_a_lost_answer_to_the_commit_of_a_session_is_resolved(in_app, dualwrite_
                 await app.put(session, 2)
                 await session.commit()
 
-        in_app(work, through=proxy.url(url), max_lanes=1)
+        in_app(work, through=proxy.url(url), limits=WriterLimits(max_lanes=1))
     expected = [2] if fault == "reset_request" else [1, 2]
     assert both() == (expected, expected)
 
@@ -219,7 +219,7 @@ def test_a_cancellation_at_any_await_aborts_both_sides_before_the_decision_and_c
         await write(-1, [])
         return await cancelled_at_each(write, cancel)
 
-    committed = [-1, *in_app(work, max_lanes=1)]
+    committed = [-1, *in_app(work, limits=WriterLimits(max_lanes=1))]
     assert both() == (committed, committed)
     assert SqlStateStore(engine).incidents("orders") == []
 
@@ -248,5 +248,5 @@ def test_a_session_that_is_dropped_after_a_refused_message_keeps_nothing(in_app,
         assert dropped[0]() is None
         await asyncio.create_task(next_one())  # it waits for the lane, and for the lock of its row
 
-    in_app(work, max_lanes=1, producer_engine=producer_engine)
+    in_app(work, limits=WriterLimits(max_lanes=1), producer_engine=producer_engine)
     assert both() == ([1], [1])

@@ -12,7 +12,7 @@ from harness.orders import Order, write
 from harness.patience import PATIENCE_S
 from sqlalchemy import create_engine, insert
 
-from dualwrite import DualWriter, Fenced, TransactionAborted
+from dualwrite import DualWriter, Fenced, TransactionAborted, WriterLimits
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transactional import TransactionalProducer
@@ -81,12 +81,16 @@ def test_a_writer_of_the_other_engine_settles_all_lanes_of_a_dead_one_and_writes
 def test_an_owner_that_lives_on_is_fenced_by_a_writer_of_the_other_engine(
     kafka, engine, orders, both, dualwrite_topic, former, latter
 ):
-    with DualWriter("orders", kafka=kafka, database=engine, producer_engine=former, max_lanes=1) as old:
+    with DualWriter(
+        "orders", kafka=kafka, database=engine, producer_engine=former, limits=WriterLimits(max_lanes=1)
+    ) as old:
         write(old, dualwrite_topic, orders, 1)
         with pytest.raises((Fenced, TransactionAborted)), old.transaction() as tx:
             tx.produce(dualwrite_topic, value="2", partition=0)
             tx.connection.execute(insert(orders).values(id=2))
-            with DualWriter("orders", kafka=kafka, database=engine, producer_engine=latter, max_lanes=1) as new:
+            with DualWriter(
+                "orders", kafka=kafka, database=engine, producer_engine=latter, limits=WriterLimits(max_lanes=1)
+            ) as new:
                 write(new, dualwrite_topic, orders, 3)
         with pytest.raises((Fenced, TransactionAborted)):
             write(old, dualwrite_topic, orders, 4)

@@ -15,7 +15,7 @@ from harness.orders import write
 from harness.patience import PATIENCE_S
 from sqlalchemy import make_url, text
 
-from dualwrite import DecidedTransactionLost, DualWriter, Fenced, TransactionAborted, recover
+from dualwrite import DecidedTransactionLost, DualWriter, Fenced, TransactionAborted, WriterLimits, recover
 from dualwrite.apps.cli.group import commands
 from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery.recover import status
@@ -123,7 +123,7 @@ def test_a_lost_decision_is_shown_recorded_and_has_exit_codes(
 ):
     """The claim survived: the id can be recovered, and the loss becomes an incident."""
     names = ["first", "second"]
-    writers = [DualWriter(name, kafka=kafka, database=engine, max_lanes=1) for name in names]
+    writers = [DualWriter(name, kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) for name in names]
     for number, writer in enumerate(writers):
         writer.open()
         write(writer, dualwrite_topic, orders, number)
@@ -152,7 +152,7 @@ def test_a_lost_claim_is_shown_refused_and_has_an_exit_code(
 ):
     restore = None
     for number in (1, 2):
-        with DualWriter("case", kafka=kafka, database=engine, max_lanes=1) as writer:
+        with DualWriter("case", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
             write(writer, dualwrite_topic, orders, number)
         restore = restore or backup()
     restore()

@@ -6,7 +6,7 @@ import threading
 import pytest
 from sqlalchemy import create_engine, exc, insert, select, text, update
 
-from dualwrite import DualWriter, TransactionAborted, Unavailable
+from dualwrite import DualWriter, TransactionAborted, Unavailable, WriterLimits
 from dualwrite.testing.reading import read_committed
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
@@ -151,7 +151,7 @@ def test_an_exhausted_pool_is_named_with_what_to_do(kafka, url, engine):
     small = create_engine(url, pool_size=1, max_overflow=0, pool_timeout=0.05)
     try:
         with (
-            DualWriter("orders", kafka=kafka, database=small, max_lanes=1) as writer,
+            DualWriter("orders", kafka=kafka, database=small, limits=WriterLimits(max_lanes=1)) as writer,
             small.connect(),
             pytest.raises(Unavailable, match=r"QueuePool limit .*pool_size or max_overflow"),
             writer.transaction(),

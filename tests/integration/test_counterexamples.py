@@ -20,6 +20,7 @@ from dualwrite import (
     Fenced,
     TransactionAborted,
     TransactionInDoubt,
+    WriterLimits,
     recover,
 )
 from dualwrite.kafka.config import KafkaConfig
@@ -44,7 +45,7 @@ write = partial(write_order, partitions=(0, 1))
 
 def crash_after_decision(kafka, engine, topic, orders, number, name="orders"):
     """A writer whose owner is gone after the database commit, before Kafka's."""
-    writer = mortal(DualWriter(name, kafka=kafka, database=engine, max_lanes=1))
+    writer = mortal(DualWriter(name, kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)))
     writer.open()
     failpoints.arm("write.decided:1:raise")
     with pytest.raises(FailpointError):
@@ -59,7 +60,7 @@ def test_late_first_copy_of_a_retried_end_txn_cannot_end_the_next_transaction(
     """KAFKA-17754: an incarnation ends after any call that may have been sent twice, even if it answered success."""
     with KafkaProxy(dualwrite_kafka) as proxy:
         kafka = {**proxy.client_config(), "retry.backoff.ms": "500", "retry.backoff.max.ms": "500"}
-        with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+        with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
             held = proxy.on(Api.END_TXN).hold_request()
             cutter = threading.Thread(target=lambda: (held.wait(), held.cut()))
             cutter.start()
@@ -177,7 +178,7 @@ def test_a_commit_of_what_a_late_request_alone_has_begun_is_no_lost_decision(
 def test_a_row_read_before_the_claim_would_be_stale(kafka, engine, orders, dualwrite_topic, both):
     """The claim returns the state in the same statement that raises the incarnation."""
     store = SqlStateStore(engine)
-    writer = mortal(DualWriter("orders", kafka=kafka, database=engine, max_lanes=1))
+    writer = mortal(DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)))
     writer.open()
     (stale,) = store.read(["orders"])
     failpoints.arm("write.decided:1:raise")
@@ -196,7 +197,7 @@ def test_claiming_waits_for_a_decision_under_way(dualwrite_postgres, url, kafka,
     """The deciding UPDATE holds the row: a claim that comes between it and COMMIT sees what the COMMIT left."""
     with PostgresProxy(dualwrite_postgres) as proxy:
         through = create_engine(proxy.url(url))
-        with DualWriter("orders", kafka=kafka, database=through, max_lanes=1) as writer:
+        with DualWriter("orders", kafka=kafka, database=through, limits=WriterLimits(max_lanes=1)) as writer:
             commit = proxy.on("COMMIT").hold_request()
             first = threading.Thread(target=write, args=(writer, dualwrite_topic, orders, 1))
             first.start()
@@ -238,11 +239,11 @@ def test_a_database_that_went_back_in_time_is_found_until_a_person_has_looked(
     kafka, engine, orders, dualwrite_topic, both
 ):
     """The coordinator already knows the Kafka id that the restored row is about to make."""
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
         write(writer, dualwrite_topic, orders, 1)
     (backup,) = SqlStateStore(engine).read(["orders"])
     for number in (2, 3):
-        with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+        with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
             write(writer, dualwrite_topic, orders, number)
     with engine.begin() as connection:
         connection.execute(
@@ -254,9 +255,9 @@ def test_a_database_that_went_back_in_time_is_found_until_a_person_has_looked(
         )
     for _ in range(4):
         with pytest.raises(ConfigurationError, match="back in time"):
-            DualWriter("orders", kafka=kafka, database=engine, max_lanes=1).open()
+            DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)).open()
     assert recover("orders", kafka=kafka, database=engine, after_restore=True).settled == ["orders"]
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
         write(writer, dualwrite_topic, orders, 4)
     assert both()[0] == [1, 2, 3, 4]
 
@@ -267,7 +268,7 @@ def test_connection_lost_during_commit_is_resolved_by_the_row(
 ):
     with PostgresProxy(dualwrite_postgres) as proxy:
         through = create_engine(proxy.url(url), connect_args={"tcp_user_timeout": 1000})
-        with DualWriter("orders", kafka=kafka, database=through, max_lanes=1) as writer:
+        with DualWriter("orders", kafka=kafka, database=through, limits=WriterLimits(max_lanes=1)) as writer:
             rule = getattr(proxy.on("COMMIT"), fault)()
             if fault == "drop_answer":
                 cutter = threading.Thread(target=lambda: (rule.wait_answered(), rule.cut()))
@@ -291,7 +292,7 @@ def test_connection_lost_during_commit_of_rows_alone_is_resolved_by_the_database
     """The row names nothing of such a transaction; the server is out of reach for a while."""
     with PostgresProxy(dualwrite_postgres) as proxy:
         through = create_engine(proxy.url(url))
-        with DualWriter("orders", kafka=kafka, database=through, max_lanes=1) as writer:
+        with DualWriter("orders", kafka=kafka, database=through, limits=WriterLimits(max_lanes=1)) as writer:
             getattr(proxy.on("COMMIT"), fault)()
             # How every transaction of our own begins, which is tried five times.
             away = [proxy.on("SELECT PG_IS_IN_RECOVERY", nth=nth).reset_request() for nth in range(1, 7)]
@@ -310,7 +311,9 @@ def test_lost_commit_with_the_database_out_of_reach_is_in_doubt_and_never_guesse
 ):
     with PostgresProxy(dualwrite_postgres) as proxy:
         through = create_engine(proxy.url(url))
-        writer = mortal(DualWriter("orders", kafka=kafka, database=through, max_lanes=1, timeout_s=3))
+        writer = mortal(
+            DualWriter("orders", kafka=kafka, database=through, limits=WriterLimits(max_lanes=1, timeout_s=3))
+        )
         writer.open()
         proxy.on("COMMIT").reset_answer()
         proxy.on("SELECT PG_IS_IN_RECOVERY", nth=None).reset_request()  # how every transaction of our own begins
@@ -334,7 +337,7 @@ def test_in_doubt_row_that_the_next_owner_has_overwritten_is_resolved_by_the_log
         monkeypatch.setattr(SqlStateStore, "transaction_verdict", lambda *_: DatabaseVerdict.UNKNOWN)
     with PostgresProxy(dualwrite_postgres) as proxy:
         through = create_engine(proxy.url(url))
-        writer = DualWriter("orders", kafka=kafka, database=through, max_lanes=1)
+        writer = DualWriter("orders", kafka=kafka, database=through, limits=WriterLimits(max_lanes=1))
         writer.open()
         rule = proxy.on("COMMIT").hold_answer() if committed else proxy.on("COMMIT").drop_request()
         outcome = []
@@ -353,7 +356,7 @@ def test_in_doubt_row_that_the_next_owner_has_overwritten_is_resolved_by_the_log
             end = text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE state = 'idle in transaction'")
             with engine.begin() as observer:
                 observer.execute(end)
-        with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as second:
+        with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as second:
             write(second, dualwrite_topic, orders, 2)
         rule.cut()
         thread.join()
@@ -366,7 +369,7 @@ def test_wrong_epoch_in_init_producer_id_is_no_compare_and_set(kafka, engine, or
     """Why every incarnation has a Kafka id of its own: it must not be called on an id whose decision might be pending."""
     writer = crash_after_decision(kafka, engine, dualwrite_topic, orders, 1)
     (row,) = SqlStateStore(engine).read(["orders"])
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as second:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as second:
         (now,) = SqlStateStore(engine).read(["orders"])
         assert now.kafka_id(now.incarnation) != row.kafka_id(row.incarnation)
         write(second, dualwrite_topic, orders, 2)
@@ -388,11 +391,11 @@ def test_coordinator_is_the_same_from_outside(kafka, engine, orders, dualwrite_t
 
 def test_a_row_that_was_deleted_and_made_anew_has_another_owner(kafka, engine, orders, dualwrite_topic, both):
     """The new row counts incarnations from the start again: its namespace tells the two owners apart."""
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as first:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as first:
         write(first, dualwrite_topic, orders, 1)
         with engine.begin() as connection:
             connection.execute(STATE.delete())
-        with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as second:
+        with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as second:
             with pytest.raises(Fenced):
                 write(first, dualwrite_topic, orders, 2)
             write(second, dualwrite_topic, orders, 3)

@@ -8,7 +8,7 @@ from confluent_kafka import Producer
 from harness.orders import on_both, write
 from sqlalchemy import create_engine, insert
 
-from dualwrite import ConfigurationError, DualWriter, recover
+from dualwrite import ConfigurationError, DualWriter, WriterLimits, recover
 from dualwrite.apps.cli.group import commands
 from dualwrite.errors import DatabaseWentBack
 from dualwrite.protocol.observations import Outcome, TransactionStatus
@@ -24,7 +24,7 @@ from dualwrite.writing.lanes.lane_pool import Lanes
 def test_the_next_dual_write_of_the_same_owner_is_refused_and_an_incident_is_recorded(
     kafka, engine, dualwrite_topic, orders, backup
 ):
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
         write(writer, dualwrite_topic, orders, 1)
         restore = backup()
         write(writer, dualwrite_topic, orders, 2)
@@ -36,7 +36,7 @@ def test_the_next_dual_write_of_the_same_owner_is_refused_and_an_incident_is_rec
         [incident] = SqlStateStore(engine).incidents("orders")
         assert incident.prepared_transaction_state == str(forgotten)
         assert "gone back in time" in incident.detail
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as second:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as second:
         write(second, dualwrite_topic, orders, 4)
     assert sorted(int(record.value) for record in read_committed(kafka, dualwrite_topic)) == [1, 2, 4]
 
@@ -52,7 +52,9 @@ def test_a_renewed_lane_finds_it_out_and_the_block_that_renews_it_runs(
     kafka, engine, dualwrite_topic, orders, backup, both
 ):
     told = []
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, on_loss=told.append) as writer:
+    with DualWriter(
+        "orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1), on_loss=told.append
+    ) as writer:
         write(writer, dualwrite_topic, orders, 1)
         restore = backup()
         write(writer, dualwrite_topic, orders, 2)
@@ -76,7 +78,9 @@ def test_a_decision_that_is_lost_before_kafka_has_answered_is_raised_to_its_own_
     kafka, engine, dualwrite_topic, orders, backup
 ):
     told = []
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, on_loss=told.append) as writer:
+    with DualWriter(
+        "orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1), on_loss=told.append
+    ) as writer:
         write(writer, dualwrite_topic, orders, 1)
         restore = backup()
 
@@ -98,10 +102,10 @@ def test_a_decision_that_is_lost_before_kafka_has_answered_is_raised_to_its_own_
 def test_a_row_that_lost_the_claim_of_its_living_owner_is_no_other_owner(
     kafka, engine, orders, dualwrite_topic, backup
 ):
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
         write(writer, dualwrite_topic, orders, 1)
     restore = backup()
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
         restore()  # to the owner this is the same as a copy that claims beside it
         with pytest.raises(
             ConfigurationError, match=r"gone back in time .*or a copy of it is in use.*stop what uses a copy"
@@ -110,7 +114,9 @@ def test_a_row_that_lost_the_claim_of_its_living_owner_is_no_other_owner(
 
 
 def test_what_others_record_about_the_row_is_no_sign_of_it(kafka, engine, url, dualwrite_topic, orders):
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, idle_after_s=0.01) as writer:
+    with DualWriter(
+        "orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1, idle_after_s=0.01)
+    ) as writer:
         write(writer, dualwrite_topic, orders, 1)
         own = create_engine(url)
         while SqlStateStore(own).read(["orders"])[0].completed is None:
@@ -127,7 +133,7 @@ def test_what_others_record_about_the_row_is_no_sign_of_it(kafka, engine, url, d
 
 
 def test_the_idle_owner_and_its_closing_find_it_out(kafka, engine, dualwrite_topic, orders, backup):
-    writer = DualWriter("orders", kafka=kafka, database=engine, max_lanes=1)
+    writer = DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1))
     writer.open()
     write(writer, dualwrite_topic, orders, 1)
     restore = backup()
@@ -138,12 +144,17 @@ def test_the_idle_owner_and_its_closing_find_it_out(kafka, engine, dualwrite_top
         writer.close()
     [incident] = SqlStateStore(engine).incidents("orders")
     assert incident.prepared_transaction_state == str(forgotten)
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as second:  # it is recorded
+    with DualWriter(
+        "orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)
+    ) as second:  # it is recorded
         write(second, dualwrite_topic, orders, 4)
 
 
 def test_an_idle_owner_finds_it_out_with_no_write_of_its_own(kafka, engine, url, dualwrite_topic, orders, backup):
-    with pytest.raises(DatabaseWentBack), DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+    with (
+        pytest.raises(DatabaseWentBack),
+        DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer,
+    ):
         writer._lanes._idle_after_s = 3600.0
         write(writer, dualwrite_topic, orders, 1)
         restore = backup()
@@ -163,7 +174,7 @@ def test_the_next_owner_finds_out_what_the_database_has_lost_of_the_last_ones(
 ):
     """No claim was lost: the only sign is that Kafka has committed more than the row and the incidents name."""
     monkeypatch.setattr(lost_decisions, "CLOCKS_DIFFER_MS", 0)  # one broker, one clock
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as first:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as first:
         write(first, dualwrite_topic, orders, 1)
         restore = backup()
         write(first, dualwrite_topic, orders, 2, partitions=(1,) if place == "other partition" else (0,))
@@ -173,27 +184,27 @@ def test_the_next_owner_finds_out_what_the_database_has_lost_of_the_last_ones(
                 raise LookupError
     restore()
     with pytest.raises(DatabaseWentBack, match="Kafka has committed a transaction"):
-        DualWriter("orders", kafka=kafka, database=engine, max_lanes=1).open()
+        DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)).open()
     [incident] = SqlStateStore(engine).incidents("orders")
     assert incident.outcome is Outcome.UNVERIFIABLE
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as third:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as third:
         write(third, dualwrite_topic, orders, 4)
     assert sorted(int(record.value) for record in read_committed(kafka, dualwrite_topic)) == [1, 2, 4]
 
 
 def test_an_owner_that_decided_nothing_before_the_backup(kafka, engine, dualwrite_topic, orders, backup):
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as first:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as first:
         restore = backup()
         write(first, dualwrite_topic, orders, 1)
     restore()
     with pytest.raises(DatabaseWentBack, match="Kafka has committed a transaction"):
-        DualWriter("orders", kafka=kafka, database=engine, max_lanes=1).open()
-    DualWriter("orders", kafka=kafka, database=engine, max_lanes=1).open()
+        DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)).open()
+    DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)).open()
 
 
 def test_what_was_aborted_since_is_no_sign_of_it(kafka, engine, dualwrite_topic, orders):
     for number in (1, 2):
-        with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+        with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
             write(writer, dualwrite_topic, orders, number)
             with pytest.raises(LookupError), writer.transaction() as tx:
                 tx.produce(dualwrite_topic, value="no", partition=0)
@@ -205,7 +216,7 @@ def test_what_was_aborted_since_is_no_sign_of_it(kafka, engine, dualwrite_topic,
 def test_after_a_restore_nothing_stays_open_of_what_is_younger_than_the_backup(kafka, engine, dualwrite_topic, orders):
     """A lane, and a writer, whose row the database has forgotten: no row leads to their Kafka ids."""
     tag = secrets.token_hex(4)  # other tests' ids stand on the same brokers, as those of another database do
-    DualWriter(f"orders-{tag}", kafka=kafka, database=engine, max_lanes=1).open()
+    DualWriter(f"orders-{tag}", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)).open()
     left = {f"{name}.{'0123456789ab'}.1" for name in (f"orders-{tag}#1", f"younger-{tag}", f"another-{tag}")}
     owners = [Producer({**kafka, "transactional.id": kafka_id}) for kafka_id in sorted(left)]
     for owner in owners:
@@ -226,13 +237,13 @@ def test_after_a_restore_nothing_stays_open_of_what_is_younger_than_the_backup(k
 
 @on_both
 def test_a_lost_claim_is_shown_and_hinders_no_other_id(kafka, engine, dualwrite_topic, orders, backup, url):
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
         write(writer, dualwrite_topic, orders, 1)
     restore = backup()
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
         write(writer, dualwrite_topic, orders, 2)
     restore()
-    with DualWriter("other", kafka=kafka, database=engine, max_lanes=1) as other:
+    with DualWriter("other", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as other:
         other._opened()
     shown = {one.row.transactional_id: one for one in status(kafka=kafka, database=url)}
     assert shown["orders"].claim_lost
@@ -246,6 +257,6 @@ def test_a_lost_claim_is_shown_and_hinders_no_other_id(kafka, engine, dualwrite_
     assert [error.transactional_id for error in refused.went_back] == ["orders"]
     accepted = recover("orders", kafka=kafka, database=url, after_restore=True)
     assert [one.incarnation for one in accepted.forgotten if one.has_row] == [2]
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
         write(writer, dualwrite_topic, orders, 3)
     assert status("orders", kafka=kafka, database=url)[0].went_back is None

@@ -11,7 +11,7 @@ from kafka.admin import AbortTransactionSpec, KafkaAdminClient
 from kafka.structs import TopicPartition as Place
 from sqlalchemy import insert
 
-from dualwrite import DualWriter, recover
+from dualwrite import DualWriter, WriterLimits, recover
 from dualwrite.protocol.observations import TransactionStatus
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import Deadline
@@ -45,7 +45,9 @@ def left(kafka, engine, topics, orders, producer_engine):
                 tx.produce(topic, str(number))
             tx.connection.execute(insert(orders).values(id=number))
 
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, producer_engine=producer_engine) as writer:
+    with DualWriter(
+        "orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1), producer_engine=producer_engine
+    ) as writer:
         write(writer, 1)
         mortal(writer)
         failpoints.arm("write.decided:1:raise")

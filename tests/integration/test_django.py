@@ -22,6 +22,7 @@ from dualwrite import (
     DualWriteError,
     DualWriter,
     TransactionAborted,
+    WriterLimits,
 )
 from dualwrite.errors import IllegalStateError, OutcomeUnverifiable
 from dualwrite.protocol.tables.write_life import WriteState
@@ -277,7 +278,7 @@ def test_a_commit_that_is_not_answered_is_resolved_and_its_hooks_run_if_it_has_c
         django.close()
         django.settings_dict.update(HOST=through.url.host, PORT=through.url.port)
         with (
-            DualWriter("others", kafka=kafka, database=through, max_lanes=1) as writer,
+            DualWriter("others", kafka=kafka, database=through, limits=WriterLimits(max_lanes=1)) as writer,
             suppress(TransactionAborted),
             writer.transaction(connection) as tx,
         ):

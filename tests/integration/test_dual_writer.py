@@ -13,7 +13,15 @@ from harness.patience import PATIENCE_S, patient
 from sqlalchemy import insert, select, text
 from sqlalchemy.exc import IntegrityError
 
-from dualwrite import ConfigurationError, DualWriteError, DualWriter, Fenced, TransactionAborted, Unavailable
+from dualwrite import (
+    ConfigurationError,
+    DualWriteError,
+    DualWriter,
+    Fenced,
+    TransactionAborted,
+    Unavailable,
+    WriterLimits,
+)
 from dualwrite.errors import IllegalStateError
 from dualwrite.recovery.recover import status
 from dualwrite.runtime import failpoints
@@ -88,7 +96,7 @@ def test_failure_at_every_step_before_the_decision_aborts_both(writer, dualwrite
 def test_failure_right_after_the_decision_is_completed_by_the_next_transaction_on_the_lane(
     kafka, engine, dualwrite_topic, orders, rows, messages
 ):
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
         failpoints.arm("write.decided:1:raise")
         with pytest.raises(FailpointError), writer.transaction() as tx:
             write(tx, dualwrite_topic, orders, 1)
@@ -141,7 +149,7 @@ def test_what_is_deferred_to_commit_takes_its_time_before_the_decision(
         )
     settings = {**kafka, "transaction.timeout.ms": 12_000}
     with (
-        DualWriter("orders", kafka=settings, database=engine, margin_s=8.5) as writer,
+        DualWriter("orders", kafka=settings, database=engine, limits=WriterLimits(margin_s=8.5)) as writer,
         pytest.raises(TransactionAborted, match="must be left"),
         writer.transaction() as tx,
     ):
@@ -312,11 +320,11 @@ def test_a_second_writer_of_the_name_fences_the_first_on_every_lane(
 def test_an_owner_fenced_in_the_middle_of_its_block_writes_nothing(
     kafka, engine, dualwrite_topic, orders, rows, messages
 ):
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as first:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as first:
         with pytest.raises((Fenced, TransactionAborted)), first.transaction() as tx:
             write(tx, dualwrite_topic, orders, 1)
             with (
-                DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as second,
+                DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as second,
                 second.transaction() as other,
             ):
                 write(other, dualwrite_topic, orders, 2)
@@ -330,7 +338,7 @@ def test_an_owner_fenced_in_the_middle_of_its_block_writes_nothing(
 @on_each
 def test_threads_share_a_writer(kafka, engine, dualwrite_topic, orders, rows, messages):
     failures = []
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=3) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=3)) as writer:
 
         def work(base):
             try:
@@ -415,7 +423,7 @@ def test_use_after_fork_is_refused(writer, dualwrite_topic):
 
 @on_each
 def test_close_records_that_all_is_complete(kafka, engine, dualwrite_topic, orders):
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
         with writer.transaction() as tx:
             write(tx, dualwrite_topic, orders, 1)
         assert [item.row.completed for item in status(kafka=kafka, database=engine)] == [None]
@@ -425,7 +433,9 @@ def test_close_records_that_all_is_complete(kafka, engine, dualwrite_topic, orde
 
 
 def test_an_idle_owner_records_that_all_is_complete(kafka, engine, dualwrite_topic, orders):
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, idle_after_s=0.05) as writer:
+    with DualWriter(
+        "orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1, idle_after_s=0.05)
+    ) as writer:
         with writer.transaction() as tx:
             write(tx, dualwrite_topic, orders, 1)
         deadline = threading.Event()
@@ -456,7 +466,8 @@ def test_every_log_line_of_a_dual_write_names_its_id(writer, dualwrite_topic, or
 @on_postgresql
 def test_a_block_that_gets_no_lane_while_kafka_is_silent_is_told_of_kafka(mortal_kafka, engine, orders, engine_name):
     topic, settings = mortal_kafka.create_topic(f"silent-{engine_name}", 1), patient(mortal_kafka.client_config())
-    options = {"producer_engine": engine_name, "max_lanes": 2, "lane_timeout_s": 3, "timeout_s": PATIENCE_S}
+    limits = WriterLimits(max_lanes=2, lane_timeout_s=3, timeout_s=PATIENCE_S)
+    options = {"producer_engine": engine_name, "limits": limits}
     suspended = threading.Event()
 
     def block(number):

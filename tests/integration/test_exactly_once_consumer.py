@@ -121,8 +121,8 @@ def test_a_member_paused_through_a_rebalance_writes_nothing_when_it_wakes(
     place, group, kafka, url, protocol, offsets, failpoint
 ):
     # The database ends the session of a paused member, which holds the row of its offset.
-    writer = {"paused_owner_timeout_s": 2.5}
-    options = {**place, "protocol": protocol, "offsets": offsets, "max_messages": 10, "writer": writer}
+    limits = {"paused_owner_timeout_s": 2.5}
+    options = {**place, "protocol": protocol, "offsets": offsets, "max_messages": 10, "limits": limits}
     fill(kafka, place["source"], 100)
     paused = start_member("paused", group, failpoint, idle_s=3, **options)
     try:

@@ -10,7 +10,7 @@ from harness.relay import Relay
 from harness.standby import StandbyPostgres
 from sqlalchemy import create_engine, make_url, select
 
-from dualwrite import DualWriter, TransactionAborted
+from dualwrite import DualWriter, TransactionAborted, WriterLimits
 from dualwrite.migrations import upgrade
 from dualwrite.testing import EmbeddedPostgres, read_committed
 
@@ -57,7 +57,9 @@ def test_a_commit_under_which_the_primary_dies_is_resolved_on_the_standby(
     relay = Relay(primary.port)
     through = make_url(url).set(port=relay.port).render_as_string(hide_password=False)
     with (
-        DualWriter("orders", kafka=kafka, database=through, max_lanes=1, timeout_s=PATIENCE_S) as writer,
+        DualWriter(
+            "orders", kafka=kafka, database=through, limits=WriterLimits(max_lanes=1, timeout_s=PATIENCE_S)
+        ) as writer,
         ThreadPoolExecutor(1) as thread,
     ):
         write(writer, dualwrite_topic, orders, 1)

@@ -16,7 +16,15 @@ from kafka.admin import AbortTransactionSpec, KafkaAdminClient
 from kafka.structs import TopicPartition as Place
 from sqlalchemy import create_engine, insert, select
 
-from dualwrite import ConfigurationError, DecidedTransactionLost, DualWriter, Fenced, TransactionAborted, recover
+from dualwrite import (
+    ConfigurationError,
+    DecidedTransactionLost,
+    DualWriter,
+    Fenced,
+    TransactionAborted,
+    WriterLimits,
+    recover,
+)
 from dualwrite.errors import OutcomeUnverifiable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
@@ -40,7 +48,7 @@ write = partial(write_order, partitions=(0, 1))
 
 def leave_decided(kafka, engine, topic, orders, number, name="orders", **options):
     """The owner is gone between the database's commit and Kafka's; returns its Kafka id."""
-    writer = mortal(DualWriter(name, kafka=kafka, database=engine, max_lanes=1, **options))
+    writer = mortal(DualWriter(name, kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1), **options))
     writer.open()
     failpoints.arm("write.decided:1:raise")
     with pytest.raises(FailpointError):
@@ -74,7 +82,7 @@ def kafka_of(kafka):
 
 def test_too_little_of_the_time_out_left_aborts_both(kafka, engine, orders, dualwrite_topic):
     settings = {**kafka, "transaction.timeout.ms": 12_000}
-    with DualWriter("orders", kafka=settings, database=engine, margin_s=12.5) as writer:
+    with DualWriter("orders", kafka=settings, database=engine, limits=WriterLimits(margin_s=12.5)) as writer:
         with pytest.raises(TransactionAborted, match="time") as caught:
             write(writer, dualwrite_topic, orders, 1)
         assert not caught.value.retryable
@@ -188,7 +196,7 @@ def test_kafka_killed_and_restarted_in_the_middle_keeps_both_sides_equal(mortal_
     topic = mortal_kafka.create_topic("killed-in-the-middle", 2)
     kafka = mortal_kafka.client_config()
     kafka_id = leave_decided(kafka, engine, topic, orders, 1, name="left")
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
         write(writer, topic, orders, 2)
         mortal_kafka.kill()
         mortal_kafka.start()
@@ -201,7 +209,7 @@ def test_kafka_killed_and_restarted_in_the_middle_keeps_both_sides_equal(mortal_
                 continue
             done.append(number)
         assert done, "no write succeeded after the restart"
-    with DualWriter("left", kafka=kafka, database=engine, max_lanes=1):
+    with DualWriter("left", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)):
         pass
     assert sorted(int(record.value) for record in read_committed(kafka, topic)) == sorted(2 * [1, 2, *done])
     with engine.connect() as connection:
@@ -212,7 +220,7 @@ def test_a_loss_is_raised_by_the_transaction_that_finds_it(hasty_kafka, engine, 
     """The owner's own commit finds that an operator has ended its decided transaction."""
     topic = hasty_kafka.create_topic("operator", 2)
     kafka = patient(hasty_kafka.client_config())
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
         hit = failpoints.hit
         failpoints.hit = ended_by_hand(kafka, engine)
         try:
@@ -241,7 +249,7 @@ def test_what_a_tool_aborts_under_a_live_owner_is_recorded_when_it_closes(
     kafka, engine, orders, dualwrite_topic, point
 ):
     """The coordinator commits it afterwards and answers success: the log has the last word, in each partition."""
-    writer = DualWriter("orders", kafka=kafka, database=engine, max_lanes=1)
+    writer = DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1))
     writer.open()
 
     def at(name):
@@ -271,7 +279,7 @@ def write_around_a_marker(kafka, topic, writer, orders, number):
 def test_what_a_tool_aborts_between_two_messages_is_recorded_when_the_owner_closes(
     kafka, engine, orders, dualwrite_topic
 ):
-    writer = DualWriter("orders", kafka=kafka, database=engine, max_lanes=1)
+    writer = DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1))
     writer.open()
     write_around_a_marker(kafka, dualwrite_topic, writer, orders, 1)
     with pytest.raises(DecidedTransactionLost):
@@ -284,7 +292,7 @@ def test_what_a_tool_aborts_between_two_messages_in_bulk_mode_aborts_both_sides(
     kafka, engine, orders, dualwrite_topic, both
 ):
     """The later message hides the marker: only the gap in the sequence numbers shows that there was an earlier one."""
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, bulk=True) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1), bulk=True) as writer:
         for number in (1, 2):
             write_order(writer, dualwrite_topic, orders, number)
         with pytest.raises(TransactionAborted, match="ended there by hand"):
@@ -310,7 +318,7 @@ def test_what_a_tool_aborts_under_a_live_owner_is_recorded_when_it_idles(
             write_abort_markers(kafka, dualwrite_topic, writer, [0])
 
     with DualWriter(
-        "orders", kafka=kafka, database=engine, max_lanes=1, idle_after_s=0.01, on_loss=told.append
+        "orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1, idle_after_s=0.01), on_loss=told.append
     ) as writer:
         with failpoints.watched(at):
             write(writer, dualwrite_topic, orders, 1)
@@ -351,7 +359,7 @@ def test_what_somebody_has_aborted_is_not_decided_if_there_is_time_to_look(
         if name == "write.recorded":
             abort()
 
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, bulk=bulk) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1), bulk=bulk) as writer:
         with failpoints.watched(at), pytest.raises((TransactionAborted, Fenced)) as caught:
             write(writer, dualwrite_topic, orders, 1)
         assert caught.value.outcome == "aborted"

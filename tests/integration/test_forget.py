@@ -9,7 +9,7 @@ from harness.databases import age
 from harness.orders import on_both, write
 from sqlalchemy import make_url, text
 
-from dualwrite import ConfigurationError, DualWriter, recover
+from dualwrite import ConfigurationError, DualWriter, WriterLimits, recover
 from dualwrite.apps.cli.group import commands
 from dualwrite.operations import forget
 from dualwrite.stores.sql.jobs.runs import Runs
@@ -61,7 +61,7 @@ def test_what_is_unsettled_stays_until_it_is_recovered(tmp_path, kafka, engine, 
 def test_incidents_go_when_they_were_acknowledged_long_ago_and_slots_when_nobody_holds_them(kafka, engine, url):
     store = SqlStateStore(engine)
     cluster_id = None
-    with DualWriter("probe", kafka=kafka, database=engine, max_lanes=1):
+    with DualWriter("probe", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)):
         cluster_id = store.read(["probe"])[0].cluster_id
     with engine.begin() as connection:
         for name, acknowledged in (("orders", "now()"), ("untold", "NULL")):
@@ -90,7 +90,7 @@ def test_incidents_go_when_they_were_acknowledged_long_ago_and_slots_when_nobody
 
 @pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 def test_the_command_shows_what_it_does_and_names_the_grant_that_it_needs(kafka, engine, url):
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1):
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)):
         pass
     Runs(engine).replace("flights", "2013-01-01")
     age(engine)

@@ -18,7 +18,7 @@ from harness.flushing import flush
 from harness.patience import wait_until
 from sqlalchemy import create_engine
 
-from dualwrite import DualWriter, TransactionAborted, Unavailable, recover
+from dualwrite import DualWriter, TransactionAborted, Unavailable, WriterLimits, recover
 from dualwrite.errors import DualWriteError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
@@ -68,7 +68,11 @@ class Stage:
         while self.at == AWAY:
             self.name = self.topic = f"{name}-{time.monotonic_ns()}"
             self.writer = DualWriter(
-                self.name, kafka=self.kafka, database=self.engine, max_lanes=1, producer_engine=ENGINE
+                self.name,
+                kafka=self.kafka,
+                database=self.engine,
+                limits=WriterLimits(max_lanes=1),
+                producer_engine=ENGINE,
             )
             self.writer.__enter__()
             self.kafka_id = self.row.kafka_id(self.row.incarnation)

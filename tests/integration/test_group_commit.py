@@ -19,12 +19,12 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 from dualwrite import (
     AsyncDualWriter,
     DualWriter,
-    GroupLimits,
     ProducerRecord,
     RowUnit,
     TransactionAborted,
     TransactionInDoubt,
     Unavailable,
+    WriterLimits,
     recover,
 )
 from dualwrite.errors import IllegalStateError
@@ -224,7 +224,7 @@ def test_a_lost_answer_to_the_commit(
 
 @on_each
 def test_the_units_of_many_callers_keep_the_order_of_each(kafka, engine, dualwrite_topic, orders, both):
-    with DualWriter("orders", kafka=kafka, database=engine, groups=GroupLimits(units=7)) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(group_units=7)) as writer:
 
         def caller(first):
             futures = []
@@ -289,8 +289,11 @@ def test_units_of_rows_survive_a_deadlock(kafka, engine_of, url, engine, dualwri
 
     with engine.begin() as connection:
         connection.execute(insert(orders), [{"id": number} for number in (1, 2, 3)])
-    limits = GroupLimits(seconds=60)
-    with DualWriter("orders", kafka=kafka, database=mine, groups=limits) as writer, engine.connect() as other:
+    limits = WriterLimits(group_open_s=60)
+    with (
+        DualWriter("orders", kafka=kafka, database=mine, limits=limits) as writer,
+        engine.connect() as other,
+    ):
         other.execute(text("SET deadlock_timeout = '1h'"))  # so that it is never the victim
         other.execute(change, {"old": 2, "new": 2})
         with together(writer):

@@ -9,7 +9,7 @@ from harness.orders import write
 from harness.patience import patient, wait_until
 from sqlalchemy import create_engine
 
-from dualwrite import DecidedTransactionLost, DualWriter, Fenced
+from dualwrite import DecidedTransactionLost, DualWriter, Fenced, WriterLimits
 from dualwrite.errors import CompletionPending, Unavailable
 from dualwrite.recovery.recover import status
 from dualwrite.runtime import failpoints
@@ -32,7 +32,7 @@ def proxy(dualwrite_kafka):
 def through(proxy, engine):
     """A writer through the proxy, with one lane, that waits 2.5 s for each of Kafka's answers: most tests wait for one in vain."""
     kafka = patient(proxy.client_config())
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, timeout_s=5) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1, timeout_s=5)) as writer:
         yield writer
 
 
@@ -109,7 +109,7 @@ def test_settling_that_fails_is_tried_again(through, proxy, dualwrite_topic, ord
 
 def test_other_lanes_go_on_while_one_is_settled(proxy, engine, dualwrite_topic, orders, both):
     kafka = patient(proxy.client_config())
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=2, timeout_s=8) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=2, timeout_s=8)) as writer:
         write(writer, dualwrite_topic, orders, 1)
         write(writer, dualwrite_topic, orders, 2)
         held = proxy.on(Api.DESCRIBE_TRANSACTIONS).hold_request()
@@ -128,7 +128,7 @@ def test_a_claim_of_our_own_whose_answer_was_lost_is_not_taken_for_another_owner
     """The answer to the COMMIT of a renewal is missing; with an outage nothing else gets through for a while, either."""
     with PostgresProxy(dualwrite_postgres) as proxy:
         through = create_engine(proxy.url(url), connect_args={"connect_timeout": 5})
-        with DualWriter("orders", kafka=kafka, database=through, max_lanes=1) as writer:
+        with DualWriter("orders", kafka=kafka, database=through, limits=WriterLimits(max_lanes=1)) as writer:
             with pytest.raises(LookupError), writer.transaction() as tx:
                 tx.produce(dualwrite_topic, value="1", partition=0)
                 tx._dual_write._lane.producer._instance.doubt("for the test")
@@ -168,7 +168,9 @@ def test_a_loss_found_in_the_background_is_told_and_the_next_block_runs(
         found.append((loss, threading.current_thread().name))
         told.set()
 
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, on_loss=on_loss) as writer:
+    with DualWriter(
+        "orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1), on_loss=on_loss
+    ) as writer:
         fail_at("write.decided", writer, dualwrite_topic, orders, 1)
         monkeypatch.undo()
         assert told.wait(90)
@@ -190,7 +192,9 @@ def test_a_loss_that_the_next_block_finds_is_told_and_that_block_runs(
     """Where the background comes too late, the block that needs the lane settles it."""
     monkeypatch.setattr(Lanes, "_choose_due", lambda *_: None)
     found = []
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, on_loss=found.append) as writer:
+    with DualWriter(
+        "orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1), on_loss=found.append
+    ) as writer:
         fail_at("write.decided", writer, dualwrite_topic, orders, 1)
         monkeypatch.undo()
         write(writer, dualwrite_topic, orders, 2)
@@ -204,7 +208,9 @@ def test_a_block_whose_lane_cannot_be_settled_after_a_loss_is_told_that_it_was_n
 ):
     monkeypatch.setattr(Lanes, "_choose_due", lambda *_: None)
     found = []
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, on_loss=found.append) as writer:
+    with DualWriter(
+        "orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1), on_loss=found.append
+    ) as writer:
         fail_at("write.decided", writer, dualwrite_topic, orders, 1)
 
         def no_answer(*_):
@@ -224,7 +230,7 @@ def test_a_block_whose_lane_cannot_be_settled_after_a_loss_is_told_that_it_was_n
 def test_a_loss_that_nobody_was_told_is_raised_by_close(
     kafka, engine, dualwrite_topic, orders, both, operator, monkeypatch
 ):
-    writer = DualWriter("orders", kafka=kafka, database=engine, max_lanes=1)
+    writer = DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1))
     writer.open()
     fail_at("write.decided", writer, dualwrite_topic, orders, 1)
     monkeypatch.undo()
@@ -232,7 +238,7 @@ def test_a_loss_that_nobody_was_told_is_raised_by_close(
         writer.close()
     writer.close()
     assert len(SqlStateStore(engine).incidents("orders")) == 1
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as second:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as second:
         write(second, dualwrite_topic, orders, 2)
     assert both() == ([1, 2], [2])
 
@@ -243,7 +249,7 @@ def test_a_loss_whose_callback_has_failed_is_raised_by_close(
     def on_loss(_loss):
         raise LookupError
 
-    writer = DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, on_loss=on_loss)
+    writer = DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1), on_loss=on_loss)
     writer.open()
     fail_at("write.decided", writer, dualwrite_topic, orders, 1)
     with pytest.raises(DecidedTransactionLost):
@@ -254,7 +260,10 @@ def test_a_loss_whose_callback_has_failed_is_raised_by_close(
 def test_a_loss_does_not_take_the_place_of_the_error_that_ends_the_writers_block(
     kafka, engine, dualwrite_topic, orders, operator, caplog
 ):
-    with pytest.raises(FailpointError), DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+    with (
+        pytest.raises(FailpointError),
+        DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer,
+    ):
         failpoints.arm("write.decided:1:raise")
         write(writer, dualwrite_topic, orders, 1)
     assert len(SqlStateStore(engine).incidents("orders")) == 1
@@ -262,10 +271,10 @@ def test_a_loss_does_not_take_the_place_of_the_error_that_ends_the_writers_block
 
 
 def test_a_fenced_writer_leaves_settling_to_the_new_owner(kafka, engine, dualwrite_topic, orders, both, caplog):
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as first:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as first:
         with pytest.raises(LookupError), first.transaction() as tx:
             tx.produce(dualwrite_topic, value="1", partition=0)
-            second = DualWriter("orders", kafka=kafka, database=engine, max_lanes=1)
+            second = DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1))
             second.open()
             raise LookupError
         wait_for_log(caplog, "left to the new owner to settle")
@@ -301,11 +310,11 @@ def test_closing_does_not_wait_for_a_kafka_that_does_not_answer(through, proxy, 
 
 def test_an_owner_that_was_taken_over_can_add_no_lane(kafka, engine, dualwrite_topic, orders, both):
     """The new owner has claimed the lanes that there were; it knows nothing of one that is added later."""
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=3) as first:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=3)) as first:
         busy = [first._lanes.ticket(), first._lanes.ticket()]
         for ticket in busy:
             first._lanes.take(ticket)
-        with DualWriter("orders", kafka=kafka, database=engine, max_lanes=2) as second:
+        with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=2)) as second:
             with pytest.raises(Fenced):
                 write(first, dualwrite_topic, orders, 1)
             write(second, dualwrite_topic, orders, 2)

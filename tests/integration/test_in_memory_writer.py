@@ -3,7 +3,7 @@
 from harness.user_view import CLIENTS, View, rows_of
 from sqlalchemy import text
 
-from dualwrite import DualWriter
+from dualwrite import DualWriter, WriterLimits
 from dualwrite.testing import InMemoryWriter
 from dualwrite.testing.reading import read_committed
 
@@ -20,9 +20,9 @@ def seen_by_a_user(writer, engine, topic):
 
 
 def test_a_user_sees_the_same_of_both_writers(kafka, engine, dualwrite_topic):
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
         real = seen_by_a_user(writer, engine, dualwrite_topic)
-    with InMemoryWriter("orders", database=engine, max_lanes=1) as writer:
+    with InMemoryWriter("orders", database=engine, limits=WriterLimits(max_lanes=1)) as writer:
         in_memory = seen_by_a_user(writer, engine, dualwrite_topic)
     for name in CLIENTS:
         assert in_memory[name] == real[name], name

@@ -7,7 +7,7 @@ import pytest
 from harness.interruption import Interruption
 from sqlalchemy import insert, select
 
-from dualwrite import DualWriteError, DualWriter, recover
+from dualwrite import DualWriteError, DualWriter, WriterLimits, recover
 from dualwrite.stores.sql.state import SqlStateStore
 from dualwrite.testing.reading import read_committed
 from dualwrite.writing.lanes.lane_pool import Lanes
@@ -44,7 +44,9 @@ def test_an_interruption_at_any_line_keeps_no_lane_no_mark_and_no_claim(
             tx.connection.execute(insert(orders).values(id=number))
         return number
 
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, lane_timeout_s=30) as writer:
+    with DualWriter(
+        "orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1, lane_timeout_s=30)
+    ) as writer:
         write(writer)
         for line in itertools.count(first, step):
             interruption = Interruption(line)

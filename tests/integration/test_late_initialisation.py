@@ -9,7 +9,7 @@ import threading
 import pytest
 from sqlalchemy import insert, select
 
-from dualwrite import DualWriter, TransactionAborted
+from dualwrite import DualWriter, TransactionAborted, WriterLimits
 from dualwrite.runtime import failpoints
 from dualwrite.testing import Api, KafkaProxy, read_committed
 
@@ -34,7 +34,7 @@ def test_a_first_copy_that_comes_late_finds_nothing_that_it_could_abort(
                 held.release()
                 held.wait_answered()
 
-        with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+        with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
             cutter.join()
             monkeypatch.setattr(failpoints, "hit", arrive_late)
             with writer.transaction() as tx:
@@ -51,14 +51,16 @@ def test_it_is_noticed_whatever_the_user_wants_to_hear(dualwrite_kafka, engine, 
     with KafkaProxy(dualwrite_kafka) as proxy:
         kafka = {**proxy.client_config(), "retry.backoff.ms": 20_000, "retry.backoff.max.ms": 20_000}
         proxy.on(Api.INIT_PRODUCER_ID).reset_request()
-        with DualWriter("orders", kafka={**kafka, "log_level": level}, database=engine, max_lanes=1) as writer:
+        with DualWriter(
+            "orders", kafka={**kafka, "log_level": level}, database=engine, limits=WriterLimits(max_lanes=1)
+        ) as writer:
             assert writer._lanes.first.row.incarnation == 2
         assert any("GETPID" in line for line in caplog.messages) is (level == 7)
 
 
 def test_nothing_is_decided_when_it_is_noticed_later(dualwrite_kafka, kafka, engine, orders, dualwrite_topic):
     """As after an abort, when librdkafka raises the epoch."""
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
         with pytest.raises(TransactionAborted, match="may still arrive"), writer.transaction() as tx:
             tx.produce(dualwrite_topic, value="1", partition=0)
             tx.connection.execute(insert(orders).values(id=1))

@@ -12,7 +12,7 @@ from harness.orders import Order
 from sqlalchemy import create_engine, insert, make_url, select, text, update
 from sqlalchemy.orm import sessionmaker
 
-from dualwrite import AsyncDualWriter, ConfigurationError, DualWriter, TransactionAborted, recover
+from dualwrite import AsyncDualWriter, ConfigurationError, DualWriter, TransactionAborted, WriterLimits, recover
 from dualwrite.errors import IllegalStateError
 from dualwrite.stores.sql.access.connecting import engine_of, fileno_of
 from dualwrite.testing import EmbeddedMariaDB, read_committed
@@ -114,7 +114,9 @@ def one_connection(url, engine, kafka, engine_of):
         connection.exec_driver_sql(
             "CREATE OR REPLACE PROCEDURE ends_and_goes_on() BEGIN COMMIT; INSERT INTO other VALUES (1); END"
         )
-    with DualWriter("orders", kafka=kafka, database=engine_of(url, pool_size=1), max_lanes=1) as writer:
+    with DualWriter(
+        "orders", kafka=kafka, database=engine_of(url, pool_size=1), limits=WriterLimits(max_lanes=1)
+    ) as writer:
         yield writer
 
 

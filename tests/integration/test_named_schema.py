@@ -7,7 +7,7 @@ from harness.orders import Order, on_postgresql, write
 from sqlalchemy import event, make_url, text
 from sqlalchemy.orm import sessionmaker
 
-from dualwrite import DualWriter, ExactlyOnceConsumer, migrations, recover, status
+from dualwrite import DualWriter, ExactlyOnceConsumer, WriterLimits, migrations, recover, status
 from dualwrite.operations import forget, terminate
 from dualwrite.stores.sql.tables.declared import BATCH_VIEW, OWN_TABLES
 
@@ -80,7 +80,7 @@ def test_a_pooled_connection_whose_names_lead_elsewhere_serves_the_next_block_an
     kafka, url, engine, engine_of, orders, dualwrite_topic, both, elsewhere
 ):
     one = engine_of(url, pool_size=1, max_overflow=0)
-    with DualWriter("orders", kafka=kafka, database=one, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=one, limits=WriterLimits(max_lanes=1)) as writer:
         with writer.transaction() as tx:
             tx.connection.execute(text(elsewhere.replace("LOCAL ", "")))
             tx.produce(dualwrite_topic, value="1")

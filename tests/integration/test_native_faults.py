@@ -10,7 +10,7 @@ from harness.patience import PATIENCE_S, wait_until
 from harness.spoiling import SPOILS, SpoilingProxy
 from kafka.admin import KafkaAdminClient
 
-from dualwrite import DualWriter
+from dualwrite import DualWriter, WriterLimits
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, Unavailable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
@@ -144,7 +144,9 @@ def test_a_writer_goes_on_with_another_incarnation_before_its_epochs_end(
     kafka, engine, orders, both, dualwrite_topic, monkeypatch
 ):
     monkeypatch.setattr(instance, "_EPOCHS", 3)
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, producer_engine="native") as writer:
+    with DualWriter(
+        "orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1), producer_engine="native"
+    ) as writer:
         for number in range(10):
             write(writer, dualwrite_topic, orders, number)
     assert both() == (list(range(10)), list(range(10)))

@@ -7,7 +7,7 @@ import pytest
 from harness.acls import allow_two_phase_commit
 from sqlalchemy import create_engine
 
-from dualwrite import DualWriter
+from dualwrite import DualWriter, WriterLimits
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
@@ -95,7 +95,13 @@ def test_status_shows_whether_two_phase_commit_is_used(two_phase_kafka, tmp_path
         upgrade(connection)
     shown = {}
     for name, settings in (("with", {}), ("without", {"transaction.two.phase.commit.enable": "false"})):
-        with DualWriter(name, kafka={**config, **settings}, database=engine, max_lanes=1, producer_engine="native"):
+        with DualWriter(
+            name,
+            kafka={**config, **settings},
+            database=engine,
+            limits=WriterLimits(max_lanes=1),
+            producer_engine="native",
+        ):
             [shown[name]] = [one.has_no_time_limit for one in status(name, kafka=config, database=engine)]
     engine.dispose()
     assert shown == {"with": True, "without": False}

@@ -10,7 +10,7 @@ from harness.patience import PATIENCE_S
 from harness.pgbouncer import PROGRAM, PgBouncer
 from sqlalchemy import create_engine, text
 
-from dualwrite import ConfigurationError, DualWriter, TransactionAborted, recover
+from dualwrite import ConfigurationError, DualWriter, TransactionAborted, WriterLimits, recover
 from dualwrite.runtime import failpoints
 from dualwrite.testing import PostgresProxy
 
@@ -31,7 +31,7 @@ def test_dual_writes_share_connections_and_leave_no_setting_on_them(
 ):
     """By URL, as the commands connect too: no statement is prepared under a name on a connection that others get next."""
     with (
-        DualWriter("orders", kafka=kafka, database=bouncer.url, max_lanes=4) as writer,
+        DualWriter("orders", kafka=kafka, database=bouncer.url, limits=WriterLimits(max_lanes=4)) as writer,
         ThreadPoolExecutor(8) as threads,
     ):
         list(threads.map(lambda number: write(writer, dualwrite_topic, orders, number), range(40)))
@@ -69,7 +69,9 @@ def test_an_owner_that_is_paused_before_its_commit_has_decided_nothing(
                 ):
                     connection.rollback()
 
-    with DualWriter("orders", kafka=kafka, database=bouncer.url, max_lanes=1, margin_s=0.5) as writer:
+    with DualWriter(
+        "orders", kafka=kafka, database=bouncer.url, limits=WriterLimits(max_lanes=1, margin_s=0.5)
+    ) as writer:
         monkeypatch.setattr(failpoints, "hit", paused)
         with pytest.raises(TransactionAborted):
             write(writer, dualwrite_topic, orders, 1)
@@ -84,7 +86,9 @@ def test_a_pooler_that_is_killed_in_a_commit_is_asked_when_it_is_back(
     with (
         PostgresProxy(dualwrite_postgres) as proxy,
         PgBouncer(tmp_path, proxy.url(url)) as bouncer,
-        DualWriter("orders", kafka=kafka, database=bouncer.url, max_lanes=1, timeout_s=PATIENCE_S) as writer,
+        DualWriter(
+            "orders", kafka=kafka, database=bouncer.url, limits=WriterLimits(max_lanes=1, timeout_s=PATIENCE_S)
+        ) as writer,
     ):
         write(writer, dualwrite_topic, orders, 1)
         rule = proxy.on("COMMIT").hold_answer()
@@ -104,4 +108,4 @@ def test_pooling_by_statement_is_refused(tmp_path, kafka, url, engine, orders):
         PgBouncer(tmp_path, url, pool_mode="statement") as bouncer,
         pytest.raises(ConfigurationError, match="pool_mode"),
     ):
-        DualWriter("orders", kafka=kafka, database=bouncer.url, max_lanes=1).open()
+        DualWriter("orders", kafka=kafka, database=bouncer.url, limits=WriterLimits(max_lanes=1)).open()

@@ -17,6 +17,7 @@ from dualwrite import (
     TransactionAborted,
     TransactionInDoubt,
     Unavailable,
+    WriterLimits,
     recover,
     status,
 )
@@ -120,7 +121,7 @@ def test_a_failed_write_of_the_users_own_rdict_stays_in_doubt_until_it_is_opened
     db = Failing(rocksdict.Rdict(str(tmp_path / "db")), written=written, entries=2)
     with (
         RocksDatabase(db) as database,
-        DualWriter("orders", kafka=kafka, database=database, timeout_s=2) as writer,
+        DualWriter("orders", kafka=kafka, database=database, limits=WriterLimits(timeout_s=2)) as writer,
         pytest.raises(TransactionInDoubt),
     ):
         write(writer, 1)

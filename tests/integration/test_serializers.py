@@ -49,7 +49,7 @@ def test_the_code_of_the_page_writes_what_consumers_read(kafka, engine, dualwrit
 
         run(avro)
         with DualWriter(
-            "again", kafka=kafka, database=engine, value_serializer=names["writer"]._serializing._value
+            "again", kafka=kafka, database=engine, serializers={"value": names["writer"]._serializing._value}
         ) as writer:
             run(failing, writer=writer)
             names["place"]({"id": 2, "item": "cup"})

@@ -11,7 +11,7 @@ from psycopg.rows import dict_row
 from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from dualwrite import AsyncDualWriter, ConfigurationError, DualWriter, TransactionAborted
+from dualwrite import AsyncDualWriter, ConfigurationError, DualWriter, TransactionAborted, WriterLimits
 from dualwrite.errors import IllegalStateError
 from dualwrite.testing.proxy.postgresql import PostgresProxy
 from dualwrite.testing.reading import read_committed
@@ -134,7 +134,7 @@ def test_a_commit_of_a_psycopg_connection_that_is_not_answered_is_resolved(
         through = create_engine(proxy.url(url))
         dsn = proxy.url(url).replace("postgresql+psycopg://", "postgresql://")
         with (
-            DualWriter("others", kafka=kafka, database=through, max_lanes=1) as writer,
+            DualWriter("others", kafka=kafka, database=through, limits=WriterLimits(max_lanes=1)) as writer,
             psycopg.connect(dsn) as connection,
         ):
             for item in ("coffee", "tea"):

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from sqlmodel import Field, SQLModel
 from sqlmodel import Session as SQLModelSession
 
-from dualwrite import ConfigurationError, DualWriter, Fenced, TransactionAborted
+from dualwrite import ConfigurationError, DualWriter, Fenced, TransactionAborted, WriterLimits
 from dualwrite.errors import IllegalStateError
 from dualwrite.testing.proxy.postgresql import PostgresProxy
 
@@ -227,7 +227,7 @@ def test_a_lost_answer_to_the_commit_of_a_session_is_resolved(
     with PostgresProxy(dualwrite_postgres) as proxy:
         through = create_engine(proxy.url(url))
         factory = sessionmaker(through)
-        with DualWriter("others", kafka=kafka, database=through, max_lanes=1) as writer:
+        with DualWriter("others", kafka=kafka, database=through, limits=WriterLimits(max_lanes=1)) as writer:
             messages = writer.bind(factory)
             with factory() as session:
                 session.add(Order(id=1))
@@ -262,7 +262,9 @@ def test_a_session_that_is_dropped_after_a_refused_message_keeps_nothing(
         bound.produce(session, dualwrite_topic, "2")
         bound.produce(session, dualwrite_topic, b"x" * 2_000_000)
 
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, producer_engine=producer_engine) as writer:
+    with DualWriter(
+        "orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1), producer_engine=producer_engine
+    ) as writer:
         bound = writer.bind(factory)
         with factory() as session:
             session.add(Order(id=1))

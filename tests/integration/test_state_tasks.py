@@ -201,9 +201,7 @@ def test_a_writers_serializers_leave_the_changelog_alone(tmp_path, kafka, migrat
     def refuse(value, _):
         raise AssertionError(value)
 
-    writer = DualWriter(
-        "count", kafka=kafka, database=migrated_database, key_serializer=refuse, value_serializer=refuse
-    )
+    writer = DualWriter("count", kafka=kafka, database=migrated_database, serializers={"key": refuse, "value": refuse})
     with writer, KeyValueStore(tmp_path / "store") as store:
         task = StateTask(writer, store, kafka=kafka, changelog=changelog, partition=0)
         write(task, a="\x00\x01")

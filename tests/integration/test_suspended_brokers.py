@@ -25,7 +25,7 @@ from harness.hanging import abort_hanging
 from harness.patience import PATIENCE_S, patient, wait_until
 from sqlalchemy import Column, MetaData, Table, Text, create_engine, select
 
-from dualwrite import DualWriteError, DualWriter, recover
+from dualwrite import DualWriteError, DualWriter, WriterLimits, recover
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
 from dualwrite.kafka.producer.transactional import TransactionalProducer
@@ -90,7 +90,9 @@ class Writer:
         self._writer = None
 
     def open(self):
-        self._writer = DualWriter(self.name, kafka=self._crowd.kafka, database=self._crowd.engine, max_lanes=1)
+        self._writer = DualWriter(
+            self.name, kafka=self._crowd.kafka, database=self._crowd.engine, limits=WriterLimits(max_lanes=1)
+        )
         self._writer.open()
 
     def until_suspended(self):

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 from sqlalchemy import insert
 
-from dualwrite import DualWriter
+from dualwrite import DualWriter, WriterLimits
 from dualwrite.errors import IllegalStateError
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
@@ -84,7 +84,7 @@ def test_a_block_inside_a_block_is_refused_however_it_was_entered(writer, write,
 
 def test_writers_are_apart(writer, kafka, engine, write, both):
     with (
-        DualWriter("others", kafka=kafka, database=engine, max_lanes=1) as other,
+        DualWriter("others", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as other,
         writer.transaction() as tx,
         other.transaction() as inner,
     ):
@@ -108,7 +108,7 @@ def test_a_thread_started_inside_a_block_has_a_block_of_its_own(writer, write, b
 
 
 def test_a_block_that_is_left_lying_is_aborted_and_its_lane_comes_back(kafka, engine, write, both):
-    with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
         block = writer.transaction()
         write(block.__enter__(), 1)
         del block

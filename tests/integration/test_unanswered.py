@@ -6,7 +6,7 @@ from confluent_kafka.admin import AdminClient
 from harness.death import mortal
 from harness.orders import on_postgresql, write
 
-from dualwrite import CompletionPending, DecidedTransactionLost, DualWriter
+from dualwrite import CompletionPending, DecidedTransactionLost, DualWriter, WriterLimits
 from dualwrite.errors import OutcomeUnverifiable
 from dualwrite.protocol.observations import Outcome
 from dualwrite.runtime import failpoints
@@ -18,7 +18,7 @@ pytestmark = on_postgresql
 
 @pytest.fixture
 def writer(kafka, engine):
-    with mortal(DualWriter("orders", kafka=kafka, database=engine, max_lanes=1)) as writer:
+    with mortal(DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1))) as writer:
         yield writer
 
 
@@ -45,7 +45,7 @@ def test_a_clone_that_opens_costs_a_loss_that_is_raised_and_recorded(
     """The copy knows no decision, so it aborts. Its claim made the Kafka id that the owner would claim to settle."""
 
     def clone_opens():
-        with DualWriter("orders", kafka=kafka, database=copied, max_lanes=1):
+        with DualWriter("orders", kafka=kafka, database=copied, limits=WriterLimits(max_lanes=1)):
             pass
         if outcome is Outcome.UNVERIFIABLE:
             place = TopicPartition(dualwrite_topic, 0, -1)
@@ -64,7 +64,7 @@ def test_a_clone_that_opens_costs_a_loss_that_is_raised_and_recorded(
 
 
 def test_a_new_owner_that_has_completed_it_makes_it_a_success(kafka, engine, writer, dualwrite_topic, orders, both):
-    with at_the_decision(DualWriter("orders", kafka=kafka, database=engine, max_lanes=1).open):
+    with at_the_decision(DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)).open):
         write(writer, dualwrite_topic, orders, 1)
     assert both() == ([1], [1])
     assert SqlStateStore(engine).incidents("orders") == []
@@ -73,7 +73,9 @@ def test_a_new_owner_that_has_completed_it_makes_it_a_success(kafka, engine, wri
 def test_what_cannot_be_asked_is_called_unknown_and_no_success(dualwrite_kafka, engine, dualwrite_topic, orders, both):
     with KafkaProxy(dualwrite_kafka) as proxy:
         kafka = proxy.client_config()
-        with DualWriter("orders", kafka=kafka, database=engine, max_lanes=1, timeout_s=4) as writer:
+        with DualWriter(
+            "orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1, timeout_s=4)
+        ) as writer:
             cut_off = []
             with (
                 at_the_decision(lambda: cut_off.append(proxy.on(nth=None).reset_request())),

@@ -20,6 +20,7 @@ from dualwrite import (
     Fenced,
     TransactionAborted,
     TransactionInDoubt,
+    WriterLimits,
     recover,
 )
 from dualwrite.databases import ZooKeeperDatabase
@@ -175,7 +176,7 @@ def left_decided(kafka, hosts, root, put, name):
     from harness.death import mortal
 
     with ZooKeeperDatabase(hosts, root=root) as database:
-        writer = mortal(DualWriter("orders", kafka=kafka, database=database, max_lanes=1))
+        writer = mortal(DualWriter("orders", kafka=kafka, database=database, limits=WriterLimits(max_lanes=1)))
         writer.open()
         failpoints.arm("write.decided:1:raise")
         with pytest.raises(FailpointError):
@@ -218,7 +219,7 @@ def test_a_lost_answer_is_resolved(kafka, dualwrite_zookeeper, root, sides, put,
     with (
         ZooKeeperProxy(dualwrite_zookeeper) as proxy,
         ZooKeeperDatabase(proxy.hosts, root=root) as database,
-        DualWriter("orders", kafka=kafka, database=database, max_lanes=1) as writer,
+        DualWriter("orders", kafka=kafka, database=database, limits=WriterLimits(max_lanes=1)) as writer,
     ):
         put(writer, "a")
         getattr(proxy.on(), fault)()
@@ -255,7 +256,7 @@ def test_a_multi_that_arrives_after_its_settler_happens_no_more(writer, sides, p
 
 
 def test_a_suspended_server_leaves_no_half(kafka, dualwrite_zookeeper, database, sides, put):
-    with DualWriter("orders", kafka=kafka, database=database, max_lanes=1, timeout_s=20) as writer:
+    with DualWriter("orders", kafka=kafka, database=database, limits=WriterLimits(max_lanes=1, timeout_s=20)) as writer:
         put(writer, "a")
         resumed = threading.Timer(4, dualwrite_zookeeper.resume)
         dualwrite_zookeeper.suspend()
@@ -275,7 +276,10 @@ def test_a_suspended_server_leaves_no_half(kafka, dualwrite_zookeeper, database,
 
 
 def test_a_killed_server_comes_back_with_all_that_was_decided(kafka, dualwrite_zookeeper, database, sides, put):
-    with DualWriter("orders", kafka=kafka, database=database, max_lanes=1) as writer, ThreadPoolExecutor(1) as threads:
+    with (
+        DualWriter("orders", kafka=kafka, database=database, limits=WriterLimits(max_lanes=1)) as writer,
+        ThreadPoolExecutor(1) as threads,
+    ):
         done = []
 
         def die():
@@ -304,7 +308,7 @@ def test_a_killed_server_comes_back_with_all_that_was_decided(kafka, dualwrite_z
 
 def test_a_tree_that_has_gone_back_in_time_is_noticed(kafka, database, client, root, put):
     """As after a restore: the znode of the state is that of an earlier decision."""
-    with DualWriter("orders", kafka=kafka, database=database, max_lanes=1) as writer:
+    with DualWriter("orders", kafka=kafka, database=database, limits=WriterLimits(max_lanes=1)) as writer:
         put(writer, "a")
         before, _ = client.get(f"{root}/state/orders")
         put(writer, "b")
@@ -318,7 +322,7 @@ def test_an_ensemble_that_loses_its_leader_keeps_both_sides_equal(kafka, dualwri
     with (
         EmbeddedZooKeeper(servers=3) as ensemble,
         ZooKeeperDatabase(ensemble.hosts) as database,
-        DualWriter("orders", kafka=kafka, database=database, max_lanes=2) as writer,
+        DualWriter("orders", kafka=kafka, database=database, limits=WriterLimits(max_lanes=2)) as writer,
     ):
         done, over = [], threading.Event()
 

@@ -19,7 +19,7 @@ from harness.mistakes import MISTAKES, planted
 from sqlalchemy import create_engine, insert, text
 from sqlalchemy.exc import SQLAlchemyError
 
-from dualwrite import DualWriter, recover
+from dualwrite import DualWriter, WriterLimits, recover
 from dualwrite.runtime import failpoints
 from dualwrite.units import UnitWriter
 from scenarios.rows import ROWS
@@ -98,10 +98,9 @@ class _Actor:
     def opens(self, lanes: int) -> None:
         writer = DualWriter(
             TRANSACTIONAL_ID,
-            kafka=self._settings.kafka,
+            kafka={**self._settings.kafka, "client.id": self._settings.name},
             database=self._engine,
-            max_lanes=lanes,
-            owner=self._settings.name,
+            limits=WriterLimits(max_lanes=lanes),
             **self._settings.options,
         )
         self._writer = writer
@@ -147,10 +146,9 @@ class _Actor:
     def recovers(self, *, after_restore: bool) -> None:
         recover(
             open_for_s=0,
-            kafka=self._settings.kafka,
+            kafka={**self._settings.kafka, "client.id": self._settings.name},
             database=self._engine,
             after_restore=after_restore,
-            owner=self._settings.name,
         )
 
     def closes(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import click
@@ -16,7 +16,6 @@ from dualwrite.apps.cli.report import forgotten_words, recovery_json, report_con
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.recovery import recover as recovery
 from dualwrite.recovery.foreign import complete_prepared
-from dualwrite.recovery.plan import IdStatus
 from dualwrite.recovery.recover import RecoveryReport
 
 
@@ -85,9 +84,6 @@ def recover(
     )
     task = progress.add_task("settling", total=None)
 
-    def on_planned(items: Sequence[IdStatus]) -> None:
-        progress.update(task, total=len({item.row.transactional_id for item in items}))
-
     with progress:
         report = recovery.recover(
             transactional_id,
@@ -99,8 +95,7 @@ def recover(
             dry_run=dry_run,
             after_restore=after_restore,
             timeout_s=timeout_s,
-            on_settled=lambda _: progress.advance(task),
-            on_planned=on_planned,
+            progress=lambda settled, planned: progress.update(task, completed=settled, total=planned),
         )
     if as_json:
         click.echo(json.dumps(recovery_json(report), indent=2))

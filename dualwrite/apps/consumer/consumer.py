@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from dualwrite.ports.database import Database
     from dualwrite.state import PartitionStores
+    from dualwrite.writing.arguments import WriterOptions
 
 T = TypeVar("T")
 
@@ -45,7 +46,8 @@ class ExactlyOnceConsumer:
             transaction, its messages are then not handled twice.
         consumer: librdkafka configuration for the consumer alone, such as ``group.protocol`` or ``session.timeout.ms``.
             ``auto.offset.reset`` is ``earliest`` unless given.
-        writer: Further arguments of `DualWriter`.
+        writer: Further arguments of `DualWriter`, such as ``{"limits": WriterLimits(margin_s=5)}``. The number of its lanes is
+            made of ``workers``.
         max_messages: The maximum number of messages in one transaction.
         linger_s: How long a transaction waits to become full, in seconds.
         workers: How many transactions run at a time. Each has partitions of its own, so that a partition keeps its order.
@@ -55,11 +57,10 @@ class ExactlyOnceConsumer:
             reason in headers. Without it, :meth:`run` raises the handler's error.
         transient: Errors of the handler and the deserializers that show that something else they need is unavailable: the
             member waits and retries, and does not count them.
-        key_deserializer: Makes the keys that the handler gets: ``(bytes, SerializationContext) -> object``, as those of
-            confluent-kafka; or a dictionary with one for each topic, in which the other topics have none. Used by all workers
-            at once, and again after an abort. A message that it cannot read goes to the dead-letter topic as it was read, or
-            stops :meth:`run`; while a schema registry is unavailable, the member waits.
-        value_deserializer: Makes the values, likewise.
+        deserializers: Make the keys and values that the handler gets: ``{"key": ..., "value": ...}``, each ``(bytes,
+            SerializationContext) -> object``, as those of confluent-kafka; or a dictionary with one for each topic that has
+            one. All workers use them at once, and again after an abort. A message that cannot be read goes to the dead-letter
+            topic as it was read, or stops :meth:`run`; while a schema registry is unavailable, the member waits.
         state: Stores whose changes commit with the messages, one for each partition; then the consumer reads one topic. Close
             them after :meth:`run`.
 
@@ -81,15 +82,14 @@ class ExactlyOnceConsumer:
         schema: str | None = None,
         offsets: Literal["kafka", "database"] = "kafka",
         consumer: Mapping[str, object] | None = None,
-        writer: Mapping[str, object] | None = None,
+        writer: WriterOptions | None = None,
         max_messages: int = 500,
         linger_s: float = 0.0,
         workers: int = 1,
         attempts: int = 5,
         dead_letter_topic: str | None = None,
         transient: tuple[type[Exception], ...] = (),
-        key_deserializer: Deserializers = None,
-        value_deserializer: Deserializers = None,
+        deserializers: Deserializers | None = None,
         state: PartitionStores | None = None,
     ) -> None:
         made = database_of(database, schema)
@@ -111,8 +111,7 @@ class ExactlyOnceConsumer:
             attempts=attempts,
             dead_letter_topic=dead_letter_topic,
             transient=transient,
-            key_deserializer=key_deserializer,
-            value_deserializer=value_deserializer,
+            deserializers=deserializers,
             state=state,
         )
         self.transactional_id = self._member.transactional_id

@@ -4,22 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypedDict
 
 from dualwrite.errors import IllegalStateError, text_of
 from dualwrite.runtime.waiting import elsewhere
-from dualwrite.writing.blocks.serializing import check_callable, for_topic
+from dualwrite.writing.blocks.serializing import check_callable, for_topic, key_and_value
 from dualwrite.writing.redo import is_not_run
 
 if TYPE_CHECKING:
     from confluent_kafka import Message
     from confluent_kafka.serialization import SerializationContext
+    from typing_extensions import Self
 
 Deserializer: TypeAlias = Callable[[Any, "SerializationContext"], Any]
 """Makes an object of the bytes of a key or a value: ``(bytes, SerializationContext) -> object``."""
 
-Deserializers: TypeAlias = Deserializer | Mapping[str, Deserializer] | None
+ByTopic: TypeAlias = Deserializer | Mapping[str, Deserializer] | None
 """One for all topics, or one for each topic; the other topics then have none."""
+
+
+class Deserializers(TypedDict, total=False):
+    """The deserializers of a consumer: ``{"key": ..., "value": ...}``, or one of the two.
+
+    Each is a callable ``(bytes, SerializationContext) -> object``, as those of confluent-kafka, or a dictionary with one for
+    each topic that has one. All workers use them at once, and again after an abort.
+    """
+
+    key: ByTopic
+    value: ByTopic
+
 
 _ABOUT_THE_MESSAGE: Final = frozenset({404, 422})
 """The answers of a registry that are about the message: it has no such schema, or no valid one."""
@@ -52,11 +65,20 @@ class Deserializing:
         ConfigurationError: One of them cannot be called.
     """
 
-    def __init__(self, key: Deserializers = None, value: Deserializers = None) -> None:
-        for name, given in (("key_deserializer", key), ("value_deserializer", value)):
+    def __init__(self, key: ByTopic = None, value: ByTopic = None) -> None:
+        for name, given in (("the key deserializer", key), ("the value deserializer", value)):
             check_callable(name, given, "(bytes, SerializationContext) -> object")
         self._key = key
         self._value = value
+
+    @classmethod
+    def of(cls, given: Deserializers | None) -> Self:
+        """Make it of what a consumer was given.
+
+        Raises:
+            ConfigurationError: There is another entry than ``key`` and ``value``, or one of them cannot be called.
+        """
+        return cls(**key_and_value("deserializers", given))
 
     @contextmanager
     def applied(self, messages: Sequence[Message]) -> Generator[None, None, None]:

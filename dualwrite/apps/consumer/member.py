@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from dualwrite.apps.consumer.deserializing import Deserializers, Deserializing
@@ -19,11 +19,12 @@ from dualwrite.apps.consumer.working import Counts, CurrentWriter, Handler, Stat
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.protocol.allowed import check_seconds
+from dualwrite.protocol.allowed import DEFAULT_LIMITS, check_seconds
 from dualwrite.protocol.process.consuming import member_id
 from dualwrite.runtime.deadline import now_s
 from dualwrite.stores.sql.consumed import ConsumedOffsets
 from dualwrite.stores.sql.database import sql_of
+from dualwrite.writing.arguments import CommonOptions, check_options
 
 if TYPE_CHECKING:
     from dualwrite.ports.database import Database
@@ -79,6 +80,7 @@ class Member:
 
     Attributes:
         transactional_id: The writer's.
+        limits: The writer's.
     """
 
     def __init__(
@@ -94,15 +96,14 @@ class Member:
         make_writer: Callable[..., DualWriter],
         offsets: str,
         consumer: Mapping[str, object] | None,
-        writer: Mapping[str, object] | None,
+        writer: CommonOptions | None,
         max_messages: int,
         linger_s: float,
         workers: int,
         attempts: int,
         dead_letter_topic: str | None,
         transient: tuple[type[Exception], ...],
-        key_deserializer: Deserializers,
-        value_deserializer: Deserializers,
+        deserializers: Deserializers | None,
         state: State | None,
     ) -> None:
         check_seconds("linger_s", linger_s, zero=True)
@@ -128,7 +129,11 @@ class Member:
         self._stop = threading.Event()
         self._ran = False
         self._failure: BaseException | None = None
-        self._arguments: dict[str, object] = {"max_lanes": max(2, 2 * workers), **(writer or {})}
+        # While a lane of a worker is settled, the worker takes the other one.
+        given: CommonOptions = writer or {}
+        check_options(given)
+        self.limits = replace(given.get("limits", DEFAULT_LIMITS), max_lanes=2 * workers)
+        self._arguments: CommonOptions = {**given, "limits": self.limits}
         self._make_writer = make_writer
         self._working = Working(
             group,
@@ -139,20 +144,14 @@ class Member:
             attempts,
             dead_letter_topic,
             transient,
-            Deserializing(key_deserializer, value_deserializer),
+            Deserializing.of(deserializers),
             state,
         )
         self._counts: Counts = self._working.counts
         self._lag: Mapping[tuple[str, int], int] = {}
 
     def _new_writer(self) -> DualWriter:
-        given = {**self._arguments, "kafka": self._kafka, "database": self._database}
-        return self._make_writer(self.transactional_id, **given)
-
-    @property
-    def max_lanes(self) -> int:
-        """The maximum number of the writer's lanes."""
-        return int(str(self._arguments["max_lanes"]))
+        return self._make_writer(self.transactional_id, kafka=self._kafka, database=self._database, **self._arguments)
 
     @property
     def progress(self) -> ConsumerProgress:

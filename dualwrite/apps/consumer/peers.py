@@ -79,7 +79,9 @@ class Peers:
         )
 
     def _recover(self, name: str) -> RecoveryReport:
-        return recover(name, kafka=self._kafka, database=self._database, timeout_s=_ANSWER_S, owner=self._ours)
+        return recover(
+            name, kafka={**self._kafka, "client.id": self._ours}, database=self._database, timeout_s=_ANSWER_S
+        )
 
     def _members(self) -> set[str]:
         """The client ids of the group's members, whichever protocol the group uses."""

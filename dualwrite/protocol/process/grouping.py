@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Final, Generic, TypeVar
 
 from dualwrite.errors import ConfigurationError, TransactionAborted
-from dualwrite.protocol.allowed import check_seconds
+from dualwrite.protocol.allowed import DEFAULT_LIMITS, WriterLimits
 from dualwrite.protocol.process.redo import Redo, leaves_nothing, redo_after
 
 Work = TypeVar("Work")
@@ -23,43 +23,9 @@ ATTEMPTS: Final = 5
 """The maximum number of groups that a unit runs in."""
 
 
-@dataclass(frozen=True)
-class GroupLimits:
-    """When a group takes no more units, and how many may wait. A group never waits for units: it takes those that wait then.
-
-    Args:
-        units: The maximum number of units in a group. PostgreSQL keeps up to 64 savepoints of a transaction in shared memory;
-            more of them slow down every query that meets their rows before the commit.
-        seconds: No unit begins later than this after the group's first one; the others wait for the next group. So the first
-            unit waits for the others no longer than this and the last unit take.
-        bytes: No unit begins once the messages of the group are larger than this: their keys and values, in bytes.
-        waiting: The maximum number of units that wait for a group. at that number ``submit`` lets its caller wait,
-            first come, first served, for at most the writer's ``lane_timeout_s``.
-
-    Raises:
-        ConfigurationError: A limit cannot work.
-    """
-
-    units: int = 64
-    seconds: float = 0.25
-    bytes: int = 16 * 1024 * 1024
-    waiting: int = 10_000
-
-    def __post_init__(self) -> None:
-        if self.units < 1:
-            raise ConfigurationError(f"units is {self.units}; it must be at least 1")
-        check_seconds("seconds", self.seconds, zero=True)
-        if self.bytes < 0:
-            raise ConfigurationError(f"bytes is {self.bytes}; it must not be negative")
-        if self.waiting < 1:
-            raise ConfigurationError(f"waiting is {self.waiting}; it must be at least 1")
-
-    def reached(self, *, seconds: float, size: int) -> bool:
-        """Whether a group takes no more units: so long after its first one began, with messages of that size in bytes."""
-        return seconds >= self.seconds or size > self.bytes
-
-
-DEFAULT_LIMITS: Final = GroupLimits()
+def takes_no_more(limits: WriterLimits, *, seconds: float, size: int) -> bool:
+    """Whether a group takes no more units: so long after its first one began, with messages of that size in bytes."""
+    return seconds >= limits.group_open_s or size > limits.group_bytes
 
 
 @dataclass(eq=False)
@@ -86,7 +52,7 @@ class Units(Generic[Work]):
         places: The maximum number of units that wait. The others stand in line. Units that run again need no place.
     """
 
-    def __init__(self, places: int = DEFAULT_LIMITS.waiting) -> None:
+    def __init__(self, places: int = DEFAULT_LIMITS.waiting_units) -> None:
         self._places = places
         self._ready: OrderedDict[Hashable, deque[Unit[Work]]] = OrderedDict()
         self._busy: dict[Hashable, deque[Unit[Work]]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.pool import StaticPool
@@ -12,7 +12,7 @@ from dualwrite.apps.async_transaction import Sessions, session_of_block
 from dualwrite.apps.async_writer import AsyncDualWriter
 from dualwrite.apps.task_writer import OfTasks
 from dualwrite.errors import ConfigurationError
-from dualwrite.protocol.process.grouping import DEFAULT_LIMITS, GroupLimits
+from dualwrite.protocol.allowed import DEFAULT_LIMITS, WriterLimits
 from dualwrite.stores.sql.access.connecting import async_engine_of
 from dualwrite.stores.sql.drivers.closing import roll_back_before_closing
 from dualwrite.testing.memory.writer import InMemoryWriter
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from dualwrite.testing.memory.log import RecordedTransaction
     from dualwrite.testing.memory.places import Place
     from dualwrite.writing.blocks.serializing import Serializers
-
-_TIMEOUT_S: Final = 60.0
 
 
 class AsyncInMemoryWriter(AsyncDualWriter):
@@ -39,8 +37,7 @@ class AsyncInMemoryWriter(AsyncDualWriter):
         database: An ``AsyncEngine`` or a URL; a new SQLite database in memory (aiosqlite) if not given. As for
             `InMemoryWriter`, dual writes on an engine with a ``StaticPool`` run one at a time.
         session_factory: As for `AsyncDualWriter`.
-        groups: As for `AsyncDualWriter`.
-        max_lanes, lane_timeout_s, bulk, key_serializer, value_serializer, max_message_bytes: As for `InMemoryWriter`.
+        limits, serializers, bulk, max_message_bytes: As for `InMemoryWriter`.
 
     Raises:
         ConfigurationError: A setting cannot work with an `AsyncDualWriter` either.
@@ -51,33 +48,27 @@ class AsyncInMemoryWriter(AsyncDualWriter):
         transactional_id: str = "in-memory",
         *,
         database: AsyncEngine | str | None = None,
-        max_lanes: int = 8,
-        lane_timeout_s: float = 30.0,
+        limits: WriterLimits = DEFAULT_LIMITS,
         session_factory: Callable[..., AsyncSession] = session_of_block,
         bulk: bool = False,
-        key_serializer: Serializers = None,
-        value_serializer: Serializers = None,
+        serializers: Serializers | None = None,
         max_message_bytes: int = 1_000_000,
-        groups: GroupLimits = DEFAULT_LIMITS,
     ) -> None:
         self._owns_engine = not isinstance(database, AsyncEngine)
         self._engine = _new_database() if database is None else async_engine_of(database)
         self._makes_own = False
-        self._max_lanes = max_lanes
+        self._limits = limits
         self._memory = _ForTasks(
             transactional_id,
             self._engine,
-            max_lanes=max_lanes,
-            lane_timeout_s=lane_timeout_s,
+            limits=limits,
             session_factory=Sessions(self._engine, session_factory).make,
             bulk=bulk,
-            key_serializer=key_serializer,
-            value_serializer=value_serializer,
+            serializers=serializers,
             max_message_bytes=max_message_bytes,
         )
         self._writer = cast("TaskWriter", self._memory)  # it has the methods that are called
-        self._timeout_s = _TIMEOUT_S
-        self._groups = self._memory.groups_of_tasks(groups, self._opened)
+        self._groups = self._memory.groups_of_tasks(limits, self._opened)
         self._loop = None
         self._pool = None
 

@@ -11,9 +11,8 @@ from sqlalchemy import create_engine
 from sqlalchemy.pool import StaticPool
 
 from dualwrite.errors import DualWriteError, IllegalStateError
-from dualwrite.protocol.allowed import check_seconds, check_writer
+from dualwrite.protocol.allowed import DEFAULT_LIMITS, WriterLimits, check_writer_name
 from dualwrite.protocol.naming import lane_id
-from dualwrite.protocol.process.grouping import DEFAULT_LIMITS, GroupLimits
 from dualwrite.protocol.producer_record import ProducerRecord
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.sql.access.connecting import engine_of
@@ -66,14 +65,11 @@ class InMemoryWriter(Submitting):
         database: A SQLAlchemy engine or a URL; a new SQLite database in memory if not given. Dual writes on an engine with a
             ``StaticPool`` run one at a time, and other code must not use the engine inside a block: it would be on the same
             connection.
-        max_lanes: The maximum number of concurrent transactions.
-        lane_timeout_s: How long a transaction waits for a free lane, in seconds.
+        limits: As for `DualWriter`. Its times count only where a caller waits: for a lane, and for a place.
         session_factory: As for `DualWriter`.
         bulk: As for `DualWriter`.
-        key_serializer: As for `DualWriter`.
-        value_serializer: As for `DualWriter`.
+        serializers: As for `DualWriter`.
         max_message_bytes: The greatest size of key and value together in one message.
-        groups: As for `DualWriter`.
 
     Raises:
         ConfigurationError: A setting cannot work with a `DualWriter` either.
@@ -84,24 +80,20 @@ class InMemoryWriter(Submitting):
         transactional_id: str = "in-memory",
         *,
         database: Engine | str | None = None,
-        max_lanes: int = 8,
-        lane_timeout_s: float = 30.0,
+        limits: WriterLimits = DEFAULT_LIMITS,
         session_factory: Callable[..., Session] = session_of_block,
         bulk: bool = False,
-        key_serializer: Serializers = None,
-        value_serializer: Serializers = None,
+        serializers: Serializers | None = None,
         max_message_bytes: int = 1_000_000,
-        groups: GroupLimits = DEFAULT_LIMITS,
     ) -> None:
-        check_writer(transactional_id, max_lanes)
-        check_seconds("lane_timeout_s", lane_timeout_s, zero=True)
+        check_writer_name(transactional_id)
         self.transactional_id = transactional_id
         self._owns_engine = not hasattr(database, "connect")
         self._engine = _new_database() if database is None else engine_of(database)
         self._dialect = dialect_for_tests(self._engine)
         self._session_factory = session_factory
         self._bulk = bulk
-        self._serializing = Serializing(key_serializer, value_serializer)
+        self._serializing = Serializing.of(serializers)
         self._max_message_bytes = max_message_bytes
         self._planted = Planted()
         self._log = Log()
@@ -109,20 +101,19 @@ class InMemoryWriter(Submitting):
         self._lanes = Lanes(
             transactional_id,
             self._new_lane,
-            max_lanes=1 if is_shared(self._engine) else max_lanes,
+            max_lanes=1 if is_shared(self._engine) else limits.max_lanes,
             timeout_s=_TIMEOUT_S,
-            lane_timeout_s=lane_timeout_s,
+            lane_timeout_s=limits.lane_timeout_s,
             idle_after_s=_TIMEOUT_S,
             kafka_at="no address: it is in memory",
         )
         self._vitals = Vitals(transactional_id, lambda: None)
         traits = SqlDatabase(self._engine).traits
-        self._group_runners = 1 if is_shared(self._engine) else runners_for(traits, max_lanes)
+        self._group_runners = 1 if is_shared(self._engine) else runners_for(traits, limits.max_lanes)
         self._groups = Groups(
             transactional_id,
             self.transaction,
-            groups,
-            place_timeout_s=lane_timeout_s,
+            limits,
             runners=self._group_runners,
         )
 

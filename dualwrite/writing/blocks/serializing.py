@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypedDict, TypeVar, cast
 
 from dualwrite.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from confluent_kafka.serialization import SerializationContext
+    from typing_extensions import Self
 
     from dualwrite.ports.observer import Headers
 
 Serializer: TypeAlias = Callable[[Any, "SerializationContext"], bytes | str | None]
 """Makes a key or a value from an object: ``(object, SerializationContext) -> bytes``. It may add to the context's headers."""
 
-Serializers: TypeAlias = Serializer | Mapping[str, Serializer] | None
+ByTopic: TypeAlias = Serializer | Mapping[str, Serializer] | None
 """One for all topics, or one for each topic; the other topics then have none."""
+
+
+class Serializers(TypedDict, total=False):
+    """The serializers of a writer: ``{"key": ..., "value": ...}``, or one of the two.
+
+    Each is a callable ``(object, SerializationContext) -> bytes``, as those of confluent-kafka, or a dictionary with one for
+    each topic that has one. Many threads use them at once.
+    """
+
+    key: ByTopic
+    value: ByTopic
+
 
 Bytes: TypeAlias = bytes | str | None
 
@@ -37,12 +50,21 @@ class Serializing:
         ConfigurationError: One of them cannot be called.
     """
 
-    def __init__(self, key: Serializers = None, value: Serializers = None) -> None:
-        for name, given in (("key_serializer", key), ("value_serializer", value)):
+    def __init__(self, key: ByTopic = None, value: ByTopic = None) -> None:
+        for name, given in (("the key serializer", key), ("the value serializer", value)):
             check_callable(name, given, "(object, SerializationContext) -> bytes")
         self._key = key
         self._value = value
         self.none = key is None and value is None
+
+    @classmethod
+    def of(cls, given: Serializers | None) -> Self:
+        """Make it of what a writer was given.
+
+        Raises:
+            ConfigurationError: There is another entry than ``key`` and ``value``, or one of them cannot be called.
+        """
+        return cls(**key_and_value("serializers", given))
 
     def message(self, topic: str, key: object, value: object, headers: Headers) -> tuple[Bytes, Bytes, Headers]:
         """The key, value and headers to produce. The caller's headers stay as they are. What has no serializer stays, too.
@@ -70,6 +92,19 @@ class Serializing:
             None if keys is None else [_made(key_by, one, "key", topic, None) for one in keys],
             [_made(value_by, one, "value", topic, None) for one in values],
         )
+
+
+def key_and_value(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The entries ``key`` and ``value`` of an argument.
+
+    Raises:
+        ConfigurationError: It is no dictionary, or has another entry.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or (given.keys() - {"key", "value"}):
+        raise ConfigurationError(f"{name} is {given!r}", next_step='give a dictionary: {"key": ..., "value": ...}')
+    return dict(given)
 
 
 def check_callable(name: str, given: object, signature: str) -> None:

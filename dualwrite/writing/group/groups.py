@@ -13,7 +13,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from dualwrite.protocol.process.grouping import GroupLimits, Unit, Units
+from dualwrite.protocol.allowed import WriterLimits
+from dualwrite.protocol.process.grouping import Unit, Units
 from dualwrite.runtime import waiting
 from dualwrite.runtime.deadline import Deadline, now_s
 from dualwrite.writing import entered
@@ -48,9 +49,9 @@ def runners_for(traits: Traits, max_lanes: int) -> int:
     return min(RUNNERS, max_lanes, traits.blocks or RUNNERS)
 
 
-def limits_for(traits: Traits, limits: GroupLimits) -> GroupLimits:
+def limits_for(traits: Traits, limits: WriterLimits) -> WriterLimits:
     """The limits of a group: without savepoints, no unit of it could be rolled back alone."""
-    return limits if traits.savepoints else replace(limits, units=1)
+    return limits if traits.savepoints else replace(limits, group_units=1)
 
 
 class Task:
@@ -197,19 +198,17 @@ class Groups:
     Args:
         name: The writer's transactional id.
         block: The block of a new dual write.
-        limits: When a group takes no more units.
+        limits: When a group takes no more units; how many may wait, and how long :meth:`submit` waits then.
         runners: How many groups there may be at a time, one of them running its units.
         grouped: Called with the number of units of each group that is about to end.
-        place_timeout_s: How long :meth:`submit` waits while as many units wait as may, in seconds.
     """
 
     def __init__(
         self,
         name: str,
         block: Callable[[], AbstractContextManager[Transaction]],
-        limits: GroupLimits,
+        limits: WriterLimits,
         *,
-        place_timeout_s: float,
         runners: int = RUNNERS,
         grouped: Callable[[int], None] = lambda _: None,
     ) -> None:
@@ -218,8 +217,7 @@ class Groups:
         self._limits = limits
         self._runners = runners
         self._grouped = grouped
-        self._place_timeout_s = place_timeout_s
-        self._units: Units[Task] = Units(limits.waiting)
+        self._units: Units[Task] = Units(limits.waiting_units)
         self._later = _Later(name, self)
         self._lock = threading.RLock()
         self._may_begin = threading.Condition(self._lock)
@@ -267,7 +265,9 @@ class Groups:
             if waits:
                 until = unit.work.until
                 unit.work.answered.wait(
-                    self._place_timeout_s if until is None else min(until.remaining_s(), self._place_timeout_s)
+                    self._limits.lane_timeout_s
+                    if until is None
+                    else min(until.remaining_s(), self._limits.lane_timeout_s)
                 )
             with self._lock:
                 if self._units.withdraw(unit):
@@ -338,7 +338,7 @@ class Groups:
             if self._done:
                 self._threads -= 1
                 return None
-            self._running = group = GroupRun(self._name, self._units.take(self._limits.units))
+            self._running = group = GroupRun(self._name, self._units.take(self._limits.group_units))
             self._begun.append(group)
             self._admit()
             return group

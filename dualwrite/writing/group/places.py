@@ -10,7 +10,7 @@ from dualwrite.errors import Unavailable
 from dualwrite.writing import entered
 
 if TYPE_CHECKING:
-    from dualwrite.protocol.process.grouping import GroupLimits
+    from dualwrite.protocol.allowed import WriterLimits
 
 _running: Final[ContextVar[tuple[object, int] | None]] = ContextVar("dualwrite_running_groups", default=None)
 """The groups that this code runs, and its thread; callbacks of futures run there, too. Units have their caller's context."""
@@ -30,7 +30,7 @@ def may_wait(groups: object) -> bool:
     return _running.get() != (groups, threading.get_ident()) and not entered.would_block_a_loop()
 
 
-def full_error(name: str, limits: GroupLimits, *, waited: bool) -> Unavailable:
+def full_error(name: str, limits: WriterLimits, *, waited: bool) -> Unavailable:
     """The error of a unit for which there was no place.
 
     Args:
@@ -44,7 +44,7 @@ def full_error(name: str, limits: GroupLimits, *, waited: bool) -> Unavailable:
         else "a thread that runs an event loop or a group must not wait for one"
     )
     return Unavailable(
-        f"{limits.waiting} units wait already, as many as may; {why}",
+        f"the queue of units is full (limit {limits.waiting_units}); {why}",
         transactional_id=name,
-        next_step="submit it again later; wait for results before you submit more, or raise GroupLimits(waiting=...)",
+        next_step="submit it again later; wait for results before you submit more, or raise WriterLimits(waiting_units=...)",
     )

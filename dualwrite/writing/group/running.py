@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
-from dualwrite.protocol.process.grouping import GroupLimits, Unit
+from dualwrite.protocol.allowed import WriterLimits
+from dualwrite.protocol.process.grouping import Unit, takes_no_more
 from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.runtime import failpoints
 from dualwrite.runtime.deadline import now_s
@@ -27,7 +28,7 @@ Call = Callable[[Any, "Transaction"], object]
 def run_group(
     group: GroupRun,
     block: Callable[[], AbstractContextManager[Transaction]],
-    limits: GroupLimits,
+    limits: WriterLimits,
     call: Call,
     all_run: Callable[[], None],
 ) -> Sequence[Told]:
@@ -73,7 +74,7 @@ def _work(unit: Unit[Any], transaction: Transaction, call: Call) -> object:
 class _Division:
     """Runs several units, as many as the limits allow: each in a savepoint, or in one with its neighbours."""
 
-    def __init__(self, group: GroupRun, transaction: Transaction, limits: GroupLimits, call: Call) -> None:
+    def __init__(self, group: GroupRun, transaction: Transaction, limits: WriterLimits, call: Call) -> None:
         self._group = group
         self._divided = Divided(transaction)
         self._limits = limits
@@ -82,7 +83,7 @@ class _Division:
 
     @property
     def _full(self) -> bool:
-        reached = self._limits.reached(seconds=now_s() - self._began, size=self._divided.size)
+        reached = takes_no_more(self._limits, seconds=now_s() - self._began, size=self._divided.size)
         return bool(self._group.begun) and reached
 
     def run(self) -> None:

@@ -86,7 +86,7 @@ class Submitting:
     ) -> Future[Any]:
         """Run the work as one unit of a group: many callers' units commit in one dual write. Returns at once.
 
-        Only if as many units wait as `GroupLimits.waiting`, it waits for a place, first come, first served.
+        Only if as many units wait as `WriterLimits.waiting_units`, it waits for a place, first come, first served.
 
         A group begins as soon as the one before has run its units, with those that wait then. So a single caller waits for
         nobody, and many callers share the cost of a commit. Each unit runs in a savepoint of its own, in a thread of the

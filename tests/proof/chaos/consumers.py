@@ -151,7 +151,7 @@ class Consumers(Part[_Group]):
             "consumer": consumer,
             "max_messages": 5,
             "workers": 2,
-            "writer": {"paused_owner_timeout_s": PAUSED_OWNER_S, "timeout_s": TIMEOUT_S},
+            "limits": {"paused_owner_timeout_s": PAUSED_OWNER_S, "timeout_s": TIMEOUT_S},
         }
 
     def _start(self, group: _Group, name: str, failpoint: str = "", idle_s: float = IDLE_S) -> Process:

@@ -14,7 +14,7 @@ from confluent_kafka import Producer
 from harness.engines import answered
 from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text, delete, insert, select
 
-from dualwrite import DualWriter
+from dualwrite import DualWriter, WriterLimits
 from dualwrite.kafka.producer.transactional import TransactionalProducer
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.runtime import failpoints
@@ -107,7 +107,9 @@ class DualWrite(Way):
     def __init__(self, context: OwnerContext) -> None:
         super().__init__(context)
         failpoints.hit = context.reach
-        self._writer = DualWriter(context.name, kafka=context.kafka, database=context.engine, max_lanes=1)
+        self._writer = DualWriter(
+            context.name, kafka=context.kafka, database=context.engine, limits=WriterLimits(max_lanes=1)
+        )
         self._writer.open()
 
     def write(self, operation: str) -> None:

@@ -22,7 +22,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from harness.hanging import abort_hanging
 
-from dualwrite import DualWriter, recover
+from dualwrite import DualWriter, WriterLimits, recover
 from dualwrite.errors import Unavailable
 from dualwrite.kafka.producer.choice import EngineName
 from dualwrite.runtime.deadline import Deadline
@@ -49,7 +49,11 @@ def three_brokers(producer_engine: EngineName) -> Iterator[OwnerContext]:
     properties = {"transaction.max.timeout.ms": "2147483647"}
     with EmbeddedKafka(properties, brokers=BROKERS, start_timeout_s=240) as kafka, EmbeddedPostgres() as postgres:
         context = OwnerContext.prepare(kafka, postgres, producer_engine)
-        warm = {"kafka": kafka.client_config(), "database": context.engine, "timeout_s": RECOVERS_S}
+        warm = {
+            "kafka": kafka.client_config(),
+            "database": context.engine,
+            "limits": WriterLimits(timeout_s=RECOVERS_S),
+        }
         with DualWriter("warm-up", **warm):
             pass
         try:

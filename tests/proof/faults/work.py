@@ -24,6 +24,7 @@ from dualwrite import (
     Fenced,
     TransactionAborted,
     TransactionInDoubt,
+    WriterLimits,
 )
 from dualwrite.errors import Unavailable
 from dualwrite.kafka.producer.choice import EngineName
@@ -136,10 +137,8 @@ def _write_all(job: Job, told: Connection, now: _Now) -> None:
             job.transactional_id,
             kafka=job.kafka,
             database=engine,
-            max_lanes=1,
-            timeout_s=job.patience_s,
+            limits=WriterLimits(max_lanes=1, timeout_s=job.patience_s, paused_owner_timeout_s=None),
             producer_engine=job.engine,
-            paused_owner_timeout_s=None,
         )
         try:
             writer.open()

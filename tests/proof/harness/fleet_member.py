@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from dualwrite import CompletionPending, DualWriter, TransactionAborted, TransactionInDoubt, Unavailable
+from dualwrite import CompletionPending, DualWriter, TransactionAborted, TransactionInDoubt, Unavailable, WriterLimits
 from dualwrite.runtime import failpoints
 from dualwrite.testing import Journal
 from harness.planting import plant
@@ -32,10 +32,9 @@ def _write(job: dict) -> None:
         job["transactional_id"],
         kafka=job["kafka"],
         database=engine,
-        max_lanes=2,
+        limits=WriterLimits(max_lanes=2, paused_owner_timeout_s=job["lease_timeout_s"]),
         lease_timeout_s=job["lease_timeout_s"],
         heartbeat_s=job["heartbeat_s"],
-        paused_owner_timeout_s=job["lease_timeout_s"],
     )
     until, number = Path(job["until"]), 0
     with writer, Journal(job["journal"]) as journal:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from confluent_kafka import Producer
 from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine, insert, select
 
-from dualwrite import AsyncExactlyOnceConsumer, ExactlyOnceConsumer
+from dualwrite import AsyncExactlyOnceConsumer, ExactlyOnceConsumer, WriterLimits
 from dualwrite.state import KeyValueStore, PartitionStores
 from dualwrite.testing.reading import read_committed
 from harness.planting import plant_from_environment
@@ -130,6 +130,7 @@ def make_member(
     target: str,
     protocol: str,
     asynchronous: bool = False,
+    limits: Mapping[str, float] | None = None,
     state: PartitionStores | None = None,
     **options,
 ) -> ExactlyOnceConsumer | AsyncMember:
@@ -139,6 +140,8 @@ def make_member(
     else:
         handler = (async_counting if asynchronous else counting)(state, target)
     given = {"handler": handler, "consumer": settings_of(protocol), "state": state, **options}
+    if limits is not None:
+        given["writer"] = {"limits": WriterLimits(**limits)}
     kind = AsyncMember if asynchronous else ExactlyOnceConsumer
     return kind(group, name, topics=[source], kafka=kafka, database=url, **given)
 

@@ -42,6 +42,7 @@ from dualwrite import (
     TransactionAborted,
     TransactionInDoubt,
     Unavailable,
+    WriterLimits,
 )
 from dualwrite.errors import OutcomeUnverifiable
 from dualwrite.runtime import failpoints
@@ -133,9 +134,11 @@ def settings_of(job: dict) -> dict[str, Any]:
     """The writer's settings."""
     return {
         "kafka": job["kafka"],
-        "max_lanes": job.get("max_lanes", 1),
-        "paused_owner_timeout_s": job.get("paused_owner_timeout_s", 60),
-        "timeout_s": job.get("timeout_s", 60),
+        "limits": WriterLimits(
+            max_lanes=job.get("max_lanes", 1),
+            paused_owner_timeout_s=job.get("paused_owner_timeout_s", 60),
+            timeout_s=job.get("timeout_s", 60),
+        ),
         "producer_engine": job.get("producer_engine", "auto"),
     }
 

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from dualwrite import DualWriter
+from dualwrite import DualWriter, WriterLimits
 from dualwrite.databases import ZooKeeperDatabase
 from dualwrite.runtime import failpoints
 from dualwrite.testing import Journal
@@ -40,7 +40,9 @@ def _write(job: dict) -> int:
     try:
         with (
             database_of(job["url"]) as database,
-            DualWriter(job["transactional_id"], kafka=job["kafka"], database=database, max_lanes=1) as writer,
+            DualWriter(
+                job["transactional_id"], kafka=job["kafka"], database=database, limits=WriterLimits(max_lanes=1)
+            ) as writer,
             Journal(job["journal"]) as journal,
         ):
             operations = Operations(job, journal)

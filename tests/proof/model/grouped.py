@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dualwrite import WriterLimits
 from dualwrite.errors import DualWriteError, Fenced, TransactionAborted
-from dualwrite.protocol.process.grouping import GroupLimits, Unit, Units
+from dualwrite.protocol.process.grouping import Unit, Units
 from dualwrite.runtime.deadline import Deadline
 from dualwrite.writing.blocks.block import dual_write
 from dualwrite.writing.group.results import GroupRun
@@ -72,7 +73,7 @@ class Task:
 
 
 class GroupingOwner(Owner):
-    """An owner that also takes units: a :class:`Write` with a key waits; :class:`GroupLimits` let it run all that wait."""
+    """An owner that also takes units: a :class:`Write` with a key waits; :class:`WriterLimits` let it run all that wait."""
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
@@ -82,14 +83,14 @@ class GroupingOwner(Owner):
         if isinstance(command, Write) and command.key is not None:
             self._units.add(Unit(Task(command, self._told), command.key))
             return True
-        if isinstance(command, GroupLimits):
+        if isinstance(command, WriterLimits):
             return self._run_groups(context, connection, command)
         return super()._obey(context, connection, command)
 
-    def _run_groups(self, context: OwnerContext, connection: SimulatedConnection, limits: GroupLimits) -> bool:
+    def _run_groups(self, context: OwnerContext, connection: SimulatedConnection, limits: WriterLimits) -> bool:
         """Run groups until no unit waits, as the threads of a writer do; False where the owner has to stop."""
         while self._units.ready:
-            group = GroupRun(NAME, self._units.take(limits.units))
+            group = GroupRun(NAME, self._units.take(limits.group_units))
             told = run_group(
                 group,
                 lambda: self._block(context, connection),

@@ -15,7 +15,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import sessionmaker
 
-from dualwrite import AsyncDualWriter, DualWriter, ProducerRecord, RowUnit
+from dualwrite import AsyncDualWriter, DualWriter, ProducerRecord, RowUnit, WriterLimits
 from dualwrite.errors import DualWriteError
 from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.runtime.failpoints import FailpointError
@@ -160,7 +160,9 @@ class Plain:
 
     def __init__(self, name: str, loop: SteppedLoop, own: Engine) -> None:
         self._loop = loop
-        self._writer = DualWriter(name, kafka=SETTINGS, database=own, max_lanes=2, lane_timeout_s=1000.0)
+        self._writer = DualWriter(
+            name, kafka=SETTINGS, database=own, limits=WriterLimits(max_lanes=2, lane_timeout_s=1000.0)
+        )
         self._sessions = sessionmaker(own)
         self._messages = self._writer.bind(self._sessions)
 

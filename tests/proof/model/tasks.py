@@ -35,7 +35,7 @@ from harness.served import SETTINGS
 from harness.stepped import Inline, SteppedKafka, SteppedLoop, async_engine, engine
 from sqlalchemy.ext.asyncio import async_sessionmaker
 
-from dualwrite import AsyncDualWriter, GroupLimits
+from dualwrite import AsyncDualWriter, WriterLimits
 from dualwrite.runtime import failpoints, waiting
 from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.writing import opened
@@ -119,9 +119,9 @@ class _Schedule:
             kafka=SETTINGS,
             database=self.ground.blocks,
             own_engine=self.ground.own,
-            max_lanes=self.lanes,
-            lane_timeout_s=1000.0,
-            groups=GroupLimits(units=self.random.choice((1, 3, 500))),
+            limits=WriterLimits(
+                max_lanes=self.lanes, lane_timeout_s=1000.0, group_units=self.random.choice((1, 3, 500))
+            ),
         )
 
     async def _write(self) -> None:

@@ -7,7 +7,7 @@ import pytest
 from harness.served import SETTINGS, TOPIC
 from harness.stepped import SteppedKafka
 
-from dualwrite import AsyncDualWriter
+from dualwrite import AsyncDualWriter, WriterLimits
 from dualwrite.apps.task_writer import THREADS
 from model import tasks
 
@@ -46,7 +46,9 @@ def test_a_thousand_tasks_wait_in_their_order_without_a_thread_for_each():
 
     async def write(ground):
         own = {"database": ground.blocks, "own_engine": ground.own}
-        async with AsyncDualWriter("orders", kafka=SETTINGS, max_lanes=lanes, lane_timeout_s=1e6, **own) as writer:
+        async with AsyncDualWriter(
+            "orders", kafka=SETTINGS, limits=WriterLimits(max_lanes=lanes, lane_timeout_s=1e6), **own
+        ) as writer:
 
             async def one(number):
                 async with writer.transaction() as tx:

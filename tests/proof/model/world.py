@@ -22,7 +22,7 @@ from simulator.requests import NEVER_MS, ErrorCode, InitProducerId, Produce, Wri
 from simulator.scheduler import Held, Simulation
 from simulator.state import create_topic, new_broker, transaction
 
-from dualwrite.protocol.process.grouping import GroupLimits
+from dualwrite import WriterLimits
 from dualwrite.writing.blocks.block import Ending
 from model.checker import Finding, check, decided_writes
 from model.consuming import (
@@ -220,7 +220,7 @@ class World:
 
     def do_group(self, process: Process, units: int) -> None:
         self._happened("times that units run", f"{process.name} runs its units, {units} at most in a group")
-        self.simulation.command(process, GroupLimits(units=units, seconds=1e9))
+        self.simulation.command(process, WriterLimits(group_units=units, group_open_s=1e9))
         self._check_process(process)
 
     def do_close(self, process: Process) -> None:

@@ -8,7 +8,7 @@ from harness.cancelling import at_last, at_once, cancelled_at_each, with_all_oth
 from harness.served import SETTINGS, TOPIC
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 
-from dualwrite import AsyncDualWriter, TransactionInDoubt
+from dualwrite import AsyncDualWriter, TransactionInDoubt, WriterLimits
 from dualwrite.runtime import waiting
 from dualwrite.writing.blocks.dual_write import DualWrite
 
@@ -24,7 +24,7 @@ pytestmark = [
 def test_a_cancellation_aborts_both_sides_before_the_decision_and_comes_after_it_from_then_on(shop, cancel):
     async def main():
         url = shop.engine.url.render_as_string(False)
-        async with AsyncDualWriter("orders", kafka=SETTINGS, database=url, max_lanes=1) as writer:
+        async with AsyncDualWriter("orders", kafka=SETTINGS, database=url, limits=WriterLimits(max_lanes=1)) as writer:
 
             async def write(number, begun):
                 async with writer.transaction() as tx:
@@ -66,7 +66,10 @@ def test_a_cancellation_put_off_until_the_block_has_begun_ends_it(shop, monkeypa
     async def main():
         engine = create_async_engine(shop.engine.url.set(drivername="sqlite+aiosqlite"))
         async with AsyncDualWriter(
-            "orders", kafka=SETTINGS, database=engine, max_lanes=1, lane_timeout_s=2, timeout_s=2
+            "orders",
+            kafka=SETTINGS,
+            database=engine,
+            limits=WriterLimits(max_lanes=1, lane_timeout_s=2, timeout_s=2),
         ) as writer:
             task = asyncio.create_task(begins(writer, async_sessionmaker(engine)))
             tasks.append(task)

@@ -8,7 +8,7 @@ from harness.served import TOPIC
 from sqlalchemy import text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from dualwrite import CompletionPending, ConfigurationError, GroupLimits, TransactionAborted, Unavailable
+from dualwrite import CompletionPending, ConfigurationError, TransactionAborted, Unavailable, WriterLimits
 from dualwrite.apps import async_groups
 from dualwrite.apps.async_groups import _Task
 from dualwrite.errors import IllegalStateError
@@ -127,7 +127,7 @@ def test_limits_end_a_group(in_writer):  # noqa: F811
         await all_of(writer, *(unit(number) for number in range(5)))
         assert sizes == [2, 2, 1]
 
-    in_writer(work, groups=GroupLimits(units=2))
+    in_writer(work, limits=WriterLimits(group_units=2))
 
 
 def test_a_group_that_was_aborted_runs_again(in_writer, shop, monkeypatch):  # noqa: F811
@@ -326,7 +326,7 @@ def test_units_that_did_not_fit_beside_one_that_rests_run_at_once(in_writer, sho
         assert await asyncio.wait_for(asyncio.gather(*resting), 30) == [None, 2]
 
     monkeypatch.setattr(async_groups, "pause_after_s", lambda failures: 3600.0 if failures else 0.0)
-    in_writer(work, groups=GroupLimits(seconds=0.0))
+    in_writer(work, limits=WriterLimits(group_open_s=0.0))
     assert shop.messages == ["3", "4", "1", "2"]
 
 
@@ -460,7 +460,7 @@ def test_units_of_a_key_keep_their_order(in_writer):  # noqa: F811
 
         await asyncio.gather(*(note(number) for number in range(20)))
 
-    in_writer(work, groups=GroupLimits(units=3))
+    in_writer(work, limits=WriterLimits(group_units=3))
     assert done == list(range(20))
 
 
@@ -532,7 +532,7 @@ def in_few(in_writer):  # noqa: F811
                 may_go.set()
                 await asyncio.gather(*tasks)
 
-        return in_writer(main, groups=GroupLimits(waiting=1), **options)
+        return in_writer(main, limits=WriterLimits(waiting_units=1, **limits))
 
     return run
 
@@ -559,7 +559,7 @@ def test_tasks_wait_for_a_place_first_come_first_served(in_few, shop):
 
 def test_a_task_that_finds_no_place_in_time_is_refused_and_its_unit_never_runs(in_few, shop):
     async def work(writer, _):
-        with pytest.raises(Unavailable, match="1 units wait already.*in time"):
+        with pytest.raises(Unavailable, match=r"full \(limit 1\).*in time"):
             await asyncio.wait_for(writer.submit(unit(2)), 10)
 
     in_few(work, lane_timeout_s=0.05)

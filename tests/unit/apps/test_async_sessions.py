@@ -13,7 +13,15 @@ from sqlalchemy import event, exc, select
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
-from dualwrite import AsyncDualWriter, ConfigurationError, DualWriter, Transaction, TransactionAborted, Unavailable
+from dualwrite import (
+    AsyncDualWriter,
+    ConfigurationError,
+    DualWriter,
+    Transaction,
+    TransactionAborted,
+    Unavailable,
+    WriterLimits,
+)
 from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.tables.write_life import WriteState
 from dualwrite.runtime.waiting import here
@@ -143,7 +151,7 @@ def test_tasks_each_have_a_session_and_wait_fairly_for_a_lane(in_app, shop, monk
 
         await asyncio.gather(*map(one, range(20)))
 
-    in_app(work, max_lanes=lanes)
+    in_app(work, limits=WriterLimits(max_lanes=lanes))
     queue.assert_fair()
     assert queue.count == 20
     assert sorted(map(int, shop.messages)) == sorted(map(int, shop.rows)) == list(range(20))
@@ -280,7 +288,7 @@ def test_a_session_that_is_dropped_gives_its_lane_back(in_app, shop):
 
         await asyncio.create_task(next_one())
 
-    in_app(work, max_lanes=1, lane_timeout_s=5)
+    in_app(work, limits=WriterLimits(max_lanes=1, lane_timeout_s=5))
     assert shop.both_have(2)
 
 
@@ -421,7 +429,7 @@ def test_a_cancellation_aborts_both_sides_before_the_decision_and_comes_after_it
 
         return await cancelled_at_each(committed if way == "commit" else begun_by_the_session, cancel)
 
-    assert shop.both_have(*in_app(work, max_lanes=1))
+    assert shop.both_have(*in_app(work, limits=WriterLimits(max_lanes=1)))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

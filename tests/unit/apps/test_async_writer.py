@@ -9,7 +9,7 @@ from harness.served import SETTINGS, TOPIC
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from dualwrite import AsyncDualWriter, ConfigurationError, DualWriter, TransactionAborted
+from dualwrite import AsyncDualWriter, ConfigurationError, DualWriter, TransactionAborted, WriterLimits
 from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.tables.write_life import WriteState
 
@@ -91,7 +91,7 @@ def test_tasks_share_a_writer_and_wait_fairly_for_its_lane(in_writer, shop):
 
         await asyncio.gather(*(one(number) for number in range(30)))
 
-    in_writer(work, max_lanes=1)
+    in_writer(work, limits=WriterLimits(max_lanes=1))
     assert entered == list(range(30))
     assert sorted(map(int, shop.messages)) == sorted(map(int, shop.rows)) == list(range(30))
 
@@ -163,7 +163,7 @@ def test_a_block_inside_another_is_refused_by_task(in_writer, shop):
             child = asyncio.create_task(other())  # waits for the lane, and inherits the context of this task
         await child
 
-    in_writer(work, max_lanes=1)
+    in_writer(work, limits=WriterLimits(max_lanes=1))
     assert shop.messages == ["1", "2"]
     assert shop.rows == ["2"]
 
@@ -197,7 +197,7 @@ def test_a_task_that_is_cancelled_while_it_waits_for_a_lane_takes_none(in_writer
             await put(tx, 0)
         assert isinstance((await asyncio.gather(*waiting, return_exceptions=True))[0], asyncio.CancelledError)
 
-    in_writer(work, max_lanes=1)
+    in_writer(work, limits=WriterLimits(max_lanes=1))
     assert shop.both_have(0, 2)
 
 
@@ -323,5 +323,5 @@ def test_a_serializer_makes_the_values(in_writer, shop):
         async with writer.transaction() as tx:
             await tx.produce(TOPIC, {"id": 1}, partition=0)
 
-    in_writer(work, value_serializer=lambda value, _: str(value["id"]).encode())
+    in_writer(work, serializers={"value": lambda value, _: str(value["id"]).encode()})
     assert shop.messages == ["1"]

@@ -97,6 +97,7 @@ def test_fail_points_that_are_hit_are_the_ones_declared():
     ("takes_them", "heading"),
     [
         (dualwrite.DualWriter, "`DualWriter`"),
+        (dualwrite.WriterLimits, "`WriterLimits`"),
         (dualwrite.TransactionalProducer, "`TransactionalProducer`"),
         (dualwrite.recover, "`recover` and `status`"),
     ],

@@ -6,10 +6,10 @@ from datetime import datetime, timedelta, timezone
 import pytest
 from click.testing import CliRunner
 
-from dualwrite import ConfigurationError, DualWriter, GroupLimits, PreparedTxnState, recover, status
+from dualwrite import ConfigurationError, DualWriter, PreparedTxnState, WriterLimits, recover, status
 from dualwrite.apps.cli.group import commands
 from dualwrite.operations import blocking_transactions, forget, terminate
-from dualwrite.protocol.allowed import LONGEST_S, check_not_empty, check_seconds, check_selection, check_writer
+from dualwrite.protocol.allowed import LONGEST_S, check_not_empty, check_seconds, check_selection, check_writer_name
 from dualwrite.recovery.foreign import complete_prepared
 
 NOWHERE = {"kafka": {"bootstrap.servers": "127.0.0.1:1"}, "database": "postgresql+psycopg://127.0.0.1:1/nowhere"}
@@ -49,21 +49,21 @@ def test_a_selection_is_an_id_or_a_prefix_or_neither():
 
 def test_names_that_leave_room_for_the_number_of_a_lane_are_taken():
     for name in ("o", "o" * 240):
-        check_writer(name, 1)
+        check_writer_name(name)
 
 
 @pytest.mark.parametrize(
-    ("name", "max_lanes", "said"),
-    [
-        ("", 1, "transactional id"),
-        ("o" * 241, 1, "transactional id"),
-        ("orders#1", 1, "'#'"),
-        ("orders", 0, "at least 1"),
-    ],
+    ("name", "said"), [("", "transactional id"), ("o" * 241, "transactional id"), ("orders#1", "'#'")]
 )
-def test_arguments_that_cannot_work_are_refused(name, max_lanes, said):
+def test_names_that_cannot_work_are_refused(name, said):
     with pytest.raises(ConfigurationError, match=said):
-        check_writer(name, max_lanes)
+        check_writer_name(name)
+
+
+@pytest.mark.parametrize("wrong", [{"max_lanes": 0}, {"group_units": 0}, {"group_bytes": -1}, {"waiting_units": 0}])
+def test_counts_that_cannot_work_are_refused(wrong):
+    with pytest.raises(ConfigurationError, match=f"{next(iter(wrong))} is .*at least"):
+        WriterLimits(**wrong)
 
 
 WITH_TIMES = [
@@ -73,12 +73,11 @@ WITH_TIMES = [
     (lambda **given: terminate("orders", **NOWHERE, **given), ["timeout_s"]),
     (lambda **given: blocking_transactions(NOWHERE["kafka"], **given), ["open_for_s", "timeout_s"]),
     (lambda **given: complete_prepared("a", PreparedTxnState(), kafka=NOWHERE["kafka"], **given), ["timeout_s"]),
-    (GroupLimits, ["seconds"]),
     (
-        lambda **given: DualWriter("orders", **NOWHERE, **given),
-        ["timeout_s", "lane_timeout_s", "margin_s", "idle_after_s", "paused_owner_timeout_s"],
+        WriterLimits,
+        ["timeout_s", "lane_timeout_s", "margin_s", "idle_after_s", "paused_owner_timeout_s", "group_open_s"],
     ),
-    (lambda **given: DualWriter.leased("orders", **NOWHERE, **given), ["lease_timeout_s", "heartbeat_s", "timeout_s"]),
+    (lambda **given: DualWriter.leased("orders", **NOWHERE, **given), ["lease_timeout_s", "heartbeat_s"]),
 ]
 
 

@@ -4,7 +4,7 @@ import pytest
 from harness.databases import age, prepared
 from harness.served import SETTINGS, TOPIC, ServedKafka
 
-from dualwrite import ConfigurationError, Fenced, Unavailable
+from dualwrite import ConfigurationError, Fenced, Unavailable, WriterLimits
 from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery import recover
 from dualwrite.recovery.forget import forget
@@ -90,7 +90,7 @@ def test_what_the_database_has_decided_and_kafka_has_not_committed_stays(shop, c
         if point == "write.decided":
             reports.append(call(untouched_for_s=0.0, dry_run=True))
 
-    with shop.writer(max_lanes=1) as writer, failpoints.watched(look):
+    with shop.writer(limits=WriterLimits(max_lanes=1)) as writer, failpoints.watched(look):
         write(writer, 1)
     [report] = reports
     assert (report.forgotten, report.unsettled) == ([], ["orders"])
@@ -98,7 +98,7 @@ def test_what_the_database_has_decided_and_kafka_has_not_committed_stays(shop, c
 
 
 def test_an_open_writer_that_is_idle_for_so_long_is_fenced_and_tears_nothing(shop, call):
-    with shop.writer(max_lanes=1) as writer:
+    with shop.writer(limits=WriterLimits(max_lanes=1)) as writer:
         write(writer, 1)
         age(shop.engine)
         assert call("orders").forgotten == ["orders"]
@@ -108,7 +108,7 @@ def test_an_open_writer_that_is_idle_for_so_long_is_fenced_and_tears_nothing(sho
 
 
 def test_a_writer_that_writes_meanwhile_stays(shop, call, monkeypatch):
-    with shop.writer(max_lanes=1) as writer:
+    with shop.writer(limits=WriterLimits(max_lanes=1)) as writer:
         write(writer, 1)
         age(shop.engine)
         real = recover.status

@@ -3,7 +3,7 @@
 import pytest
 from harness.served import SETTINGS
 
-from dualwrite import DualWriter, Fenced
+from dualwrite import DualWriter, Fenced, WriterLimits
 from dualwrite.ports.observer import NO_OBSERVER
 from dualwrite.recovery.take_over import take_over
 from dualwrite.runtime import failpoints
@@ -12,7 +12,7 @@ from dualwrite.runtime.failpoints import FailpointError
 
 @pytest.fixture
 def owner(shop):
-    with DualWriter("orders", kafka=SETTINGS, database=shop.engine, timeout_s=10.0) as writer:
+    with DualWriter("orders", kafka=SETTINGS, database=shop.engine, limits=WriterLimits(timeout_s=10.0)) as writer:
         yield writer
 
 

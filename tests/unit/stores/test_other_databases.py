@@ -17,6 +17,7 @@ from dualwrite import (
     Transaction,
     TransactionAborted,
     TransactionInDoubt,
+    WriterLimits,
     recover,
     status,
 )
@@ -31,7 +32,9 @@ class Place:
     database: DictionaryDatabase = field(default_factory=DictionaryDatabase)
 
     def writer(self, **kwargs) -> DualWriter:
-        return DualWriter("orders", **{"kafka": SETTINGS, "database": self.database, "max_lanes": 1, **kwargs})
+        return DualWriter(
+            "orders", **{"kafka": SETTINGS, "database": self.database, "limits": WriterLimits(max_lanes=1), **kwargs}
+        )
 
     @property
     def pairs(self) -> dict[str, str]:
@@ -191,7 +194,7 @@ def test_a_commit_still_on_its_way_can_no_longer_happen_once_it_was_found_aborte
 
 
 def test_recovery_completes_what_a_dead_owner_has_decided(place, monkeypatch):
-    writer = mortal(place.writer(timeout_s=5))
+    writer = mortal(place.writer(limits=WriterLimits(max_lanes=1, timeout_s=5)))
     writer.open()
     monkeypatch.setattr("dualwrite.writing.lanes.lane.Lane.complete", die)
     with pytest.raises(CompletionPending), writer.transaction() as tx:
@@ -209,7 +212,7 @@ def die(*_: object) -> None:
 
 
 def test_a_loss_is_an_incident_that_a_person_acknowledges(place, monkeypatch):
-    writer = mortal(place.writer(timeout_s=5))
+    writer = mortal(place.writer(limits=WriterLimits(max_lanes=1, timeout_s=5)))
     writer.open()
     with monkeypatch.context() as patch:
         patch.setattr("dualwrite.writing.lanes.lane.Lane.complete", die)

@@ -6,6 +6,7 @@ import threading
 import pytest
 from harness.patience import wait_until
 
+from dualwrite import WriterLimits
 from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable
 from dualwrite.protocol.tables.write_phases import Phase
 from dualwrite.runtime import failpoints
@@ -49,7 +50,7 @@ def test_the_phases_add_up_to_the_whole(shop, recorded):
 
 
 def test_open_writers_are_read_and_closed_ones_are_not(shop, recorded):
-    with shop.writer(telemetry=recorded.telemetry, max_lanes=3) as writer:
+    with shop.writer(telemetry=recorded.telemetry, limits=WriterLimits(max_lanes=3)) as writer:
         assert recorded.values(names.READY) == {("orders",): 1}
         assert recorded.values(names.LANES_MAX) == {("orders",): 3}
         with writer.transaction() as tx:
@@ -80,7 +81,7 @@ def test_the_oldest_transaction_in_kafka_is_shown_as_it_was_when_the_brokers_wer
 
 
 def test_blocks_that_wait_for_a_lane_are_counted(shop, recorded):
-    with shop.writer(telemetry=recorded.telemetry, max_lanes=1) as writer:
+    with shop.writer(telemetry=recorded.telemetry, limits=WriterLimits(max_lanes=1)) as writer:
         begun, leave = threading.Event(), threading.Event()
 
         def wait():
@@ -109,7 +110,7 @@ def test_a_lane_that_may_have_left_something_open_is_shown_with_its_age(shop, re
         raise Unavailable("not yet")
 
     tried = threading.Event()
-    with shop.writer(telemetry=recorded.telemetry, max_lanes=1) as writer:
+    with shop.writer(telemetry=recorded.telemetry, limits=WriterLimits(max_lanes=1)) as writer:
         with monkeypatch.context() as patched:
             patched.setattr(Lane, "settle", refuse)
             with (

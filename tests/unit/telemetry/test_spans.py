@@ -13,7 +13,15 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from simulator.outside import SimulatedCoordinator
 from sqlalchemy.orm import sessionmaker
 
-from dualwrite import CompletionPending, DecidedTransactionLost, Fenced, TransactionInDoubt, Unavailable, recover
+from dualwrite import (
+    CompletionPending,
+    DecidedTransactionLost,
+    Fenced,
+    TransactionInDoubt,
+    Unavailable,
+    WriterLimits,
+    recover,
+)
 from dualwrite.errors import OutcomeUnverifiable
 from dualwrite.protocol.settling.commit_in_doubt import DoubtStep
 from dualwrite.recovery.claim import OwnerContext
@@ -144,7 +152,9 @@ OUTCOMES = {
 def test_every_outcome_is_named_and_its_error_is_on_the_step_that_failed(shop, recorded, monkeypatch, outcome):
     run, error, failed = OUTCOMES[outcome]
     told = []
-    with shop.writer(telemetry=recorded.telemetry, max_lanes=1, lane_timeout_s=0.01, on_loss=told.append) as writer:
+    with shop.writer(
+        telemetry=recorded.telemetry, limits=WriterLimits(max_lanes=1, lane_timeout_s=0.01), on_loss=told.append
+    ) as writer:
         with pytest.raises(error):
             run(shop, writer, monkeypatch)
         [whole] = recorded.named("dual_write")

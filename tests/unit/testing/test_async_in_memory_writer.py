@@ -13,7 +13,14 @@ from sqlalchemy import select, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import StaticPool
 
-from dualwrite import AsyncDualWriter, ConfigurationError, DualWriteError, GroupLimits, TransactionAborted, Unavailable
+from dualwrite import (
+    AsyncDualWriter,
+    ConfigurationError,
+    DualWriteError,
+    TransactionAborted,
+    Unavailable,
+    WriterLimits,
+)
 from dualwrite.testing import AsyncInMemoryWriter, InMemoryWriter
 from dualwrite.testing.memory.places import EFFECTS, Rows
 
@@ -39,12 +46,12 @@ async def as_user_sees(writer, engine, way, seen):
 def test_a_user_sees_the_same_of_both_writers(shop, tmp_path, way):
     real, in_memory = [], []
     engine = asynchronous(shop.database)
-    writer = AsyncDualWriter("orders", kafka=SETTINGS, database=engine, max_lanes=1)
+    writer = AsyncDualWriter("orders", kafka=SETTINGS, database=engine, limits=WriterLimits(max_lanes=1))
     asyncio.run(as_user_sees(writer, engine, way, real))
     (tmp_path / "other").mkdir()
     other = prepare("sqlite", sqlite_url(tmp_path / "other"))
     engine = asynchronous(other)
-    writer = AsyncInMemoryWriter("orders", database=engine, max_lanes=1)
+    writer = AsyncInMemoryWriter("orders", database=engine, limits=WriterLimits(max_lanes=1))
     asyncio.run(as_user_sees(writer, engine, way, in_memory))
     assert in_memory == real
     assert real
@@ -176,7 +183,7 @@ def test_a_dual_write_takes_milliseconds():
 
 def test_so_many_units_wait_as_the_limits_allow():
     async def main():
-        async with AsyncInMemoryWriter(groups=GroupLimits(waiting=1), lane_timeout_s=0.05) as writer:
+        async with AsyncInMemoryWriter(limits=WriterLimits(waiting_units=1, lane_timeout_s=0.05)) as writer:
             may_go = asyncio.Event()
 
             async def slow(_):

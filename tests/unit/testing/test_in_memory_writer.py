@@ -30,6 +30,7 @@ from dualwrite import (
     TransactionalProducer,
     TransactionInDoubt,
     Unavailable,
+    WriterLimits,
 )
 from dualwrite.errors import OutcomeUnverifiable
 from dualwrite.stores.sql.state import SqlStateStore
@@ -68,11 +69,11 @@ def as_user_sees(view, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_user_sees_the_same_of_both_writers(shop, tmp_path, way):
     real, in_memory = [], []
-    with shop.writer(max_lanes=1) as writer:
+    with shop.writer(limits=WriterLimits(max_lanes=1)) as writer:
         as_user_sees(View(writer, shop.engine, TOPIC, real), way)
     (tmp_path / "other").mkdir()
     other = prepare("sqlite", sqlite_url(tmp_path / "other"))
-    with InMemoryWriter("orders", database=other.engines[0], max_lanes=1) as writer:
+    with InMemoryWriter("orders", database=other.engines[0], limits=WriterLimits(max_lanes=1)) as writer:
         as_user_sees(View(writer, other.engines[0], TOPIC, in_memory), way)
     assert in_memory == real
     assert [shown.value for shown in writer.messages] == [in_bytes(value) for value in shop.messages]

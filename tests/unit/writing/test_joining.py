@@ -13,7 +13,15 @@ from sqlalchemy.event import registry
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import QueuePool
 
-from dualwrite import CompletionPending, DualWriteError, Fenced, TransactionAborted, TransactionInDoubt, Unavailable
+from dualwrite import (
+    CompletionPending,
+    DualWriteError,
+    Fenced,
+    TransactionAborted,
+    TransactionInDoubt,
+    Unavailable,
+    WriterLimits,
+)
 from dualwrite.errors import IllegalStateError
 from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
 from dualwrite.protocol.settling.commit_in_doubt import DoubtStep
@@ -393,7 +401,10 @@ def test_a_listener_that_raises_in_a_rollback_keeps_no_lane_and_no_transaction(s
 
     if on == "engine":
         event.listen(shop.engine, "rollback", refuse)
-    with shop.writer("small", max_lanes=1, lane_timeout_s=5) as writer, shop.engine.connect() as connection:
+    with (
+        shop.writer("small", limits=WriterLimits(max_lanes=1, lane_timeout_s=5)) as writer,
+        shop.engine.connect() as connection,
+    ):
         factory = sessionmaker()
         bound = writer.bind(factory)
 
@@ -472,7 +483,7 @@ def test_a_second_session_of_a_thread_is_refused_while_the_first_is_inside(shop,
 
 
 def test_a_session_that_is_dropped_gives_its_lane_back(shop, put):
-    with shop.writer("small", max_lanes=1, lane_timeout_s=5) as writer:
+    with shop.writer("small", limits=WriterLimits(max_lanes=1, lane_timeout_s=5)) as writer:
         factory = sessionmaker(shop.engine)
         bound = writer.bind(factory)
 
@@ -521,7 +532,10 @@ def test_a_session_that_is_dropped_after_a_refused_message_gives_its_lane_back(
                 bound.produce(session, TOPIC, "1", partition=0)
         bound.produce(session, TOPIC, "1", partition=0)
 
-    with shop.writer("small", max_lanes=1, lane_timeout_s=5) as writer, monkeypatch.context() as patch:
+    with (
+        shop.writer("small", limits=WriterLimits(max_lanes=1, lane_timeout_s=5)) as writer,
+        monkeypatch.context() as patch,
+    ):
         factory = sessionmaker(shop.engine)
         bound = writer.bind(factory)
         patch.setattr(owner, call, refuse)

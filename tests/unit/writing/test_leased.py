@@ -18,6 +18,7 @@ from dualwrite import (
     Fenced,
     TransactionAborted,
     Unavailable,
+    WriterLimits,
     recover,
 )
 from dualwrite.apps.async_writer import AsyncDualWriter
@@ -39,7 +40,8 @@ def member(shop):
     made = []
 
     def make(**kwargs):
-        settings = {"kafka": SETTINGS, "database": shop.engine, "lease_timeout_s": 3600.0, "timeout_s": 10.0, **kwargs}
+        limits = WriterLimits(timeout_s=10.0)
+        settings = {"kafka": SETTINGS, "database": shop.engine, "lease_timeout_s": 3600.0, "limits": limits, **kwargs}
         made.append(DualWriter.leased("orders", **settings))
         return made[-1]
 
@@ -397,9 +399,7 @@ def test_it_is_opened_once_and_used_only_while_it_is_open(shop, member):
         one.open()
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"kafka": {}}, {"max_lanes": 0}, {"lease_timeout_s": 0}, {"heartbeat_s": 20.0}, {"database": "?"}]
-)
+@pytest.mark.parametrize("wrong", [{"kafka": {}}, {"lease_timeout_s": 0}, {"heartbeat_s": 20.0}, {"database": "?"}])
 def test_a_setting_that_cannot_work_is_refused_before_anything_connects(wrong):
     with pytest.raises(ConfigurationError):
         DualWriter.leased("orders", **{"kafka": SETTINGS, "database": "sqlite://", **wrong})

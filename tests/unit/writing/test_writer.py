@@ -13,7 +13,7 @@ from simulator.outside import SimulatedCoordinator
 from sqlalchemy import create_engine, inspect
 from sqlalchemy.orm import Session
 
-from dualwrite import ConfigurationError, DecidedTransactionLost, DualWriter, Fenced, Unavailable
+from dualwrite import ConfigurationError, DecidedTransactionLost, DualWriter, Fenced, Unavailable, WriterLimits
 from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.observations import Outcome
 from dualwrite.recovery.claim import OwnerContext, claim_rows
@@ -45,7 +45,6 @@ def test_a_name_that_cannot_be_a_writers_is_refused(name):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"max_lanes": 0},
         {"kafka": {}},
         {"kafka": {**SETTINGS, "transactional.id": "x"}},
         {"database": object()},
@@ -120,7 +119,7 @@ def test_a_block_inside_another_of_the_same_writer_is_refused_and_the_outer_one_
 
 def test_concurrent_blocks_have_lanes_of_their_own_up_to_the_most(shop):
     """Without rows until the end: SQLite has one writer at a time."""
-    with shop.writer(max_lanes=2, lane_timeout_s=0.01) as writer:
+    with shop.writer(limits=WriterLimits(max_lanes=2, lane_timeout_s=0.01)) as writer:
         first, second = writer._lanes.ticket(), writer._lanes.ticket()
         lanes = [writer._lanes.take(first), writer._lanes.take(second)]
         assert {lane.transactional_id for lane in lanes} == {"orders", "orders#1"}
@@ -139,7 +138,7 @@ def test_threads_share_one_writer_and_each_value_is_on_both_sides_once(shop):
             with writer.transaction() as tx:
                 shop.put(tx, number)
 
-    with shop.writer(max_lanes=3) as writer:
+    with shop.writer(limits=WriterLimits(max_lanes=3)) as writer:
         threads = [threading.Thread(target=work, args=(range(first, first + 5),)) for first in (0, 5, 10)]
         for thread in threads:
             thread.start()
@@ -158,7 +157,7 @@ def test_opening_a_second_writer_of_the_name_fences_the_first(shop):
 
 
 def test_a_fenced_writer_adds_no_lane(shop):
-    with shop.writer(max_lanes=3) as first, shop.writer():
+    with shop.writer(limits=WriterLimits(max_lanes=3)) as first, shop.writer():
         tickets = [first._lanes.ticket(), first._lanes.ticket()]
         assert [first._lanes.take(ticket).transactional_id for ticket in tickets] == ["orders", "orders#1"]
         with pytest.raises(Fenced), first.transaction() as tx:
@@ -259,7 +258,7 @@ def test_a_loss_that_the_background_finds_reaches_on_loss(shop):
             lose(shop)
             raise FailpointError(point)
 
-    with shop.writer(on_loss=told.put, max_lanes=1) as writer:
+    with shop.writer(on_loss=told.put, limits=WriterLimits(max_lanes=1)) as writer:
         with failpoints.watched(lose_once_decided), pytest.raises(FailpointError), writer.transaction() as tx:
             shop.put(tx, 1)
         loss = told.get(timeout=60)

@@ -12,10 +12,10 @@ from dualwrite import (
     DecidedTransactionLost,
     DualWriteError,
     Fenced,
-    GroupLimits,
     TransactionAborted,
     TransactionInDoubt,
     Unavailable,
+    WriterLimits,
 )
 from dualwrite.errors import IllegalStateError, OutcomeUnverifiable
 from dualwrite.protocol.process.grouping import (
@@ -27,6 +27,7 @@ from dualwrite.protocol.process.grouping import (
     after_ending_group,
     after_group,
     after_unit,
+    takes_no_more,
 )
 
 TAKE, END, RESTED, ADD = "take", "end", "rested", "add"
@@ -281,13 +282,7 @@ def test_no_key_waits_for_more_than_one_unit_of_each_other_key(keys, limit):
     [(0.0, 0, False), (0.49, 100, False), (0.5, 0, True), (0.0, 101, True)],
 )
 def test_a_group_takes_no_more_once_it_is_old_or_large(seconds, size, reached):
-    assert GroupLimits(seconds=0.5, bytes=100).reached(seconds=seconds, size=size) is reached
-
-
-@pytest.mark.parametrize("wrong", [{"units": 0}, {"seconds": -0.1}, {"bytes": -1}, {"waiting": 0}])
-def test_limits_that_cannot_work_are_refused(wrong):
-    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
-        GroupLimits(**wrong)
+    assert takes_no_more(WriterLimits(group_open_s=0.5, group_bytes=100), seconds=seconds, size=size) is reached
 
 
 def aborted(**kwargs):

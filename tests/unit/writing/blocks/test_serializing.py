@@ -48,7 +48,7 @@ def as_number(value, _context):
 
 def test_confluents_serializers_make_keys_and_values(shop, produced):
     with (
-        shop.writer(key_serializer=StringSerializer(), value_serializer=IntegerSerializer()) as writer,
+        shop.writer(serializers={"key": StringSerializer(), "value": IntegerSerializer()}) as writer,
         writer.transaction() as tx,
     ):
         tx.produce(TOPIC, 7, "seven", partition=0)
@@ -65,7 +65,7 @@ def test_a_serializer_learns_the_topic_the_field_and_the_headers_and_may_add_to_
         return str(value)
 
     own = {"kind": "order"}
-    with shop.writer(key_serializer=serialize, value_serializer=serialize) as writer, writer.transaction() as tx:
+    with shop.writer(serializers={"key": serialize, "value": serialize}) as writer, writer.transaction() as tx:
         tx.produce(TOPIC, {"id": 1}, 1, partition=0, headers=own)
     assert seen == [
         (TOPIC, MessageField.KEY, 1, [("kind", "order")]),
@@ -76,7 +76,7 @@ def test_a_serializer_learns_the_topic_the_field_and_the_headers_and_may_add_to_
 
 
 def test_messages_may_be_passed_on_as_they_were_read(shop, produced):
-    with shop.writer(value_serializer=as_number) as writer, writer.transaction() as tx:
+    with shop.writer(serializers={"value": as_number}) as writer, writer.transaction() as tx:
         tx.without_serializers.produce(TOPIC, b"as it was", b"key", partition=0)
         tx.produce(TOPIC, 1, partition=0)
     assert produced == [(b"key", b"as it was", []), (None, b"\x00\x00\x00\x01", [])]
@@ -84,7 +84,7 @@ def test_messages_may_be_passed_on_as_they_were_read(shop, produced):
 
 def test_a_bound_sessions_messages_are_serialized_and_it_goes_on_without_one_that_cannot_be(shop, produced):
     factory = sessionmaker(shop.engine)
-    with shop.writer(value_serializer={TOPIC: as_number}) as writer, factory() as session:
+    with shop.writer(serializers={"value": {TOPIC: as_number}}) as writer, factory() as session:
         bound = writer.bind(factory)
         with pytest.raises(ValueSerializationError):
             bound.produce(session, TOPIC, "not a number", partition=0)
@@ -103,16 +103,14 @@ def test_each_topic_may_have_its_own_and_the_others_have_none():
     assert serializing.many("texts", ["k"], ["1"]) == (["k"], ["1"])
 
 
-@pytest.mark.parametrize(
-    ("given", "error"), [("value_serializer", ValueSerializationError), ("key_serializer", KeySerializationError)]
-)
+@pytest.mark.parametrize(("given", "error"), [("value", ValueSerializationError), ("key", KeySerializationError)])
 def test_a_block_goes_on_without_the_message_that_cannot_be_serialized(shop, given, error):
     def serialize(value, _context):
         if value == "bad":
             raise LookupError("no such field")
         return value
 
-    with shop.writer(**{given: serialize}) as writer, writer.transaction() as tx:
+    with shop.writer(serializers={given: serialize}) as writer, writer.transaction() as tx:
         shop.put(tx, 1)
         with pytest.raises(error, match="no such field") as raised:
             tx.produce(TOPIC, "bad", "bad", partition=0)
@@ -123,7 +121,7 @@ def test_a_block_goes_on_without_the_message_that_cannot_be_serialized(shop, giv
 
 
 def test_an_error_that_leaves_the_block_aborts_both_sides(shop):
-    with shop.writer(value_serializer=as_number) as writer:
+    with shop.writer(serializers={"value": as_number}) as writer:
         with pytest.raises(ValueSerializationError), writer.transaction() as tx:
             tx.connection.exec_driver_sql("INSERT INTO orders (id) VALUES (1)")
             tx.produce(TOPIC, 1, partition=0)
@@ -135,7 +133,7 @@ def test_of_many_messages_none_is_produced_if_one_cannot_be_serialized(shop, mon
     many = []
     for kind in (NativeInstance, ProducerInstance):
         monkeypatch.setattr(kind, "send_many", lambda _, batch: many.append(batch[:3]))
-    with shop.writer(value_serializer=as_number) as writer, writer.transaction() as tx:
+    with shop.writer(serializers={"value": as_number}) as writer, writer.transaction() as tx:
         with pytest.raises(ValueSerializationError):
             tx.produce_many(TOPIC, [1, "two", 3])
         assert many == []
@@ -145,7 +143,7 @@ def test_of_many_messages_none_is_produced_if_one_cannot_be_serialized(shop, mon
 
 def test_a_result_that_is_no_bytes_is_refused(shop):
     with (
-        shop.writer(value_serializer=lambda value, _: value) as writer,
+        shop.writer(serializers={"value": lambda value, _: value}) as writer,
         writer.transaction() as tx,
         pytest.raises(ValueSerializationError, match="made dict"),
     ):
@@ -155,7 +153,7 @@ def test_a_result_that_is_no_bytes_is_refused(shop):
 def test_a_message_that_waits_for_a_savepoint_is_serialized_at_once(shop, produced):
     order = {"id": 1}
     with (
-        shop.writer(value_serializer=lambda value, _: str(value["id"])) as writer,
+        shop.writer(serializers={"value": lambda value, _: str(value["id"])}) as writer,
         writer.transaction() as tx,
         tx.connection.begin_nested(),
     ):
@@ -168,7 +166,7 @@ def test_a_message_that_waits_for_a_savepoint_is_serialized_at_once(shop, produc
 
 def test_the_bytes_that_a_serializer_makes_are_held_against_the_limit(shop):
     with (
-        shop.writer(value_serializer=lambda size, _: b"x" * size) as writer,
+        shop.writer(serializers={"value": lambda size, _: b"x" * size}) as writer,
         pytest.raises(TransactionAborted, match="MESSAGE_TOO_LARGE"),
         writer.transaction() as tx,
         tx.connection.begin_nested(),
@@ -178,7 +176,7 @@ def test_the_bytes_that_a_serializer_makes_are_held_against_the_limit(shop):
 
 def test_no_serializer_is_called_once_the_block_has_ended(shop):
     asked = []
-    with shop.writer(value_serializer=lambda value, _: asked.append(value)) as writer:
+    with shop.writer(serializers={"value": lambda value, _: asked.append(value)}) as writer:
         with writer.transaction() as tx:
             pass
         for produce in (lambda: tx.produce(TOPIC, 1), lambda: tx.produce_many(TOPIC, [1])):
@@ -187,10 +185,16 @@ def test_no_serializer_is_called_once_the_block_has_ended(shop):
     assert asked == []
 
 
-@pytest.mark.parametrize("wrong", [{"value_serializer": "json"}, {"key_serializer": {"orders": 7}}])
+@pytest.mark.parametrize("wrong", [{"value": "json"}, {"key": {"orders": 7}}])
 def test_what_cannot_be_called_is_refused_when_the_writer_is_made(shop, wrong):
     with pytest.raises(ConfigurationError, match="cannot be called"):
-        shop.writer(**wrong)
+        shop.writer(serializers=wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"values": str}, str])
+def test_serializers_are_a_dictionary_of_keys_and_values(shop, wrong):
+    with pytest.raises(ConfigurationError, match='"key": ..., "value": ...'):
+        shop.writer(serializers=wrong)
 
 
 ORDER = {"type": "object", "title": "Order", "properties": {"id": {"type": "integer"}}}
@@ -225,7 +229,7 @@ def test_the_serializers_of_a_schema_registry_make_what_their_deserializers_read
 
         registry.answer = answer  # as newer registries do
         serialize, deserialize, order = kind(client, **conf)
-        with shop.writer(value_serializer=serialize) as writer, writer.transaction() as tx:
+        with shop.writer(serializers={"value": serialize}) as writer, writer.transaction() as tx:
             tx.produce(TOPIC, order, partition=0)
         assert registry.subjects.keys() == {f"{TOPIC}-value"}
         [(_, value, headers)] = produced
@@ -239,7 +243,7 @@ def test_a_registry_that_does_not_answer_costs_a_block_the_clients_timeout_and_n
         registry.answer = lambda *_: (gate.wait(60), (503, {}))[1]
         client = SchemaRegistryClient({"url": registry.url, "timeout": 0.05, "max.retries": 0})
         order = AvroSerializer(client, '{"type": "record", "name": "Order", "fields": [{"name": "id", "type": "int"}]}')
-        with shop.writer(value_serializer={"orders": order}) as writer, writer.transaction() as tx:
+        with shop.writer(serializers={"value": {"orders": order}}) as writer, writer.transaction() as tx:
             with pytest.raises(ValueSerializationError) as raised:
                 tx.produce("orders", {"id": 1}, partition=0)
             assert "Timeout" in type(raised.value.__cause__).__name__

@@ -6,7 +6,7 @@ import pytest
 from harness.served import TOPIC
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from dualwrite import AsyncTransaction, ConfigurationError, Transaction, TransactionAborted
+from dualwrite import AsyncTransaction, ConfigurationError, Transaction, TransactionAborted, WriterLimits
 from dualwrite.databases import RocksBatch
 from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.tables.write_life import WriteState
@@ -62,7 +62,7 @@ def test_a_transaction_shows_none_of_the_verbs_that_end_it(given, shown):
 
 @pytest.fixture
 def writer(shop):
-    with shop.writer(max_lanes=1) as opened:
+    with shop.writer(limits=WriterLimits(max_lanes=1)) as opened:
         yield opened
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 from harness.interruption import Interruption
 
-from dualwrite import GroupLimits, TransactionAborted
+from dualwrite import TransactionAborted, WriterLimits
 from dualwrite.runtime import waiting
 from dualwrite.writing.group.groups import Groups
 from unit.writing.group.held import Refused, transaction_of_nothing
@@ -203,7 +203,7 @@ def test_an_interruption_at_any_line_leaves_nobody_waiting(monkeypatch):
     serve = Groups._serve
     monkeypatch.setattr(Groups, "_serve", lambda _: None)
     for line in itertools.count(1):
-        groups = Groups("orders", block, GroupLimits(units=1), place_timeout_s=30.0)
+        groups = Groups("orders", block, WriterLimits(group_units=1))
         future, interruption = groups.submit(lambda _: "done", "key"), Interruption(line)
         try:
             with interruption.armed():

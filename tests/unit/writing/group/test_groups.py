@@ -11,12 +11,12 @@ from sqlalchemy import text
 from dualwrite import (
     CompletionPending,
     ConfigurationError,
-    GroupLimits,
     ProducerRecord,
     RowUnit,
     TransactionAborted,
     TransactionInDoubt,
     Unavailable,
+    WriterLimits,
 )
 from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.allowed import LONGEST_S
@@ -78,7 +78,7 @@ def test_units_of_a_key_wait_for_one_that_runs_again(shop, held):
 
 
 def test_limits_end_a_group(shop):
-    with shop.writer(groups=GroupLimits(units=2)) as writer:
+    with shop.writer(limits=WriterLimits(group_units=2)) as writer:
         held = Held(shop, writer)
         with held.together():
             futures = [held.put(number) for number in range(5)]
@@ -87,9 +87,9 @@ def test_limits_end_a_group(shop):
     assert shop.both_have(*range(5))
 
 
-@pytest.mark.parametrize("limits", [GroupLimits(seconds=0.0), GroupLimits(bytes=0)])
+@pytest.mark.parametrize("limits", [WriterLimits(group_open_s=0.0), WriterLimits(group_bytes=0)])
 def test_old_and_large_groups_take_no_more(shop, limits):
-    with shop.writer(groups=limits) as writer:
+    with shop.writer(limits=limits) as writer:
         held = Held(shop, writer)
         with held.together():
             futures = [held.put(number) for number in range(3)]
@@ -99,7 +99,7 @@ def test_old_and_large_groups_take_no_more(shop, limits):
 
 
 def test_the_whole_of_a_groups_messages_counts(shop):
-    with shop.writer(groups=GroupLimits(bytes=3)) as writer:
+    with shop.writer(limits=WriterLimits(group_bytes=3)) as writer:
         held = Held(shop, writer)
         with held.together():
             futures = [held.put(number) for number in range(10, 15)]
@@ -297,7 +297,7 @@ def test_units_that_did_not_fit_beside_one_that_rests_run_at_once(shop, monkeypa
         shop.put(tx, 1)
 
     monkeypatch.setattr(groups, "pause_after_s", lambda failures: 3600.0 if failures else 0.0)
-    with shop.writer(groups=GroupLimits(seconds=0.0)) as writer:
+    with shop.writer(limits=WriterLimits(group_open_s=0.0)) as writer:
         held = Held(shop, writer)
         with held.together():
             first = held.writer.submit(conflicted, key="k")
@@ -454,7 +454,7 @@ def test_close_fails_what_has_not_begun_in_time(shop):
         begun.set()
         may_go.wait(30)
 
-    with shop.writer(timeout_s=0.2) as writer:
+    with shop.writer(limits=WriterLimits(timeout_s=0.2)) as writer:
         running = writer.submit(slow, key=1)
         begun.wait(30)
         waiting = writer.submit(lambda tx: shop.put(tx, 1), key=2)
@@ -477,7 +477,7 @@ def test_close_fails_what_waits_to_run_again(shop, monkeypatch):
         begun.set()
         may_go.wait(30)
 
-    with shop.writer(timeout_s=0.2, groups=GroupLimits(units=1)) as writer:
+    with shop.writer(limits=WriterLimits(timeout_s=0.2, group_units=1)) as writer:
         again = writer.submit(conflicted, key=1)
         running = writer.submit(slow, key=2)
         submitted.set()

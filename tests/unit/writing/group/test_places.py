@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from dualwrite import GroupLimits, Unavailable
+from dualwrite import Unavailable, WriterLimits
 from dualwrite.errors import IllegalStateError
 from dualwrite.runtime import waiting
 from dualwrite.testing import InMemoryWriter
@@ -42,7 +42,7 @@ def in_line(writer, number):
 
 @pytest.fixture
 def few(shop):
-    with shop.writer(groups=GroupLimits(waiting=2), lane_timeout_s=30.0) as writer:
+    with shop.writer(limits=WriterLimits(waiting_units=2, lane_timeout_s=30.0)) as writer:
         yield writer
 
 
@@ -76,7 +76,7 @@ def test_units_of_one_thread_that_waits_for_no_result_keep_their_order(few):
 
 
 def test_many_threads_with_one_place_lose_nothing(shop):
-    with shop.writer(groups=GroupLimits(waiting=1)) as writer:
+    with shop.writer(limits=WriterLimits(waiting_units=1)) as writer:
 
         def caller(first):
             futures = [writer.submit(lambda tx, n=n: shop.put(tx, n)) for n in range(first, first + 10)]
@@ -95,7 +95,7 @@ def test_many_threads_with_one_place_lose_nothing(shop):
 def test_a_unit_that_its_caller_runs_leaves_its_place(shop, monkeypatch):
     serve = Groups._serve
     monkeypatch.setattr(Groups, "_serve", lambda _: None)
-    with shop.writer(groups=GroupLimits(waiting=1)) as writer:
+    with shop.writer(limits=WriterLimits(waiting_units=1)) as writer:
         mine = writer.submit(lambda tx: shop.put(tx, 1))
         thread = threading.Thread(target=lambda: writer.submit(lambda tx: shop.put(tx, 2)))
         thread.start()
@@ -112,10 +112,12 @@ def filled(writer, shop):
 
 
 def test_one_that_finds_no_place_in_time_is_refused_and_never_runs(shop):
-    with shop.writer(groups=GroupLimits(waiting=2), lane_timeout_s=0.05) as writer:
+    with shop.writer(limits=WriterLimits(waiting_units=2, lane_timeout_s=0.05)) as writer:
         with busy(writer):
             futures = filled(writer, shop)
-            with pytest.raises(Unavailable, match=r"2 units wait already.*in time.*GroupLimits\(waiting"):
+            with pytest.raises(
+                Unavailable, match=r"queue of units is full \(limit 2\).*in time.*WriterLimits\(waiting_units"
+            ):
                 writer.submit(lambda tx: shop.put(tx, 3))
         for future in futures:
             future.result(30)
@@ -194,7 +196,7 @@ def test_a_writer_that_closes_refuses_those_in_line(shop):
         except IllegalStateError as error:
             refused.append(error)
 
-    with shop.writer(groups=GroupLimits(waiting=2)) as writer, busy(writer) as go_on:
+    with shop.writer(limits=WriterLimits(waiting_units=2)) as writer, busy(writer) as go_on:
         futures = filled(writer, shop)
         thread = threading.Thread(target=caller, args=(writer,))
         thread.start()
@@ -234,7 +236,7 @@ def test_an_interrupted_caller_leaves_no_unit(few, shop, monkeypatch, placed):
 
 
 def test_the_writer_in_memory_refuses_likewise():
-    with InMemoryWriter(groups=GroupLimits(waiting=1), lane_timeout_s=0.05) as writer, busy(writer):
+    with InMemoryWriter(limits=WriterLimits(waiting_units=1, lane_timeout_s=0.05)) as writer, busy(writer):
         writer.submit(lambda _: None)
-        with pytest.raises(Unavailable, match="1 units wait already"):
+        with pytest.raises(Unavailable, match=r"full \(limit 1\)"):
             writer.submit(lambda _: None)

@@ -10,7 +10,7 @@ from harness.served import TOPIC
 from sqlalchemy import Column, Integer, MetaData, Table, bindparam, delete, event, insert, select, text, update
 from sqlalchemy.exc import IntegrityError
 
-from dualwrite import ConfigurationError, GroupLimits, ProducerRecord, RowUnit, TransactionAborted
+from dualwrite import ConfigurationError, ProducerRecord, RowUnit, TransactionAborted, WriterLimits
 from dualwrite.runtime import failpoints
 from dualwrite.writing.group import running
 from unit.writing.group.held import Held, Refused
@@ -99,7 +99,7 @@ def test_a_message_that_cannot_be_made_fails_its_unit_alone(shop):
             raise Refused
         return value
 
-    with shop.writer(value_serializer=serialize) as writer:
+    with shop.writer(serializers={"value": serialize}) as writer:
         held = Held(shop, writer)
         with held.together():
             futures = rows(held, 1, 2, 3)
@@ -169,7 +169,7 @@ def test_statements_with_other_values_are_not_mixed_up(shop, held):
 
 def test_the_messages_of_each_unit_have_the_context_of_its_caller(shop):
     name = contextvars.ContextVar("name")
-    with shop.writer(value_serializer=lambda value, _: f"{value} of {name.get()}") as writer:
+    with shop.writer(serializers={"value": lambda value, _: f"{value} of {name.get()}"}) as writer:
         held = Held(shop, writer)
         with held.together():
             futures = []
@@ -181,9 +181,9 @@ def test_the_messages_of_each_unit_have_the_context_of_its_caller(shop):
     assert shop.messages == ["1 of caller 1", "2 of caller 2"]
 
 
-@pytest.mark.parametrize("limits", [GroupLimits(seconds=0.0), GroupLimits(bytes=0)])
+@pytest.mark.parametrize("limits", [WriterLimits(group_open_s=0.0), WriterLimits(group_bytes=0)])
 def test_old_and_large_groups_take_no_more(shop, limits):
-    with shop.writer(groups=limits) as writer:
+    with shop.writer(limits=limits) as writer:
         held = Held(shop, writer)
         with held.together():
             futures = rows(held, 1, 2, 3)

@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-from dualwrite import GroupLimits
+from dualwrite import WriterLimits
 from dualwrite.protocol.process.grouping import Unit
 from dualwrite.writing.group.results import GroupRun
 from dualwrite.writing.group.running import run_group
@@ -18,7 +18,7 @@ def run_one(steps, call, caller):
         steps.append("commit")
 
     group = GroupRun("w", [Unit(caller, "k")])
-    tell(run_group(group, block, GroupLimits(), call, lambda: steps.append("all run")))
+    tell(run_group(group, block, WriterLimits(), call, lambda: steps.append("all run")))
     return group
 
 
@@ -56,5 +56,5 @@ def test_a_block_that_cannot_begin_has_failed_for_all_its_units():
 
     callers = [Caller(), Caller()]
     group = GroupRun("w", [Unit(caller, n) for n, caller in enumerate(callers)])
-    tell(run_group(group, block, GroupLimits(), lambda *_: None, lambda: None))
+    tell(run_group(group, block, WriterLimits(), lambda *_: None, lambda: None))
     assert [str(caller.error) for caller in callers] == ["no lane"] * 2
