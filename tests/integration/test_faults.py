@@ -46,9 +46,9 @@ pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 write = partial(write_order, partitions=(0, 1))
 
 
-def leave_decided(kafka, engine, topic, orders, number, name="orders", **options):
+def leave_decided(kafka, engine, topic, orders, number, name="orders", **limits):
     """The owner is gone between the database's commit and Kafka's; returns its Kafka id."""
-    writer = mortal(DualWriter(name, kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1), **options))
+    writer = mortal(DualWriter(name, kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1, **limits)))
     writer.open()
     failpoints.arm("write.decided:1:raise")
     with pytest.raises(FailpointError):

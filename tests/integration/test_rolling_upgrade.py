@@ -60,7 +60,7 @@ number = 0
 def work(tx):
     tx.connection.execute(text("INSERT INTO written VALUES (:id)"), {"id": f"{name} {number}"})
     tx.produce(topic, value=f"{name} {number}")
-with dualwrite.DualWriter(name, kafka=json.loads(kafka), database=create_engine(url), max_lanes=2) as writer:
+with dualwrite.DualWriter(name, kafka=json.loads(kafka), database=create_engine(url)) as writer:
     while not stop.wait(0.02):  # several of them must leave the processors to those that start
         number += 1
         writer.run(work)

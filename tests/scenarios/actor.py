@@ -20,6 +20,7 @@ from sqlalchemy import create_engine, insert, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from dualwrite import DualWriter, WriterLimits, recover
+from dualwrite.kafka.producer.choice import EngineName
 from dualwrite.runtime import failpoints
 from dualwrite.units import UnitWriter
 from scenarios.rows import ROWS
@@ -40,7 +41,8 @@ class Settings:
         topic: The topic, of two partitions.
         narrow_topic: A topic that takes only small messages.
         log: Where it logs to.
-        options: More arguments of ``DualWriter``.
+        producer_engine: The engine of its producers.
+        limits: Times of its writer that differ from the defaults.
         mistake: What to plant.
     """
 
@@ -50,7 +52,8 @@ class Settings:
     topic: str
     narrow_topic: str
     log: str
-    options: dict[str, Any] = field(default_factory=dict)
+    producer_engine: EngineName
+    limits: dict[str, float] = field(default_factory=dict)
     mistake: str | None = None
 
 
@@ -98,10 +101,10 @@ class _Actor:
     def opens(self, lanes: int) -> None:
         writer = DualWriter(
             TRANSACTIONAL_ID,
-            kafka={**self._settings.kafka, "client.id": self._settings.name},
+            kafka=self._settings.kafka,
             database=self._engine,
-            limits=WriterLimits(max_lanes=lanes),
-            **self._settings.options,
+            limits=WriterLimits(max_lanes=lanes, **self._settings.limits),
+            producer_engine=self._settings.producer_engine,
         )
         self._writer = writer
         writer.open()
@@ -131,7 +134,7 @@ class _Actor:
             kafka=self._settings.kafka,
             database=self._engine,
             part_records=RECORDS_OF_A_UNIT - 1,
-            producer_engine=self._settings.options["producer_engine"],
+            producer_engine=self._settings.producer_engine,
         )
         self._units.open()
 
@@ -146,7 +149,7 @@ class _Actor:
     def recovers(self, *, after_restore: bool) -> None:
         recover(
             open_for_s=0,
-            kafka={**self._settings.kafka, "client.id": self._settings.name},
+            kafka=self._settings.kafka,
             database=self._engine,
             after_restore=after_restore,
         )

@@ -237,20 +237,20 @@ class RealStage:
     def _settings(self, name: str, proxy: PostgresProxy) -> Settings:
         through_proxy = self._proxy.client_config()
         kafka: dict[str, object] = {**patient(through_proxy, self._producer_engine), "client.id": name}
-        options: dict[str, object] = {"producer_engine": self._producer_engine}
+        limits: dict[str, float] = {}
         if "a hasty broker" in self._scenario.given:
             kafka["transaction.timeout.ms"] = TIMEOUT_MS
-            options["margin_s"] = 1.0
+            limits["margin_s"] = 1.0
         if "eager retries" in self._scenario.given:
             kafka |= {"retry.backoff.ms": 500, "retry.backoff.max.ms": 500}
         if "short deadlines" in self._scenario.given:
-            options["timeout_s"] = 8.0
+            limits["timeout_s"] = 8.0
         if "short sessions" in self._scenario.given:
-            options["paused_owner_timeout_s"] = 2.0
+            limits["paused_owner_timeout_s"] = 2.0
         url = f"{proxy.url(self.url)}?application_name={name}"
         log = str(self._directory / f"{name}.log")
         mistake = os.environ.get(ENVIRONMENT)
-        return Settings(name, kafka, url, self.topic, self._narrow, log, options, mistake)
+        return Settings(name, kafka, url, self.topic, self._narrow, log, self._producer_engine, limits, mistake)
 
     def _send(self, player: _Player, how: dict[str, str | None], order: dict[str, object]) -> None:
         player.link.send({**order, "point": how["point"], "nth": int(how["nth"] or 1)})

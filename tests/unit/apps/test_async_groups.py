@@ -513,7 +513,7 @@ def test_a_closed_writer_takes_no_units(make):  # noqa: F811
 def in_few(in_writer):  # noqa: F811
     """Runs a coroutine function with a writer that is in a group, where one unit waits, and what lets the group end."""
 
-    def run(work, **options):
+    def run(work, **limits):
         async def main(writer):
             begun, may_go = asyncio.Event(), asyncio.Event()
 
