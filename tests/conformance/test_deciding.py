@@ -16,7 +16,7 @@ import pytest
 from harness.databases import CLUSTER, prepared
 from harness.death import mortal
 from harness.deciding import KINDS, POINTS, Kind, Sql
-from harness.places import ROOT
+from harness.places import PROOF, ROOT
 from harness.served import SETTINGS, TOPIC, ServedKafka
 
 from dualwrite import (
@@ -484,7 +484,7 @@ def die_quietly(*_: object) -> None:
 def test_an_owner_that_is_killed_leaves_both_or_nothing_and_no_lock(place, point):
     if place.kind.alone:
         place.database.close()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PROOF), str(ROOT)])}
     done = subprocess.run(
         [sys.executable, "-m", "harness.deciding", place.name, place.text, point],
         env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,

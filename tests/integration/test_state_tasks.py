@@ -16,7 +16,7 @@ from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from harness.counting import TABLE
 from harness.patience import wait_until
-from harness.places import ROOT
+from harness.places import PROOF
 from sqlalchemy import create_engine, text
 
 from dualwrite import ConfigurationError, DualWriter, TransactionalProducer, Unavailable
@@ -123,7 +123,7 @@ def test_a_count_killed_in_the_middle_is_exact_at_the_end(
     def run(failpoint=""):
         return subprocess.run(
             [sys.executable, "-m", "harness.counting", tmp_path / "job.json"],
-            cwd=ROOT / "tests", env={**os.environ, "DUALWRITE_FAILPOINT": failpoint}, check=False,
+            cwd=PROOF, env={**os.environ, "DUALWRITE_FAILPOINT": failpoint}, check=False,
         ).returncode  # fmt: skip
 
     nth = 1 if point == "state.copied" else 4

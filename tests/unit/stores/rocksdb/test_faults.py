@@ -1,11 +1,12 @@
 """A disk that is full, a log that ends in the middle of a record, and one that is damaged: both parts of a decision, or neither."""
 
+import os
 import shutil
 import subprocess
 import sys
 
 import pytest
-from harness.places import ROOT
+from harness.places import PROOF, TESTS
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.stores.rocksdb.database import RocksDatabase
@@ -63,7 +64,8 @@ assert decide(2) is None
 def run(code, *arguments):
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
-        cwd=ROOT / "tests",
+        cwd=TESTS,
+        env={**os.environ, "PYTHONPATH": str(PROOF)},
         capture_output=True,
         text=True,
         check=False,
