@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dualwrite.writing.joining import Block
 
 T = TypeVar("T")
+SessionT = TypeVar("SessionT", bound=AsyncSession)
 
 _own_classes: Final[weakref.WeakSet[type[Session]]] = weakref.WeakSet()
 _BIND: Final = (
@@ -87,7 +88,7 @@ class AsyncBoundSessions:
 
     async def produce(
         self,
-        session: AsyncSession | async_scoped_session[Any],
+        session: AsyncSession | async_scoped_session[SessionT],
         topic: str,
         value: object = None,
         key: object = None,
@@ -118,7 +119,7 @@ class AsyncBoundSessions:
             ),
         )
 
-    async def join(self, session: AsyncSession | async_scoped_session[Any]) -> AsyncTransaction:
+    async def join(self, session: AsyncSession | async_scoped_session[SessionT]) -> AsyncTransaction:
         """Let the session's transaction join a dual write, unless it has; see :meth:`BoundSessions.join`.
 
         Returns:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, NoReturn, TypeVar, overload
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from tenacity import AsyncRetrying
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from dualwrite.writing.lanes.losses import OnLoss
 
 T = TypeVar("T")
+SessionT = TypeVar("SessionT", bound=AsyncSession)
 
 
 class AsyncDualWriter:
@@ -212,7 +213,7 @@ class AsyncDualWriter:
             await run(pool, partial(leave, None, None, None), interruptible=False)
 
     def bind(
-        self, sessions: async_sessionmaker[Any] | async_scoped_session[Any] | type[AsyncSession]
+        self, sessions: async_sessionmaker[SessionT] | async_scoped_session[SessionT] | type[SessionT]
     ) -> AsyncBoundSessions:
         """Let the sessions of a factory produce messages that commit with their rows. See :meth:`DualWriter.bind`.
 
@@ -283,11 +284,11 @@ class AsyncDualWriter:
 
     async def submit(
         self,
-        work: Callable[[AsyncTransaction], Awaitable[Any]] | RowUnit,
+        work: Callable[[AsyncTransaction], Awaitable[T]] | RowUnit,
         *,
         key: Hashable | None = None,
         within_s: float | None = None,
-    ) -> Any:
+    ) -> T | None:
         """Run the work as one unit of a group: many tasks' units commit in one dual write. See :meth:`DualWriter.submit`.
 
         While as many units wait as `WriterLimits.waiting_units`, the task waits for a place, first come, first served.
@@ -313,7 +314,8 @@ class AsyncDualWriter:
         Every exception of the work is passed on unchanged, after its rollback.
         """
         await run(self._opened(), self._writer.refuse_nested)
-        return await self._groups.submit(work, key, within_s)
+        result: T | None = await self._groups.submit(work, key, within_s)
+        return result
 
     async def close(self) -> None:
         """Finish running transactions and units, settle and record what is left, and disconnect. May be called more than once.

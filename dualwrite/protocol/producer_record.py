@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class ProducerRecord(NamedTuple):
@@ -19,8 +19,8 @@ class ProducerRecord(NamedTuple):
     """
 
     topic: str
-    value: Any = None
-    key: Any = None
-    headers: Sequence[tuple[str, Any]] = ()
+    value: object = None
+    key: object = None
+    headers: Sequence[tuple[str, str | bytes | None]] = ()
     partition: int | None = None
     timestamp_ms: int | None = None

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from dualwrite.errors import DualWriteError, Fenced, IllegalStateError, TransactionAborted
 from dualwrite.ports.database import Leases
@@ -137,7 +137,7 @@ class LeasedWriter(DualWriter):
     @contextmanager
     def _block(
         self,
-        connection: Connection | psycopg.Connection[Any] | DjangoConnection | None,
+        connection: Connection | psycopg.Connection[object] | DjangoConnection | None,
         joined: StateStore | None = None,
     ) -> Generator[Transaction, None, None]:
         writer = self._usable()

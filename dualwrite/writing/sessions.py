@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from dualwrite.writing.blocks.transaction import Transaction
     from dualwrite.writing.joining import Block
+
+SessionT = TypeVar("SessionT", bound=Session)
 
 _ASYNC: Final = "sqlalchemy.ext.asyncio"
 _BIND_ASYNC: Final = "bind the async_sessionmaker to an AsyncDualWriter, and await its produce()"
@@ -49,7 +51,7 @@ class BoundSessions:
 
     def produce(
         self,
-        session: Session | scoped_session[Any],
+        session: Session | scoped_session[SessionT],
         topic: str,
         value: object = None,
         key: object = None,
@@ -76,7 +78,7 @@ class BoundSessions:
             on_delivery=on_delivery,
         )
 
-    def join(self, session: Session | scoped_session[Any]) -> Transaction:
+    def join(self, session: Session | scoped_session[SessionT]) -> Transaction:
         """Let the session's transaction join a dual write, unless it has; :meth:`produce` does so by itself.
 
         Call it before the session's first statement if its isolation level is REPEATABLE READ or SERIALIZABLE: with a snapshot

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from dualwrite.errors import DualWriteError, IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from dualwrite.writing.sessions import BoundSessions
 
 logger = logging.getLogger(__name__)
+
+SessionT = TypeVar("SessionT", bound="Session")
 
 
 class DualWriter(Submitting):
@@ -207,7 +209,7 @@ class DualWriter(Submitting):
             raise
 
     def transaction(
-        self, connection: Connection | psycopg.Connection[Any] | DjangoConnection | None = None
+        self, connection: Connection | psycopg.Connection[object] | DjangoConnection | None = None
     ) -> AbstractContextManager[Transaction]:
         """Run one dual write: the block's end commits both sides, an exception in the block aborts both.
 
@@ -243,7 +245,7 @@ class DualWriter(Submitting):
         """
         return self._block(connection)
 
-    def bind(self, sessions: sessionmaker[Any] | scoped_session[Any] | type[Session]) -> BoundSessions:
+    def bind(self, sessions: sessionmaker[SessionT] | scoped_session[SessionT] | type[SessionT]) -> BoundSessions:
         """Let the sessions of a factory produce messages that commit with their rows.
 
         Its sessions need no change. One that produces through the result joins a dual write of this open writer; the others are
@@ -270,7 +272,7 @@ class DualWriter(Submitting):
     @contextmanager
     def _block(
         self,
-        connection: Connection | psycopg.Connection[Any] | DjangoConnection | None,
+        connection: Connection | psycopg.Connection[object] | DjangoConnection | None,
         joined: StateStore | None = None,
     ) -> Generator[Transaction, None, None]:
         """One dual write: in a transaction of its own, or in the one that the connection is in, with that store."""

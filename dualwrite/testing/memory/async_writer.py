@@ -73,7 +73,7 @@ class AsyncInMemoryWriter(AsyncDualWriter):
         self._pool = None
 
     @classmethod
-    def leased(cls, fleet: str, **settings: Any) -> NoReturn:
+    def leased(cls, fleet: str, **settings: object) -> NoReturn:
         """Raise: there is no fleet in memory.
 
         Raises:

@@ -48,7 +48,7 @@ class _Delivered:
         return cast("bytes | None", self._record.value)
 
     def headers(self) -> list[tuple[str, bytes | None]]:
-        return list(self._record.headers)
+        return cast("list[tuple[str, bytes | None]]", list(self._record.headers))
 
     def error(self) -> None:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from sqlalchemy import create_engine
 from sqlalchemy.pool import StaticPool
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from dualwrite.writing.sessions import BoundSessions
 
 Result = TypeVar("Result")
+SessionT = TypeVar("SessionT", bound="Session")
 _TIMEOUT_S: Final = 60.0
 _MARGIN_S: Final = 10.0
 _AT_ONCE: Final = 0.0
@@ -206,12 +207,12 @@ class InMemoryWriter(Submitting):
         return cast("Lane", lane)
 
     def transaction(
-        self, connection: Connection | psycopg.Connection[Any] | DjangoConnection | None = None
+        self, connection: Connection | psycopg.Connection[object] | DjangoConnection | None = None
     ) -> AbstractContextManager[Transaction]:
         """See :meth:`DualWriter.transaction`."""
         return self._block(connection)
 
-    def bind(self, sessions: sessionmaker[Any] | scoped_session[Any] | type[Session]) -> BoundSessions:
+    def bind(self, sessions: sessionmaker[SessionT] | scoped_session[SessionT] | type[SessionT]) -> BoundSessions:
         """See :meth:`DualWriter.bind`."""
         from dualwrite.writing.sessions import BoundSessions  # noqa: PLC0415 - the ORM is large, and loaded where it is used
 
@@ -224,7 +225,7 @@ class InMemoryWriter(Submitting):
 
     @contextmanager
     def _block(
-        self, connection: Connection | psycopg.Connection[Any] | DjangoConnection | None, *, joined: bool = False
+        self, connection: Connection | psycopg.Connection[object] | DjangoConnection | None, *, joined: bool = False
     ) -> Generator[Transaction, None, None]:
         self._require_open()
         entered.refuse_blocking_a_loop(self.transactional_id)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.tables.write_life import WriteState
     from dualwrite.stores.rocksdb.batch import RocksBatch
+    from dualwrite.stores.zookeeper.multi import Multi
 
 
 class Write(Protocol):
@@ -150,13 +151,14 @@ class Transaction:
         return batch
 
     @property
-    def multi(self) -> Any:
+    def multi(self) -> Multi:
         """The operations that commit with the messages, if the writer's database is ZooKeeper.
 
         Raises:
             IllegalStateError: The block has ended, or the writer has another database.
         """
-        return self._dual_write.given("multi")
+        multi: Multi = self._dual_write.given("multi")
+        return multi
 
     @property
     def without_serializers(self) -> Transaction:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import TextClause
 from sqlalchemy.sql.dml import UpdateBase
@@ -48,7 +48,7 @@ class RowUnit:
     def __init__(
         self,
         statement: UpdateBase | TextClause,
-        parameters: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        parameters: Mapping[str, object] | Sequence[Mapping[str, object]] | None = None,
         *,
         messages: Sequence[ProducerRecord] = (),
     ) -> None:
@@ -123,7 +123,9 @@ def _not_a_write(what: str) -> ConfigurationError:
     )
 
 
-def _rows_of(parameters: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
+def _rows_of(
+    parameters: Mapping[str, object] | Sequence[Mapping[str, object]] | None,
+) -> Sequence[Mapping[str, object]]:
     if parameters is None:
         return ({},)
     rows = [dict(row) for row in ([parameters] if isinstance(parameters, Mapping) else parameters)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, TypeVar, overload
 
 from dualwrite.errors import IllegalStateError
 from dualwrite.ports.database import SQL, Traits
@@ -39,7 +39,7 @@ class Submitting:
         attempts: int = 5,
         within_s: float | None = None,
         longest_pause_s: float = 5.0,
-        connection: Connection | psycopg.Connection[Any] | DjangoConnection | None = None,
+        connection: Connection | psycopg.Connection[object] | DjangoConnection | None = None,
     ) -> Result:
         """Run the work in a dual write, and again in a new one after an error that left nothing behind on either side.
 
@@ -79,11 +79,11 @@ class Submitting:
 
     def submit(
         self,
-        work: Callable[[Transaction], Any] | RowUnit,
+        work: Callable[[Transaction], Result] | RowUnit,
         *,
         key: Hashable | None = None,
         within_s: float | None = None,
-    ) -> Future[Any]:
+    ) -> Future[Result] | Future[None]:
         """Run the work as one unit of a group: many callers' units commit in one dual write. Returns at once.
 
         Only if as many units wait as `WriterLimits.waiting_units`, it waits for a place, first come, first served.
@@ -134,7 +134,7 @@ class Submitting:
         return self._groups.submit(work, key, within_s)
 
     def transaction(
-        self, connection: Connection | psycopg.Connection[Any] | DjangoConnection | None = None
+        self, connection: Connection | psycopg.Connection[object] | DjangoConnection | None = None
     ) -> AbstractContextManager[Transaction]:
         """A block around one dual write."""
         raise NotImplementedError

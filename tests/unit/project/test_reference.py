@@ -9,6 +9,7 @@ import re
 from typing import NamedTuple
 
 import pytest
+import typing_extensions
 from harness.places import ROOT
 
 from dualwrite.ports.database import Database
@@ -103,3 +104,48 @@ def test_what_users_may_not_call_is_still_there():
 def test_a_member_that_the_page_no_longer_lists_is_found():
     page = PAGE.replace("run, stop, progress", "run, progress")
     assert not_shown(dict(entries(page))["dualwrite.ExactlyOnceConsumer"]) == {"stop"}
+
+
+def functions_of(thing):
+    """The public functions of a class, or a function itself, by name; those of the constructor, too."""
+    if not isinstance(thing, type):
+        return {thing.__name__: thing}
+    found = {}
+    for kind in thing.__mro__:
+        if kind.__module__.startswith("dualwrite"):
+            for name, one in vars(kind).items():
+                if name == "__init__" or not name.startswith("_"):
+                    plain = one.fget if isinstance(one, property) else getattr(one, "__func__", one)
+                    found.setdefault(name, plain)
+    return {name: one for name, one in found.items() if inspect.isfunction(one)}
+
+
+def untyped(thing):
+    """Where a signature, an overload's or the type of a field says ``Any``: a caller's type checker then checks nothing."""
+    signatures = [
+        (name, form.__annotations__)
+        for name, one in functions_of(thing).items()
+        for form in (*typing_extensions.get_overloads(one), one)
+    ]
+    if isinstance(thing, type):
+        signatures.append(("", vars(thing).get("__annotations__", {})))
+    return [
+        f"{name} {given}".strip()
+        for name, annotations in signatures
+        for given, annotation in annotations.items()
+        if re.search(r"\bAny\b", str(annotation)) and not given.startswith("_")
+    ]
+
+
+@pytest.mark.parametrize("path", ENTRIES)
+def test_no_public_signature_says_any(path):
+    assert untyped(ENTRIES[path].thing) == []
+
+
+def test_a_signature_that_says_any_is_found():
+    class Writer:
+        def bind(self, sessions: "Sequence[Any]") -> None:  # noqa: F821
+            """Takes anything."""
+
+    Writer.__module__ = "dualwrite.planted"
+    assert untyped(Writer) == ["bind sessions"]

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from dualwrite.protocol.message import Headers, Message, nameless_header
 
 if TYPE_CHECKING:
-    from dualwrite.kafka.producer.engine import Column
+    import pyarrow as pa
+
     from dualwrite.protocol.message import MessageColumns
 
 
@@ -46,7 +47,7 @@ def messages_of(columns: MessageColumns, max_bytes: int) -> Iterator[Message]:
         )
 
 
-def contents_of(column: Column) -> list[bytes | None]:
+def contents_of(column: pa.Array | pa.ChunkedArray) -> list[bytes | None]:
     """Keys or values; text as UTF-8.
 
     Raises:
@@ -63,7 +64,7 @@ def contents_of(column: Column) -> list[bytes | None]:
     return list(chain.from_iterable(chunk.to_numpy(zero_copy_only=False).tolist() for chunk in chunks))
 
 
-def _numbers(column: Column | None, name: str) -> Iterable[int | None]:
+def _numbers(column: pa.Array | pa.ChunkedArray | None, name: str) -> Iterable[int | None]:
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     if column is None:
