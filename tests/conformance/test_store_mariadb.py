@@ -206,7 +206,8 @@ def test_a_deadlock_that_nobody_watched_is_noticed_at_the_decision(
     begin(database, store, connection)
     with pytest.raises(exc.OperationalError, match="Deadlock"):
         deadlock(database, connection)
-    connection.execute(text("INSERT INTO orders (id) VALUES (2)"))
+    with pytest.raises(TransactionAborted, match="Deadlock"):
+        connection.execute(text("INSERT INTO orders (id) VALUES (2)"))
     with pytest.raises(TransactionAborted, match="Deadlock"):
         store.decide(connection, "orders", 1, prepared(1))
     with pytest.raises(TransactionAborted):

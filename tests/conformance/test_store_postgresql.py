@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 from harness import patience
 from harness.databases import CLUSTER, Database, Thread, prepare, prepared, wait_until, wait_until_blocked
-from sqlalchemy import Connection, event, text
+from sqlalchemy import Connection, create_engine, event, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from dualwrite.errors import ConfigurationError, Fenced, TransactionAborted, TransactionInDoubt, Unavailable
 from dualwrite.protocol.rows import StateRow
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.sql import state
+from dualwrite.stores.sql.access import connections
 from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.stores.sql.short_transactions import ShortTransactions
 from dualwrite.stores.sql.state import SqlStateStore
-from dualwrite.testing import EmbeddedPostgres
+from dualwrite.testing import EmbeddedPostgres, PostgresProxy
 
 pytestmark = pytest.mark.postgresql
 
@@ -125,7 +125,7 @@ class TestIsolationLevels:
 def test_a_commit_that_finds_no_transaction_is_in_doubt(
     postgres: Database, store: SqlStateStore, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "keep", lambda _: None)  # or else the child could not reach the server
+    monkeypatch.setattr(connections, "_leave", lambda _: None)  # or else the child could not reach the server
     row = postgres.claim(store, "orders")
     begin(store, connection)
     connection.execute(text("INSERT INTO orders VALUES (1)"))
@@ -640,3 +640,99 @@ def test_a_snapshot_that_keeps_old_versions_of_the_rows_is_named(postgres: Datab
         assert re.search(rf"^1,\d\d\d old versions of rows in .*kafka_transaction_state.* {pid} \(", warning)
         assert "idle in transaction" in warning
     reading.dispose()
+
+
+def names_prepared(connection: Connection) -> set[str]:
+    """The library's own prepared statements in this session."""
+    found = connection.scalars(text("SELECT name FROM pg_prepared_statements WHERE name LIKE 'dualwrite%'"))
+    names = set(found)
+    connection.rollback()
+    return names
+
+
+def write(store: SqlStateStore, connection: Connection, number: int, *statements: str, commits: bool = True) -> None:
+    begin(store, connection)
+    watch = store.watch_savepoints(connection, "orders")
+    for statement in statements:
+        connection.exec_driver_sql(statement)
+    watch.finish()
+    assert store.decide(connection, "orders", 1, prepared(1, number), deferred=True)[0]
+    (store.commit if commits else store.rollback)(connection)
+
+
+# psycopg forgets what it has prepared, and makes the session forget all, after DDL and after a rollback.
+PREPARES = ["SELECT 1"] * 7
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        [*PREPARES, "CREATE TABLE IF NOT EXISTS extra (id integer)", "DROP TABLE extra"],
+        [*PREPARES, "SAVEPOINT a", "ROLLBACK TO a"],
+        ["DEALLOCATE ALL"],
+    ],
+    ids=["ddl", "savepoint", "deallocate"],
+)
+def test_what_makes_the_session_forget_prepared_statements_is_survived(
+    postgres: Database, store: SqlStateStore, connection: Connection, statements: list[str]
+) -> None:
+    postgres.claim(store, "orders")
+    write(store, connection, 1)
+    names = names_prepared(connection)
+    assert len(names) == 2
+    write(store, connection, 2)
+    assert names_prepared(connection) == names
+    write(store, connection, 3, *statements)
+    write(store, connection, 4)
+    assert len(names_prepared(connection)) == 2
+    write(store, connection, 5, *PREPARES, commits=False)
+    write(store, connection, 6)
+    connection.exec_driver_sql("DEALLOCATE ALL")
+    connection.commit()
+    write(store, connection, 7)
+    assert store.read(["orders"])[0].prepared == prepared(1, 7)
+
+
+def test_without_prepared_statements_of_the_driver_there_are_none_of_ours(postgres: Database) -> None:
+    store = postgres.store(postgres.engine(connect_args={"prepare_threshold": None}))
+    postgres.claim(store, "orders")
+    with store.engine.connect() as connection:
+        for number in range(3):
+            write(store, connection, number)
+        assert names_prepared(connection) == set()
+
+
+def test_a_dual_write_of_one_statement_takes_four_requests(
+    postgres: Database, store: SqlStateStore, dualwrite_postgres: EmbeddedPostgres
+) -> None:
+    postgres.claim(store, "orders")
+    with PostgresProxy(dualwrite_postgres) as proxy:
+        own = postgres.store(create_engine(proxy.url(postgres.url)))
+        for number in range(3):
+            before = len(proxy.requests)
+            with own.engine.connect() as connection:
+                write(own, connection, number, "SELECT 1")
+            firsts = [request.statements[0] for request in proxy.requests[before:]]
+        own.engine.dispose()
+    assert firsts == ["BEGIN", "SELECT 1", "SET CONSTRAINTS ALL IMMEDIATE", "COMMIT"]
+
+
+def test_an_isolation_level_of_the_connection_is_that_of_the_dual_write(postgres: Database) -> None:
+    store = postgres.store(postgres.engine(isolation_level="REPEATABLE READ"))
+    postgres.claim(store, "orders")
+    with store.engine.connect() as connection:
+        begin(store, connection)
+        assert connection.scalar(text("SHOW transaction_isolation")) == "repeatable read"
+        store.rollback(connection)
+
+
+def test_names_and_states_arrive_as_they_are_whatever_the_session_says_of_backslashes(postgres: Database) -> None:
+    store = postgres.store(postgres.engine(connect_args={"options": "-c standard_conforming_strings=off"}))
+    name = "o'r\\d%s\\' -- é \u4e2d"
+    row = postgres.claim(store, name)
+    with store.engine.connect() as connection:
+        store.begin(connection)
+        assert store.read_incarnation(connection, name, namespace=row.namespace) == 1
+        assert store.decide(connection, name, 1, prepared(1), namespace=row.namespace)[0]
+        store.commit(connection)
+    assert store.read([name])[0].prepared == prepared(1)

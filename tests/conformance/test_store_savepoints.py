@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import random
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
 
 import psycopg
 import pymysql
 import pytest
 from harness.databases import Database, prepared, run_raw
+from psycopg import generators
 from sqlalchemy import Connection, event, exc, text
 
 from dualwrite.errors import IllegalStateError, TransactionAborted
@@ -32,9 +34,19 @@ class DualWrite:
         """A statement of the user's, through SQLAlchemy."""
         self.connection.exec_driver_sql(statement)
 
-    def execute_unseen(self, statement: str) -> None:
-        """A statement of the user's on the driver's connection."""
+    def execute_past(self, statement: str) -> None:
+        """A statement of the user's by a cursor of the driver's."""
         run_raw(self.connection.connection.driver_connection, statement)
+
+    def execute_unseen(self, statement: str) -> None:
+        """A statement that nothing shows: in SQLite any by a cursor of the driver's."""
+        driver: Any = self.connection.connection.driver_connection
+        if isinstance(driver, psycopg.Connection):
+            driver.wait(_below_psycopg(driver.pgconn, statement))
+        elif isinstance(driver, sqlite3.Connection):
+            run_raw(driver, statement)
+        else:
+            run_raw(driver, f"EXECUTE IMMEDIATE '{statement}'")
 
     def produce(self, number: int, *, row: bool = True) -> None:
         if row:
@@ -56,6 +68,13 @@ class DualWrite:
         self.watch.finish()
         self.take()
         return rows_of(self), self.sent
+
+
+def _below_psycopg(pgconn: Any, statement: str) -> Generator[Any, Any, None]:
+    pgconn.send_query(statement.encode())
+    (result,) = yield from generators.execute(pgconn)
+    if result.status != psycopg.pq.ExecStatus.COMMAND_OK:
+        raise psycopg.errors.error_from_result(result)
 
 
 class _Message:
@@ -94,26 +113,27 @@ def begin_postgres(postgres: Database) -> Begin:
 
 on_each = pytest.mark.parametrize("database", ["postgresql", "mariadb", "sqlite"], indirect=True)
 REFUSED = (exc.DBAPIError, psycopg.Error, pymysql.err.MySQLError, sqlite3.Error)
-Step = tuple[str, bool]
-"""A statement, or ``produce``; and whether it is seen."""
+Way = Literal["seen", "past", "unseen"]
+Step = tuple[str, Way]
+"""A statement, or ``produce``; and whether SQLAlchemy sends it, a cursor of the driver's, or something that nothing shows."""
 
 
-def sequences(database: Database, *ways: bool) -> Iterator[Sequence[Step]]:
+def sequences(database: Database, *ways: Way) -> Iterator[Sequence[Step]]:
     """The sequences to try: on SQLite every short one; everywhere some longer ones that the database would not refuse."""
     if database.kind == "sqlite":
         moves = [f"{verb} {name}" for verb in ("SAVEPOINT", "RELEASE", "ROLLBACK TO") for name in "ab"]
-        yield from itertools.product([("produce", True), *itertools.product(moves, ways)], repeat=3)
+        yield from itertools.product([("produce", "seen"), *itertools.product(moves, ways)], repeat=3)
     chance = random.Random(1)
     for _ in range(80):
         yield list(_random_sequence(chance, ways))
 
 
-def _random_sequence(chance: random.Random, ways: Sequence[bool]) -> Iterator[Step]:
+def _random_sequence(chance: random.Random, ways: Sequence[Way]) -> Iterator[Step]:
     names: list[str] = []
     for _ in range(chance.randrange(4, 12)):
         verb = chance.choice(["produce", "produce", "SAVEPOINT", "RELEASE", "ROLLBACK TO"])
         if verb == "produce" or (verb != "SAVEPOINT" and not names):
-            yield "produce", True
+            yield "produce", "seen"
             continue
         name = chance.choice(names if verb != "SAVEPOINT" else "abc")
         if verb == "SAVEPOINT":
@@ -124,14 +144,16 @@ def _random_sequence(chance: random.Random, ways: Sequence[bool]) -> Iterator[St
         yield f"{verb} {name}", chance.choice(ways)
 
 
-def perform(tx: DualWrite, steps: Sequence[tuple[str, bool]]) -> tuple[list[int], list[int]] | None:
+def perform(tx: DualWrite, steps: Sequence[Step]) -> tuple[list[int], list[int]] | None:
     """Rows and messages; None where the database has refused a step, so that the transaction cannot go on."""
-    for number, (step, is_seen) in enumerate(steps):
+    for number, (step, way) in enumerate(steps):
         try:
             if step == "produce":
                 tx.produce(number)
-            elif is_seen:
+            elif way == "seen":
                 tx.execute(step)
+            elif way == "past":
+                tx.execute_past(step)
             else:
                 tx.execute_unseen(step)
         except REFUSED:
@@ -143,10 +165,20 @@ def rows_of(tx: DualWrite) -> list[int]:
     return list(tx.connection.scalars(text("SELECT id FROM orders ORDER BY id")))
 
 
-@on_each
-def test_savepoints_that_are_seen_take_their_messages_along(database: Database, begin: Begin) -> None:
+@pytest.mark.parametrize(
+    ("database", "ways"),
+    [
+        ("postgresql", ["seen", "past"]),
+        ("mariadb", ["seen", "past"]),
+        ("sqlite", ["seen"]),
+    ],
+    indirect=["database"],
+)
+def test_savepoints_that_are_seen_take_their_messages_along(
+    database: Database, begin: Begin, ways: Sequence[Way]
+) -> None:
     dropped = 0
-    for steps in sequences(database, True):
+    for steps in sequences(database, *ways):
         with begin() as tx:
             if (found := perform(tx, steps)) is not None:
                 rows, messages = found
@@ -156,11 +188,11 @@ def test_savepoints_that_are_seen_take_their_messages_along(database: Database, 
 
 
 @on_each
-def test_savepoints_past_sqlalchemy_abort_the_dual_write_where_a_message_was_rolled_back_and_only_there(
+def test_savepoints_unseen_abort_the_dual_write_where_a_message_was_rolled_back_and_only_there(
     database: Database, begin: Begin
 ) -> None:
     ended = {"both": 0, "aborted": 0}
-    for steps in sequences(database, False):
+    for steps in sequences(database, "unseen"):
         with begin() as tx:
             try:
                 found = perform(tx, steps)
@@ -177,7 +209,7 @@ def test_savepoints_past_sqlalchemy_abort_the_dual_write_where_a_message_was_rol
 @on_each
 def test_savepoints_seen_and_unseen_never_part_rows_and_messages(database: Database, begin: Begin) -> None:
     ended = {"both": 0, "aborted": 0}
-    for steps in sequences(database, True, False):
+    for steps in sequences(database, "seen", "past", "unseen"):
         with begin() as tx:
             try:
                 found = perform(tx, steps)
@@ -211,10 +243,13 @@ def test_psycopgs_own_transactions_and_copy(begin_postgres: Begin) -> None:
         assert driver is not None
         with driver.cursor().copy("COPY orders (id) FROM STDIN") as copy:
             copy.write_row((1,))
-            with pytest.raises(IllegalStateError, match="COPY"):
-                tx.produce(1, row=False)
-        tx.produce(1, row=False)
+            tx.produce(1, row=False)
         with driver.transaction():
+            with (
+                driver.cursor().copy("COPY orders (id) FROM STDIN") as copy,
+                pytest.raises(IllegalStateError, match="COPY"),
+            ):
+                tx.produce(2, row=False)
             tx.produce(2)
         assert tx.finish() == ([1, 2], [1, 2])
     with begin_postgres() as tx:
@@ -228,19 +263,19 @@ def test_psycopgs_own_transactions_and_copy(begin_postgres: Begin) -> None:
 
 
 def test_a_message_of_a_savepoint_that_has_failed_is_dropped_with_it(begin_postgres: Begin) -> None:
-    for unseen in (False, True):
+    for way in ("seen", "past", "unseen"):
         with begin_postgres() as tx:
             tx.produce(1)
             tx.execute("SAVEPOINT a")
             with pytest.raises(exc.DBAPIError):
                 tx.execute("SELECT 1 / 0")
             tx.produce(2, row=False)
-            if unseen:
+            if way == "unseen":
                 tx.execute_unseen("ROLLBACK TO a")
-                with pytest.raises(TransactionAborted, match="past SQLAlchemy"):
+                with pytest.raises(TransactionAborted, match="does not show"):
                     tx.finish()
             else:
-                tx.execute("ROLLBACK TO a")
+                (tx.execute if way == "seen" else tx.execute_past)("ROLLBACK TO a")
                 assert tx.finish() == ([1], [1])
 
 
@@ -253,6 +288,8 @@ def test_where_nothing_runs_past_sqlalchemy_a_message_costs_no_statement(begin_p
         tx.connection.execute(text("INSERT INTO orders (id) VALUES (:id)"), many)  # executemany, in a pipeline
         for number in range(3):
             tx.produce(number, row=False)
+        assert tx.watch.direct
+        tx.execute_past("SELECT 1")  # the driver shows it
         assert tx.watch.direct
         tx.watch.finish()
         event.remove(tx.connection, "before_cursor_execute", listener)

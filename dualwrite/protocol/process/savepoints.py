@@ -3,8 +3,8 @@
 Like a row, a message belongs to the savepoint that was open when it was produced: it is sent once the outermost savepoint
 around it is released, and dropped when one around it is rolled back. It has to wait, as a sent message cannot be taken back.
 
-Savepoints are read from the statements that the database has executed. A *witness* exposes statements that bypass the
-library: a number that the database keeps inside the transaction, and that a rollback to a savepoint reverts.
+Savepoints are read from the statements that the database has executed. A *witness* exposes those that nothing shows: a number
+that the database keeps inside the transaction, and that a rollback to a savepoint reverts.
 """
 
 from __future__ import annotations
@@ -70,13 +70,17 @@ def moves_of(statement: str, *, quotes_keep_case: bool = True) -> Sequence[tuple
     Raises:
         NotUnderstood: One of the statements affects savepoints in a way that this function cannot read.
     """
-    several = ";" in statement
-    if not several and _MAY_BEGIN.match(statement) is None:
-        return ()
-    if _WORDS.search(statement) is None:
+    if not may_move(statement):
         return ()
     found = (_move(tokens, quotes_keep_case=quotes_keep_case) for tokens in _statements(statement))
     return [move for move in found if move is not None]
+
+
+def may_move(statement: str) -> bool:
+    """Whether :func:`moves_of` may find something in the text: a quick look."""
+    if ";" not in statement and _MAY_BEGIN.match(statement) is None:
+        return False
+    return _WORDS.search(statement) is not None
 
 
 @dataclass(frozen=True)
@@ -199,6 +203,11 @@ class Savepoints(Generic[Message]):
     def needs_witness(self) -> bool:
         """Whether an unseen rollback to the innermost savepoint would revert no witness, and so go unnoticed."""
         return bool(self._open) and self.witness == self._open[-1].witness
+
+    @property
+    def at_risk(self) -> bool:
+        """Whether a message waits for a savepoint whose rollback, if it went unseen, would revert no witness."""
+        return any(savepoint.messages and savepoint.witness == self.witness for savepoint in self._open)
 
     def new_witness(self) -> int:
         """Take the next number for the database, which becomes :attr:`witness`. No number is used twice."""

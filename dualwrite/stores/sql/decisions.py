@@ -46,13 +46,13 @@ class Decisions:
             within_ms=bindparam("within_ms_", type_=Integer()),
         )
         self._decide = CompiledOnce(decide)
-        self._hold = select(*dialect.end_columns()).select_from(state).where(*is_ours).with_for_update(read=True)
+        hold = select(*dialect.end_columns()).select_from(state).where(*is_ours).with_for_update(read=True)
+        self._hold = CompiledOnce(hold)
 
     def start(self, connection: Connection, transactional_id: str, namespace: str | None) -> Sequence[Any]:
         """The row's incarnation and prepared state, both None if there is no such row; then the dialect's start columns."""
         bound = {"id_": transactional_id, "namespace_": namespace}
-        row: Sequence[Any] = self._start.execute(connection, bound).one()
-        return row
+        return self._dialect.read_first(connection, self._start, bound)
 
     def decide(
         self,
@@ -64,6 +64,7 @@ class Decisions:
         namespace: str | None,
         idle_s: float | None,
         within_s: float | None,
+        deferred: bool,
     ) -> Sequence[Any] | None:
         """Write the prepared state into the row.
 
@@ -79,10 +80,11 @@ class Decisions:
             "within_ms_": _milliseconds(within_s),
             **self._dialect.begun(connection),
         }
-        return self._dialect.decided(connection, self._decide, bound)
+        first = transactional_id if deferred else None
+        return self._dialect.ask_last(connection, self._decide, bound, decides=True, deferred_of=first)
 
     def hold(
-        self, connection: Connection, transactional_id: str, incarnation: int, *, namespace: str | None
+        self, connection: Connection, transactional_id: str, incarnation: int, *, namespace: str | None, deferred: bool
     ) -> Sequence[Any] | None:
         """Lock the row as it is. Returns as :meth:`decide`."""
         bound = {
@@ -91,7 +93,8 @@ class Decisions:
             "namespace_": namespace,
             **self._dialect.begun(connection),
         }
-        return connection.execute(self._hold, bound).one_or_none()
+        first = transactional_id if deferred else None
+        return self._dialect.ask_last(connection, self._hold, bound, decides=False, deferred_of=first)
 
 
 def _milliseconds(seconds: float | None) -> int | None:

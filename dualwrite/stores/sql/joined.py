@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dualwrite.stores.sql.access.connections import let_go
+from dualwrite.stores.sql.access.connections import keep, let_go
 from dualwrite.stores.sql.dialects import committing
 from dualwrite.stores.sql.state import SqlStateStore
 
@@ -32,8 +32,8 @@ class JoinedStore(SqlStateStore):
             ConfigurationError, Unavailable: As :meth:`SqlStateStore.begin`.
         """
         with self._mapped():
-            self._dialect.join(connection, self._tables)
-        self._begin_decisions(connection)
+            joined_late = self._dialect.join(connection, self._tables)
+        keep(connection, joined_late=joined_late)
 
     def commit(self, connection: Connection, *, answer_s: float | None = None) -> None:
         """See :meth:`dualwrite.ports.store.StateStore.commit`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -15,7 +15,7 @@ from dualwrite.protocol.rows import Participant
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
 from dualwrite.stores.sql import participants
 from dualwrite.stores.sql.access.connecting import engine_of
-from dualwrite.stores.sql.access.connections import begin_on, keep, let_go
+from dualwrite.stores.sql.access.connections import begin_on, begun_on, keep, let_go
 from dualwrite.stores.sql.access.failures import map_database_error
 from dualwrite.stores.sql.claims import Claim
 from dualwrite.stores.sql.decisions import Decisions
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from dualwrite.runtime.deadline import Deadline
 
 Result = TypeVar("Result")
-_DECIDED: Final = "dualwrite.decided"
 _ANSWER_S: Final = 2.0
 
 
@@ -120,19 +119,13 @@ class SqlStateStore:
                     committing.rollback(connection)
                     self._dialect.restore(connection)
                 raise
-            self._begin_decisions(connection)
-            committing.refuse_commits(connection)
-
-    @staticmethod
-    def _begin_decisions(connection: Connection) -> None:
-        connection.info[_DECIDED] = set()
-        keep(connection)
+            committing.refuse_commits(connection, keep(connection))
 
     @staticmethod
     def _decided(connection: Connection) -> str | None:
-        """The id whose decision the transaction holds, if there is one."""
-        names = set() if connection.closed or connection.invalidated else connection.info.get(_DECIDED, set())
-        return next(iter(names)) if len(names) == 1 else None
+        """The id whose decision the transaction holds, if it is that of one."""
+        begun = begun_on(connection)
+        return begun.decided[0] if begun is not None and len(begun.decided) == 1 else None
 
     def watch_savepoints(self, connection: Connection, transactional_id: str) -> savepoints.SavepointWatch:
         """See :meth:`dualwrite.ports.store.StateStore.watch_savepoints`."""
@@ -169,9 +162,16 @@ class SqlStateStore:
     ) -> tuple[bool, str | None]:
         """See :meth:`dualwrite.ports.store.StateStore.decide`."""
         text = check_decidable(transactional_id, incarnation, state)
-        with self._last_statement(connection, transactional_id, answer_s, deferred=deferred):
+        with self._last_statement(connection, transactional_id, answer_s):
             row = self._decisions.decide(
-                connection, transactional_id, incarnation, text, namespace=namespace, idle_s=idle_s, within_s=within_s
+                connection,
+                transactional_id,
+                incarnation,
+                text,
+                namespace=namespace,
+                idle_s=idle_s,
+                within_s=within_s,
+                deferred=deferred,
             )
             return self._ended(connection, transactional_id, row)
 
@@ -186,16 +186,17 @@ class SqlStateStore:
         deferred: bool = False,
     ) -> tuple[bool, str | None]:
         """See :meth:`dualwrite.ports.store.StateStore.hold`."""
-        with self._last_statement(connection, transactional_id, answer_s, deferred=deferred):
-            row = self._decisions.hold(connection, transactional_id, incarnation, namespace=namespace)
+        with self._last_statement(connection, transactional_id, answer_s):
+            row = self._decisions.hold(
+                connection, transactional_id, incarnation, namespace=namespace, deferred=deferred
+            )
             return self._ended(connection, transactional_id, row)
 
     @contextmanager
     def _last_statement(
-        self, connection: Connection, transactional_id: str, answer_s: float | None, *, deferred: bool
+        self, connection: Connection, transactional_id: str, answer_s: float | None
     ) -> Generator[None, None, None]:
-        first = self._dialect.deferred_first(connection, transactional_id) if deferred else nullcontext()
-        with self._mapped(transactional_id), self._dialect.bounded(connection, answer_s), first:
+        with self._mapped(transactional_id), self._dialect.bounded(connection, answer_s):
             yield
 
     def _ended(
@@ -204,8 +205,10 @@ class SqlStateStore:
         if row is None:
             self._dialect.require_begun(connection)
             return False, None
-        connection.info[_DECIDED].add(transactional_id)
-        return True, self._dialect.check_end(connection, tuple(row))
+        begun = begun_on(connection)
+        if begun is not None:
+            begun.decided.append(transactional_id)
+        return True, self._dialect.check_end(connection, row)
 
     def run_deferred(self, connection: Connection, transactional_id: str | None = None) -> None:
         """See :meth:`dualwrite.ports.store.StateStore.run_deferred`."""
@@ -395,8 +398,9 @@ class SqlStateStore:
 def listen_to(engine: Engine) -> None:
     """Have the library notice what happens on the engine's connections. Call it before others use them; may be repeated."""
     roll_back_before_closing(engine)
-    for listeners in (committing.LISTENERS, savepoints.LISTENERS):
-        listeners.expect(engine)
+    committing.LISTENERS.expect(engine)
+    if engine.dialect.name == "sqlite":  # its driver shows no statements
+        savepoints.LISTENERS.expect(engine)
 
 
 def refuse_transaction(connection: Connection) -> None:

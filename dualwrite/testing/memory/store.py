@@ -10,6 +10,7 @@ from sqlalchemy import exc, literal_column, select
 from sqlalchemy.pool import StaticPool
 
 from dualwrite.errors import DualWriteError, TransactionAborted
+from dualwrite.stores.sql.access.connections import keep, let_go
 from dualwrite.stores.sql.access.failures import map_database_error
 from dualwrite.stores.sql.dialects import committing
 from dualwrite.stores.sql.dialects.dialect import Identity
@@ -97,7 +98,7 @@ class MemoryStore:
                 if connection.in_transaction():
                     committing.rollback(connection)
                 raise
-            committing.refuse_commits(connection)
+            committing.refuse_commits(connection, keep(connection))
 
     def watch_savepoints(self, connection: Connection, transactional_id: str) -> SavepointWatch:
         """See the port."""
@@ -149,7 +150,10 @@ class MemoryStore:
         if failure is not None and (isinstance(failure.error, TransactionAborted) or not failure.rows_committed):
             self.rollback(connection)
             raise failure.error
-        self._commit(connection, answer_s)
+        try:
+            self._commit(connection, answer_s)
+        finally:
+            let_go(connection)
         self._lane.note_rows_committed()
         if failure is not None:
             raise failure.error
@@ -160,6 +164,7 @@ class MemoryStore:
     def rollback(self, connection: Connection) -> None:
         """See the port."""
         committing.rollback(connection)
+        let_go(connection)
 
     def discard(self, connection: Connection) -> None:
         """Roll back. The driver's connection stays: a database in memory would be gone with it."""
@@ -197,7 +202,8 @@ class JoinedMemoryStore(MemoryStore):
         """Join the transaction."""
         self._planted.reach(Place.BEGIN)
         with self._mapped():
-            self._dialect.join(connection, self._tables)
+            joined_late = self._dialect.join(connection, self._tables)
+        keep(connection, joined_late=joined_late)
 
     def _commit(self, connection: Connection, answer_s: float | None) -> None:
         name = self._lane.transactional_id
@@ -206,3 +212,4 @@ class JoinedMemoryStore(MemoryStore):
     def rollback(self, connection: Connection) -> None:
         """See the port."""
         committing.rollback_joined(connection)
+        let_go(connection)

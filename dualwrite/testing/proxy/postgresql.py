@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,6 +28,9 @@ NOTHING_ASKED = -1
 QUERY, PARSE, BIND, SYNC, FUNCTION_CALL = b"Q", b"P", b"B", b"S", b"F"
 PARTS_OF_A_BATCH = {PARSE, BIND, b"D", b"E", b"C"}  # Describe, Execute, Close
 READY_FOR_QUERY, COPY_IN = b"Z", b"G"
+_STATEMENTS = re.compile(r"""(?:'[^']*'|"[^"]*"|[^;'"])+""")
+_PREPARE = re.compile(r"\s*prepare\s+(\w+)\s+as\s+(.*)", re.IGNORECASE | re.DOTALL)
+_EXECUTE = re.compile(r"\s*execute\s+(\w+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class PostgresCodec:
     def __init__(self) -> None:
         self._asked: deque[tuple[int, bytes]] = deque([(STARTUP, b"")])
         self._prepared: dict[bytes, str] = {}
+        self._named: dict[str, str] = {}
         self._last_key = STARTUP
 
     async def opening(self, client: asyncio.StreamReader, reply: asyncio.StreamWriter) -> bytes:
@@ -65,7 +71,7 @@ class PostgresCodec:
             kind, data = await _message(client)
             batch += data
             if kind == QUERY:
-                statements += data[5:].rstrip(b"\0").decode(errors="replace").split(";")
+                statements += self._executed(data[5:].rstrip(b"\0").decode(errors="replace"))
             elif kind == PARSE:
                 name, text = data[5:].split(b"\0")[:2]
                 self._prepared[name] = text.decode(errors="replace")
@@ -78,6 +84,16 @@ class PostgresCodec:
                 return Unit(request, batch, self._last_key)
             if kind not in PARTS_OF_A_BATCH:
                 return Unit(None, batch, NOTHING_ASKED)
+
+    def _executed(self, text: str) -> Iterator[str]:
+        """The statements of a simple query: in place of EXECUTE, what PREPARE has prepared."""
+        for statement in _STATEMENTS.findall(text):
+            if prepared := _PREPARE.match(statement):
+                self._named[prepared[1].lower()] = prepared[2]
+            elif executed := _EXECUTE.match(statement):
+                yield self._named.get(executed[1].lower(), statement)
+            else:
+                yield statement
 
     async def next_answer(self, server: asyncio.StreamReader) -> Answer:
         """The server's next message; ReadyForQuery ends an answer."""

@@ -44,7 +44,33 @@ _LEFT: Final = frozenset({LEFT_OPEN, LEFT_IN_AUTOCOMMIT})
 """The errors of a connection that other code has left unusable, or that is so by the settings of its engine."""
 
 _borrowed: Final[weakref.WeakSet[Connection]] = weakref.WeakSet()
-_in_dual_writes: Final[dict[Connection, PoolProxiedConnection]] = {}
+
+
+class Begun:
+    """The transaction of a dual write, from its beginning to its end.
+
+    Attributes:
+        pooled: Its connection, as the pool has handed it out.
+        joined_late: Whether other code has executed statements in it before.
+        started: The database's word for it, which its first statement has returned.
+        decided: The ids whose decisions it holds.
+        refuses: Whether a COMMIT by other code is refused.
+        plain: Whether nothing but plain statements on rows was executed in it, as far as this process can tell: it has watched
+            all of them.
+    """
+
+    __slots__ = ("decided", "joined_late", "plain", "pooled", "refuses", "started")
+
+    def __init__(self, pooled: PoolProxiedConnection, *, joined_late: bool) -> None:
+        self.pooled = pooled
+        self.joined_late = joined_late
+        self.started: object = None
+        self.decided: list[str] = []
+        self.refuses = False
+        self.plain = False
+
+
+_in_dual_writes: Final[dict[Connection, Begun]] = {}
 """Strong references: what a forked process drops must not be collected there, as the pool would roll it back."""
 _process = os.getpid()
 _infos: Final[weakref.WeakKeyDictionary[object, dict[Any, Any]]] = weakref.WeakKeyDictionary()
@@ -150,9 +176,14 @@ def begin_on(connection: Connection, begin: Callable[[], None], *, own: bool | N
             return
 
 
-def keep(connection: Connection) -> None:
+def keep(connection: Connection, *, joined_late: bool = False) -> Begun:
     """Note that a dual write begins on the connection. In a process that is forked meanwhile it is left to this one."""
-    _in_dual_writes[connection] = connection.connection
+    begun = _in_dual_writes[connection] = Begun(connection.connection, joined_late=joined_late)
+    return begun
+
+
+begun_on: Final = _in_dual_writes.get
+"""The transaction of the dual write that is on this connection; None if there is none."""
 
 
 def let_go(connection: Connection) -> None:
@@ -170,7 +201,7 @@ def leave_to_parent() -> None:
         return
     _process = os.getpid()
     while _in_dual_writes:
-        _leave(_in_dual_writes.popitem()[1])
+        _leave(_in_dual_writes.popitem()[1].pooled)
 
 
 os.register_at_fork(after_in_child=leave_to_parent)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Final
-from weakref import WeakSet
 
 from sqlalchemy import Connection, exc
 
 from dualwrite.errors import IllegalStateError, TransactionAborted, TransactionInDoubt
-from dualwrite.stores.sql.access.connections import leave_to_parent
+from dualwrite.stores.sql.access.connections import Begun, begun_on, leave_to_parent
 from dualwrite.stores.sql.access.failures import Meaning, driver_words, meaning_of
 from dualwrite.stores.sql.dialects.dialect import Dialect, Standing
 from dualwrite.stores.sql.drivers.listening import Listeners
@@ -26,17 +25,15 @@ logger = logging.getLogger(__name__)
 _RETRYABLE: Final = frozenset({Meaning.CONFLICT, Meaning.BUSY, Meaning.GONE, Meaning.FULL})
 
 
-_refusing: Final[WeakSet[Connection]] = WeakSet()
-
-
-def refuse_commits(connection: Connection) -> None:
+def refuse_commits(connection: Connection, begun: Begun) -> None:
     """Refuse every COMMIT of the connection's transaction until :func:`commit` or :func:`rollback`."""
     LISTENERS.require(connection)
-    _refusing.add(connection)
+    begun.refuses = True
 
 
 def _refuse(connection: Connection) -> None:
-    if connection not in _refusing:
+    begun = begun_on(connection)
+    if begun is None or not begun.refuses:
         return
     # Roll back at once: later work must not join the refused transaction.
     _roll_back_driver(connection.connection.dbapi_connection)
@@ -51,7 +48,9 @@ LISTENERS: Final = Listeners({"commit": _refuse})
 
 
 def _stop_refusing(connection: Connection) -> None:
-    _refusing.discard(connection)
+    begun = begun_on(connection)
+    if begun is not None:
+        begun.refuses = False
 
 
 def run_deferred(connection: Connection, dialect: Dialect, transactional_id: str | None = None) -> None:

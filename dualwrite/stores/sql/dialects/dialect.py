@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
     from dualwrite.stores.sql.drivers.compiled import CompiledOnce
-    from dualwrite.stores.sql.drivers.witness import Witness
+    from dualwrite.stores.sql.drivers.witness import Follower, Witness
     from dualwrite.stores.sql.tables.declared import Tables
 
 
@@ -45,6 +45,8 @@ class Dialect(Protocol):
     """One kind of database through one driver."""
 
     name: str
+    shows_statements: bool
+    """Whether the driver shows the statements that it sends, whoever sends them."""
     quotes_keep_case: bool
     """Whether quoted names that differ only in case name different savepoints."""
 
@@ -66,8 +68,11 @@ class Dialect(Protocol):
         """
         ...
 
-    def join(self, connection: Connection, tables: Tables) -> None:
-        """Make a transaction that other code has begun one that can hold a decision. Statements may have been executed in it.
+    def join(self, connection: Connection, tables: Tables) -> bool:
+        """Make a transaction that other code has begun one that can hold a decision.
+
+        Returns:
+            Whether statements have been executed in it, for :meth:`check_start` to judge.
 
         Raises:
             IllegalStateError: It has gone too far for that.
@@ -151,24 +156,49 @@ class Dialect(Protocol):
         """
         ...
 
-    def decided(
-        self, connection: Connection, deciding: CompiledOnce, bound: Mapping[str, Any]
-    ) -> Sequence[object] | None:
-        """Execute the statement of :meth:`deciding`, and return the values for :meth:`check_end`; None if no row matched.
+    def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
+        """Execute the first statement of a dual write, with BEGIN in the same exchange if the driver has sent none.
 
-        Args:
-            connection: Inside the transaction.
-            deciding: The statement.
-            bound: Its values, ``idle_ms_`` and ``within_ms_`` among them.
+        Returns:
+            Its one row.
+
+        Raises:
+            SQLAlchemyError: The database failed.
         """
         ...
 
-    def refuse(self, connection: Connection, statement: str) -> None:
-        """Refuse a statement of the user's that would end the dual write's transaction, before it is sent.
+    def ask_last(
+        self,
+        connection: Connection,
+        statement: CompiledOnce,
+        bound: Mapping[str, Any],
+        *,
+        decides: bool,
+        deferred_of: str | None = None,
+    ) -> Sequence[object] | None:
+        """Execute the last statement of a dual write.
+
+        Args:
+            connection: Inside the transaction.
+            statement: That of :meth:`deciding`, or a SELECT of :meth:`end_columns`.
+            bound: Its values; ``idle_ms_`` and ``within_ms_`` among them if it decides.
+            decides: Whether it is that of :meth:`deciding`.
+            deferred_of: The id of a dual write for which :meth:`run_deferred` goes before, in the same exchange if it can.
+
+        Returns:
+            The values for :meth:`check_end`; None if no row matched.
 
         Raises:
-            IllegalStateError: It would.
-            TransactionAborted: The database has rolled back the transaction, and would execute it in another one.
+            TransactionAborted: A deferred constraint is violated; or the transaction can no longer decide.
+            SQLAlchemyError: The database failed.
+        """
+        ...
+
+    def require_not_rolled_back(self, connection: Connection) -> None:
+        """Refuse to continue after an error with which the database has rolled back the whole transaction.
+
+        Raises:
+            TransactionAborted: It has: it would execute the next statement in another one.
         """
         ...
 
@@ -181,14 +211,6 @@ class Dialect(Protocol):
 
         Raises:
             SQLAlchemyError: A constraint is violated, or the database failed.
-        """
-        ...
-
-    def deferred_first(self, connection: Connection, transactional_id: str) -> AbstractContextManager[object]:
-        """Have the one statement in the block preceded by :meth:`run_deferred`, in the same exchange if the driver can.
-
-        Raises:
-            TransactionAborted: A constraint is violated.
         """
         ...
 
@@ -212,8 +234,8 @@ class Dialect(Protocol):
         """
         ...
 
-    def witness(self, connection: Connection) -> Witness:
-        """Start watching for statements that run on the driver's connection past SQLAlchemy."""
+    def witness(self, connection: Connection, follower: Follower) -> Witness:
+        """Start watching what is sent on the driver's connection. If it :attr:`shows_statements`, the follower hears of it."""
         ...
 
     def insert_if_missing(self, table: Table) -> Insert:

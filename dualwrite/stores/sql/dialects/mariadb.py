@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from sqlalchemy import Boolean, ColumnElement, exc, literal_column, select, text
 from sqlalchemy.dialects import mysql
 
-from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted
+from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
 from dualwrite.stores.sql.access.connecting import fileno_of
 from dualwrite.stores.sql.access.connections import LEFT_IN_AUTOCOMMIT, LEFT_OPEN
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from dualwrite.stores.sql.drivers.compiled import CompiledOnce
-    from dualwrite.stores.sql.drivers.witness import Witness
+    from dualwrite.stores.sql.drivers.witness import Follower, Witness
     from dualwrite.stores.sql.tables.declared import Tables
 
 logger = logging.getLogger(__name__)
@@ -112,6 +112,7 @@ class MariaDB:
     """
 
     name = "mariadb"
+    shows_statements = True
     quotes_keep_case = False
 
     def __init__(self, paused_owner_timeout_s: float | None) -> None:
@@ -133,7 +134,7 @@ class MariaDB:
         connection.exec_driver_sql("START TRANSACTION")
         self._mark(connection, driver)
 
-    def join(self, connection: Connection, tables: Tables) -> None:
+    def join(self, connection: Connection, tables: Tables) -> bool:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. Refuses a snapshot that is too old."""
         del tables
         driver = _usable_driver(connection)
@@ -148,6 +149,7 @@ class MariaDB:
         if not late:
             connection.exec_driver_sql("START TRANSACTION")
         self._mark(connection, driver, joined_late=late)
+        return late
 
     def _mark(self, connection: Connection, driver: DBAPIConnection, *, joined_late: bool = False) -> None:
         queries = queries_of(driver)
@@ -198,7 +200,7 @@ class MariaDB:
 
     def require_begun(self, connection: Connection) -> None:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
-        self._refuse_rolled_back(_driver(connection))
+        queries_of(_driver(connection)).require_not_rolled_back()
         if not connection.scalar(select(_KEEPS_TRANSACTIONS)):
             raise ended_inside()
         self._release(connection)
@@ -214,11 +216,25 @@ class MariaDB:
         del idle_ms, within_ms
         return update
 
-    def decided(
-        self, connection: Connection, deciding: CompiledOnce, bound: Mapping[str, Any]
+    def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
+        row: Sequence[object] = statement.execute(connection, bound).one()
+        return row
+
+    def ask_last(
+        self,
+        connection: Connection,
+        statement: CompiledOnce,
+        bound: Mapping[str, Any],
+        *,
+        decides: bool,
+        deferred_of: str | None = None,
     ) -> Sequence[object] | None:
-        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. There is no limit for COMMIT itself."""
-        if deciding.execute(connection, bound).rowcount != 1:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. Nothing is deferred; COMMIT has no limit."""
+        del deferred_of
+        if not decides:
+            return statement.execute(connection, bound).one_or_none()
+        if statement.execute(connection, bound).rowcount != 1:
             return None
         idle_ms = bound["idle_ms_"]
         self._limit_idle(connection, None if idle_ms is None else idle_ms / 1000)
@@ -227,11 +243,6 @@ class MariaDB:
     def run_deferred(self, connection: Connection) -> None:
         """Nothing: InnoDB defers nothing to COMMIT."""
         del connection
-
-    def deferred_first(self, connection: Connection, transactional_id: str) -> AbstractContextManager[None]:
-        """See :meth:`run_deferred`."""
-        del connection, transactional_id
-        return nullcontext()
 
     @contextmanager
     def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:
@@ -247,7 +258,7 @@ class MariaDB:
     def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. There is no name: the row itself shows the outcome."""
         del values
-        self._refuse_rolled_back(_driver(connection))
+        queries_of(_driver(connection)).require_not_rolled_back()
         self._release(connection)
         return None
 
@@ -295,20 +306,11 @@ class MariaDB:
             )
             connection.invalidate()
 
-    def refuse(self, connection: Connection, statement: str) -> None:
-        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. The watch over the driver refuses the others."""
-        del statement
+    def require_not_rolled_back(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. The watch over the driver refuses its statements."""
         driver = driver_of(connection)
         if driver is not None:
-            self._refuse_rolled_back(driver)
-
-    def _refuse_rolled_back(self, driver: DBAPIConnection) -> None:
-        lost = queries_of(driver).rolled_back
-        if lost is not None:
-            raise TransactionAborted(
-                f"the database has rolled back the whole transaction: {driver_words(lost)}",
-                next_step="run the same work again: not even a savepoint is left to go back to",
-            ) from lost
+            queries_of(driver).require_not_rolled_back()
 
     def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
@@ -320,9 +322,9 @@ class MariaDB:
         *server, schema, found = connection.execute(_IDENTITY, bound).one()
         return Identity(tuple(server), schema if found else None)
 
-    def witness(self, connection: Connection) -> Witness:
+    def witness(self, connection: Connection, follower: Follower) -> Witness:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
-        return QueryWitness(connection, doubtful=queries_of(_driver(connection)).doubtful)
+        return QueryWitness(connection, follower)
 
     def insert_if_missing(self, table: Table) -> Insert:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. IGNORE shortens values: callers check names."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast
 
 from sqlalchemy import (
     BigInteger,
@@ -28,13 +28,15 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql
 
-from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted
 from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
-from dualwrite.stores.sql.access.connections import LEFT_IN_AUTOCOMMIT, LEFT_OPEN
+from dualwrite.stores.sql.access.connections import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, Begun, begun_on
 from dualwrite.stores.sql.access.failures import ended_inside, sqlstate_of
 from dualwrite.stores.sql.dialects import committing
 from dualwrite.stores.sql.dialects.dialect import Identity, Standing
-from dualwrite.stores.sql.drivers.awaited import own_connection
+from dualwrite.stores.sql.drivers import ahead
+from dualwrite.stores.sql.drivers.ahead import session_of
+from dualwrite.stores.sql.drivers.awaited import is_awaited, own_connection
 from dualwrite.stores.sql.drivers.watchdog import WATCHDOG
 from dualwrite.stores.sql.drivers.witness import PsycopgWitness
 from dualwrite.stores.sql.participants import PREFIX
@@ -43,8 +45,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Insert, Table, Update
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
-    from dualwrite.stores.sql.drivers.compiled import CompiledOnce
-    from dualwrite.stores.sql.drivers.witness import Witness
+    from dualwrite.stores.sql.drivers.compiled import CompiledOnce, OwnText
+    from dualwrite.stores.sql.drivers.witness import Follower, Witness
     from dualwrite.stores.sql.tables.declared import Tables
 
 logger = logging.getLogger(__name__)
@@ -74,14 +76,10 @@ _CERTAIN: Final = frozenset(
 )
 
 _IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
-_STARTED: Final = "dualwrite.transaction_started"
 # now() is the time at which the transaction began: nothing changes it within one, and it costs nothing. As a number of
 # microseconds, since the text or the driver's value of a timestamp depends on settings of the session.
 _NOW: Final[ColumnElement[Any]] = literal_column("CAST(extract(epoch FROM now()) * 1000000 AS bigint)", BigInteger())
 _IS_BEGUN: Final[ColumnElement[bool]] = bindparam("begun_", type_=BigInteger()) == _NOW
-_NO_TRANSACTION: Final = "25P01"
-"""The warning with which the server answers a COMMIT outside of a transaction. Nothing else in the answer shows it."""
-_JOINED_LATE: Final = "dualwrite.joined_after_a_statement"
 _FRESH: Final = frozenset({"read committed", "read uncommitted"})
 """The isolation levels at which each statement sees what was committed before it."""
 _DURABLE: Final = (
@@ -121,7 +119,14 @@ class _PGconn(Protocol):
 
 
 def _driver(connection: Connection) -> _Psycopg:
-    return cast("_Psycopg", connection.connection.driver_connection)
+    return cast("_Psycopg", own_connection(cast("DBAPIConnection", connection.connection.dbapi_connection)))
+
+
+def _begun(connection: Connection) -> Begun:
+    begun = begun_on(connection)
+    if begun is None:
+        raise IllegalStateError("no dual write has begun on the connection")
+    return begun
 
 
 def _status(driver: DBAPIConnection) -> int:
@@ -196,6 +201,94 @@ def _limit_transaction(timeout_ms: ColumnElement[int | None]) -> ColumnElement[o
     return armed.scalar_subquery()
 
 
+def _ask(
+    connection: Connection,
+    statement: CompiledOnce,
+    bound: Mapping[str, Any],
+    *,
+    first: bool = False,
+    deferred_of: str | None = None,
+    again: bool = False,
+) -> Sequence[object] | None:
+    """Execute one of our own statements below SQLAlchemy, and return its row.
+
+    Errors are those of SQLAlchemy's own executions: events tell of them, and a lost connection is invalidated.
+
+    Args:
+        connection: The connection.
+        statement: The statement.
+        bound: Its values.
+        first: Whether it is the first of the dual write, so that nothing is lost if its transaction is begun once more.
+        deferred_of: As for :meth:`~dualwrite.stores.sql.dialects.dialect.Dialect.ask_last`.
+        again: Whether the transaction has failed, and is begun once more.
+    """
+    own = statement.text(connection)
+    if own is None:
+        return _ask_by_sqlalchemy(connection, statement, bound, deferred_of)
+    # SQLAlchemy's error if the connection is closed or lost. After a loss and a rollback it may be another one than that of the
+    # dual write, whose transaction is not begun there: then the statement itself finds nothing.
+    dbapi = cast("DBAPIConnection", connection.connection.dbapi_connection)
+    driver = cast("Any", own_connection(dbapi))
+    session = session_of(driver)
+    begins = again or (first and driver.pgconn.transaction_status == _IDLE)
+    texts = ["ROLLBACK"] if again else []
+    if begins:
+        texts.append(ahead.begin_of(driver))
+    elif deferred_of is not None and driver.pgconn.transaction_status == _IN_TRANSACTION:
+        texts.append(_IMMEDIATE)  # in any other case ours reports what is wrong, with the cause
+    execution = None
+    if (begins or _begun(connection).plain) and driver.prepare_threshold is not None:
+        execution = ahead.prepared(own, session, texts)
+    texts.append((execution or own.template) % ahead.literals({**own.constants, **bound}))
+    results: Sequence[Any] = ()
+    try:
+        results = ahead.exchange(driver, "; ".join(texts), awaits=is_awaited(dbapi))
+        if (failure := ahead.error_in(results, driver)) is not None:
+            raise failure
+    except BaseException as error:  # noqa: BLE001 - an interruption too, which SQLAlchemy passes on
+        if execution is not None:
+            session.forget_prepared()
+        if sqlstate_of(error) == ahead.NOT_PREPARED and begins and not again:
+            return _ask(connection, statement, bound, again=True)
+        # The results end with the error: with that of the first text, if the constraints were it.
+        deferred_failed = len(results) == 1 and texts[0] == _IMMEDIATE
+        _raise(connection, error, own, bound, deferred_of if deferred_failed else None)
+    if execution is not None:
+        session.prepared[own.name] = execution
+    return ahead.row_of(results)
+
+
+def _raise(
+    connection: Connection, error: BaseException, own: OwnText, bound: Mapping[str, Any], deferred_of: str | None
+) -> NoReturn:
+    """Raise the driver's error, or an interruption, as SQLAlchemy does for its own statements.
+
+    It alone knows its events, and which connections are lost with this one.
+    """
+    if sqlstate_of(error) == ahead.NOT_PREPARED:
+        raise TransactionAborted(
+            "a statement inside the block has made the session forget all that was prepared in it",
+            next_step="run the same work again; leave DEALLOCATE and DISCARD out of blocks",
+        ) from error
+    if deferred_of is None:
+        connection._handle_dbapi_exception(error, own.template, dict(bound), None, None)  # noqa: SLF001 - as above
+    try:
+        connection._handle_dbapi_exception(error, _IMMEDIATE, None, None, None)  # noqa: SLF001 - as above
+    except exc.SQLAlchemyError as mapped:
+        raise committing.deferred_failed(mapped, deferred_of) from mapped
+
+
+def _ask_by_sqlalchemy(
+    connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any], deferred_of: str | None
+) -> Sequence[object] | None:
+    if deferred_of is not None and _driver(connection).pgconn.transaction_status == _IN_TRANSACTION:
+        try:
+            connection.exec_driver_sql(_IMMEDIATE)
+        except exc.SQLAlchemyError as error:
+            raise committing.deferred_failed(error, deferred_of) from error
+    return statement.execute(connection, bound).one_or_none()
+
+
 class PostgreSQL:
     """The adapter for PostgreSQL.
 
@@ -205,6 +298,7 @@ class PostgreSQL:
     """
 
     name = "postgresql"
+    shows_statements = True
     quotes_keep_case = True
 
     def __init__(self, paused_owner_timeout_s: float | None) -> None:
@@ -219,20 +313,17 @@ class PostgreSQL:
     def begin(self, connection: Connection, tables: Tables) -> None:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. :meth:`check_start` checks the server's part."""
         del tables
-        _usable_driver(connection)
-        self.refuse_left_open(connection)
+        if _usable_driver(connection).pgconn.transaction_status in {1, 2, 3}:
+            raise IllegalStateError(LEFT_OPEN)
         connection.begin()
-        connection.info[_STARTED] = None
-        connection.info[_JOINED_LATE] = False
 
-    def join(self, connection: Connection, tables: Tables) -> None:
+    def join(self, connection: Connection, tables: Tables) -> bool:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`.
 
         :meth:`check_start` refuses a snapshot that is too old.
         """
         del tables
-        connection.info[_JOINED_LATE] = _usable_driver(connection).pgconn.transaction_status != _IDLE
-        connection.info[_STARTED] = None
+        return _usable_driver(connection).pgconn.transaction_status != _IDLE
 
     def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
@@ -275,18 +366,19 @@ class PostgreSQL:
     def check_start(self, connection: Connection, values: Sequence[object]) -> None:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
         read_only, isolation, started, _ = values
+        begun = _begun(connection)
         if read_only == "on":
             raise ConfigurationError(
                 "the transaction is read-only",
                 next_step="connect to the primary, with a role whose default_transaction_read_only is off",
             )
-        if connection.info[_JOINED_LATE] and isolation not in _FRESH:
+        if begun.joined_late and isolation not in _FRESH:
             # A claim since the transaction's snapshot would not be seen: the owner could produce while it is settled.
             raise IllegalStateError(
                 f"the transaction is {str(isolation).upper()}, and its snapshot is older than the dual write",
                 next_step="join the session to the dual write before its first statement: call join(session)",
             )
-        connection.info[_STARTED] = started
+        begun.started = int(cast("str", started))
 
     def is_begun(self) -> Sequence[ColumnElement[bool]]:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. All of it can be said."""
@@ -294,7 +386,7 @@ class PostgreSQL:
 
     def begun(self, connection: Connection) -> Mapping[str, object]:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
-        return {"begun_": connection.info[_STARTED]}
+        return {"begun_": _begun(connection).started}
 
     def require_begun(self, connection: Connection) -> None:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
@@ -318,15 +410,28 @@ class PostgreSQL:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. PostgreSQL 17 and newer also limit COMMIT."""
         return update.returning(*self.end_columns(), _lower_idle_limit(idle_ms), _limit_transaction(within_ms))
 
-    def decided(
-        self, connection: Connection, deciding: CompiledOnce, bound: Mapping[str, Any]
+    def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
+        row = _ask(connection, statement, bound, first=True)
+        assert row is not None  # it has no FROM
+        return row
+
+    def ask_last(
+        self,
+        connection: Connection,
+        statement: CompiledOnce,
+        bound: Mapping[str, Any],
+        *,
+        decides: bool,
+        deferred_of: str | None = None,
     ) -> Sequence[object] | None:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
-        return deciding.execute(connection, bound).one_or_none()
+        del decides
+        return _ask(connection, statement, bound, deferred_of=deferred_of)
 
-    def refuse(self, connection: Connection, statement: str) -> None:
-        """Nothing: DDL is part of the transaction, and :meth:`is_begun` notices another one."""
-        del connection, statement
+    def require_not_rolled_back(self, connection: Connection) -> None:
+        """Nothing: after an error that ends the transaction, it refuses all statements itself."""
+        del connection
 
     def restore(self, connection: Connection) -> None:
         """Nothing: no setting outlives the transaction."""
@@ -340,44 +445,14 @@ class PostgreSQL:
         connection.exec_driver_sql(_IMMEDIATE)
 
     @contextmanager
-    def deferred_first(self, connection: Connection, transactional_id: str) -> Generator[None, None, None]:
-        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
-        driver = _driver(connection)
-        if driver.pgconn.transaction_status != _IN_TRANSACTION:
-            yield  # the statement will report it, with the cause
-            return
-        from dualwrite.stores.sql.drivers import ahead  # noqa: PLC0415 - psycopg: only SQLite's users may lack it
-
-        if not ahead.is_possible(driver):
-            committing.run_deferred(connection, self, transactional_id)
-            yield
-            return
-        with ahead.sent_ahead(driver, _IMMEDIATE) as first:
-            try:
-                yield
-            except exc.SQLAlchemyError as error:
-                if first.failed and sqlstate_of(getattr(error, "orig", None)) is not None:
-                    raise committing.deferred_failed(error, transactional_id) from error
-                raise
-        if not first.sent:
-            # The driver did not make SQLAlchemy's cursor, as over psycopg's own connections. The clock is looked at after this.
-            committing.run_deferred(connection, self, transactional_id)
-
-    @contextmanager
     def commit_finds_none(self, driver: DBAPIConnection) -> Generator[Sequence[object], None, None]:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. The server warns, unless the session hides warnings."""
+        session = session_of(own_connection(driver))
+        session.commit_found_none = False
         found: list[object] = []
-
-        def hear(notice: Any) -> None:
-            if notice.sqlstate == _NO_TRANSACTION:
-                found.append(notice)
-
-        own = cast("Any", own_connection(driver))
-        own.add_notice_handler(hear)
-        try:
-            yield found
-        finally:
-            own.remove_notice_handler(hear)
+        yield found
+        if session.commit_found_none:
+            found.append(driver)
 
     @contextmanager
     def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:
@@ -408,10 +483,9 @@ class PostgreSQL:
         started, database, table = connection.execute(_IDENTITY, {"name": name}).one()
         return Identity((started, database), table)
 
-    def witness(self, connection: Connection) -> Witness:
+    def witness(self, connection: Connection, follower: Follower) -> Witness:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
-        # A statement before the dual write may have opened a savepoint past SQLAlchemy.
-        return PsycopgWitness(connection, doubtful=bool(connection.info.get(_JOINED_LATE)))
+        return PsycopgWitness(connection, follower, begun_on(connection))
 
     def insert_if_missing(self, table: Table) -> Insert:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""

@@ -1,11 +1,14 @@
-"""Follows a connection's savepoints in its statements; a witness reveals those sent past SQLAlchemy."""
+"""Follows a connection's savepoints in its statements; a witness reveals those that nothing shows.
+
+Where the driver shows what it sends (psycopg, PyMySQL, mysqlclient), a savepoint is followed whoever sends it; on SQLite if
+SQLAlchemy does. Nothing is asked of the database before there is a savepoint, or doubt.
+"""
 
 from __future__ import annotations
 
 import secrets
 import sys
 from typing import TYPE_CHECKING, Final
-from weakref import WeakKeyDictionary
 
 from sqlalchemy import Connection, event, exc
 
@@ -34,13 +37,13 @@ _STEP: Final = (
 _UNIT: Final = f"dualwrite_unit_{secrets.token_hex(4)}"
 _NO_SAVEPOINT: Final = 1305  # on MariaDB and MySQL
 
-_watched: Final[WeakKeyDictionary[Connection, SavepointWatch]] = WeakKeyDictionary()
+_watched: Final[dict[Connection, SavepointWatch]] = {}
 
 
 def _before(connection: Connection, cursor: object, statement: str, *others: object) -> None:
-    del cursor
+    del cursor, others
     if (watch := _watched.get(connection)) is not None:
-        watch.before(statement, many=_is_executemany(others))
+        watch.before(statement)
 
 
 def _after(connection: Connection, cursor: object, statement: str, *others: object) -> None:
@@ -50,7 +53,7 @@ def _after(connection: Connection, cursor: object, statement: str, *others: obje
 
 
 LISTENERS: Final = Listeners({"before_cursor_execute": _before, "after_cursor_execute": _after})
-"""Follow statements."""
+"""Follow statements, on databases whose driver shows none (SQLite): elsewhere a statement costs no call of these."""
 
 
 def _open_now(session: Session, transaction: SessionTransaction) -> None:
@@ -95,7 +98,7 @@ class SavepointWatch:
         self._savepoints: Savepoints[Sendable] = Savepoints()
         for name in _open_savepoints(connection):
             self._savepoints.apply(Move.OPEN, name)
-        self._witness = dialect.witness(connection)
+        self._witness = dialect.witness(connection, self)
         self._unanswered: str | None = None
         self._lost_track: str | None = None
         self._sees_sessions = False
@@ -103,7 +106,8 @@ class SavepointWatch:
         self._unit_kept = False
         if _has_sessions():
             self.expect_session()
-        LISTENERS.require(connection)
+        if not dialect.shows_statements:
+            LISTENERS.require(connection)
         _watched[connection] = self
 
     def expect_session(self) -> None:
@@ -138,7 +142,7 @@ class SavepointWatch:
     def add(self, message: Sendable) -> None:
         """See :class:`dualwrite.ports.savepoints.SavepointWatch`."""
         self._require_track()
-        if self._witness.doubtful or self._savepoints.needs_witness:
+        if self._witness.doubtful or (self._savepoints.needs_witness and not self._witness.shown_all):
             self._renew_witness()
         self._savepoints.add(message)
 
@@ -211,7 +215,9 @@ class SavepointWatch:
         driver = committing.driver_of(self._connection)
         if driver is None or self._dialect.standing(driver) is Standing.BROKEN:
             raise Unavailable("a unit of the group has lost the database connection", transactional_id=self._id)
-        self._dialect.refuse(self._connection, "")  # after a deadlock, MariaDB has nothing of the group left
+        self._dialect.require_not_rolled_back(
+            self._connection
+        )  # after a deadlock, MariaDB has nothing of the group left
         transaction = self._connection.get_transaction()
         if transaction is None or not transaction.is_active:
             raise TransactionAborted(
@@ -282,17 +288,14 @@ class SavepointWatch:
             del _watched[self._connection]
         self._witness.stop()
 
-    def before(self, statement: str, *, many: bool) -> None:
-        """Note that the connection is about to execute a statement, perhaps many times."""
+    def before(self, statement: str) -> None:
+        """Note that the connection is about to execute a statement."""
         self._judge_unanswered()
-        self._dialect.refuse(self._connection, statement)
         self._unanswered = statement
-        self._witness.expect(many=many)
 
     def after(self, statement: str, *, many: bool) -> None:
-        """Follow the statement that the connection has executed."""
+        """Follow the statement that the connection has executed, perhaps many times."""
         self._unanswered = None
-        self._witness.seen()
         try:
             moves = self._moves_of(statement)
             if moves and many:
@@ -302,13 +305,24 @@ class SavepointWatch:
         except NotUnderstood as error:
             self._lost_track = self._lost_track or str(error)
 
+    def failed(self, statement: str, error: BaseException) -> None:
+        """Judge a statement that has failed, or whose answer was not waited for: then it may have been executed."""
+        self._unanswered = statement
+        self._judge_unanswered(interrupted=not isinstance(error, Exception))
+
+    def doubt(self) -> None:
+        """Note that savepoints may have been opened, and those that are open rolled back, unseen."""
+        self._witness.doubtful = True
+        if self._savepoints.at_risk:
+            self._lost_track = self._lost_track or "statements that the driver does not show were sent after it"
+
     def _moves_of(self, statement: str) -> Sequence[tuple[Move, str]]:
         return moves_of(statement, quotes_keep_case=self._dialect.quotes_keep_case)
 
-    def _judge_unanswered(self) -> None:
+    def _judge_unanswered(self, *, interrupted: bool = False) -> None:
         """Lose track if several statements sent as one text failed: the first of them may have been executed."""
         statement, self._unanswered = self._unanswered, None
-        if statement is None or ";" not in statement:
+        if statement is None or not (interrupted or ";" in statement):
             return
         try:
             moves = self._moves_of(statement)
@@ -316,7 +330,8 @@ class SavepointWatch:
             self._lost_track = self._lost_track or str(error)
             return
         if moves:
-            self._lost_track = self._lost_track or "several statements in one text, savepoints among them, failed"
+            several = "several statements in one text, savepoints among them, failed"
+            self._lost_track = self._lost_track or ("a savepoint was interrupted" if interrupted else several)
 
     def _require_track(self) -> None:
         if self._lost_track is not None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from dualwrite.stores.sql.drivers.compiled import CompiledOnce
-    from dualwrite.stores.sql.drivers.witness import Witness
+    from dualwrite.stores.sql.drivers.witness import Follower, Witness
     from dualwrite.stores.sql.tables.declared import Tables
 
 _OLDEST: Final = (3, 35, 0)  # RETURNING
@@ -58,6 +58,7 @@ class SQLite:
     """The adapter for SQLite. It commits one transaction at a time, however many connections there are."""
 
     name = "sqlite"
+    shows_statements = False
     quotes_keep_case = False
 
     def refuse_left_open(self, connection: Connection) -> None:
@@ -79,7 +80,7 @@ class SQLite:
         connection.begin()
         self._take_write_lock(connection, tables)
 
-    def join(self, connection: Connection, tables: Tables) -> None:
+    def join(self, connection: Connection, tables: Tables) -> bool:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. Not inside a savepoint, whose end may be a COMMIT here.
 
         The driver's legacy mode sends no BEGIN before SAVEPOINT, and SQLite commits when such a savepoint is released.
@@ -94,6 +95,7 @@ class SQLite:
             raise _in_autocommit()
         self._check_settings(connection, tables)
         self._take_write_lock(connection, tables)
+        return False
 
     def _take_write_lock(self, connection: Connection, tables: Tables) -> None:
         driver = _driver(connection)
@@ -169,15 +171,27 @@ class SQLite:
         del idle_ms, within_ms
         return update.returning(*self.end_columns())
 
-    def decided(
-        self, connection: Connection, deciding: CompiledOnce, bound: Mapping[str, Any]
-    ) -> Sequence[object] | None:
+    def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
-        return deciding.execute(connection, bound).one_or_none()
+        row: Sequence[object] = statement.execute(connection, bound).one()
+        return row
 
-    def refuse(self, connection: Connection, statement: str) -> None:
-        """Nothing: DDL is part of the transaction, and :meth:`begun` notices another one."""
-        del connection, statement
+    def ask_last(
+        self,
+        connection: Connection,
+        statement: CompiledOnce,
+        bound: Mapping[str, Any],
+        *,
+        decides: bool,
+        deferred_of: str | None = None,
+    ) -> Sequence[object] | None:
+        """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. Nothing is deferred: see :meth:`run_deferred`."""
+        del decides, deferred_of
+        return statement.execute(connection, bound).one_or_none()
+
+    def require_not_rolled_back(self, connection: Connection) -> None:
+        """Nothing: :meth:`begun` notices it."""
+        del connection
 
     def restore(self, connection: Connection) -> None:
         """Nothing: no setting outlives the transaction."""
@@ -186,11 +200,6 @@ class SQLite:
     def run_deferred(self, connection: Connection) -> None:
         """Nothing: SQLite counts violations of deferred foreign keys, and COMMIT only checks the count."""
         del connection
-
-    def deferred_first(self, connection: Connection, transactional_id: str) -> AbstractContextManager[None]:
-        """See :meth:`run_deferred`."""
-        del connection, transactional_id
-        return nullcontext()
 
     def commit_finds_none(self, driver: DBAPIConnection) -> AbstractContextManager[Sequence[object]]:
         """Nothing: :meth:`standing` shows it, and no other process can end the transaction."""
@@ -226,8 +235,9 @@ class SQLite:
             found = None
         return Identity((found.st_dev, found.st_ino) if found else (file,), schema if file else None)
 
-    def witness(self, connection: Connection) -> Witness:
+    def witness(self, connection: Connection, follower: Follower) -> Witness:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`."""
+        del follower
         return SqliteWitness(connection)
 
     def insert_if_missing(self, table: Table) -> Insert:

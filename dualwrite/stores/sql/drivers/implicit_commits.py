@@ -32,6 +32,8 @@ _AROUND: Final = re.compile(
 """Statements that contain others."""
 _CONTAINED: Final = re.compile(r"(?:;|\b(?:atomic|then|else|do|repeat|loop|for|immediate)\b)[\s'\"]*", re.IGNORECASE)
 """All that may stand before one of them."""
+_SAVEPOINTS: Final = re.compile(r"(?:savepoint|release|rollback)\b", re.IGNORECASE)
+_SAVEPOINT_WORDS: Final = re.compile(r"savepoint|release|rollback", re.IGNORECASE)
 _UNREADABLE: Final = re.compile(r"call\b|execute\b|begin\b", re.IGNORECASE)
 
 
@@ -67,7 +69,20 @@ def end_in(statement: str) -> str | None:
     return _words(_END, statement)
 
 
+def without_comments(statement: str) -> str:
+    """The statement from its first word on."""
+    return statement[_beginning(statement) :]
+
+
+def moves_savepoints(statement: str) -> bool:
+    """Whether it is a statement about savepoints."""
+    return _SAVEPOINTS.match(statement, _beginning(statement)) is not None
+
+
 def may_hide_savepoints(statement: str) -> bool:
-    """Whether a statement may set or roll back to savepoints that nobody sees in its text."""
+    """Whether a statement may set or roll back to savepoints that its beginning does not show: it contains others."""
     at = _beginning(statement)
-    return _UNREADABLE.match(statement, at) is not None or "#" in statement[:at] or "!" in statement[:at]
+    if _UNREADABLE.match(statement, at) is not None or "#" in statement[:at] or "!" in statement[:at]:
+        return True
+    contains = ";" in statement or _AROUND.match(statement, at) is not None
+    return contains and _SAVEPOINT_WORDS.search(statement, at) is not None

@@ -11,10 +11,16 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from sqlalchemy import exc
 
-from dualwrite.errors import IllegalStateError
+from dualwrite.errors import IllegalStateError, TransactionAborted
 from dualwrite.stores.sql.access import failures
 from dualwrite.stores.sql.access.failures import number_of
-from dualwrite.stores.sql.drivers.implicit_commits import ddl_in, end_in, may_hide_savepoints
+from dualwrite.stores.sql.drivers.implicit_commits import (
+    ddl_in,
+    end_in,
+    may_hide_savepoints,
+    moves_savepoints,
+    without_comments,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -22,6 +28,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
+    from dualwrite.stores.sql.drivers.witness import Follower
 
 ROLLED_BACK: Final = frozenset(
     {
@@ -51,8 +58,8 @@ class Queries:
     """Watches one driver's connection for as long as it lives. Made by :func:`queries_of`.
 
     Attributes:
-        expected: How many statements SQLAlchemy is about to send.
-        doubtful: Whether a statement may have set or rolled back to a savepoint past SQLAlchemy.
+        follower: Hears of savepoints.
+        doubtful: Whether a statement may have set or rolled back to a savepoint unseen.
         ended: Whether the server has shown that the dual write's transaction was ended. Nothing more is sent then: it would be
             committed by itself, or with the next transaction.
         timeout_rolls_back: Whether a lock wait that times out rolls back the whole transaction (innodb_rollback_on_timeout).
@@ -62,7 +69,7 @@ class Queries:
     """
 
     def __init__(self, driver: _Driver) -> None:
-        self.expected = 0.0
+        self.follower: Follower | None = None
         self.has_table = False
         self.timeout_rolls_back = False
         self.begin()
@@ -84,32 +91,55 @@ class Queries:
         self._watches = True
 
     def _noticing(self, *arguments: object, **options: object) -> object:
-        if self.expected:
-            self.expected -= 1
-        else:
-            self.doubtful = True
         if self.ended:
             raise ended_inside()
-        if (text := _text_of(arguments)) is not None:
-            if self._watches:
+        text = _text_of(arguments)
+        if self._watches:
+            self.require_not_rolled_back()
+            if text is not None:
                 _refuse(text)
-            self.doubtful = self.doubtful or may_hide_savepoints(text)
+        moves = text is not None and self._moves(text)
         try:
             result = self._query(*arguments, **options)
         except BaseException as error:
-            self.expected = 0
             number = number_of(error)
             if number in ROLLED_BACK or (number == LOCK_WAIT_TIMEOUT and self.timeout_rolls_back):
                 self.rolled_back = error
+            if moves and self.follower is not None:
+                self.follower.failed(cast("str", text), error)
             raise
+        if moves and self.follower is not None:
+            self.follower.after(without_comments(cast("str", text)), many=False)
         if self._watches and (status := status_of(self._driver)) is not None:
             # MySQL, which has none before the first statement on a table, does not show it at once.
             is_open = bool(status & IN_TRANSACTION)
             if self._was_open and not is_open:
-                self.ended, self._watches, self.expected = True, False, 0
+                self.ended, self._watches = True, False
                 raise ended_inside()
             self._was_open = is_open
         return result
+
+    def _moves(self, text: str) -> bool:
+        """Whether it is a statement about savepoints that can be followed. Others that may be make doubt.
+
+        The values of a statement stand in its text, so that words in the middle of it say nothing for certain.
+        """
+        if may_hide_savepoints(text):
+            self.doubtful = True
+            return False
+        return moves_savepoints(text)
+
+    def require_not_rolled_back(self) -> None:
+        """Refuse to continue after an error with which the server has rolled back the whole transaction.
+
+        Raises:
+            TransactionAborted: It has: it would execute the next statement in another one.
+        """
+        if (lost := self.rolled_back) is not None:
+            raise TransactionAborted(
+                f"the database has rolled back the whole transaction: {failures.driver_words(lost)}",
+                next_step="run the same work again: not even a savepoint is left to go back to",
+            ) from lost
 
     def _committing(self) -> object:
         self.commit_sent = True
@@ -182,14 +212,16 @@ _SHOW: Final = "SELECT 1 FROM dualwrite_witness WHERE id = 1 AND number = {numbe
 
 
 class QueryWitness:
-    """The witness is a row of a temporary table, which commits nothing when it is made."""
+    """The witness is a row of a temporary table, which commits nothing when it is made. A procedure may hide savepoints."""
 
-    def __init__(self, connection: Connection, *, doubtful: bool) -> None:
+    shown_all = False
+
+    def __init__(self, connection: Connection, follower: Follower) -> None:
         driver = connection.connection.dbapi_connection
         assert driver is not None
         self._driver = cast("_Driver", driver)
         self._queries = queries_of(driver)
-        self._queries.doubtful = doubtful
+        self._queries.follower = follower
         # A rollback may bring back the row of an earlier transaction: no two of them use the same numbers.
         self._first = secrets.randbits(40) << 20
 
@@ -198,16 +230,9 @@ class QueryWitness:
         """See :class:`~dualwrite.stores.sql.drivers.witness.Witness`."""
         return self._queries.doubtful
 
-    def expect(self, *, many: bool) -> None:
-        """See :class:`~dualwrite.stores.sql.drivers.witness.Witness`.
-
-        ``execute`` queries once, ``executemany`` for each batch.
-        """
-        self._queries.expected = float("inf") if many else 1
-
-    def seen(self) -> None:
-        """See :class:`~dualwrite.stores.sql.drivers.witness.Witness`."""
-        self._queries.expected = 0
+    @doubtful.setter
+    def doubtful(self, doubtful: bool) -> None:
+        self._queries.doubtful = doubtful
 
     def keep(self, connection: Connection, known: int, number: int) -> bool:
         """See :class:`~dualwrite.stores.sql.drivers.witness.Witness`."""
@@ -240,11 +265,13 @@ class QueryWitness:
             raise
 
     def _run(self, statement: str) -> int:
-        self._queries.expected = 1
-        with closing(self._driver.cursor()) as cursor:
-            cursor.execute(statement)
-            self._queries.expected = 0
-            return int(cursor.rowcount)
+        follower, self._queries.follower = self._queries.follower, None  # its own savepoints are the caller's to follow
+        try:
+            with closing(self._driver.cursor()) as cursor:
+                cursor.execute(statement)
+                return int(cursor.rowcount)
+        finally:
+            self._queries.follower = follower
 
     def execute(
         self, connection: Connection, statements: Sequence[str], number: int | None, *, later: bool = False
@@ -263,4 +290,5 @@ class QueryWitness:
         del connection
 
     def stop(self) -> None:
-        """Nothing to do: the watch stays on its connection."""
+        """See :class:`~dualwrite.stores.sql.drivers.witness.Witness`."""
+        self._queries.follower = None

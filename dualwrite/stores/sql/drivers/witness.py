@@ -1,4 +1,4 @@
-"""Detects statements sent past SQLAlchemy, and rollbacks to savepoints among them.
+"""Shows a watch over savepoints what is sent on a connection, and detects rollbacks that nothing shows.
 
 A *witness* is a number that the database keeps in the open transaction. A rollback to a savepoint reverts it like a
 row, whichever code sends the rollback, and by whichever route.
@@ -6,6 +6,7 @@ row, whichever code sends the rollback, and by whichever route.
 
 from __future__ import annotations
 
+import re
 import secrets
 import sqlite3
 from contextlib import contextmanager, suppress
@@ -15,6 +16,7 @@ from sqlalchemy import exc, text
 from sqlalchemy.util import await_only
 
 from dualwrite.errors import IllegalStateError
+from dualwrite.protocol.process.savepoints import may_move
 from dualwrite.stores.sql.drivers.awaited import is_awaited
 
 if TYPE_CHECKING:
@@ -22,24 +24,37 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
+    from dualwrite.stores.sql.access.connections import Begun
+
 _ACTIVE: Final = 1
 _DONE: Final = frozenset({1, 2})  # COMMAND_OK, TUPLES_OK
+
+
+class Follower(Protocol):
+    """Hears of the statements on a connection, where the driver shows them: a watch over savepoints."""
+
+    def after(self, statement: str, *, many: bool) -> None:
+        """Follow a statement that the database has executed, perhaps many times."""
+        ...
+
+    def failed(self, statement: str, error: BaseException) -> None:
+        """Judge a statement that has failed, or whose answer was not waited for."""
+        ...
+
+    def doubt(self) -> None:
+        """Note that savepoints may have been opened, and those that are open rolled back, unseen."""
+        ...
 
 
 class Witness(Protocol):
     """The witness of one dual write."""
 
+    doubtful: bool
+    """Whether a savepoint may have been opened or rolled back unseen since the last :meth:`keep`."""
+
     @property
-    def doubtful(self) -> bool:
-        """Whether a statement may have run past SQLAlchemy since the last :meth:`keep`."""
-        ...
-
-    def expect(self, *, many: bool) -> None:
-        """Note that SQLAlchemy is about to execute a statement, perhaps many times."""
-        ...
-
-    def seen(self) -> None:
-        """Note that SQLAlchemy has executed the statement."""
+    def shown_all(self) -> bool:
+        """Whether the driver shows every statement: only if it is :attr:`doubtful` is there anything to ask the database."""
         ...
 
     def keep(self, connection: Connection, known: int, number: int) -> bool:
@@ -103,9 +118,23 @@ class _PGconn(Protocol):
     @property
     def transaction_status(self) -> int: ...
 
+    @property
+    def pipeline_status(self) -> int: ...
+
     def send_query(self, command: bytes) -> None: ...
 
     def flush(self) -> int: ...
+
+
+def _text_of(query: object, driver: object) -> str | None:
+    """The text of a query in any of psycopg's forms; None if it cannot be told."""
+    if isinstance(query, str):
+        return query
+    if isinstance(query, bytes):
+        return query.decode("utf-8", "replace")
+    with suppress(Exception):  # it is not to be sent, then
+        return str(cast("Any", query).as_string(driver))
+    return None
 
 
 @contextmanager
@@ -123,51 +152,109 @@ _KEEP: Final = text(f"SELECT CASE WHEN {_SHOWN} THEN set_config('dualwrite.witne
 _SHOWS: Final = text(f"SELECT {_SHOWN}")
 
 
-class PsycopgWitness:
-    """The witness is a transaction-local setting. An unexpected call of ``wait`` reveals a statement past SQLAlchemy.
+# What stands in the generators by which psycopg talks to the server, as they wait: by their names, the argument with the text.
+_CARRIERS: Final = {
+    "_execute_gen": "query",
+    "_executemany_gen_pipeline": "query",
+    "_executemany_gen_no_pipeline": "query",
+    "_stream_send_gen": "query",
+    "_declare_gen": "query",
+    "_start_copy_gen": "statement",
+}
+_SILENT: Final = frozenset(
+    {
+        "_commit_gen", "_rollback_gen",  # of the whole transaction: noticed elsewhere
+        "_read_gen", "_read_row_gen", "_end_copy_out_gen", "copy_from", "copy_to", "copy_end",
+        "_fetch_gen", "_close_gen", "_scroll_gen", "_stream_fetchone_gen", "_sync_gen", "notifies",
+    }
+)  # fmt: skip
+"""Generators that send no statement of the user's."""
+_PIPELINES: Final = "BasePipeline."
+"""Whose generators take answers, to statements of others."""
+_TRANSACTION: Final = frozenset({"_enter_gen", "_exit_gen"})
+"""Those of ``Connection.transaction()``, which opens a savepoint and ends that one: no other is touched."""
+_PLAIN: Final = re.compile(r"\s*(?:insert|select|update|delete|with|merge|values)\b", re.IGNORECASE)
 
-    psycopg does all its exchanges with the server through ``Connection.wait``: cursors, COPY, and its own
-    ``transaction()``.
+
+class PsycopgWitness:
+    """The witness is a transaction-local setting. It is asked only where the driver does not show what it sends.
+
+    psycopg does all its exchanges with the server through ``Connection.wait``, whoever asks for them: SQLAlchemy, cursors,
+    COPY, its own ``transaction()``. What is sent stands in the generator that is waited for. One that is not known (of another
+    version of psycopg, or of other code) makes doubt, and then the database is asked. On PostgreSQL nothing else sends
+    savepoints: no function, procedure or prepared statement can.
     """
 
-    def __init__(self, connection: Connection, *, doubtful: bool) -> None:
-        self.doubtful = doubtful
+    shown_all = True
+
+    def __init__(self, connection: Connection, follower: Follower, begun: Begun | None) -> None:
+        self.doubtful = begun is not None and begun.joined_late
+        self._follower = follower
+        self._begun = begun
+        if begun is not None:
+            begun.plain = not begun.joined_late
         self._driver = cast("_Psycopg", connection.connection.driver_connection)
         self._awaits = is_awaited(connection.connection.dbapi_connection)
         self._wait = self._driver.wait
-        self._expected = 0.0
         self._unanswered = False
         self._failure: Exception | None = None
         self._driver.wait = self._noticing  # type: ignore[method-assign]
 
     def _noticing(self, gen: Generator[object, object, object], *args: object, **kwargs: object) -> object:
-        if self._expected:
-            self._expected -= 1
-        else:
-            self.doubtful = True
+        carrier = _CARRIERS.get(getattr(gen, "__name__", ""))
+        frame = getattr(gen, "gi_frame", None)
+        query = None if carrier is None or frame is None else frame.f_locals.get(carrier)
+        if isinstance(query, str) and ";" not in query and _PLAIN.match(query) and not self._unanswered:
+            return self._wait(gen, *args, **kwargs)  # nearly always
+        return self._looked_at(gen, query, args, kwargs)
+
+    def _looked_at(
+        self, gen: Generator[object, object, object], query: object, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
+        name = getattr(gen, "__name__", "")
+        statement = _text_of(query, self._driver)
         if self._unanswered:
             gen = self._after_answers(gen)
+        silent = name in _SILENT or getattr(gen, "__qualname__", "").startswith(_PIPELINES)
+        if statement is None and not silent:
+            if name in _TRANSACTION:
+                self.doubtful = True
+            else:
+                self._follower.doubt()
+        is_plain = statement is not None and ";" not in statement and _PLAIN.match(statement) is not None
+        if self._begun is not None and not (silent or is_plain):
+            self._begun.plain = False
+        if statement is None or not may_move(statement):
+            return self._wait(gen, *args, **kwargs)
+        if self._driver.pgconn.pipeline_status:  # it may fail later
+            self._follower.doubt()
+            return self._wait(gen, *args, **kwargs)
+        many = name.startswith("_executemany")
+        if self._awaits:
+            return self._followed_later(gen, statement, many, args, kwargs)
         try:
             result = self._wait(gen, *args, **kwargs)
-        except BaseException:
-            self._expected = 0
+        except BaseException as error:
+            self._follower.failed(statement, error)
             raise
-        return self._awaited(cast("Awaitable[object]", result)) if self._awaits else result
+        self._follower.after(statement, many=many)
+        return result
 
-    async def _awaited(self, result: Awaitable[object]) -> object:
+    async def _followed_later(
+        self,
+        gen: Generator[object, object, object],
+        statement: str,
+        many: bool,  # noqa: FBT001 - passed on
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
         try:
-            return await result
-        except BaseException:
-            self._expected = 0
+            result = await cast("Awaitable[object]", self._wait(gen, *args, **kwargs))
+        except BaseException as error:
+            self._follower.failed(statement, error)
             raise
-
-    def expect(self, *, many: bool) -> None:
-        """See :class:`Witness`. ``execute`` waits once, ``executemany`` for each batch."""
-        self._expected = float("inf") if many else 1
-
-    def seen(self) -> None:
-        """See :class:`Witness`."""
-        self._expected = 0
+        self._follower.after(statement, many=many)
+        return result
 
     def keep(self, connection: Connection, known: int, number: int) -> bool:
         """See :class:`Witness`."""
@@ -246,18 +333,13 @@ class SqliteWitness:
     That costs microseconds: the database is in this process.
     """
 
+    shown_all = False
+
     def __init__(self, connection: Connection) -> None:
         self.doubtful = True
         # A rollback may bring back the row of an earlier transaction: no two of them use the same numbers.
         self._first = secrets.randbits(40) << 20
         self._cursor = cast("sqlite3.Connection", connection.connection.dbapi_connection).cursor()
-
-    def expect(self, *, many: bool) -> None:
-        """Nothing to do."""
-        del many
-
-    def seen(self) -> None:
-        """Nothing to do."""
 
     def keep(self, connection: Connection, known: int, number: int) -> bool:
         """See :class:`Witness`."""

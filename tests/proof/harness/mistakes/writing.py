@@ -1,7 +1,6 @@
 """Mistakes of an owner: in a dual write, in the use of its lane afterwards, and in becoming an owner."""
 
 from collections import OrderedDict
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Final
 
@@ -17,7 +16,7 @@ from dualwrite.recovery import claim, commit_in_doubt, recover
 from dualwrite.recovery.settling.settle import SettleReport
 from dualwrite.runtime import waiting
 from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.sql import state
+from dualwrite.stores.sql.access import connections
 from dualwrite.stores.sql.dialects import postgresql
 from dualwrite.stores.sql.dialects.savepoints import SavepointWatch
 from dualwrite.stores.sql.drivers.witness import PsycopgWitness
@@ -54,7 +53,7 @@ def no_check_before_the_first_produce(patch: pytest.MonkeyPatch) -> None:
 )
 def forked_process_ends_the_dual_write(patch: pytest.MonkeyPatch) -> None:
     """A process that was forked inside a block, and leaves it by an exception, aborts both sides on its parent's connections."""
-    patch.setattr(state, "keep", lambda _: None)
+    patch.setattr(connections, "_leave", lambda _: None)
     patch.setattr(DualWrite, "is_parents", False)
 
 
@@ -117,7 +116,14 @@ def doubt_left_at_the_first_error(patch: pytest.MonkeyPatch) -> None:
 )
 def deferred_triggers_left_to_commit(patch: pytest.MonkeyPatch) -> None:
     """Triggers that are deferred to COMMIT run in it, after the last look at the clock."""
-    patch.setattr(postgresql.PostgreSQL, "deferred_first", lambda *_: nullcontext())
+    real = postgresql.PostgreSQL.ask_last
+    patch.setattr(
+        postgresql.PostgreSQL,
+        "ask_last",
+        lambda self, connection, statement, bound, *, decides, **_: real(
+            self, connection, statement, bound, decides=decides
+        ),
+    )
 
 
 @mistake(performed("commit_answer_lost", "told TransactionAborted"))
@@ -269,7 +275,7 @@ def messages_sent_out_of_savepoints(patch: pytest.MonkeyPatch) -> None:
     )
 )
 def driver_trusted_to_open_no_savepoint(patch: pytest.MonkeyPatch) -> None:
-    """An owner takes it that no savepoint is opened past SQLAlchemy, and asks the database for no witness."""
+    """An owner takes it that no savepoint is opened unseen, and asks the database for no witness."""
     patch.setattr(PsycopgWitness, "doubtful", property(lambda _: False, lambda *_: None), raising=False)
 
 
