@@ -203,8 +203,8 @@ def _network(figures: Mapping[str, Any]) -> list[str]:
         "whole decision may still be in flight. The owner then reads the row, finds no decision, and aborts, and the server "
         "commits the decision afterwards. With two requests, the server has recorded the decision before COMMIT is sent, and "
         "holds the row's lock: reading the row waits for the outcome. What is deferred to COMMIT (SET CONSTRAINTS) does share a "
-        "request with the record: without COMMIT, neither counts. BEGIN and the row's check cannot share a request either: "
-        "psycopg waits for the answer to BEGIN, even in a pipeline.",
+        "request with the record: without COMMIT, neither counts. BEGIN and the row's check share one too: the library sends both as "
+        "one text.",
         "",
         "So the time over a network is the number of requests that wait for the one before. Of those of a dual write only Produce "
         "travels beside another, the INSERT. The protocol adds two to the database's part, the row's check and the record; the native producer needs no "

@@ -677,6 +677,7 @@ def test_what_makes_the_session_forget_prepared_statements_is_survived(
     postgres: Database, store: SqlStateStore, connection: Connection, statements: list[str]
 ) -> None:
     postgres.claim(store, "orders")
+    write(store, connection, 1)  # finds out that there is no pooler
     write(store, connection, 1)
     names = names_prepared(connection)
     assert len(names) == 2

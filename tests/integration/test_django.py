@@ -91,16 +91,11 @@ def test_the_examples_of_django(django, there, writer, dualwrite_topic):
     assert there() == (["coffee", "tea"], ["coffee", "tea"])
 
 
-def test_an_error_aborts_both_sides_and_an_inner_savepoint_may_fail(django, there, writer, put):
+def test_an_error_aborts_both_sides_and_an_inner_savepoint_takes_its_messages_along(django, there, writer, put):
     with pytest.raises(ZeroDivisionError), writer.transaction(connection) as tx:
         put(tx, "milk")
         raise ZeroDivisionError
-    with (
-        pytest.raises(TransactionAborted, match="rolled back"),
-        writer.transaction(connection) as tx,
-        suppress(KeyError),
-        transaction.atomic(),
-    ):
+    with writer.transaction(connection) as tx, suppress(KeyError), transaction.atomic():
         put(tx, "water")
         raise KeyError
     failpoints.arm("write.recorded:1:raise")

@@ -206,7 +206,7 @@ def test_a_connection_of_the_users_is_free_after_the_block(writer, engine, dualw
                     raise ZeroDivisionError
         assert "wait" not in getattr(connection.connection.driver_connection, "__dict__", {})
         for listeners in (connection.dispatch.before_cursor_execute, connection.dispatch.after_cursor_execute):
-            assert len(list(listeners)) == 1, "however many blocks it has served"
+            assert len(list(listeners)) == (connection.dialect.name == "sqlite"), "however many blocks it has served"
         connection.execute(orders.insert().values(id=1, note="on its own"))
         connection.commit()
     rows, messages = both()

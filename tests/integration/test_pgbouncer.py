@@ -44,6 +44,20 @@ def test_dual_writes_share_connections_and_leave_no_setting_on_them(
     through.dispose()
 
 
+def test_the_librarys_own_statements_are_not_prepared_through_a_pooler_though_the_drivers_may_be(
+    bouncer, kafka, orders, dualwrite_topic, both
+):
+    through = create_engine(bouncer.url)
+    with DualWriter("orders", kafka=kafka, database=through) as writer:
+        for number in range(4):
+            write(writer, dualwrite_topic, orders, number)
+    with through.connect() as connection:
+        named = text("SELECT count(*) FROM pg_prepared_statements WHERE name LIKE 'dualwrite%'")
+        assert connection.scalar(named) == 0
+    through.dispose()
+    assert both() == (list(range(4)), list(range(4)))
+
+
 def test_an_owner_that_is_killed_is_recovered(bouncer, kafka, url, engine, tmp_path, dualwrite_topic):
     directory = tmp_path / "case"
     directory.mkdir()

@@ -55,11 +55,12 @@ class Begun:
         started: The database's word for it, which its first statement has returned.
         decided: The ids whose decisions it holds.
         refuses: Whether a COMMIT by other code is refused.
+        left: Whether it was left to the process that this one was forked from.
         plain: Whether nothing but plain statements on rows was executed in it, as far as this process can tell: it has watched
             all of them.
     """
 
-    __slots__ = ("decided", "joined_late", "plain", "pooled", "refuses", "started")
+    __slots__ = ("decided", "joined_late", "left", "plain", "pooled", "refuses", "started")
 
     def __init__(self, pooled: PoolProxiedConnection, *, joined_late: bool) -> None:
         self.pooled = pooled
@@ -67,6 +68,7 @@ class Begun:
         self.started: object = None
         self.decided: list[str] = []
         self.refuses = False
+        self.left = False
         self.plain = False
 
 
@@ -200,8 +202,10 @@ def leave_to_parent() -> None:
     if os.getpid() == _process:
         return
     _process = os.getpid()
-    while _in_dual_writes:
-        _leave(_in_dual_writes.popitem()[1].pooled)
+    for begun in _in_dual_writes.values():  # they stay: the parent's dual writes are to be refused here
+        if not begun.left:
+            begun.left = True
+            _leave(begun.pooled)
 
 
 os.register_at_fork(after_in_child=leave_to_parent)

@@ -46,7 +46,7 @@ class Dialect(Protocol):
 
     name: str
     shows_statements: bool
-    """Whether the driver shows the statements that it sends, whoever sends them."""
+    """Whether the driver shows all statements that it sends, also those of other code than SQLAlchemy."""
     quotes_keep_case: bool
     """Whether quoted names that differ only in case name different savepoints."""
 

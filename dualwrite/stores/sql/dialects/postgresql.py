@@ -106,6 +106,7 @@ class _Psycopg(Protocol):
 
     autocommit: bool
     read_only: bool | None
+    closed: bool
 
     @property
     def pgconn(self) -> _PGconn: ...
@@ -231,14 +232,10 @@ def _ask(
     driver = cast("Any", own_connection(dbapi))
     session = session_of(driver)
     begins = again or (first and driver.pgconn.transaction_status == _IDLE)
-    texts = ["ROLLBACK"] if again else []
-    if begins:
-        texts.append(ahead.begin_of(driver))
-    elif deferred_of is not None and driver.pgconn.transaction_status == _IN_TRANSACTION:
-        texts.append(_IMMEDIATE)  # in any other case ours reports what is wrong, with the cause
+    texts = _before(driver, begins=begins, again=again, deferred=deferred_of is not None)
     execution = None
     if (begins or _begun(connection).plain) and driver.prepare_threshold is not None:
-        execution = ahead.prepared(own, session, texts)
+        execution = session.prepared_in(own, texts)
     texts.append((execution or own.template) % ahead.literals({**own.constants, **bound}))
     results: Sequence[Any] = ()
     try:
@@ -255,7 +252,18 @@ def _ask(
         _raise(connection, error, own, bound, deferred_of if deferred_failed else None)
     if execution is not None:
         session.prepared[own.name] = execution
+    elif ahead.WHICH_SERVER in texts:
+        session.is_direct = results[-2].get_value(0, 0) == b"%d" % driver.pgconn.backend_pid
     return ahead.row_of(results)
+
+
+def _before(driver: Any, *, begins: bool, again: bool, deferred: bool) -> list[str]:
+    """The texts that go out before one of ours, in its request."""
+    if begins:
+        begin = ahead.begin_of(driver)
+        return ["ROLLBACK", begin] if again else [begin]
+    # In a transaction that has failed, or ended, ours reports what is wrong, with the cause.
+    return [_IMMEDIATE] if deferred and driver.pgconn.transaction_status == _IN_TRANSACTION else []
 
 
 def _raise(
@@ -457,10 +465,11 @@ class PostgreSQL:
     @contextmanager
     def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:
         """See :class:`~dualwrite.stores.sql.dialects.dialect.Dialect`. Shuts the connection when the time is up."""
-        if seconds is None:
+        driver = _driver(connection)
+        if seconds is None or driver.closed:
             yield
             return
-        with WATCHDOG.watching(_driver(connection).fileno(), seconds) as watch:
+        with WATCHDOG.watching(driver.fileno(), seconds) as watch:
             yield
         if watch.expired:
             connection.invalidate()  # the answer came at the last moment; the pool must not keep a shut connection

@@ -1,7 +1,7 @@
 """Follows a connection's savepoints in its statements; a witness reveals those that nothing shows.
 
-Where the driver shows what it sends (psycopg, PyMySQL, mysqlclient), a savepoint is followed whoever sends it; on SQLite if
-SQLAlchemy does. Nothing is asked of the database before there is a savepoint, or doubt.
+Where the driver shows what it sends (psycopg, PyMySQL, mysqlclient), savepoints are followed on all roads; on SQLite only those
+through SQLAlchemy. Nothing is asked of the database before there is a savepoint, or doubt.
 """
 
 from __future__ import annotations

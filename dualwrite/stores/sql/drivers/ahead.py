@@ -5,9 +5,10 @@ query*) may hold several statements: BEGIN goes out with the look at the row, an
 request each, without a pipeline, and through poolers too.
 
 Where psycopg may prepare statements, ours are prepared in the session (``PREPARE``), and from then on only named: the server
-takes longer to read and plan one than to execute it. psycopg forgets what it has prepared by ``DEALLOCATE ALL``, after a
-rollback and after DDL, and that takes ours along. So a block begins by naming its first statement, and begins once more if that
-is gone; its last one is named only if nothing but plain statements on rows was sent since, and written out otherwise.
+takes longer to read and plan one than to execute it. Not through a pooler, which gives each transaction another session: there
+the process that answers is not the one that the connection was promised. psycopg forgets what it has prepared by ``DEALLOCATE
+ALL``, after a rollback and after DDL, and that takes ours along. So a block begins by naming its first statement, and begins
+once more if that is gone; its last one is named only if nothing but plain statements on rows was sent since.
 """
 
 from __future__ import annotations
@@ -29,19 +30,22 @@ _KEPT: Final = "dualwrite_session"
 _DONE: Final = frozenset({1, 2})  # COMMAND_OK, TUPLES_OK
 _NO_TRANSACTION: Final = "25P01"
 """The warning with which the server answers a COMMIT outside of a transaction. Nothing else in the answer shows it."""
+WHICH_SERVER: Final = "SELECT pg_backend_pid()"
 NOT_PREPARED: Final = "26000"
 
 
 @dataclass
 class Session:
-    """What is known of one connection of psycopg's, for as long as it lives.
+    """The facts about one connection of psycopg's, kept for as long as it lives.
 
     Attributes:
+        is_direct: Whether no pooler stands between us and the server; None if that is not known.
         prepared: By the names of their texts, the texts that execute the statements that the server has prepared for us.
         generation: Part of the names in the server. It grows when they are lost: perhaps not all of them are.
         commit_found_none: Whether the server has warned since that a COMMIT has found no transaction.
     """
 
+    is_direct: bool | None = None
     prepared: dict[str, str] = field(default_factory=dict)
     generation: int = 0
     commit_found_none: bool = False
@@ -52,13 +56,30 @@ class Session:
             self.commit_found_none = True
 
     def forget_prepared(self) -> None:
-        """Prepare all statements anew, under other names."""
+        """Prepare all statements again, under other names."""
         self.prepared.clear()
         self.generation += 1
 
+    def prepared_in(self, own: OwnText, texts: list[str]) -> str | None:
+        """The text that executes a prepared statement, for :func:`literals`; None if it cannot be prepared.
+
+        What must be sent before it is added to the texts: the one that prepares it, or the question who answers.
+        """
+        if not self.is_direct:
+            if self.is_direct is None:
+                texts.append(WHICH_SERVER)
+            return None
+        execution = self.prepared.get(own.name)
+        if execution is None:
+            name = f"{own.name}_{self.generation}"
+            numbered = own.template % {one: f"${number}" for number, one in enumerate(own.names, 1)}
+            texts.append(f"PREPARE {name} AS {numbered}")
+            execution = f"EXECUTE {name}({', '.join(f'%({one})s' for one in own.names)})"
+        return execution
+
 
 def session_of(driver: Any) -> Session:
-    """What is known of that connection."""
+    """The facts about that connection."""
     found: Session | None = vars(driver).get(_KEPT)
     if found is None:
         found = vars(driver)[_KEPT] = Session()
@@ -100,17 +121,6 @@ def literals(bound: Mapping[str, object]) -> dict[str, object]:
             # encoding before it reads it, so that no byte of another character is taken for one.
             quoted[name] = "E'" + text.replace("\\", "\\\\") + "'" if "\\" in text else "'" + text + "'"
     return quoted
-
-
-def prepared(own: OwnText, session: Session, texts: list[str]) -> str:
-    """The text that executes a prepared statement, for :func:`literals`. One that prepares it is added, if it is not."""
-    execution = session.prepared.get(own.name)
-    if execution is None:
-        name = f"{own.name}_{session.generation}"
-        numbered = own.template % {one: f"${number}" for number, one in enumerate(own.names, 1)}
-        texts.append(f"PREPARE {name} AS {numbered}")
-        execution = f"EXECUTE {name}({', '.join(f'%({one})s' for one in own.names)})"
-    return execution
 
 
 def exchange(driver: Connection[Any] | AsyncConnection[Any], text: str, *, awaits: bool) -> Sequence[PGresult]:

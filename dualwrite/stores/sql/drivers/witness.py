@@ -170,7 +170,7 @@ _SILENT: Final = frozenset(
 )  # fmt: skip
 """Generators that send no statement of the user's."""
 _PIPELINES: Final = "BasePipeline."
-"""Whose generators take answers, to statements of others."""
+"""The owner of generators that only take answers, to statements of others."""
 _TRANSACTION: Final = frozenset({"_enter_gen", "_exit_gen"})
 """Those of ``Connection.transaction()``, which opens a savepoint and ends that one: no other is touched."""
 _PLAIN: Final = re.compile(r"\s*(?:insert|select|update|delete|with|merge|values)\b", re.IGNORECASE)
@@ -179,9 +179,9 @@ _PLAIN: Final = re.compile(r"\s*(?:insert|select|update|delete|with|merge|values
 class PsycopgWitness:
     """The witness is a transaction-local setting. It is asked only where the driver does not show what it sends.
 
-    psycopg does all its exchanges with the server through ``Connection.wait``, whoever asks for them: SQLAlchemy, cursors,
-    COPY, its own ``transaction()``. What is sent stands in the generator that is waited for. One that is not known (of another
-    version of psycopg, or of other code) makes doubt, and then the database is asked. On PostgreSQL nothing else sends
+    psycopg does all its exchanges with the server through ``Connection.wait``: for SQLAlchemy, for cursors, for COPY
+    and for its own ``transaction()``. What is sent stands in the generator that is waited for. One that is not known (of
+    another version of psycopg, or of other code) makes doubt, and then the database is asked. On PostgreSQL nothing else sends
     savepoints: no function, procedure or prepared statement can.
     """
 
