@@ -13,7 +13,7 @@ OLDEST := .cache/sqlalchemy-$(SQLALCHEMY_OLDEST)
 WITH_OLDEST = PYTHONPATH=$(CURDIR)/$(OLDEST) $(PY) -m pytest -q -p no:cacheprovider \
 	$(if $(THOROUGH),--thorough tests/conformance tests/integration/test_dual_writer.py tests/integration/test_dual_write_savepoints.py,\
 		-m "not mariadb" tests/conformance/test_store.py tests/conformance/test_store_savepoints.py) \
-	tests/migrations tests/unit/writing/test_sessions.py tests/unit/writing/test_joining.py tests/unit/apps/test_async_sessions.py
+	tests/migrations tests/unit/writing/test_sessions.py tests/unit/writing/test_sessions_joining.py tests/unit/asyncio/test_sessions.py
 
 # Every process that a test starts would compile the library, and every worker the tests.
 unexport PYTHONDONTWRITEBYTECODE

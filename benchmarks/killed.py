@@ -20,8 +20,7 @@ from harness.forking import processes
 from harness.patience import wait_until
 
 from benchmarks.servers import Ground, p50
-from dualwrite import DualWriter, WriterLimits
-from dualwrite.runtime import failpoints
+from dualwrite import DualWriter, WriterLimits, failpoints
 
 SEEN, LEASE, OPENED = "a member beside it", "its lease alone", "opened again"
 """The settler: a member that sees the process end, one that waits for the lease, or the writer that its supervisor starts again."""
@@ -88,7 +87,7 @@ def _held_back_s(ground: Ground, way: str, name: str) -> float:
 
     with pytest.MonkeyPatch.context() as patch, _reader(ground.kafka, topic) as when:
         if way == LEASE:
-            patch.setattr("dualwrite.writing.lease_keeper.has_ended", lambda _: False)
+            patch.setattr("dualwrite.writing.leased__writing_lease_keeper.has_ended", lambda _: False)
         if way != OPENED:
             survivor.open()
             put("before")

@@ -17,7 +17,7 @@ from sqlalchemy import create_engine
 from benchmarks.servers import Ground, p50, p95
 from benchmarks.ways import ENGINES, LIBRDKAFKA, METADATA, NATIVE, writing
 from dualwrite import DualWriter, WriterLimits
-from dualwrite.writing.lanes.lane import Lane
+from dualwrite.writing.lane import Lane
 
 WITH, WITHOUT = "knows how each transaction has ended", "believes the answer"
 THREADS = 8

@@ -12,10 +12,10 @@ from sqlalchemy import create_engine
 from benchmarks import network
 from benchmarks.servers import Ground
 from benchmarks.ways import METADATA
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.testing.proxy.kafka import Api, KafkaProxy
-from dualwrite.testing.proxy.postgresql import PostgresProxy
-from dualwrite.writing.lanes.lane import Lane
+from dualwrite.clock import Deadline
+from dualwrite.testing.proxy__testing_proxy_kafka import Api, KafkaProxy
+from dualwrite.testing.proxy__testing_proxy_postgresql import PostgresProxy
+from dualwrite.writing.lane import Lane
 
 _KAFKA, _POSTGRESQL = "Kafka: ", "PostgreSQL: "
 _OTHERS = {8: "OffsetCommit", 18: "ApiVersions", 23: "OffsetForLeaderEpoch"}

@@ -8,9 +8,8 @@ from harness.death import mortal
 from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine, insert
 
 from benchmarks.servers import Ground
-from dualwrite import DualWriter, WriterLimits, recover
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.failpoints import FailpointError
+from dualwrite import DualWriter, WriterLimits, failpoints, recover
+from dualwrite.failpoints import FailpointError
 
 METADATA = MetaData()
 ROWS = Table("settling_rows", METADATA, Column("id", Integer, primary_key=True), Column("note", Text))

@@ -21,15 +21,15 @@ from sqlalchemy import create_engine, make_url, text
 
 from benchmarks.processors import KINDS, processor_s, used
 from benchmarks.servers import Ground, p50
-from dualwrite.kafka.producer.choice import EngineName
-from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.producer__kafka_producer_choice import EngineName
 from dualwrite.sinks.spark import write_batch
-from dualwrite.sinks.spark.columns.from_arrow import projected_batches, without_unused
-from dualwrite.sinks.spark.databases.opening import open_database
-from dualwrite.sinks.spark.driver.plan import read_layout
+from dualwrite.sinks.spark.databases.database__sinks_spark_databases_opening import open_database
 from dualwrite.sinks.spark.formats.serializing import serializing
-from dualwrite.sinks.spark.options.settings import SinkOptions
-from dualwrite.sinks.spark.writing.messages import produce_batch
+from dualwrite.sinks.spark.options import SinkOptions
+from dualwrite.sinks.spark.plan import read_layout
+from dualwrite.sinks.spark.sendable import projected_batches, without_unused
+from dualwrite.sinks.spark.writing import produce_batch
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from flights import KEY, TABLE, read_flights, write_parquet  # the examples' own data

@@ -22,8 +22,7 @@ import rocksdict
 from confluent_kafka import Producer
 
 from benchmarks.servers import Ground
-from dualwrite import TransactionalProducer
-from dualwrite.runtime import failpoints
+from dualwrite import TransactionalProducer, failpoints
 from dualwrite.state import KeyValueStore, ProducerBlocks, StateTask
 
 MIB = 1 << 20

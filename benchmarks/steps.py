@@ -10,7 +10,7 @@ from sqlalchemy import create_engine
 
 from benchmarks.servers import Ground, p50
 from benchmarks.ways import ENGINES, METADATA, ours
-from dualwrite.runtime import failpoints
+from dualwrite import failpoints
 
 STEPS = {
     "write.begun": "take a lane and a connection",

@@ -4,7 +4,7 @@ No outbox, no relay: the database commit is the decision and Kafka follows it, o
 dual-write recipe of KIP-939 ("Support Participation in 2PC").
 
 What belongs here: the names that applications use every day, loaded at first use, so that an import loads no driver. May use:
-every package but ``dualwrite.apps.cli``, ``dualwrite.sinks`` and ``dualwrite.testing``. The other public names are in
+every package but ``dualwrite.cli``, ``dualwrite.sinks`` and ``dualwrite.testing``. The other public names are in
 
 - ``dualwrite.errors``: every error;
 - ``dualwrite.databases``: RocksDB and ZooKeeper as databases;
@@ -25,20 +25,20 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
-from dualwrite.protocol.allowed import WriterLimits
+from dualwrite.protocol.message__protocol_producer_record import ProducerRecord
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.producer_record import ProducerRecord
+from dualwrite.protocol.values__protocol_allowed import WriterLimits
 
 if TYPE_CHECKING:
-    from dualwrite.apps.async_consumer import AsyncExactlyOnceConsumer
-    from dualwrite.apps.async_transaction import AsyncTransaction
-    from dualwrite.apps.async_writer import AsyncDualWriter
-    from dualwrite.apps.consumer.consumer import ExactlyOnceConsumer
-    from dualwrite.kafka.producer.transactional import TransactionalProducer
+    from dualwrite.asyncio.consumer import AsyncExactlyOnceConsumer
+    from dualwrite.asyncio.transaction import AsyncTransaction
+    from dualwrite.asyncio.writer import AsyncDualWriter
+    from dualwrite.consumer.consumer import ExactlyOnceConsumer
+    from dualwrite.kafka.producer import TransactionalProducer
     from dualwrite.recovery.recover import recover, status
     from dualwrite.telemetry.observer import Telemetry
-    from dualwrite.writing.blocks.transaction import Transaction
-    from dualwrite.writing.group.row_unit import RowUnit
+    from dualwrite.writing.transaction import Transaction
+    from dualwrite.writing.units_of_work__writing_group_row_unit import RowUnit
     from dualwrite.writing.writer import DualWriter
 
 __all__ = [
@@ -67,15 +67,15 @@ __all__ = [
 ]
 
 _LAZY = {
-    "AsyncDualWriter": "dualwrite.apps.async_writer",
-    "AsyncExactlyOnceConsumer": "dualwrite.apps.async_consumer",
-    "AsyncTransaction": "dualwrite.apps.async_transaction",
+    "AsyncDualWriter": "dualwrite.asyncio.writer",
+    "AsyncExactlyOnceConsumer": "dualwrite.asyncio.consumer",
+    "AsyncTransaction": "dualwrite.asyncio.transaction",
     "DualWriter": "dualwrite.writing.writer",
-    "ExactlyOnceConsumer": "dualwrite.apps.consumer.consumer",
-    "RowUnit": "dualwrite.writing.group.row_unit",
+    "ExactlyOnceConsumer": "dualwrite.consumer.consumer",
+    "RowUnit": "dualwrite.writing.units_of_work__writing_group_row_unit",
     "Telemetry": "dualwrite.telemetry.observer",
-    "Transaction": "dualwrite.writing.blocks.transaction",
-    "TransactionalProducer": "dualwrite.kafka.producer.transactional",
+    "Transaction": "dualwrite.writing.transaction",
+    "TransactionalProducer": "dualwrite.kafka.producer",
     "recover": "dualwrite.recovery.recover",
     "status": "dualwrite.recovery.recover",
 }

@@ -6,18 +6,18 @@ A SQL database needs no class: give a SQLAlchemy engine or a URL. Each name load
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dualwrite.stores.rocksdb.batch import RocksBatch
-    from dualwrite.stores.rocksdb.database import RocksDatabase
-    from dualwrite.stores.zookeeper.database import ZooKeeperDatabase
-    from dualwrite.stores.zookeeper.multi import Multi
+    from dualwrite.stores.keyed.rocksdb import RocksDatabase
+    from dualwrite.stores.keyed.rocksdb__stores_rocksdb_batch import RocksBatch
+    from dualwrite.stores.keyed.zookeeper import ZooKeeperDatabase
+    from dualwrite.stores.keyed.zookeeper__stores_zookeeper_multi import Multi
 
 __all__ = ["Multi", "RocksBatch", "RocksDatabase", "ZooKeeperDatabase"]
 
 _HOMES = {
-    "Multi": "dualwrite.stores.zookeeper.multi",
-    "RocksBatch": "dualwrite.stores.rocksdb.batch",
-    "RocksDatabase": "dualwrite.stores.rocksdb.database",
-    "ZooKeeperDatabase": "dualwrite.stores.zookeeper.database",
+    "Multi": "dualwrite.stores.keyed.zookeeper__stores_zookeeper_multi",
+    "RocksBatch": "dualwrite.stores.keyed.rocksdb__stores_rocksdb_batch",
+    "RocksDatabase": "dualwrite.stores.keyed.rocksdb",
+    "ZooKeeperDatabase": "dualwrite.stores.keyed.zookeeper",
 }
 
 

@@ -3,14 +3,14 @@
 They work from any process and machine, whether the writers of the ids are running or gone.
 """
 
-from dualwrite.kafka.coordinator.blocking import BlockingTransaction
-from dualwrite.recovery.after_restore import Forgotten
-from dualwrite.recovery.blocking import blocking_transactions
-from dualwrite.recovery.forget import ForgetReport, forget
-from dualwrite.recovery.plan import IdStatus
+from dualwrite.kafka.log__kafka_coordinator_blocking import BlockingTransaction
+from dualwrite.recovery.lost_decisions__recovery_after_restore import Forgotten
+from dualwrite.recovery.operator import TerminationReport, terminate
+from dualwrite.recovery.operator__recovery_blocking import blocking_transactions
+from dualwrite.recovery.operator__recovery_forget import ForgetReport, forget
 from dualwrite.recovery.recover import RecoveryReport, recover, status
-from dualwrite.recovery.settling.settle import Loss
-from dualwrite.recovery.terminate import TerminationReport, terminate
+from dualwrite.recovery.recover__recovery_plan import IdStatus
+from dualwrite.recovery.settle import Loss
 
 __all__ = [
     "BlockingTransaction",

@@ -7,20 +7,20 @@ name loads what it needs at first use.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dualwrite.apps.async_sessions import AsyncBoundSessions
-    from dualwrite.apps.consumer.member import ConsumerProgress
+    from dualwrite.asyncio.transaction__apps_async_sessions import AsyncBoundSessions
+    from dualwrite.consumer.consumer__apps_consumer_member import ConsumerProgress
     from dualwrite.protocol.prepared_state import FirstOffset
-    from dualwrite.protocol.process.health import Health
-    from dualwrite.writing.sessions import BoundSessions
+    from dualwrite.protocol.process__protocol_process_health import Health
+    from dualwrite.writing.sessions__writing_sessions import BoundSessions
 
 __all__ = ["AsyncBoundSessions", "BoundSessions", "ConsumerProgress", "FirstOffset", "Health"]
 
 _HOMES = {
-    "AsyncBoundSessions": "dualwrite.apps.async_sessions",
-    "BoundSessions": "dualwrite.writing.sessions",
-    "ConsumerProgress": "dualwrite.apps.consumer.member",
+    "AsyncBoundSessions": "dualwrite.asyncio.transaction__apps_async_sessions",
+    "BoundSessions": "dualwrite.writing.sessions__writing_sessions",
+    "ConsumerProgress": "dualwrite.consumer.consumer__apps_consumer_member",
     "FirstOffset": "dualwrite.protocol.prepared_state",
-    "Health": "dualwrite.protocol.process.health",
+    "Health": "dualwrite.protocol.process__protocol_process_health",
 }
 
 

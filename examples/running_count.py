@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 from confluent_kafka import OFFSET_STORED, Consumer, Producer, TopicPartition
 from flights import read_flights
 
-from dualwrite import TransactionalProducer
-from dualwrite.runtime import failpoints
+from dualwrite import TransactionalProducer, failpoints
 from dualwrite.state import KeyValueStore, ProducerBlocks, StateTask
 from dualwrite.testing import EmbeddedKafka, read_committed
 

@@ -12,9 +12,8 @@ import secrets
 
 from kazoo.client import KazooClient
 
-from dualwrite import DualWriter, TransactionAborted, recover
+from dualwrite import DualWriter, TransactionAborted, failpoints, recover
 from dualwrite.databases import ZooKeeperDatabase
-from dualwrite.runtime import failpoints
 from dualwrite.testing import EmbeddedKafka, EmbeddedZooKeeper, read_committed
 
 

@@ -37,11 +37,16 @@ from sqlalchemy.schema import CreateSchema
 
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.migrations.resuming import operations_in
-from dualwrite.protocol.mismatch import TableFit, table_fit
-from dualwrite.stores.sql.access.connecting import kind_of
-from dualwrite.stores.sql.access.failures import Meaning, driver_words, map_database_error, meaning_of
-from dualwrite.stores.sql.tables.column_types import MYSQL
-from dualwrite.stores.sql.tables.declared import OWN_TABLES, VERSION_TABLE
+from dualwrite.protocol.values__protocol_mismatch import TableFit, table_fit
+from dualwrite.stores.sql.access__stores_sql_access_connecting import kind_of
+from dualwrite.stores.sql.access__stores_sql_access_failures import (
+    Meaning,
+    driver_words,
+    map_database_error,
+    meaning_of,
+)
+from dualwrite.stores.sql.tables import OWN_TABLES, VERSION_TABLE
+from dualwrite.stores.sql.tables__stores_sql_tables_column_types import MYSQL
 
 ParentNames: TypeAlias = MutableMapping[
     Literal["schema_name", "table_name", "schema_qualified_table_name"], "str | None"

@@ -24,9 +24,9 @@ from harness.users import USERS
 from hypothesis import settings
 from sqlalchemy import create_engine, make_url
 
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.migrations import upgrade
 from dualwrite.testing import EmbeddedKafka, EmbeddedMariaDB, EmbeddedPostgres
 from dualwrite.testing.servers.mariadb import SERVER_VARIABLE, installed_mariadb, is_fetched

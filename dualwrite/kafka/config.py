@@ -1,218 +1,233 @@
-"""One configuration dictionary, in librdkafka's terms, for two Kafka clients.
+"""Which settings a user's dictionary may hold: those that mean the same to both Kafka clients. Pure.
 
-librdkafka produces; kafka-python talks to the coordinator. Settings for security and for reaching the brokers mean the same
-to both (:mod:`dualwrite.kafka.accepted`). Everything else concerns the producer and goes to librdkafka unchanged.
-
-librdkafka alone fetches the Kerberos ticket; both clients then use the process's ticket cache.
+A key for security that only one client understands would let the other connect differently, and perhaps less safely: it is
+refused. Most others concern the producer alone and are not looked at.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import socket
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka import tls
-from dualwrite.kafka.accepted import (
-    MAX_INT,
-    PASSWORD_MECHANISMS,
-    TWO_PHASE_COMMIT,
-    Setting,
-    checked,
-    protocol_of,
-    resolved,
-)
-from dualwrite.kafka.oauth import CallbackTokens, TokenAnswer
-from dualwrite.kafka.sockets import address_of
+from dualwrite.kafka import security
+from dualwrite.kafka.sockets import FAMILIES
 
-_SHOWN: Final = tls.KEYS - {"ssl.key.password", "ssl.key.pem", "ssl.certificate.pem", "ssl.ca.pem"} | {
-    "bootstrap.servers",
-    "client.id",
+Setting = str | int | float | Callable[..., object]
+"""A value as confluent-kafka takes it. librdkafka gets True and False as ``true`` and ``false``."""
+
+PROTOCOLS: Final = ("plaintext", "ssl", "sasl_plaintext", "sasl_ssl")
+PASSWORD_MECHANISMS: Final = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
+MECHANISMS: Final = (*PASSWORD_MECHANISMS, "OAUTHBEARER", "GSSAPI")
+
+_ALIASES: Final = {
+    "metadata.broker.list": "bootstrap.servers",
+    "sasl.mechanisms": "sasl.mechanism",
+    "request.required.acks": "acks",
+}
+
+_FIXED: Final[dict[str, tuple[frozenset[str], str]]] = {
+    "transactional.id": (frozenset(), "the id is given to the writer or the producer, not in this dictionary"),
+    "enable.idempotence": (frozenset({"true"}), "a transaction needs idempotence"),
+    "acks": (frozenset({"all", "-1"}), "a transaction needs the acknowledgement of all replicas in sync"),
+    "enable.gapless.guarantee": (frozenset({"false"}), "a failed message aborts its transaction anyway"),
+    "delivery.report.only.error": (frozenset(), "this library counts the deliveries"),
+    "on_delivery": (frozenset(), "give the callback to produce()"),
+    "dr_cb": (frozenset(), "give a delivery callback to produce()"),
+    "default.topic.config": (frozenset(), "put its keys into the dictionary itself"),
+    "test.mock.num.brokers": (frozenset(), "the other client would not see the mock cluster"),
+}
+"""Keys that the protocol decides: the values that change nothing, and why no other value is allowed."""
+
+_REFUSED: Final = {
+    "ssl.keystore.location": "convert it to PEM and use ssl.certificate.location and ssl.key.location",
+    "ssl.keystore.password": "convert the key store to PEM and use ssl.certificate.location and ssl.key.location",
+    "ssl.ca.certificate.stores": "use ssl.ca.location",
+    "ssl.engine.id": "use ssl.key.location: kafka-python cannot use a key that an OpenSSL engine holds",
+    "ssl.engine.location": "use ssl.key.location: kafka-python cannot use a key that an OpenSSL engine holds",
+    "ssl.providers": "leave it out: kafka-python cannot load OpenSSL providers",
+    "ssl.curves.list": "set the curves at the brokers: kafka-python cannot choose them",
+    "ssl.sigalgs.list": "set the signature algorithms at the brokers: kafka-python cannot choose them",
+    "sasl.jaas.config": "that is a Java client's key: use sasl.username and sasl.password",
+    "sasl.oauthbearer.method": "give a function oauth_cb that fetches the token: both clients call it",
+    "enable.sasl.oauthbearer.unsecure.jwt": "give a function oauth_cb that makes the token: both clients call it",
+}
+"""Keys that only librdkafka understands, or that users of other clients expect, and what to do instead."""
+
+_SECURITY: Final = security.KEYS | {
     "security.protocol",
     "sasl.mechanism",
-    "retry.backoff.ms",
-    "retry.backoff.max.ms",
-    "transaction.timeout.ms",
-    "transaction.two.phase.commit.enable",
+    "sasl.username",
+    "sasl.password",
+    "oauth_cb",
+    "sasl.oauthbearer.config",
+    "sasl.kerberos.service.name",
+    "sasl.kerberos.principal",
+    "sasl.kerberos.keytab",
+    "sasl.kerberos.kinit.cmd",
+    "sasl.kerberos.min.time.before.relogin",
 }
-"""The only keys whose values ``repr`` shows: nothing lists the names of all secrets, such as those of plugins."""
+KERBEROS_TICKETS: Final = frozenset(
+    {
+        "sasl.kerberos.principal",
+        "sasl.kerberos.keytab",
+        "sasl.kerberos.kinit.cmd",
+        "sasl.kerberos.min.time.before.relogin",
+    }
+)
+"""Keys by which librdkafka fetches Kerberos tickets. kafka-python fetches none."""
+CONNECTING: Final = (_SECURITY - KERBEROS_TICKETS) | {
+    "bootstrap.servers",
+    "broker.address.family",
+    "client.dns.lookup",
+    "client.id",
+    "connections.max.idle.ms",
+    "reconnect.backoff.max.ms",
+    "reconnect.backoff.ms",
+    "socket.connection.setup.timeout.ms",
+    "socket.keepalive.enable",
+    "socket.receive.buffer.bytes",
+    "socket.send.buffer.bytes",
+    "socket.timeout.ms",
+}
+"""The keys that :meth:`KafkaConfig.kafka_python` carries to its connections."""
+_SECURITY_FAMILY: Final = re.compile(r"(enable[._])?(ssl|sasl|security|https?|oauth|oauthbearer)[._]")
 
-_DEFAULT_RETRY_BACKOFF_MS: Final = 1000
-_DEFAULT_MAX_MESSAGE_BYTES: Final = 1_000_000
+# librdkafka loads the first as code, and renders the others into a shell command.
+_EXECUTABLE: Final = frozenset(
+    {
+        "plugin.library.paths",
+        "sasl.kerberos.kinit.cmd",
+        "sasl.kerberos.principal",
+        "sasl.kerberos.keytab",
+        "sasl.kerberos.service.name",
+    }
+)
+
+TWO_PHASE_COMMIT: Final = "transaction.two.phase.commit.enable"
+"""KIP-939's setting of clients, under the name that Java's have. librdkafka does not know it."""
+MAX_INT: Final = 2**31 - 1
+"""The greatest number that librdkafka takes."""
+_NUMBERS: Final = {
+    "retry.backoff.ms": (1, 300_000),
+    "retry.backoff.max.ms": (1, 300_000),
+    "transaction.timeout.ms": (1000, MAX_INT),
+    "message.max.bytes": (1000, 1_000_000_000),
+    "socket.timeout.ms": (10, 300_000),
+    "socket.connection.setup.timeout.ms": (1000, MAX_INT),
+    "socket.send.buffer.bytes": (0, 100_000_000),
+    "socket.receive.buffer.bytes": (0, 100_000_000),
+    "connections.max.idle.ms": (0, MAX_INT),
+    "reconnect.backoff.ms": (0, 3_600_000),
+    "reconnect.backoff.max.ms": (0, 3_600_000),
+}
+"""Numbers that this library reads, with librdkafka's bounds."""
 
 
-@dataclass(frozen=True, repr=False)
-class KafkaConfig:
-    """A checked configuration; make one with :meth:`parse`.
+def checked(kafka: Mapping[str, object], *, trusted: bool) -> dict[str, Setting]:
+    """The settings of a dictionary, under the names that this library uses.
 
-    Pickling includes secrets: another process needs them to connect. Its ``repr`` and this library's errors show none.
+    Args:
+        kafka: librdkafka's keys and values.
+        trusted: Whether to accept keys that load or execute code.
+
+    Raises:
+        ConfigurationError: As :meth:`dualwrite.kafka.config__kafka_config.KafkaConfig.parse`.
     """
+    settings: dict[str, Setting] = {}
+    for given, value in kafka.items():
+        key = _checked_key(given)
+        if not trusted and (key in _EXECUTABLE or callable(value)):
+            raise ConfigurationError(f"Kafka setting {key!r} runs code: it cannot be set from here")
+        found = _checked_value(key, value)
+        if settings.setdefault(key, found) != found:
+            raise ConfigurationError(f"Kafka setting {key!r} is given by two names with different values")
+    _check_servers(settings)
+    _check_protocol(settings)
+    _check_two_phase_commit(settings)
+    security.check({key: str(value) for key, value in settings.items() if key in security.KEYS})
+    return settings
 
-    _settings: tuple[tuple[str, Setting], ...]
 
-    @classmethod
-    def parse(cls, kafka: Mapping[str, object], *, trusted: bool = True) -> KafkaConfig:
-        """Check a dictionary such as confluent-kafka's ``Producer`` takes. Makes no connection and reads no file.
+def resolved(key: str) -> str:
+    """The name that this library uses for a setting: librdkafka has two for some."""
+    return _ALIASES.get(key, key)
 
-        Args:
-            kafka: librdkafka's keys and values.
-            trusted: Whether to accept keys that load or execute code. Pass False for the options of a job.
 
-        Raises:
-            ConfigurationError: A key is missing, unknown, contradicts another key or the protocol, or cannot mean the
-                same to both clients. The message names the key and shows no value.
-        """
-        settings = checked(kafka, trusted=trusted)
-        return cls(tuple(sorted(settings.items(), key=lambda item: item[0])))
+def _checked_key(given: object) -> str:
+    if not isinstance(given, str):
+        raise ConfigurationError(f"the name of a Kafka setting is not text but {type(given).__name__}")
+    key = resolved(given)
+    if key in _REFUSED:
+        raise ConfigurationError(f"Kafka setting {given!r} cannot reach both Kafka clients", next_step=_REFUSED[key])
+    if _SECURITY_FAMILY.match(key) and key not in _SECURITY:
+        raise ConfigurationError(
+            f"Kafka setting {given!r} concerns security and is not known to this library, so it cannot reach both clients",
+            next_step="leave it out, or check its spelling",
+        )
+    return key
 
-    def __repr__(self) -> str:
-        shown = (f"{key}={value!r}" if key in _SHOWN else f"{key}=***" for key, value in self._settings)
-        return f"{type(self).__name__}({', '.join(shown)})"
 
-    def get(self, key: str) -> Setting | None:
-        """The user's value under that name or its alias; None if not set."""
-        return dict(self._settings).get(resolved(key))
+def _checked_value(key: str, value: object) -> Setting:
+    if not isinstance(value, (str, int, float)) and not callable(value):
+        raise ConfigurationError(f"Kafka setting {key!r} is not text or a number but {type(value).__name__}")
+    if isinstance(value, bool):
+        value = "true" if value else "false"
+    if key == "sasl.mechanism":
+        value = str(value).upper()
+    if key in _FIXED and str(value).lower() not in _FIXED[key][0]:
+        raise ConfigurationError(f"Kafka setting {key!r} is this library's own", next_step=_FIXED[key][1])
+    if key in _NUMBERS:
+        least, most = _NUMBERS[key]
+        if not re.fullmatch(r"[0-9]{1,10}", str(value)) or not least <= int(str(value)) <= most:
+            raise ConfigurationError(f"Kafka setting {key!r} is not a whole number from {least} to {most}")
+    return value
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the user's settings, sorted; aliases that this library resolves under their other name."""
-        return tuple(key for key, _ in self._settings)
 
-    @property
-    def listener(self) -> tuple[str, str]:
-        """The bootstrap servers and the protocol: they decide which of their addresses the brokers tell."""
-        return self._text("bootstrap.servers"), protocol_of(dict(self._settings))
+def protocol_of(settings: Mapping[str, Setting]) -> str:
+    """How the brokers are reached, in lower case."""
+    return str(settings.get("security.protocol", "plaintext")).lower()
 
-    @property
-    def transaction_timeout_ms(self) -> int | None:
-        """The user's own ``transaction.timeout.ms``; None lets the library choose."""
-        return self._number("transaction.timeout.ms")
 
-    @property
-    def two_phase_commit(self) -> bool | None:
-        """Whether the user requires KIP-939's two-phase commit, or forbids it; None lets the library choose."""
-        value = self.get(TWO_PHASE_COMMIT)
-        return None if value is None else str(value).lower() == "true"
+def _check_servers(settings: Mapping[str, Setting]) -> None:
+    servers = str(settings.get("bootstrap.servers", "")).split(",")
+    if not all(re.fullmatch(r"\s*(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+)(:[0-9]{1,5})?\s*", server) for server in servers):
+        raise ConfigurationError("Kafka setting 'bootstrap.servers' is missing, or not of the form host:port,host:port")
+    if settings.get("client.dns.lookup") not in {None, "use_all_dns_ips", "resolve_canonical_bootstrap_servers_only"}:
+        raise ConfigurationError("Kafka setting 'client.dns.lookup' has a value that the two clients do not both know")
+    if settings.get("broker.address.family", "any") not in FAMILIES:
+        raise ConfigurationError(f"Kafka setting 'broker.address.family' is not one of {', '.join(FAMILIES)}")
 
-    @property
-    def silent_retry_after_s(self) -> float:
-        """The least time before librdkafka silently resends a failed request: a call faster than this was sent once.
 
-        Its first wait is 0.8 to 1.2 times ``retry.backoff.ms``, and never more than ``retry.backoff.max.ms``.
-        """
-        return 0.8 * min(self._retry_backoff_ms()) / 1000
+def _check_two_phase_commit(settings: Mapping[str, Setting]) -> None:
+    value = str(settings.get(TWO_PHASE_COMMIT, "false")).lower()
+    if value not in {"true", "false"}:
+        raise ConfigurationError(f"Kafka setting {TWO_PHASE_COMMIT!r} is not true or false")
+    if value == "true" and "transaction.timeout.ms" in settings:
+        raise ConfigurationError(
+            f"Kafka setting 'transaction.timeout.ms' has no effect beside {TWO_PHASE_COMMIT!r}",  # as KIP-939 has it
+            next_step="leave one of them out: under two-phase commit a transaction has no time limit",
+        )
 
-    @property
-    def max_message_bytes(self) -> int:
-        """The largest message that librdkafka takes: ``message.max.bytes``."""
-        return self._number("message.max.bytes") or _DEFAULT_MAX_MESSAGE_BYTES
 
-    def _retry_backoff_ms(self) -> tuple[int, int]:
-        first, longest = self._number("retry.backoff.ms"), self._number("retry.backoff.max.ms")
-        if first is None:
-            first = min(_DEFAULT_RETRY_BACKOFF_MS, longest or _DEFAULT_RETRY_BACKOFF_MS)
-        return first, longest or max(first, _DEFAULT_RETRY_BACKOFF_MS)
-
-    def librdkafka(self, **own: Setting) -> dict[str, Setting]:
-        """The dictionary for confluent-kafka's ``Producer``.
-
-        Args:
-            own: Settings of the caller, as in ``config.librdkafka(**{"transactional.id": "orders"})``.
-
-        Raises:
-            ConfigurationError: The user set one of these keys to another value. Only ``transaction.timeout.ms`` may
-                differ: the caller has already taken the user's value into account.
-        """
-        first, longest = self._retry_backoff_ms()
-        merged: dict[str, Setting] = {
-            "retry.backoff.ms": first,
-            "retry.backoff.max.ms": longest,
-            **{key: value for key, value in self._settings if key != TWO_PHASE_COMMIT},
-        }
-        for key, given in own.items():
-            value = "true" if given is True else "false" if given is False else given
-            if merged.get(key, value) != value and key != "transaction.timeout.ms":
-                raise ConfigurationError(f"Kafka setting {key!r} is set by this library: leave it out")
-            merged[key] = value
-        return merged
-
-    @property
-    def client_id(self) -> str | None:
-        """The name that the user has given to the client; None without one."""
-        return self._text("client.id", "") or None
-
-    def kafka_python(self) -> dict[str, object]:
-        """The arguments for kafka-python's connections. Reads certificates and keys from their files.
-
-        Raises:
-            ConfigurationError: A file cannot be read, a key does not match its certificate, or a package that the SASL
-                mechanism needs is missing.
-        """
-        setup_ms = self._number("socket.connection.setup.timeout.ms") or 10_000
-        arguments: dict[str, object] = {
-            "bootstrap_servers": [server.strip() for server in self._text("bootstrap.servers").split(",")],
-            "client_id": self._text("client.id", "dualwrite"),
-            "client_dns_lookup": self._text("client.dns.lookup", "use_all_dns_ips"),
-            "security_protocol": protocol_of(dict(self._settings)).upper(),
-            "request_timeout_ms": min(self._number("socket.timeout.ms") or 30_000, 30_000),
-            "socket_connection_setup_timeout_ms": setup_ms,
-            "socket_connection_setup_timeout_max_ms": max(setup_ms, 30_000),
-            "connections_max_idle_ms": self._number("connections.max.idle.ms") or 540_000,
-            # Short by default: callers wait, up to a deadline, for a broker to come back.
-            "reconnect_backoff_ms": self._number("reconnect.backoff.ms") or 20,
-            "reconnect_backoff_max_ms": self._number("reconnect.backoff.max.ms") or 500,
-            "receive_message_max_bytes": MAX_INT,  # the largest batch of a log must fit: the broker limits it
-            "socket_options": self._socket_options(),
-            "proxy_url": address_of(self._text("broker.address.family", "any")),
-        }
-        if "ssl" in protocol_of(dict(self._settings)):
-            arguments["ssl_context"] = tls.context({k: str(v) for k, v in self._settings if k in tls.KEYS})
-        if "sasl" in protocol_of(dict(self._settings)):
-            arguments |= self._sasl()
-        return arguments
-
-    def _sasl(self) -> dict[str, object]:
-        mechanism = self._text("sasl.mechanism")
-        arguments: dict[str, object] = {"sasl_mechanism": mechanism}
-        if mechanism in PASSWORD_MECHANISMS:
-            name = self._text("sasl.username")
-            if mechanism != "PLAIN":  # librdkafka escapes these two as RFC 5802 says, kafka-python does not
-                name = name.replace("=", "=3D").replace(",", "=2C")
-            arguments |= {"sasl_plain_username": name, "sasl_plain_password": self._text("sasl.password")}
-        elif mechanism == "OAUTHBEARER":
-            callback = cast("Callable[[str], TokenAnswer]", self.get("oauth_cb"))
-            arguments["sasl_oauth_token_provider"] = CallbackTokens(callback, self._text("sasl.oauthbearer.config", ""))
-        else:
-            if importlib.util.find_spec("gssapi") is None:
-                raise ConfigurationError(
-                    "Kafka setting 'sasl.mechanism' is GSSAPI, which needs the Python package gssapi",
-                    next_step="install it in every process that uses this library",
-                )
-            arguments["sasl_kerberos_service_name"] = self._text("sasl.kerberos.service.name", "kafka")
-        return arguments
-
-    def _socket_options(self) -> list[tuple[int, int, int]]:
-        keep_alive = str(self.get("socket.keepalive.enable") or "true").lower() in {"true", "t", "1"}
-        options = [
-            (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, int(keep_alive)),
-        ]
-        for key, option in (
-            ("socket.send.buffer.bytes", socket.SO_SNDBUF),
-            ("socket.receive.buffer.bytes", socket.SO_RCVBUF),
-        ):
-            size = self._number(key)
-            if size:
-                options.append((socket.SOL_SOCKET, option, size))
-        return options
-
-    def _text(self, key: str, default: str = "") -> str:
-        value = self.get(key)
-        return default if value is None else str(value)
-
-    def _number(self, key: str) -> int | None:
-        value = self.get(key)
-        return None if value is None else int(str(value))
+def _check_protocol(settings: Mapping[str, Setting]) -> None:
+    protocol = protocol_of(settings)
+    if protocol not in PROTOCOLS:
+        raise ConfigurationError(f"Kafka setting 'security.protocol' is not one of {', '.join(PROTOCOLS)}")
+    for family in ("ssl", "sasl"):
+        idle = [key for key in settings if key.startswith(f"{family}.") and family not in protocol]
+        if idle:
+            raise ConfigurationError(
+                f"Kafka setting {idle[0]!r} would have no effect: security.protocol is {protocol}",
+                next_step="set security.protocol, or leave the key out",
+            )
+    if "sasl" not in protocol:
+        return
+    mechanism = settings.get("sasl.mechanism")
+    if mechanism not in MECHANISMS:
+        raise ConfigurationError(f"Kafka setting 'sasl.mechanism' is missing, or not one of {', '.join(MECHANISMS)}")
+    needed: dict[object, tuple[str, ...]] = {"OAUTHBEARER": ("oauth_cb",), "GSSAPI": ()}
+    for key in needed.get(mechanism, ("sasl.username", "sasl.password")):
+        if settings.get(key) in {None, ""}:
+            raise ConfigurationError(f"Kafka setting {key!r} is missing: {mechanism} needs it")

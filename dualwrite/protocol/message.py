@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 
 from dualwrite.errors import TransactionAborted
-from dualwrite.protocol.partition_numbers import MAX_PARTITION
+from dualwrite.protocol.prepared_state__protocol_partition_numbers import MAX_PARTITION
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -16,7 +16,7 @@ transaction.
 
 The native engine's transactions do have an epoch each, so ``producer_id:epoch`` is their identity. Their text says so
 (``n``), and names every partition with its topic's id, but at most eight of them with an offset: these are evidence for
-the log's proof. The others follow as ranges or as a bitmap (:mod:`dualwrite.protocol.partition_numbers`)::
+the log's proof. The others follow as ranges or as a bitmap (:mod:`dualwrite.protocol.prepared_state__protocol_partition_numbers`)::
 
     42:7;n;i=3;orders@c2FtcGxl:0=17,1=33,2-9999;payments@eFdRbTY3:~VVVVVVVVVVVVVVVV
 """
@@ -30,7 +30,7 @@ from enum import Enum
 from itertools import zip_longest
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.protocol import partition_numbers
+from dualwrite.protocol import prepared_state__protocol_partition_numbers
 
 MAX_TEXT_LENGTH = 1_000_000
 MAX_NATIVE_OFFSETS = 8
@@ -250,7 +250,9 @@ class PreparedTxnState:
         for first in self.first_offsets:
             by_topic.setdefault((first.topic, first.topic_id), []).append(f"{first.partition}={first.offset}")
         for more in self.further:
-            by_topic.setdefault((more.topic, more.topic_id), []).append(partition_numbers.written(more.numbers))
+            by_topic.setdefault((more.topic, more.topic_id), []).append(
+                prepared_state__protocol_partition_numbers.written(more.numbers)
+            )
         named = sorted(by_topic.items(), key=lambda item: item[0][0]) if self.further else by_topic.items()
         for (topic, topic_id), items in named:
             parts.append(f"{topic if topic_id is None else f'{topic}@{topic_id}'}:" + ",".join(items))
@@ -330,7 +332,7 @@ def _parse_topic(text: str, part: str, at_most: int) -> tuple[list[FirstOffset],
     if count == len(pairs):
         return firsts, None
     try:
-        numbers = partition_numbers.parsed(",".join(pairs[count:]), at_most)
+        numbers = prepared_state__protocol_partition_numbers.parsed(",".join(pairs[count:]), at_most)
     except ValueError as error:
         raise _malformed(text, str(error)) from error
     return firsts, FurtherPartitions(topic, topic_id, tuple(numbers))

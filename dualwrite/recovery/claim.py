@@ -13,18 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dualwrite import failpoints
+from dualwrite.clock import Deadline
 from dualwrite.errors import Fenced
-from dualwrite.ports.coordinator import TransactionCoordinator
-from dualwrite.ports.observer import NO_OBSERVER, Observer
-from dualwrite.ports.store import StateStore
-from dualwrite.protocol.mismatch import gone_back
-from dualwrite.protocol.naming import lane_id, writer_of
-from dualwrite.protocol.observations import TransactionStatus
-from dualwrite.protocol.process.leases import Place
-from dualwrite.protocol.rows import StateRow
-from dualwrite.recovery.settling.settle import settle
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import Deadline
+from dualwrite.interfaces import StateStore
+from dualwrite.interfaces__ports_coordinator import TransactionCoordinator
+from dualwrite.interfaces__ports_observer import NO_OBSERVER, Observer
+from dualwrite.protocol.leases import Place
+from dualwrite.protocol.values import TransactionStatus
+from dualwrite.protocol.values__protocol_mismatch import gone_back
+from dualwrite.protocol.values__protocol_naming import lane_id, writer_of
+from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.recovery.settle import settle
 
 logger = logging.getLogger(__name__)
 

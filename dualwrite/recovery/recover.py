@@ -17,36 +17,36 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import DatabaseWentBack
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.ports.coordinator import TransactionCoordinator
-from dualwrite.ports.observer import NO_OBSERVER, Observer
-from dualwrite.ports.store import StateStore
-from dualwrite.protocol.allowed import check_seconds, check_selection
-from dualwrite.protocol.mismatch import gone_back, other_cluster
-from dualwrite.protocol.naming import writer_of
-from dualwrite.protocol.rows import StateRow
-from dualwrite.recovery.after_restore import (
+from dualwrite.interfaces import StateStore
+from dualwrite.interfaces__ports_coordinator import TransactionCoordinator
+from dualwrite.interfaces__ports_observer import NO_OBSERVER, Observer
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.protocol.values__protocol_allowed import check_seconds, check_selection
+from dualwrite.protocol.values__protocol_mismatch import gone_back, other_cluster
+from dualwrite.protocol.values__protocol_naming import writer_of
+from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.recovery.claim import OwnerContext, claim_writers, unique_owner
+from dualwrite.recovery.in_doubt import note_told, untold
+from dualwrite.recovery.inspect import inspect
+from dualwrite.recovery.lost_decisions__recovery_after_restore import (
     Forgotten,
     find_forgotten,
     next_incarnations,
     retire_without_rows,
     went_back,
 )
-from dualwrite.recovery.claim import OwnerContext, claim_writers, unique_owner
-from dualwrite.recovery.plan import IdStatus, Plan, describe, longest_open_s
-from dualwrite.recovery.reported import note_told, untold
-from dualwrite.recovery.servers import connected_coordinator, rows_of, whole_writers
-from dualwrite.recovery.settling.inspect import inspect
-from dualwrite.recovery.settling.settle import Loss, SettleReport, settle
-from dualwrite.runtime.deadline import Deadline
+from dualwrite.recovery.recover__recovery_plan import IdStatus, Plan, describe, longest_open_s
+from dualwrite.recovery.recover__recovery_servers import connected_coordinator, rows_of, whole_writers
+from dualwrite.recovery.settle import Loss, SettleReport, settle
 from dualwrite.stores.opening import opened
 from dualwrite.telemetry.loaded import observer_if_loaded
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
-    from dualwrite.ports.database import Database
+    from dualwrite.interfaces__ports_database import Database
 
 logger = logging.getLogger(__name__)
 

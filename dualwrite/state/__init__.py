@@ -4,13 +4,13 @@ What belongs here: persistent stores with transactions (KIP-844), and what keeps
 ``dualwrite.writing`` and everything below it. RocksDB comes with the extra ``state``.
 """
 
-from dualwrite.state.committed import Committed
-from dualwrite.state.partitions import PartitionStores
-from dualwrite.state.scans import Scan
+from dualwrite.state.entries import Scan
+from dualwrite.state.entries__state_committed import Committed
 from dualwrite.state.standby import Standby
 from dualwrite.state.store import KeyValueStore
 from dualwrite.state.task import ProducerBlocks, StateTask
-from dualwrite.state.typed import Timestamped, TimestampedKeyValueStore, WindowStore
+from dualwrite.state.task__state_partitions import PartitionStores
+from dualwrite.state.windows import Timestamped, TimestampedKeyValueStore, WindowStore
 
 __all__ = [
     "Committed",

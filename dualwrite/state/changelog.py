@@ -19,12 +19,12 @@ from confluent_kafka import (
 )
 from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec, ResourceType
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.kafka.connecting import connection_settings
+from dualwrite.kafka.coordinator__kafka_connecting import connection_settings
 from dualwrite.kafka.listed_offsets import PASSING, list_offsets
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.state.rolling import Log
-from dualwrite.state.scans import Change
+from dualwrite.state.changelog__state_rolling import Log
+from dualwrite.state.entries import Change
 
 Answer = TypeVar("Answer")
 _AT_ONCE: Final = 10_000

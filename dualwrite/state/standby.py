@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.runtime.failpoints import hit
+from dualwrite.clock import Deadline
+from dualwrite.failpoints import hit
 from dualwrite.state.changelog import Changelog
-from dualwrite.state.rolling import first_to_read, require_complete
+from dualwrite.state.changelog__state_rolling import first_to_read, require_complete
 from dualwrite.state.store import KeyValueStore
 
 logger = logging.getLogger(__name__)

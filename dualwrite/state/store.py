@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
 from dualwrite.errors import ChangelogDiffers, ConfigurationError, IllegalStateError
-from dualwrite.runtime.failpoints import hit
-from dualwrite.state.committed import Committed, as_text, parsed
-from dualwrite.state.rocks import Rocks, disk_is_full, is_disk_full, put_all
-from dualwrite.state.scans import Change, Entry, Item, Scan, end_of_prefix, merged, merged_changes
-from dualwrite.state.spilled import Spilled, delete_discarded, delete_undecided, is_undecided
-from dualwrite.state.uncommitted import UNCHANGED, Uncommitted
+from dualwrite.failpoints import hit
+from dualwrite.state.entries import Change, Entry, Item, Scan, end_of_prefix, merged, merged_changes
+from dualwrite.state.entries__state_committed import Committed, as_text, parsed
+from dualwrite.state.entries__state_uncommitted import UNCHANGED, Uncommitted
+from dualwrite.state.store__state_rocks import Rocks, disk_is_full, is_disk_full, put_all
+from dualwrite.state.store__state_spilled import Spilled, delete_discarded, delete_undecided, is_undecided
 
 if TYPE_CHECKING:
     from typing_extensions import Self

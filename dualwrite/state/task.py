@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Generic, Protocol, TypeVar
 
 from dualwrite.errors import DualWriteError, IllegalStateError
-from dualwrite.kafka.producer.transactional import TransactionalProducer
-from dualwrite.protocol.tables.producer_life import ProducerState
+from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
 from dualwrite.state.changelog import Changelog
-from dualwrite.state.logged import LoggedStore
 from dualwrite.state.standby import OnProgress, ignore_progress
 from dualwrite.state.store import KeyValueStore
-from dualwrite.writing.blocks.transaction import Transaction
+from dualwrite.state.task__state_logged import LoggedStore
+from dualwrite.writing.transaction import Transaction
 
 Tx = TypeVar("Tx", Transaction, TransactionalProducer)
 Tx_co = TypeVar("Tx_co", covariant=True)

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Final, cast
 from sqlalchemy import URL
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.ports.database import Database
-from dualwrite.stores.sql.access.connecting import engine_of
+from dualwrite.interfaces__ports_database import Database
+from dualwrite.stores.sql.access__stores_sql_access_connecting import engine_of
 from dualwrite.stores.sql.database import SqlDatabase
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
 _OTHERS: Final[dict[str, str]] = {
-    "rocksdb": "dualwrite.stores.rocksdb.database.RocksDatabase",
-    "zookeeper": "dualwrite.stores.zookeeper.database.ZooKeeperDatabase",
+    "rocksdb": "dualwrite.stores.keyed.rocksdb.RocksDatabase",
+    "zookeeper": "dualwrite.stores.keyed.zookeeper.ZooKeeperDatabase",
 }
 """By the beginning of its URLs, the class of a database that SQLAlchemy does not know; each has ``from_url``."""
 

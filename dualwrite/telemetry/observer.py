@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from opentelemetry import metrics, trace
 
-from dualwrite.ports.observer import Observer, SettleObserver, WriteObserver
+from dualwrite.interfaces__ports_observer import Observer, SettleObserver, WriteObserver
 from dualwrite.telemetry import names
-from dualwrite.telemetry.instruments import Instruments
-from dualwrite.telemetry.spans import WriteSpans, end
+from dualwrite.telemetry.observer__telemetry_instruments import Instruments
+from dualwrite.telemetry.observer__telemetry_spans import WriteSpans, end
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable
-    from dualwrite.ports.observer import Settled
-    from dualwrite.protocol.process.health import Health
+    from dualwrite.interfaces__ports_observer import Settled
+    from dualwrite.protocol.process__protocol_process_health import Health
 
 
 class _SettleSpan(SettleObserver):
@@ -76,25 +76,25 @@ class Telemetry(Observer):
         self.instruments = Instruments(metrics.get_meter("dualwrite", release, meter_provider))
 
     def writing(self, writer: str, database: str) -> WriteObserver:
-        """See :class:`dualwrite.ports.observer.Observer`."""
+        """See :class:`dualwrite.interfaces__ports_observer.Observer`."""
         return WriteSpans(self.tracer, self.instruments, writer, database)
 
     def grouped(self, writer: str, units: int) -> None:
-        """See :class:`dualwrite.ports.observer.Observer`."""
+        """See :class:`dualwrite.interfaces__ports_observer.Observer`."""
         self.instruments.grouped(writer, units)
 
     def settling(self, transactional_ids: Sequence[str]) -> SettleObserver:
-        """See :class:`dualwrite.ports.observer.Observer`."""
+        """See :class:`dualwrite.interfaces__ports_observer.Observer`."""
         return _SettleSpan(self, names.SETTLE, len(transactional_ids))
 
     def recovering(self) -> SettleObserver:
-        """See :class:`dualwrite.ports.observer.Observer`."""
+        """See :class:`dualwrite.interfaces__ports_observer.Observer`."""
         return _SettleSpan(self, names.RECOVER, None)
 
     def lost(self, loss: DecidedTransactionLost | OutcomeUnverifiable | DatabaseWentBack) -> None:
-        """See :class:`dualwrite.ports.observer.Observer`."""
+        """See :class:`dualwrite.interfaces__ports_observer.Observer`."""
         self.instruments.lost(loss)
 
     def opened(self, health: Callable[[], Health], longest_open_s: Callable[[], float | None]) -> Callable[[], None]:
-        """See :class:`dualwrite.ports.observer.Observer`."""
+        """See :class:`dualwrite.interfaces__ports_observer.Observer`."""
         return self.instruments.opened(health, longest_open_s)

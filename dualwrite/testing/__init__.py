@@ -2,7 +2,7 @@
 
 Install ``dualwrite[testing]``; pytest then finds the fixtures (`dualwrite.testing.plugin`).
 
-What belongs here: tools that users' tests need as much as ours. May use: everything but ``dualwrite.apps.cli`` and
+What belongs here: tools that users' tests need as much as ours. May use: everything but ``dualwrite.cli`` and
 ``dualwrite.sinks``; the library itself never imports it.
 """
 
@@ -11,22 +11,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dualwrite.protocol.producer_record import ProducerRecord
+    from dualwrite.protocol.message__protocol_producer_record import ProducerRecord
     from dualwrite.testing.checker import Checker
-    from dualwrite.testing.follower import Follower
-    from dualwrite.testing.journal import History, Journal
+    from dualwrite.testing.checker__testing_follower import Follower
+    from dualwrite.testing.checker__testing_journal import History, Journal
+    from dualwrite.testing.checker__testing_verdict import Finding, Kind, Verdict
     from dualwrite.testing.memory.async_writer import AsyncInMemoryWriter
-    from dualwrite.testing.memory.log import RecordedTransaction, TransactionState
-    from dualwrite.testing.memory.places import Place
+    from dualwrite.testing.memory.failures import Place
+    from dualwrite.testing.memory.lane__testing_memory_log import RecordedTransaction, TransactionState
     from dualwrite.testing.memory.writer import InMemoryWriter
-    from dualwrite.testing.proxy.kafka import Api, KafkaProxy
-    from dualwrite.testing.proxy.postgresql import PostgresProxy
+    from dualwrite.testing.proxy__testing_proxy_kafka import Api, KafkaProxy
+    from dualwrite.testing.proxy__testing_proxy_postgresql import PostgresProxy
     from dualwrite.testing.reading import Record, read_committed
     from dualwrite.testing.servers.kafka import EmbeddedKafka
     from dualwrite.testing.servers.mariadb import EmbeddedMariaDB
     from dualwrite.testing.servers.postgresql import EmbeddedPostgres
     from dualwrite.testing.servers.zookeeper import EmbeddedZooKeeper
-    from dualwrite.testing.verdict import Finding, Kind, Verdict
 
 __all__ = [
     "Api",
@@ -54,27 +54,27 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Api": "dualwrite.testing.proxy.kafka",
+    "Api": "dualwrite.testing.proxy__testing_proxy_kafka",
     "AsyncInMemoryWriter": "dualwrite.testing.memory.async_writer",
     "Checker": "dualwrite.testing.checker",
     "EmbeddedKafka": "dualwrite.testing.servers.kafka",
     "EmbeddedMariaDB": "dualwrite.testing.servers.mariadb",
     "EmbeddedPostgres": "dualwrite.testing.servers.postgresql",
     "EmbeddedZooKeeper": "dualwrite.testing.servers.zookeeper",
-    "Finding": "dualwrite.testing.verdict",
-    "Follower": "dualwrite.testing.follower",
-    "History": "dualwrite.testing.journal",
+    "Finding": "dualwrite.testing.checker__testing_verdict",
+    "Follower": "dualwrite.testing.checker__testing_follower",
+    "History": "dualwrite.testing.checker__testing_journal",
     "InMemoryWriter": "dualwrite.testing.memory.writer",
-    "Journal": "dualwrite.testing.journal",
-    "Kind": "dualwrite.testing.verdict",
-    "KafkaProxy": "dualwrite.testing.proxy.kafka",
-    "Place": "dualwrite.testing.memory.places",
-    "PostgresProxy": "dualwrite.testing.proxy.postgresql",
-    "ProducerRecord": "dualwrite.protocol.producer_record",
+    "Journal": "dualwrite.testing.checker__testing_journal",
+    "Kind": "dualwrite.testing.checker__testing_verdict",
+    "KafkaProxy": "dualwrite.testing.proxy__testing_proxy_kafka",
+    "Place": "dualwrite.testing.memory.failures",
+    "PostgresProxy": "dualwrite.testing.proxy__testing_proxy_postgresql",
+    "ProducerRecord": "dualwrite.protocol.message__protocol_producer_record",
     "Record": "dualwrite.testing.reading",
-    "RecordedTransaction": "dualwrite.testing.memory.log",
-    "TransactionState": "dualwrite.testing.memory.log",
-    "Verdict": "dualwrite.testing.verdict",
+    "RecordedTransaction": "dualwrite.testing.memory.lane__testing_memory_log",
+    "TransactionState": "dualwrite.testing.memory.lane__testing_memory_log",
+    "Verdict": "dualwrite.testing.checker__testing_verdict",
     "read_committed": "dualwrite.testing.reading",
 }
 

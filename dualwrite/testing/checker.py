@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, NamedTuple
 from confluent_kafka import KafkaException
 from sqlalchemy import Engine, create_engine, text
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError, Unavailable
 from dualwrite.recovery.recover import RecoveryReport, recover
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.sql.database import SqlDatabase
-from dualwrite.testing.follower import Follower
-from dualwrite.testing.journal import History, Journal
+from dualwrite.testing.checker__testing_follower import Follower
+from dualwrite.testing.checker__testing_journal import History, Journal
+from dualwrite.testing.checker__testing_verdict import Finding, Kind, Place, Verdict, compare, compare_readings
 from dualwrite.testing.reading import Record, read_committed, stable_ends
-from dualwrite.testing.verdict import Finding, Kind, Place, Verdict, compare, compare_readings
 
 if TYPE_CHECKING:
-    from dualwrite.protocol.rows import Incident, StateRow
+    from dualwrite.protocol.values__protocol_rows import Incident, StateRow
 
 
 def value_as_text(record: Record) -> str:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, Message, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.kafka.listed_offsets import PASSING, list_offsets
-from dualwrite.runtime.deadline import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

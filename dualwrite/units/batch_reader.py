@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError
-from dualwrite.protocol.tables.unit_life import Effect
-from dualwrite.runtime.deadline import Deadline
+from dualwrite.protocol.lives__protocol_tables_unit_life import Effect
 from dualwrite.units.announcing import UNIT_PARTITION
-from dualwrite.units.following import Follower
+from dualwrite.units.image import Follower
 from dualwrite.units.log import PartitionLogs
-from dualwrite.units.ranges import BatchRange
 from dualwrite.units.records import UnitRecord
+from dualwrite.units.records__units_ranges import BatchRange
 
 if TYPE_CHECKING:
     from typing_extensions import Self

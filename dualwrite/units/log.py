@@ -18,13 +18,13 @@ from confluent_kafka import (
 )
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
+from dualwrite.clock import Deadline, pause
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.kafka.connecting import connection_settings
+from dualwrite.kafka.coordinator__kafka_connecting import connection_settings
 from dualwrite.kafka.listed_offsets import list_offsets
-from dualwrite.protocol.tables.unit_life import UnitEvent
-from dualwrite.runtime.deadline import Deadline, pause
-from dualwrite.units.ranges import Offsets, Partition
+from dualwrite.protocol.lives__protocol_tables_unit_life import UnitEvent
 from dualwrite.units.records import UnitRecord, event_of
+from dualwrite.units.records__units_ranges import Offsets, Partition
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.errors import encoded as encoded_text
-from dualwrite.protocol.tables.unit_life import UnitEvent
+from dualwrite.protocol.lives__protocol_tables_unit_life import UnitEvent
 
 HEADER: Final = "dualwrite.unit"
 LONGEST_TEXT: Final = 255

@@ -8,6 +8,8 @@ from contextlib import closing, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from dualwrite import failpoints
+from dualwrite.clock import Deadline
 from dualwrite.errors import (
     CompletionPending,
     ConfigurationError,
@@ -16,17 +18,15 @@ from dualwrite.errors import (
     TransactionInDoubt,
     text_of,
 )
-from dualwrite.protocol.allowed import WriterLimits
-from dualwrite.protocol.tables.machine import Machine
-from dualwrite.protocol.tables.unit_life import (
+from dualwrite.protocol.lives import Machine
+from dualwrite.protocol.lives__protocol_tables_unit_life import (
     UNIT_WRITER_LIFE,
     UnitWriterEvent,
     UnitWriterState,
     found_at_the_end,
 )
-from dualwrite.protocol.tables.write_life import WriteState
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import Deadline
+from dualwrite.protocol.lives__protocol_tables_write_life import WriteState
+from dualwrite.protocol.values__protocol_allowed import WriterLimits
 from dualwrite.units.log import PartitionLogs
 from dualwrite.units.records import (
     AbortTransaction,
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
     from typing_extensions import Self
 
-    from dualwrite.kafka.producer.choice import EngineName
-    from dualwrite.ports.database import Database
-    from dualwrite.writing.blocks.transaction import Transaction
+    from dualwrite.interfaces__ports_database import Database
+    from dualwrite.kafka.producer__kafka_producer_choice import EngineName
+    from dualwrite.writing.transaction import Transaction
 
 logger = logging.getLogger(__name__)
 

@@ -15,18 +15,18 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NoReturn
 
+from dualwrite import failpoints
 from dualwrite.errors import DualWriteError, Fenced, IllegalStateError, TransactionAborted
-from dualwrite.ports.database import Leases
-from dualwrite.protocol.naming import writer_of
-from dualwrite.protocol.process.health import Health
-from dualwrite.protocol.process.leases import Lease, LeaseTiming, check_fleet
-from dualwrite.protocol.tables.lease_life import LeaseState
+from dualwrite.interfaces__ports_database import Leases
+from dualwrite.protocol.leases import Lease, LeaseTiming, check_fleet
+from dualwrite.protocol.lives__protocol_tables_lease_life import LeaseState
+from dualwrite.protocol.process__protocol_process_health import Health
+from dualwrite.protocol.values__protocol_naming import writer_of
 from dualwrite.recovery.claim import lease_owner
-from dualwrite.recovery.reported import LOSSES
-from dualwrite.recovery.take_over import take_over
-from dualwrite.runtime import failpoints
-from dualwrite.writing import entered
-from dualwrite.writing.lease_keeper import LeaseKeeper
+from dualwrite.recovery.in_doubt import LOSSES
+from dualwrite.recovery.operator__recovery_take_over import take_over
+from dualwrite.writing import transaction__writing_entered
+from dualwrite.writing.leased__writing_lease_keeper import LeaseKeeper
 from dualwrite.writing.writer import DualWriter
 
 if TYPE_CHECKING:
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from typing_extensions import Unpack
 
-    from dualwrite.ports.store import StateStore
-    from dualwrite.stores.sql.access.connections import DjangoConnection
-    from dualwrite.writing.arguments import WriterSettings
-    from dualwrite.writing.blocks.transaction import Transaction
-    from dualwrite.writing.opened import Opened
+    from dualwrite.interfaces import StateStore
+    from dualwrite.stores.sql.access import DjangoConnection
+    from dualwrite.writing.transaction import Transaction
+    from dualwrite.writing.transaction__writing_arguments import WriterSettings
+    from dualwrite.writing.writer_resources import Opened
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class LeasedWriter(DualWriter):
         writer = self._current
         if writer is None or os.getpid() != self._pid:
             self._refuse(writer)
-        entered.refuse_nested(writer, self.transactional_id)  # its blocks are the writer's
+        transaction__writing_entered.refuse_nested(writer, self.transactional_id)  # its blocks are the writer's
 
     def _refuse(self, writer: DualWriter | None) -> NoReturn:
         if writer is not None:

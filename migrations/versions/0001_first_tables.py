@@ -5,8 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic.operations import Operations
 
-from dualwrite.stores.sql.tables.clock import UtcDateTime, row_made
-from dualwrite.stores.sql.tables.column_types import ExactString, ExactText
+from dualwrite.stores.sql.tables__stores_sql_tables_clock import UtcDateTime, row_made
+from dualwrite.stores.sql.tables__stores_sql_tables_column_types import ExactString, ExactText
 
 revision = "0001"
 down_revision = None

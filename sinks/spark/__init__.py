@@ -3,17 +3,17 @@
 Install ``dualwrite[spark]``, on the driver and on the executors.
 
 What belongs here: the calls and the Data Source that users see; the packages hold the rest. May use: all of them, and the
-library but ``dualwrite.apps.cli`` and ``dualwrite.testing``.
+library but ``dualwrite.cli`` and ``dualwrite.testing``.
 """
 
 from __future__ import annotations
 
 from dualwrite.sinks.spark.api import foreach_batch, foreach_partition, write_batch
-from dualwrite.sinks.spark.driver.task_errors import JobFailed
-from dualwrite.sinks.spark.formats.descriptors import descriptor_set
-from dualwrite.sinks.spark.options.settings import SinkOptions, SinkSettings
-from dualwrite.sinks.spark.options.source_options import SourceOptions
-from dualwrite.sinks.spark.per_partition.job import BatchReport
+from dualwrite.sinks.spark.formats.protobuf__sinks_spark_formats_descriptors import descriptor_set
+from dualwrite.sinks.spark.options import SinkOptions, SinkSettings
+from dualwrite.sinks.spark.options__sinks_spark_options_source_options import SourceOptions
+from dualwrite.sinks.spark.per_partition import BatchReport
+from dualwrite.sinks.spark.plan__sinks_spark_driver_task_errors import JobFailed
 from dualwrite.sinks.spark.source import DualWriteDataSource, register
 
 __all__ = [

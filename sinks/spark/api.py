@@ -9,24 +9,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.sinks.spark.columns.digests import (
-    may_mix,
-    require_deterministic,
-    require_deterministic_stream,
-)
-from dualwrite.sinks.spark.columns.from_arrow import without_unused
-from dualwrite.sinks.spark.driver.spark_jobs import CONNECT, SparkJobs
-from dualwrite.sinks.spark.driver.task_errors import without_cause
-from dualwrite.sinks.spark.options.settings import SinkOptions, SinkSettings, settings_of
-from dualwrite.sinks.spark.per_partition.job import BatchJob, BatchReport
-from dualwrite.sinks.spark.per_partition.task import REPORT_SCHEMA, PartitionReport
-from dualwrite.sinks.spark.writing.progress import described
+from dualwrite.sinks.spark.digests import may_mix, require_deterministic, require_deterministic_stream
+from dualwrite.sinks.spark.options import SinkOptions, SinkSettings, settings_of
+from dualwrite.sinks.spark.partition_task import REPORT_SCHEMA, PartitionReport
+from dualwrite.sinks.spark.per_partition import BatchJob, BatchReport
+from dualwrite.sinks.spark.plan__sinks_spark_driver_spark_jobs import CONNECT, SparkJobs
+from dualwrite.sinks.spark.plan__sinks_spark_driver_task_errors import without_cause
+from dualwrite.sinks.spark.sendable import without_unused
+from dualwrite.sinks.spark.writing__sinks_spark_writing_progress import described
 
 if TYPE_CHECKING:
     from pyspark import RDD
     from pyspark.sql import DataFrame, Row
     from typing_extensions import Unpack
-
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ import pytest
 from harness.databases import ODD_SCHEMA, Database, emptied, prepare, prepare_mariadb, sqlite_url, through_mysqlclient
 from sqlalchemy import Connection, make_url
 
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedKafka, EmbeddedMariaDB, EmbeddedPostgres
 from dualwrite.testing.reading import read_committed
-from dualwrite.testing.servers import postgresql_binaries
+from dualwrite.testing.servers import postgresql__testing_servers_postgresql_binaries
 
 MARIADB_IN_THOROUGH_RUNS = (
     "test_batches.py",
@@ -82,7 +82,7 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Databas
 def postgres_16_url() -> Iterator[str]:
     """PostgreSQL 16, which the same wheel holds: the newest without ``transaction_timeout``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(postgresql_binaries, "INSTALLATION", "pginstall")
+        patch.setattr(postgresql__testing_servers_postgresql_binaries, "INSTALLATION", "pginstall")
         with EmbeddedPostgres({"max_prepared_transactions": "100"}) as server:
             yield server.create_database()
 

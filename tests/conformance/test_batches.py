@@ -17,15 +17,15 @@ from harness.databases import Database
 from harness.patience import PATIENCE_S
 from sqlalchemy import Engine, select
 
-from dualwrite.apps.cli.group import commands
+from dualwrite.cli.group import commands
 from dualwrite.errors import ConfigurationError
-from dualwrite.protocol.batches.entry import Destination, Way
-from dualwrite.protocol.naming import owner_prefix, pool_of_sink, stream_name
-from dualwrite.stores.sql.jobs.batches import Batch, newest_batch, read_batches, read_nobody_at_work
-from dualwrite.stores.sql.jobs.ledger import BEGUN, WHOLE_BATCH, Ledger
-from dualwrite.stores.sql.jobs.runs import Runs
-from dualwrite.stores.sql.jobs.slots import SlotPool
-from dualwrite.stores.sql.tables.clock import database_now
+from dualwrite.protocol.batches__protocol_batches_entry import Destination, Way
+from dualwrite.protocol.values__protocol_naming import owner_prefix, pool_of_sink, stream_name
+from dualwrite.stores.sql.ledger import BEGUN, WHOLE_BATCH, Ledger
+from dualwrite.stores.sql.ledger__stores_sql_jobs_batches import Batch, newest_batch, read_batches, read_nobody_at_work
+from dualwrite.stores.sql.ledger__stores_sql_jobs_runs import Runs
+from dualwrite.stores.sql.slots import SlotPool
+from dualwrite.stores.sql.tables__stores_sql_tables_clock import database_now
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import throughput

@@ -10,11 +10,11 @@ import pytest
 from harness.databases import CLUSTER, Database, Thread, prepared
 from sqlalchemy import Connection, event
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Fenced
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.rows import StateRow
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.stores.sql.store import SqlStateStore
 
 
 def decide(store: SqlStateStore, row: StateRow, number: int = 0) -> PreparedTxnState:

@@ -29,12 +29,12 @@ from dualwrite import (
     recover,
     status,
 )
+from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError
-from dualwrite.ports.database import Database
-from dualwrite.ports.store import StateStore
-from dualwrite.protocol.observations import Outcome
-from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
-from dualwrite.runtime.deadline import Deadline
+from dualwrite.interfaces import StateStore
+from dualwrite.interfaces__ports_database import Database
+from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
+from dualwrite.protocol.values import Outcome
 from dualwrite.stores import opening
 
 BY_URL = {"rocksdb", "zookeeper"}
@@ -451,9 +451,9 @@ def test_recovery_completes_or_aborts_what_an_owner_has_left(place, kafka, monke
     owner = mortal(writer(place))
     owner.open()
     with monkeypatch.context() as patch:
-        patch.setattr("dualwrite.runtime.failpoints.hit", die)
+        patch.setattr("dualwrite.failpoints.hit", die)
         # It can abort nothing any more: it is dead.
-        patch.setattr("dualwrite.kafka.producer.transactional.TransactionalProducer.abort_transaction", die_quietly)
+        patch.setattr("dualwrite.kafka.producer.TransactionalProducer.abort_transaction", die_quietly)
         with pytest.raises(Dead), block(place, owner, 1):
             pass
     report = recover("orders", kafka=SETTINGS, database=place.database)

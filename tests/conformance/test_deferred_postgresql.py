@@ -17,8 +17,8 @@ from sqlalchemy import Connection, create_engine, make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from dualwrite.errors import TransactionAborted, Unavailable
-from dualwrite.stores.sql.access.connections import usable
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.access import usable
+from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedPostgres, PostgresProxy
 
 pytestmark = pytest.mark.postgresql

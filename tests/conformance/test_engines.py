@@ -13,15 +13,15 @@ import pytest
 from harness.engines import answered
 from harness.patience import PATIENCE_S
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, Unavailable
-from dualwrite.kafka.producer import transaction_timeout
-from dualwrite.kafka.producer.abandoned_transaction import Completion
-from dualwrite.kafka.producer.native import instance as native_instance
-from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite.kafka import engine__kafka_producer_transaction_timeout
+from dualwrite.kafka.abandoned_transaction import Completion
+from dualwrite.kafka.native import producer as native_instance
+from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.tables.producer_life import ProducerState
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.testing.proxy.kafka import Api, KafkaProxy
+from dualwrite.testing.proxy__testing_proxy_kafka import Api, KafkaProxy
 
 
 def test_a_committed_transaction_is_visible_and_an_aborted_one_is_not(ready, dualwrite_topic, values):
@@ -135,7 +135,7 @@ def test_the_time_a_transaction_is_open_counts_from_its_first_message(ready, dua
 
 
 def test_the_brokers_maximum_is_asked_for_and_warned_of_when_it_is_short(make_producer, caplog, monkeypatch):
-    monkeypatch.setattr(transaction_timeout, "_warned", set())
+    monkeypatch.setattr(engine__kafka_producer_transaction_timeout, "_warned", set())
     caplog.set_level(logging.INFO, "dualwrite.kafka.producer")
     for _ in range(2):
         producer = make_producer()
@@ -205,7 +205,7 @@ def test_a_forked_process_is_refused_and_the_parent_goes_on(kafka, dualwrite_top
     script = textwrap.dedent(f"""
         import os, sys
         from dualwrite.errors import IllegalStateError
-        from dualwrite.kafka.producer.transactional import TransactionalProducer
+        from dualwrite.kafka.producer import TransactionalProducer
 
         producer = TransactionalProducer({kafka!r}, {kafka_id!r}, engine={producer_engine!r})
         producer.init_transactions()

@@ -10,12 +10,12 @@ from harness.engines import ENGINES, answered, prepare_and_die
 from harness.forking import processes
 from harness.patience import PATIENCE_S
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import DecidedTransactionLost, Fenced, IllegalStateError, OutcomeUnverifiable
-from dualwrite.kafka.producer.abandoned_transaction import AbandonedTransaction, Completion
-from dualwrite.protocol.observations import TransactionStatus
+from dualwrite.kafka.abandoned_transaction import AbandonedTransaction, Completion
+from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.tables.producer_life import ProducerState
-from dualwrite.runtime.deadline import Deadline
+from dualwrite.protocol.values import TransactionStatus
 
 EMPTY = PreparedTxnState()
 of_librdkafka = pytest.mark.parametrize("producer_engine", ["librdkafka"], indirect=True)

@@ -10,10 +10,10 @@ from confluent_kafka.admin import AdminClient, NewPartitions
 from harness.engines import ENGINES, answered, quick
 from harness.patience import PATIENCE_S, wait_until
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError, TransactionAborted
+from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.tables.producer_life import ProducerState
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.testing.reading import read_committed
 
 

@@ -14,14 +14,14 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 from harness.engines import answered
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError, TransactionAborted
-from dualwrite.kafka.producer.abandoned_transaction import Completion
-from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite.kafka.abandoned_transaction import Completion
+from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.operations import terminate
-from dualwrite.protocol.observations import NEVER_MS, TransactionStatus
+from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.tables.producer_life import ProducerState
-from dualwrite.runtime.deadline import Deadline
+from dualwrite.protocol.values import NEVER_MS, TransactionStatus
 from dualwrite.testing import EmbeddedKafka, read_committed
 
 TWO_PHASE = "transaction.two.phase.commit.enable"

@@ -10,8 +10,8 @@ from harness.databases import Database, Thread, wait_until_blocked
 from sqlalchemy import Connection, text
 
 from dualwrite.errors import ConfigurationError, TransactionAborted
-from dualwrite.protocol.batches.entry import Destination, Way
-from dualwrite.stores.sql.jobs.ledger import WHOLE_BATCH, Ledger, WrittenPartition
+from dualwrite.protocol.batches__protocol_batches_entry import Destination, Way
+from dualwrite.stores.sql.ledger import WHOLE_BATCH, Ledger, WrittenPartition
 
 COUNTS = {"row_count": 10, "message_count": 20, "partition_count": 4}
 ORDERS = Destination(Way.PARTITIONS, "orders", "orders", "cluster")

@@ -8,10 +8,10 @@ import pytest
 from harness.databases import Database, prepared
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.rows import StateRow
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.protocol.values import Outcome
+from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.stores.sql.store import SqlStateStore
 
 
 def decided(database: Database, store: SqlStateStore, name: str = "orders", number: int = 1) -> StateRow:

@@ -12,7 +12,7 @@ from harness.databases import Database, prepare
 from sqlalchemy import Connection, create_engine
 
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedPostgres
 
 pytestmark = pytest.mark.postgresql

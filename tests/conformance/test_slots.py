@@ -9,8 +9,8 @@ import pytest
 from harness.databases import Database, Thread
 
 from dualwrite.errors import ConfigurationError, Fenced, Unavailable
-from dualwrite.stores.sql.jobs import slots
-from dualwrite.stores.sql.jobs.slots import Lease, SlotPool, living_leases
+from dualwrite.stores.sql import slots
+from dualwrite.stores.sql.slots import Lease, SlotPool, living_leases
 
 
 @pytest.fixture

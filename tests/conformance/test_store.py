@@ -19,11 +19,11 @@ from dualwrite.errors import (
     TransactionAborted,
     TransactionInDoubt,
 )
-from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
-from dualwrite.stores.sql.dialects.savepoints import SavepointWatch
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
+from dualwrite.protocol.values import Outcome
+from dualwrite.stores.sql.savepoints import SavepointWatch
+from dualwrite.stores.sql.store import SqlStateStore
 
 INSERT = text("INSERT INTO orders (id, customer) VALUES (:id, :customer)")
 
@@ -516,7 +516,7 @@ def test_no_database_error_escapes_unmapped(database: Database) -> None:
 def database_row() -> Any:
     from datetime import datetime, timezone
 
-    from dualwrite.protocol.rows import StateRow
+    from dualwrite.protocol.values__protocol_rows import StateRow
 
     return StateRow("a", prepared(1), "n", 1, 0, None, "c", "me", datetime.now(timezone.utc))
 

@@ -12,14 +12,14 @@ from harness.databases import Database, Thread, prepare, prepared, run_raw
 from harness.patience import wait_until
 from sqlalchemy import Connection, create_engine, exc, make_url, text
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, TransactionInDoubt, Unavailable
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
-from dualwrite.runtime.deadline import Deadline
+from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
 from dualwrite.stores.sql.consumed import NOTHING_YET, ClaimedOffset, ConsumedOffsets
-from dualwrite.stores.sql.joined import JoinedStore
+from dualwrite.stores.sql.database__stores_sql_joined import JoinedStore
 from dualwrite.stores.sql.leases import Leases
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedMariaDB
 
 

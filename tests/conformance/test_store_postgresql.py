@@ -15,14 +15,14 @@ from harness.databases import CLUSTER, Database, Thread, prepare, prepared, wait
 from sqlalchemy import Connection, create_engine, event, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Fenced, TransactionAborted, TransactionInDoubt, Unavailable
-from dualwrite.protocol.rows import StateRow
-from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.sql.access import connections
+from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
+from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.stores.sql import access
 from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.stores.sql.short_transactions import ShortTransactions
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedPostgres, PostgresProxy
 
 pytestmark = pytest.mark.postgresql
@@ -125,7 +125,7 @@ class TestIsolationLevels:
 def test_a_commit_that_finds_no_transaction_is_in_doubt(
     postgres: Database, store: SqlStateStore, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "_leave", lambda _: None)  # or else the child could not reach the server
+    monkeypatch.setattr(access, "_leave", lambda _: None)  # or else the child could not reach the server
     row = postgres.claim(store, "orders")
     begin(store, connection)
     connection.execute(text("INSERT INTO orders VALUES (1)"))

@@ -17,8 +17,8 @@ from psycopg import generators
 from sqlalchemy import Connection, event, exc, text
 
 from dualwrite.errors import IllegalStateError, TransactionAborted
-from dualwrite.stores.sql.dialects.savepoints import SavepointWatch
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.savepoints import SavepointWatch
+from dualwrite.stores.sql.store import SqlStateStore
 
 
 class DualWrite:

@@ -8,11 +8,10 @@ from harness.databases import through_mysqlclient
 from harness.orders import Base, Order
 from sqlalchemy import create_engine, make_url, select, text, update
 
-from dualwrite import DualWriter
+from dualwrite import DualWriter, failpoints
 from dualwrite.migrations import upgrade
-from dualwrite.runtime import failpoints
-from dualwrite.stores.rocksdb.database import RocksDatabase
-from dualwrite.stores.sql.tables.declared import declare_tables
+from dualwrite.stores.keyed.rocksdb import RocksDatabase
+from dualwrite.stores.sql.tables import declare_tables
 from dualwrite.testing.reading import read_committed
 
 

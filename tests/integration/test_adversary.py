@@ -21,17 +21,17 @@ from dualwrite import (
     Fenced,
     TransactionAborted,
     WriterLimits,
+    failpoints,
     recover,
 )
+from dualwrite.clock import running_on
 from dualwrite.errors import CompletionPending, DualWriteError, IllegalStateError, Unavailable
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import running_on
-from dualwrite.runtime.failpoints import FailpointError
-from dualwrite.stores.sql.state import SqlStateStore
-from dualwrite.stores.sql.tables.declared import declare_tables
-from dualwrite.testing.proxy.kafka import Api, KafkaProxy
+from dualwrite.failpoints import FailpointError
+from dualwrite.stores.sql.store import SqlStateStore
+from dualwrite.stores.sql.tables import declare_tables
+from dualwrite.testing.proxy__testing_proxy_kafka import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
-from dualwrite.writing.blocks.dual_write import DualWrite
+from dualwrite.writing.dual_write import DualWrite
 
 DESCRIBE_CONFIGS = 32  # asked for whenever a producer is made
 STATE = declare_tables(None).state

@@ -8,7 +8,7 @@ from harness.orders import on_both
 from sqlalchemy import insert, select
 
 from dualwrite import WriterLimits
-from dualwrite.apps.async_writer import AsyncDualWriter
+from dualwrite.asyncio.writer import AsyncDualWriter
 from dualwrite.testing.reading import read_committed
 
 pytest.importorskip("aiosqlite")

@@ -7,7 +7,7 @@ from harness.cancelling import at_last, at_once, cancelled_at_each, with_all_oth
 from sqlalchemy import insert, select
 
 from dualwrite import AsyncDualWriter, WriterLimits
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing.reading import read_committed
 
 pytest.importorskip("aiosqlite")

@@ -15,8 +15,8 @@ from sqlalchemy import create_engine, inspect, make_url, select, text, update
 
 from dualwrite import ConfigurationError, DualWriter, TransactionAborted, Unavailable, recover
 from dualwrite.migrations import downgrade, upgrade
-from dualwrite.stores.sql.state import SqlStateStore
-from dualwrite.stores.sql.tables.declared import VERSION_TABLE, declare_tables
+from dualwrite.stores.sql.store import SqlStateStore
+from dualwrite.stores.sql.tables import VERSION_TABLE, declare_tables
 from dualwrite.testing.reading import read_committed
 
 on_postgresql = pytest.mark.parametrize("url", ["postgresql"], indirect=True)

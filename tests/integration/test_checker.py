@@ -77,7 +77,7 @@ def test_a_transaction_that_stays_open_hangs(case, check):
 
 def test_a_loss_that_is_on_record_is_lost(case, check, engine):
     """An operator aborts the decided transaction before anybody settles."""
-    from dualwrite.stores.sql.state import SqlStateStore
+    from dualwrite.stores.sql.store import SqlStateStore
 
     (row,) = SqlStateStore(engine).read(["case"])
     Producer({**case.kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(120)

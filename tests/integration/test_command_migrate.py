@@ -11,12 +11,12 @@ import pytest
 from click.testing import CliRunner, Result
 from sqlalchemy import create_engine, inspect
 
-from dualwrite.apps.cli.group import COMMANDS, commands
-from dualwrite.protocol.observations import Outcome
+from dualwrite.cli.group import COMMANDS, commands
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.stores.sql.schema import check_schema
-from dualwrite.stores.sql.state import SqlStateStore
-from dualwrite.stores.sql.tables.declared import OWN_TABLES
+from dualwrite.protocol.values import Outcome
+from dualwrite.stores.sql.short_transactions__stores_sql_schema import check_schema
+from dualwrite.stores.sql.store import SqlStateStore
+from dualwrite.stores.sql.tables import OWN_TABLES
 
 
 def run(*arguments: str, **environment: str) -> Result:
@@ -107,7 +107,7 @@ def test_a_loss_is_acknowledged(url: str) -> None:
 
 def test_the_help_lists_every_command_and_loads_none() -> None:
     script = (
-        "import sys\nfrom dualwrite.apps.cli import main\nsys.argv = ['dualwrite', '--help']\n"
+        "import sys\nfrom dualwrite.cli import main\nsys.argv = ['dualwrite', '--help']\n"
         "try:\n    main()\nexcept SystemExit as end:\n    assert end.code == 0\n"
         "loaded = {'sqlalchemy', 'alembic', 'confluent_kafka', 'kafka', 'rich'} & set(sys.modules)\nassert not loaded, loaded\n"
     )
@@ -138,7 +138,7 @@ def test_without_its_libraries_it_says_what_to_install(tmp_path: Path) -> None:
         "from importlib import util\n"
         "real = util.find_spec\n"
         "util.find_spec = lambda name, *rest: None if name in {'click', 'rich'} else real(name, *rest)\n"
-        "from dualwrite.apps.cli import main\nmain()\n"
+        "from dualwrite.cli import main\nmain()\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],

@@ -16,10 +16,10 @@ from harness.patience import PATIENCE_S
 from sqlalchemy import make_url, text
 
 from dualwrite import DecidedTransactionLost, DualWriter, Fenced, TransactionAborted, WriterLimits, recover
-from dualwrite.apps.cli.group import commands
-from dualwrite.protocol.observations import Outcome
+from dualwrite.cli.group import commands
+from dualwrite.protocol.values import Outcome
 from dualwrite.recovery.recover import status
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.store import SqlStateStore
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 
@@ -45,7 +45,7 @@ def script(url):
 
     def run(kafka, *command, **environment):
         return subprocess.run(
-            [sys.executable, "-c", "from dualwrite.apps.cli import main; main()", *arguments_of(url, kafka, command)],
+            [sys.executable, "-c", "from dualwrite.cli import main; main()", *arguments_of(url, kafka, command)],
             env={**os.environ, **environment},
             capture_output=True,
             text=True,

@@ -9,9 +9,9 @@ from confluent_kafka import KafkaException, Producer
 from harness.checker import Case
 from harness.patience import PATIENCE_S
 
-from dualwrite.apps.cli.group import commands
-from dualwrite.kafka.producer.transactional import TransactionalProducer
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.cli.group import commands
+from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import read_committed
 
 

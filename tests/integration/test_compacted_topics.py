@@ -9,10 +9,10 @@ from harness.patience import wait_until
 from sqlalchemy import create_engine
 
 from dualwrite import DualWriter
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.clock import Deadline
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.migrations import upgrade
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.testing import read_committed
 
 AT_ONCE = {

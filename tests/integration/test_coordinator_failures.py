@@ -9,11 +9,11 @@ import pytest
 from harness.patience import wait_until
 from harness.transactions import PlainProducer
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus
-from dualwrite.runtime.deadline import Deadline
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.protocol.values import EndAnswer, LogProof, TransactionStatus
 from dualwrite.testing import Api, KafkaProxy, read_committed
 
 

@@ -15,13 +15,13 @@ from kafka.protocol.consumer.fetch import FetchRequest
 from kafka.record.memory_records import MemoryRecords
 from kafka.structs import TopicPartition as Place
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import log
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.protocol.observations import LogProof, TransactionStatus
+from dualwrite.kafka import log
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.runtime.deadline import Deadline
+from dualwrite.protocol.values import LogProof, TransactionStatus
 
 COMMIT, ABORT = True, False
 

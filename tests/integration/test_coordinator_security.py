@@ -18,13 +18,13 @@ from harness.users import USERS
 from kafka.errors import KafkaConnectionError
 from kafka.net.transport import KafkaTCPTransport
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.kafka.coordinator.listing import list_transactions
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.coordinator__kafka_coordinator_listing import list_transactions
 from dualwrite.kafka.sockets import PlainSocket, address_of
-from dualwrite.protocol.observations import LogProof, TransactionStatus
-from dualwrite.runtime.deadline import Deadline
+from dualwrite.protocol.values import LogProof, TransactionStatus
 from dualwrite.testing import EmbeddedKafka
 
 PASSWORD = USERS["ann"]  # as short as it is, it must show nowhere

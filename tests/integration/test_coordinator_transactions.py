@@ -12,11 +12,11 @@ from confluent_kafka import Consumer, KafkaException, TopicPartition
 from harness.patience import PATIENCE_S, wait_until
 from harness.transactions import PlainProducer, fresh_id
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus, TransactionView
-from dualwrite.runtime.deadline import Deadline
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.protocol.values import EndAnswer, LogProof, TransactionStatus, TransactionView
 from dualwrite.testing import read_committed
 
 
@@ -99,9 +99,9 @@ def test_another_process_commits_the_transaction_of_an_abandoned_producer(coordi
     state = str(producer.state(coordinator))
     script = """
 import json, sys
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.clock import Deadline
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.protocol.prepared_state import PreparedTxnState
 config, kafka_id, state = json.loads(sys.argv[1])
 with KafkaCoordinator(KafkaConfig.parse(config)) as coordinator:

@@ -21,20 +21,20 @@ from dualwrite import (
     TransactionAborted,
     TransactionInDoubt,
     WriterLimits,
+    failpoints,
     recover,
 )
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.protocol.observations import EndAnswer, LogProof, TransactionStatus
+from dualwrite.clock import Deadline
+from dualwrite.failpoints import FailpointError
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.protocol.values import EndAnswer, LogProof, TransactionStatus
+from dualwrite.recovery.lost_decisions import lost_decisions
 from dualwrite.recovery.recover import status
-from dualwrite.recovery.settling.look_back import lost_decisions
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.runtime.failpoints import FailpointError
-from dualwrite.stores.sql.state import SqlStateStore
-from dualwrite.stores.sql.tables.declared import declare_tables
-from dualwrite.testing.proxy.kafka import Api, KafkaProxy
-from dualwrite.testing.proxy.postgresql import PostgresProxy
+from dualwrite.stores.sql.store import SqlStateStore
+from dualwrite.stores.sql.tables import declare_tables
+from dualwrite.testing.proxy__testing_proxy_kafka import Api, KafkaProxy
+from dualwrite.testing.proxy__testing_proxy_postgresql import PostgresProxy
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 STATE = declare_tables(None).state
@@ -332,7 +332,7 @@ def test_in_doubt_row_that_the_next_owner_has_overwritten_is_resolved_by_the_log
 ):
     """Only the database's status of the transaction, the recorded incidents and the log are left to tell."""
     if not verdict_known:
-        from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
+        from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
 
         monkeypatch.setattr(SqlStateStore, "transaction_verdict", lambda *_: DatabaseVerdict.UNKNOWN)
     with PostgresProxy(dualwrite_postgres) as proxy:

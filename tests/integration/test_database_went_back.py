@@ -8,16 +8,15 @@ from confluent_kafka import Producer
 from harness.orders import on_both, write
 from sqlalchemy import create_engine, insert
 
-from dualwrite import ConfigurationError, DualWriter, WriterLimits, recover
-from dualwrite.apps.cli.group import commands
+from dualwrite import ConfigurationError, DualWriter, WriterLimits, failpoints, recover
+from dualwrite.cli.group import commands
 from dualwrite.errors import DatabaseWentBack
-from dualwrite.protocol.observations import Outcome, TransactionStatus
-from dualwrite.protocol.settling import lost_decisions
+from dualwrite.protocol import lost_decisions
+from dualwrite.protocol.values import Outcome, TransactionStatus
 from dualwrite.recovery.recover import status
-from dualwrite.runtime import failpoints
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing.reading import read_committed
-from dualwrite.writing.lanes.lane_pool import Lanes
+from dualwrite.writing.lane_pool import Lanes
 
 
 @on_both

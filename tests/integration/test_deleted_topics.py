@@ -11,12 +11,11 @@ from kafka.admin import AbortTransactionSpec, KafkaAdminClient
 from kafka.structs import TopicPartition as Place
 from sqlalchemy import insert
 
-from dualwrite import DualWriter, WriterLimits, recover
-from dualwrite.protocol.observations import TransactionStatus
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.runtime.failpoints import FailpointError
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite import DualWriter, WriterLimits, failpoints, recover
+from dualwrite.clock import Deadline
+from dualwrite.failpoints import FailpointError
+from dualwrite.protocol.values import TransactionStatus
+from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing.reading import read_committed
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)

@@ -7,7 +7,7 @@ from sqlalchemy import insert, select
 
 from dualwrite import DualWriter, TransactionAborted
 from dualwrite.testing.reading import read_committed
-from dualwrite.writing.blocks.transaction import write_of
+from dualwrite.writing.transaction import write_of
 
 GENERATIONS = 3
 

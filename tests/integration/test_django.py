@@ -23,15 +23,15 @@ from dualwrite import (
     DualWriter,
     TransactionAborted,
     WriterLimits,
+    failpoints,
 )
 from dualwrite.errors import IllegalStateError, OutcomeUnverifiable
-from dualwrite.protocol.tables.write_life import WriteState
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.failpoints import FailpointError
+from dualwrite.failpoints import FailpointError
+from dualwrite.protocol.lives__protocol_tables_write_life import WriteState
 from dualwrite.testing import InMemoryWriter
-from dualwrite.testing.proxy.postgresql import PostgresProxy
+from dualwrite.testing.proxy__testing_proxy_postgresql import PostgresProxy
 from dualwrite.testing.reading import read_committed
-from dualwrite.writing.lanes.lane import Lane
+from dualwrite.writing.lane import Lane
 
 pytestmark = on_postgresql
 

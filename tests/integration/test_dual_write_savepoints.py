@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from dualwrite import DualWriter, TransactionAborted
 from dualwrite.errors import IllegalStateError
-from dualwrite.stores.sql.dialects import savepoints
+from dualwrite.stores.sql import savepoints
 from dualwrite.testing.reading import read_committed
 
 

@@ -21,11 +21,11 @@ from dualwrite import (
     TransactionAborted,
     Unavailable,
     WriterLimits,
+    failpoints,
 )
 from dualwrite.errors import IllegalStateError
+from dualwrite.failpoints import FailpointError
 from dualwrite.recovery.recover import status
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.failpoints import FailpointError
 from dualwrite.testing.reading import read_committed
 
 

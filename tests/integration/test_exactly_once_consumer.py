@@ -27,9 +27,8 @@ from harness.members import (
 from harness.patience import wait_until
 from sqlalchemy import create_engine, func, select, text
 
-from dualwrite import AsyncExactlyOnceConsumer, ConfigurationError
+from dualwrite import AsyncExactlyOnceConsumer, ConfigurationError, failpoints
 from dualwrite.operations import blocking_transactions
-from dualwrite.runtime import failpoints
 from dualwrite.testing.reading import read_committed
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)

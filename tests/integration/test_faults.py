@@ -23,22 +23,23 @@ from dualwrite import (
     Fenced,
     TransactionAborted,
     WriterLimits,
+    failpoints,
     recover,
 )
+from dualwrite.clock import Deadline
 from dualwrite.errors import OutcomeUnverifiable
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.kafka.producer import engine as engine_port
-from dualwrite.kafka.producer.librdkafka import evidence, instance
-from dualwrite.kafka.producer.native import instance as native_instance
-from dualwrite.protocol.observations import Outcome, TransactionStatus
+from dualwrite.failpoints import FailpointError
+from dualwrite.kafka import engine as engine_port
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.librdkafka import evidence
+from dualwrite.kafka.librdkafka import producer as instance
+from dualwrite.kafka.native import producer as native_instance
+from dualwrite.protocol.values import Outcome, TransactionStatus
 from dualwrite.recovery.recover import status
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.runtime.failpoints import FailpointError
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing.reading import read_committed
-from dualwrite.writing.lanes.lane import Lane
+from dualwrite.writing.lane import Lane
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 

@@ -20,14 +20,14 @@ with DualWriter(name, kafka=json.loads(sys.argv[5]), database=url, producer_engi
 print(json.dumps(loaded))
 """
 NEVER = (
-    "alembic", "click", "dualwrite.apps.cli", "dualwrite.migrations", "dualwrite.sinks", "dualwrite.stores.sql.jobs",
+    "alembic", "click", "dualwrite.cli", "dualwrite.migrations", "dualwrite.sinks", "dualwrite.stores.sql.ledger",
     "dualwrite.testing", "numpy", "pandas", "pyarrow", "pyspark", "rich", "sqlalchemy.dialects.mysql", "sqlalchemy.orm",
 )  # fmt: skip
 LEFT_OUT = {
-    "native": ("confluent_kafka", "dualwrite.kafka.producer.librdkafka.instance"),
-    "librdkafka": ("cramjam", "dualwrite.kafka.producer.native.instance"),
-    "postgresql": ("dualwrite.stores.sql.dialects.sqlite", "sqlalchemy.dialects.sqlite"),
-    "sqlite": ("dualwrite.stores.sql.dialects.postgresql", "psycopg"),
+    "native": ("confluent_kafka", "dualwrite.kafka.librdkafka.producer"),
+    "librdkafka": ("cramjam", "dualwrite.kafka.native.producer"),
+    "postgresql": ("dualwrite.stores.sql.sqlite", "sqlalchemy.dialects.sqlite"),
+    "sqlite": ("dualwrite.stores.sql.postgresql", "psycopg"),
 }
 
 

@@ -10,11 +10,11 @@ from harness.orders import on_both, write
 from sqlalchemy import make_url, text
 
 from dualwrite import ConfigurationError, DualWriter, WriterLimits, recover
-from dualwrite.apps.cli.group import commands
+from dualwrite.cli.group import commands
 from dualwrite.operations import forget
-from dualwrite.stores.sql.jobs.runs import Runs
-from dualwrite.stores.sql.jobs.slots import SlotPool
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.ledger__stores_sql_jobs_runs import Runs
+from dualwrite.stores.sql.slots import SlotPool
+from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing.reading import read_committed
 
 MONTH_S = 30 * 86400.0

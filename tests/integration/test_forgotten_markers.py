@@ -18,21 +18,20 @@ from harness.flushing import flush
 from harness.patience import wait_until
 from sqlalchemy import create_engine
 
-from dualwrite import DualWriter, TransactionAborted, Unavailable, WriterLimits, recover
+from dualwrite import DualWriter, TransactionAborted, Unavailable, WriterLimits, failpoints, recover
+from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.kafka.producer.engine import ProducerEngine
+from dualwrite.failpoints import FailpointError
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.engine import ProducerEngine
 from dualwrite.migrations import upgrade
-from dualwrite.protocol.observations import Outcome, TransactionStatus
+from dualwrite.protocol.values import Outcome, TransactionStatus
 from dualwrite.recovery.recover import status
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.runtime.failpoints import FailpointError
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import read_committed
-from dualwrite.writing.lanes import lane_pool
-from dualwrite.writing.lanes.lane import Lane
+from dualwrite.writing import lane_pool
+from dualwrite.writing.lane import Lane
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.longest]
 

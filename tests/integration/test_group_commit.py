@@ -28,8 +28,8 @@ from dualwrite import (
     recover,
 )
 from dualwrite.errors import IllegalStateError
-from dualwrite.stores.sql.dialects.savepoints import _UNIT
-from dualwrite.testing.proxy.postgresql import PostgresProxy
+from dualwrite.stores.sql.savepoints import _UNIT
+from dualwrite.testing.proxy__testing_proxy_postgresql import PostgresProxy
 from dualwrite.testing.reading import read_committed
 
 
@@ -211,7 +211,7 @@ def test_a_lost_answer_to_the_commit(
             with together(writer):
                 futures = [submit(number) for number in (1, 2, 3)]
             if not resolved:
-                monkeypatch.setattr("dualwrite.writing.blocks.dual_write.resolve_commit", unresolved)
+                monkeypatch.setattr("dualwrite.writing.dual_write.resolve_commit", unresolved)
             lost.wait_answered()
             wait(futures, 60)
             monkeypatch.undo()

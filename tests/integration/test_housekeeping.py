@@ -9,15 +9,14 @@ from harness.orders import write
 from harness.patience import patient, wait_until
 from sqlalchemy import create_engine
 
-from dualwrite import DecidedTransactionLost, DualWriter, Fenced, WriterLimits
+from dualwrite import DecidedTransactionLost, DualWriter, Fenced, WriterLimits, failpoints
 from dualwrite.errors import CompletionPending, Unavailable
+from dualwrite.failpoints import FailpointError
 from dualwrite.recovery.recover import status
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.failpoints import FailpointError
-from dualwrite.stores.sql.state import SqlStateStore
-from dualwrite.testing.proxy.kafka import Api, KafkaProxy
-from dualwrite.testing.proxy.postgresql import PostgresProxy
-from dualwrite.writing.lanes.lane_pool import Lanes
+from dualwrite.stores.sql.store import SqlStateStore
+from dualwrite.testing.proxy__testing_proxy_kafka import Api, KafkaProxy
+from dualwrite.testing.proxy__testing_proxy_postgresql import PostgresProxy
+from dualwrite.writing.lane_pool import Lanes
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 

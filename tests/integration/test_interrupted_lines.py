@@ -8,9 +8,9 @@ from harness.interruption import Interruption
 from sqlalchemy import insert, select
 
 from dualwrite import DualWriteError, DualWriter, WriterLimits, recover
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing.reading import read_committed
-from dualwrite.writing.lanes.lane_pool import Lanes
+from dualwrite.writing.lane_pool import Lanes
 
 pytestmark = pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 

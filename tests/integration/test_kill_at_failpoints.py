@@ -3,9 +3,8 @@
 import pytest
 from harness.checker import Case
 
-from dualwrite import recover
+from dualwrite import failpoints, recover
 from dualwrite.recovery.recover import status
-from dualwrite.runtime import failpoints
 
 pytestmark = pytest.mark.slow
 

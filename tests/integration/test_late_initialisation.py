@@ -9,8 +9,7 @@ import threading
 import pytest
 from sqlalchemy import insert, select
 
-from dualwrite import DualWriter, TransactionAborted, WriterLimits
-from dualwrite.runtime import failpoints
+from dualwrite import DualWriter, TransactionAborted, WriterLimits, failpoints
 from dualwrite.testing import Api, KafkaProxy, read_committed
 
 pytestmark = [

@@ -3,11 +3,11 @@
 import pytest
 from confluent_kafka import Producer
 
-from dualwrite.runtime.deadline import Deadline
+from dualwrite.clock import Deadline
 from dualwrite.state.changelog import Changelog
 from dualwrite.testing.reading import stable_ends
 from dualwrite.units.log import PartitionLogs
-from dualwrite.units.ranges import Offsets
+from dualwrite.units.records__units_ranges import Offsets
 
 pytestmark = pytest.mark.thorough
 

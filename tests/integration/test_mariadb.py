@@ -14,7 +14,7 @@ from sqlalchemy.orm import sessionmaker
 
 from dualwrite import AsyncDualWriter, ConfigurationError, DualWriter, TransactionAborted, WriterLimits, recover
 from dualwrite.errors import IllegalStateError
-from dualwrite.stores.sql.access.connecting import engine_of, fileno_of
+from dualwrite.stores.sql.access__stores_sql_access_connecting import engine_of, fileno_of
 from dualwrite.testing import EmbeddedMariaDB, read_committed
 
 _DRIVERS = ["mariadb", pytest.param("mariadb through mysqlclient", marks=pytest.mark.thorough)]
@@ -159,7 +159,7 @@ def test_no_statement_decides_without_its_rows_or_leaves_the_writer_unusable(one
 def test_a_deadlock_of_two_dual_writes_is_survived_by_running_one_again(
     kafka, engine, write, dualwrite_topic, both, caplog
 ):
-    caplog.set_level("INFO", "dualwrite.writing.redo")
+    caplog.set_level("INFO", "dualwrite.writing.retry")
     with engine.begin() as connection:
         connection.execute(insert(Order.__table__), [{"id": -1}, {"id": -2}])
     both_hold_one = threading.Barrier(2)

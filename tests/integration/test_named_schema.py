@@ -9,7 +9,7 @@ from sqlalchemy.orm import sessionmaker
 
 from dualwrite import DualWriter, ExactlyOnceConsumer, WriterLimits, migrations, recover, status
 from dualwrite.operations import forget, terminate
-from dualwrite.stores.sql.tables.declared import BATCH_VIEW, OWN_TABLES
+from dualwrite.stores.sql.tables import BATCH_VIEW, OWN_TABLES
 
 on_postgresql_and_mariadb = pytest.mark.parametrize(
     "url", ["postgresql", pytest.param("mariadb", marks=pytest.mark.mariadb)], indirect=True

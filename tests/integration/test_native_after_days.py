@@ -12,13 +12,13 @@ from harness.patience import PATIENCE_S, wait_until
 from kafka.protocol.admin import DescribeProducersRequest
 
 from dualwrite import DecidedTransactionLost, DualWriter, recover
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.clock import Deadline
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.operations import blocking_transactions
-from dualwrite.protocol.observations import NEVER_MS, Outcome, TransactionStatus
+from dualwrite.protocol.values import NEVER_MS, Outcome, TransactionStatus
 from dualwrite.recovery.recover import status
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedKafka
 
 DAYS = 30

@@ -11,19 +11,19 @@ from harness.spoiling import SPOILS, SpoilingProxy
 from kafka.admin import KafkaAdminClient
 
 from dualwrite import DualWriter, WriterLimits
+from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, Unavailable
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.kafka.producer.abandoned_transaction import Completion
-from dualwrite.kafka.producer.native import instance
-from dualwrite.kafka.producer.native.coordinating.requests import CoordinatorRequests
-from dualwrite.kafka.producer.native.sender import Sender
-from dualwrite.kafka.producer.transactional import TransactionalProducer
-from dualwrite.protocol.tables.producer_life import ProducerState
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.kafka.abandoned_transaction import Completion
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.native import producer as instance
+from dualwrite.kafka.native.coordination import CoordinatorRequests
+from dualwrite.kafka.native.sender import Sender
+from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
+from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedKafka
-from dualwrite.testing.proxy.kafka import Api, KafkaProxy
+from dualwrite.testing.proxy__testing_proxy_kafka import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
 
 

@@ -11,13 +11,13 @@ from harness.native_requests import MINUTE_MS, Producer
 from harness.patience import PATIENCE_S
 from kafka.protocol.admin import AlterClientQuotasRequest, DescribeClientQuotasRequest
 
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.brokers import Brokers
-from dualwrite.kafka.producer.native.coordinating.offsets import Group, Offset, group_of
-from dualwrite.kafka.producer.native.wire.answers import Code
-from dualwrite.runtime.deadline import Deadline
+from dualwrite.clock import Deadline
+from dualwrite.kafka.brokers import Brokers
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.native.coordination__kafka_producer_native_coordinating_offsets import Group, Offset, group_of
+from dualwrite.kafka.native.error_meanings import Code
 from dualwrite.testing import read_committed
-from dualwrite.testing.proxy.kafka import Api, KafkaProxy
+from dualwrite.testing.proxy__testing_proxy_kafka import Api, KafkaProxy
 
 
 @pytest.fixture

@@ -6,16 +6,16 @@ from contextlib import closing
 import pytest
 from harness.patience import PATIENCE_S, wait_until
 
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.kafka.producer.native.records.builder import RecordsBuilder
-from dualwrite.kafka.producer.native.records.compression import Codec
-from dualwrite.kafka.producer.native.sender import Sender
-from dualwrite.kafka.producer.native.wire.answers import Code, Meaning
-from dualwrite.kafka.producer.native.wire.core import Limits, ProduceCore, Refusal
-from dualwrite.runtime.deadline import Deadline, now_s
+from dualwrite.clock import Deadline, now_s
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.native.error_meanings import Code, Meaning
+from dualwrite.kafka.native.produce_state import Limits, ProduceCore, Refusal
+from dualwrite.kafka.native.records import RecordsBuilder
+from dualwrite.kafka.native.records__kafka_producer_native_records_compression import Codec
+from dualwrite.kafka.native.sender import Sender
 from dualwrite.testing import read_committed
-from dualwrite.testing.proxy.kafka import Api, KafkaProxy
+from dualwrite.testing.proxy__testing_proxy_kafka import Api, KafkaProxy
 
 LIMITS = Limits(linger_s=0.0, topic_s=1.0)
 NUMBERS = [b"%d" % number for number in range(200)]

@@ -12,13 +12,16 @@ from harness.databases import CLUSTER, prepare, sqlite_url
 from harness.native import UNVERIFIED, NativeProducer
 from harness.patience import wait_until
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.kafka.producer.abandoned_transaction import AbandonedTransaction, Completion
-from dualwrite.kafka.producer.ends import PendingEnd, ask_for_ends, know_end
-from dualwrite.kafka.producer.transactional import TransactionalProducer
-from dualwrite.protocol.observations import (
+from dualwrite.kafka.abandoned_transaction import AbandonedTransaction, Completion
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.transaction_ends import PendingEnd, ask_for_ends, know_end
+from dualwrite.protocol.known_end import Ended, EndStep
+from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.values import (
     NEVER_MS,
     EndAnswer,
     LogProof,
@@ -27,10 +30,7 @@ from dualwrite.protocol.observations import (
     ShownProducer,
     TransactionStatus,
 )
-from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.settling.known_end import Ended, EndStep
-from dualwrite.recovery.settling.settle import settle
-from dualwrite.runtime.deadline import Deadline
+from dualwrite.recovery.settle import settle
 from dualwrite.testing import EmbeddedKafka, read_committed
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]

@@ -8,23 +8,23 @@ from harness.acls import allow_two_phase_commit
 from sqlalchemy import create_engine
 
 from dualwrite import DualWriter, WriterLimits
+from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.kafka.producer import transaction_timeout
-from dualwrite.kafka.producer.transaction_timeout import BROKER_DEFAULT_MS
-from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite.kafka import engine__kafka_producer_transaction_timeout
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.engine__kafka_producer_transaction_timeout import BROKER_DEFAULT_MS
+from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.migrations import upgrade
-from dualwrite.protocol.observations import NEVER_MS, EndAnswer, TransactionStatus
+from dualwrite.protocol.values import NEVER_MS, EndAnswer, TransactionStatus
 from dualwrite.recovery.recover import status
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.testing import read_committed
 
 
 @pytest.fixture
 def log(caplog, monkeypatch):
     for told in ("_warned", "_told"):
-        monkeypatch.setattr(transaction_timeout, told, set())
+        monkeypatch.setattr(engine__kafka_producer_transaction_timeout, told, set())
     caplog.set_level(logging.INFO, "dualwrite.kafka.producer")
     return caplog
 

@@ -10,8 +10,7 @@ from harness.patience import PATIENCE_S
 from harness.pgbouncer import PROGRAM, PgBouncer
 from sqlalchemy import create_engine, text
 
-from dualwrite import ConfigurationError, DualWriter, TransactionAborted, WriterLimits, recover
-from dualwrite.runtime import failpoints
+from dualwrite import ConfigurationError, DualWriter, TransactionAborted, WriterLimits, failpoints, recover
 from dualwrite.testing import PostgresProxy
 
 pytestmark = [

@@ -9,8 +9,8 @@ import pytest
 from confluent_kafka import Consumer
 from harness.patience import PATIENCE_S, patient
 
-from dualwrite.kafka.producer.transactional import TransactionalProducer
-from dualwrite.sinks.spark.writing.messages import produce_batch
+from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.sinks.spark.writing import produce_batch
 
 ENTRY = pa.struct([("key", pa.string()), ("value", pa.binary())])
 ROWS = 3000

@@ -11,7 +11,7 @@ from dualwrite.testing import Api, KafkaProxy, read_committed
 ABORTS = """
 import json, sys
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite.kafka.producer import TransactionalProducer
 
 kafka, transactional_id, topic = json.loads(sys.argv[1])
 patient = {"retry.backoff.ms": 20000, "retry.backoff.max.ms": 20000}

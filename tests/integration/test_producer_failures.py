@@ -11,6 +11,7 @@ from confluent_kafka import Consumer, TopicPartition
 from harness.engines import ENGINES, answered, quick
 from harness.patience import patient
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import (
     CompletionPending,
     ConfigurationError,
@@ -19,15 +20,14 @@ from dualwrite.errors import (
     TransactionAborted,
     Unavailable,
 )
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.kafka.producer.abandoned_transaction import Completion
-from dualwrite.kafka.producer.failure import Phase
-from dualwrite.kafka.producer.transactional import TransactionalProducer
-from dualwrite.protocol.observations import TransactionStatus
-from dualwrite.protocol.tables.producer_life import ProducerState
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.testing.proxy.kafka import Api, KafkaProxy
+from dualwrite.kafka.abandoned_transaction import Completion
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.failures import Phase
+from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
+from dualwrite.protocol.values import TransactionStatus
+from dualwrite.testing.proxy__testing_proxy_kafka import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
 
 # What may have been sent twice is known after 0.8 x this. Long enough for a busy machine to initialise a producer in less.

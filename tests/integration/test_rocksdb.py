@@ -18,13 +18,13 @@ from dualwrite import (
     TransactionInDoubt,
     Unavailable,
     WriterLimits,
+    failpoints,
     recover,
     status,
 )
 from dualwrite.databases import RocksDatabase
 from dualwrite.errors import IllegalStateError
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.failpoints import FailpointError
+from dualwrite.failpoints import FailpointError
 from dualwrite.testing.reading import read_committed
 
 rocksdict = pytest.importorskip("rocksdict", reason="the extra 'rocksdb' is not installed")

@@ -21,7 +21,7 @@ from harness.expanding import LATER
 from harness.patience import PATIENCE_S, wait_until
 from sqlalchemy import create_engine, text
 
-from dualwrite.stores.sql.schema import SCHEMA_REVISION
+from dualwrite.stores.sql.short_transactions__stores_sql_schema import SCHEMA_REVISION
 from dualwrite.testing.reading import read_committed
 
 pytestmark = pytest.mark.thorough
@@ -66,7 +66,7 @@ with dualwrite.DualWriter(name, kafka=json.loads(kafka), database=create_engine(
         writer.run(work)
         print(number, flush=True)
 """
-COMMAND = "from dualwrite.apps.cli.group import commands; commands()"
+COMMAND = "from dualwrite.cli.group import commands; commands()"
 
 
 def started_in(site):

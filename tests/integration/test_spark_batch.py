@@ -9,14 +9,12 @@ from harness.spark import PARTITIONS, ROWS, SPARKS_ERRORS, ArmedTask, newest_job
 from harness.spark import numbers as numbered
 from pyspark.sql import functions
 
-from dualwrite import ConfigurationError, Fenced, TransactionAborted
-from dualwrite.runtime import failpoints
-from dualwrite.sinks.spark import foreach_partition, write_batch
-from dualwrite.sinks.spark.columns.from_rows import row_batches
-from dualwrite.sinks.spark.options.settings import SinkOptions
-from dualwrite.sinks.spark.per_partition import job
-from dualwrite.sinks.spark.per_partition.job import BatchJob
-from dualwrite.sinks.spark.per_partition.task import write_partition
+from dualwrite import ConfigurationError, Fenced, TransactionAborted, failpoints
+from dualwrite.sinks.spark import foreach_partition, per_partition, write_batch
+from dualwrite.sinks.spark.options import SinkOptions
+from dualwrite.sinks.spark.partition_task import write_partition
+from dualwrite.sinks.spark.per_partition import BatchJob
+from dualwrite.sinks.spark.sendable__sinks_spark_columns_from_rows import row_batches
 
 TASK_POINTS = [
     "spark.task_started",
@@ -120,7 +118,7 @@ def test_foreach_partition_and_write_batch_know_of_each_other(spark, numbers):
 
 def test_tasks_that_die_each_at_another_point_are_run_again_and_their_rows_are_there_once(spark, numbers, monkeypatch):
     points = dict(enumerate(TASK_POINTS))
-    monkeypatch.setattr(job, "PartitionTask", partial(ArmedTask, points=points))
+    monkeypatch.setattr(per_partition, "PartitionTask", partial(ArmedTask, points=points))
     # A task that continued with the slot of a former one would not claim it.
     settings = {**numbers.settings, "keep_slots": False}
     report = write_batch(numbered(spark, partitions=len(points)), batch_id="1", **settings)
@@ -136,7 +134,7 @@ def test_tasks_that_die_each_at_another_point_are_run_again_and_their_rows_are_t
 def test_a_task_that_dies_at_any_point_is_run_again_and_its_rows_are_there_once(
     spark, numbers, monkeypatch, point, action
 ):
-    monkeypatch.setattr(job, "PartitionTask", partial(ArmedTask, point=f"{point}:1:{action}"))
+    monkeypatch.setattr(per_partition, "PartitionTask", partial(ArmedTask, point=f"{point}:1:{action}"))
     report = write_batch(numbered(spark), batch_id="1", **numbers.settings)
     numbers.verify()
     # The attempt that died after the decision has written the partition; the next one finds it done.
@@ -146,7 +144,7 @@ def test_a_task_that_dies_at_any_point_is_run_again_and_its_rows_are_there_once(
 
 @pytest.mark.parametrize("point", [pytest.param("spark.rows_copied", marks=pytest.mark.thorough), "write.decided"])
 def test_a_task_of_foreach_partition_that_dies_is_run_again(spark, numbers, monkeypatch, point):
-    monkeypatch.setattr(job, "PartitionTask", partial(ArmedTask, point=point))
+    monkeypatch.setattr(per_partition, "PartitionTask", partial(ArmedTask, point=point))
     df = numbered(spark)
     df.foreachPartition(foreach_partition(df, batch_id="1", **numbers.settings))
     monkeypatch.undo()

@@ -10,9 +10,8 @@ from harness.spark import SparkCase
 from harness.spark_source import nothing_is_left
 from sqlalchemy import create_engine
 
-from dualwrite import CompletionPending, ConfigurationError, TransactionAborted, TransactionInDoubt
+from dualwrite import CompletionPending, ConfigurationError, TransactionAborted, TransactionInDoubt, failpoints
 from dualwrite.migrations import upgrade
-from dualwrite.runtime import failpoints
 from dualwrite.testing import EmbeddedPostgres
 
 

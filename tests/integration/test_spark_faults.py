@@ -11,8 +11,7 @@ from harness.patience import PATIENCE_S, wait_until
 from harness.spark import ROWS, ArmedTask
 from harness.spark import numbers as numbered
 
-from dualwrite.sinks.spark import JobFailed, write_batch
-from dualwrite.sinks.spark.per_partition import job
+from dualwrite.sinks.spark import JobFailed, per_partition, write_batch
 from dualwrite.testing.reading import read_committed
 
 pytestmark = pytest.mark.slow
@@ -94,7 +93,9 @@ def test_a_paused_worker_of_a_killed_driver_wakes_up_and_changes_nothing(spark, 
 )
 def test_a_cancelled_job_whose_workers_are_killed_is_run_again(spark, numbers, tmp_path, monkeypatch, point):
     pid_file = tmp_path / "pid"
-    monkeypatch.setattr(job, "PartitionTask", partial(ArmedTask, point=f"{point}:1:stop", pid_file=str(pid_file)))
+    monkeypatch.setattr(
+        per_partition, "PartitionTask", partial(ArmedTask, point=f"{point}:1:stop", pid_file=str(pid_file))
+    )
     with ThreadPoolExecutor(1) as threads:
         cancelled = threads.submit(write_batch, numbered(spark), batch_id="1", **numbers.settings)
         wait_until(lambda: cancelled.done() or (pid_file.exists() and pid_file.read_text()))

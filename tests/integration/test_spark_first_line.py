@@ -12,7 +12,7 @@ from pyspark.errors import StreamingQueryException
 
 from dualwrite import Unavailable
 from dualwrite.sinks.spark import JobFailed, foreach_batch, register, write_batch
-from dualwrite.sinks.spark.per_partition.job import BatchJob
+from dualwrite.sinks.spark.per_partition import BatchJob
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 

@@ -24,12 +24,11 @@ from harness.spark_source import options_of
 from pyspark.sql.types import StringType, StructField, StructType
 
 from dualwrite import ConfigurationError, Unavailable
-from dualwrite.sinks.spark import foreach_batch, foreach_partition, register, write_batch
-from dualwrite.sinks.spark.options.message_formats import Format
-from dualwrite.sinks.spark.options.registry_settings import RegistrySettings
-from dualwrite.sinks.spark.per_partition import job
-from dualwrite.sinks.spark.schemas.parts import Given, Part, module_of
-from dualwrite.sinks.spark.schemas.registry import latest, registered, task_registry
+from dualwrite.sinks.spark import foreach_batch, foreach_partition, per_partition, register, write_batch
+from dualwrite.sinks.spark.options__sinks_spark_options_message_formats import Format
+from dualwrite.sinks.spark.options__sinks_spark_options_registry_settings import RegistrySettings
+from dualwrite.sinks.spark.registry import latest, registered, task_registry
+from dualwrite.sinks.spark.schema_parts import Given, Part, module_of
 
 UTC = dt.timezone.utc
 MOMENT = dt.datetime(2013, 7, 1, 12, 0, 0, 123456, UTC)
@@ -259,7 +258,7 @@ def test_the_latest_schema_is_written_with(spark, numbers, registry):
 def test_a_task_that_is_run_again_writes_the_same_id_and_asks_the_registry_nothing(
     spark, numbers, registry, monkeypatch, value_format
 ):
-    monkeypatch.setattr(job, "PartitionTask", partial(ArmedTask, point="spark.rows_copied:1:kill"))
+    monkeypatch.setattr(per_partition, "PartitionTask", partial(ArmedTask, point="spark.rows_copied:1:kill"))
     written(numbered(spark), "write_batch", **with_registry(numbers, registry, value_format))
     messages = consume(numbers.kafka, numbers.topic)
     assert len(messages) == ROWS

@@ -9,8 +9,7 @@ from harness.spark import numbers as numbered
 from harness.spark_source import ArmedSource, nothing_is_left, staging_tables, write_with
 
 from dualwrite import ConfigurationError
-from dualwrite.sinks.spark import register, write_batch
-from dualwrite.sinks.spark.per_partition import job
+from dualwrite.sinks.spark import per_partition, register, write_batch
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
@@ -55,7 +54,9 @@ def test_a_whole_batch_may_be_cut_otherwise_when_it_is_run_again(spark, numbers)
 def test_a_batch_by_partitions_that_is_cut_otherwise_is_refused_and_goes_on_when_cut_as_before(
     spark, numbers, monkeypatch
 ):
-    monkeypatch.setattr(job, "PartitionTask", partial(ArmedTask, point="spark.task_started:1:raise", attempts=99))
+    monkeypatch.setattr(
+        per_partition, "PartitionTask", partial(ArmedTask, point="spark.task_started:1:raise", attempts=99)
+    )
     with cut_by(spark, "1") as df, pytest.raises(SPARKS_ERRORS):
         write_batch(df, batch_id="1", **numbers.settings)
     monkeypatch.undo()

@@ -15,15 +15,14 @@ from harness.spark import numbers as numbered
 from harness.spark_source import nothing_is_left, options, write_with
 from pyspark import TaskContext
 
-from dualwrite import DualWriteError, Fenced, Unavailable, recover
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import Deadline
+from dualwrite import DualWriteError, Fenced, Unavailable, failpoints, recover
+from dualwrite.clock import Deadline
 from dualwrite.sinks.spark import JobFailed, foreach_batch, register, write_batch
-from dualwrite.sinks.spark.driver.spark_jobs import SparkJobs
-from dualwrite.sinks.spark.per_partition import job as job_module
-from dualwrite.sinks.spark.per_partition.job import BatchJob
-from dualwrite.stores.sql.jobs.runs import Runs
-from dualwrite.stores.sql.jobs.slots import SlotPool
+from dualwrite.sinks.spark import per_partition as job_module
+from dualwrite.sinks.spark.per_partition import BatchJob
+from dualwrite.sinks.spark.plan__sinks_spark_driver_spark_jobs import SparkJobs
+from dualwrite.stores.sql.ledger__stores_sql_jobs_runs import Runs
+from dualwrite.stores.sql.slots import SlotPool
 
 
 @pytest.fixture(params=["staging", "prepared", "write_batch"])

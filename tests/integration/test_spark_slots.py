@@ -11,13 +11,12 @@ from harness.patience import PATIENCE_S
 from harness.spark_source import nothing_is_left
 from sqlalchemy import create_engine
 
-from dualwrite import DecidedTransactionLost, TransactionAborted, Unavailable
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.sinks.spark.worker.attempt import Attempt
-from dualwrite.sinks.spark.worker.slot import leased_slot
-from dualwrite.stores.sql.jobs.slots import SlotPool
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite import DecidedTransactionLost, TransactionAborted, Unavailable, failpoints
+from dualwrite.clock import Deadline
+from dualwrite.sinks.spark.worker import Attempt
+from dualwrite.sinks.spark.worker__sinks_spark_worker_slot import leased_slot
+from dualwrite.stores.sql.slots import SlotPool
+from dualwrite.stores.sql.store import SqlStateStore
 
 
 class WatchedPool(SlotPool):

@@ -16,8 +16,8 @@ from sqlalchemy import create_engine
 from dualwrite.recovery.recover import status
 from dualwrite.sinks.spark import register
 from dualwrite.sinks.spark.databases.database import Emptying
-from dualwrite.sinks.spark.databases.postgresql.staging import empty
-from dualwrite.stores.sql.jobs.ledger import WHOLE_BATCH
+from dualwrite.sinks.spark.databases.postgresql import empty
+from dualwrite.stores.sql.ledger import WHOLE_BATCH
 
 
 def thorough(*points):

@@ -19,10 +19,9 @@ from harness.patience import wait_until
 from harness.places import PROOF
 from sqlalchemy import create_engine, text
 
-from dualwrite import ConfigurationError, DualWriter, TransactionalProducer, Unavailable
+from dualwrite import ConfigurationError, DualWriter, TransactionalProducer, Unavailable, failpoints
 from dualwrite.errors import ChangelogDiffers, IllegalStateError, StoreTooOld
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.failpoints import FailpointError
+from dualwrite.failpoints import FailpointError
 from dualwrite.state import KeyValueStore, ProducerBlocks, Standby, StateTask
 from dualwrite.testing import read_committed
 

@@ -25,23 +25,22 @@ from harness.hanging import abort_hanging
 from harness.patience import PATIENCE_S, patient, wait_until
 from sqlalchemy import Column, MetaData, Table, Text, create_engine, select
 
-from dualwrite import DualWriteError, DualWriter, WriterLimits, recover
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite import DualWriteError, DualWriter, WriterLimits, failpoints, recover
+from dualwrite.clock import Deadline
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.migrations import upgrade
-from dualwrite.protocol.observations import TransactionStatus
+from dualwrite.protocol.values import TransactionStatus
 from dualwrite.recovery.claim import OwnerContext
 from dualwrite.recovery.recover import status
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.sinks.jobs.decide import Decision
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.sinks.batches import Decision
+from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedKafka, History, Journal, read_committed
-from dualwrite.testing.verdict import Place, compare
-from dualwrite.writing import opened as opened_module
-from dualwrite.writing.blocks.block import Ending, dual_write
-from dualwrite.writing.lanes.lane import Lane
+from dualwrite.testing.checker__testing_verdict import Place, compare
+from dualwrite.writing import writer_resources as opened_module
+from dualwrite.writing.lane import Lane
+from dualwrite.writing.transaction__writing_blocks_block import Ending, dual_write
 
 pytestmark = [pytest.mark.kafka, pytest.mark.postgresql, pytest.mark.slow]
 

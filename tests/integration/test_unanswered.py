@@ -6,12 +6,11 @@ from confluent_kafka.admin import AdminClient
 from harness.death import mortal
 from harness.orders import on_postgresql, write
 
-from dualwrite import CompletionPending, DecidedTransactionLost, DualWriter, WriterLimits
+from dualwrite import CompletionPending, DecidedTransactionLost, DualWriter, WriterLimits, failpoints
 from dualwrite.errors import OutcomeUnverifiable
-from dualwrite.protocol.observations import Outcome
-from dualwrite.runtime import failpoints
-from dualwrite.stores.sql.state import SqlStateStore
-from dualwrite.testing.proxy.kafka import KafkaProxy
+from dualwrite.protocol.values import Outcome
+from dualwrite.stores.sql.store import SqlStateStore
+from dualwrite.testing.proxy__testing_proxy_kafka import KafkaProxy
 
 pytestmark = on_postgresql
 

@@ -10,11 +10,9 @@ from harness.spark_source import ArmedSource, options, write_by, write_with
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions
 
-from dualwrite import ConfigurationError
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.failpoints import FailpointError
-from dualwrite.sinks.spark import foreach_batch, foreach_partition, register, write_batch
-from dualwrite.sinks.spark.driver import plan
+from dualwrite import ConfigurationError, failpoints
+from dualwrite.failpoints import FailpointError
+from dualwrite.sinks.spark import foreach_batch, foreach_partition, plan, register, write_batch
 from dualwrite.units import BatchReader
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]

@@ -18,12 +18,11 @@ from harness.patience import PATIENCE_S
 from harness.shared_servers import data_directory
 from sqlalchemy import insert, select
 
-from dualwrite import ConfigurationError, DualWriter, Fenced, TransactionAborted, Unavailable
+from dualwrite import ConfigurationError, DualWriter, Fenced, TransactionAborted, Unavailable, failpoints
+from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError
-from dualwrite.protocol.tables.unit_life import UnitState, UnitWriterState
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.runtime.failpoints import FailpointError
+from dualwrite.failpoints import FailpointError
+from dualwrite.protocol.lives__protocol_tables_unit_life import UnitState, UnitWriterState
 from dualwrite.units import BatchReader, KeyedImage, UnitReader, UnitWriter
 from dualwrite.units.announcing import Written, announce_batch
 from dualwrite.units.log import PartitionLogs

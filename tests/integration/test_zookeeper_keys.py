@@ -12,8 +12,8 @@ from kazoo.exceptions import BadVersionError, NodeExistsError, NoNodeError
 from kazoo.security import make_digest_acl
 
 from dualwrite.errors import ConfigurationError, TransactionAborted, TransactionInDoubt, Unavailable
-from dualwrite.stores.keyed.keys import Change
-from dualwrite.stores.zookeeper.database import ZooKeeperDatabase
+from dualwrite.stores.keyed.store__stores_keyed_keys import Change
+from dualwrite.stores.keyed.zookeeper import ZooKeeperDatabase
 from dualwrite.testing import EmbeddedZooKeeper
 
 KEY = ("state", "orders/eu")

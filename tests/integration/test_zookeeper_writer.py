@@ -21,15 +21,15 @@ from dualwrite import (
     TransactionAborted,
     TransactionInDoubt,
     WriterLimits,
+    failpoints,
     recover,
 )
 from dualwrite.databases import ZooKeeperDatabase
 from dualwrite.errors import DatabaseWentBack, IllegalStateError
+from dualwrite.failpoints import FailpointError
 from dualwrite.operations import forget, terminate
 from dualwrite.recovery.recover import status
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.failpoints import FailpointError
-from dualwrite.stores.zookeeper.session import Session
+from dualwrite.stores.keyed.zookeeper__stores_zookeeper_session import Session
 from dualwrite.testing import EmbeddedZooKeeper, read_committed
 
 names = (f"/writer-{secrets.token_hex(4)}" for _ in itertools.count())

@@ -21,8 +21,8 @@ from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_u
 import dualwrite.migrations
 from dualwrite import migrations
 from dualwrite.errors import ConfigurationError
-from dualwrite.stores.sql.schema import SCHEMA_REVISION, FoundTables, check_schema
-from dualwrite.stores.sql.tables.declared import OWN_TABLES, VERSION_TABLE, declare_tables
+from dualwrite.stores.sql.short_transactions__stores_sql_schema import SCHEMA_REVISION, FoundTables, check_schema
+from dualwrite.stores.sql.tables import OWN_TABLES, VERSION_TABLE, declare_tables
 
 in_each = pytest.mark.parametrize(
     ("engine", "schema"),

@@ -17,10 +17,10 @@ from sqlalchemy import Connection, Engine, create_engine, inspect, text
 import dualwrite.migrations
 from dualwrite import migrations
 from dualwrite.errors import ConfigurationError
-from dualwrite.protocol.observations import Outcome
+from dualwrite.protocol.values import Outcome
 from dualwrite.stores.sql.database import SqlDatabase
-from dualwrite.stores.sql.schema import SCHEMA_REVISION, check_schema
-from dualwrite.stores.sql.tables.declared import SINCE, VERSION_TABLE, declare_tables
+from dualwrite.stores.sql.short_transactions__stores_sql_schema import SCHEMA_REVISION, check_schema
+from dualwrite.stores.sql.tables import SINCE, VERSION_TABLE, declare_tables
 
 REVISIONS = [
     script.revision

@@ -19,9 +19,8 @@ from harness.mistakes import MISTAKES, planted
 from sqlalchemy import create_engine, insert, text
 from sqlalchemy.exc import SQLAlchemyError
 
-from dualwrite import DualWriter, WriterLimits, recover
-from dualwrite.kafka.producer.choice import EngineName
-from dualwrite.runtime import failpoints
+from dualwrite import DualWriter, WriterLimits, failpoints, recover
+from dualwrite.kafka.producer__kafka_producer_choice import EngineName
 from dualwrite.units import UnitWriter
 from scenarios.rows import ROWS
 

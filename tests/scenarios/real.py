@@ -24,13 +24,13 @@ from kafka.admin import AbortTransactionSpec, KafkaAdminClient
 from kafka.structs import TopicPartition as Place
 from sqlalchemy import create_engine, delete, insert, select, text
 
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
+from dualwrite.clock import Deadline
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.migrations import upgrade
-from dualwrite.protocol.observations import TransactionStatus
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.sql.state import SqlStateStore
-from dualwrite.stores.sql.tables.declared import declare_tables
+from dualwrite.protocol.values import TransactionStatus
+from dualwrite.stores.sql.store import SqlStateStore
+from dualwrite.stores.sql.tables import declare_tables
 from dualwrite.testing import Api, KafkaProxy, PostgresProxy, read_committed
 from dualwrite.units import KeyedImage, UnitReader
 from scenarios.actor import RECORDS_OF_A_UNIT, TRANSACTIONAL_ID, Settings
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from dualwrite.kafka.producer.choice import EngineName
+    from dualwrite.kafka.producer__kafka_producer_choice import EngineName
     from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
-    from dualwrite.testing.proxy.rules import Rule
+    from dualwrite.testing.proxy__testing_proxy_rules import Rule
 
 PATIENCE_S = 120.0
 TIMEOUT_MS = 6_000

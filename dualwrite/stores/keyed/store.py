@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted
-from dualwrite.protocol.rows import Participant, StateRow
-from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
-from dualwrite.stores.keyed import changes as rules
-from dualwrite.stores.keyed.attempts import Conflict, until_unchanged
-from dualwrite.stores.keyed.encoding import (
+from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
+from dualwrite.protocol.values__protocol_rows import Participant, StateRow
+from dualwrite.stores.keyed import store__stores_keyed_changes as rules
+from dualwrite.stores.keyed.store__stores_keyed_attempts import Conflict, until_unchanged
+from dualwrite.stores.keyed.store__stores_keyed_encoding import (
     Stored,
     decode_row,
     encode_incident,
@@ -24,21 +24,26 @@ from dualwrite.stores.keyed.encoding import (
     incident_key,
     state_key,
 )
-from dualwrite.stores.keyed.incidents import Incidents, now
-from dualwrite.stores.keyed.keys import STATE, Change, Entry, Key, Keys
-from dualwrite.stores.sql.tables.rows import check_decidable, check_guard, check_name, check_not_gone_back
+from dualwrite.stores.keyed.store__stores_keyed_incidents import Incidents, now
+from dualwrite.stores.keyed.store__stores_keyed_keys import STATE, Change, Entry, Key, Keys
+from dualwrite.stores.sql.tables__stores_sql_tables_rows import (
+    check_decidable,
+    check_guard,
+    check_name,
+    check_not_gone_back,
+)
 
 if TYPE_CHECKING:
-    from dualwrite.protocol.observations import Outcome
+    from dualwrite.clock import Deadline
     from dualwrite.protocol.prepared_state import PreparedTxnState
-    from dualwrite.runtime.deadline import Deadline
-    from dualwrite.stores.keyed.handle import KeyedHandle
+    from dualwrite.protocol.values import Outcome
+    from dualwrite.stores.keyed.store__stores_keyed_handle import KeyedHandle
 
 Result = TypeVar("Result")
 
 
 class KeyedStore(Incidents):
-    """The rows of one database. Implements :class:`dualwrite.ports.store.StateStore`. Thread-safe.
+    """The rows of one database. Implements :class:`dualwrite.interfaces.StateStore`. Thread-safe.
 
     Times are those of the process that writes: such a database has no clock of its own.
 
@@ -54,13 +59,13 @@ class KeyedStore(Incidents):
     # Inside the caller's transaction
 
     def check_same_database(self, connection: KeyedHandle) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.check_same_database`. Handles are made by the database itself."""
+        """See :meth:`dualwrite.interfaces.StateStore.check_same_database`. Handles are made by the database itself."""
 
     def watch_savepoints(self, connection: KeyedHandle, transactional_id: str) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.watch_savepoints`. There are none."""
+        """See :meth:`dualwrite.interfaces.StateStore.watch_savepoints`. There are none."""
 
     def begin(self, connection: KeyedHandle) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.begin`. Nothing is sent before the commit."""
+        """See :meth:`dualwrite.interfaces.StateStore.begin`. Nothing is sent before the commit."""
         if connection.begun:
             raise IllegalStateError("a dual write has already begun on this handle")
         connection.clear()
@@ -75,7 +80,7 @@ class KeyedStore(Incidents):
         namespace: str | None = None,
         known: StateRow | None = None,
     ) -> int | None:
-        """See :meth:`dualwrite.ports.store.StateStore.read_incarnation`."""
+        """See :meth:`dualwrite.interfaces.StateStore.read_incarnation`."""
         del connection
         found = self._stored(transactional_id)
         if found is None or namespace not in {None, found.row.namespace}:
@@ -97,7 +102,7 @@ class KeyedStore(Incidents):
         answer_s: float | None = None,
         deferred: bool = False,
     ) -> tuple[bool, str | None]:
-        """See :meth:`dualwrite.ports.store.StateStore.decide`. No server ends the session of a paused owner."""
+        """See :meth:`dualwrite.interfaces.StateStore.decide`. No server ends the session of a paused owner."""
         del idle_s, within_s, answer_s, deferred
         check_decidable(transactional_id, incarnation, state)
         return self._end_with(
@@ -118,7 +123,7 @@ class KeyedStore(Incidents):
         answer_s: float | None = None,
         deferred: bool = False,
     ) -> tuple[bool, str | None]:
-        """See :meth:`dualwrite.ports.store.StateStore.hold`. The row is written, with the name of the transaction."""
+        """See :meth:`dualwrite.interfaces.StateStore.hold`. The row is written, with the name of the transaction."""
         del answer_s, deferred
         return self._end_with(
             connection,
@@ -148,12 +153,12 @@ class KeyedStore(Incidents):
         return True, name
 
     def run_deferred(self, connection: KeyedHandle, transactional_id: str | None = None) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.run_deferred`. Nothing is deferred."""
+        """See :meth:`dualwrite.interfaces.StateStore.run_deferred`. Nothing is deferred."""
 
     def prepare(
         self, connection: KeyedHandle, row: StateRow, state: PreparedTxnState, *, answer_s: float | None = None
     ) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.prepare`.
+        """See :meth:`dualwrite.interfaces.StateStore.prepare`.
 
         Raises:
             ConfigurationError: Always.
@@ -162,7 +167,7 @@ class KeyedStore(Incidents):
         raise ConfigurationError(f"{self._name} prepares no transactions", next_step="decide each dual write by itself")
 
     def commit(self, connection: KeyedHandle, *, answer_s: float | None = None) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.commit`."""
+        """See :meth:`dualwrite.interfaces.StateStore.commit`."""
         if not connection.begun:
             raise TransactionAborted("the dual write was rolled back before its commit")
         try:
@@ -174,13 +179,13 @@ class KeyedStore(Incidents):
             self.rollback(connection)
 
     def rollback(self, connection: KeyedHandle) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.rollback`. Nothing was sent."""
+        """See :meth:`dualwrite.interfaces.StateStore.rollback`. Nothing was sent."""
         connection.clear()
         connection.changes = []
         connection.begun = False
 
     def discard(self, connection: KeyedHandle) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.discard`."""
+        """See :meth:`dualwrite.interfaces.StateStore.discard`."""
         self.rollback(connection)
 
     # In writes of our own
@@ -195,7 +200,7 @@ class KeyedStore(Incidents):
         verify: Callable[[Sequence[StateRow]], None] | None = None,
         raise_to: Mapping[str, int] | None = None,
     ) -> Sequence[StateRow]:
-        """See :meth:`dualwrite.ports.store.StateStore.claim`. If a row changes meanwhile, ``verify`` is called again."""
+        """See :meth:`dualwrite.interfaces.StateStore.claim`. If a row changes meanwhile, ``verify`` is called again."""
         ids = sorted({check_name(transactional_id) for transactional_id in transactional_ids})
         floors = raise_to or {}
 
@@ -229,11 +234,11 @@ class KeyedStore(Incidents):
         return until_unchanged(attempt) if ids else []
 
     def read(self, transactional_ids: Sequence[str]) -> Sequence[StateRow]:
-        """See :meth:`dualwrite.ports.store.StateStore.read`."""
+        """See :meth:`dualwrite.interfaces.StateStore.read`."""
         return _rows(self._entries(transactional_ids).values())
 
     def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:
-        """See :meth:`dualwrite.ports.store.StateStore.read_locked`. Writes the row again, as it is."""
+        """See :meth:`dualwrite.interfaces.StateStore.read_locked`. Writes the row again, as it is."""
         key = state_key(transactional_id)
 
         def attempt() -> StateRow:
@@ -249,16 +254,16 @@ class KeyedStore(Incidents):
         return until_unchanged(attempt, deadline)
 
     def while_locked(self, transactional_ids: Sequence[str], work: Callable[[], None], deadline: Deadline) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.while_locked`."""
+        """See :meth:`dualwrite.interfaces.StateStore.while_locked`."""
         with self._keys.locked([state_key(name) for name in sorted(set(transactional_ids))], deadline.remaining_s()):
             work()
 
     def find(self, prefix: str) -> Sequence[StateRow]:
-        """See :meth:`dualwrite.ports.store.StateStore.find`."""
+        """See :meth:`dualwrite.interfaces.StateStore.find`."""
         return _rows(self._keys.scan(STATE, prefix).values())
 
     def record_outcomes(self, outcomes: Sequence[tuple[StateRow, Outcome, str]]) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.record_outcomes`."""
+        """See :meth:`dualwrite.interfaces.StateStore.record_outcomes`."""
 
         def attempt() -> None:
             keys = [
@@ -279,7 +284,7 @@ class KeyedStore(Incidents):
         until_unchanged(attempt)
 
     def mark_settled(self, incarnations: Mapping[str, int]) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.mark_settled`."""
+        """See :meth:`dualwrite.interfaces.StateStore.mark_settled`."""
 
         def attempt() -> None:
             moment, entries = now(), self._entries(incarnations)
@@ -293,7 +298,7 @@ class KeyedStore(Incidents):
         until_unchanged(attempt)
 
     def raise_fence(self, row: StateRow, fence: int) -> bool:
-        """See :meth:`dualwrite.ports.store.StateStore.raise_fence`."""
+        """See :meth:`dualwrite.interfaces.StateStore.raise_fence`."""
         key = state_key(row.transactional_id)
 
         def attempt() -> bool:
@@ -307,15 +312,15 @@ class KeyedStore(Incidents):
         return until_unchanged(attempt)
 
     def participants(self, rows: Collection[StateRow]) -> Sequence[Participant]:
-        """See :meth:`dualwrite.ports.store.StateStore.participants`. Nothing is ever prepared."""
+        """See :meth:`dualwrite.interfaces.StateStore.participants`. Nothing is ever prepared."""
         del rows
         return []
 
     def end_participant(self, participant: Participant, *, committed: bool) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.end_participant`. There are none."""
+        """See :meth:`dualwrite.interfaces.StateStore.end_participant`. There are none."""
 
     def transaction_verdict(self, transaction: str | None) -> DatabaseVerdict:
-        """See :meth:`dualwrite.ports.store.StateStore.transaction_verdict`. Call :meth:`read_locked` before."""
+        """See :meth:`dualwrite.interfaces.StateStore.transaction_verdict`. Call :meth:`read_locked` before."""
         if transaction is None:
             return DatabaseVerdict.UNKNOWN
         return rules.verdict(self._stored(rules.id_in(transaction)), transaction)

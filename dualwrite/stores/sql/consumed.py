@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import ColumnElement, and_, bindparam, case, select, update
 
 from dualwrite.stores.sql.short_transactions import ShortTransactions, dialect_of
-from dualwrite.stores.sql.tables.clock import database_now
-from dualwrite.stores.sql.tables.declared import declare_tables
-from dualwrite.stores.sql.tables.rows import check_name
+from dualwrite.stores.sql.tables import declare_tables
+from dualwrite.stores.sql.tables__stores_sql_tables_clock import database_now
+from dualwrite.stores.sql.tables__stores_sql_tables_rows import check_name
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine

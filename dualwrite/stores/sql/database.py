@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Final
 from sqlalchemy import exc
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.ports.database import PAUSED_OWNER_TIMEOUT_S, Database, Traits
-from dualwrite.stores.sql.access.connections import borrowed, usable
-from dualwrite.stores.sql.access.failures import map_database_error, migrate_advice
-from dualwrite.stores.sql.forgetting import Forgetting
-from dualwrite.stores.sql.joined import JoinedStore
+from dualwrite.interfaces__ports_database import PAUSED_OWNER_TIMEOUT_S, Database, Traits
+from dualwrite.stores.sql.access import borrowed, usable
+from dualwrite.stores.sql.access__stores_sql_access_failures import map_database_error, migrate_advice
+from dualwrite.stores.sql.database__stores_sql_forgetting import Forgetting
+from dualwrite.stores.sql.database__stores_sql_joined import JoinedStore
 from dualwrite.stores.sql.leases import Leases, living_members, read_leases
-from dualwrite.stores.sql.schema import FoundTables, check_schema
-from dualwrite.stores.sql.state import SqlStateStore, listen_to
-from dualwrite.stores.sql.tables.declared import LEASE_TABLE, declare_tables
+from dualwrite.stores.sql.short_transactions__stores_sql_schema import FoundTables, check_schema
+from dualwrite.stores.sql.store import SqlStateStore, listen_to
+from dualwrite.stores.sql.tables import LEASE_TABLE, declare_tables
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
-    from dualwrite.ports.store import StateStore
-    from dualwrite.protocol.process.leases import Lease
+    from dualwrite.interfaces import StateStore
+    from dualwrite.protocol.leases import Lease
 
 _NAMES: Final = {"postgresql": "PostgreSQL", "sqlite": "SQLite"}
 
@@ -83,7 +83,7 @@ class SqlDatabase(Database):
 
     @property
     def joins_first(self) -> Engine | None:
-        """See :class:`dualwrite.writing.joining.Joining`."""
+        """See :class:`dualwrite.writing.sessions.Joining`."""
         return self._blocks if self._is_sqlite else None
 
     @property
@@ -142,7 +142,7 @@ class SqlDatabase(Database):
 
     def living(self, names: Collection[str]) -> set[str]:
         """See :meth:`Database.living`. Includes slots, which the tasks of a job hold."""
-        from dualwrite.stores.sql.jobs.slots import living_leases  # noqa: PLC0415 - a writer needs no slots
+        from dualwrite.stores.sql.slots import living_leases  # noqa: PLC0415 - a writer needs no slots
 
         slots = living_leases(self.engine, names, schema=self.tables_schema)
         return slots | living_members(self.engine, names, schema=self.tables_schema) if self._has_leases() else slots
@@ -157,7 +157,7 @@ class SqlDatabase(Database):
         """See :meth:`Database.warnings`. Only PostgreSQL keeps old versions where look-ups meet them."""
         if self.engine.dialect.name != "postgresql":
             return ()
-        from dualwrite.stores.sql.dialects.postgresql import kept_versions  # noqa: PLC0415 - large, as in dialect_of
+        from dualwrite.stores.sql.postgresql import kept_versions  # noqa: PLC0415 - large, as in dialect_of
 
         try:
             with self.engine.connect() as connection:

@@ -12,16 +12,16 @@ from typing import Any, Final, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Engine, and_, exc, null, or_, select, update
 
+from dualwrite import failpoints
 from dualwrite.errors import Unavailable
-from dualwrite.protocol.naming import member_id, writer_of
-from dualwrite.protocol.process.leases import Lease, check_fleet, numbers_to_try, place_of
-from dualwrite.protocol.tables.lease_life import LeaseState
-from dualwrite.runtime import failpoints
-from dualwrite.stores.sql.access.failures import map_database_error
+from dualwrite.protocol.leases import Lease, check_fleet, numbers_to_try, place_of
+from dualwrite.protocol.lives__protocol_tables_lease_life import LeaseState
+from dualwrite.protocol.values__protocol_naming import member_id, writer_of
+from dualwrite.stores.sql.access__stores_sql_access_failures import map_database_error
 from dualwrite.stores.sql.short_transactions import ShortTransactions, dialect_of
-from dualwrite.stores.sql.tables.clock import database_now, database_now_plus
-from dualwrite.stores.sql.tables.declared import Tables, declare_tables
-from dualwrite.stores.sql.tables.rows import in_chunks
+from dualwrite.stores.sql.tables import Tables, declare_tables
+from dualwrite.stores.sql.tables__stores_sql_tables_clock import database_now, database_now_plus
+from dualwrite.stores.sql.tables__stores_sql_tables_rows import in_chunks
 
 Result = TypeVar("Result")
 _MORE: Final = 1000

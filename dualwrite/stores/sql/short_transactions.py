@@ -10,18 +10,18 @@ from sqlalchemy import exc
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from dualwrite.errors import ConfigurationError, DualWriteError, Unavailable
-from dualwrite.ports.database import PAUSED_OWNER_TIMEOUT_S
-from dualwrite.runtime.waiting import elsewhere
-from dualwrite.stores.sql.access.connections import begin_on
-from dualwrite.stores.sql.access.failures import Meaning, map_database_error, meaning_of
-from dualwrite.stores.sql.dialects.committing import rollback
-from dualwrite.stores.sql.tables.column_types import MYSQL
+from dualwrite.interfaces__ports_database import PAUSED_OWNER_TIMEOUT_S
+from dualwrite.stores.sql.access import begin_on
+from dualwrite.stores.sql.access__stores_sql_access_failures import Meaning, map_database_error, meaning_of
+from dualwrite.stores.sql.dialect__stores_sql_dialects_committing import rollback
+from dualwrite.stores.sql.tables__stores_sql_tables_column_types import MYSQL
+from dualwrite.waiting import elsewhere
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
-    from dualwrite.stores.sql.dialects.dialect import Dialect
-    from dualwrite.stores.sql.tables.declared import Tables
+    from dualwrite.stores.sql.dialect import Dialect
+    from dualwrite.stores.sql.tables import Tables
 
 Result = TypeVar("Result")
 
@@ -43,15 +43,15 @@ def dialect_of(
     found = (engine.dialect.name, engine.dialect.driver)
     # SQLAlchemy's part for a database is large: load that of the engine's alone.
     if found == ("postgresql", "psycopg"):
-        from dualwrite.stores.sql.dialects.postgresql import PostgreSQL  # noqa: PLC0415 - as above
+        from dualwrite.stores.sql.postgresql import PostgreSQL  # noqa: PLC0415 - as above
 
         return PostgreSQL(paused_owner_timeout_s)
     if found == ("sqlite", "pysqlite"):
-        from dualwrite.stores.sql.dialects.sqlite import SQLite  # noqa: PLC0415 - as above
+        from dualwrite.stores.sql.sqlite import SQLite  # noqa: PLC0415 - as above
 
         return SQLite()
     if found in _MARIADB:
-        from dualwrite.stores.sql.dialects.mariadb import MariaDB  # noqa: PLC0415 - as above
+        from dualwrite.stores.sql.mariadb import MariaDB  # noqa: PLC0415 - as above
 
         return MariaDB(paused_owner_timeout_s)
     raise ConfigurationError(

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.pool import StaticPool
 
-from dualwrite.apps.async_transaction import Sessions, session_of_block
-from dualwrite.apps.async_writer import AsyncDualWriter
-from dualwrite.apps.task_writer import OfTasks
+from dualwrite.asyncio.transaction import Sessions, session_of_block
+from dualwrite.asyncio.writer import AsyncDualWriter
+from dualwrite.asyncio.writer__apps_task_writer import OfTasks
 from dualwrite.errors import ConfigurationError
-from dualwrite.protocol.allowed import DEFAULT_LIMITS, WriterLimits
-from dualwrite.stores.sql.access.connecting import async_engine_of
-from dualwrite.stores.sql.drivers.closing import roll_back_before_closing
+from dualwrite.protocol.values__protocol_allowed import DEFAULT_LIMITS, WriterLimits
+from dualwrite.stores.sql.access__stores_sql_access_connecting import async_engine_of
+from dualwrite.stores.sql.drivers__stores_sql_drivers_closing import roll_back_before_closing
 from dualwrite.testing.memory.writer import InMemoryWriter
 
 if TYPE_CHECKING:
-    from dualwrite.apps.task_writer import TaskWriter
+    from dualwrite.asyncio.writer__apps_task_writer import TaskWriter
     from dualwrite.errors import DualWriteError
-    from dualwrite.protocol.producer_record import ProducerRecord
-    from dualwrite.testing.memory.log import RecordedTransaction
-    from dualwrite.testing.memory.places import Place
-    from dualwrite.writing.blocks.serializing import Serializers
+    from dualwrite.protocol.message__protocol_producer_record import ProducerRecord
+    from dualwrite.testing.memory.failures import Place
+    from dualwrite.testing.memory.lane__testing_memory_log import RecordedTransaction
+    from dualwrite.writing.dual_write__writing_blocks_serializing import Serializers
 
 
 class AsyncInMemoryWriter(AsyncDualWriter):
@@ -135,7 +135,7 @@ class AsyncInMemoryWriter(AsyncDualWriter):
 
 
 class _ForTasks(OfTasks, InMemoryWriter):
-    """An `InMemoryWriter` for greenlets, as :class:`dualwrite.apps.task_writer.ForTasks` is a `DualWriter`."""
+    """An `InMemoryWriter` for greenlets, as :class:`dualwrite.asyncio.writer__apps_task_writer.ForTasks` is a `DualWriter`."""
 
     def __init__(self, transactional_id: str, asynchronous: AsyncEngine, **settings: Any) -> None:
         super().__init__(transactional_id, database=asynchronous.sync_engine, **settings)

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from dualwrite.errors import CompletionPending, IllegalStateError
 from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, MessageColumns, Unsendable
-from dualwrite.protocol.observations import NEVER_MS
+from dualwrite.protocol.message__protocol_producer_record import ProducerRecord
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.producer_record import ProducerRecord
-from dualwrite.protocol.rows import StateRow
+from dualwrite.protocol.values import NEVER_MS
+from dualwrite.protocol.values__protocol_rows import StateRow
 from dualwrite.recovery.claim import OwnerContext
-from dualwrite.testing.memory.places import Place
-from dualwrite.testing.memory.store import JoinedMemoryStore, MemoryStore
+from dualwrite.testing.memory.failures import Place
+from dualwrite.testing.memory.lane__testing_memory_store import JoinedMemoryStore, MemoryStore
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
+    from dualwrite.clock import Deadline
     from dualwrite.protocol.message import DeliveryCallback, Sendable
-    from dualwrite.runtime.deadline import Deadline
-    from dualwrite.stores.sql.dialects.dialect import Dialect
-    from dualwrite.testing.memory.log import Log, RecordedTransaction
-    from dualwrite.testing.memory.planted import Planted
+    from dualwrite.stores.sql.dialect import Dialect
+    from dualwrite.testing.memory.failures__testing_memory_planted import Planted
+    from dualwrite.testing.memory.lane__testing_memory_log import Log, RecordedTransaction
 
 _INCARNATION: Final = 1
 _OWNER: Final = "in memory"
@@ -117,7 +117,7 @@ class MemoryProducer:
     def _messages(self, held: MessageBatch | MessageColumns) -> Iterator[Message]:
         if isinstance(held, MessageColumns):
             # Loads Kafka's clients: the product's own reading of columns.
-            from dualwrite.kafka.producer.librdkafka.from_arrow import messages_of  # noqa: PLC0415 - as above
+            from dualwrite.kafka.librdkafka.producer__kafka_producer_librdkafka_from_arrow import messages_of  # noqa: PLC0415 - as above
 
             yield from messages_of(held, self.max_message_bytes)
         else:
@@ -145,7 +145,7 @@ class MemoryProducer:
 
 
 class MemoryLane:
-    """The part of a :class:`dualwrite.writing.lanes.lane.Lane` that a dual write and the lanes of a writer use.
+    """The part of a :class:`dualwrite.writing.lane.Lane` that a dual write and the lanes of a writer use.
 
     Args:
         transactional_id: The lane's id.

@@ -3,5 +3,5 @@
 ``python -m dualwrite.testing.servers up`` starts some of them by hand.
 
 What belongs here: fetching, starting, suspending, killing and stopping servers. May use: the standard library,
-``dualwrite.errors`` and ``dualwrite.runtime.deadline``.
+``dualwrite.errors`` and ``dualwrite.clock``.
 """

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.testing.servers.kafka import SERVERS_VARIABLE, EmbeddedKafka
 from dualwrite.testing.servers.postgresql import SERVER_VARIABLE, EmbeddedPostgres
 

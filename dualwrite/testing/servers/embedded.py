@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
 
 from sqlalchemy.engine import make_url
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.testing.servers.ports import LOOPBACK, ReservedPort
-from dualwrite.testing.servers.server_process import ServerProcess
+from dualwrite.testing.servers.embedded__testing_servers_ports import LOOPBACK, ReservedPort
+from dualwrite.testing.servers.embedded__testing_servers_server_process import ServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

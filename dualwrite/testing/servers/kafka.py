@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Literal
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.testing.servers import kafka_admin
+from dualwrite.testing.servers import kafka__testing_servers_kafka_admin
 from dualwrite.testing.servers.embedded import EmbeddedCluster, stop_process, wait_until_ready
 from dualwrite.testing.servers.jars import kafka_jars
-from dualwrite.testing.servers.kafka_broker import WHO, Broker
-from dualwrite.testing.servers.kafka_properties import ADMIN, server_properties
+from dualwrite.testing.servers.kafka__testing_servers_kafka_broker import WHO, Broker
+from dualwrite.testing.servers.kafka__testing_servers_kafka_properties import ADMIN, server_properties
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -278,7 +278,7 @@ class EmbeddedKafka(EmbeddedCluster[Broker]):
             confluent_kafka.KafkaException: The broker refused, with its reason.
             Unavailable: Some partitions had no leader in time.
         """
-        kafka_admin.create(self._admin(), name, partitions, config or {}, Deadline(timeout_s))
+        kafka__testing_servers_kafka_admin.create(self._admin(), name, partitions, config or {}, Deadline(timeout_s))
         return name
 
     def delete_topic(self, name: str, *, timeout_s: float = 120.0) -> None:
@@ -288,7 +288,7 @@ class EmbeddedKafka(EmbeddedCluster[Broker]):
             confluent_kafka.KafkaException: The broker refused, with its reason.
             Unavailable: It was still there after ``timeout_s``.
         """
-        kafka_admin.delete(self._admin(), name, Deadline(timeout_s))
+        kafka__testing_servers_kafka_admin.delete(self._admin(), name, Deadline(timeout_s))
 
     def allow(
         self,
@@ -318,7 +318,7 @@ class EmbeddedKafka(EmbeddedCluster[Broker]):
         if not self._users:
             raise ConfigurationError("this broker allows every operation: it was started without users")
         admin = self._admin()  # keep it until the answer: without its handle, librdkafka cancels the request
-        kafka_admin.allow(
+        kafka__testing_servers_kafka_admin.allow(
             admin, user, operation, resource_type, resource, prefixed=prefixed, deadline=Deadline(timeout_s)
         )
 

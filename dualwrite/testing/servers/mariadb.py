@@ -20,14 +20,14 @@ from sqlalchemy.engine import URL
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.testing.servers.embedded import EmbeddedDatabase, stop_process
+from dualwrite.testing.servers.embedded__testing_servers_ports import LOOPBACK
 from dualwrite.testing.servers.jars import fetched_jars
-from dualwrite.testing.servers.ports import LOOPBACK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dualwrite.runtime.deadline import Deadline
-    from dualwrite.testing.servers.server_process import ServerProcess
+    from dualwrite.clock import Deadline
+    from dualwrite.testing.servers.embedded__testing_servers_server_process import ServerProcess
 
 SERVER_VARIABLE: Final = "DUALWRITE_TEST_MARIADB"
 _DRIVER: Final = "mysql+pymysql"

@@ -15,12 +15,12 @@ from psycopg.conninfo import make_conninfo
 from sqlalchemy.engine import URL
 
 from dualwrite.testing.servers.embedded import EmbeddedDatabase, stop_process
-from dualwrite.testing.servers.ports import LOOPBACK
-from dualwrite.testing.servers.postgresql_binaries import binaries, unprivileged_user
+from dualwrite.testing.servers.embedded__testing_servers_ports import LOOPBACK
+from dualwrite.testing.servers.postgresql__testing_servers_postgresql_binaries import binaries, unprivileged_user
 
 if TYPE_CHECKING:
-    from dualwrite.runtime.deadline import Deadline
-    from dualwrite.testing.servers.server_process import ServerProcess
+    from dualwrite.clock import Deadline
+    from dualwrite.testing.servers.embedded__testing_servers_server_process import ServerProcess
 
 SERVER_VARIABLE = "DUALWRITE_TEST_POSTGRES"
 DRIVER = "postgresql+psycopg"

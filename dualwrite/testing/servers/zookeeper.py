@@ -7,12 +7,12 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.testing.servers.embedded import EmbeddedCluster, stop_process, wait_until_ready
+from dualwrite.testing.servers.embedded__testing_servers_ports import LOOPBACK, ReservedPort
+from dualwrite.testing.servers.embedded__testing_servers_server_process import ServerProcess
 from dualwrite.testing.servers.jars import fetched_jars, java
-from dualwrite.testing.servers.ports import LOOPBACK, ReservedPort
-from dualwrite.testing.servers.server_process import ServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

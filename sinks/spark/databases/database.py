@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from sqlalchemy import Connection, Engine
 
-    from dualwrite.sinks.spark.columns.layout import Copied, Layout
-    from dualwrite.sinks.spark.columns.row_names import RowNames
-    from dualwrite.sinks.spark.columns.table import Table
+    from dualwrite.sinks.spark.column_types__sinks_spark_columns_table import Table
+    from dualwrite.sinks.spark.digests__sinks_spark_columns_row_names import RowNames
+    from dualwrite.sinks.spark.layout import Copied, Layout
 
 _COMMENT: Final = "made by dualwrite, dropped by it: "
 STAGING_PREFIX: Final = "dualwrite_staging_"

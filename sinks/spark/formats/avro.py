@@ -14,10 +14,9 @@ from fastavro.schema import SchemaParseException, UnknownType, expand_schema
 from pyspark.sql import types as spark
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.sinks.spark.columns.column_types import row_of
-from dualwrite.sinks.spark.columns.from_rows import unless_null, variant_json
-from dualwrite.sinks.spark.options.message_formats import Format
-from dualwrite.sinks.spark.schemas.parts import (
+from dualwrite.sinks.spark.column_types import row_of
+from dualwrite.sinks.spark.options__sinks_spark_options_message_formats import Format
+from dualwrite.sinks.spark.schema_parts import (
     Given,
     Part,
     PartSchema,
@@ -27,6 +26,7 @@ from dualwrite.sinks.spark.schemas.parts import (
     refused,
     rows_of,
 )
+from dualwrite.sinks.spark.sendable__sinks_spark_columns_from_rows import unless_null, variant_json
 
 if TYPE_CHECKING:
     from confluent_kafka.schema_registry import SchemaRegistryClient

@@ -15,10 +15,9 @@ from google.protobuf.message import DecodeError
 from pyspark.sql import types as spark
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.sinks.spark.columns.column_types import row_of
-from dualwrite.sinks.spark.columns.from_rows import json_converter, unless_null, variant_json
-from dualwrite.sinks.spark.options.message_formats import Format
-from dualwrite.sinks.spark.schemas.parts import (
+from dualwrite.sinks.spark.column_types import row_of
+from dualwrite.sinks.spark.options__sinks_spark_options_message_formats import Format
+from dualwrite.sinks.spark.schema_parts import (
     Given,
     Part,
     PartSchema,
@@ -28,6 +27,7 @@ from dualwrite.sinks.spark.schemas.parts import (
     refused,
     rows_of,
 )
+from dualwrite.sinks.spark.sendable__sinks_spark_columns_from_rows import json_converter, unless_null, variant_json
 
 if TYPE_CHECKING:
     from confluent_kafka.schema_registry import SchemaRegistryClient

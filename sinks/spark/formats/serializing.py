@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Final
 from confluent_kafka.serialization import SerializationError
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.sinks.spark.columns.layout import Encoded
-from dualwrite.sinks.spark.schemas.parts import module_of
+from dualwrite.sinks.spark.layout import Encoded
+from dualwrite.sinks.spark.schema_parts import module_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from dualwrite.sinks.spark.columns.layout import Layout
-    from dualwrite.sinks.spark.columns.row_names import RowNames
-    from dualwrite.sinks.spark.options.settings import SinkOptions
-    from dualwrite.sinks.spark.schemas.registry import TaskRegistry
-
+    from dualwrite.sinks.spark.digests__sinks_spark_columns_row_names import RowNames
+    from dualwrite.sinks.spark.layout import Layout
+    from dualwrite.sinks.spark.options import SinkOptions
+    from dualwrite.sinks.spark.registry import TaskRegistry
 
 _UNFIT: Final = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SerializationError)
 """The errors that the three formats' libraries raise for a value that they refuse."""
@@ -79,7 +78,7 @@ class Serializing:
         return found
 
     def _make(self, part: Encoded, topic: str) -> Callable[[object], bytes | None]:
-        from dualwrite.sinks.spark.schemas.registry import task_registry  # noqa: PLC0415 - an optional package
+        from dualwrite.sinks.spark.registry import task_registry  # noqa: PLC0415 - an optional package
 
         if self._registry is None:
             settings = self._options.registry_settings()

@@ -27,7 +27,7 @@ from chaos.processes import Forks, Process
 from chaos.results import Results
 from chaos.servers import Servers
 from chaos.tables import MOMENT
-from dualwrite.runtime.failpoints import FAILPOINTS
+from dualwrite.failpoints import FAILPOINTS
 
 BROKER = {
     "group.min.session.timeout.ms": "3000",

@@ -31,10 +31,10 @@ from chaos.plan import ABORTING, LEFT_BY, NEEDS_DECIDED, SETTLING, WRITING
 from chaos.results import Results
 from chaos.tables import MOMENT
 from dualwrite import status
+from dualwrite.interfaces__ports_database import Database
 from dualwrite.migrations import upgrade
-from dualwrite.ports.database import Database
+from dualwrite.stores.keyed.rocksdb import RocksDatabase
 from dualwrite.stores.opening import database_of
-from dualwrite.stores.rocksdb.database import RocksDatabase
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
 
 KILLS_PER_ROUND: Final = 25

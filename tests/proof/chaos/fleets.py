@@ -14,7 +14,7 @@ from typing import NamedTuple
 from harness.worker import DECISIONS
 from sqlalchemy import Column, Engine, MetaData, Table, Text, func, select, text
 
-from dualwrite.stores.sql.tables.declared import declare_tables
+from dualwrite.stores.sql.tables import declare_tables
 
 _METADATA = MetaData()
 _SEEN = Table("seen_by_the_database", _METADATA, Column("kind", Text), Column("subject", Text), Column("detail", Text))

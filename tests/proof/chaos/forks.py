@@ -23,7 +23,7 @@ import psycopg  # noqa: F401 - what the children need is imported once, here
 from harness.planting import plant_from_environment
 
 import chaos.jobs
-from dualwrite.runtime import failpoints
+from dualwrite import failpoints
 
 PR_SET_PDEATHSIG = 1
 

@@ -18,7 +18,7 @@ from harness.worker import FENCED, LOST, METADATA, OPERATIONS, QUERY, UNAVAILABL
 from sqlalchemy import Engine, exc
 
 import chaos.fleets
-import dualwrite.apps.async_consumer  # noqa: F401 - imported once, before the processes are forked
+import dualwrite.asyncio.consumer  # noqa: F401 - imported once, before the processes are forked
 from chaos.tally import tally
 from dualwrite import (
     CompletionPending,
@@ -30,22 +30,22 @@ from dualwrite import (
     Unavailable,
     recover,
 )
+from dualwrite.clock import Deadline
 from dualwrite.errors import OutcomeUnverifiable
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.migrations import upgrade
-from dualwrite.protocol.tables.lease_life import LeaseState
+from dualwrite.protocol.lives__protocol_tables_lease_life import LeaseState
 from dualwrite.recovery.claim import OwnerContext, default_owner
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.sql.jobs.ledger import Ledger
-from dualwrite.stores.sql.jobs.slots import SlotPool
 from dualwrite.stores.sql.leases import read_leases
-from dualwrite.stores.sql.state import SqlStateStore
-from dualwrite.stores.sql.tables.declared import declare_tables
+from dualwrite.stores.sql.ledger import Ledger
+from dualwrite.stores.sql.slots import SlotPool
+from dualwrite.stores.sql.store import SqlStateStore
+from dualwrite.stores.sql.tables import declare_tables
 from dualwrite.testing import Checker, Follower, Journal
-from dualwrite.writing.blocks.block import dual_write
-from dualwrite.writing.lanes.lane import Lane
+from dualwrite.writing.lane import Lane
+from dualwrite.writing.transaction__writing_blocks_block import dual_write
 
 Tell = Callable[[str], None]
 

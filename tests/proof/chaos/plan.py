@@ -6,7 +6,7 @@ import itertools
 import random
 from dataclasses import dataclass, field, replace
 
-from dualwrite.runtime.failpoints import FAILPOINTS
+from dualwrite.failpoints import FAILPOINTS
 
 WRITING = [name for name in FAILPOINTS if name.startswith("write.")]
 SETTLING = [name for name in FAILPOINTS if name.startswith(("claim.", "settle."))]

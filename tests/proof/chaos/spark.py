@@ -24,10 +24,9 @@ from sqlalchemy import create_engine
 
 from chaos.results import Results
 from chaos.servers import Servers
+from dualwrite.failpoints import FAILPOINTS
 from dualwrite.migrations import upgrade
-from dualwrite.runtime.failpoints import FAILPOINTS
-from dualwrite.sinks.spark import write_batch
-from dualwrite.sinks.spark.per_partition import job
+from dualwrite.sinks.spark import per_partition, write_batch
 
 DRIVER = ["spark.driver_started", "spark.driver_done", "ledger.begun"]
 NOT_IN_A_TASK = {"ledger.begun", "write.before_abort", "write.rolled_back", "spark.driver_started", "spark.driver_done"}
@@ -97,8 +96,8 @@ class SparkPart:
 
     def _task(self, spark, point: str, case: SparkCase) -> None:
         """The first attempt at a partition dies; perhaps a server dies as well, and then the whole batch runs again."""
-        original = job.PartitionTask
-        job.PartitionTask = partial(ArmedTask, point=point)
+        original = per_partition.PartitionTask
+        per_partition.PartitionTask = partial(ArmedTask, point=point)
         fault = self._fault()
         try:
             for _ in range(5):
@@ -112,7 +111,7 @@ class SparkPart:
             else:
                 raise AssertionError("the batch was not written in five runs")
         finally:
-            job.PartitionTask = original
+            per_partition.PartitionTask = original
             if fault is not None:
                 fault.join(BOUND_S)
         self._results.spark["task"][point] += 1

@@ -7,7 +7,7 @@ from typing import Any
 
 from chaos.results import Results
 from chaos.tables import MOMENT
-from dualwrite.runtime.failpoints import FAILPOINTS
+from dualwrite.failpoints import FAILPOINTS
 
 
 def states_of(run: Results) -> dict[str, Any]:

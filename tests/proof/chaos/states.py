@@ -26,7 +26,7 @@ from chaos.part import MAY_END, Part
 from chaos.processes import Process
 from chaos.tables import MOMENT
 from chaos.tally import committed_before, key_of
-from dualwrite.runtime.failpoints import FAILPOINTS
+from dualwrite.failpoints import FAILPOINTS
 from dualwrite.state import KeyValueStore, Standby
 
 OF_STORE = [name for name in FAILPOINTS if name.startswith("state.")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from dualwrite.runtime.failpoints import FAILPOINTS
+from dualwrite.failpoints import FAILPOINTS
 
 MOMENT: Final = "any moment"
 

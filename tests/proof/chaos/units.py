@@ -37,8 +37,8 @@ from chaos.servers import Servers
 from chaos.tables import MOMENT
 from chaos.units_page import FIGURES
 from dualwrite import Unavailable
-from dualwrite.protocol.tables.unit_life import UnitState
-from dualwrite.runtime.failpoints import FAILPOINTS
+from dualwrite.failpoints import FAILPOINTS
+from dualwrite.protocol.lives__protocol_tables_unit_life import UnitState
 from dualwrite.units import UnitReader
 
 TOPIC = "units"

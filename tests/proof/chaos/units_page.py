@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos.tables import MOMENT
-from dualwrite.runtime.failpoints import FAILPOINTS
+from dualwrite.failpoints import FAILPOINTS
 
 FIGURES = Path(__file__).with_name("units.json")
 

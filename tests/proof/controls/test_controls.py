@@ -11,8 +11,8 @@ from harness.places import PROOF, TESTS
 
 from controls.page import render
 from controls.running import Run, is_caught
-from dualwrite.protocol.settling.settle import Knowledge, SettleStep
-from dualwrite.recovery.settling import settle
+from dualwrite.protocol.settle import Knowledge, SettleStep
+from dualwrite.recovery import settle
 
 CAUGHT_HERE = "state_without_first_offsets"
 

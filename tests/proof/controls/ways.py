@@ -14,10 +14,9 @@ from confluent_kafka import Producer
 from harness.engines import answered
 from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text, delete, insert, select
 
-from dualwrite import DualWriter, WriterLimits
-from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite import DualWriter, WriterLimits, failpoints
+from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.runtime import failpoints
 
 METADATA: Final = MetaData()
 # Not unique: an operation that is written twice must be able to show.

@@ -23,10 +23,10 @@ from confluent_kafka.cimpl import NewTopic
 from harness.hanging import abort_hanging
 
 from dualwrite import DualWriter, WriterLimits, recover
+from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.producer.choice import EngineName
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.kafka.producer__kafka_producer_choice import EngineName
+from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import Api, EmbeddedKafka, EmbeddedPostgres, KafkaProxy
 from faults.run import keep_line, owners_can_import, show_story
 from faults.stage import Owner, OwnerContext, Result, Slot, Stage

@@ -10,7 +10,7 @@ from sqlalchemy import Engine, select
 
 from dualwrite import recover
 from dualwrite.errors import Unavailable
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import read_committed
 from faults.work import MESSAGES, OFFSETS, OPERATIONS, PARTITIONS, offset_of
 

@@ -14,8 +14,8 @@ from harness.engines import send
 from harness.planting import plant
 from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine
 
-import dualwrite.kafka.coordinator.client
-import dualwrite.kafka.producer.librdkafka.instance  # noqa: F401 - imported once, before the forks
+import dualwrite.kafka.coordinator
+import dualwrite.kafka.librdkafka.producer  # noqa: F401 - imported once, before the forks
 from dualwrite import (
     CompletionPending,
     ConfigurationError,
@@ -25,11 +25,11 @@ from dualwrite import (
     TransactionAborted,
     TransactionInDoubt,
     WriterLimits,
+    failpoints,
 )
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.producer.choice import EngineName
-from dualwrite.kafka.producer.transactional import TransactionalProducer
-from dualwrite.runtime import failpoints
+from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.producer__kafka_producer_choice import EngineName
 
 OPERATIONS = Table(
     "operations",

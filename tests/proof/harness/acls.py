@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from kafka.protocol.admin.acl import CreateAclsRequest, DescribeAclsRequest
 
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.brokers import Brokers
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.runtime.deadline import Deadline, GrowingPause
+from dualwrite.clock import Deadline, GrowingPause
+from dualwrite.kafka.brokers import Brokers
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
 from harness.patience import PATIENCE_S
 
 _TWO_PHASE_COMMIT, _TRANSACTIONAL_ID, _LITERAL, _ALLOW = 15, 5, 3, 3

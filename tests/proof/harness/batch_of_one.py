@@ -1,4 +1,4 @@
-"""A batch of one dual write that was handed over, for :class:`dualwrite.sinks.jobs.decide.Decision`."""
+"""A batch of one dual write that was handed over, for :class:`dualwrite.sinks.batches.Decision`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dualwrite import recover
 
 
 class BatchOfOne:
-    """See :class:`dualwrite.sinks.jobs.decide.Batch`. Its own row is the row that it writes.
+    """See :class:`dualwrite.sinks.batches.Batch`. Its own row is the row that it writes.
 
     Args:
         name: The transactional id.

@@ -15,7 +15,7 @@ from simulator.partition import committed_values, last_stable_offset
 from simulator.requests import ErrorCode
 from simulator.state import partition, transaction
 
-from dualwrite.runtime.deadline import Deadline
+from dualwrite.clock import Deadline
 from harness.broker_steps import ENVIRONMENT, GROUP, LONG_MS, PARTITIONS, SET, begin, request_of, step
 from harness.raw_broker import NEWEST, Names, RawBroker
 

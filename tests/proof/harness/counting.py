@@ -15,7 +15,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from sqlalchemy import text
 
 from dualwrite import DualWriter, TransactionalProducer
-from dualwrite.runtime.deadline import Deadline
+from dualwrite.clock import Deadline
 from dualwrite.state import KeyValueStore, ProducerBlocks, StateTask
 
 AT_A_TIME = 5

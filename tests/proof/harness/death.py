@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from confluent_kafka import Producer
 from sqlalchemy import Engine
 
-from dualwrite import DualWriter
-from dualwrite.runtime import failpoints
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite import DualWriter, failpoints
+from dualwrite.stores.sql.store import SqlStateStore
 
 
 def ended_by_hand(kafka: Mapping[str, str], engine: Engine) -> Callable[[str], None]:

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from sqlalchemy import NullPool, create_engine, text
 
-from dualwrite.ports.database import Database
+from dualwrite.interfaces__ports_database import Database
 from dualwrite.stores.opening import database_of
 from harness.databases import CLUSTER, emptied, prepare, prepare_mariadb, prepared, sqlite_url
 from harness.dictionary import DictionaryDatabase
@@ -107,7 +107,7 @@ class RocksDBDirectory(Kind):
 
     def make(self, request: Any, path: Path) -> str:
         del request
-        from dualwrite.stores.rocksdb.database import RocksDatabase
+        from dualwrite.stores.keyed.rocksdb import RocksDatabase
 
         RocksDatabase(path / "rocks").close()
         return f"rocksdb:{path / 'rocks'}"

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from dualwrite.errors import IllegalStateError, TransactionAborted, Unavailable
-from dualwrite.ports.database import Traits
-from dualwrite.stores.keyed.database import KeyedDatabase
-from dualwrite.stores.keyed.handle import KeyedHandle
-from dualwrite.stores.keyed.keys import Change, Entry, Key
+from dualwrite.interfaces__ports_database import Traits
+from dualwrite.stores.keyed.store__stores_keyed_database import KeyedDatabase
+from dualwrite.stores.keyed.store__stores_keyed_handle import KeyedHandle
+from dualwrite.stores.keyed.store__stores_keyed_keys import Change, Entry, Key
 
 
 class Puts:
@@ -41,7 +41,7 @@ class DictionaryHandle(KeyedHandle):
 
 
 class Dictionary:
-    """Implements :class:`dualwrite.stores.keyed.keys.Keys`.
+    """Implements :class:`dualwrite.stores.keyed.store__stores_keyed_keys.Keys`.
 
     Attributes:
         pairs: What users have committed.

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pyspark_dualwrite
 
-from dualwrite.runtime.failpoints import ENVIRONMENT
+from dualwrite.failpoints import ENVIRONMENT
 from harness.patience import PATIENCE_S, wait_until
 from harness.places import PROOF
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from dualwrite.kafka.producer.choice import EngineName
-from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
-from dualwrite.kafka.producer.native.instance import NativeInstance
-from dualwrite.kafka.producer.transactional import TransactionalProducer
+from dualwrite.clock import Deadline
+from dualwrite.kafka.librdkafka.producer import ProducerInstance
+from dualwrite.kafka.native.producer import NativeInstance
+from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.producer__kafka_producer_choice import EngineName
 from dualwrite.protocol.message import Message
-from dualwrite.runtime.deadline import Deadline
 from harness.patience import PATIENCE_S
 
 ENGINES = ["librdkafka", "native"]

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from kafka.record.default_records import DefaultRecordBatch
 
-from dualwrite.kafka.coordinator.routing import Leader, Topic
-from dualwrite.kafka.producer.native.filling.filling import Filling
-from dualwrite.kafka.producer.native.records.builder import RecordsBuilder
-from dualwrite.kafka.producer.native.records.compression import Codec
-from dualwrite.kafka.producer.native.wire.answers import Code
-from dualwrite.kafka.producer.native.wire.core import Limits, ProduceCore
+from dualwrite.kafka.cluster import Leader, Topic
+from dualwrite.kafka.native.accumulator import Filling
+from dualwrite.kafka.native.error_meanings import Code
+from dualwrite.kafka.native.produce_state import Limits, ProduceCore
+from dualwrite.kafka.native.records import RecordsBuilder
+from dualwrite.kafka.native.records__kafka_producer_native_records_compression import Codec
 from dualwrite.protocol.message import Message
 
 NOW_MS = 1_767_225_600_000

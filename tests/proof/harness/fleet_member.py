@@ -8,8 +8,15 @@ import sys
 import time
 from pathlib import Path
 
-from dualwrite import CompletionPending, DualWriter, TransactionAborted, TransactionInDoubt, Unavailable, WriterLimits
-from dualwrite.runtime import failpoints
+from dualwrite import (
+    CompletionPending,
+    DualWriter,
+    TransactionAborted,
+    TransactionInDoubt,
+    Unavailable,
+    WriterLimits,
+    failpoints,
+)
 from dualwrite.testing import Journal
 from harness.planting import plant
 from harness.worker import OPERATIONS, make_engine

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dualwrite.kafka.producer.native.instance import NativeInstance
-from dualwrite.runtime.deadline import Deadline
+from dualwrite.clock import Deadline
+from dualwrite.kafka.native.producer import NativeInstance
 
 
 def flush(producer: Any, timeout_s: float) -> None:

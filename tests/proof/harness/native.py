@@ -11,15 +11,15 @@ import kafka.errors as kafka_errors
 from kafka.protocol.producer import ProduceRequest
 from kafka.protocol.producer.transaction import EndTxnRequest, InitProducerIdRequest
 
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator.brokers import Brokers, until_answered
-from dualwrite.kafka.coordinator.network import NotYet
-from dualwrite.kafka.coordinator.routing import Coordinators, Topics
-from dualwrite.kafka.producer.native.records.body import RecordsBody
-from dualwrite.kafka.producer.native.records.builder import RecordsBuilder
-from dualwrite.kafka.producer.native.records.compression import Codec
-from dualwrite.protocol.observations import NEVER_MS
-from dualwrite.runtime.deadline import Deadline
+from dualwrite.clock import Deadline
+from dualwrite.kafka.brokers import Brokers, until_answered
+from dualwrite.kafka.cluster import Coordinators, Topics
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.native.records import RecordsBuilder
+from dualwrite.kafka.native.records__kafka_producer_native_records_body import RecordsBody
+from dualwrite.kafka.native.records__kafka_producer_native_records_compression import Codec
+from dualwrite.kafka.network import NotYet
+from dualwrite.protocol.values import NEVER_MS
 from harness.patience import wait_until
 
 NATIVE, UNVERIFIED = 12, 11

@@ -2,14 +2,14 @@
 
 import secrets
 
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.producer.native.coordinating.requests import CoordinatorRequests
-from dualwrite.kafka.producer.native.records.builder import RecordsBuilder
-from dualwrite.kafka.producer.native.records.compression import Codec
-from dualwrite.kafka.producer.native.sender import Sender
-from dualwrite.kafka.producer.native.wire.answers import Code
-from dualwrite.kafka.producer.native.wire.core import Limits, ProduceCore
-from dualwrite.runtime.deadline import Deadline, now_s
+from dualwrite.clock import Deadline, now_s
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.native.coordination import CoordinatorRequests
+from dualwrite.kafka.native.error_meanings import Code
+from dualwrite.kafka.native.produce_state import Limits, ProduceCore
+from dualwrite.kafka.native.records import RecordsBuilder
+from dualwrite.kafka.native.records__kafka_producer_native_records_compression import Codec
+from dualwrite.kafka.native.sender import Sender
 from harness.patience import PATIENCE_S
 
 MINUTE_MS = 60_000

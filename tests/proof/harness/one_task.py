@@ -8,12 +8,12 @@ import pytest
 from pyspark.sql.types import LongType, StringType, StructType
 
 from dualwrite.sinks.spark import SinkOptions
-from dualwrite.sinks.spark.columns.from_arrow import projected_batches
-from dualwrite.sinks.spark.per_partition.job import BatchJob
-from dualwrite.sinks.spark.per_partition.task import write_partition
-from dualwrite.sinks.spark.whole_batch.decision import WholeBatch
-from dualwrite.sinks.spark.whole_batch.prepared_partition import prepare_partition
-from dualwrite.stores.sql.jobs.runs import Runs
+from dualwrite.sinks.spark.partition_task import write_partition
+from dualwrite.sinks.spark.per_partition import BatchJob
+from dualwrite.sinks.spark.sendable import projected_batches
+from dualwrite.sinks.spark.whole_batch import WholeBatch
+from dualwrite.sinks.spark.whole_batch__sinks_spark_whole_batch_prepared_partition import prepare_partition
+from dualwrite.stores.sql.ledger__stores_sql_jobs_runs import Runs
 
 SCHEMA = StructType().add("id", LongType()).add("name", StringType())
 ROWS = 100

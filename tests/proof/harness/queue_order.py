@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dualwrite.writing.lanes.lane_pool import Lanes
+from dualwrite.writing.lane_pool import Lanes
 
 
 class QueueOrder:

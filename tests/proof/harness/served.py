@@ -19,11 +19,11 @@ from simulator.requests import Request, Response
 from simulator.scheduler import Simulation
 from simulator.state import new_broker
 
-from dualwrite.kafka.coordinator.blocking import BlockingTransaction
-from dualwrite.kafka.producer.transactional import TransactionalProducer
-from dualwrite.recovery import servers
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.writing import opened
+from dualwrite.clock import Deadline
+from dualwrite.kafka.log__kafka_coordinator_blocking import BlockingTransaction
+from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.recovery import recover__recovery_servers
+from dualwrite.writing import writer_resources
 
 SETTINGS: Final = {"bootstrap.servers": "simulated:9092"}
 __all__ = ["SETTINGS", "TOPIC", "ServedKafka"]
@@ -58,9 +58,11 @@ class ServedKafka(Simulation):
 
     def plant(self, patch: pytest.MonkeyPatch) -> None:
         """Let every writer and every recovery of this process use this Kafka."""
-        patch.setattr(opened, "KafkaCoordinator", lambda _, **_like: _Coordinator(self))
-        patch.setattr(servers, "KafkaCoordinator", lambda _: _Coordinator(self))
-        patch.setattr(opened, "TransactionalProducer", partial(TransactionalProducer, make_handle=make_handle(self)))
+        patch.setattr(writer_resources, "KafkaCoordinator", lambda _, **_like: _Coordinator(self))
+        patch.setattr(recover__recovery_servers, "KafkaCoordinator", lambda _: _Coordinator(self))
+        patch.setattr(
+            writer_resources, "TransactionalProducer", partial(TransactionalProducer, make_handle=make_handle(self))
+        )
 
 
 class _Coordinator(SimulatedCoordinator):

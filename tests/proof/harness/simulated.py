@@ -16,15 +16,15 @@ from simulator.scheduler import Simulation
 from simulator.state import new_broker
 from simulator.store import SimulatedStore
 
-from dualwrite.kafka.producer.choice import EngineName
-from dualwrite.protocol.observations import Outcome
-from dualwrite.protocol.rows import StateRow
+from dualwrite.clock import Deadline
+from dualwrite.kafka.producer__kafka_producer_choice import EngineName
+from dualwrite.protocol.values import Outcome
+from dualwrite.protocol.values__protocol_rows import StateRow
 from dualwrite.recovery.claim import OwnerContext
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.writing.blocks.block import Ending, dual_write
-from dualwrite.writing.blocks.transaction import Transaction
-from dualwrite.writing.lanes.lane import Lane
-from dualwrite.writing.lanes.losses import FoundLoss, Losses
+from dualwrite.writing.lane import Lane
+from dualwrite.writing.lane__writing_lanes_losses import FoundLoss, Losses
+from dualwrite.writing.transaction import Transaction
+from dualwrite.writing.transaction__writing_blocks_block import Ending, dual_write
 
 __all__ = ["TIMEOUT_S", "TOPIC", "Here", "NotReached", "Running", "Servers", "simulated"]
 

@@ -21,11 +21,11 @@ from simulator.requests import (
 )
 from simulator.state import topic_id
 
+from dualwrite.clock import Deadline
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.rows import StateRow
+from dualwrite.protocol.values__protocol_rows import StateRow
 from dualwrite.recovery.claim import claim_rows
-from dualwrite.recovery.settling.settle import SettleReport, settle
-from dualwrite.runtime.deadline import Deadline
+from dualwrite.recovery.settle import SettleReport, settle
 from harness.simulated import TIMEOUT_S, TOPIC, Here, Servers
 
 

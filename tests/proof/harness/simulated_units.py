@@ -22,10 +22,10 @@ from simulator.requests import EARLIEST, LATEST, NEVER_MS, READ_COMMITTED, READ_
 from simulator.state import create_topic, partition
 
 from dualwrite import DualWriteError, Unavailable
-from dualwrite.runtime.deadline import Deadline, pause
+from dualwrite.clock import Deadline, pause
 from dualwrite.units import UnitRecord, announcing, batch_reader, writer
 from dualwrite.units.log import PartitionLogs
-from dualwrite.units.ranges import Offsets, Partition
+from dualwrite.units.records__units_ranges import Offsets, Partition
 from harness.simulated import TIMEOUT_S, Here, Running, Servers, simulated
 
 UNIT_TOPIC = "units"

@@ -19,9 +19,9 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession, functions
 from sqlalchemy import create_engine, text
 
-from dualwrite.runtime import failpoints
-from dualwrite.sinks.spark.per_partition.task import PartitionTask
-from dualwrite.stores.sql.jobs.batches import Batch, read_batches
+from dualwrite import failpoints
+from dualwrite.sinks.spark.partition_task import PartitionTask
+from dualwrite.stores.sql.ledger__stores_sql_jobs_batches import Batch, read_batches
 from dualwrite.testing.reading import read_committed
 from dualwrite.testing.servers.jars import fetched_jars
 from harness import spark_archive

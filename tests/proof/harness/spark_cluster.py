@@ -16,8 +16,7 @@ import psutil
 from pyspark import SparkContext, TaskContext
 from pyspark.sql import SparkSession, functions
 
-from dualwrite.sinks.spark import register, write_batch
-from dualwrite.sinks.spark.per_partition import job
+from dualwrite.sinks.spark import per_partition, register, write_batch
 from harness.driver_process import DriverProcess
 from harness.drivers import paused_below
 from harness.spark import ArmedTask, SparkCase, newest_job, numbers, session, set_environment
@@ -100,12 +99,12 @@ def write(way: str, case: SparkCase, frame: str = "numbers", *, speculation: boo
     spark.sparkContext._jsc.sc().conf().set("spark.speculation.quantile", _AT_HALF if speculation else _NEVER)
     df = FRAMES[frame](spark)
     if way == "write_batch":
-        original = job.PartitionTask
-        job.PartitionTask = partial(ArmedTask, **armed) if armed else original
+        original = per_partition.PartitionTask
+        per_partition.PartitionTask = partial(ArmedTask, **armed) if armed else original
         try:
             write_batch(df, batch_id="1", **case.settings)
         finally:
-            job.PartitionTask = original
+            per_partition.PartitionTask = original
     else:
         more = {_OPTIONS[name]: str(value) for name, value in armed.items()}
         write_with(case, df, source="armed" if armed else "dualwrite", batchId="1", databaseLeg=way, **more)

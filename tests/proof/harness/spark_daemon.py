@@ -7,7 +7,7 @@ import pyarrow as pa  # noqa: F401
 import pyspark.worker  # noqa: F401
 from pyspark.daemon import manager
 
-import dualwrite.sinks.spark.per_partition.task  # noqa: F401
+import dualwrite.sinks.spark.partition_task  # noqa: F401
 import harness.spark_source  # noqa: F401
 
 if __name__ == "__main__":

@@ -5,15 +5,16 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from dualwrite.sinks.spark import foreach_batch, register, write_batch
-from dualwrite.sinks.spark.per_partition import job
+from dualwrite.sinks.spark import foreach_batch, per_partition, register, write_batch
 from harness.spark import ArmedTask, numbers, session
 from harness.spark_source import ArmedSource
 
 
 def batch(spark, document):
     """Write the numbers once; the first attempt at one partition arms a fail point in its worker."""
-    job.PartitionTask = partial(ArmedTask, point=document.get("point", ""), pid_file=document.get("pid_file", ""))
+    per_partition.PartitionTask = partial(
+        ArmedTask, point=document.get("point", ""), pid_file=document.get("pid_file", "")
+    )
     write_batch(numbers(spark), batch_id="1", **document["settings"])
 
 

@@ -10,10 +10,9 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from dualwrite import ConfigurationError
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.sinks.spark import foreach_batch, register
-from dualwrite.sinks.spark.driver.spark_jobs import SparkJobs
-from dualwrite.sinks.spark.per_partition import job
+from dualwrite.clock import Deadline
+from dualwrite.sinks.spark import foreach_batch, per_partition, register
+from dualwrite.sinks.spark.plan__sinks_spark_driver_spark_jobs import SparkJobs
 from harness.patience import PATIENCE_S
 from harness.sinks import Sink
 from harness.spark import SPARKS_ERRORS, ArmedTask, SparkCase, numbers
@@ -49,8 +48,8 @@ class _ByPartition(_Way):
 
     def _write(self, case: SparkCase, rows: int, killed_at: str, table: str | None) -> None:
         more = {} if table is None else {"table": table}
-        task = partial(ArmedTask, point=killed_at) if killed_at else job.PartitionTask
-        with mock.patch.object(job, "PartitionTask", task):
+        task = partial(ArmedTask, point=killed_at) if killed_at else per_partition.PartitionTask
+        with mock.patch.object(per_partition, "PartitionTask", task):
             if self.name == "foreach_batch":
                 foreach_batch(**{**case.settings, **more})(self._rows(rows), 0)
             else:

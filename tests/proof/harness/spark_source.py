@@ -8,14 +8,11 @@ from unittest import mock
 
 from pyspark import TaskContext
 
-from dualwrite.runtime import failpoints
+from dualwrite import failpoints
 from dualwrite.sinks.spark import DualWriteDataSource, foreach_partition, register, write_batch
-from dualwrite.sinks.spark.databases.postgresql import prepared
-from dualwrite.sinks.spark.options.source_options import OPTION_NAMES
-from dualwrite.sinks.spark.source import (  # not every PySpark has them
-    DataSourceArrowWriter,
-    DataSourceStreamArrowWriter,
-)
+from dualwrite.sinks.spark.databases import postgresql__sinks_spark_databases_postgresql_prepared
+from dualwrite.sinks.spark.options__sinks_spark_options_source_options import OPTION_NAMES
+from dualwrite.sinks.spark.source import DataSourceArrowWriter, DataSourceStreamWriter  # not every PySpark has them
 from harness.spark import attempt_number, leave_group
 
 PARTITION = 1
@@ -106,7 +103,7 @@ class ArmedSource(DualWriteDataSource):
             int(options.pop("attempts", "1")),
             options.pop("counter", ""),
             options.pop("pidFile", ""),
-            options.pop("waits", prepared._LONGEST_WAIT),
+            options.pop("waits", postgresql__sinks_spark_databases_postgresql_prepared._LONGEST_WAIT),
         )
         super().__init__(options)
 
@@ -136,7 +133,9 @@ class _Armed:
             if self.armed.pid_file:
                 leave_group(self.armed.pid_file)
             failpoints.arm(point)
-        with mock.patch.object(prepared, "_LONGEST_WAIT", self.armed.waits):
+        with mock.patch.object(
+            postgresql__sinks_spark_databases_postgresql_prepared, "_LONGEST_WAIT", self.armed.waits
+        ):
             return self.inner.write(iterator)
 
     def commit(self, *arguments):
@@ -152,5 +151,5 @@ class ArmedWriter(_Armed, DataSourceArrowWriter):
     pass
 
 
-class ArmedStreamWriter(_Armed, DataSourceStreamArrowWriter):
+class ArmedStreamWriter(_Armed, DataSourceStreamWriter):
     pass

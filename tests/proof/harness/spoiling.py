@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import partial
 
 from dualwrite.testing import EmbeddedKafka
-from dualwrite.testing.proxy.kafka import KafkaCodec, KafkaProxy, KafkaRequest
-from dualwrite.testing.proxy.units import Answer, Unit
+from dualwrite.testing.proxy__testing_proxy_kafka import KafkaCodec, KafkaProxy, KafkaRequest
+from dualwrite.testing.proxy__testing_proxy_units import Answer, Unit
 
 Spoil = Callable[[bytes], bytes]
 

@@ -23,9 +23,9 @@ from sqlalchemy import Engine, create_engine
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from typing_extensions import Self
 
-from dualwrite.apps import greenlets
-from dualwrite.runtime import waiting
-from dualwrite.runtime.deadline import now_s, running_on
+from dualwrite import waiting
+from dualwrite.asyncio import greenlets
+from dualwrite.clock import now_s, running_on
 from harness.served import ServedKafka
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class SteppedLoop(asyncio.SelectorEventLoop):
     monotonic = time
 
     def sleep(self, seconds: float, /) -> None:
-        """See :class:`dualwrite.runtime.deadline.Clock`."""
+        """See :class:`dualwrite.clock.Clock`."""
         waiting.here().sleep(seconds)
 
     def on_its_clock(self) -> AbstractContextManager[None]:

@@ -6,8 +6,8 @@ import secrets
 
 from confluent_kafka import Producer
 
+from dualwrite.clock import Deadline
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.runtime.deadline import Deadline
 
 
 def fresh_id(name="id"):

@@ -43,11 +43,11 @@ from dualwrite import (
     TransactionInDoubt,
     Unavailable,
     WriterLimits,
+    failpoints,
 )
 from dualwrite.errors import OutcomeUnverifiable
-from dualwrite.runtime import failpoints
-from dualwrite.stores.rocksdb.database import RocksDatabase
-from dualwrite.stores.sql.tables.declared import declare_tables
+from dualwrite.stores.keyed.rocksdb import RocksDatabase
+from dualwrite.stores.sql.tables import declare_tables
 from dualwrite.testing import Journal
 from harness.planting import plant, plant_from_environment
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from dualwrite.testing import EmbeddedZooKeeper
-from dualwrite.testing.proxy.rules import Choice
-from dualwrite.testing.proxy.tcp import Proxy
-from dualwrite.testing.proxy.units import Answer, Unit
-from dualwrite.testing.servers.ports import LOOPBACK
+from dualwrite.testing.proxy__testing_proxy_rules import Choice
+from dualwrite.testing.proxy__testing_proxy_tcp import Proxy
+from dualwrite.testing.proxy__testing_proxy_units import Answer, Unit
+from dualwrite.testing.servers.embedded__testing_servers_ports import LOOPBACK
 
 CREATE, GET, SYNC, MULTI = 1, 4, 9, 14
 _OPENING = 0

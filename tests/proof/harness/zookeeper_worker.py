@@ -7,9 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from dualwrite import DualWriter, WriterLimits
+from dualwrite import DualWriter, WriterLimits, failpoints
 from dualwrite.databases import ZooKeeperDatabase
-from dualwrite.runtime import failpoints
 from dualwrite.testing import Journal
 from harness.checker import Case
 from harness.planting import plant

@@ -1,7 +1,7 @@
 """Consumers in the model: members of a group, by the product's own thread that reads and its own workers.
 
 A member is two processes, as it is two threads: the one that reads, and its worker. The schedule says when each of them does the
-next thing: a poll, a unit of work. Both run :mod:`dualwrite.apps.consumer` as it stands, on a simulated consumer.
+next thing: a poll, a unit of work. Both run :mod:`dualwrite.consumer` as it stands, on a simulated consumer.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from simulator.process import Server, Unanswered
 from simulator.requests import DescribeGroup, DescribeGroupResponse, OffsetFetch
 from simulator.store import SimulatedStore
 
-from dualwrite.apps.consumer.offsets import KafkaOffsets, Offsets, RowOffsets
-from dualwrite.apps.consumer.partitions import Partitions
-from dualwrite.apps.consumer.peers import Peers
-from dualwrite.apps.consumer.reading import Reading
-from dualwrite.apps.consumer.working import CurrentWriter, Working
+from dualwrite.clock import Deadline, pause
+from dualwrite.consumer.partitions import Partitions
+from dualwrite.consumer.partitions__apps_consumer_offsets import KafkaOffsets, Offsets, RowOffsets
+from dualwrite.consumer.reading import Reading
+from dualwrite.consumer.reading__apps_consumer_peers import Peers
+from dualwrite.consumer.working import CurrentWriter, Working
 from dualwrite.errors import DualWriteError, Unavailable
-from dualwrite.protocol.process.consuming import Step, member_id, member_prefix
+from dualwrite.protocol.consuming import Step, member_id, member_prefix
 from dualwrite.recovery.claim import OwnerContext, claim_lanes
 from dualwrite.recovery.recover import inspect_rows, recover_rows
-from dualwrite.runtime.deadline import Deadline, pause
-from dualwrite.writing.blocks.block import dual_write
-from dualwrite.writing.lanes.lane import Lane
-from dualwrite.writing.lanes.losses import Losses
+from dualwrite.writing.lane import Lane
+from dualwrite.writing.lane__writing_lanes_losses import Losses
+from dualwrite.writing.transaction__writing_blocks_block import dual_write
 from model.checker import Finding, decided_writes
 from model.owners import OF_THE_USERS_STATEMENT, TIMEOUT_S, TOPIC, CodeFailed, Told, Write, make_producer
 
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from simulator.process import Process
     from simulator.scheduler import Simulation
 
-    from dualwrite.kafka.producer.choice import EngineName
-    from dualwrite.recovery.plan import IdStatus
+    from dualwrite.kafka.producer__kafka_producer_choice import EngineName
     from dualwrite.recovery.recover import RecoveryReport
-    from dualwrite.writing.blocks.transaction import Transaction
+    from dualwrite.recovery.recover__recovery_plan import IdStatus
+    from dualwrite.writing.transaction import Transaction
 
 GROUP: Final = "group"
 INPUT: Final = "input"
@@ -298,7 +298,7 @@ class ConsumingMember:
     # Its worker
 
     def work(self, process: Process) -> None:
-        """Perform a unit on each command, as :meth:`dualwrite.apps.consumer.member.Member._work` does."""
+        """Perform a unit on each command, as :meth:`dualwrite.consumer.consumer__apps_consumer_member.Member._work` does."""
         while process.await_command() == WORK and not self.partitions.closed:
             unit = self.partitions.take()
             if unit is None:

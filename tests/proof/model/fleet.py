@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from simulator.leases import SimulatedLeases
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError
-from dualwrite.protocol.naming import writer_of
-from dualwrite.protocol.process.leases import LeaseTiming, Place, holder_has_died
-from dualwrite.protocol.tables.lease_life import LeaseState
+from dualwrite.protocol.leases import LeaseTiming, Place, holder_has_died
+from dualwrite.protocol.lives__protocol_tables_lease_life import LeaseState
+from dualwrite.protocol.values__protocol_naming import writer_of
 from dualwrite.recovery.recover import recover_rows
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.writing.lease_keeper import LeaseKeeper
+from dualwrite.writing.leased__writing_lease_keeper import LeaseKeeper
 from model.checker import Finding
 from model.grouped import GroupingOwner
 from model.owners import TIMEOUT_S
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from simulator.connection import SimulatedConnection
     from simulator.process import Process
 
-    from dualwrite.protocol.process.leases import Lease
+    from dualwrite.protocol.leases import Lease
     from dualwrite.recovery.claim import OwnerContext
 
 FLEET: Final = "fleet"
@@ -179,7 +179,7 @@ class Member(GroupingOwner):
         return True
 
     def _settle(self, context: OwnerContext, lease: Lease) -> None:
-        """Settle what a dead member has left, as :func:`dualwrite.recovery.take_over.take_over` does."""
+        """Settle what a dead member has left, as :func:`dualwrite.recovery.operator__recovery_take_over.take_over` does."""
         owner, name = self._new_owner(context), lease.transactional_id
         try:
             if not self._leases.adopt(lease, owner, TIMING.timeout_s):

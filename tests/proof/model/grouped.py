@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dualwrite import WriterLimits
+from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError, Fenced, TransactionAborted
-from dualwrite.protocol.process.grouping import Unit, Units
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.writing.blocks.block import dual_write
-from dualwrite.writing.group.results import GroupRun
-from dualwrite.writing.group.running import run_group
+from dualwrite.protocol.grouping import Unit, Units
+from dualwrite.writing.group_commit__writing_group_running import run_group
+from dualwrite.writing.transaction__writing_blocks_block import dual_write
+from dualwrite.writing.units_of_work import GroupRun
 from model.checker import Finding
 from model.owners import MEANING, NAME, OF_THE_USERS_STATEMENT, TIMEOUT_S, TOPIC, CodeFailed, Owner, Write
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from simulator.connection import SimulatedConnection
 
     from dualwrite.recovery.claim import OwnerContext
-    from dualwrite.writing.blocks.transaction import Transaction
+    from dualwrite.writing.transaction import Transaction
     from model.owners import Told
 
 
@@ -39,7 +39,7 @@ class Divided:
 
 @dataclass
 class Task:
-    """The work of a unit, and its caller. See :class:`dualwrite.writing.group.results.Task`."""
+    """The work of a unit, and its caller. See :class:`dualwrite.writing.units_of_work.Task`."""
 
     write: Write
     told: Told

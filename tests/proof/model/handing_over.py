@@ -1,6 +1,6 @@
 """More processes of the model: workers that hand their transactions over, and drivers that decide on several of them at once.
 
-The worker does what a Spark task does, in the same order; the driver runs :class:`dualwrite.sinks.jobs.decide.Decision`. Until the
+The worker does what a Spark task does, in the same order; the driver runs :class:`dualwrite.sinks.batches.Decision`. Until the
 decision, a worker's rows stand in a row of another name, which the decision copies, or in a prepared transaction.
 """
 
@@ -15,16 +15,16 @@ from simulator.database import ConnectionLost
 from simulator.outside import SimulatedCoordinator
 from simulator.store import SimulatedStore
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError, TransactionAborted, Unavailable
-from dualwrite.protocol.tables.batch_life import BatchState
+from dualwrite.protocol.lives__protocol_tables_batch_life import BatchState
 from dualwrite.recovery.claim import OwnerContext, claim_rows
-from dualwrite.recovery.settling.settle import settle
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.sinks.jobs.decide import Decision
-from dualwrite.stores.sql.participants import name_of
-from dualwrite.writing.blocks.block import Ending, dual_write
-from dualwrite.writing.lanes.lane import Lane
-from dualwrite.writing.lanes.losses import Losses
+from dualwrite.recovery.settle import settle
+from dualwrite.sinks.batches import Decision
+from dualwrite.stores.sql.drivers__stores_sql_participants import name_of
+from dualwrite.writing.lane import Lane
+from dualwrite.writing.lane__writing_lanes_losses import Losses
+from dualwrite.writing.transaction__writing_blocks_block import Ending, dual_write
 from model.owners import OF_THE_USERS_STATEMENT, TIMEOUT_S, TOPIC, CodeFailed, Write, make_producer
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from simulator.process import Process
     from simulator.scheduler import Simulation
 
-    from dualwrite.kafka.producer.choice import EngineName
+    from dualwrite.kafka.producer__kafka_producer_choice import EngineName
     from dualwrite.protocol.prepared_state import PreparedTxnState
-    from dualwrite.protocol.rows import StateRow
+    from dualwrite.protocol.values__protocol_rows import StateRow
     from model.owners import Told
 
 _LOOKS = 3

@@ -21,6 +21,7 @@ from simulator.outside import SimulatedCoordinator
 from simulator.store import SimulatedStore
 from simulator.wire import make_wire
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import (
     ConfigurationError,
     DecidedTransactionLost,
@@ -29,15 +30,14 @@ from dualwrite.errors import (
     IllegalStateError,
     OutcomeUnverifiable,
 )
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.producer.transactional import TransactionalProducer
-from dualwrite.protocol.naming import lane_id
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.protocol.values__protocol_naming import lane_id
 from dualwrite.recovery.claim import OwnerContext, claim_lanes
 from dualwrite.recovery.recover import recover_rows
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.writing.blocks.block import Ending, dual_write
-from dualwrite.writing.lanes.lane import Lane
-from dualwrite.writing.lanes.losses import Losses
+from dualwrite.writing.lane import Lane
+from dualwrite.writing.lane__writing_lanes_losses import Losses
+from dualwrite.writing.transaction__writing_blocks_block import Ending, dual_write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from simulator.process import Process
     from simulator.scheduler import Simulation
 
-    from dualwrite.kafka.producer.choice import EngineName
-    from dualwrite.protocol.rows import StateRow
+    from dualwrite.kafka.producer__kafka_producer_choice import EngineName
+    from dualwrite.protocol.values__protocol_rows import StateRow
 
 NAME = "orders"
 TOPIC = "events"

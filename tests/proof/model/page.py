@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dualwrite.runtime.failpoints import FAILPOINTS
+from dualwrite.failpoints import FAILPOINTS
 
 PAGE = Path(__file__).parents[3] / "docs" / "proof-model.md"
 FIGURES = Path(__file__).with_name("figures.json")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from simulator.database import Kind
 from simulator.process import Server
 
-from dualwrite.runtime.failpoints import FAILPOINTS
+from dualwrite.failpoints import FAILPOINTS
 from model.consuming import reader_of
 from model.owners import TOPIC
 from model.world import ENDINGS, FAILING, Cluster, World, kafka_id
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from simulator.requests import TopicPartition
     from simulator.scheduler import Held
 
-    from dualwrite.kafka.producer.choice import EngineName
+    from dualwrite.kafka.producer__kafka_producer_choice import EngineName
 
 _FAILING = {said: fails for fails, said in FAILING.items()}
 _ENDINGS = {said: ending for ending, said in ENDINGS.items()}

@@ -17,8 +17,8 @@ from sqlalchemy.orm import sessionmaker
 
 from dualwrite import AsyncDualWriter, DualWriter, ProducerRecord, RowUnit, WriterLimits
 from dualwrite.errors import DualWriteError
-from dualwrite.protocol.tables.write_life import WriteState
-from dualwrite.runtime.failpoints import FailpointError
+from dualwrite.failpoints import FailpointError
+from dualwrite.protocol.lives__protocol_tables_write_life import WriteState
 
 if TYPE_CHECKING:
     from harness.stepped import SteppedLoop

@@ -35,11 +35,9 @@ from harness.served import SETTINGS
 from harness.stepped import Inline, SteppedKafka, SteppedLoop, async_engine, engine
 from sqlalchemy.ext.asyncio import async_sessionmaker
 
-from dualwrite import AsyncDualWriter, WriterLimits
-from dualwrite.runtime import failpoints, waiting
-from dualwrite.runtime.failpoints import FailpointError
-from dualwrite.writing import opened
-from dualwrite.writing.lanes import lane_pool
+from dualwrite import AsyncDualWriter, WriterLimits, failpoints, waiting
+from dualwrite.failpoints import FailpointError
+from dualwrite.writing import lane_pool, writer_resources
 from model.results import machine
 from model.task_ways import WAYS, Plain, Ways, Work, WrongOutcome
 
@@ -239,8 +237,8 @@ def without_threads(kafka: SteppedKafka) -> Iterator[QueueOrder]:
     """Let writers use this Kafka, and no thread in the background. Yields the order in which they give lanes."""
     with pytest.MonkeyPatch.context() as patch:
         kafka.plant(patch)
-        patch.setattr(opened, "ThreadPoolExecutor", Inline)
-        patch.setattr(opened, "EndWatcher", _NoWatcher)
+        patch.setattr(writer_resources, "ThreadPoolExecutor", Inline)
+        patch.setattr(writer_resources, "EndWatcher", _NoWatcher)
         patch.setattr(lane_pool.Lanes, "open", partialmethod(lane_pool.Lanes.open, keep_house=False))
         yield watch_queue(patch)
 

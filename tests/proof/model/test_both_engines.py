@@ -8,11 +8,11 @@ import pytest
 from harness.simulated import TIMEOUT_S, Servers, simulated
 from simulator.environment import time_out
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, Fenced
-from dualwrite.protocol.observations import Outcome
 from dualwrite.protocol.prepared_state import Engine
+from dualwrite.protocol.values import Outcome
 from dualwrite.recovery.claim import claim_rows
-from dualwrite.runtime.deadline import Deadline
 
 ENGINES = ("native", "librdkafka")
 

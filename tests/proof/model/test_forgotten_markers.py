@@ -7,11 +7,11 @@ import logging
 import pytest
 from simulator.store import SimulatedStore
 
-from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
-from dualwrite.protocol.batches.handed_over import CompletionStep, next_completion_step
-from dualwrite.recovery.settling.settle import _Settling
-from dualwrite.sinks.jobs import complete as completing
-from dualwrite.writing.lanes.lane import Lane
+from dualwrite.kafka.librdkafka.producer import ProducerInstance
+from dualwrite.protocol.batches import CompletionStep, next_completion_step
+from dualwrite.recovery.settle import _Settling
+from dualwrite.sinks import batches__sinks_jobs_complete as completing
+from dualwrite.writing.lane import Lane
 from model.checker import Finding
 from model.schedule import Impossible, run_lines, text_lines
 from model.world import World

@@ -21,9 +21,9 @@ from simulator import requests as sim
 from simulator.partition import producer
 from simulator.state import Broker, partition, transaction
 
+from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
+from dualwrite.protocol.lives__protocol_tables_write_life import WriteState
 from dualwrite.protocol.prepared_state import Engine
-from dualwrite.protocol.tables.producer_life import ProducerState
-from dualwrite.protocol.tables.write_life import WriteState
 from search.process import Walk
 from search.values import DONE, NOTHING, PLACES, STOPPED, Database, Process
 

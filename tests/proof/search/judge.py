@@ -15,7 +15,7 @@ from simulator.broker import handle
 from simulator.partition import committed_values, last_stable_offset
 from simulator.state import Broker
 
-from dualwrite.protocol.observations import Outcome
+from dualwrite.protocol.values import Outcome
 from search.process import Walk
 from search.rules import Rules
 from search.stepping import committed

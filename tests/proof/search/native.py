@@ -1,10 +1,10 @@
 """Explores every interleaving of settling a native transaction: the product's decisions, over a small broker.
 
-:mod:`dualwrite.protocol.settling.settle_native` decides; this module holds the broker's rules (``TransactionCoordinator.endTransaction``
+:mod:`dualwrite.protocol.settle_native` decides; this module holds the broker's rules (``TransactionCoordinator.endTransaction``
 under transaction version 2, KIP-890), one row, an owner that may be alive, and settlers that may stop at any step.
 
 The owner has decided S, under epoch 0, in both partitions. It ends S, and may begin an undecided transaction U, under epoch 1,
-in one of them, once :mod:`dualwrite.protocol.settling.known_end` says so. From the claim on it begins nothing. Markers go out one partition at a time, and may be forgotten
+in one of them, once :mod:`dualwrite.protocol.known_end` says so. From the claim on it begins nothing. Markers go out one partition at a time, and may be forgotten
 (KAFKA-20734). Requests may be late. Every state that is reached is finished by a new settler, alone; then the late requests
 arrive, in every order; then it is judged.
 """
@@ -15,7 +15,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 
-from dualwrite.protocol.observations import (
+from dualwrite.protocol import settle_native
+from dualwrite.protocol.known_end import Ended, EndStep, next_native_end_step
+from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.settle_native import NativeKnowledge, NativeStep, to_repair
+from dualwrite.protocol.values import (
     NEVER_MS,
     EndAnswer,
     LogProof,
@@ -24,14 +28,6 @@ from dualwrite.protocol.observations import (
     ShownProducer,
     TransactionStatus,
     TransactionView,
-)
-from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.settling import settle_native
-from dualwrite.protocol.settling.known_end import Ended, EndStep, next_native_end_step
-from dualwrite.protocol.settling.settle_native import (
-    NativeKnowledge,
-    NativeStep,
-    to_repair,
 )
 
 Status = TransactionStatus

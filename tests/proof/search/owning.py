@@ -6,11 +6,11 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 
 from dualwrite.errors import DualWriteError
-from dualwrite.protocol.observations import Outcome
-from dualwrite.protocol.rows import StateRow
-from dualwrite.protocol.settling.known_end import EndStep
-from dualwrite.protocol.tables.producer_life import ProducerEvent
-from dualwrite.protocol.tables.write_life import WRITE_LIFE, WriteEvent, WriteState
+from dualwrite.protocol.known_end import EndStep
+from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerEvent
+from dualwrite.protocol.lives__protocol_tables_write_life import WRITE_LIFE, WriteEvent, WriteState
+from dualwrite.protocol.values import Outcome
+from dualwrite.protocol.values__protocol_rows import StateRow
 from search.stepping import Step, again, committed, recorded
 from search.values import DONE, NOTHING, Database, Lock, Process, name
 
@@ -19,7 +19,7 @@ _E, _W = ProducerEvent, WriteEvent
 
 
 class Owning(Step):
-    """An owner: ``dualwrite.writing.blocks.dual_write``, ``dualwrite.writing.lanes.lane``.
+    """An owner: ``dualwrite.writing.dual_write``, ``dualwrite.writing.lane``.
 
     Attributes:
         writes_by: The position at which its transactions begin to write.

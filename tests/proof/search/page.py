@@ -24,15 +24,15 @@ HEAD = """\
 A test tries what its author thought of. This search tries everything: every order in which the steps of several processes,
 the broker, the database and late requests can happen, within bounds, each state once, the nearest first.
 
-What decides is the product itself: `dualwrite.protocol.settling.settle.next_step`, `dualwrite.protocol.settling.commit_in_doubt.next_doubt_step`, the
-tables of producers and dual writes, the scan of the log in `dualwrite.kafka.coordinator.log`. Of native transactions:
-`settle_native.next_step`, `known_end.next_native_end_step`, `native_step_at_rest` and `left_undecided` in `dualwrite.protocol.settling`, and the tables of
-answers in `dualwrite.kafka.producer.native` (`wire.answers`, `failures`). The broker is the simulated one, which
+What decides is the product itself: `dualwrite.protocol.settle.next_step`, `dualwrite.protocol.process__protocol_settling_commit_in_doubt.next_doubt_step`, the
+tables of producers and dual writes, the scan of the log in `dualwrite.kafka.log`. Of native transactions:
+`settle_native.next_step`, `known_end.next_native_end_step`, `native_step_at_rest` and `left_undecided` in `dualwrite.protocol.settle`, and the tables of
+answers in `dualwrite.kafka.native` (`wire.answers`, `failures`). The broker is the simulated one, which
 `make simulator` holds against a real broker, answer for answer. The recipes around the decisions (who asks what, and in
 which order) are retold as steps, since they run on threads and servers; each step is one request or one statement.
 
 Of batches that a driver decides for several participants, nothing is retold. The product's own recipes run:
-`dualwrite.sinks.jobs.decide.Decision` with all that it calls, claims and settling, the participants' lanes and producers. They are
+`dualwrite.sinks.batches.Decision` with all that it calls, claims and settling, the participants' lanes and producers. They are
 stopped before each request and each statement, and go on from there with every answer that there can be.
 
 A process may stop anywhere and for ever: that is a crash, and also a pause, if it goes on later. **Every state** is held

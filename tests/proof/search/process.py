@@ -1,7 +1,7 @@
 """One process, step by step: claim, settle, initialise, then transactions. Each step is one request or one statement.
 
 What happens next is never decided here: settling and doubt ask the product's functions, producers and dual writes move by
-the product's tables, and what those do not allow is no step. The recipes around them (``dualwrite.recovery.settling.settle``,
+the product's tables, and what those do not allow is no step. The recipes around them (``dualwrite.recovery.settle``,
 ``claiming``, ``lane``, ``transaction``, ``resolving``) are retold as steps, since they run on threads and servers.
 """
 
@@ -11,7 +11,7 @@ from simulator.requests import NEVER_MS
 from simulator.state import Broker
 
 from dualwrite.protocol.prepared_state import Engine
-from dualwrite.protocol.settling.settle_native import NativeKnowledge
+from dualwrite.protocol.settle_native import NativeKnowledge
 from search.doubting import Doubting
 from search.rules import Rules
 from search.settling import Settling

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dualwrite.protocol import identity
-from dualwrite.protocol.identity import Partition
-from dualwrite.protocol.observations import Outcome
+from dualwrite.protocol import (
+    known_end,
+    process__protocol_settling_commit_in_doubt,
+    settle,
+    settle_native,
+    values__protocol_identity,
+)
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.settling import commit_in_doubt, known_end, settle, settle_native
-from dualwrite.protocol.settling.settle import Knowledge
-from dualwrite.stores.sql.tables.rows import check_not_gone_back
+from dualwrite.protocol.settle import Knowledge
+from dualwrite.protocol.values import Outcome
+from dualwrite.protocol.values__protocol_identity import Partition
+from dualwrite.stores.sql.tables__stores_sql_tables_rows import check_not_gone_back
 from search import views
 
 
@@ -19,15 +24,15 @@ class Rules:
 
     sentence = ""
     next_step = staticmethod(settle.next_step)
-    next_doubt_step = staticmethod(commit_in_doubt.next_doubt_step)
+    next_doubt_step = staticmethod(process__protocol_settling_commit_in_doubt.next_doubt_step)
     next_end_step = staticmethod(known_end.next_end_step)
     next_native_step = staticmethod(settle_native.next_step)
     next_native_end_step = staticmethod(known_end.next_native_end_step)
     native_step_at_rest = staticmethod(known_end.native_step_at_rest)
     to_repair = staticmethod(settle_native.to_repair)
-    belongs = staticmethod(identity.belongs)
-    is_open = staticmethod(identity.is_open)
-    is_older = staticmethod(identity.is_older)
+    belongs = staticmethod(values__protocol_identity.belongs)
+    is_open = staticmethod(values__protocol_identity.is_open)
+    is_older = staticmethod(values__protocol_identity.is_older)
     prove = staticmethod(views.prove)
     check_not_gone_back = staticmethod(check_not_gone_back)
 

@@ -1,13 +1,13 @@
-"""Settling a decided native transaction, step by step: ``dualwrite.recovery.settling.settle_native``."""
+"""Settling a decided native transaction, step by step: ``dualwrite.recovery.settle_native``."""
 
 from __future__ import annotations
 
 from simulator import requests as sim
 from simulator.requests import ErrorCode
 
-from dualwrite.protocol.observations import EndAnswer, Outcome
-from dualwrite.protocol.settling import settle_native
-from dualwrite.protocol.settling.settle_native import NativeKnowledge
+from dualwrite.protocol import settle_native
+from dualwrite.protocol.settle_native import NativeKnowledge
+from dualwrite.protocol.values import EndAnswer, Outcome
 from search.settling import Settling
 from search.stepping import LATER, OK
 from search.values import PLACES, STOPPED

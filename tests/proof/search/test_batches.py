@@ -10,10 +10,10 @@ from simulator.broker import handle
 from simulator.database import ALWAYS
 from simulator.state import new_broker
 
-from dualwrite.protocol.observations import Outcome
-from dualwrite.protocol.rows import Incident
-from dualwrite.protocol.settling.settle import SettleStep
-from dualwrite.recovery.settling import settle as recipes
+from dualwrite.protocol.settle import SettleStep
+from dualwrite.protocol.values import Outcome
+from dualwrite.protocol.values__protocol_rows import Incident
+from dualwrite.recovery import settle as recipes
 from search.batches import lab
 from search.batches.configurations import BATCHES
 from search.batches.judge import look

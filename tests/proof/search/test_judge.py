@@ -6,7 +6,7 @@ from simulator import requests as sim
 from simulator.broker import handle
 from simulator.state import new_broker
 
-from dualwrite.protocol.observations import Outcome
+from dualwrite.protocol.values import Outcome
 from search.judge import Excuses, Judge
 from search.rules import PRODUCT
 from search.values import NOTHING, PLACES, Database, Decision

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dualwrite.protocol.observations import EndAnswer, TransactionStatus
-from dualwrite.protocol.settling.settle_native import NativeKnowledge, NativeStep, next_step, to_repair
+from dualwrite.protocol.settle_native import NativeKnowledge, NativeStep, next_step, to_repair
+from dualwrite.protocol.values import EndAnswer, TransactionStatus
 from search.native import Rules, explore
 
 thorough = pytest.mark.thorough

@@ -7,8 +7,8 @@ import pytest
 from simulator import requests as sim
 
 from dualwrite.errors import DatabaseWentBack
-from dualwrite.protocol.settling.commit_in_doubt import DoubtStep
-from dualwrite.protocol.settling.settle import SettleStep
+from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DoubtStep
+from dualwrite.protocol.settle import SettleStep
 from search import views
 from search.configurations import CONFIGURATIONS
 from search.explore import explore

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dualwrite.protocol.identity import Partition
-from dualwrite.protocol.observations import Outcome
+from dualwrite.protocol.known_end import Ended
+from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
+from dualwrite.protocol.lives__protocol_tables_write_life import WriteState
 from dualwrite.protocol.prepared_state import Engine, FirstOffset, PreparedTxnState
-from dualwrite.protocol.settling.commit_in_doubt import Doubt
-from dualwrite.protocol.settling.known_end import Ended
-from dualwrite.protocol.settling.settle import Knowledge
-from dualwrite.protocol.settling.settle_native import NativeKnowledge
-from dualwrite.protocol.tables.producer_life import ProducerState
-from dualwrite.protocol.tables.write_life import WriteState
+from dualwrite.protocol.process__protocol_settling_commit_in_doubt import Doubt
+from dualwrite.protocol.settle import Knowledge
+from dualwrite.protocol.settle_native import NativeKnowledge
+from dualwrite.protocol.values import Outcome
+from dualwrite.protocol.values__protocol_identity import Partition
 
 Label = tuple[int, int]
 """A transaction: its incarnation, and its number there."""

@@ -10,16 +10,10 @@ from simulator.outside import SeenBatch
 from simulator.requests import ErrorCode
 from simulator.state import Broker
 
-from dualwrite.kafka.coordinator.log import Scan, combined
-from dualwrite.protocol.identity import OpenPlaces
-from dualwrite.protocol.observations import (
-    LogProof,
-    OpenTransaction,
-    ShownProducer,
-    TransactionStatus,
-    TransactionView,
-)
+from dualwrite.kafka.log import Scan, combined
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.values import LogProof, OpenTransaction, ShownProducer, TransactionStatus, TransactionView
+from dualwrite.protocol.values__protocol_identity import OpenPlaces
 
 OpenTransactions = tuple[OpenTransaction, ...]
 
@@ -85,7 +79,7 @@ def proofs_now(broker: Broker, state: PreparedTxnState) -> dict[sim.TopicPartiti
 
 
 def prove(broker: Broker, state: PreparedTxnState) -> LogProof:
-    """As ``dualwrite.kafka.coordinator.log.prove``: its own scan of each partition, and its own combination of what they show.
+    """As ``dualwrite.kafka.log.prove``: its own scan of each partition, and its own combination of what they show.
 
     Raises:
         AssertionError: Its glance and its scan tell different things.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from confluent_kafka import OFFSET_INVALID, KafkaError, KafkaException, TopicPartition
 
-from dualwrite.runtime.deadline import Deadline, pause
+from dualwrite.clock import Deadline, pause
 from simulator.partition import committed_records
 from simulator.process import Unanswered
 from simulator.requests import (

@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING, Final, cast
 
 from confluent_kafka import KafkaException
 
-from dualwrite.kafka.producer.librdkafka.bounded_call import NoAnswer
-from dualwrite.runtime.deadline import Deadline, now_s
+from dualwrite.clock import Deadline, now_s
+from dualwrite.kafka.librdkafka.handle__kafka_producer_librdkafka_bounded_call import NoAnswer
 from simulator.client import SimulatedProducer
 from simulator.scheduler import Simulation
 
 if TYPE_CHECKING:
     from confluent_kafka import Producer
 
-    from dualwrite.kafka.producer.librdkafka.handle import Handle
+    from dualwrite.kafka.librdkafka.handle import Handle
 
 _LEFT_BEHIND_S: Final = 5.0
 """The caller has given up on a call that returns this much too late."""
 
 
 class SimulatedHandle:
-    """Stands in for :class:`dualwrite.kafka.producer.librdkafka.handle.Handle`.
+    """Stands in for :class:`dualwrite.kafka.librdkafka.handle.Handle`.
 
     Args:
         simulation: The simulation with the broker.

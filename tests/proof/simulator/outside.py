@@ -1,6 +1,6 @@
 """The coordinator's port over the simulated broker: observes and ends transactions from outside their producers.
 
-As ``dualwrite.kafka.coordinator.client`` does over the wire, it retries unanswered requests with growing waits, until the
+As ``dualwrite.kafka.coordinator`` does over the wire, it retries unanswered requests with growing waits, until the
 deadline. That package's own code reads the proof of an outcome.
 """
 
@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar, cast
 
+from dualwrite.clock import Deadline, GrowingPause
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.coordinator.later import joined, scans_of
-from dualwrite.kafka.coordinator.log import Scan, combined
-from dualwrite.kafka.coordinator.partitions import Place
-from dualwrite.protocol.observations import (
+from dualwrite.kafka.cluster__kafka_coordinator_partitions import Place
+from dualwrite.kafka.log import Scan, combined
+from dualwrite.kafka.log__kafka_coordinator_later import joined, scans_of
+from dualwrite.protocol.lost_decisions import Later
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.values import (
     EndAnswer,
     LogProof,
     OpenTransaction,
@@ -21,9 +24,6 @@ from dualwrite.protocol.observations import (
     TransactionStatus,
     TransactionView,
 )
-from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.settling.lost_decisions import Later
-from dualwrite.runtime.deadline import Deadline, GrowingPause
 from simulator.process import Unanswered
 from simulator.requests import (
     COMMIT,
@@ -64,7 +64,7 @@ Answer = TypeVar("Answer")
 
 
 class SimulatedCoordinator:
-    """Implements :class:`~dualwrite.ports.coordinator.NativeCoordinator` over the simulated broker."""
+    """Implements :class:`~dualwrite.interfaces__ports_coordinator.NativeCoordinator` over the simulated broker."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation

@@ -12,7 +12,7 @@ from simulator.database import Session
 from simulator.requests import Request
 
 if TYPE_CHECKING:
-    from dualwrite.runtime.waiting import Event
+    from dualwrite.waiting import Event
     from simulator.scheduler import Simulation
 
 

@@ -17,8 +17,8 @@ from typing import Final
 
 from greenlet import getcurrent
 
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import running_on
+from dualwrite import failpoints
+from dualwrite.clock import running_on
 from simulator import waiting
 from simulator.broker import answers, handle
 from simulator.database import ConnectionLost, Database, MustWait, Session

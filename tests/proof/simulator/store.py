@@ -15,11 +15,11 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
-from dualwrite.protocol.mismatch import gone_back
-from dualwrite.protocol.observations import Outcome
-from dualwrite.protocol.rows import Incident, Participant, StateRow
-from dualwrite.stores.sql.participants import name_of, parse
-from dualwrite.stores.sql.tables.rows import check_not_gone_back
+from dualwrite.protocol.values import Outcome
+from dualwrite.protocol.values__protocol_mismatch import gone_back
+from dualwrite.protocol.values__protocol_rows import Incident, Participant, StateRow
+from dualwrite.stores.sql.drivers__stores_sql_participants import name_of, parse
+from dualwrite.stores.sql.tables__stores_sql_tables_rows import check_not_gone_back
 from simulator.connection import SimulatedConnection
 from simulator.database import (
     ALWAYS,
@@ -38,9 +38,9 @@ from simulator.savepoints import SimulatedSavepoints
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
+    from dualwrite.clock import Deadline
     from dualwrite.protocol.prepared_state import PreparedTxnState
-    from dualwrite.protocol.settling.commit_in_doubt import DatabaseVerdict
-    from dualwrite.runtime.deadline import Deadline
+    from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
     from simulator.process import Process
     from simulator.scheduler import Simulation
 
@@ -54,7 +54,7 @@ def _of(connection: Connection) -> SimulatedConnection:
 
 
 class SimulatedStore:
-    """:class:`~dualwrite.ports.store.StateStore` over the simulated database.
+    """:class:`~dualwrite.interfaces.StateStore` over the simulated database.
 
     Args:
         simulation: The simulation with the database.
@@ -74,7 +74,7 @@ class SimulatedStore:
     # Inside the caller's transaction
 
     def begin(self, connection: Connection) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.begin`."""
+        """See :meth:`dualwrite.interfaces.StateStore.begin`."""
         used = _of(connection)
         if used.in_transaction:
             raise IllegalStateError("the connection is already in a transaction")
@@ -96,7 +96,7 @@ class SimulatedStore:
         namespace: str | None = None,
         known: StateRow | None = None,
     ) -> int | None:
-        """See :meth:`dualwrite.ports.store.StateStore.read_incarnation`."""
+        """See :meth:`dualwrite.interfaces.StateStore.read_incarnation`."""
         row = self._mapped(_of(connection), "SELECT", lambda session: self._database.read(session, transactional_id))
         if row is None or namespace not in {None, row.namespace}:
             return None
@@ -117,7 +117,7 @@ class SimulatedStore:
         answer_s: float | None = None,
         deferred: bool = False,
     ) -> tuple[bool, str | None]:
-        """See :meth:`dualwrite.ports.store.StateStore.decide`. The scheduler chooses when a session ends."""
+        """See :meth:`dualwrite.interfaces.StateStore.decide`. The scheduler chooses when a session ends."""
         del idle_s, within_s, answer_s, deferred
 
         def update(session: Session) -> tuple[bool, str | None]:
@@ -139,7 +139,7 @@ class SimulatedStore:
         answer_s: float | None = None,
         deferred: bool = False,
     ) -> tuple[bool, str | None]:
-        """See :meth:`dualwrite.ports.store.StateStore.hold`."""
+        """See :meth:`dualwrite.interfaces.StateStore.hold`."""
         del answer_s, deferred
 
         def share(session: Session) -> tuple[bool, str | None]:
@@ -149,12 +149,12 @@ class SimulatedStore:
         return self._mapped(_of(connection), "SELECT FOR SHARE", share)
 
     def run_deferred(self, connection: Connection, transactional_id: str | None = None) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.run_deferred`. The simulated database defers nothing."""
+        """See :meth:`dualwrite.interfaces.StateStore.run_deferred`. The simulated database defers nothing."""
 
     def prepare(
         self, connection: Connection, row: StateRow, state: PreparedTxnState, *, answer_s: float | None = None
     ) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.prepare`."""
+        """See :meth:`dualwrite.interfaces.StateStore.prepare`."""
         del answer_s
         name = name_of(row.namespace, state)
         self._end(
@@ -164,7 +164,7 @@ class SimulatedStore:
         )
 
     def commit(self, connection: Connection, *, answer_s: float | None = None) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.commit`."""
+        """See :meth:`dualwrite.interfaces.StateStore.commit`."""
         del answer_s
         self._end(_of(connection), "COMMIT", self._database.commit)
 
@@ -183,14 +183,14 @@ class SimulatedStore:
             raise TransactionInDoubt(f"the answer to {label} is missing") from error
 
     def check_same_database(self, connection: Connection) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.check_same_database`. There is one simulated database."""
+        """See :meth:`dualwrite.interfaces.StateStore.check_same_database`. There is one simulated database."""
 
     def watch_savepoints(self, connection: Connection, transactional_id: str) -> SimulatedSavepoints:
-        """See :meth:`dualwrite.ports.store.StateStore.watch_savepoints`."""
+        """See :meth:`dualwrite.interfaces.StateStore.watch_savepoints`."""
         return SimulatedSavepoints(_of(connection), transactional_id, self._mapped)
 
     def rollback(self, connection: Connection) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.rollback`."""
+        """See :meth:`dualwrite.interfaces.StateStore.rollback`."""
         self._roll_back(_of(connection))
 
     def _roll_back(self, used: SimulatedConnection) -> None:
@@ -201,7 +201,7 @@ class SimulatedStore:
                 used.lose()
 
     def discard(self, connection: Connection) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.discard`."""
+        """See :meth:`dualwrite.interfaces.StateStore.discard`."""
         _of(connection).lose()
 
     @staticmethod
@@ -263,7 +263,7 @@ class SimulatedStore:
         verify: Callable[[Sequence[StateRow]], None] | None = None,
         raise_to: Mapping[str, int] | None = None,
     ) -> Sequence[StateRow]:
-        """See :meth:`dualwrite.ports.store.StateStore.claim`."""
+        """See :meth:`dualwrite.interfaces.StateStore.claim`."""
         ids = sorted(set(transactional_ids))
         database = self._database
 
@@ -301,11 +301,11 @@ class SimulatedStore:
         return used.run("UPDATE", update)
 
     def read(self, transactional_ids: Sequence[str]) -> Sequence[StateRow]:
-        """See :meth:`dualwrite.ports.store.StateStore.read`."""
+        """See :meth:`dualwrite.interfaces.StateStore.read`."""
         return self._read(lambda: self._database.find_all(transactional_ids))
 
     def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:
-        """See :meth:`dualwrite.ports.store.StateStore.read_locked`."""
+        """See :meth:`dualwrite.interfaces.StateStore.read_locked`."""
         del deadline  # the scheduler chooses how long a lock wait lasts
         row = self.run(lambda used: self._lock(used, transactional_id))
         if row is None:
@@ -313,7 +313,7 @@ class SimulatedStore:
         return row
 
     def while_locked(self, transactional_ids: Sequence[str], work: Callable[[], None], deadline: Deadline) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.while_locked`."""
+        """See :meth:`dualwrite.interfaces.StateStore.while_locked`."""
         del deadline
 
         def locked(used: SimulatedConnection) -> None:
@@ -327,11 +327,11 @@ class SimulatedStore:
         return used.run("SELECT FOR UPDATE", lambda session: self._database.lock(session, name))
 
     def find(self, prefix: str) -> Sequence[StateRow]:
-        """See :meth:`dualwrite.ports.store.StateStore.find`."""
+        """See :meth:`dualwrite.interfaces.StateStore.find`."""
         return self._read(lambda: self._database.find(prefix))
 
     def record_outcomes(self, outcomes: Sequence[tuple[StateRow, Outcome, str]]) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.record_outcomes`."""
+        """See :meth:`dualwrite.interfaces.StateStore.record_outcomes`."""
         ordered = sorted(outcomes, key=lambda item: item[0].transactional_id)
 
         def work(used: SimulatedConnection) -> None:
@@ -357,7 +357,7 @@ class SimulatedStore:
         used.run("UPDATE", update)
 
     def mark_settled(self, incarnations: Mapping[str, int]) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.mark_settled`."""
+        """See :meth:`dualwrite.interfaces.StateStore.mark_settled`."""
         database = self._database
 
         def raise_mark(used: SimulatedConnection, name: str) -> None:
@@ -376,7 +376,7 @@ class SimulatedStore:
             self.run(work)
 
     def raise_fence(self, row: StateRow, fence: int) -> bool:
-        """See :meth:`dualwrite.ports.store.StateStore.raise_fence`."""
+        """See :meth:`dualwrite.interfaces.StateStore.raise_fence`."""
         database = self._database
 
         def update(session: Session) -> bool:
@@ -390,7 +390,7 @@ class SimulatedStore:
         return self.run(lambda used: used.run("UPDATE", update))
 
     def participants(self, rows: Collection[StateRow]) -> Sequence[Participant]:
-        """See :meth:`dualwrite.ports.store.StateStore.participants`. If nothing is prepared, this takes no step."""
+        """See :meth:`dualwrite.interfaces.StateStore.participants`. If nothing is prepared, this takes no step."""
         by_id = {row.transactional_id: row for row in rows}
 
         def select() -> list[Participant]:
@@ -404,7 +404,7 @@ class SimulatedStore:
         return self._read(select) if self._database.prepared and by_id else []
 
     def end_participant(self, participant: Participant, *, committed: bool) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.end_participant`."""
+        """See :meth:`dualwrite.interfaces.StateStore.end_participant`."""
         key = participant.name, participant.row.transactional_id
         used = SimulatedConnection(self._simulation)
         session = used.session
@@ -417,33 +417,33 @@ class SimulatedStore:
             used.close()
 
     def incident(self, transactional_id: str, state: PreparedTxnState) -> Outcome | None:
-        """See :meth:`dualwrite.ports.store.StateStore.incident`."""
+        """See :meth:`dualwrite.interfaces.StateStore.incident`."""
         found = self._read(lambda: self._database.incidents.get((transactional_id, str(state))))
         return found.outcome if found is not None else None
 
     def incidents(self, prefix: str = "", *, acknowledged: bool = False) -> Sequence[Incident]:
-        """See :meth:`dualwrite.ports.store.StateStore.incidents`. In the simulation no incident is ever acknowledged."""
+        """See :meth:`dualwrite.interfaces.StateStore.incidents`. In the simulation no incident is ever acknowledged."""
         del acknowledged
         return self._read(
             lambda: [found for key, found in self._database.incidents.items() if key[0].startswith(prefix)]
         )
 
     def incidents_of(self, transactional_ids: Collection[str]) -> Sequence[Incident]:
-        """See :meth:`dualwrite.ports.store.StateStore.incidents_of`."""
+        """See :meth:`dualwrite.interfaces.StateStore.incidents_of`."""
         return self._read(
             lambda: [found for key, found in self._database.incidents.items() if key[0] in transactional_ids]
         )
 
     def note_told(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
-        """See :meth:`dualwrite.ports.store.StateStore.note_told`. The model itself records the losses reported to processes."""
+        """See :meth:`dualwrite.interfaces.StateStore.note_told`. The model itself records the losses reported to processes."""
         del losses
 
     def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:
-        """See :meth:`dualwrite.ports.store.StateStore.acknowledge`. Not simulated: only people acknowledge incidents."""
+        """See :meth:`dualwrite.interfaces.StateStore.acknowledge`. Not simulated: only people acknowledge incidents."""
         raise NotImplementedError
 
     def transaction_verdict(self, transaction: str | None) -> DatabaseVerdict:
-        """See :meth:`dualwrite.ports.store.StateStore.transaction_verdict`."""
+        """See :meth:`dualwrite.interfaces.StateStore.transaction_verdict`."""
         return self._read(lambda: self._database.verdict(transaction))
 
 

@@ -1,6 +1,6 @@
 """How a process of the simulation waits for another one of its own: it stops, as for a server, until the scheduler lets it go on.
 
-See :mod:`dualwrite.runtime.waiting`. The scheduler may let time pass instead, in slices: whatever the process waits for comes
+See :mod:`dualwrite.waiting`. The scheduler may let time pass instead, in slices: whatever the process waits for comes
 earlier, or later, or not at all.
 """
 
@@ -10,9 +10,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from dualwrite.runtime import waiting
-from dualwrite.runtime.deadline import Deadline, pause
-from dualwrite.runtime.waiting import Event
+from dualwrite import waiting
+from dualwrite.clock import Deadline, pause
+from dualwrite.waiting import Event
 from simulator.process import Call, Server, nothing
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _SLICE_S: Final = 20.0
 
 
 class SimulatedWaiting:
-    """:class:`dualwrite.runtime.waiting.Waiting` for the processes of a simulation."""
+    """:class:`dualwrite.waiting.Waiting` for the processes of a simulation."""
 
     cancelled: tuple[type[BaseException], ...] = ()
 

@@ -1,6 +1,6 @@
 """Puts the simulated broker under the native engine's own sender and requests: their messages are those of the real wire.
 
-Stands in for :class:`~dualwrite.kafka.coordinator.brokers.Brokers` and for the connections below them. What leaders and
+Stands in for :class:`~dualwrite.kafka.brokers.Brokers` and for the connections below them. What leaders and
 coordinators decide upon (Produce, EndTxn, InitProducerId, TxnOffsetCommit) is a call of the process, which can be held, lost
 and late as every other. What clients have anyway, the addresses of leaders and coordinators, is sent without one.
 
@@ -21,12 +21,12 @@ from kafka.errors import IncompatibleBrokerVersion
 from kafka.protocol.producer.transaction import EndTxnRequest, InitProducerIdRequest, TxnOffsetCommitRequest
 from kafka.record.default_records import DefaultRecordBatch
 
+from dualwrite.clock import Deadline, pause
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.coordinator.network import NotYet
-from dualwrite.kafka.producer.native.coordinating.requests import CoordinatorRequests
-from dualwrite.kafka.producer.native.instance import MakeWire, Wire
-from dualwrite.kafka.producer.native.sender import MakeBrokers, MakeNetwork, Sender
-from dualwrite.runtime.deadline import Deadline, pause
+from dualwrite.kafka.native.coordination import CoordinatorRequests
+from dualwrite.kafka.native.producer import MakeWire, Wire
+from dualwrite.kafka.native.sender import MakeBrokers, MakeNetwork, Sender
+from dualwrite.kafka.network import NotYet
 from simulator.process import Unanswered
 from simulator.requests import (
     EndTxn,
@@ -45,7 +45,7 @@ from simulator.scheduler import Simulation
 from simulator.state import topic_id
 
 if TYPE_CHECKING:
-    from dualwrite.kafka.config import KafkaConfig
+    from dualwrite.kafka.config__kafka_config import KafkaConfig
 
 Message = Any
 
@@ -55,7 +55,7 @@ _VERSION: Final = 2
 
 
 class SimulatedBrokers:
-    """Stands in for :class:`~dualwrite.kafka.coordinator.brokers.Brokers`.
+    """Stands in for :class:`~dualwrite.kafka.brokers.Brokers`.
 
     Args:
         simulation: The simulation with the broker.
@@ -119,7 +119,7 @@ class SimulatedBrokers:
 
 
 class SimulatedNetwork:
-    """Stands in for :class:`~dualwrite.kafka.coordinator.callers_network.CallersNetwork`.
+    """Stands in for :class:`~dualwrite.kafka.callers_network.CallersNetwork`.
 
     Args:
         simulation: The simulation with the broker.

@@ -9,8 +9,8 @@ import pytest
 from kafka.net.inet import KafkaNetSocket
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.tls import KEYS as TLS_KEYS
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.security import KEYS as TLS_KEYS
 
 SERVERS = {"bootstrap.servers": "one:9092,two:9093"}
 SASL = {

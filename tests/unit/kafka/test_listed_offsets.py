@@ -7,11 +7,11 @@ import pytest
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import OffsetSpec
 
+from dualwrite.clock import Deadline
 from dualwrite.kafka.listed_offsets import list_offsets
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.state.changelog import Changelog
 from dualwrite.units.log import PartitionLogs
-from dualwrite.units.ranges import Offsets
+from dualwrite.units.records__units_ranges import Offsets
 
 NAME = "events", 0
 

@@ -18,9 +18,8 @@ import dualwrite.state
 import dualwrite.testing
 import dualwrite.types
 import dualwrite.units
-from dualwrite import DualWriteError
-from dualwrite.apps.cli.group import COMMANDS
-from dualwrite.runtime import failpoints
+from dualwrite import DualWriteError, failpoints
+from dualwrite.cli.group import COMMANDS
 
 PUBLIC_MODULES = (
     *(dualwrite, dualwrite.databases, dualwrite.errors, dualwrite.operations, dualwrite.sinks, dualwrite.sinks.spark),
@@ -137,14 +136,14 @@ def modules():
     for path in CODE:
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         if not name.endswith("__init__") and not name.startswith(
-            ("dualwrite.testing", "dualwrite.apps.cli", "migrations.versions")
+            ("dualwrite.testing", "dualwrite.cli", "migrations.versions")
         ):
             yield re.sub("^(sinks|migrations)", r"dualwrite.\1", name)
 
 
 def test_the_architecture_page_names_every_module_and_no_other():
     named = {name for name in named_modules() if not name.startswith("dualwrite.testing")}
-    assert named == {*modules(), "dualwrite.apps.cli", "dualwrite.migrations.versions"}
+    assert named == {*modules(), "dualwrite.cli", "dualwrite.migrations.versions"}
 
 
 def test_every_page_is_in_the_table_of_contents():

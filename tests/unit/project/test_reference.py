@@ -12,9 +12,9 @@ import pytest
 import typing_extensions
 from harness.places import ROOT
 
-from dualwrite.ports.database import Database
-from dualwrite.ports.observer import Observer
-from dualwrite.stores.keyed.database import KeyedDatabase
+from dualwrite.interfaces__ports_database import Database
+from dualwrite.interfaces__ports_observer import Observer
+from dualwrite.stores.keyed.store__stores_keyed_database import KeyedDatabase
 
 PAGE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
 ENTRY = re.compile(r"^\.\. auto(?:class|exception|function):: ([\w.]+)(\(\))?\n((?:   :.*\n)*)", re.MULTILINE)

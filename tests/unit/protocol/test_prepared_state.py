@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.protocol.partition_numbers import parsed, written
 from dualwrite.protocol.prepared_state import (
     MAX_NATIVE_OFFSETS,
     MAX_TEXT_LENGTH,
@@ -20,7 +19,8 @@ from dualwrite.protocol.prepared_state import (
     FurtherPartitions,
     PreparedTxnState,
 )
-from dualwrite.stores.sql.tables.rows import digest
+from dualwrite.protocol.prepared_state__protocol_partition_numbers import parsed, written
+from dualwrite.stores.sql.tables__stores_sql_tables_rows import digest
 
 ARCHITECTURE = (Path(__file__).parents[3] / "docs/architecture.md").read_text(encoding="utf-8")
 

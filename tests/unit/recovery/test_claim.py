@@ -10,9 +10,10 @@ import pytest
 from harness.simulated import TIMEOUT_S
 from simulator.environment import time_out
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, DatabaseWentBack, DecidedTransactionLost, Fenced, Unavailable
-from dualwrite.protocol.observations import Outcome
-from dualwrite.protocol.process.leases import place_of
+from dualwrite.protocol.leases import place_of
+from dualwrite.protocol.values import Outcome
 from dualwrite.recovery import claim as module
 from dualwrite.recovery.claim import (
     claim_lanes,
@@ -22,7 +23,6 @@ from dualwrite.recovery.claim import (
     place_of_this_process,
     unique_owner,
 )
-from dualwrite.runtime.deadline import Deadline
 
 
 def claim(*ids, **kwargs):

@@ -10,11 +10,11 @@ from harness.simulated import TIMEOUT_S
 from simulator.environment import time_out
 from simulator.outside import SimulatedCoordinator
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Fenced
-from dualwrite.protocol.observations import Outcome
+from dualwrite.protocol.values import Outcome
 from dualwrite.recovery.claim import claim_rows
 from dualwrite.recovery.recover import check_cluster, recover_rows, status_and_longest
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.stores.sql.database import SqlDatabase
 
 

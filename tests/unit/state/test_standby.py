@@ -7,11 +7,11 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from dualwrite import Unavailable
+from dualwrite.clock import Deadline
 from dualwrite.errors import ChangelogDiffers
-from dualwrite.runtime.deadline import Deadline
 from dualwrite.state import KeyValueStore, changelog, standby
 from dualwrite.state.changelog import Changelog
-from dualwrite.state.rolling import Log
+from dualwrite.state.changelog__state_rolling import Log
 from dualwrite.state.standby import ignore_progress, roll_forward
 
 pytest.importorskip("rocksdict", reason="the extra 'state' is not installed")

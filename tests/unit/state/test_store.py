@@ -13,9 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from dualwrite import failpoints
 from dualwrite.errors import ChangelogDiffers, IllegalStateError, StoreInUse, StoreUnreadable
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.failpoints import FailpointError
+from dualwrite.failpoints import FailpointError
 from dualwrite.state import KeyValueStore
 
 pytest.importorskip("rocksdict", reason="the extra 'state' is not installed")

@@ -196,7 +196,7 @@ def test_a_commit_still_on_its_way_can_no_longer_happen_once_it_was_found_aborte
 def test_recovery_completes_what_a_dead_owner_has_decided(place, monkeypatch):
     writer = mortal(place.writer(limits=WriterLimits(max_lanes=1, timeout_s=5)))
     writer.open()
-    monkeypatch.setattr("dualwrite.writing.lanes.lane.Lane.complete", die)
+    monkeypatch.setattr("dualwrite.writing.lane.Lane.complete", die)
     with pytest.raises(CompletionPending), writer.transaction() as tx:
         put(tx, "1")
     [left] = status("orders", kafka=SETTINGS, database=place.database)
@@ -215,7 +215,7 @@ def test_a_loss_is_an_incident_that_a_person_acknowledges(place, monkeypatch):
     writer = mortal(place.writer(limits=WriterLimits(max_lanes=1, timeout_s=5)))
     writer.open()
     with monkeypatch.context() as patch:
-        patch.setattr("dualwrite.writing.lanes.lane.Lane.complete", die)
+        patch.setattr("dualwrite.writing.lane.Lane.complete", die)
         with pytest.raises(CompletionPending), writer.transaction() as tx:
             put(tx, "1")
     store = place.database.store()

@@ -13,16 +13,9 @@ from sqlalchemy import select, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import StaticPool
 
-from dualwrite import (
-    AsyncDualWriter,
-    ConfigurationError,
-    DualWriteError,
-    TransactionAborted,
-    Unavailable,
-    WriterLimits,
-)
+from dualwrite import AsyncDualWriter, ConfigurationError, DualWriteError, TransactionAborted, Unavailable, WriterLimits
 from dualwrite.testing import AsyncInMemoryWriter, InMemoryWriter
-from dualwrite.testing.memory.places import EFFECTS, Rows
+from dualwrite.testing.memory.failures import EFFECTS, Rows
 
 pytest.importorskip("aiosqlite")
 OF_SERVERS = {"leased"}

@@ -33,11 +33,11 @@ from dualwrite import (
     WriterLimits,
 )
 from dualwrite.errors import OutcomeUnverifiable
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import InMemoryWriter, Place, TransactionState
-from dualwrite.testing.memory.places import EFFECTS, Rows
-from dualwrite.writing.blocks import dual_write
-from dualwrite.writing.lanes.lane import Lane
+from dualwrite.testing.memory.failures import EFFECTS, Rows
+from dualwrite.writing import dual_write
+from dualwrite.writing.lane import Lane
 
 every_failure = pytest.mark.parametrize(
     ("place", "error"), EFFECTS, ids=[f"{place.value}-{error.__name__}" for place, error in EFFECTS]

@@ -10,10 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from dualwrite import ConfigurationError, TransactionAborted
-from dualwrite.protocol.tables.machine import Machine
-from dualwrite.protocol.tables.unit_life import UNIT_WRITER_LIFE, UnitState, UnitWriterEvent, UnitWriterState
+from dualwrite.protocol.lives import Machine
+from dualwrite.protocol.lives__protocol_tables_unit_life import (
+    UNIT_WRITER_LIFE,
+    UnitState,
+    UnitWriterEvent,
+    UnitWriterState,
+)
 from dualwrite.units import Follower, UnitWriter, writer
-from dualwrite.units.ranges import Offsets
+from dualwrite.units.records__units_ranges import Offsets
 
 LONGEST = 7
 

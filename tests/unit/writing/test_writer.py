@@ -13,17 +13,24 @@ from simulator.outside import SimulatedCoordinator
 from sqlalchemy import create_engine, inspect
 from sqlalchemy.orm import Session
 
-from dualwrite import ConfigurationError, DecidedTransactionLost, DualWriter, Fenced, Unavailable, WriterLimits
+from dualwrite import (
+    ConfigurationError,
+    DecidedTransactionLost,
+    DualWriter,
+    Fenced,
+    Unavailable,
+    WriterLimits,
+    failpoints,
+)
+from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError
-from dualwrite.protocol.observations import Outcome
+from dualwrite.failpoints import FailpointError
+from dualwrite.protocol.values import Outcome
 from dualwrite.recovery.claim import OwnerContext, claim_rows
-from dualwrite.recovery.settling.settle import settle
-from dualwrite.runtime import failpoints
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.runtime.failpoints import FailpointError
-from dualwrite.stores.sql.tables.declared import VERSION_TABLE
-from dualwrite.writing.blocks.block import dual_write
-from dualwrite.writing.lanes.lane import Lane
+from dualwrite.recovery.settle import settle
+from dualwrite.stores.sql.tables import VERSION_TABLE
+from dualwrite.writing.lane import Lane
+from dualwrite.writing.transaction__writing_blocks_block import dual_write
 
 
 class Refused(Exception):

@@ -7,12 +7,12 @@ import pytest
 from confluent_kafka import TopicPartition
 from sqlalchemy import select, update
 
-from dualwrite.apps import async_consumer
-from dualwrite.apps.consumer import offsets, working
-from dualwrite.apps.consumer.deserializing import Deserializing
-from dualwrite.apps.consumer.offsets import KafkaOffsets, PartitionLost, RowOffsets
-from dualwrite.apps.consumer.partitions import Partitions, Unit
-from dualwrite.apps.consumer.peers import Peers
+from dualwrite.asyncio import consumer
+from dualwrite.consumer import partitions__apps_consumer_offsets, working
+from dualwrite.consumer.partitions import Partitions, Unit
+from dualwrite.consumer.partitions__apps_consumer_offsets import KafkaOffsets, PartitionLost, RowOffsets
+from dualwrite.consumer.reading__apps_consumer_peers import Peers
+from dualwrite.consumer.working__apps_consumer_deserializing import Deserializing
 from dualwrite.stores.sql.consumed import ClaimedOffset, ConsumedOffsets
 from harness.mistakes.registry import Check, mistake
 
@@ -49,13 +49,13 @@ def dead_members_left_alone(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/apps/test_consumer_offsets.py::test_an_offset_outside_the_log_stops_the_member_with_what_to_do",
+        "unit/consumer/test_partitions_offsets.py::test_an_offset_outside_the_log_stops_the_member_with_what_to_do",
         "DID NOT RAISE",
     )
 )
 def offsets_outside_the_log_reset(patch: pytest.MonkeyPatch) -> None:
     """A member whose offset in the database is outside the log reads from elsewhere, and says nothing."""
-    patch.setattr(offsets, "_require_in_log", lambda *_: None)
+    patch.setattr(partitions__apps_consumer_offsets, "_require_in_log", lambda *_: None)
 
 
 @mistake(Check(f"{_PAUSED}[eager-kafka-consume.handled:2:stop-postgresql]", "assert Counter"))
@@ -75,7 +75,7 @@ def _move_as_nobody(self, tx, unit, to):
 
 @mistake(
     Check(
-        "unit/apps/test_consumer_offsets.py::test_offsets_in_kafka_name_the_member_and_its_generation",
+        "unit/consumer/test_partitions_offsets.py::test_offsets_in_kafka_name_the_member_and_its_generation",
         "generation: -1 != 7",
     )
 )
@@ -86,7 +86,7 @@ def generation_not_sent(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/apps/test_consumer_deserializing.py::test_a_registry_out_of_reach_is_waited_for",
+        "unit/consumer/test_working_deserializing.py::test_a_registry_out_of_reach_is_waited_for",
         r"assert \[\] == \['7'\]",
     )
 )
@@ -97,7 +97,7 @@ def a_registry_out_of_reach_taken_for_a_bad_message(patch: pytest.MonkeyPatch) -
 
 @mistake(
     Check(
-        "unit/apps/test_consumer_deserializing.py::test_a_message_that_the_handler_refuses_is_set_aside_as_it_was_read",
+        "unit/consumer/test_working_deserializing.py::test_a_message_that_the_handler_refuses_is_set_aside_as_it_was_read",
         "too many values to unpack",
     )
 )
@@ -114,14 +114,14 @@ def dead_letters_of_objects(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/apps/test_async_consumer.py::test_a_cancellation_during_the_commit_aborts_or_completes[_decide-True]",
+        "unit/consumer/test_async_consumer.py::test_a_cancellation_during_the_commit_aborts_or_completes[_decide-True]",
         "assert 0 == 2|assert 2 == 0",
     )
 )
 def a_cancelled_consumer_forgets_what_it_completed(patch: pytest.MonkeyPatch) -> None:
     """A cancellation interrupts the worker of a consumer between the commit and the note that the offsets have moved."""
-    real = async_consumer.run
-    patch.setattr(async_consumer, "run", lambda pool, function, **_: real(pool, function))
+    real = consumer.run
+    patch.setattr(consumer, "run", lambda pool, function, **_: real(pool, function))
 
 
 @mistake(
@@ -137,7 +137,7 @@ def offsets_left_where_they_are(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/apps/test_consumer_working.py::test_a_partition_that_is_lost_during_the_work_is_not_written",
+        "unit/consumer/test_working.py::test_a_partition_that_is_lost_during_the_work_is_not_written",
         r"assert \[.+\] == \[\]|assert not|assert False",
     )
 )
@@ -148,7 +148,7 @@ def lost_partitions_not_noticed(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/apps/test_consumer_partitions.py::test_an_aborted_unit_is_read_again_and_nothing_else_meanwhile",
+        "unit/consumer/test_partitions.py::test_an_aborted_unit_is_read_again_and_nothing_else_meanwhile",
         "assert ",
     )
 )
@@ -160,7 +160,7 @@ def nothing_read_again_after_an_abort(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/apps/test_consumer_offsets.py::test_rows_move_in_the_transaction_that_writes_what_was_read",
+        "unit/consumer/test_partitions_offsets.py::test_rows_move_in_the_transaction_that_writes_what_was_read",
         r"assert \[\] == ",
     )
 )

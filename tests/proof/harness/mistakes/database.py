@@ -6,16 +6,15 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import bindparam, exc, null, update
 
-from dualwrite.stores.sql import claims, state
-from dualwrite.stores.sql.dialects import postgresql
-from dualwrite.stores.sql.dialects.dialect import Standing
-from dualwrite.stores.sql.dialects.mariadb import MariaDB
-from dualwrite.stores.sql.dialects.postgresql import PostgreSQL
-from dualwrite.stores.sql.dialects.sqlite import SQLite
-from dualwrite.stores.sql.records import Records
-from dualwrite.stores.sql.state import SqlStateStore
-from dualwrite.stores.sql.tables.clock import database_now
-from dualwrite.stores.sql.tables.rows import check_decidable
+from dualwrite.stores.sql import postgresql, store, store__stores_sql_claims
+from dualwrite.stores.sql.dialect import Standing
+from dualwrite.stores.sql.mariadb import MariaDB
+from dualwrite.stores.sql.postgresql import PostgreSQL
+from dualwrite.stores.sql.sqlite import SQLite
+from dualwrite.stores.sql.store import SqlStateStore
+from dualwrite.stores.sql.store__stores_sql_records import Records
+from dualwrite.stores.sql.tables__stores_sql_tables_clock import database_now
+from dualwrite.stores.sql.tables__stores_sql_tables_rows import check_decidable
 from harness.mistakes.registry import Check, mistake, performed
 
 
@@ -153,7 +152,7 @@ def _without_namespace(real):
 )
 def another_cluster_accepted(patch: pytest.MonkeyPatch) -> None:
     """A claim does not ask whether the bootstrap servers lead to the cluster that the row belongs to."""
-    patch.setattr(claims, "check_claimed", lambda *_: None)
+    patch.setattr(store__stores_sql_claims, "check_claimed", lambda *_: None)
 
 
 @mistake(
@@ -181,4 +180,4 @@ def settled_mark_may_sink(patch: pytest.MonkeyPatch) -> None:
 @mistake(performed("database_fails_over_under_its_owner", "told None, not DatabaseWentBack"))
 def lost_commits_not_noticed(patch: pytest.MonkeyPatch) -> None:
     """An owner does not compare the newest decision in the row with the one that it knows."""
-    patch.setattr(state, "check_not_gone_back", lambda *_: None)
+    patch.setattr(store, "check_not_gone_back", lambda *_: None)

@@ -5,15 +5,14 @@ from typing import Any
 
 import pytest
 
-from dualwrite.apps import async_groups
+from dualwrite.asyncio import group_commit
 from dualwrite.errors import TransactionInDoubt
 from dualwrite.protocol import message
-from dualwrite.protocol.process.grouping import Fate, Unit
-from dualwrite.protocol.process.savepoints import Savepoints
-from dualwrite.writing.blocks import transaction
-from dualwrite.writing.group import results
-from dualwrite.writing.group.divided import Uses
-from dualwrite.writing.group.results import GroupRun
+from dualwrite.protocol.grouping import Fate, Unit
+from dualwrite.protocol.savepoints import Savepoints
+from dualwrite.writing import transaction, units_of_work
+from dualwrite.writing.units_of_work import GroupRun
+from dualwrite.writing.units_of_work__writing_group_divided import Uses
 from harness.mistakes.registry import Check, mistake
 
 _GROUPS = "unit/writing/group/test_groups.py::"
@@ -42,7 +41,7 @@ def messages_of_a_dropped_unit_sent(patch: pytest.MonkeyPatch) -> None:
         "unit/writing/group/test_divided.py::test_the_connection_of_a_unit_ends_with_it[statement-True]",
         "DID NOT RAISE",
     ),
-    Check("unit/apps/test_async_groups.py::test_a_part_that_outlives_its_unit_writes_nothing", "assert "),
+    Check("unit/asyncio/test_group_commit.py::test_a_part_that_outlives_its_unit_writes_nothing", "assert "),
 )
 def the_connection_of_a_unit_outlives_it(patch: pytest.MonkeyPatch) -> None:
     """A part of a unit that goes on after the unit was rolled back writes into the commit of the others."""
@@ -50,17 +49,19 @@ def the_connection_of_a_unit_outlives_it(patch: pytest.MonkeyPatch) -> None:
 
 
 @mistake(
-    Check("unit/apps/test_async_groups.py::test_a_unit_whose_callers_coroutine_is_closed_does_not_begin", "assert "),
-    Check("unit/apps/test_async_groups.py::test_a_unit_that_has_not_begun_in_time_never_runs", "assert |TimeoutError"),
+    Check("unit/asyncio/test_group_commit.py::test_a_unit_whose_callers_coroutine_is_closed_does_not_begin", "assert "),
+    Check(
+        "unit/asyncio/test_group_commit.py::test_a_unit_that_has_not_begun_in_time_never_runs", "assert |TimeoutError"
+    ),
 )
 def the_unit_of_a_caller_who_has_gone_committed(patch: pytest.MonkeyPatch) -> None:
     """A unit whose caller has gone before it began is committed, though nobody waits for it."""
 
-    def begin(self: async_groups._Task) -> bool:
+    def begin(self: group_commit._Task) -> bool:
         self._runs = True
         return True
 
-    patch.setattr(async_groups._Task, "begin", begin)
+    patch.setattr(group_commit._Task, "begin", begin)
 
 
 @mistake(
@@ -120,20 +121,20 @@ def callers_told_before_the_commit(patch: pytest.MonkeyPatch) -> None:
             unit.work.succeed(result)
 
     patch.setattr(GroupRun, "ended", ended)
-    patch.setattr(results, "_succeeded", lambda *_: lambda: None)
+    patch.setattr(units_of_work, "_succeeded", lambda *_: lambda: None)
 
 
 @mistake(Check(f"{_GROUPS}test_in_doubt_reaches_every_unit_and_none_runs_again", "assert |twice|UNIQUE"))
 def units_run_again_in_doubt(patch: pytest.MonkeyPatch) -> None:
     """Units run again after the answer to the COMMIT of their group was lost, though it may have committed."""
-    real = results.after_group
+    real = units_of_work.after_group
 
     def after_group(error: BaseException, *, units: int, failures: int) -> Fate:
         if isinstance(error, TransactionInDoubt) and failures == 1:
             return Fate.TOGETHER
         return real(error, units=units, failures=failures)
 
-    patch.setattr(results, "after_group", after_group)
+    patch.setattr(units_of_work, "after_group", after_group)
 
 
 @mistake(Check(f"{_GROUPS}test_units_of_a_key_wait_for_one_that_runs_again", "assert "))
@@ -153,9 +154,9 @@ def a_failed_unit_fails_its_group(patch: pytest.MonkeyPatch) -> None:
     """The caller of a unit that is committed hears the error of another unit of its group."""
     real = GroupRun.committed
 
-    def committed(self: GroupRun) -> Sequence[results.Told]:
+    def committed(self: GroupRun) -> Sequence[units_of_work.Told]:
         told = real(self)
         error = next(iter(self._errors.values()), None)
-        return told if error is None else [results._failed(unit, error) for unit in self._results]
+        return told if error is None else [units_of_work._failed(unit, error) for unit in self._results]
 
     patch.setattr(GroupRun, "committed", committed)

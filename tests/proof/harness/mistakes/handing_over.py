@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from dualwrite.errors import DualWriteError
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.protocol.identity import belongs
-from dualwrite.protocol.observations import Outcome
-from dualwrite.protocol.tables.producer_life import ProducerState
-from dualwrite.recovery.settling import settle
-from dualwrite.sinks.jobs.complete import complete_handed_over
-from dualwrite.writing.lanes import lane
-from dualwrite.writing.lanes.lane import Lane
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
+from dualwrite.protocol.values import Outcome
+from dualwrite.protocol.values__protocol_identity import belongs
+from dualwrite.recovery import settle
+from dualwrite.sinks.batches__sinks_jobs_complete import complete_handed_over
+from dualwrite.writing import lane
+from dualwrite.writing.lane import Lane
 from harness.mistakes.registry import Check, mistake
 
 _TESTS = "integration/test_handed_over.py"
@@ -72,9 +72,13 @@ def claiming_nothing_decided(claim):
 @mistake(Check(f"{_TESTS}::test_who_comes_after_a_decider_claims_what_it_has_decided[postgresql]", "the owner went on"))
 def decided_by_another_completed_without_a_claim(patch: pytest.MonkeyPatch) -> None:
     """A driver completes without a claim what another one has decided, and perhaps begun to complete."""
-    from dualwrite.sinks.spark.worker import owners
+    from dualwrite.sinks.spark import worker__sinks_spark_worker_owners
 
-    patch.setattr(owners, "claim_rows", claiming_nothing_decided(owners.claim_rows))
+    patch.setattr(
+        worker__sinks_spark_worker_owners,
+        "claim_rows",
+        claiming_nothing_decided(worker__sinks_spark_worker_owners.claim_rows),
+    )
 
 
 @mistake(

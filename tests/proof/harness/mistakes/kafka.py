@@ -5,20 +5,18 @@ from dataclasses import replace
 import pytest
 from kafka.protocol.producer.transaction import InitProducerIdRequest
 
-from dualwrite.kafka.coordinator import log
-from dualwrite.kafka.coordinator.client import KafkaCoordinator
-from dualwrite.kafka.coordinator.log import Scan
-from dualwrite.kafka.coordinator.partitions import Place
-from dualwrite.kafka.producer import abandoned_transaction
-from dualwrite.kafka.producer.engine import ProducerEngine
-from dualwrite.kafka.producer.librdkafka.evidence import Evidence
-from dualwrite.kafka.producer.librdkafka.handle import Handle
-from dualwrite.kafka.producer.librdkafka.instance import ProducerInstance
-from dualwrite.protocol.observations import LogProof
-from dualwrite.recovery.settling import inspect
-from dualwrite.stores.sql import state
-from dualwrite.stores.sql.tables import rows
-from dualwrite.writing.lanes.lane import Lane
+from dualwrite.kafka import abandoned_transaction, log
+from dualwrite.kafka.cluster__kafka_coordinator_partitions import Place
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.engine import ProducerEngine
+from dualwrite.kafka.librdkafka.evidence import Evidence
+from dualwrite.kafka.librdkafka.handle import Handle
+from dualwrite.kafka.librdkafka.producer import ProducerInstance
+from dualwrite.kafka.log import Scan
+from dualwrite.protocol.values import LogProof
+from dualwrite.recovery import inspect
+from dualwrite.stores.sql import store, tables__stores_sql_tables_rows
+from dualwrite.writing.lane import Lane
 from harness.mistakes.registry import MISTAKES, Check, mistake, performed
 
 
@@ -31,8 +29,8 @@ def state_without_first_offsets(patch: pytest.MonkeyPatch) -> None:
         return replace(real(self, *args, **kwargs), first_offsets=(), started_ms=None)
 
     patch.setattr(Evidence, "state_of", state_of)
-    patch.setattr(rows, "_incomplete", lambda *_: None)
-    patch.setattr(state, "check_decidable", lambda _, __, prepared: str(prepared))
+    patch.setattr(tables__stores_sql_tables_rows, "_incomplete", lambda *_: None)
+    patch.setattr(store, "check_decidable", lambda _, __, prepared: str(prepared))
     patch.setattr(inspect, "is_open", lambda *_: True)
     patch.setattr(inspect, "others_than", lambda *_: frozenset())
 
@@ -93,7 +91,7 @@ def goes_on_before_the_end_is_known(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/writing/lanes/test_lane.py::test_what_was_found_of_a_discarded_producer_is_not_taken_for_the_end_of_the_next_one",
+        "unit/writing/test_lane.py::test_what_was_found_of_a_discarded_producer_is_not_taken_for_the_end_of_the_next_one",
         "KNOWN",
     )
 )

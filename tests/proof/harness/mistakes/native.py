@@ -2,22 +2,22 @@
 
 import pytest
 
-from dualwrite.kafka.producer.abandoned_transaction import AbandonedTransaction
-from dualwrite.kafka.producer.native.coordinating import initialising, requests
-from dualwrite.kafka.producer.native.coordinating.requests import CoordinatorRequests
-from dualwrite.kafka.producer.transaction_timeout import GREATEST_TIMEOUT_MS
-from dualwrite.protocol.batches.handed_over import CompletionStep, next_native_completion_step
-from dualwrite.protocol.settling import known_end
-from dualwrite.protocol.settling.lost_decisions import Lookup
-from dualwrite.recovery.settling import look_back
-from dualwrite.sinks.jobs import complete
-from dualwrite.writing.lanes import lane
+from dualwrite.kafka.abandoned_transaction import AbandonedTransaction
+from dualwrite.kafka.engine__kafka_producer_transaction_timeout import GREATEST_TIMEOUT_MS
+from dualwrite.kafka.native import coordination, coordination__kafka_producer_native_coordinating_initialising
+from dualwrite.kafka.native.coordination import CoordinatorRequests
+from dualwrite.protocol import known_end
+from dualwrite.protocol.batches import CompletionStep, next_native_completion_step
+from dualwrite.protocol.lost_decisions import Lookup
+from dualwrite.recovery import lost_decisions
+from dualwrite.sinks import batches__sinks_jobs_complete
+from dualwrite.writing import lane
 from harness.mistakes.registry import Check, mistake
 
 
 @mistake(
     Check(
-        "unit/kafka/producer/test_ends.py::test_a_leader_that_does_not_answer_or_does_not_know_the_producer_shows_nothing",
+        "unit/kafka/test_transaction_ends.py::test_a_leader_that_does_not_answer_or_does_not_know_the_producer_shows_nothing",
         "KNOWN",
     )
 )
@@ -28,7 +28,7 @@ def nothing_open_taken_for_the_end(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/kafka/producer/test_ends.py::test_the_next_transaction_in_the_same_partition_shows_nothing_of_the_last_one",
+        "unit/kafka/test_transaction_ends.py::test_the_next_transaction_in_the_same_partition_shows_nothing_of_the_last_one",
         "KNOWN",
     )
 )
@@ -39,7 +39,7 @@ def a_later_epoch_taken_for_the_end(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/kafka/producer/test_abandoned_transaction.py::test_another_native_state_aborts_it[False]",
+        "unit/kafka/test_abandoned_transaction.py::test_another_native_state_aborts_it[False]",
         "aborted by the broker",
     )
 )
@@ -56,7 +56,7 @@ def native_ended_by_the_request_of_the_other_engine(patch: pytest.MonkeyPatch) -
 
 @mistake(
     Check(
-        "unit/sinks/jobs/test_complete.py::test_a_native_transaction_with_a_forgotten_marker_is_left_to_a_claim",
+        "unit/sinks/test_batches_complete.py::test_a_native_transaction_with_a_forgotten_marker_is_left_to_a_claim",
         r"== \[\]",
     )
 )
@@ -67,24 +67,23 @@ def native_completed_on_the_coordinators_word(patch: pytest.MonkeyPatch) -> None
         step = next_native_completion_step(known)
         return CompletionStep.RECORD if step is CompletionStep.LOOK else step
 
-    patch.setattr(complete, "next_native_completion_step", next_step)
+    patch.setattr(batches__sinks_jobs_complete, "next_native_completion_step", next_step)
 
 
 @mistake(
     Check(
-        "unit/recovery/settling/test_look_back.py::test_a_settlers_fence_and_repair_are_no_lost_decisions[repair.ended]",
+        "unit/recovery/test_lost_decisions.py::test_a_settlers_fence_and_repair_are_no_lost_decisions[repair.ended]",
         r"== \[\]",
     )
 )
 def repair_taken_for_a_lost_decision(patch: pytest.MonkeyPatch) -> None:
     """A settler looks for lost decisions by the fence as it claimed it, and another one has repaired since."""
-    patch.setattr(look_back, "_fences", lambda items, *_: [row.settle_fence for row, _ in items])
+    patch.setattr(lost_decisions, "_fences", lambda items, *_: [row.settle_fence for row, _ in items])
 
 
 @mistake(
     Check(
-        "unit/recovery/settling/test_look_back.py"
-        "::test_a_native_decision_in_other_partitions_is_found_by_its_epoch_alone",
+        "unit/recovery/test_lost_decisions.py::test_a_native_decision_in_other_partitions_is_found_by_its_epoch_alone",
         r"\[\] == \[",
     )
 )
@@ -95,13 +94,13 @@ def later_native_decisions_known_by_the_log_alone(patch: pytest.MonkeyPatch) -> 
         answer = real(known, view, fence)
         return Lookup.READ if answer is Lookup.LOST and known.newest is not None else answer
 
-    real = look_back.look_up
-    patch.setattr(look_back, "look_up", look_up)
+    real = lost_decisions.look_up
+    patch.setattr(lost_decisions, "look_up", look_up)
 
 
 @mistake(
     Check(
-        "unit/writing/lanes/test_lane.py"
+        "unit/writing/test_lane.py"
         "::test_a_native_commit_is_recorded_as_complete_only_if_the_log_does_not_speak_against_it[LogProof.ABORTED]",
         "assert True is",
     )
@@ -113,11 +112,11 @@ def native_closes_without_the_proof(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/kafka/producer/native/coordinating/test_requests.py::test_a_new_producer_is_not_asked_for_again_after_silence",
+        "unit/kafka/native/test_coordination.py::test_a_new_producer_is_not_asked_for_again_after_silence",
         "is None",
     ),
     Check(
-        "unit/kafka/producer/native/test_instance.py::test_the_first_request_is_sent_at_most_once_without_an_answer",
+        "unit/kafka/native/test_producer.py::test_the_first_request_is_sent_at_most_once_without_an_answer",
         "DID NOT RAISE",
     ),
 )
@@ -134,23 +133,25 @@ def a_new_producer_asked_for_again_after_silence(patch: pytest.MonkeyPatch) -> N
 
 @mistake(
     Check(
-        "unit/kafka/producer/native/coordinating/test_requests.py::test_the_gravest_answer_of_the_partitions_counts",
+        "unit/kafka/native/test_coordination.py::test_the_gravest_answer_of_the_partitions_counts",
         "ILLEGAL_GENERATION",
     )
 )
 def offsets_judged_by_the_first_partition(patch: pytest.MonkeyPatch) -> None:
     """A producer goes on although the group has moved on, because the first partition's offset was taken."""
     patch.setattr(
-        requests, "_read_partitions", lambda response: requests.Answered(response.topics[0].partitions[0].error_code)
+        coordination,
+        "_read_partitions",
+        lambda response: coordination.Answered(response.topics[0].partitions[0].error_code),
     )
 
 
 @mistake(
     Check(
-        "unit/kafka/producer/native/coordinating/test_initialising.py::test_the_users_own_timeout_else_the_longest_first[None-2147483647-expected0]",
+        "unit/kafka/native/test_coordination_initialising.py::test_the_users_own_timeout_else_the_longest_first[None-2147483647-expected0]",
         "2147483547",
     )
 )
 def librdkafkas_time_limit_for_native_transactions(patch: pytest.MonkeyPatch) -> None:
     """The native engine asks for librdkafka's greatest timeout: after 24.8 days the broker aborts what the database has decided."""
-    patch.setattr(initialising, "NEVER_MS", GREATEST_TIMEOUT_MS)
+    patch.setattr(coordination__kafka_producer_native_coordinating_initialising, "NEVER_MS", GREATEST_TIMEOUT_MS)

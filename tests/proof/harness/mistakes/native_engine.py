@@ -6,24 +6,25 @@ from dataclasses import replace
 
 import pytest
 
-from dualwrite.kafka.producer import transactional
-from dualwrite.kafka.producer.engine import ProducerEngine
-from dualwrite.kafka.producer.native import evidence, instance
-from dualwrite.kafka.producer.native.coordinating.requests import Answered, CoordinatorRequests
-from dualwrite.kafka.producer.native.evidence import Evidence
-from dualwrite.kafka.producer.native.instance import NativeInstance
-from dualwrite.kafka.producer.native.sender import Sender
-from dualwrite.kafka.producer.native.wire.answers import Code, Meaning
-from dualwrite.kafka.producer.native.wire.core import ProduceCore
-from dualwrite.kafka.producer.native.wire.partition import Batch, PartitionQueue
+from dualwrite.kafka import producer
+from dualwrite.kafka.engine import ProducerEngine
+from dualwrite.kafka.native import producer as native_producer
+from dualwrite.kafka.native import producer__kafka_producer_native_evidence
+from dualwrite.kafka.native.coordination import Answered, CoordinatorRequests
+from dualwrite.kafka.native.error_meanings import Code, Meaning
+from dualwrite.kafka.native.produce_state import ProduceCore
+from dualwrite.kafka.native.produce_state__kafka_producer_native_wire_partition import Batch, PartitionQueue
+from dualwrite.kafka.native.producer import NativeInstance
+from dualwrite.kafka.native.producer__kafka_producer_native_evidence import Evidence
+from dualwrite.kafka.native.sender import Sender
+from dualwrite.protocol.lives__protocol_tables_producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.tables.producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
-from dualwrite.recovery.settling.settle_native import NativeSettling
-from dualwrite.writing.lanes.lane import Lane
+from dualwrite.recovery.settle_native import NativeSettling
+from dualwrite.writing.lane import Lane
 from harness.mistakes.registry import Check, mistake
 
-_INSTANCE = "unit/kafka/producer/native/test_instance.py::"
-_CORE = "unit/kafka/producer/native/wire/test_core.py::"
+_INSTANCE = "unit/kafka/native/test_producer.py::"
+_CORE = "unit/kafka/native/test_produce_state.py::"
 _ENDED = frozenset({Code.INVALID_TXN_STATE, Code.PRODUCER_FENCED, Code.INVALID_PRODUCER_EPOCH})
 
 
@@ -119,7 +120,7 @@ def prepared_before_what_callbacks_produce(patch: pytest.MonkeyPatch) -> None:
 def produced_after_the_last_flush(patch: pytest.MonkeyPatch) -> None:
     """Messages are still taken while the transaction gets its name, which lists the partitions written so far."""
     flushed = {**PRODUCER_LIFE[ProducerState.FLUSHED], ProducerEvent.PRODUCE: ProducerState.FLUSHED}
-    patch.setattr(transactional, "PRODUCER_LIFE", {**PRODUCER_LIFE, ProducerState.FLUSHED: flushed})
+    patch.setattr(producer, "PRODUCER_LIFE", {**PRODUCER_LIFE, ProducerState.FLUSHED: flushed})
 
 
 @mistake(Check(_CORE + "test_the_first_batch_of_a_partition_goes_alone", "too many values"))
@@ -168,8 +169,8 @@ def refused_commit_taken_for_an_abort(patch: pytest.MonkeyPatch) -> None:
     real = NativeInstance._answered
 
     def answered(self, found, phase, subject=None):
-        if phase is instance.Phase.COMMIT and found is not None and found.code in _ENDED:
-            phase = instance.Phase.DELIVERY
+        if phase is native_producer.Phase.COMMIT and found is not None and found.code in _ENDED:
+            phase = native_producer.Phase.DELIVERY
         return real(self, found, phase, subject)
 
     patch.setattr(NativeInstance, "_answered", answered)
@@ -254,7 +255,9 @@ def old_transaction_decided_without_a_look(patch: pytest.MonkeyPatch) -> None:
 @mistake(_in_instance("test_an_old_transaction_that_a_tool_has_ended_in_one_partition_may_not", "isinstance\\(None"))
 def only_the_coordinator_asked_before_a_decision(patch: pytest.MonkeyPatch) -> None:
     """Before a decision the coordinator is asked, and not the leaders, which an operator's tool has asked, too."""
-    patch.setattr(evidence, "sorted", lambda _shown: (), raising=False)  # it goes through their answers in this order
+    patch.setattr(
+        producer__kafka_producer_native_evidence, "sorted", lambda _shown: (), raising=False
+    )  # it goes through their answers in this order
 
 
 @mistake(_in_instance("test_an_interruption_in_any_verb_makes_the_producer_doubtful[EndTxn]", "doubtful"))
@@ -265,7 +268,7 @@ def goes_on_after_an_interruption(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/recovery/settling/test_settle_native.py::test_a_forgotten_marker_is_written_under_the_fenced_epoch",
+        "unit/recovery/test_settle_native.py::test_a_forgotten_marker_is_written_under_the_fenced_epoch",
         "did not finish in time",
     )
 )
@@ -295,7 +298,7 @@ def fence_not_written(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/recovery/settling/test_settle_native.py::test_a_transaction_left_open_is_committed_then_fenced",
+        "unit/recovery/test_settle_native.py::test_a_transaction_left_open_is_committed_then_fenced",
         "end is not needed here",
     )
 )

@@ -2,14 +2,14 @@
 
 import pytest
 
-from dualwrite.stores.rocksdb.client import Client
-from dualwrite.stores.rocksdb.keys import RocksKeys
+from dualwrite.stores.keyed.rocksdb__stores_rocksdb_keys import RocksKeys
+from dualwrite.stores.keyed.rocksdb_client import Client
 from harness.mistakes.registry import Check, mistake
 
-UNIT = "unit/stores/rocksdb"
+UNIT = "unit/stores/keyed"
 
 
-@mistake(Check(f"{UNIT}/test_keys.py::test_all_of_a_decision_is_in_one_synced_batch[typed]", "\\(4, False\\)"))
+@mistake(Check(f"{UNIT}/test_rocksdb_keys.py::test_all_of_a_decision_is_in_one_synced_batch[typed]", "\\(4, False\\)"))
 def rocksdb_decision_not_synced(patch: pytest.MonkeyPatch) -> None:
     """A decision in RocksDB is written without a sync, as its own default is."""
     real = Client.__init__
@@ -21,7 +21,9 @@ def rocksdb_decision_not_synced(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Client, "__init__", init)
 
 
-@mistake(Check(f"{UNIT}/test_keys.py::test_all_of_a_decision_is_in_one_synced_batch[typed]", "\\[\\(2, True\\)"))
+@mistake(
+    Check(f"{UNIT}/test_rocksdb_keys.py::test_all_of_a_decision_is_in_one_synced_batch[typed]", "\\[\\(2, True\\)")
+)
 def rocksdb_state_in_a_second_batch(patch: pytest.MonkeyPatch) -> None:
     """RocksDB gets the user's entries first, and then the state, each in a batch of its own."""
 
@@ -49,7 +51,7 @@ def _is_unused(batch) -> bool:
 
 @mistake(
     Check(
-        f"{UNIT}/test_store.py::test_an_owner_that_is_claimed_away_after_its_last_check_cannot_commit",
+        f"{UNIT}/test_rocksdb_store.py::test_an_owner_that_is_claimed_away_after_its_last_check_cannot_commit",
         "DID NOT RAISE",
     )
 )
@@ -60,7 +62,7 @@ def rocksdb_row_not_compared_at_the_commit(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        f"{UNIT}/test_store.py::test_a_failed_commit_is_resolved_by_what_is_durable[True-True]",
+        f"{UNIT}/test_rocksdb_store.py::test_a_failed_commit_is_resolved_by_what_is_durable[True-True]",
         "DoubtStep.ABORTED",
     )
 )

@@ -5,15 +5,22 @@ from dataclasses import replace
 
 import pytest
 
-from dualwrite.protocol.identity import is_open, others_than
-from dualwrite.protocol.observations import TransactionStatus
-from dualwrite.protocol.rows import StateRow
-from dualwrite.protocol.settling import settle as rules
-from dualwrite.protocol.settling.settle import Knowledge, SettleStep
-from dualwrite.protocol.terminating import TerminateStep
-from dualwrite.recovery import claim, plan, recover, reported, servers, terminate
-from dualwrite.recovery.settling import look_back
-from dualwrite.recovery.settling import settle as settling
+from dualwrite.protocol import settle as rules
+from dualwrite.protocol.by_hand import TerminateStep
+from dualwrite.protocol.settle import Knowledge, SettleStep
+from dualwrite.protocol.values import TransactionStatus
+from dualwrite.protocol.values__protocol_identity import is_open, others_than
+from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.recovery import (
+    claim,
+    in_doubt,
+    lost_decisions,
+    operator,
+    recover,
+    recover__recovery_plan,
+    recover__recovery_servers,
+)
+from dualwrite.recovery import settle as settling
 from harness.mistakes.registry import Check, mistake, performed
 
 
@@ -111,7 +118,7 @@ def coordinator_outweighs_the_log(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/protocol/settling/test_settle.py::test_what_is_aborted_after_the_decided_one_was_committed_is_aborted_under_the_next_epoch",
+        "unit/protocol/test_settle.py::test_what_is_aborted_after_the_decided_one_was_committed_is_aborted_under_the_next_epoch",
         "SettleStep.REPAIR_MARKERS",
     )
 )
@@ -134,7 +141,7 @@ def never_retired(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/recovery/settling/test_settle.py::test_a_next_transaction_that_begins_between_two_questions_is_not_committed",
+        "unit/recovery/test_settle.py::test_a_next_transaction_that_begins_between_two_questions_is_not_committed",
         r"\['m1', 'm2'\] == \['m1'\]",
     )
 )
@@ -174,9 +181,9 @@ def never_looks_back(patch: pytest.MonkeyPatch) -> None:
 )
 def newest_start_alone_taken_for_a_lost_decision(patch: pytest.MonkeyPatch) -> None:
     """A settler takes every commit that began later for one with records."""
-    real = look_back.lost_decision
+    real = lost_decisions.lost_decision
     patch.setattr(
-        look_back,
+        lost_decisions,
         "lost_decision",
         lambda known, view, incarnation, answer, later: real(
             known, view, incarnation, answer, later and replace(later, idle_since_ms=None)
@@ -193,7 +200,7 @@ def newest_start_alone_taken_for_a_lost_decision(patch: pytest.MonkeyPatch) -> N
 )
 def recorded_taken_for_told(patch: pytest.MonkeyPatch) -> None:
     """A recorded loss counts as reported, though its finder may have died in between."""
-    patch.setattr(reported, "untold", lambda _: [])
+    patch.setattr(in_doubt, "untold", lambda _: [])
 
 
 @mistake(
@@ -204,7 +211,7 @@ def recorded_taken_for_told(patch: pytest.MonkeyPatch) -> None:
 )
 def recorded_loss_taken_for_settled(patch: pytest.MonkeyPatch) -> None:
     """A recovery takes a recorded loss for settled, though its finder may have died before it ended what the broker forgot."""
-    patch.setattr(plan, "_left_unended", lambda _: False)
+    patch.setattr(recover__recovery_plan, "_left_unended", lambda _: False)
 
 
 @mistake(
@@ -216,38 +223,38 @@ def recorded_loss_taken_for_settled(patch: pytest.MonkeyPatch) -> None:
 )
 def recovery_takes_a_lane_alone(patch: pytest.MonkeyPatch) -> None:
     """A recovery claims the lane that has something open, and leaves the others to an owner that lives."""
-    for module in (plan, claim, servers):
+    for module in (recover__recovery_plan, claim, recover__recovery_servers):
         patch.setattr(module, "writer_of", lambda name: name)
 
 
 @mistake(
-    Check("unit/recovery/test_terminate.py::test_kafkas_own_id_leads_to_its_row[librdkafka]", "DID NOT RAISE"),
-    Check("unit/recovery/test_terminate.py::test_kafkas_own_id_leads_to_its_row[native]", "DID NOT RAISE"),
+    Check("unit/recovery/test_operator.py::test_kafkas_own_id_leads_to_its_row[librdkafka]", "DID NOT RAISE"),
+    Check("unit/recovery/test_operator.py::test_kafkas_own_id_leads_to_its_row[native]", "DID NOT RAISE"),
 )
 def kafkas_id_taken_for_another_programs(patch: pytest.MonkeyPatch) -> None:
     """A termination by Kafka's own id does not ask the row that the id belongs to."""
     patch.setattr(
-        terminate, "_named", lambda store, asked: (store.read([asked])[0], None) if store.read([asked]) else None
+        operator, "_named", lambda store, asked: (store.read([asked])[0], None) if store.read([asked]) else None
     )
 
 
 @mistake(
     Check(
-        "unit/recovery/test_terminate.py::test_what_the_owner_decides_between_the_look_and_the_claim_is_refused_too"
+        "unit/recovery/test_operator.py::test_what_the_owner_decides_between_the_look_and_the_claim_is_refused_too"
         "[librdkafka]",
         "DID NOT RAISE",
     )
 )
 def termination_looks_before_its_claim_only(patch: pytest.MonkeyPatch) -> None:
     """A termination decides by what it saw before its claim, while the owner could still decide."""
-    real = terminate._settle
-    looked = terminate._step
+    real = operator._settle
+    looked = operator._step
 
     def settle_without_a_look(context, name, claimed, deadline, *, lose_decided):
-        patch.setattr(terminate, "_step", lambda *_, **__: (TerminateStep.SETTLE, []))
+        patch.setattr(operator, "_step", lambda *_, **__: (TerminateStep.SETTLE, []))
         try:
             return real(context, name, claimed, deadline, lose_decided=lose_decided)
         finally:
-            patch.setattr(terminate, "_step", looked)
+            patch.setattr(operator, "_step", looked)
 
-    patch.setattr(terminate, "_settle", settle_without_a_look)
+    patch.setattr(operator, "_settle", settle_without_a_look)

@@ -12,7 +12,7 @@ _DIES = "integration/test_spark_batch.py::test_a_task_that_dies_at_any_point_is_
 @mistake(Check(f"{_DIES}[write.recorded-kill]", "missing"))
 def ledger_outside_the_transaction(patch: pytest.MonkeyPatch) -> None:
     """A task writes its row of the ledger in a transaction of its own, before the decision."""
-    from dualwrite.sinks.spark.per_partition.task import _Writing
+    from dualwrite.sinks.spark.partition_task import _Writing
 
     real = _Writing._record
 
@@ -31,18 +31,18 @@ def ledger_outside_the_transaction(patch: pytest.MonkeyPatch) -> None:
 )
 def cut_input_taken_as_whole(patch: pytest.MonkeyPatch) -> None:
     """A task takes the end of its input for the end of its partition, though Spark may have cut it short."""
-    from dualwrite.sinks.spark.per_partition import job, task
+    from dualwrite.sinks.spark import partition_task, per_partition
     from harness.spark import SameTask
 
-    patch.setattr(task, "whole_input", iter)
-    patch.setattr(job, "PartitionTask", SameTask)
+    patch.setattr(partition_task, "whole_input", iter)
+    patch.setattr(per_partition, "PartitionTask", SameTask)
 
 
 @mistake(Check(f"{_DIES}[write.decided-kill]", "too many|missing|IntegrityError|0 of 4 partitions are in the ledger"))
 def no_ledger(patch: pytest.MonkeyPatch) -> None:
     """A task does not look whether its partition is written already: Spark runs tasks again that have succeeded."""
-    from dualwrite.sinks.spark.per_partition.task import _Writing
-    from dualwrite.sinks.spark.worker.attempt import Attempt
+    from dualwrite.sinks.spark.partition_task import _Writing
+    from dualwrite.sinks.spark.worker import Attempt
 
     patch.setattr(Attempt, "seen", lambda *_: False)
     patch.setattr(_Writing, "_record", lambda *_: None)
@@ -60,8 +60,8 @@ _REFUSED = "integration/test_spark_refused.py::"
 )
 def destination_not_compared(patch: pytest.MonkeyPatch) -> None:
     """A batch that is for another table than its former run, under the same names, counts as begun there."""
-    from dualwrite.protocol.batches.entry import Entry
-    from dualwrite.stores.sql.jobs import ledger
+    from dualwrite.protocol.batches__protocol_batches_entry import Entry
+    from dualwrite.stores.sql import ledger
 
     patch.setattr(ledger, "next_entry", lambda recorded, _: Entry.GO_ON if recorded.begun else Entry.FIRST)
 
@@ -79,9 +79,13 @@ def _without(name, function, *arguments, **options):
 @mistake(Check(f"{_GOES_ON}[staging-write.prepared]", "left: (staging tables|leases)"))
 def run_not_checked_at_the_hand_over(patch: pytest.MonkeyPatch) -> None:
     """A task hands its rows over without a look whether its run was given up meanwhile."""
-    from dualwrite.sinks.spark.whole_batch import prepared_partition
+    from dualwrite.sinks.spark import whole_batch__sinks_spark_whole_batch_prepared_partition
 
-    patch.setattr(prepared_partition, "dual_write", partial(_without, "permit", prepared_partition.dual_write))
+    patch.setattr(
+        whole_batch__sinks_spark_whole_batch_prepared_partition,
+        "dual_write",
+        partial(_without, "permit", whole_batch__sinks_spark_whole_batch_prepared_partition.dual_write),
+    )
 
 
 _STREAMS = "integration/test_spark_streams.py::"
@@ -108,7 +112,7 @@ _SLOTS = "integration/test_spark_slots.py::"
 )
 def slot_taken_from_a_part_of_the_same_run(patch: pytest.MonkeyPatch) -> None:
     """A task takes the slot of a part that its own run has prepared, once the time of that part is over."""
-    from dualwrite.sinks.spark.worker.attempt import Attempt
+    from dualwrite.sinks.spark.worker import Attempt
 
     patch.setattr(Attempt, "_require_in_time", lambda *_: None)
 
@@ -122,7 +126,7 @@ def slot_taken_from_a_part_of_the_same_run(patch: pytest.MonkeyPatch) -> None:
 )
 def lease_looked_at_once_for_two_parts_of_a_slot(patch: pytest.MonkeyPatch) -> None:
     """A driver looks whether each slot is still leased, not whether each part still has it."""
-    from dualwrite.sinks.spark.whole_batch.decision import WholeBatch
+    from dualwrite.sinks.spark.whole_batch import WholeBatch
 
     real = WholeBatch.require_leases
 
@@ -135,15 +139,15 @@ def lease_looked_at_once_for_two_parts_of_a_slot(patch: pytest.MonkeyPatch) -> N
 @mistake(Check(f"{_GOES_ON}[write_batch-spark.task_started]", "left: leases"))
 def slot_leased_for_a_run_that_was_given_up(patch: pytest.MonkeyPatch) -> None:
     """A task leases a slot without a look whether its run was given up before."""
-    from dualwrite.sinks.spark.worker import attempt
+    from dualwrite.sinks.spark import worker
 
-    patch.setattr(attempt, "leased_slot", partial(_without, "require", attempt.leased_slot))
+    patch.setattr(worker, "leased_slot", partial(_without, "require", worker.leased_slot))
 
 
 @mistake(Check(f"{_GOES_ON}[write_batch-claim.before]", "write.begun"))
 def slot_claimed_after_it_was_settled(patch: pytest.MonkeyPatch) -> None:
     """A task continues with a slot that it has claimed after a settler had, without a look at its lease."""
-    from dualwrite.sinks.spark.worker.attempt import SlotPool
+    from dualwrite.sinks.spark.worker import SlotPool
 
     patch.setattr(SlotPool, "renew", lambda _, lease, *__: lease)
 
@@ -156,12 +160,12 @@ def slot_claimed_after_it_was_settled(patch: pytest.MonkeyPatch) -> None:
 )
 def left_out_rows_not_counted(patch: pytest.MonkeyPatch) -> None:
     """A task takes the rows that it has sent for the rows that the table has taken."""
-    from dualwrite.sinks.spark.databases.postgresql import copying
-    from dualwrite.sinks.spark.per_partition import job
+    from dualwrite.sinks.spark import per_partition
+    from dualwrite.sinks.spark.databases import postgresql__sinks_spark_databases_postgresql_copying
     from harness.spark import SameTask
 
-    patch.setattr(copying, "require_all_taken", lambda *_, **__: None)
-    patch.setattr(job, "PartitionTask", SameTask)
+    patch.setattr(postgresql__sinks_spark_databases_postgresql_copying, "require_all_taken", lambda *_, **__: None)
+    patch.setattr(per_partition, "PartitionTask", SameTask)
 
 
 @mistake(
@@ -174,7 +178,7 @@ def run_replaced_while_a_task_hands_over(patch: pytest.MonkeyPatch) -> None:
     """Giving up does not wait for a task that was let through, and looks for what it leaves before it is there."""
     from sqlalchemy.sql.selectable import Select
 
-    from dualwrite.stores.sql.jobs.runs import Runs
+    from dualwrite.stores.sql.ledger__stores_sql_jobs_runs import Runs
 
     real = Runs.require
 
@@ -194,12 +198,11 @@ def run_replaced_while_a_task_hands_over(patch: pytest.MonkeyPatch) -> None:
 )
 def other_rows_taken_for_the_same(patch: pytest.MonkeyPatch) -> None:
     """A run takes a partition that is written for its own, whatever rows it has for it."""
-    from dualwrite.sinks.spark.columns import digests
-    from dualwrite.sinks.spark.per_partition import job
+    from dualwrite.sinks.spark import digests, per_partition
     from harness.spark import SameTask
 
     patch.setattr(digests.Fingerprint, "differs_from", lambda *_: False)
-    patch.setattr(job, "PartitionTask", SameTask)
+    patch.setattr(per_partition, "PartitionTask", SameTask)
 
 
 @mistake(
@@ -213,8 +216,7 @@ def nulls_not_seen_by_the_digest(patch: pytest.MonkeyPatch) -> None:
     """The digest of a row skips its nulls, and does not see that a value has moved from one column to another."""
     import numpy as np
 
-    from dualwrite.sinks.spark.columns import digests
-    from dualwrite.sinks.spark.per_partition import job
+    from dualwrite.sinks.spark import digests, per_partition
     from harness.spark import SameTask
 
     def row_hashes(columns, length):
@@ -225,7 +227,7 @@ def nulls_not_seen_by_the_digest(patch: pytest.MonkeyPatch) -> None:
         return found
 
     patch.setattr(digests, "row_hashes", row_hashes)
-    patch.setattr(job, "PartitionTask", SameTask)
+    patch.setattr(per_partition, "PartitionTask", SameTask)
 
 
 @mistake(
@@ -236,7 +238,7 @@ def nulls_not_seen_by_the_digest(patch: pytest.MonkeyPatch) -> None:
 )
 def tasks_not_awaited_where_settling_fails(patch: pytest.MonkeyPatch) -> None:
     """The driver raises when it could not give a failed run up, without a wait for the tasks of that run."""
-    from dualwrite.sinks.spark.per_partition.job import BatchJob
+    from dualwrite.sinks.spark.per_partition import BatchJob
 
     patch.setattr(BatchJob, "_end_tasks", lambda self, _: self._settle())
 
@@ -249,9 +251,9 @@ def tasks_not_awaited_where_settling_fails(patch: pytest.MonkeyPatch) -> None:
 )
 def run_not_checked_at_the_decision(patch: pytest.MonkeyPatch) -> None:
     """A task decides without a look whether its run was given up meanwhile."""
-    from dualwrite.sinks.spark.per_partition import task
+    from dualwrite.sinks.spark import partition_task
 
-    patch.setattr(task, "dual_write", partial(_without, "permit", task.dual_write))
+    patch.setattr(partition_task, "dual_write", partial(_without, "permit", partition_task.dual_write))
 
 
 @mistake(
@@ -262,6 +264,6 @@ def run_not_checked_at_the_decision(patch: pytest.MonkeyPatch) -> None:
 )
 def lease_not_looked_at_by_a_recovery(patch: pytest.MonkeyPatch) -> None:
     """A recovery takes a task that is at work for a dead one, though its lease has not expired."""
-    from dualwrite.stores.sql.jobs import slots
+    from dualwrite.stores.sql import slots
 
     patch.setattr(slots, "living_leases", lambda *_, **__: frozenset())

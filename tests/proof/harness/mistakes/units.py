@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from dualwrite.protocol.tables.unit_life import UnitWriterEvent
+from dualwrite.protocol.lives__protocol_tables_unit_life import UnitWriterEvent
 from dualwrite.units import announcing, writer
 from dualwrite.units.announcing import Written
-from dualwrite.units.following import Follower
+from dualwrite.units.image import Follower
 from dualwrite.units.log import PartitionLogs
 from harness.mistakes.registry import Check, mistake
 
 _UNITS = "integration/test_units.py::"
 _TOPIC = "integration/test_unit_topic.py::"
-_LEFT = "unit/units/test_reader.py::test_a_poll_left_at_any_line_is_continued_exactly_or_refused"
+_LEFT = "unit/units/test_log_reader.py::test_a_poll_left_at_any_line_is_continued_exactly_or_refused"
 
 
 @mistake(
@@ -48,7 +48,7 @@ def interrupted_record_applied_again(patch: pytest.MonkeyPatch) -> None:
 @mistake(Check(f"{_TOPIC}test_a_batch_that_is_written_in_part_is_not_visible_until_all_of_it_is", "DID NOT RAISE"))
 def batch_announced_beside_another(patch: pytest.MonkeyPatch) -> None:
     """A Spark driver announces its batch although another one of the sink is written in part."""
-    from dualwrite.sinks.spark.driver.plan import DriverSide
+    from dualwrite.sinks.spark.plan import DriverSide
 
     patch.setattr(DriverSide, "_written_to", lambda self, _: Written(self._batch_id, {}))
 
@@ -58,7 +58,7 @@ def batch_announced_beside_another(patch: pytest.MonkeyPatch) -> None:
 )
 def other_batches_looked_for_too_early(patch: pytest.MonkeyPatch) -> None:
     """A Spark driver looks for other batches of its sink before it owns the unit topic, and not afterwards."""
-    from dualwrite.sinks.spark.driver.plan import DriverSide
+    from dualwrite.sinks.spark.plan import DriverSide
 
     real_announce, real_written = DriverSide.announce, DriverSide._written_to
 
@@ -79,7 +79,7 @@ def other_batches_looked_for_too_early(patch: pytest.MonkeyPatch) -> None:
 )
 def unit_named_after_the_batch_of_its_driver(patch: pytest.MonkeyPatch) -> None:
     """A Spark driver takes all that it finds for its own batch, though a later one of the sink was written meanwhile."""
-    from dualwrite.sinks.spark.driver import plan
+    from dualwrite.sinks.spark import plan
 
     real = plan.DriverSide._written_to
     patch.setattr(plan.DriverSide, "_written_to", lambda self, topic: real(self, topic)._replace(newest=self._batch_id))
@@ -95,7 +95,7 @@ def unit_named_after_the_batch_of_its_driver(patch: pytest.MonkeyPatch) -> None:
 )
 def written_batch_not_announced(patch: pytest.MonkeyPatch) -> None:
     """A Spark driver announces only a batch that this run has written: the one whose driver died before that comes later."""
-    from dualwrite.sinks.spark.whole_batch.decision import WholeBatch
+    from dualwrite.sinks.spark.whole_batch import WholeBatch
 
     def decide(self, layout, prepared, **options):
         with pytest.MonkeyPatch.context() as inner:

@@ -6,28 +6,25 @@ from typing import Final
 
 import pytest
 
-from dualwrite.apps import async_transaction
+from dualwrite import waiting
+from dualwrite.asyncio import transaction
+from dualwrite.clock import Deadline
 from dualwrite.errors import CompletionPending, DualWriteError, Fenced
-from dualwrite.protocol.observations import Outcome
-from dualwrite.protocol.process.allowance import Allowance
-from dualwrite.protocol.process.redo import Redo
-from dualwrite.protocol.settling.commit_in_doubt import Doubt, DoubtStep
-from dualwrite.recovery import claim, commit_in_doubt, recover
-from dualwrite.recovery.settling.settle import SettleReport
-from dualwrite.runtime import waiting
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.stores.sql.access import connections
-from dualwrite.stores.sql.dialects import postgresql
-from dualwrite.stores.sql.dialects.savepoints import SavepointWatch
-from dualwrite.stores.sql.drivers.witness import PsycopgWitness
-from dualwrite.stores.sql.state import SqlStateStore
-from dualwrite.writing import joining, redo, writer
-from dualwrite.writing.blocks import dual_write, sending
-from dualwrite.writing.blocks.dual_write import DualWrite
-from dualwrite.writing.lanes import lane
-from dualwrite.writing.lanes.lane import Lane
-from dualwrite.writing.lanes.losses import Losses
-from dualwrite.writing.lanes.turns import Turns
+from dualwrite.protocol.process import Allowance
+from dualwrite.protocol.process__protocol_process_redo import Redo
+from dualwrite.protocol.process__protocol_settling_commit_in_doubt import Doubt, DoubtStep
+from dualwrite.protocol.values import Outcome
+from dualwrite.recovery import claim, in_doubt__recovery_commit_in_doubt, recover
+from dualwrite.recovery.settle import SettleReport
+from dualwrite.stores.sql import access, postgresql
+from dualwrite.stores.sql.savepoint_probe import PsycopgWitness
+from dualwrite.stores.sql.savepoints import SavepointWatch
+from dualwrite.stores.sql.store import SqlStateStore
+from dualwrite.writing import dual_write, dual_write__writing_blocks_sending, lane, retry, sessions, writer
+from dualwrite.writing.dual_write import DualWrite
+from dualwrite.writing.fair_queue import Turns
+from dualwrite.writing.lane import Lane
+from dualwrite.writing.lane__writing_lanes_losses import Losses
 from harness.mistakes.registry import Check, mistake, performed
 
 
@@ -53,7 +50,7 @@ def no_check_before_the_first_produce(patch: pytest.MonkeyPatch) -> None:
 )
 def forked_process_ends_the_dual_write(patch: pytest.MonkeyPatch) -> None:
     """A process that was forked inside a block, and leaves it by an exception, aborts both sides on its parent's connections."""
-    patch.setattr(connections, "_leave", lambda _: None)
+    patch.setattr(access, "_leave", lambda _: None)
     patch.setattr(DualWrite, "is_parents", False)
 
 
@@ -105,7 +102,7 @@ def commits_after_a_pause(patch: pytest.MonkeyPatch) -> None:
 )
 def doubt_left_at_the_first_error(patch: pytest.MonkeyPatch) -> None:
     """An owner whose COMMIT was not answered gives up when the database cannot be reached at once."""
-    patch.setattr(dual_write, "resolve_commit", commit_in_doubt._verdict)
+    patch.setattr(dual_write, "resolve_commit", in_doubt__recovery_commit_in_doubt._verdict)
 
 
 @mistake(
@@ -135,15 +132,15 @@ def lost_commit_answer_taken_for_no(patch: pytest.MonkeyPatch) -> None:
 @mistake(performed("row_in_doubt_was_overwritten", "told TransactionAborted"))
 def overwritten_row_taken_for_aborted(patch: pytest.MonkeyPatch) -> None:
     """An owner whose COMMIT was not answered finds another's state in the row, and takes its own for rolled back."""
-    from dualwrite.recovery import commit_in_doubt
+    from dualwrite.recovery import in_doubt__recovery_commit_in_doubt
 
-    real = commit_in_doubt.next_doubt_step
+    real = in_doubt__recovery_commit_in_doubt.next_doubt_step
 
     def next_step(doubt: Doubt) -> DoubtStep:
         return DoubtStep.COMMITTED if doubt.row == doubt.ours else DoubtStep.ABORTED
 
     assert real is not next_step
-    patch.setattr(commit_in_doubt, "next_doubt_step", next_step)
+    patch.setattr(in_doubt__recovery_commit_in_doubt, "next_doubt_step", next_step)
 
 
 @mistake(performed("owner_finds_its_loss", "told None, not DecidedTransactionLost"))
@@ -234,7 +231,7 @@ def closing_compares_nothing(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/writing/lanes/test_lane.py"
+        "unit/writing/test_lane.py"
         "::test_a_commit_whose_end_was_not_found_is_not_recorded_as_complete_once_settling_it_has_failed",
         "assert",
     ),
@@ -325,7 +322,7 @@ def blocks_end_from_inside(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/writing/lanes/test_turns.py::test_those_who_wait_get_what_is_given_back_in_the_order_in_which_they_came",
+        "unit/writing/test_fair_queue.py::test_those_who_wait_get_what_is_given_back_in_the_order_in_which_they_came",
         "assert",
     ),
     Check(
@@ -347,28 +344,28 @@ def last_come_first_served(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/writing/test_redo.py::test_work_is_not_run_again_while_its_commit_is_in_doubt",
+        "unit/writing/test_retry.py::test_work_is_not_run_again_while_its_commit_is_in_doubt",
         "it ran twice",
     ),
     Check(
-        "unit/writing/test_redo.py::test_work_is_not_run_again_while_its_completion_is_pending",
+        "unit/writing/test_retry.py::test_work_is_not_run_again_while_its_completion_is_pending",
         "it ran twice",
     ),
 )
 def redone_after_any_error(patch: pytest.MonkeyPatch) -> None:
     """A writer runs work again after each error of its own, also while its commit is in doubt or its completion is pending."""
-    patch.setattr(redo, "redo_after", lambda error: Redo.AGAIN if isinstance(error, DualWriteError) else Redo.FOREIGN)
+    patch.setattr(retry, "redo_after", lambda error: Redo.AGAIN if isinstance(error, DualWriteError) else Redo.FOREIGN)
 
 
 @mistake(
     Check(
-        "unit/writing/test_joining.py::test_a_session_that_could_not_join_cannot_commit_its_rows_alone",
+        "unit/writing/test_sessions_joining.py::test_a_session_that_could_not_join_cannot_commit_its_rows_alone",
         "DID NOT RAISE",
     )
 )
 def session_commits_its_rows_alone(patch: pytest.MonkeyPatch) -> None:
     """A session whose message was refused because it could not join a dual write commits its rows without it."""
-    real = joining._Joined.begin
+    real = sessions._Joined.begin
 
     def begin(self, session):
         try:
@@ -377,18 +374,18 @@ def session_commits_its_rows_alone(patch: pytest.MonkeyPatch) -> None:
             self._close()
             raise
 
-    patch.setattr(joining._Joined, "begin", begin)
+    patch.setattr(sessions._Joined, "begin", begin)
 
 
 @mistake(
     Check(
-        "unit/writing/test_joining.py::test_a_message_right_after_begin_nested_belongs_to_the_savepoint",
+        "unit/writing/test_sessions_joining.py::test_a_message_right_after_begin_nested_belongs_to_the_savepoint",
         "both_have",
     )
 )
 def session_sends_its_savepoints_late(patch: pytest.MonkeyPatch) -> None:
     """A bound session sends SAVEPOINT with its first statement: a message before that outlives the savepoint's rollback."""
-    patch.setattr(joining.Joining, "_created", lambda *_: None)
+    patch.setattr(sessions.Joining, "_created", lambda *_: None)
 
 
 @mistake(
@@ -403,8 +400,7 @@ def old_snapshots_may_produce(patch: pytest.MonkeyPatch) -> None:
 
 
 _CANCELLED: Final = (
-    "unit/apps/test_async_{}.py::"
-    "test_a_cancellation_aborts_both_sides_before_the_decision_and_comes_after_it_from_then_on"
+    "unit/asyncio/test_{}.py::test_a_cancellation_aborts_both_sides_before_the_decision_and_comes_after_it_from_then_on"
 )
 
 
@@ -417,18 +413,18 @@ _CANCELLED: Final = (
 )
 def sessions_share_a_dual_write(patch: pytest.MonkeyPatch) -> None:
     """A second session on a connection produces into the dual write of the first: one ends it under the other."""
-    patch.setattr(joining._Joined, "is_of", lambda *_: True)
+    patch.setattr(sessions._Joined, "is_of", lambda *_: True)
 
 
 @mistake(
     Check(
-        "unit/apps/test_async_sessions.py::test_a_commit_waits_for_the_message_that_another_task_still_produces",
+        "unit/asyncio/test_sessions.py::test_a_commit_waits_for_the_message_that_another_task_still_produces",
         "both_have|IllegalStateError",
     )
 )
 def session_commits_while_it_produces(patch: pytest.MonkeyPatch) -> None:
     """An asynchronous session's commit() does not wait for a message that another task still hands over."""
-    patch.setattr(async_transaction.OneByOne, "do", lambda _, work: work())
+    patch.setattr(transaction.OneByOne, "do", lambda _, work: work())
 
 
 @mistake(
@@ -442,13 +438,13 @@ def cancelled_after_the_decision(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/writing/test_joining.py::test_a_session_that_is_dropped_after_a_refused_message_gives_its_lane_back",
+        "unit/writing/test_sessions_joining.py::test_a_session_that_is_dropped_after_a_refused_message_gives_its_lane_back",
         "is None",
     )
 )
 def errors_kept_with_their_frames(patch: pytest.MonkeyPatch) -> None:
     """A dual write keeps the error that it must not survive, and through its traceback the session that was dropped after it."""
-    for module in (joining, sending):
+    for module in (sessions, dual_write__writing_blocks_sending):
         patch.setattr(module, "as_value", lambda error: error)
 
 

@@ -11,7 +11,7 @@ from simulator.broker import handle
 from simulator.partition import committed_values, last_stable_offset
 from simulator.state import Broker
 
-from dualwrite.protocol.observations import Outcome
+from dualwrite.protocol.values import Outcome
 from search.batches.lab import Kept, Lab, Number
 from search.batches.programs import SLOTS, written_by
 

@@ -13,8 +13,8 @@ from harness.mistakes import MISTAKES as SAID
 from harness.mistakes.handing_over import claiming_nothing_decided, gone_on_when_decided
 from model.counterparts import end_of_the_decider_repeated
 
-from dualwrite.protocol.tables.batch_life import BatchEvent
-from dualwrite.sinks.jobs.decide import Decision
+from dualwrite.protocol.lives__protocol_tables_batch_life import BatchEvent
+from dualwrite.sinks.batches import Decision
 from search.batches import programs
 from search.batches.lab import Breaking
 from search.batches.world import BatchBounds, BatchBudgets, BatchWorld

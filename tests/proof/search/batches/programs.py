@@ -1,4 +1,4 @@
-"""The recipes of a batch: participants that prepare and hand over, drivers that decide with ``dualwrite.sinks.jobs.decide``.
+"""The recipes of a batch: participants that prepare and hand over, drivers that decide with ``dualwrite.sinks.batches``.
 
 They do what Spark's tasks and driver do, in the same order. Until the decision, a participant's row is one of another name.
 """
@@ -16,16 +16,16 @@ from model.owners import OF_THE_USERS_STATEMENT
 from simulator.connection import SimulatedConnection
 from simulator.database import Session
 
+from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError
-from dualwrite.kafka.producer.choice import EngineName
+from dualwrite.kafka.producer__kafka_producer_choice import EngineName
+from dualwrite.protocol.lives__protocol_tables_batch_life import BatchState
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.tables.batch_life import BatchState
 from dualwrite.recovery.claim import claim_rows
-from dualwrite.recovery.settling.settle import settle
-from dualwrite.runtime.deadline import Deadline
-from dualwrite.sinks.jobs.decide import Decision
-from dualwrite.writing.blocks.block import Ending
-from dualwrite.writing.lanes.lane import Lane
+from dualwrite.recovery.settle import settle
+from dualwrite.sinks.batches import Decision
+from dualwrite.writing.lane import Lane
+from dualwrite.writing.transaction__writing_blocks_block import Ending
 from search.batches.lab import Recipe
 
 SLOTS: Final = ("a", "b")
@@ -62,7 +62,7 @@ class Told(NamedTuple):
 
 
 class BatchOfTwo:
-    """The batch as its driver knows it: :class:`dualwrite.sinks.jobs.decide.Batch`."""
+    """The batch as its driver knows it: :class:`dualwrite.sinks.batches.Batch`."""
 
     def __init__(self, here: Here, run: int, parts: Sequence[HandedOver]) -> None:
         self._here = here

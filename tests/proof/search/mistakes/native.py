@@ -8,11 +8,11 @@ from simulator import broker as kafka
 from simulator import requests as sim
 from simulator.state import Broker, transaction
 
-from dualwrite.protocol.observations import EndAnswer, TransactionStatus
+from dualwrite.protocol import settle_native
+from dualwrite.protocol.known_end import EndStep
 from dualwrite.protocol.prepared_state import Engine
-from dualwrite.protocol.settling import settle_native
-from dualwrite.protocol.settling.known_end import EndStep
-from dualwrite.protocol.settling.settle_native import NativeKnowledge, NativeStep
+from dualwrite.protocol.settle_native import NativeKnowledge, NativeStep
+from dualwrite.protocol.values import EndAnswer, TransactionStatus
 from search.mistakes.planting import budget, within
 from search.rules import Rules
 from search.world import Bounds

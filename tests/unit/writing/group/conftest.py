@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualwrite.runtime import failpoints
+from dualwrite import failpoints
 from unit.writing.group.held import Held
 
 

@@ -4,8 +4,8 @@ import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-from dualwrite.protocol.tables.write_life import WriteState
-from dualwrite.writing.blocks.transaction import Transaction
+from dualwrite.protocol.lives__protocol_tables_write_life import WriteState
+from dualwrite.writing.transaction import Transaction
 
 
 class Refused(Exception):

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 import pytest
 from harness.interruption import Interruption
 
-from dualwrite import TransactionAborted, WriterLimits
-from dualwrite.runtime import waiting
-from dualwrite.writing.group.groups import Groups
+from dualwrite import TransactionAborted, WriterLimits, waiting
+from dualwrite.writing.group_commit import Groups
 from unit.writing.group.held import Refused, transaction_of_nothing
 
 NAME = contextvars.ContextVar("name", default="nobody's")

@@ -9,7 +9,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from dualwrite import TransactionAborted, TransactionInDoubt
 from dualwrite.errors import IllegalStateError
-from dualwrite.stores.sql.dialects.savepoints import _UNIT
+from dualwrite.stores.sql.savepoints import _UNIT
 from unit.writing.group.held import Refused
 
 

@@ -17,17 +17,17 @@ from dualwrite import (
     TransactionInDoubt,
     Unavailable,
     WriterLimits,
+    failpoints,
 )
 from dualwrite.errors import IllegalStateError
-from dualwrite.protocol.allowed import LONGEST_S
-from dualwrite.runtime import failpoints
-from dualwrite.stores.sql.dialects import committing
-from dualwrite.stores.sql.state import SqlStateStore
+from dualwrite.protocol.values__protocol_allowed import LONGEST_S
+from dualwrite.stores.sql import dialect__stores_sql_dialects_committing
+from dualwrite.stores.sql.store import SqlStateStore
+from dualwrite.writing import group_commit
 from dualwrite.writing import writer as writer_module
-from dualwrite.writing.group import groups
-from dualwrite.writing.group.groups import Task
-from dualwrite.writing.group.results import GroupRun
-from dualwrite.writing.lanes.lane import Lane
+from dualwrite.writing.group_commit import Task
+from dualwrite.writing.lane import Lane
+from dualwrite.writing.units_of_work import GroupRun
 from unit.writing.group.held import Held, Refused
 
 
@@ -239,7 +239,7 @@ def test_the_longest_time_ends_no_thread(held):
 
 
 def test_those_whose_time_is_not_over_are_forgotten_once_they_have_ended(held, monkeypatch):
-    monkeypatch.setattr("dualwrite.writing.group.groups._FEW", 2)
+    monkeypatch.setattr("dualwrite.writing.group_commit._FEW", 2)
     later = held.writer._groups._later
     later._sweep_at = 2
     for _ in range(20):
@@ -274,7 +274,7 @@ def test_units_that_rest_before_they_run_again_keep_no_other_waiting(shop, held,
             raise failures.pop()
         shop.put(tx, 2)
 
-    monkeypatch.setattr(groups, "pause_after_s", lambda failures: 3600.0 if failures else 0.0)
+    monkeypatch.setattr(group_commit, "pause_after_s", lambda failures: 3600.0 if failures else 0.0)
     with held.together():
         futures = [held.put(1), held.writer.submit(conflicted, key="k"), held.put(3, key="k")]
     assert futures[0].result(30) is None
@@ -296,7 +296,7 @@ def test_units_that_did_not_fit_beside_one_that_rests_run_at_once(shop, monkeypa
             raise failures.pop()
         shop.put(tx, 1)
 
-    monkeypatch.setattr(groups, "pause_after_s", lambda failures: 3600.0 if failures else 0.0)
+    monkeypatch.setattr(group_commit, "pause_after_s", lambda failures: 3600.0 if failures else 0.0)
     with shop.writer(limits=WriterLimits(group_open_s=0.0)) as writer:
         held = Held(shop, writer)
         with held.together():
@@ -342,8 +342,8 @@ def test_in_doubt_reaches_every_unit_and_none_runs_again(shop, held, monkeypatch
 
     with held.together():
         futures = [held.writer.submit(lambda tx, n=n: unit(tx, n), key=n) for n in (1, 2, 3)]
-        monkeypatch.setattr(committing, "commit", in_doubt)
-        monkeypatch.setattr("dualwrite.writing.blocks.dual_write.resolve_commit", in_doubt)
+        monkeypatch.setattr(dialect__stores_sql_dialects_committing, "commit", in_doubt)
+        monkeypatch.setattr("dualwrite.writing.dual_write.resolve_commit", in_doubt)
     errors = [future.exception(30) for future in futures]
     assert [type(error) for error in errors] == [TransactionInDoubt, Refused, TransactionInDoubt]
     assert errors[0] is not errors[2]
@@ -498,7 +498,7 @@ def within_30_s(condition):
 
 def test_a_unit_whose_group_is_aborted_after_close_has_waited_does_not_rest(shop, monkeypatch):
     """Nothing would wake it."""
-    monkeypatch.setattr(groups, "pause_after_s", lambda failures: 3600.0 if failures else 0.0)
+    monkeypatch.setattr(group_commit, "pause_after_s", lambda failures: 3600.0 if failures else 0.0)
     may_go, begun = threading.Event(), threading.Event()
 
     def conflicted(_):
@@ -517,7 +517,7 @@ def test_a_unit_whose_group_is_aborted_after_close_has_waited_does_not_rest(shop
 
 
 def test_units_that_rest_when_close_has_waited_fail_and_keep_nothing_waiting(shop, monkeypatch):
-    monkeypatch.setattr(groups, "pause_after_s", lambda failures: 3600.0 if failures else 0.0)
+    monkeypatch.setattr(group_commit, "pause_after_s", lambda failures: 3600.0 if failures else 0.0)
 
     def conflicted(_):
         raise TransactionAborted("a conflict")

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from dualwrite import Unavailable, WriterLimits
+from dualwrite import Unavailable, WriterLimits, waiting
 from dualwrite.errors import IllegalStateError
-from dualwrite.runtime import waiting
 from dualwrite.testing import InMemoryWriter
-from dualwrite.writing.group.groups import Groups
+from dualwrite.writing.group_commit import Groups
 from unit.writing.group.test_alone import serving
 
 

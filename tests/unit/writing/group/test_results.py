@@ -3,8 +3,8 @@
 import pytest
 
 from dualwrite import CompletionPending, TransactionAborted, TransactionInDoubt
-from dualwrite.protocol.process.grouping import ATTEMPTS, Unit
-from dualwrite.writing.group.results import GroupRun, NothingKept
+from dualwrite.protocol.grouping import ATTEMPTS, Unit
+from dualwrite.writing.units_of_work import GroupRun, NothingKept
 
 
 class Caller:

@@ -10,9 +10,8 @@ from harness.served import TOPIC
 from sqlalchemy import Column, Integer, MetaData, Table, bindparam, delete, event, insert, select, text, update
 from sqlalchemy.exc import IntegrityError
 
-from dualwrite import ConfigurationError, ProducerRecord, RowUnit, TransactionAborted, WriterLimits
-from dualwrite.runtime import failpoints
-from dualwrite.writing.group import running
+from dualwrite import ConfigurationError, ProducerRecord, RowUnit, TransactionAborted, WriterLimits, failpoints
+from dualwrite.writing import group_commit__writing_group_running
 from unit.writing.group.held import Held, Refused
 
 ORDERS = Table("orders", MetaData(), Column("id", Integer, primary_key=True))
@@ -204,7 +203,7 @@ def test_a_unit_given_up_before_is_left_out(shop, held, executed):
 
 def test_a_conflict_of_their_statement_runs_each_alone_and_again(shop, held, monkeypatch):
     """As after a deadlock: the savepoint takes back all of them, and the one that is still its victim runs again."""
-    real, runs = running.execute_rows, []
+    real, runs = group_commit__writing_group_running.execute_rows, []
 
     def execute(units, transaction):
         runs.append([unit.rows[0]["id"] for unit in units])
@@ -212,7 +211,7 @@ def test_a_conflict_of_their_statement_runs_each_alone_and_again(shop, held, mon
             raise TransactionAborted("a deadlock")
         real(units, transaction)
 
-    monkeypatch.setattr(running, "execute_rows", execute)
+    monkeypatch.setattr(group_commit__writing_group_running, "execute_rows", execute)
     with held.together():
         futures = rows(held, 1, 2, 3)
     for future in futures.values():
@@ -233,7 +232,7 @@ def test_a_group_that_was_aborted_runs_again_each_alone(shop, held):
 def test_a_unit_that_ended_its_transaction_leaves_no_row(shop, held, monkeypatch, caplog):
     """Nobody knows which unit it was: all of them run again, and the second time each alone."""
     caplog.set_level(logging.INFO)
-    real, failures = running.execute_rows, []
+    real, failures = group_commit__writing_group_running.execute_rows, []
 
     def execute(units, transaction):
         real(units, transaction)
@@ -241,7 +240,7 @@ def test_a_unit_that_ended_its_transaction_leaves_no_row(shop, held, monkeypatch
             failures.append(len(units))
             transaction.connection.rollback()
 
-    monkeypatch.setattr(running, "execute_rows", execute)
+    monkeypatch.setattr(group_commit__writing_group_running, "execute_rows", execute)
     with held.together():
         futures = rows(held, 1, 2, 3)
     found = [future.exception(30) for future in futures.values()]

@@ -12,12 +12,11 @@ from pyspark.sql import types as spark
 from pyspark.sql.types import StructField, StructType
 
 from dualwrite import ConfigurationError
-from dualwrite.sinks.spark import descriptor_set
-from dualwrite.sinks.spark.columns.column_types import TYPE_TABLE, Form
-from dualwrite.sinks.spark.columns.from_rows import converter
-from dualwrite.sinks.spark.options.message_formats import Format
-from dualwrite.sinks.spark.schemas import parts
-from dualwrite.sinks.spark.schemas.parts import Given, Part, module_of, natural_arrow
+from dualwrite.sinks.spark import descriptor_set, schema_parts
+from dualwrite.sinks.spark.column_types import TYPE_TABLE, Form
+from dualwrite.sinks.spark.options__sinks_spark_options_message_formats import Format
+from dualwrite.sinks.spark.schema_parts import Given, Part, module_of, natural_arrow
+from dualwrite.sinks.spark.sendable__sinks_spark_columns_from_rows import converter
 
 LONG, STRING = spark.LongType(), spark.StringType()
 ROW = StructType([StructField("x", LONG)])
@@ -320,7 +319,7 @@ def test_a_generated_class_is_taken_by_its_descriptors():
 
 
 def test_a_missing_package_names_the_extra(monkeypatch):
-    monkeypatch.setitem(parts._MODULES, Format.AVRO, "no_such_module")
+    monkeypatch.setitem(schema_parts._MODULES, Format.AVRO, "no_such_module")
     with pytest.raises(ConfigurationError, match=r"needs the package .*dualwrite\[schema-registry\]"):
         module_of(Format.AVRO)
 

@@ -1,0 +1,285 @@
+"""The groups of a writer that serves the tasks of an event loop: the units that wait, and the tasks that run them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dualwrite.asyncio.greenlets import awaited, run, says_more
+from dualwrite.asyncio.transaction import AsyncTransaction
+from dualwrite.clock import Deadline, now_s
+from dualwrite.errors import IllegalStateError
+from dualwrite.protocol.grouping import Unit, Units
+from dualwrite.protocol.values__protocol_allowed import WriterLimits
+from dualwrite.writing import transaction__writing_entered
+from dualwrite.writing.group_commit__writing_group_places import full_error
+from dualwrite.writing.group_commit__writing_group_running import run_group
+from dualwrite.writing.retry import pause_after_s
+from dualwrite.writing.units_of_work import GroupRun, Told, check_within, closed_error, copied, fail_left, late_error
+from dualwrite.writing.units_of_work__writing_group_row_unit import RowUnit
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from dualwrite.writing.transaction import Transaction
+
+logger = logging.getLogger(__name__)
+
+
+class _Task:
+    """The work of a unit, as a task runs it. Implements :class:`dualwrite.writing.units_of_work.Task`.
+
+    Args:
+        name: The writer's transactional id.
+        work: The work.
+        within_s: No run begins later than this, in seconds; None sets no limit.
+    """
+
+    def __init__(
+        self, name: str, work: Callable[[AsyncTransaction], Awaitable[Any]] | RowUnit, within_s: float | None
+    ) -> None:
+        self.work = work
+        self.rows = work if isinstance(work, RowUnit) else None
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.context = contextvars.copy_context()
+        self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.until = None if within_s is None else Deadline(within_s)
+        self._within_s = within_s or 0.0
+        self._name = name
+        self._runs = self._gone = False
+        self._last: BaseException | None = None
+
+    @property
+    def _is_late(self) -> bool:
+        return self.until is not None and self.until.expired
+
+    def begin(self) -> bool:
+        self._expire()
+        self._runs = not self.future.done()
+        return self._runs
+
+    def rest(self, error: BaseException | None) -> None:
+        self._runs = False
+        self._last = error or self._last
+        if self._gone:
+            self.future.cancel()
+        self._expire()
+
+    def _expire(self) -> None:
+        """Tell the caller that its time is over, unless the work runs: with the error of its last run, if it has one."""
+        if self._is_late and not self._runs and not self.future.done():
+            self.fail(late_error(self._name, self._within_s) if self._last is None else copied(self._last))
+
+    def succeed(self, result: object) -> None:
+        if not self.future.done():
+            self.future.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        if self._gone and says_more(error):
+            logger.error("%s: a unit whose caller has stopped to wait has ended: %s", self._name, error)
+        if not self.future.done():
+            self.future.set_exception(error)
+            if self._gone:
+                self.future.exception()  # nobody else asks for it
+
+    def answer(self) -> None:
+        """If the caller stands in line, let it see whether there is a place for it."""
+        if not self.answered.done():
+            self.answered.set_result(None)
+
+    async def outcome(self, cancelled: asyncio.CancelledError | None) -> Any:
+        """Wait for the result. A caller that is cancelled, or whose coroutine is closed, waits no longer.
+
+        Work that has not begun, or whose group was aborted, does not run then. What runs ends with its group.
+
+        Args:
+            cancelled: A cancellation that came before this call.
+        """
+        try:
+            if cancelled is not None:
+                raise cancelled
+            while not self.future.done():
+                left_s = None if self.until is None or self._is_late else self.until.remaining_s()
+                await asyncio.wait([self.future], timeout=left_s)
+                self._expire()
+        except BaseException:  # a cancellation, or GeneratorExit
+            self._gone = True
+            if not self._runs:
+                self.future.cancel()
+            error = self.future.exception() if self.future.done() and not self.future.cancelled() else None
+            if error is not None and says_more(error):
+                raise error from None
+            raise
+        return self.future.result()
+
+
+class AsyncGroups:
+    """Runs the units of a writer in groups. Used in one event loop.
+
+    Args:
+        name: The writer's transactional id.
+        block: The block of a new dual write, entered in a greenlet.
+        limits: When a group takes no more units; how many may wait, and how long :meth:`submit` waits then.
+        runners: How many groups there may be at a time, one of them running its units.
+        grouped: Called with the number of units of each group that has ended.
+        engine: The engine of the blocks' connections.
+        pool: Returns the thread pool for work that can only block.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        block: Callable[[], AbstractContextManager[Transaction]],
+        limits: WriterLimits,
+        *,
+        runners: int,
+        grouped: Callable[[int], None],
+        engine: AsyncEngine,
+        pool: Callable[[], ThreadPoolExecutor],
+    ) -> None:
+        self._name = name
+        self._block = block
+        self._limits = limits
+        self._runners = runners
+        self._grouped = grouped
+        self._engine = engine
+        self._pool = pool
+        self._units: Units[_Task] = Units(limits.waiting_units)
+        self._running: object | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._rests: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def submit(
+        self,
+        work: Callable[[AsyncTransaction], Awaitable[Any]] | RowUnit,
+        key: Hashable | None,
+        within_s: float | None = None,
+    ) -> Any:
+        """See :meth:`dualwrite.asyncio.writer.AsyncDualWriter.submit`."""
+        check_within(within_s)
+        if self._closed:
+            raise closed_error(self._name)
+        task = _Task(self._name, work, within_s)
+        unit = Unit(task, ("task", asyncio.current_task()) if key is None else ("key", key))
+        cancelled = None if self._units.offer(unit) else await self._stand_in_line(unit)
+        self._start()
+        return await task.outcome(cancelled)
+
+    async def _stand_in_line(self, unit: Unit[_Task]) -> asyncio.CancelledError | None:
+        """Wait until the unit was added. Returns a cancellation that came after that."""
+        cancelled: asyncio.CancelledError | None = None
+        until = unit.work.until
+        within_s = (
+            self._limits.lane_timeout_s if until is None else min(until.remaining_s(), self._limits.lane_timeout_s)
+        )
+        try:
+            await asyncio.wait([unit.work.answered], timeout=within_s)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        if self._units.withdraw(unit):
+            raise cancelled or (
+                closed_error(self._name) if self._closed else full_error(self._name, self._limits, waited=True)
+            )
+        return cancelled
+
+    async def close(self, within_s: float) -> None:
+        """Finish the waiting units, and refuse new ones. Units that have not begun in time fail.
+
+        Args:
+            within_s: How long to wait, in seconds.
+        """
+        self._closed = True
+        for unit in self._units.in_line:
+            unit.work.answer()
+        until = now_s() + within_s
+        while (under_way := self._tasks | self._rests) and now_s() < until:
+            await asyncio.wait(under_way, timeout=until - now_s(), return_when=asyncio.FIRST_COMPLETED)
+        fail_left(self._units.drain(), self._name)
+
+    def _start(self) -> None:
+        """Start the next group, if it may run. Its task takes units when it begins, those that came until then included."""
+        if self._units.ready and self._running is None and len(self._tasks) < self._runners:
+            self._running = token = object()
+            # Its own context: the units have theirs.
+            task = contextvars.Context().run(asyncio.get_running_loop().create_task, self._serve(token))
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._ended, token))
+
+    def _ended(self, token: object, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._let_next_run(token)  # the task may have been cancelled before its first step
+        self._start()
+
+    def _let_next_run(self, token: object) -> None:
+        if self._running is token:
+            self._running = None
+            self._start()
+
+    def _let_run_again(self, rested: Sequence[Unit[_Task]], rest: asyncio.Task[None]) -> None:
+        """Called when they have rested; or the event loop ends, and has cancelled that."""
+        self._rests.discard(rest)
+        self._units.rested(rested)
+        self._start()
+
+    async def _serve(self, token: object) -> None:
+        """Run one group. An event loop that ends cancels this task, too, at any await: the units still get their answers."""
+        group = GroupRun(self._name, self._units.take(self._limits.group_units))
+        for unit in self._units.admit():
+            unit.work.answer()
+        try:
+            if group.taken:
+                told = await self._run(group, token)
+                self._grouped(group.begun)
+                for tell in told:
+                    tell()
+        finally:
+            if pause_s := pause_after_s(group.failures):
+                rest = asyncio.get_running_loop().create_task(asyncio.sleep(pause_s))
+                self._rests.add(rest)
+                rest.add_done_callback(partial(self._let_run_again, group.resting))
+            self._units.end(group.taken, group.again, rest=group.resting if pause_s else ())
+            self._let_next_run(token)
+
+    async def _run(self, group: GroupRun, token: object) -> Sequence[Told]:
+        try:
+            pool = self._pool()
+        except IllegalStateError as closed:  # while the units waited to run again
+            return group.failed(closed)
+        told: list[Sequence[Told]] = []
+        with suppress(asyncio.CancelledError):  # it comes after the group, whose units have their answers
+            await run(
+                pool,
+                lambda: told.append(
+                    run_group(group, self._block, self._limits, self._call, lambda: self._let_next_run(token))
+                ),
+            )
+        return told[0] if told else group.failed(asyncio.CancelledError())
+
+    def _call(self, task: _Task, transaction: Transaction) -> object:
+        work = task.work
+        if isinstance(work, RowUnit):
+            return task.context.copy().run(work.produce, transaction)
+        given = AsyncTransaction(transaction, self._engine, self._pool())
+        return awaited(self._in_task(work, task.context, given, transaction__writing_entered.entered_here()))
+
+    @staticmethod
+    async def _in_task(
+        work: Callable[[AsyncTransaction], Awaitable[Any]],
+        context: contextvars.Context,
+        transaction: AsyncTransaction,
+        blocks: transaction__writing_entered.Blocks,
+    ) -> object:
+        """Run the work in a task of its own, with the context of its caller."""
+
+        async def call() -> object:
+            transaction__writing_entered.go_on_inside(blocks, asyncio.current_task())
+            return await work(transaction)
+
+        return await context.copy().run(asyncio.get_running_loop().create_task, call())

@@ -1,0 +1,408 @@
+"""``AsyncDualWriter``: rows and messages, together or not at all, for tasks of an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn, TypeVar, overload
+
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
+from tenacity import AsyncRetrying
+
+from dualwrite.asyncio.greenlets import enter, run
+from dualwrite.asyncio.transaction import AsyncTransaction, OneByOne, session_of_block
+from dualwrite.asyncio.transaction__apps_async_sessions import AsyncBoundSessions
+from dualwrite.asyncio.writer__apps_task_writer import THREADS, TaskWriter
+from dualwrite.errors import IllegalStateError
+from dualwrite.protocol.leases import LeaseTiming
+from dualwrite.protocol.values__protocol_allowed import DEFAULT_LIMITS, WriterLimits
+from dualwrite.stores.sql.access__stores_sql_access_connecting import async_engine_of, blocking_twin, engine_of
+from dualwrite.waiting import here
+from dualwrite.writing.retry import Attempts, Patience
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Engine
+    from sqlalchemy.ext.asyncio import async_scoped_session, async_sessionmaker
+    from typing_extensions import Self, Unpack
+
+    from dualwrite.asyncio.writer__apps_async_leased import LeasedTaskWriter
+    from dualwrite.interfaces__ports_observer import Observer
+    from dualwrite.kafka.producer__kafka_producer_choice import EngineName
+    from dualwrite.protocol.process__protocol_process_health import Health
+    from dualwrite.writing.dual_write__writing_blocks_serializing import Serializers
+    from dualwrite.writing.lane__writing_lanes_losses import OnLoss
+    from dualwrite.writing.transaction__writing_arguments import AsyncWriterSettings, CommonSettings
+    from dualwrite.writing.units_of_work__writing_group_row_unit import RowUnit
+
+T = TypeVar("T")
+SessionT = TypeVar("SessionT", bound=AsyncSession)
+
+
+class AsyncDualWriter:
+    """A :class:`DualWriter` for the tasks of one event loop: the same protocol, without a thread for each transaction.
+
+    Tasks share one writer; any number of them may ask for a transaction at once, and get a lane first come, first served. Raise
+    ``WriterLimits.lane_timeout_s`` if more of them wait than your servers can serve in that time.
+
+    A cancellation has one of two outcomes. Until the database is asked to commit, both sides abort, and ``CancelledError``
+    leaves the block. From then on the dual write is completed first, and ``CancelledError`` is raised after it, unless there is
+    an error that says more. ``tx.state`` shows which. Work that cannot be interrupted, such as claiming a lane, is finished
+    first in either case, limited by ``timeout_s``.
+
+    Args:
+        transactional_id: As for :class:`DualWriter`.
+        kafka: As for :class:`DualWriter`.
+        database: An ``AsyncEngine`` (psycopg or aiosqlite) or a database URL. The tables must exist: ``dualwrite migrate``.
+        own_engine: An engine for the writer's own short transactions, which run in threads: claiming, settling, recording. If
+            not given, one is made from the URL of ``database``. Give one if the URL alone does not lead to the database, for
+            instance because ``database`` was made with ``connect_args``. It must lead to the same database, which is checked.
+        session_factory: Makes the ORM session of ``tx.session``, called with ``bind=connection``; an ``async_sessionmaker``,
+            say.
+        schema, limits, bulk, producer_engine: As for :class:`DualWriter`.
+        on_loss: As for :class:`DualWriter`. Called in the event loop's thread, or in one of the writer's.
+        serializers: As for :class:`DualWriter`. Called in the event loop's thread, which they block while they ask a registry.
+        telemetry: As for :class:`DualWriter`.
+
+    Raises:
+        ConfigurationError: A setting cannot work.
+    """
+
+    def __init__(
+        self,
+        transactional_id: str,
+        *,
+        kafka: Mapping[str, object],
+        database: AsyncEngine | str,
+        own_engine: Engine | str | None = None,
+        schema: str | None = None,
+        limits: WriterLimits = DEFAULT_LIMITS,
+        session_factory: Callable[..., AsyncSession] = session_of_block,
+        serializers: Serializers | None = None,
+        bulk: bool = False,
+        producer_engine: EngineName = "auto",
+        on_loss: OnLoss | None = None,
+        telemetry: Observer | None = None,
+    ) -> None:
+        self._owns_engine = not isinstance(database, AsyncEngine)
+        self._engine = async_engine_of(database)
+        self._makes_own = own_engine is None or not hasattr(own_engine, "connect")
+        self._own_engine = blocking_twin(self._engine) if own_engine is None else engine_of(own_engine)
+        self._limits = limits
+        self._session_factory = session_factory
+        self._common: CommonSettings = {
+            "kafka": kafka,
+            "schema": schema,
+            "limits": limits,
+            "serializers": serializers,
+            "bulk": bulk,
+            "producer_engine": producer_engine,
+            "on_loss": on_loss,
+            "telemetry": telemetry,
+        }
+        self._writer: TaskWriter | LeasedTaskWriter = TaskWriter(
+            transactional_id, self._engine, database=self._own_engine, session_factory=session_factory, **self._common
+        )
+        self._groups = self._writer.groups_of_tasks(limits, self._opened)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._pid = os.getpid()
+
+    @classmethod
+    def leased(
+        cls,
+        fleet: str,
+        *,
+        lease_timeout_s: float = 30.0,
+        heartbeat_s: float | None = None,
+        **settings: Unpack[AsyncWriterSettings],
+    ) -> Self:
+        """Make a writer with a numbered id that it takes on its own: see :meth:`DualWriter.leased`.
+
+        Its heartbeats come from a thread, so that an event loop that is busy for long keeps its id.
+
+        Args:
+            fleet: As for :meth:`DualWriter.leased`.
+            lease_timeout_s: As for :meth:`DualWriter.leased`.
+            heartbeat_s: As for :meth:`DualWriter.leased`.
+            settings: The keyword arguments of `AsyncDualWriter`.
+
+        Raises:
+            ConfigurationError: A setting cannot work.
+        """
+        from dualwrite.asyncio.writer__apps_async_leased import LeasedTaskWriter  # noqa: PLC0415 - it is made of the writer below
+
+        timing = LeaseTiming(lease_timeout_s, heartbeat_s)
+        writer = cls(fleet, **settings)
+        writer._writer = LeasedTaskWriter(
+            fleet,
+            timing,
+            writer._engine,
+            database=writer._own_engine,
+            session_factory=writer._session_factory,
+            **writer._common,
+        )
+        writer._groups = writer._writer.groups_of_tasks(writer._limits, writer._opened)
+        return writer
+
+    @property
+    def transactional_id(self) -> str:
+        """The transactional id; of a leased writer that is not open yet, the name of its fleet."""
+        return self._writer.transactional_id
+
+    async def open(self) -> None:
+        """Claim the transactional id, settle what former owners left behind, and make the producers.
+
+        Call it once, before the first transaction; ``async with writer:`` does so. The writer then belongs to this event loop.
+
+        Raises:
+            ConfigurationError: As :meth:`DualWriter.open`; or ``database`` and ``own_engine`` lead to different databases.
+            DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable: As :meth:`DualWriter.open`.
+            Unavailable, IllegalStateError: As :meth:`DualWriter.open`.
+        """
+        if self._loop is not None:
+            raise IllegalStateError("the writer was already opened", transactional_id=self.transactional_id)
+        self._loop = asyncio.get_running_loop()
+        self._pid = os.getpid()
+        self._pool = ThreadPoolExecutor(THREADS + self._limits.max_lanes, f"dualwrite {self.transactional_id}")
+        try:
+            await run(self._pool, self._writer.open)
+        except BaseException:
+            await self.close()
+            raise
+
+    @asynccontextmanager
+    async def transaction(self, connection: AsyncConnection | None = None) -> AsyncGenerator[AsyncTransaction, None]:
+        """Run one dual write: the block's end commits both sides, an exception in the block aborts both.
+
+        Args:
+            connection: A connection of the engine, not inside a transaction; one is taken from the engine if not given. A
+                connection of another engine must lead to the same database, which is checked once for each connection.
+
+        Yields:
+            The transaction, usable until the block ends.
+
+        Raises:
+            TransactionAborted, Fenced, TransactionInDoubt, CompletionPending: As :meth:`DualWriter.transaction`.
+            DecidedTransactionLost, OutcomeUnverifiable, DatabaseWentBack: As :meth:`DualWriter.transaction`.
+            ConfigurationError, Unavailable: As :meth:`DualWriter.transaction`.
+            IllegalStateError: As :meth:`DualWriter.transaction`; or the writer was opened in another event loop.
+            CancelledError: The task was cancelled: both sides are aborted, or both are committed, as ``tx.state`` shows.
+        """
+        pool = self._opened()
+        block = self._writer.transaction(None if connection is None else _sync_connection_of(connection))
+        turns = OneByOne()
+        transaction = AsyncTransaction(await enter(pool, block), self._engine, pool, turns)
+
+        def leave(
+            kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        ) -> bool | None:
+            return turns.do(lambda: block.__exit__(kind, error, traceback))
+
+        try:
+            yield transaction
+        except BaseException as error:
+            left = partial(leave, type(error), error, error.__traceback__)
+            if not await run(pool, left, interruptible=False):
+                raise
+        else:
+            await run(pool, partial(leave, None, None, None), interruptible=False)
+
+    def bind(
+        self, sessions: async_sessionmaker[SessionT] | async_scoped_session[SessionT] | type[SessionT]
+    ) -> AsyncBoundSessions:
+        """Let the sessions of a factory produce messages that commit with their rows. See :meth:`DualWriter.bind`.
+
+        Keep using the factory as before. Bind it once, before it makes sessions, and use the result in every task; the writer
+        must be open when a session produces.
+
+        Args:
+            sessions: An ``async_sessionmaker``, an ``async_scoped_session`` of one, or a class (SQLModel's ``AsyncSession``).
+                Its sessions lead to the writer's database, and to no other in the same transaction.
+
+        Raises:
+            ConfigurationError: Its sessions are for threads or in two-phase mode, or it is no such factory.
+        """
+        return self._writer.bind_for_tasks(sessions, self._opened)
+
+    async def run(
+        self,
+        work: Callable[[AsyncTransaction], Awaitable[T]],
+        *,
+        attempts: int = 5,
+        within_s: float | None = None,
+        longest_pause_s: float = 5.0,
+        connection: AsyncConnection | None = None,
+    ) -> T:
+        """Run the work in a dual write, and again in a new one after an error that left nothing behind on either side.
+
+        Args:
+            work: An asynchronous function, called with the transaction, once for each attempt.
+            attempts: As for :meth:`DualWriter.run`.
+            within_s: As for :meth:`DualWriter.run`.
+            longest_pause_s: As for :meth:`DualWriter.run`.
+            connection: As for :meth:`transaction`.
+
+        Returns:
+            The result of the attempt that has committed. Both sides are durable, as after :meth:`transaction`.
+
+        Raises:
+            DualWriteError: As :meth:`transaction`, from the last attempt. Notes on the error name the earlier attempts.
+            ConfigurationError: An argument cannot work.
+
+        Every exception of the work is passed on unchanged, after the abort of both sides.
+        """
+
+        async def attempt() -> T:
+            async with self.transaction(connection) as transaction:
+                return await work(transaction)
+
+        made = Attempts(self.transactional_id, Patience(attempts, within_s, longest_pause_s))
+        try:
+            result: T = await AsyncRetrying(**made.rules())(attempt)
+        except BaseException as error:
+            made.note_end(error)
+            raise
+        made.note_success()
+        return result
+
+    @overload
+    async def submit(self, work: RowUnit, *, key: Hashable | None = None, within_s: float | None = None) -> None: ...
+
+    @overload
+    async def submit(
+        self,
+        work: Callable[[AsyncTransaction], Awaitable[T]],
+        *,
+        key: Hashable | None = None,
+        within_s: float | None = None,
+    ) -> T: ...
+
+    async def submit(
+        self,
+        work: Callable[[AsyncTransaction], Awaitable[T]] | RowUnit,
+        *,
+        key: Hashable | None = None,
+        within_s: float | None = None,
+    ) -> T | None:
+        """Run the work as one unit of a group: many tasks' units commit in one dual write. See :meth:`DualWriter.submit`.
+
+        While as many units wait as `WriterLimits.waiting_units`, the task waits for a place, first come, first served.
+
+        A cancellation, by ``asyncio.timeout`` say, ends the wait at once. Work that has not begun then never runs, and work
+        that waits to run again does not. Work that is running ends with its group, which may commit it.
+
+        Args:
+            work: An asynchronous function, called with the transaction of the unit, in a task of its own with the
+                context of the caller. It may run more than once. Or a `RowUnit`, as for :meth:`DualWriter.submit`.
+            key: Units with the same key run and commit in the order of the calls; by default those of one task do.
+            within_s: As for :meth:`DualWriter.submit`.
+
+        Returns:
+            The result of the work. Both sides are durable.
+
+        Raises:
+            DualWriteError: The error of the group, as :meth:`DualWriter.submit` says.
+            Unavailable: Also if there was no place for ``lane_timeout_s``; the work has not run.
+            IllegalStateError: Also if the task is inside a transaction or a unit of this writer.
+            CancelledError: The task was cancelled.
+
+        Every exception of the work is passed on unchanged, after its rollback.
+        """
+        await run(self._opened(), self._writer.refuse_nested)
+        result: T | None = await self._groups.submit(work, key, within_s)
+        return result
+
+    async def close(self) -> None:
+        """Finish running transactions and units, settle and record what is left, and disconnect. May be called more than once.
+
+        A cancellation is raised once it is done.
+
+        Raises:
+            DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable, Unavailable: As :meth:`DualWriter.close`.
+            IllegalStateError: The writer was opened in another event loop.
+        """
+        await self._close(self._writer.close)
+
+    async def _close(self, close: Callable[[], None]) -> None:
+        if self._loop is None or os.getpid() != self._pid:
+            return  # in a forked process the connections and the threads are the parent's
+        self._require_own_loop()
+        if self._pool is not None:
+            await self._groups.close(self._limits.timeout_s)
+        pool, self._pool = self._pool, None
+        if pool is None:
+            return
+        try:
+            await run(pool, lambda: here().elsewhere(close), interruptible=False)
+        finally:
+            pool.shutdown(wait=False)
+            if self._makes_own:
+                self._own_engine.dispose()
+            if self._owns_engine:
+                await self._engine.dispose()
+
+    def health(self) -> Health:
+        """Return the writer's knowledge of itself. See :meth:`DualWriter.health`; it never waits."""
+        return self._writer.health()
+
+    @property
+    def ready(self) -> bool:
+        """Whether dual writes are expected to work now: ``health().ready``."""
+        return self.health().ready
+
+    def _opened(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            state = "is not open" if self._loop is None else "is closed"
+            raise IllegalStateError(
+                f"the writer {state}",
+                transactional_id=self.transactional_id,
+                next_step="use `async with writer:` or await open()",
+            )
+        self._require_own_loop()
+        return self._pool
+
+    def _require_own_loop(self) -> None:
+        if asyncio.get_running_loop() is not self._loop:
+            raise IllegalStateError(
+                "the writer was opened in another event loop",
+                transactional_id=self.transactional_id,
+                next_step="make a writer in each event loop, with an id of its own; or stay in one loop",
+            )
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._close(lambda: self._writer.__exit__(kind, error, traceback))
+
+    def __enter__(self) -> NoReturn:
+        raise IllegalStateError(
+            "an AsyncDualWriter is opened by a task",
+            transactional_id=self.transactional_id,
+            next_step="write `async with`; or use DualWriter",
+        )
+
+    def __exit__(self, *error: object) -> None:
+        """Never called."""
+
+    def __repr__(self) -> str:
+        return f"<Async{repr(self._writer)[1:]}"
+
+
+def _sync_connection_of(connection: object) -> Connection:
+    if not isinstance(connection, AsyncConnection):
+        raise IllegalStateError(
+            f"transaction() takes a SQLAlchemy AsyncConnection, not {type(connection).__name__}",
+            next_step="give `await engine.connect()`, or nothing; for the ORM use tx.session",
+        )
+    if connection.sync_connection is None:
+        raise IllegalStateError("the AsyncConnection is not connected", next_step="await connection.start()")
+    return connection.sync_connection

@@ -1,0 +1,131 @@
+"""How the commands reach the servers: options, environment variables and a librdkafka properties file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import click
+
+from dualwrite.errors import ConfigurationError
+from dualwrite.protocol.values__protocol_allowed import check_not_empty, check_seconds
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def seconds(
+    *, zero: bool = False, unit_s: float = 1.0
+) -> Callable[[click.Context, click.Parameter, float | None], float | None]:
+    """The check of an option that takes a duration, by the rules for the Python calls.
+
+    Args:
+        zero: Whether it may be 0.
+        unit_s: The option's own unit, in seconds.
+    """
+
+    def check(context: click.Context, parameter: click.Parameter, given: float | None) -> float | None:
+        del context, parameter
+        if given is not None:
+            with _wrong_usage():
+                check_seconds("it", given * unit_s, zero=zero)
+        return given
+
+    return check
+
+
+def not_empty(context: click.Context, parameter: click.Parameter, given: str | None) -> str | None:
+    """The check of a text that an unset variable of a script may have left empty."""
+    del context, parameter
+    if given is not None:
+        with _wrong_usage():
+            check_not_empty("it", given)
+    return given
+
+
+@contextmanager
+def _wrong_usage() -> Generator[None, None, None]:
+    try:
+        yield
+    except ConfigurationError as error:
+        raise click.BadParameter(f"{error.what}: {error.next_step}") from error
+
+
+def database_options(command: Callable[P, R], *, required: bool = True) -> Callable[P, R]:
+    """Add ``--url`` and ``--schema``. If they are not required, the URL may be None."""
+    command = click.option(
+        "--url",
+        envvar="DUALWRITE_DATABASE_URL",
+        required=required,
+        callback=not_empty,
+        help="SQLAlchemy URL of the database, e.g. postgresql+psycopg://host/name. Prefer DUALWRITE_DATABASE_URL: other "
+        "users can read the command line.",
+    )(command)
+    return click.option(
+        "--schema", envvar="DUALWRITE_SCHEMA", callback=not_empty, help="Schema of the library's tables."
+    )(command)
+
+
+def id_options(command: Callable[P, R]) -> Callable[P, R]:
+    """Add an id, ``--prefix`` and ``--all``, of which exactly one must be given; with ``--all`` the other two are None."""
+
+    @click.argument("transactional_id", required=False, callback=not_empty)
+    @click.option("--prefix", callback=not_empty, help="All ids with this prefix.")
+    @click.option("--all", "everything", is_flag=True, help="All ids of the table.")
+    @wraps(command)
+    def with_ids(*args: P.args, **kwargs: P.kwargs) -> R:
+        everything = bool(kwargs.pop("everything"))
+        if sum([kwargs["transactional_id"] is not None, kwargs["prefix"] is not None, everything]) != 1:
+            raise click.UsageError("give one of: a transactional id, --prefix, --all")
+        return command(*args, **kwargs)
+
+    return with_ids
+
+
+def kafka_options(command: Callable[P, R]) -> Callable[P, R]:
+    """Add ``--bootstrap-server``, ``--config`` and ``-X``, and pass them on as one dictionary, ``kafka``."""
+
+    @click.option("--bootstrap-server", envvar="DUALWRITE_BOOTSTRAP_SERVERS", help="host:port of a broker, or several.")
+    @click.option(
+        "--config",
+        "config_file",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        envvar="DUALWRITE_KAFKA_CONFIG",
+        help="File with librdkafka properties, key=value per line: the place for security settings.",
+    )
+    @click.option("-X", "overrides", multiple=True, metavar="KEY=VALUE", help="One librdkafka property.")
+    @wraps(command)
+    def with_kafka(*args: P.args, **kwargs: P.kwargs) -> R:
+        bootstrap = kwargs.pop("bootstrap_server")
+        config_file = kwargs.pop("config_file")
+        overrides = kwargs.pop("overrides")
+        kafka: dict[str, object] = {}
+        if isinstance(config_file, Path):
+            kafka.update(parse_properties(config_file.read_text(encoding="utf-8").splitlines(), str(config_file)))
+        assert isinstance(overrides, tuple)
+        kafka.update(parse_properties(overrides, "-X"))
+        if bootstrap:
+            kafka["bootstrap.servers"] = bootstrap
+        if "bootstrap.servers" not in kafka:
+            raise click.UsageError("no broker: give --bootstrap-server, or bootstrap.servers in --config")
+        kwargs["kafka"] = kafka
+        return command(*args, **kwargs)
+
+    return with_kafka
+
+
+def parse_properties(lines: list[str] | tuple[str, ...], source: str) -> dict[str, object]:
+    """Parse ``key=value`` lines; blank lines and ``#`` comments are skipped. Errors never show values."""
+    properties: dict[str, object] = {}
+    for number, line in enumerate(lines, start=1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise click.UsageError(f"{source}: line {number} is not key=value")
+        properties[key.strip()] = value.strip()
+    return properties

@@ -1,0 +1,264 @@
+"""The commands' output: a table for people, one JSON document for scripts. Neither shows a secret."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime
+
+from rich.console import Console
+from rich.table import Table
+
+from dualwrite.protocol.leases import Lease, place_of
+from dualwrite.protocol.prepared_state import Engine
+from dualwrite.protocol.settle import SettleStep
+from dualwrite.protocol.values import TransactionStatus
+from dualwrite.protocol.values__protocol_identity import belongs
+from dualwrite.recovery.lost_decisions__recovery_after_restore import Forgotten
+from dualwrite.recovery.recover import RecoveryReport
+from dualwrite.recovery.recover__recovery_plan import IdStatus
+from dualwrite.recovery.settle import Loss
+from dualwrite.stores.sql.ledger__stores_sql_jobs_batches import Batch
+
+_WIDTH_OF_A_PIPE = 400
+
+_WILL = {
+    SettleStep.WAIT: "wait for Kafka",
+    SettleStep.COMMIT: "commit: the database has decided",
+    SettleStep.RECORD_COMMITTED: "nothing: committed",
+    SettleStep.RECORD_LOST: "report a LOSS: decided, but the broker aborted it",
+    SettleStep.RECORD_UNVERIFIABLE: "report: outcome cannot be known",
+    SettleStep.REPAIR_MARKERS: "commit where the broker has left it open: the database has decided",
+    SettleStep.FINISH: "nothing",
+}
+
+
+def report_console() -> Console:
+    """Standard output, as wide as the terminal; lines for a pipe or a file are never wrapped."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH_OF_A_PIPE)
+
+
+def will_do(item: IdStatus) -> str:
+    """Say what settling would do."""
+    if item.claim_lost:
+        return "nothing: the database has gone back in time, or a copy is in use; compare both, then recover --after-restore"
+    in_kafka = _will_do_in_kafka(item)
+    if item.went_back is not None:
+        return f"report that the database has gone back in time; {in_kafka}"
+    if item.prepared_for_s is None or in_kafka == _WILL[SettleStep.COMMIT]:
+        return in_kafka
+    decided = _row_word(item) != "-"
+    in_database = "commit in the database" if decided else "roll back in the database: undecided"
+    return in_database if in_kafka.startswith("nothing") else f"{in_kafka}; {in_database}"
+
+
+def _will_do_in_kafka(item: IdStatus) -> str:
+    if item.open_for_s is not None and item.step in {SettleStep.RETIRE, SettleStep.RECORD_COMMITTED}:
+        return "abort: undecided"  # the row names an earlier one
+    if item.open_for_s is not None and item.step in {SettleStep.RECORD_LOST, SettleStep.RECORD_UNVERIFIABLE}:
+        return f"{_WILL[item.step]}; abort what is open since: undecided"
+    if item.step is SettleStep.RETIRE:
+        if _row_word(item) == "decided":
+            return _WILL[SettleStep.REPAIR_MARKERS]
+        return "end what the broker may have left open of it" if item.needs_recovery else "nothing: idle"
+    return _WILL.get(item.step, str(item.step.value))
+
+
+def status_table(items: Sequence[IdStatus]) -> Table:
+    """The table of ``dualwrite status``."""
+    table = Table(title=None, box=None, pad_edge=False)
+    shows_prepared = any(item.prepared_for_s is not None for item in items)
+    prepared = ["prepared for"] if shows_prepared else []
+    shows_engine = any(_engine_word(item) == Engine.NATIVE.value for item in items)
+    engine = ["engine"] if shows_engine else []
+    for column in (
+        "transactional id",
+        "incarnation",
+        "row",
+        *engine,
+        "Kafka",
+        "open for",
+        "aborted in",
+        *prepared,
+        "owner",
+        "recovery would",
+    ):
+        table.add_column(column, overflow="fold")
+    for item in items:
+        table.add_row(
+            item.row.transactional_id,
+            f"{item.incarnation} of {item.row.incarnation}",
+            _row_word(item),
+            *([_engine_word(item)] if shows_engine else []),
+            item.kafka_status.value,
+            _seconds(item.open_for_s),
+            "never" if item.open_for_s is not None and item.aborted_in_s is None else _seconds(item.aborted_in_s),
+            *([_seconds(item.prepared_for_s)] if shows_prepared else []),
+            item.row.owner,
+            will_do(item),
+            style="bold" if item.needs_recovery else None,
+        )
+    return table
+
+
+def summary(items: Sequence[IdStatus], longest_s: float | None, open_incidents: int) -> str:
+    """The last line of ``dualwrite status``. ``longest_s`` is the age of the oldest open transaction, a row's or not."""
+    parts = [
+        f"{len(items)} ids",
+        f"{sum(item.needs_recovery for item in items)} to recover",
+        f"{open_incidents} losses not acknowledged",
+    ]
+    if longest_s is not None:
+        parts.append(f"longest open {_seconds(longest_s)}")
+    if unlimited := sum(item.has_no_time_limit is True for item in items):
+        parts.append(f"{unlimited} without a time limit (two-phase commit)")
+    return ", ".join(parts)
+
+
+def _seconds(seconds: float | None, digits: int = 0) -> str:
+    return "" if seconds is None else f"{seconds:.{digits}f} s"
+
+
+def _engine_word(item: IdStatus) -> str:
+    return item.row.prepared.engine.value if belongs(item.row.prepared, item.incarnation) else ""
+
+
+def _row_word(item: IdStatus) -> str:
+    if not belongs(item.row.prepared, item.incarnation):
+        return "-"
+    return item.row.completed.value if item.row.completed else "decided"
+
+
+def status_json(item: IdStatus) -> dict[str, object]:
+    """One id as ``dualwrite status --json`` shows it."""
+    return {
+        "transactional_id": item.row.transactional_id,
+        "incarnation": item.incarnation,
+        "current_incarnation": item.row.incarnation,
+        "kafka_id": item.row.kafka_id(item.incarnation),
+        "row": _row_word(item),
+        "engine": _engine_word(item) or None,
+        "prepared_transaction_state": str(item.row.prepared),
+        "kafka": item.kafka_status.value,
+        "open_for_s": item.open_for_s,
+        "aborted_in_s": item.aborted_in_s,
+        "has_no_time_limit": item.has_no_time_limit,
+        "prepared_for_s": item.prepared_for_s,
+        "owner": item.row.owner,
+        "updated_at": item.row.updated_at.isoformat(),
+        "needs_recovery": item.needs_recovery,
+        "went_back": item.went_back,
+        "recovery_would": will_do(item),
+    }
+
+
+def lease_table(leases: Sequence[Lease]) -> Table:
+    """The leases of fleets, below the table of ``dualwrite status``."""
+    table = Table(title=None, box=None, pad_edge=False)
+    for column in ("leased id", "lease", "for", "member"):
+        table.add_column(column, overflow="fold")
+    for lease in leases:
+        table.add_row(
+            lease.transactional_id,
+            lease.state.value,
+            _seconds(None if lease.left_s is None else abs(lease.left_s)),
+            _without_place(lease.owner or ""),
+        )
+    return table
+
+
+def _without_place(owner: str) -> str:
+    place = place_of(owner)
+    return owner if place is None else owner.removesuffix(place.sign(""))
+
+
+def lease_json(lease: Lease) -> dict[str, object]:
+    """One lease as ``dualwrite status --json`` shows it."""
+    return {
+        "transactional_id": lease.transactional_id,
+        "fleet": lease.fleet,
+        "state": lease.state.value,
+        "left_s": lease.left_s,
+        "owner": lease.owner,
+    }
+
+
+def batch_table(batches: Sequence[Batch], deserted: Mapping[tuple[str, str], datetime]) -> Table:
+    """The table of ``dualwrite batches``."""
+    table = Table(title=None, box=None, pad_edge=False)
+    for column in ("sink", "batch", "phase", "partitions"):
+        table.add_column(column, overflow="fold")
+    for column in ("rows", "messages", "started (UTC)", "decided after", "completed after", "rows/s"):
+        table.add_column(column, justify="right")
+    for batch in batches:
+        table.add_row(
+            batch.sink,
+            batch.batch_id,
+            _phase(batch, deserted),
+            f"{batch.written_partitions} of {batch.partition_count}",
+            f"{batch.row_count:,}",
+            f"{batch.message_count:,}",
+            "" if batch.started_at is None else f"{batch.started_at:%Y-%m-%d %H:%M:%S}",
+            _seconds(batch.decided_after_s, 2),
+            _seconds(batch.completed_after_s, 2),
+            f"{batch.row_count / batch.decided_after_s:,.0f}" if batch.decided_after_s else "",
+            style="bold" if batch.decided_at is None else None,
+        )
+    return table
+
+
+def _phase(batch: Batch, deserted: Mapping[tuple[str, str], datetime]) -> str:
+    since = deserted.get((batch.sink, batch.batch_id))
+    return batch.phase if since is None else f"{batch.phase}, nobody at work since {since:%Y-%m-%d %H:%M:%S}"
+
+
+def batch_json(batch: Batch, deserted: Mapping[tuple[str, str], datetime]) -> dict[str, object]:
+    """One batch as ``dualwrite batches --json`` shows it."""
+    shown = {**asdict(batch), "nobody_at_work_since": deserted.get((batch.sink, batch.batch_id))}
+    return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in shown.items()}
+
+
+def loss_json(loss: Loss) -> dict[str, object]:
+    """One loss as ``dualwrite recover --json`` shows it."""
+    return {
+        "transactional_id": loss.row.transactional_id,
+        "outcome": loss.outcome.value,
+        "prepared_transaction_state": str(loss.row.prepared),
+        "detail": loss.detail,
+    }
+
+
+def forgotten_words(item: Forgotten) -> str:
+    """Say what a recovery after a restore would do, or did, with a Kafka id that the database had forgotten."""
+    aborted = "aborted, undecided in this database" if item.settled else "would be aborted, undecided in this database"
+    found = {
+        TransactionStatus.ONGOING: f"a transaction was open: {aborted}",
+        TransactionStatus.PREPARE_COMMIT: "its newest transaction was being committed: this database does not know it",
+        TransactionStatus.COMPLETE_COMMIT: "its newest transaction is committed: this database does not know it",
+    }.get(item.status, "nothing was open")
+    row = "the row continues above it" if item.has_row else "younger than the backup, it has no row"
+    return f"{item.kafka_id}: {found}; {row}{'; unusable from now on' if item.settled else ''}"
+
+
+def recovery_json(report: RecoveryReport) -> dict[str, object]:
+    """The document of ``dualwrite recover --json``."""
+    return {
+        "planned": [status_json(item) for item in report.planned],
+        "settled": report.settled,
+        "rolled_forward": report.rolled_forward,
+        "skipped": report.skipped,
+        "losses": [loss_json(loss) for loss in report.losses],
+        "went_back": [{"transactional_id": error.transactional_id, "detail": error.what} for error in report.went_back],
+        "forgotten": [
+            {
+                "kafka_id": item.kafka_id,
+                "transactional_id": item.transactional_id,
+                "incarnation": item.incarnation,
+                "kafka": item.status.value,
+                "has_row": item.has_row,
+                "settled": item.settled,
+            }
+            for item in report.forgotten
+        ],
+    }

@@ -1,0 +1,261 @@
+"""Reads for a member: one thread that polls, so that the group keeps the member whatever its workers wait for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+
+from dualwrite.clock import Deadline, now_s
+from dualwrite.consumer.reading__apps_consumer_settings import is_incremental
+from dualwrite.errors import ConfigurationError, Unavailable
+from dualwrite.protocol.consuming import pause_s
+
+if TYPE_CHECKING:
+    from confluent_kafka import Message
+
+    from dualwrite.consumer.partitions import Name, Partition, Partitions
+    from dualwrite.consumer.partitions__apps_consumer_offsets import Offsets
+    from dualwrite.consumer.reading__apps_consumer_peers import Peers
+
+logger = logging.getLogger(__name__)
+
+_MOST: Final = 1000
+_POLL_S: Final = 0.1
+_SHORT_POLL_S: Final = 0.01
+_STALLED_S: Final = 5.0
+_LONGEST_STALLED_S: Final = 60.0
+_DEFAULT_MAX_POLL_MS: Final = 300_000
+
+_MISCONFIGURED: Final = frozenset(
+    {
+        KafkaError.TOPIC_AUTHORIZATION_FAILED,
+        KafkaError.GROUP_AUTHORIZATION_FAILED,
+        KafkaError._AUTO_OFFSET_RESET,  # noqa: SLF001 - confluent-kafka's own error codes begin with an underscore
+        KafkaError.INCONSISTENT_GROUP_PROTOCOL,
+        KafkaError.UNSUPPORTED_ASSIGNOR,
+    }
+)
+
+
+class Reading:
+    """A consumer, and what its rebalances do to the member's partitions. Used by the thread that polls.
+
+    Args:
+        settings: confluent-kafka's dictionary for the consumer.
+        partitions: The member's partitions.
+        offsets: Where the offsets stand.
+        peers: The other members.
+        stop: Set when the member must end: nothing is waited for then.
+        make_consumer: Makes the consumer of these settings; confluent-kafka's by default.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, object],
+        partitions: Partitions,
+        offsets: Offsets,
+        peers: Peers,
+        stop: threading.Event,
+        *,
+        make_consumer: Callable[[dict[str, Any]], Consumer] | None = None,
+    ) -> None:
+        # End-of-partition events are for :meth:`lag` alone: nothing else shows where the consumer stands before it reads.
+        self._consumer = (make_consumer or Consumer)({**settings, "enable.partition.eof": True})
+        self._incremental = is_incremental(settings)
+        self._partitions = partitions
+        self._offsets = offsets
+        self._peers = peers
+        self._stop = stop
+        max_poll_s = float(str(settings.get("max.poll.interval.ms", _DEFAULT_MAX_POLL_MS))) / 1000
+        # The rest is for what a callback does besides, and for the poll that follows.
+        self._revoke_s = max_poll_s / 2
+        self._rebalances = 0
+        # librdkafka keeps a pause while the partition is another member's: it would never be fetched again here.
+        self._paused: set[Name] = set()
+        self._stalled_s = _STALLED_S
+        self._look_at = now_s() + _STALLED_S
+
+    def subscribe(self, topics: Sequence[str]) -> None:
+        """Join the group with the first poll."""
+        self._consumer.subscribe(list(topics), on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._consumer.close()
+
+    def poll(self) -> bool:
+        """Serve the group, and read what there is. Returns whether messages came.
+
+        Raises:
+            ConfigurationError: A topic or the group cannot be used.
+            DualWriteError: As :meth:`Peers.settle`, and as the database when offsets are rows.
+        """
+        paused = self._pause_and_resume()
+        self._rewind()
+        message = self._consumer.poll(_SHORT_POLL_S if paused else _POLL_S)
+        self._offsets.membership(self._consumer)
+        if message is None:
+            self._look_for_stalled()
+            return False
+        rebalances = self._rebalances
+        messages, ends = _divided([message, *self._consumer.consume(_MOST, 0)])
+        self._partitions.reach(ends)
+        found = self._good(messages)
+        if self._rebalances == rebalances:
+            self._partitions.put(found)
+        else:
+            # Their partitions may have gone and come back meanwhile: read them again.
+            self._offsets.membership(self._consumer)
+            self._read_again(found)
+        if not messages:
+            self._look_for_stalled()
+            return False
+        self._stalled_s = _STALLED_S
+        return True
+
+    def _good(self, messages: Sequence[Message]) -> list[Message]:
+        good = []
+        for message in messages:
+            error = message.error()
+            if error is None:
+                good.append(message)
+            elif error.fatal() or error.code() in _MISCONFIGURED:
+                raise ConfigurationError(f"the consumer cannot read: {error.str()}")
+            else:
+                logger.warning("the consumer reports: %s", error.str())
+        return good
+
+    # Rebalances: called from within poll(), and close().
+
+    def _assigned(self, consumer: Consumer, assigned: list[TopicPartition]) -> None:
+        self._rebalances += 1
+        logger.info("assigned: %s", _shown(assigned))
+        if not assigned:
+            return
+        # Before the consumer asks for committed offsets: it would wait silently for those of an open transaction.
+        self._peers.settle()
+        made = self._partitions.add([(one.topic, one.partition) for one in assigned])
+        for partition in made:
+            partition.paused = partition.name in self._paused
+        found = self._patiently_start(made)
+        if found is None:
+            return
+        placed = [TopicPartition(one.topic, one.partition, found[one.topic, one.partition]) for one in assigned]
+        if self._incremental:
+            consumer.incremental_assign(placed)
+        else:
+            consumer.assign(placed)
+
+    def _patiently_start(self, made: Sequence[Partition]) -> Mapping[Name, int] | None:
+        deadline, failures = Deadline(self._revoke_s), 0
+        while True:
+            try:
+                return self._offsets.start(self._consumer, made)
+            except Unavailable as error:
+                failures += 1
+                if deadline.expired or self._stop.is_set():
+                    raise
+                logger.warning("cannot read committed offsets yet; retrying: %s", error)
+                self._stop.wait(min(pause_s(failures), deadline.remaining_s()))
+
+    def _revoked(self, consumer: Consumer, revoked: list[TopicPartition]) -> None:
+        del consumer
+        self._rebalances += 1
+        logger.info("revoked: %s", _shown(revoked))
+        began = now_s()
+        self._partitions.remove([(one.topic, one.partition) for one in revoked], self._revoke_s)
+        # Nothing is read meanwhile, of other partitions neither: a person who looks for the reason must find it here.
+        if (took_s := now_s() - began) >= _STALLED_S:
+            logger.warning("transactions under way with %s held up reading for %.0f s", _shown(revoked), took_s)
+
+    def _lost(self, consumer: Consumer, lost: list[TopicPartition]) -> None:
+        del consumer
+        self._rebalances += 1
+        logger.warning("lost: %s", _shown(lost))
+        self._partitions.remove([(one.topic, one.partition) for one in lost], 0)
+
+    # Positions
+
+    def _read_again(self, dropped: Sequence[Message]) -> None:
+        first: dict[Name, int] = {}
+        for message in dropped:
+            first.setdefault((message.topic() or "", message.partition() or 0), message.offset() or 0)
+        for one in self._partitions.all():
+            if one.name in first:
+                self._partitions.rewind(one, first[one.name])
+
+    def _rewind(self) -> None:
+        """Set back the positions of partitions whose work was aborted for good, once no unit works on them."""
+        asked = [one for one in self._partitions.all() if one.rewind and not one.busy]
+        if not asked:
+            return
+        try:
+            found = self._offsets.committed(self._consumer, asked)
+            for one in asked:
+                if one.name in found:
+                    self._consumer.seek(TopicPartition(*one.name, found[one.name]))
+                    self._partitions.rewound(one, found[one.name])
+        except (KafkaException, Unavailable) as error:
+            logger.warning("cannot reset positions yet; retrying: %s", error)
+
+    def _pause_and_resume(self) -> bool:
+        for one in self._partitions.to_pause():
+            self._consumer.pause([TopicPartition(*one.name)])
+            one.paused = True
+            self._paused.add(one.name)
+        for one in self._partitions.to_resume():
+            self._consumer.resume([TopicPartition(*one.name)])
+            one.paused = False
+            self._paused.discard(one.name)
+        return any(one.paused for one in self._partitions.all())
+
+    # Peers
+
+    def _look_for_stalled(self) -> None:
+        """Look for dead members again, ever less often, while a partition yields nothing although its log holds more."""
+        if now_s() < self._look_at:
+            return
+        self._look_at = now_s() + self._stalled_s
+        if any(self._is_stalled(one) for one in self._partitions.all()):
+            self._stalled_s = min(2 * self._stalled_s, _LONGEST_STALLED_S)
+            self._peers.settle()
+
+    def _is_stalled(self, partition: Partition) -> bool:
+        if partition.busy or partition.waiting or now_s() - partition.read_at < _STALLED_S:
+            return False
+        [position] = self._consumer.position([TopicPartition(*partition.name)])
+        # Before its first message it has no position, but may have come to the end of the log.
+        at = partition.reached if position.offset < 0 else position.offset
+        end = self._end(partition)
+        return at is None or end is None or at < end
+
+    def _end(self, partition: Partition) -> int | None:
+        """The high watermark as of the last fetch; None if there was none."""
+        _, high = self._consumer.get_watermark_offsets(TopicPartition(*partition.name), cached=True)
+        return high if high >= 0 else None
+
+    def lag(self) -> dict[Name, int]:
+        """Offsets not yet processed, per partition."""
+        found = {}
+        for one in self._partitions.all():
+            end, at = self._end(one), one.reached if one.next_offset is None else one.next_offset
+            if end is not None and at is not None:
+                found[one.name] = max(0, end - at)
+        return found
+
+
+def _divided(polled: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+    """Splits what was polled: messages and errors, and end-of-partition events."""
+    found: tuple[list[Message], list[Message]] = ([], [])
+    for one in polled:
+        error = one.error()
+        found[error is not None and error.code() == KafkaError._PARTITION_EOF].append(one)  # noqa: SLF001 - as above
+    return found
+
+
+def _shown(partitions: Sequence[TopicPartition]) -> str:
+    return ", ".join(f"{one.topic}[{one.partition}]" for one in partitions) or "none"

@@ -1,0 +1,277 @@
+"""Finds the broker to ask: a transactional id's coordinator, a partition's leader. Caches answers until they fail."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import kafka.errors as kafka_errors
+from kafka.protocol.metadata import CoordinatorType, FindCoordinatorRequest
+
+from dualwrite.clock import Deadline
+from dualwrite.errors import Unavailable
+from dualwrite.kafka.brokers import Brokers, until_answered, verdict
+from dualwrite.kafka.network import Message, NotYet
+
+Answer = TypeVar("Answer")
+Partition = tuple[str, int]
+Requests = Callable[[list[str]], Iterator[tuple[Message, list[str]]]]
+"""Makes the requests for the ids of one coordinator, each with the ids that it covers."""
+Read = Callable[[list[str], Message], Iterator[tuple[str, "Answer | NotYet"]]]
+"""Reads the response to a request that covered these ids."""
+_NO_TOPIC_ID: Final = bytes(16)
+_MOST_COORDINATORS: Final = 100_000
+_SIGN_BIT: Final = 0x8000_0000
+
+
+@dataclass(frozen=True)
+class Leader:
+    """The leader of a partition.
+
+    Attributes:
+        node: The broker's id.
+        epoch: The leader epoch, by which a broker detects that it is no longer the leader that we asked for.
+    """
+
+    node: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Topic:
+    """A topic that exists.
+
+    Attributes:
+        topic_id: Its id as Kafka prints it; None from a broker without topic ids.
+        leaders: Each partition's leader; None while it has none.
+    """
+
+    topic_id: str | None
+    leaders: Mapping[int, Leader | None]
+
+
+def internal_partition(key: str, partitions: int) -> int:
+    """The partition of an internal topic that belongs to a key: Java's ``String.hashCode``, as brokers use it.
+
+    Args:
+        key: The ``group.id`` for ``__consumer_offsets``, the ``transactional.id`` for ``__transaction_state``.
+        partitions: How many partitions the topic has.
+    """
+    encoded = key.encode("utf-16-be")
+    hashed = 0
+    for high, low in zip(encoded[::2], encoded[1::2], strict=True):
+        hashed = (31 * hashed + (high << 8 | low)) & 0xFFFF_FFFF
+    if hashed == _SIGN_BIT:
+        return 0  # the least integer has no absolute value
+    return (hashed if hashed < _SIGN_BIT else (1 << 32) - hashed) % partitions
+
+
+def find_coordinators(
+    brokers: Brokers, kind: CoordinatorType, keys: Collection[str], deadline: Deadline
+) -> dict[str, tuple[int, int]]:
+    """Ask a broker for the coordinators of transactional ids or of groups.
+
+    Args:
+        brokers: The brokers to ask.
+        kind: What the keys are.
+        keys: The ids.
+        deadline: Limits the wait.
+
+    Returns:
+        By id, the error code, and the coordinator's broker if that is 0.
+
+    Raises:
+        NotYet: No broker answered.
+        ConfigurationError: The brokers refuse our credentials or our way of connecting, or are too old.
+    """
+
+    def request() -> Message:
+        return FindCoordinatorRequest(key_type=kind.value, coordinator_keys=list(keys), min_version=4)
+
+    response = brokers.lookup(request, deadline)
+    return {found.key: (found.error_code, found.node_id) for found in response.coordinators}
+
+
+class Coordinators:
+    """The transaction coordinators.
+
+    Args:
+        brokers: The brokers to ask.
+    """
+
+    def __init__(self, brokers: Brokers) -> None:
+        self._brokers = brokers
+        self._known: dict[str, int] = {}
+
+    def ask(
+        self,
+        kafka_ids: Collection[str],
+        requests: Requests,
+        read: Read[Answer],
+        deadline: Deadline,
+        what: str,
+        *,
+        once: bool = False,
+    ) -> dict[str, Answer]:
+        """Send the coordinators a request about each id, until all have answered.
+
+        Args:
+            kafka_ids: The ids.
+            requests: Makes the requests for the ids of one coordinator, each with the ids that it covers.
+            read: Reads the response to a request that covered these ids.
+            deadline: Covers all attempts.
+            what: The action, for error messages: "Kafka could not ``what`` in time".
+            once: Whether to send each request at most once. Ids without an answer are then missing from the result.
+
+        Raises:
+            Unavailable: Some coordinators did not answer in time. With ``once``: they could not be found, or none
+                answered.
+            ConfigurationError: A right is missing.
+        """
+        if not once:
+            return until_answered(
+                kafka_ids,
+                lambda pending: self._sent(self._find(pending, deadline), requests, read, deadline),
+                deadline,
+                what,
+            )
+        nodes = until_answered(kafka_ids, lambda pending: self._find(pending, deadline), deadline, what)
+        try:
+            answers = self._sent(nodes, requests, read, deadline)
+        except NotYet as reason:
+            raise Unavailable(f"Kafka did not {what} in time: {reason}") from reason
+        return {kafka_id: answer for kafka_id, answer in answers.items() if not isinstance(answer, NotYet)}
+
+    def _sent(
+        self,
+        nodes: Mapping[str, int | NotYet],
+        requests: Requests,
+        read: Read[Answer],
+        deadline: Deadline,
+    ) -> dict[str, Answer | NotYet]:
+        answers: dict[str, Answer | NotYet] = {}
+        at: dict[int, list[str]] = {}
+        for kafka_id, node in nodes.items():
+            if isinstance(node, NotYet):
+                answers[kafka_id] = node
+            else:
+                at.setdefault(node, []).append(kafka_id)
+        sent = [(node, request, covered) for node, ids in at.items() for request, covered in requests(ids)]
+        responses = self._brokers.exchange([(node, request) for node, request, _ in sent], deadline, spread=True)
+        for (_, _, covered), response in zip(sent, responses, strict=True):
+            if isinstance(response, NotYet):
+                answers.update(dict.fromkeys(covered, response))
+            else:
+                answers.update(read(covered, response))
+        for kafka_id, answer in answers.items():
+            if isinstance(answer, NotYet) and answer.moved:
+                self._known.pop(kafka_id, None)
+        return answers
+
+    def _find(self, kafka_ids: Collection[str], deadline: Deadline) -> dict[str, int | NotYet]:
+        unknown = [kafka_id for kafka_id in kafka_ids if kafka_id not in self._known]
+        failed: dict[str, NotYet] = {}
+        if unknown:
+            if len(self._known) > _MOST_COORDINATORS:
+                self._known.clear()
+            found = find_coordinators(self._brokers, CoordinatorType.TRANSACTION, unknown, deadline)
+            for key, (code, node) in found.items():
+                why = verdict(code, f"the coordinator of {key!r}", right_to_look(key))
+                if why is None:
+                    self._known[key] = node
+                else:
+                    failed[key] = why
+        lost = NotYet("the coordinator's address was dropped meanwhile")
+        return {key: failed[key] if key in failed else self._known.get(key, lost) for key in kafka_ids}
+
+
+class Topics:
+    """The topics and their leaders.
+
+    Args:
+        brokers: The brokers to ask.
+    """
+
+    def __init__(self, brokers: Brokers) -> None:
+        self._brokers = brokers
+        self._lock = threading.Lock()
+        self._known: Mapping[str, Topic] = {}
+
+    def known(self, topic: str) -> Topic | None:
+        """The topic as it was last looked up; None if it has not been, or was not found. Asks no broker."""
+        return self._known.get(topic)
+
+    def find(self, topics: Collection[str], deadline: Deadline, *, fresh: bool) -> dict[str, Topic | NotYet | None]:
+        """Each topic, or None for one that does not exist.
+
+        Args:
+            topics: Their names.
+            deadline: Limits the wait.
+            fresh: Whether to look up known topics again: a topic may have been recreated under its name.
+
+        Raises:
+            NotYet: No broker answered.
+            ConfigurationError: We may not describe a topic.
+        """
+        known = {} if fresh else self._known
+        unknown = [topic for topic in dict.fromkeys(topics) if topic not in known]
+        asked = self._asked(unknown, deadline) if unknown else {}
+        return {topic: known[topic] if topic in known else asked[topic] for topic in topics}
+
+    def forget(self, topics: Iterable[str]) -> None:
+        """Drop these topics from the cache."""
+        gone = set(topics)
+        with self._lock:
+            self._known = {name: topic for name, topic in self._known.items() if name not in gone}
+
+    def _asked(self, topics: Collection[str], deadline: Deadline) -> dict[str, Topic | NotYet | None]:
+        answers = read_topics(self._brokers.metadata(topics, deadline))
+        absent = {name for name, topic in answers.items() if topic is None}
+        if absent:
+            # A broker that lags behind the controller may not know a new topic. It is absent if no broker knows it.
+            for node in self._brokers.nodes(deadline):
+                elsewhere = read_topics(self._brokers.metadata(absent, deadline, node=node))
+                answers |= {name: topic for name, topic in elsewhere.items() if topic is not None}
+        with self._lock:  # replace the mapping instead of changing it: readers do not take the lock
+            self._known = {
+                **self._known,
+                **{name: topic for name, topic in answers.items() if isinstance(topic, Topic)},
+            }
+        return answers
+
+
+def right_to_look(kafka_id: str) -> str:
+    """The right that a look at a transactional id needs, and the one of producers and settlers, which must look first."""
+    return f"Describe on the transactional id {kafka_id!r}, or on a prefix of it; to produce or recover Write, which implies it"
+
+
+def read_topics(response: Message) -> dict[str, Topic | NotYet | None]:
+    """The topics that a broker has described, by name; None for one that it does not know.
+
+    Raises:
+        ConfigurationError: We may not describe a topic.
+    """
+    answers: dict[str, Topic | NotYet | None] = {}
+    for topic in response.topics:
+        if kafka_errors.for_code(topic.error_code) is kafka_errors.UnknownTopicOrPartitionError:
+            answers[topic.name] = None
+            continue
+        right = f"Describe on the topic {topic.name!r}"
+        answers[topic.name] = verdict(topic.error_code, f"topic {topic.name!r}", right) or _read_topic(topic)
+    return answers
+
+
+def _read_topic(topic: Message) -> Topic:
+    raw = topic.topic_id.bytes if topic.topic_id is not None else _NO_TOPIC_ID
+    return Topic(
+        topic_id=None if raw == _NO_TOPIC_ID else base64.urlsafe_b64encode(raw).rstrip(b"=").decode(),
+        leaders={
+            partition.partition_index: Leader(partition.leader_id, partition.leader_epoch)
+            if partition.leader_id >= 0
+            else None
+            for partition in topic.partitions
+        },
+    )

@@ -1,0 +1,412 @@
+"""The port to a producer engine, and what all engines share.
+
+An engine sends the messages of one transactional id, one transaction at a time, and moves the producer's machine.
+:class:`dualwrite.kafka.producer.TransactionalProducer` checks the machine before it calls a verb; only the
+engine knows whether the verb has succeeded.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
+
+from dualwrite.clock import Deadline, now_s
+from dualwrite.errors import Fenced, IllegalStateError, TransactionAborted
+from dualwrite.kafka import engine__kafka_producer_forks
+from dualwrite.kafka.failures import Failure
+from dualwrite.kafka.transaction_ends import PendingEnd, know_end
+from dualwrite.protocol.known_end import EndStep, left_undecided
+from dualwrite.protocol.lives__protocol_tables_producer_life import WAY_ON, ProducerEvent, ProducerState
+from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+    from typing import Concatenate, ParamSpec
+
+    from dualwrite.interfaces__ports_coordinator import TransactionCoordinator
+    from dualwrite.protocol.known_end import Ended
+    from dualwrite.protocol.lives import Machine
+    from dualwrite.protocol.message import DeliveryCallback, MessageColumns, Sendable, Unsendable
+    from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
+
+if TYPE_CHECKING:
+    Arguments = ParamSpec("Arguments")
+
+logger = logging.getLogger("dualwrite.kafka.producer")
+
+AnyEngine = TypeVar("AnyEngine", bound="ProducerEngine")
+Result = TypeVar("Result")
+
+OLD_S: Final = 1.0
+"""From this age on, extra requests that check the transaction no longer matter for its latency."""
+_END_UNKNOWN: Final = "the previous transaction is not known to have ended in every partition as decided here"
+
+
+class Column(Protocol):
+    """A column of Arrow: a ``pyarrow.Array`` or ``ChunkedArray``.
+
+    Described by what both have: pyarrow has no types, and importing it would cost every process 0.2 s.
+    """
+
+    @property
+    def null_count(self) -> int:
+        """The number of nulls."""
+
+    def __len__(self) -> int: ...
+
+
+def not_allowed(event: ProducerEvent, state: ProducerState, transactional_id: str) -> IllegalStateError:
+    """The error for an event that a producer's state does not allow."""
+    return IllegalStateError(
+        f"{event.value} is not allowed while the producer is {state.value}",
+        transactional_id=transactional_id,
+        next_step=WAY_ON[state],
+    )
+
+
+class IdLogger(logging.LoggerAdapter):  # type: ignore[type-arg] # not generic at run time on Python 3.10
+    """Prefixes every line with the transactional id.
+
+    Args:
+        transactional_id: The id.
+    """
+
+    def __init__(self, transactional_id: str) -> None:
+        super().__init__(logger, {})
+        self._prefix = transactional_id.replace("%", "%%") + ": "
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Prefix one line."""
+        return self._prefix + str(msg), kwargs
+
+
+def whole(
+    verb: Callable[Concatenate[AnyEngine, Arguments], Result],
+) -> Callable[Concatenate[AnyEngine, Arguments], Result]:
+    """Make the producer doubtful if an interruption (``KeyboardInterrupt``, a cancelled task) cuts a verb short.
+
+    The client may have done more than the machine knows, or a slow call may have escaped judgement.
+    """
+
+    @wraps(verb)
+    def uninterrupted(self: AnyEngine, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return verb(self, *args, **kwargs)
+        except Exception:
+            raise
+        except BaseException as interruption:
+            self._note_interrupted(verb.__name__, interruption)
+            raise
+
+    return uninterrupted
+
+
+def asking(
+    step: Callable[Concatenate[AnyEngine, Arguments], Result],
+) -> Callable[Concatenate[AnyEngine, Arguments], Result]:
+    """Note since when a step has been under way that asks the brokers, so that others can say what they wait for."""
+
+    @wraps(step)
+    def noted(self: AnyEngine, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        before = self.asking_since
+        self.asking_since = now_s() if before is None else before
+        try:
+            return step(self, *args, **kwargs)
+        finally:
+            self.asking_since = before
+
+    return noted
+
+
+class Callbacks:
+    """Calls the delivery callbacks of one transaction, and keeps what they raise until a call may raise it.
+
+    Attributes:
+        callback_error: The first exception that a callback raised, and no call has raised yet.
+    """
+
+    def __init__(self) -> None:
+        self.callback_error: BaseException | None = None
+
+    def call(self, callback: DeliveryCallback, error: Any, message: Any) -> None:
+        """Call one. Raised in the middle of a verb, its exception would hide the verb's own outcome."""
+        try:
+            callback(error, message)
+        except BaseException as raised:
+            logger.exception("a delivery callback raised")
+            self.callback_error = self.callback_error or raised
+
+    def take_callback_error(self) -> BaseException | None:
+        """The first exception that a callback raised, once."""
+        raised, self.callback_error = self.callback_error, None
+        return raised
+
+    def raise_callback_error(self) -> None:
+        """Re-raise the first exception that a callback raised, once."""
+        if self.callback_error is not None and (raised := self.take_callback_error()) is not None:
+            raise raised
+
+
+class Transaction:
+    """The current transaction, as far as this process knows it.
+
+    Attributes:
+        first_write_at: When the first message or offset was taken, and the broker's timeout starts; None if there is none.
+        sent_offsets: Whether consumed offsets are a part of it.
+        looked_at: When it was last seen open, once it is prepared.
+        given_up: The transaction, once its abort was sent.
+        deliveries: The callbacks of its messages.
+    """
+
+    def __init__(self, deliveries: Callbacks | None = None) -> None:
+        self.first_write_at: float | None = None
+        self.sent_offsets = False
+        self.looked_at = 0.0
+        self.given_up: Ended | None = None
+        self.deliveries = deliveries or Callbacks()
+
+    @property
+    def sent_to(self) -> frozenset[tuple[str, int]]:
+        """The partitions that its messages may have been sent to."""
+        return frozenset()
+
+    def note_write(self) -> None:
+        """Note the time of the first message or offset."""
+        if self.first_write_at is None:
+            self.first_write_at = now_s()
+
+
+class ProducerEngine(ABC):
+    """One producer of one engine. Used by one thread at a time.
+
+    Args:
+        transactional_id: Kafka's ``transactional.id``.
+        machine: The producer's life. The engine applies the event of a verb that has succeeded, and ``FAIL`` or ``DOUBT``.
+        coordinator: Shows whether transactions have ended.
+        call_timeout_s: Limits each call that takes messages, in seconds.
+        max_message_bytes: The greatest size of a message.
+        bulk: Whether it is for many messages in a transaction, and calls no ``on_delivery``.
+
+    Attributes:
+        engine: Which engine it is.
+        max_message_bytes: As given.
+        bulk: As given.
+        transaction: The current transaction, or the last one.
+        prepared: The state of the transaction that is prepared, or whose commit was not answered.
+        pending_end: The last transaction while its end is unknown.
+        corked: Whether messages wait for others to be sent with, until something must be sent.
+        epoch_may_rise: Whether later transactions may have an epoch that settling takes for a settler's.
+        asking_since: When the step began that asks the brokers now, by the clock of the process; None if there is none.
+    """
+
+    engine: Engine
+
+    def __init__(
+        self,
+        transactional_id: str,
+        machine: Machine[ProducerState, ProducerEvent],
+        coordinator: TransactionCoordinator,
+        *,
+        call_timeout_s: float,
+        max_message_bytes: int,
+        bulk: bool,
+    ) -> None:
+        self.machine = machine
+        self.max_message_bytes = max_message_bytes
+        self.bulk = bulk
+        self.log = IdLogger(transactional_id)
+        self.transaction = Transaction()
+        self.corked = False
+        self.prepared: PreparedTxnState | None = None
+        self.pending_end: PendingEnd | None = None
+        self.epoch_may_rise = False
+        self.asking_since: float | None = None
+        self._id = transactional_id
+        self._coordinator = coordinator
+        self._call_timeout_s = call_timeout_s
+        self._made_in = engine__kafka_producer_forks.process
+
+    @abstractmethod
+    def open(self, event: ProducerEvent, asked_timeout_ms: int | None, deadline: Deadline) -> int:
+        """Connect and initialise: aborts an ongoing transaction and fences earlier producers.
+
+        Returns:
+            The transaction timeout that was agreed on, in milliseconds.
+        """
+
+    @abstractmethod
+    def begin(self, deadline: Deadline) -> None:
+        """Begin a transaction, once the last one is known to have ended."""
+
+    def require_topic(self, topic: str) -> None:  # noqa: B027 - not every engine asks
+        """Raise if the brokers answer that there is no such topic, before a message for it is handed over.
+
+        Does not wait, as :meth:`send` does, for a topic that was made a moment ago: run the work again then. Does nothing where
+        the engine asks in the background (librdkafka).
+
+        Raises:
+            TransactionAborted: No broker knows the topic; ``retryable`` until that has lasted for
+                ``topic.metadata.propagation.max.ms``.
+            ConfigurationError: A right is missing.
+        """
+
+    def require(self, event: ProducerEvent) -> None:
+        """Raise unless the event is allowed now; changes nothing.
+
+        Raises:
+            IllegalStateError: It is not, or the producer was made in the process that this one was forked from.
+        """
+        if self._made_in != engine__kafka_producer_forks.process:
+            raise engine__kafka_producer_forks.forked_error(self._made_in, self._id)
+        if not self.machine.allows(event):
+            raise not_allowed(event, self.machine.state, self._id)
+
+    @abstractmethod
+    def send(self, message: Message) -> None:
+        """Take one message: it was checked when it was made. Waits for room if the queue is full.
+
+        Raises:
+            IllegalStateError, TransactionAborted, ConfigurationError, Fenced, Unavailable: As
+                :meth:`dualwrite.kafka.producer.TransactionalProducer.produce`.
+        """
+
+    @abstractmethod
+    def send_many(self, batch: MessageBatch) -> None:
+        """Take many messages; see :meth:`send`. Those that nobody has checked yet are checked one by one as they are taken.
+
+        Raises:
+            TypeError, UnicodeEncodeError: As :meth:`dualwrite.protocol.message.MessageBatch.checked`; messages before that one
+                may have been taken.
+        """
+
+    @abstractmethod
+    def send_columns(self, columns: MessageColumns) -> None:
+        """Check and take the rows of Arrow's columns; see :meth:`send_many`."""
+
+    @abstractmethod
+    def send_offsets(self, consumed: ConsumedOffsets, deadline: Deadline) -> None:
+        """Commit consumed offsets as a part of the transaction."""
+
+    def take(self, held: Sendable) -> None:
+        """Take whatever has waited: each kind has its own method.
+
+        Raises:
+            DualWriteError: As the method of its kind.
+        """
+        if isinstance(held, Message):
+            self.send(held)
+        elif isinstance(held, MessageBatch):
+            self.send_many(held)
+        elif isinstance(held, ConsumedOffsets):
+            self.send_offsets(held, Deadline(self._call_timeout_s))
+        else:
+            self.send_columns(held)
+
+    def refuse_callback(self) -> None:
+        """Refuse a delivery callback in bulk mode.
+
+        Raises:
+            IllegalStateError: The producer is in bulk mode.
+        """
+        if self.bulk:
+            raise IllegalStateError("a producer in bulk mode calls no on_delivery", transactional_id=self._id)
+
+    @abstractmethod
+    def prepare(self, deadline: Deadline) -> PreparedTxnState:
+        """Make sure that every message is delivered, and name the transaction."""
+
+    @abstractmethod
+    def _require_open(self, state: PreparedTxnState, deadline: Deadline) -> None:
+        """Raise unless the prepared transaction is still open everywhere."""
+
+    @abstractmethod
+    def commit(self, event: ProducerEvent, deadline: Deadline) -> None:
+        """Commit the prepared transaction."""
+
+    @abstractmethod
+    def abort(self, event: ProducerEvent, deadline: Deadline) -> None:
+        """Abort the transaction."""
+
+    @abstractmethod
+    def serve(self, timeout_s: float) -> int:
+        """Take what has come in, and call delivery callbacks; returns the number of events."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Disconnect without ending the transaction, and apply ``CLOSE``."""
+
+    @property
+    @abstractmethod
+    def ids(self) -> tuple[int, int] | None:
+        """The producer id and epoch, where they are known."""
+
+    @property
+    def begun_for_s(self) -> float:
+        """Seconds since this transaction's first write; 0 if there is none."""
+        first = self.transaction.first_write_at
+        return 0.0 if first is None else now_s() - first
+
+    @property
+    def undecided_in(self) -> frozenset[tuple[str, int]]:
+        """Partitions where an aborted or unprepared transaction may be open, even if its coordinator forgot it."""
+        return left_undecided(
+            None if self.pending_end is None else self.pending_end.ended,
+            self.transaction.given_up,
+            is_prepared=self.prepared is not None,
+            sent_to=self.transaction.sent_to,
+        )
+
+    def require_still_open(self, deadline: Deadline) -> None:
+        """Check before a decision that the prepared transaction is still open; see the producer's method."""
+        state = self.prepared
+        if state is None or not state.has_transaction or now_s() - self.transaction.looked_at <= OLD_S:
+            return
+        try:
+            self._require_open(state, deadline)
+        except Fenced as error:
+            self._raise(Failure(error, ProducerEvent.DOUBT))
+        self.transaction.looked_at = now_s()
+
+    def note_end(self, step: EndStep) -> None:
+        """Take the next step for the last transaction's end: the producer continues, or becomes doubtful."""
+        assert self.pending_end is not None
+        if step is EndStep.KNOWN:
+            self.pending_end = None
+        elif step in {EndStep.SETTLE, EndStep.RECORD} and self.machine.state is ProducerState.READY:
+            self.doubt(f"{_END_UNKNOWN}: {self.pending_end.ended.state}")
+
+    def doubt(self, why: str) -> None:
+        """Allow no further transaction: a request may still be on its way."""
+        self.machine.apply(ProducerEvent.DOUBT)
+        self.log.warning("this producer must be replaced: %s", why)
+
+    def _note_interrupted(self, verb: str, interruption: BaseException) -> None:
+        del interruption
+        if self.machine.allows(ProducerEvent.DOUBT):
+            self.doubt(f"{verb} was interrupted")
+
+    def _require_end_known(self, deadline: Deadline) -> None:
+        if self.pending_end is None:
+            return
+        step = know_end(self._coordinator, self.pending_end, deadline)
+        self.note_end(step)
+        if step is not EndStep.KNOWN:
+            raise TransactionAborted(f"begin_transaction: {_END_UNKNOWN}", transactional_id=self._id)
+
+    def refuse(self, message: Unsendable, topic: str) -> NoReturn:
+        """Refuse a message that no broker would take: the transaction fails.
+
+        Raises:
+            TransactionAborted: Always.
+        """
+        self._raise(Failure(message.refusal(topic, self._id), ProducerEvent.FAIL))
+
+    def _raise(self, failure: Failure) -> NoReturn:
+        if failure.event is ProducerEvent.DOUBT:
+            self.doubt(failure.error.what)
+        else:
+            self.machine.apply(failure.event)
+        raise failure.error from failure.error.__cause__

@@ -1,0 +1,191 @@
+"""One librdkafka instance under our own deadlines: no step of its life blocks the caller for long."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from confluent_kafka import KafkaError, KafkaException, Producer
+
+from dualwrite.clock import Deadline, now_s
+from dualwrite.kafka.config import Setting
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.engine import IdLogger
+from dualwrite.kafka.librdkafka.handle__kafka_producer_librdkafka_bounded_call import BoundedCaller, NoAnswer
+
+_DESTROY_WAIT_S = 2.0
+
+
+_SOCKET_TIMEOUT_MS: Final = 30_000
+_MESSAGE_TIMEOUT_MS: Final = 300_000
+_PROPAGATION_MS: Final = 5_000
+
+
+def producer_settings(
+    config: KafkaConfig, transactional_id: str, transaction_timeout_ms: int, *, bulk: bool
+) -> dict[str, object]:
+    """Build one producer's librdkafka settings: the user's, those that the protocol needs, and better defaults.
+
+    Always set ``socket.timeout.ms``. Without it librdkafka uses the transaction timeout, which overflows its 32-bit
+    microseconds above 35 minutes: requests time out at once and are silently resent, ``EndTxn`` included.
+    """
+    defaults: dict[str, Setting] = {
+        "socket.timeout.ms": min(_SOCKET_TIMEOUT_MS, transaction_timeout_ms),
+        # librdkafka would use the transaction timeout: an undeliverable message would stall for days.
+        "message.timeout.ms": min(_MESSAGE_TIMEOUT_MS, transaction_timeout_ms),
+        # How long to wait for an unknown topic to appear: librdkafka's 30 s would stall a prepare.
+        "topic.metadata.propagation.max.ms": _PROPAGATION_MS,
+    }
+    if bulk:
+        # Compressing costs client and broker less CPU than handling the bytes that it saves.
+        defaults["compression.type"] = "lz4"
+    else:
+        defaults["linger.ms"] = 0
+    own: dict[str, Setting] = {"transactional.id": transactional_id, "transaction.timeout.ms": transaction_timeout_ms}
+    return {
+        **{
+            key: value
+            for key, value in defaults.items()
+            if all(config.get(name) is None for name in _NAMES.get(key, (key,)))
+        },
+        **config.librdkafka(**own),
+        "delivery.report.only.error": bulk,
+    }
+
+
+_INIT_FAILED: Final = "GETPID"
+"""The log facility of librdkafka's warning that it got no producer id and asks again. Nothing else reports this."""
+_NOTHING_DONE: Final = tuple(
+    KafkaError(code).str()
+    for code in (
+        KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+        KafkaError.NOT_COORDINATOR,
+        KafkaError.CONCURRENT_TRANSACTIONS,
+    )
+)
+"""A broker that answers with one of these is done with the request: it has no later effect."""
+_LINE: Final = 3
+"""librdkafka's log lines have three arguments: the facility, the client's name, and the text."""
+_INFO: Final = 6
+_WARNING: Final = 4
+"""syslog levels, as librdkafka uses. It logs a repeated request for a producer id as a warning."""
+_QUIET: Final = {3: logging.ERROR, 2: logging.CRITICAL}
+
+
+_NAMES = {
+    "message.timeout.ms": ("message.timeout.ms", "delivery.timeout.ms"),
+    "linger.ms": ("linger.ms", "queue.buffering.max.ms"),
+    "compression.type": ("compression.type", "compression.codec"),
+}
+
+
+class ClientLog(IdLogger):
+    """Takes librdkafka's log lines, prefixed like our own.
+
+    Args:
+        transactional_id: The id.
+        quiet_below: Drops lines below this level.
+
+    Attributes:
+        init_unanswered: Whether librdkafka logged that it asks for a producer id again although the first request may
+            still take effect.
+    """
+
+    def __init__(self, transactional_id: str, *, quiet_below: int = logging.NOTSET) -> None:
+        super().__init__(transactional_id)
+        self._quiet_below = quiet_below
+        self.init_unanswered = False
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log one line, and look in it for a repeated request for a producer id."""
+        # Check the type first: comparing a KafkaError with a string fails.
+        facility = args[0] if len(args) == _LINE and isinstance(args[0], str) else None
+        if facility == _INIT_FAILED and level >= logging.WARNING:
+            self.init_unanswered |= not any(done in str(args[-1]) for done in _NOTHING_DONE)
+        if level >= self._quiet_below:
+            super().log(level, msg, *args, **kwargs)
+
+
+class Handle:
+    """A librdkafka producer instance.
+
+    Args:
+        settings: librdkafka's configuration.
+        transactional_id: Named in threads and log lines.
+        deadline: Limits the making of the instance.
+
+    Attributes:
+        raw: The confluent-kafka producer, for calls that respect their timeout (``produce``, ``poll``, ``flush``).
+        client_error: The newest error of the client itself (not of a call) that librdkafka reported.
+
+    Raises:
+        NoAnswer: The deadline passed first.
+        KafkaException: librdkafka refuses the settings.
+    """
+
+    def __init__(self, settings: Mapping[str, object], transactional_id: str, deadline: Deadline) -> None:
+        self.client_error: KafkaError | None = None
+        log_level = int(str(settings.get("log_level", _INFO)))
+        quiet = log_level < _WARNING
+        self._log = ClientLog(
+            transactional_id,
+            quiet_below=_QUIET.get(log_level, logging.CRITICAL + 1) if quiet else logging.NOTSET,
+        )
+        self._users_error_cb = settings.get("error_cb")
+        # The warning about a repeated request for a producer id must reach us.
+        own = {**settings, "error_cb": self._note_client_error, "logger": self._log}
+        if quiet:
+            own["log_level"] = _WARNING
+        self._caller = BoundedCaller(f"dualwrite producer {transactional_id}")
+        self.raw = self._caller.call(lambda: Producer(own), deadline)
+
+    def timed(self, function: Callable[[Producer, float], object], deadline: Deadline) -> float:
+        """Call the function with the instance and the seconds left. Returns the seconds that it took.
+
+        Raises:
+            NoAnswer: The deadline passed first: the instance must be discarded.
+        """
+        raw, left_s = self.raw, deadline.remaining_s()
+        began = now_s()
+        self._caller.call(lambda: function(raw, left_s), deadline)
+        return now_s() - began
+
+    @property
+    def init_unanswered(self) -> bool:
+        """Whether librdkafka asked for a producer id more than once, and a request may still be on its way.
+
+        librdkafka asks again as soon as it reconnects, which can be within milliseconds. Call ``poll`` first: it
+        delivers the log lines that this property depends on.
+        """
+        return self._log.init_unanswered
+
+    def close(self) -> None:
+        """Destroy the instance without ending its transaction: what is prepared stays prepared on the broker.
+
+        Drops undelivered messages. Returns within two seconds; librdkafka may continue closing in the background.
+        """
+        raw = self.raw
+        del self.raw
+        try:
+            raw.purge()
+            raw.poll(0)  # callbacks of the dropped messages
+        except KafkaException as error:  # librdkafka raises an earlier fatal error here once more
+            self._log.info("closing after a fatal error: %s", error.args[0])
+        last = [raw]
+        del raw
+        try:
+            # Drop the last reference on the thread: destroying an instance joins its threads, which can take long.
+            self._caller.finish(last.clear, _DESTROY_WAIT_S)
+        except NoAnswer:
+            self._log.warning("librdkafka needs over %.0f s to close; it continues in the background", _DESTROY_WAIT_S)
+
+    def _note_client_error(self, error: KafkaError) -> None:
+        self.client_error = error
+        self._log.warning("%s (%s)", error.str(), error.name())
+        if callable(self._users_error_cb):
+            self._users_error_cb(error)
+
+
+MakeHandle = Callable[[Mapping[str, object], str, Deadline], Handle]
+"""Makes a handle from settings, a transactional id and a deadline, as :class:`Handle` itself does."""

@@ -1,0 +1,499 @@
+"""One native producer driven by the state machine: every transaction has a producer id and epoch of its own.
+
+The engine's rules, beside those of the port:
+
+- ``InitProducerId`` is the one request that could hit a later transaction: without an answer to it the producer is doubtful.
+- ``EndTxn`` names its transaction, so it is sent again until it is answered. The answer names the next transaction.
+- A prepared transaction is acknowledged, batch by batch, by every partition that it was sent to.
+- An abort is sent whenever a message may have reached a broker. With a request unanswered a late copy of its batch may be on
+  its way, so the partitions must show the end before anything else is sent; see :mod:`dualwrite.kafka.transaction_ends`.
+- Long before its last epoch a producer is replaced: brokers have had faults there (KAFKA-18660, KAFKA-19367).
+
+Everything happens in the thread that calls. Source: KIP-890, KIP-939.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from dualwrite.clock import Deadline, GrowingPause, now_s
+from dualwrite.errors import DualWriteError, Fenced, TransactionAborted, Unavailable
+from dualwrite.kafka.brokers import Brokers
+from dualwrite.kafka.cluster import internal_partition
+from dualwrite.kafka.engine import OLD_S, ProducerEngine, asking, whole
+from dualwrite.kafka.failures import Failure, Phase
+from dualwrite.kafka.failures__kafka_producer_codes import Code
+from dualwrite.kafka.native.accumulator import Filling
+from dualwrite.kafka.native.coordination import CoordinatorRequests
+from dualwrite.kafka.native.coordination__kafka_producer_native_coordinating_initialising import (
+    attempts,
+    initialise,
+    refusal_of_two_phase,
+    tell_time_limit,
+)
+from dualwrite.kafka.native.coordination__kafka_producer_native_coordinating_offsets import group_of, offsets_of
+from dualwrite.kafka.native.produce_state import Partition, ProduceCore
+from dualwrite.kafka.native.producer__kafka_producer_native_evidence import Evidence, OpenTransaction
+from dualwrite.kafka.native.producer__kafka_producer_native_failures import failure_of, refused
+from dualwrite.kafka.native.producer__kafka_producer_native_statistics import Statistics
+from dualwrite.kafka.native.sender import Sender
+from dualwrite.kafka.native.settings import native_settings
+from dualwrite.kafka.transaction_ends import PendingEnd
+from dualwrite.protocol.known_end import Ended
+from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerEvent, ProducerState
+from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, MessageColumns, Unsendable
+from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
+from dualwrite.protocol.values__protocol_identity import OFFSETS_TOPIC
+from dualwrite.waiting import here
+
+if TYPE_CHECKING:
+    from dualwrite.interfaces__ports_coordinator import TransactionCoordinator
+    from dualwrite.kafka.cluster import Topic
+    from dualwrite.kafka.config__kafka_config import KafkaConfig
+    from dualwrite.kafka.native.coordination import Answered
+    from dualwrite.kafka.native.settings import NativeSettings
+    from dualwrite.protocol.lives import Machine
+
+_EPOCHS: Final = 30_000
+"""The epoch at which a producer is replaced; the protocol's last one is 32,767."""
+_DRAIN_S: Final = 1.0
+"""How long an abort waits for answers to what was sent: the more is known, the less has to be settled."""
+_ASK_S: Final = 2.0
+"""Limits the requests before an abort: an abort must not wait for a broker that is down."""
+_WHOLE_BETWEEN_WAITS: Final = frozenset({"begin", "require_topic", "produce", "send_many", "send_columns", "prepare"})
+"""Verbs that wait between two steps alone. Of the others the broker may still carry out a request."""
+_LOOK_UP_S: Final = 0.5
+"""Limits the look-up of a unit's topic: without an answer, the end of its group looks again."""
+_ASKED_ENOUGH_S: Final = 0.5
+"""A topic that was missing is not looked up again sooner."""
+_FORGOTTEN_S: Final = 60.0
+"""A topic that nobody has asked for so long is given time again to appear."""
+_MOST_MISSING: Final = 1000
+_PURGED: Final = -152
+"""librdkafka's code for a message that an abort has dropped."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The connections of one producer.
+
+    Attributes:
+        sender: Carries messages to the leaders.
+        requests: Asks the coordinators.
+    """
+
+    sender: Sender
+    requests: CoordinatorRequests
+
+
+def connect(config: KafkaConfig, kafka_id: str, *, like: Brokers | None = None) -> Wire:
+    """The connections of one producer; made when they are first used, to the brokers that ``like`` knows."""
+    sender = Sender(config, kafka_id, make_brokers=partial(Brokers, like=like))
+    return Wire(sender, CoordinatorRequests(sender.brokers, kafka_id))
+
+
+MakeWire = Callable[["KafkaConfig", str], Wire]
+
+
+class NativeInstance(ProducerEngine):
+    """Carries out the verbs on the wire and moves the machine.
+
+    Args:
+        transactional_id: Kafka's ``transactional.id``.
+        machine: The producer's life.
+        coordinator: Shows whether transactions are open, and whether they have ended.
+        config: librdkafka's settings, as far as this engine knows them.
+        incarnation: Stamped into the prepared states.
+        bulk: Whether it is for many messages in a transaction.
+        call_timeout_s: Limits each call that takes messages, in seconds.
+        make_wire: Makes the connections; for simulators.
+    """
+
+    engine = Engine.NATIVE
+
+    def __init__(
+        self,
+        transactional_id: str,
+        machine: Machine[ProducerState, ProducerEvent],
+        coordinator: TransactionCoordinator,
+        config: KafkaConfig,
+        *,
+        incarnation: int | None,
+        bulk: bool,
+        call_timeout_s: float,
+        make_wire: MakeWire = connect,
+    ) -> None:
+        super().__init__(
+            transactional_id,
+            machine,
+            coordinator,
+            call_timeout_s=call_timeout_s,
+            max_message_bytes=config.max_message_bytes,
+            bulk=bulk,
+        )
+        self._config = config
+        self._evidence = Evidence(transactional_id, coordinator, incarnation)
+        self._make_wire = make_wire
+        self._wire: Wire | None = None
+        self._settings: NativeSettings | None = None
+        self._filling: Filling | None = None
+        self._ids: tuple[int, int] | None = None
+        self._missing: dict[str, tuple[float, float]] = {}
+        self._renews = True
+        self._begun_at = 0.0
+        self._statistics: Statistics | None = None
+
+    @property
+    def ids(self) -> tuple[int, int] | None:
+        """The producer id, and the epoch of the current or next transaction; None before ``init_transactions``."""
+        return self._ids
+
+    @whole
+    @asking
+    def open(self, event: ProducerEvent, asked_timeout_ms: int | None, deadline: Deadline) -> int:
+        """Connect, and get the producer id: aborts an ongoing transaction and fences earlier producers."""
+        maximum_ms = self._coordinator.max_transaction_timeout_ms(deadline)
+        ways = attempts(asked_timeout_ms, maximum_ms, two_phase_commit=self._config.two_phase_commit)
+        # Refuse settings before anything is sent: with the shortest time limit that there may be.
+        self._settings = native_settings(self._config, bulk=self.bulk, transaction_timeout_ms=ways[-1].timeout_ms)
+        if self._settings.stats_cb is not None and self._settings.statistics_s:
+            self._statistics = Statistics(self._id, self._settings.statistics_s, self._settings.stats_cb)
+        self._wire = self._make_wire(self._config, self._id)
+        initialised = initialise(self._wire.requests, ways, deadline)
+        if refused := refusal_of_two_phase(initialised, self._id):
+            self._raise(Failure(refused, ProducerEvent.DOUBT))
+        self._ids = self._answered(initialised.answered, Phase.INIT).ids
+        cluster_id = self._coordinator.cluster_id(deadline)
+        granted = initialised.granted
+        tell_time_limit(granted, asked_timeout_ms, maximum_ms, cluster_id=cluster_id, transactional_id=self._id)
+        self._renews = self._ids[1] < _EPOCHS
+        self.machine.apply(event)
+        self.log.info("ready as producer %d:%d, native transactions", *self._ids)
+        return granted.timeout_ms
+
+    def _answered(self, answered: Answered | None, phase: Phase, subject: str | None = None) -> Answered:
+        if answered is None or answered.code != Code.NONE:
+            code = None if answered is None else answered.code
+            self._raise(failure_of(code, phase, transactional_id=self._id, subject=subject))
+        return answered
+
+    @whole
+    @asking
+    def begin(self, deadline: Deadline) -> None:
+        """Begin a transaction. Nothing is sent."""
+        self._require_end_known(deadline)
+        assert self._settings is not None
+        settings = self._settings
+        core = ProduceCore(settings.limits, settings.make_builder)
+        self.transaction = OpenTransaction(core)
+        self.prepared = None
+        if self._filling is None:
+            self._filling = Filling(core, settings, self._find_topic)
+        else:
+            self._filling.begin(core)
+        self._sender.begin(self._own_ids, core)
+        self.machine.apply(ProducerEvent.BEGIN)
+
+    @property
+    def _sender(self) -> Sender:
+        assert self._wire is not None
+        return self._wire.sender
+
+    @property
+    def _own_ids(self) -> tuple[int, int]:
+        assert self._ids is not None
+        return self._ids
+
+    @property
+    def _open(self) -> OpenTransaction:
+        assert isinstance(self.transaction, OpenTransaction)
+        return self.transaction
+
+    @whole
+    def require_topic(self, topic: str) -> None:
+        """See :meth:`dualwrite.kafka.producer.TransactionalProducer.require_topic`."""
+        if self._sender.has_found(topic):
+            return
+        since, asked = self._missing.get(topic, (0.0, 0.0))
+        now = now_s()
+        if now >= asked + _ASKED_ENOUGH_S:
+            try:
+                found = self._sender.finds(topic, Deadline(_LOOK_UP_S))
+            except Unavailable:
+                return  # the end of the group tells what keeps Kafka from answering
+            if found:
+                self._missing.pop(topic, None)
+                return
+            if len(self._missing) >= _MOST_MISSING:
+                self._missing.clear()
+            since = now if now >= asked + _FORGOTTEN_S else since
+            self._missing[topic] = since, now
+        assert self._settings is not None
+        raise TransactionAborted(
+            f"produce ({topic}): no broker knows the topic (UNKNOWN_TOPIC_OR_PARTITION)",
+            transactional_id=self._id,
+            next_step="create the topic, or correct its name",
+            retryable=now < since + self._settings.limits.topic_s,
+        )
+
+    def send(self, message: Message) -> None:
+        """Take one message, and send what may be sent."""
+        # What `whole` does for other verbs stands here: a frame of its own would be paid for every message.
+        self.require(ProducerEvent.PRODUCE)
+        filling = self._filling
+        assert filling is not None
+        try:
+            if message.on_delivery is not None and message.timestamp_ms is None:
+                message = message._replace(timestamp_ms=int(time.time() * 1000))  # shown to its callback
+            self._begun_at = now = now_s()
+            if self.transaction.first_write_at is None:
+                self.transaction.first_write_at = now
+            filling.append(message, now=now)
+            self._resume(filling)
+        except Unsendable as error:
+            self.refuse(error, message.topic)
+        except Exception:
+            raise
+        except BaseException as interruption:
+            self._note_interrupted("produce", interruption)
+            raise
+
+    @whole
+    def send_many(self, batch: MessageBatch) -> None:
+        """Take many messages; send them as batches fill up."""
+        self.require(ProducerEvent.PRODUCE)
+        assert self._filling is not None
+        self._take_all(batch.topic, self._filling.append_many(batch))
+
+    @whole
+    def send_columns(self, columns: MessageColumns) -> None:
+        """Take the rows of Arrow's columns; send each batch once it is made."""
+        self.require(ProducerEvent.PRODUCE)
+        assert self._filling is not None
+        self._take_all(columns.topic, self._filling.append_columns(columns))
+
+    def _take_all(self, topic: str, taking: Iterator[None]) -> None:
+        assert self._filling is not None
+        self._begin_writing()
+        try:
+            for _ in taking:
+                self._resume(self._filling)
+                self._begin_writing()
+        except Unsendable as error:
+            self.refuse(error, topic)
+        self._resume(self._filling)
+
+    def _begin_writing(self) -> None:
+        self.transaction.note_write()
+        self._begun_at = now_s()
+
+    @property
+    def _deadline(self) -> Deadline:
+        """Limits the call that takes messages now. Most of these calls wait for nothing, and need none."""
+        return Deadline(max(0.0, self._begun_at + self._call_timeout_s - now_s()))
+
+    def _find_topic(self, name: str, fresh: bool) -> Topic | None:  # noqa: FBT001 - a callback
+        """The topic, once a broker knows it: one that was made a moment ago may not be known everywhere yet."""
+        assert self._settings is not None
+        # Half of the call's time at most: a topic that the brokers do not know must not be told as brokers that do not answer.
+        patience = Deadline(min(self._settings.limits.topic_s, self._deadline.remaining_s() / 2))
+        between = GrowingPause()
+        try:
+            while (found := self._ask_for_topic(name, fresh=fresh)) is None and not patience.expired:
+                between.wait(patience)
+        except DualWriteError as error:
+            self._raise(Failure(error, ProducerEvent.FAIL))
+        return found
+
+    @asking
+    def _ask_for_topic(self, name: str, *, fresh: bool) -> Topic | None:
+        return self._sender.topic(name, self._deadline, fresh=fresh)
+
+    def _resume(self, filling: Filling) -> None:
+        """Send what may be sent, and wait while too much is queued."""
+        if self.corked and not filling.is_full:
+            return
+        self._sender.pump()
+        self._report()
+        if filling.is_full:
+            self._wait_for_room(filling, self._deadline)
+        if self._open.core.refusal is not None:
+            self._raise_refusal()
+
+    @asking
+    def _wait_for_room(self, filling: Filling, deadline: Deadline) -> None:
+        while filling.is_full and self._open.core.refusal is None:
+            if deadline.expired:
+                error = Unavailable(
+                    "produce: the queue stayed full",
+                    transactional_id=self._id,
+                    next_step="abort; the brokers take messages too slowly, or not at all",
+                )
+                self._raise(Failure(error, ProducerEvent.FAIL))
+            self._sender.wait(deadline)
+            self._report()
+
+    def _report(self) -> int:
+        """Tell callbacks and statistics what has been acknowledged; returns how many callbacks there were."""
+        sender = self._sender
+        if self._statistics is not None:
+            self._statistics.tell(sender.delivered, self._open.core, now_s())
+        if not sender.delivered:
+            return 0
+        found, sender.delivered = sender.delivered, []
+        return self._open.deliveries.delivered(found)
+
+    def _raise_refusal(self) -> None:
+        core = self._open.core
+        # What else is in flight may be refused for a better reason, and an end outweighs an abort.
+        self._sender.drain(Deadline(_DRAIN_S))
+        self._report()
+        assert core.refusal is not None
+        self._raise(refused(core.refusal, Phase.DELIVERY, transactional_id=self._id))
+
+    @whole
+    @asking
+    def send_offsets(self, consumed: ConsumedOffsets, deadline: Deadline) -> None:
+        """Commit consumed offsets as a part of the transaction."""
+        self.require(ProducerEvent.SEND_OFFSETS)
+        assert self._wire is not None
+        group = group_of(consumed.group_metadata)
+        committed = offsets_of(consumed.offsets)
+        if not committed:
+            self.machine.apply(ProducerEvent.SEND_OFFSETS)
+            return
+        transaction = self._open
+        transaction.note_write()
+        transaction.offsets_in |= self._find_group(group.group_id, Deadline(min(_ASK_S, deadline.remaining_s())))
+        transaction.sent_offsets = transaction.late_offsets = True
+        answered = self._wire.requests.commit_offsets(self._own_ids, group, committed, deadline)
+        if answered is not None:
+            # A late copy of offsets that are part of the transaction is written in the same partition: one that we know.
+            transaction.late_offsets = answered.late and answered.code != Code.NONE
+        self._answered(answered, Phase.SEND_OFFSETS, subject=group.group_id)
+        self.machine.apply(ProducerEvent.SEND_OFFSETS)
+
+    def _find_group(self, group_id: str, deadline: Deadline) -> frozenset[Partition]:
+        """The partition that holds the group's offsets; empty if it is not there yet, or we may not describe its topic."""
+        try:
+            found = self._sender.topic(OFFSETS_TOPIC, deadline)
+        except DualWriteError as error:
+            self.log.info("cannot tell which partition holds the offsets of group %s: %s", group_id, error)
+            return frozenset()
+        if found is None:
+            return frozenset()
+        return frozenset({(OFFSETS_TOPIC, internal_partition(group_id, len(found.leaders)))})
+
+    @whole
+    @asking
+    def prepare(self, deadline: Deadline) -> PreparedTxnState:
+        """Send what is left, wait until everything is acknowledged, and name the transaction."""
+        transaction = self._open
+        flushed = self._flush(deadline)
+        if transaction.core.refusal is not None:
+            self._raise_refusal()
+        if not flushed:
+            error = Unavailable(
+                "prepare_transaction: not every message was acknowledged in time",
+                transactional_id=self._id,
+                next_step="nothing was decided: abort, and run the work again",
+            )
+            self._raise(Failure(error, ProducerEvent.FAIL))
+        # After the failures of the transaction itself, which a callback may have raised for.
+        transaction.deliveries.raise_callback_error()
+        self.machine.apply(ProducerEvent.PREPARE)
+        try:
+            state = self._evidence.state(transaction, self._own_ids, self._sender.topic_ids, deadline)
+            transaction.looked_at = transaction.first_write_at or now_s()
+            if state.has_transaction and (self.bulk or self.begun_for_s > OLD_S):
+                self._require_open(state, deadline)
+                transaction.looked_at = now_s()
+        except DualWriteError as error:
+            self._raise(Failure(error, ProducerEvent.DOUBT if isinstance(error, Fenced) else ProducerEvent.FAIL))
+        self.prepared = state
+        self.machine.apply(ProducerEvent.NAME)
+        return state
+
+    def _flush(self, deadline: Deadline) -> bool:
+        """Wait until every message is acknowledged; returns whether they are. Delivery callbacks may produce more."""
+        flushed = self._sender.flush(deadline)
+        while self._report() and flushed:
+            # Otherwise the commit would leave out, without an error, what the callbacks have produced just now.
+            flushed = self._sender.flush(deadline)
+        return flushed
+
+    def _require_open(self, state: PreparedTxnState, deadline: Deadline) -> None:
+        self._evidence.require_open(state, deadline)
+
+    @whole
+    @asking
+    def commit(self, event: ProducerEvent, deadline: Deadline) -> None:
+        """Commit the prepared transaction."""
+        state = self.prepared
+        if state is not None and state.has_transaction:
+            self._end(Ended(state, committed=True), deadline)
+        self._note_ended(event)
+
+    @whole
+    @asking
+    def abort(self, event: ProducerEvent, deadline: Deadline) -> None:
+        """Abort, after a short wait for the answers to what was sent."""
+        transaction = self._open
+        core = transaction.core
+        if self.machine.allows(ProducerEvent.FAIL):
+            self.machine.apply(ProducerEvent.FAIL)  # so that no delivery callback can produce into what is ending
+        self._sender.drain(Deadline(min(_DRAIN_S, deadline.remaining_s())))
+        self._report()
+        transaction.deliveries.failed(core.callbacks(), _PURGED)
+        if core.sent_to or transaction.sent_offsets:
+            transaction.given_up = ended = self._evidence.given_up(
+                transaction,
+                self._own_ids,
+                self._sender.topic_ids,
+                Deadline(min(_ASK_S, deadline.remaining_s())),
+                prepared=self.prepared,
+            )
+            self._end(ended, deadline)
+        self._note_ended(event)
+
+    def _end(self, ended: Ended, deadline: Deadline) -> None:
+        assert self._wire is not None
+        answered = self._wire.requests.end(self._own_ids, deadline, committed=ended.committed)
+        self._ids = self._answered(answered, Phase.COMMIT if ended.committed else Phase.ABORT).ids
+        self.pending_end = PendingEnd(ended)
+
+    def _note_ended(self, event: ProducerEvent) -> None:
+        self.machine.apply(event)
+        self.prepared = None
+        if self._renews and self._own_ids[1] >= _EPOCHS:
+            self.doubt("its epochs are nearly used up")
+
+    def _note_interrupted(self, verb: str, interruption: BaseException) -> None:
+        """A cancelled task leaves at a wait, between two steps: what was sent is known, and an abort ends it."""
+        if verb not in _WHOLE_BETWEEN_WAITS or not isinstance(interruption, here().cancelled):
+            super()._note_interrupted(verb, interruption)
+        elif self.machine.allows(ProducerEvent.FAIL):
+            self.machine.apply(ProducerEvent.FAIL)
+
+    def serve(self, timeout_s: float) -> int:
+        """Send what may be sent, take answers for so long, and call delivery callbacks."""
+        if not isinstance(self.transaction, OpenTransaction):
+            return 0
+        self._sender.pump()
+        told = self._report()
+        # Also if nothing is in flight: a message whose leader has moved waits until the new one is looked up.
+        if timeout_s and not told and not self.transaction.core.is_flushed:
+            self._sender.wait(Deadline(timeout_s))
+            told = self._report()
+        self.transaction.deliveries.raise_callback_error()
+        return told
+
+    def close(self) -> None:
+        """Close the connections without ending the transaction."""
+        self.machine.apply(ProducerEvent.CLOSE)
+        if self._wire is not None:
+            self._wire.sender.close()

@@ -1,0 +1,244 @@
+"""Sends the messages of one producer's transactions, on connections of its own, in the thread that uses it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Final
+
+from dualwrite.clock import Deadline, now_s
+from dualwrite.kafka.brokers import Brokers, until_answered
+from dualwrite.kafka.callers_network import CallersNetwork
+from dualwrite.kafka.cluster import Topic, Topics
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.native.messages import produce, produced
+from dualwrite.kafka.native.produce_state import Delivered, ProduceCore, ToSend
+from dualwrite.kafka.network import Message, Network, NotYet
+
+logger = logging.getLogger("dualwrite.kafka.producer")
+
+MakeNetwork = Callable[[Mapping[str, object]], CallersNetwork]
+MakeBrokers = Callable[[KafkaConfig, Callable[[Mapping[str, object]], Network]], Brokers]
+
+_LOOK_UP_AGAIN_S: Final = 0.02
+_LOOK_UP_S: Final = 5.0
+_SERVE_AFTER_S: Final = 0.001
+_LARGEST_ANSWER: Final = 100_000_000
+"""As librdkafka's and Java's default. Four bytes that are no length would otherwise cost up to two gigabytes of memory."""
+_REFRESH_S: Final = 300.0
+"""After this time a topic is looked up again: it may have more partitions. As librdkafka's and Java's default."""
+
+
+class Sender:
+    """Connects a :class:`ProduceCore` to the brokers. Used by one thread at a time.
+
+    Between calls only those bytes move that a call has given to the kernel: call :meth:`pump` now and then.
+
+    Args:
+        config: How to connect.
+        kafka_id: The transactional id.
+        make_brokers: Makes the access to the brokers; for simulators.
+        make_network: Makes the connections; for simulators.
+    """
+
+    def __init__(
+        self,
+        config: KafkaConfig,
+        kafka_id: str,
+        *,
+        make_brokers: MakeBrokers = Brokers,
+        make_network: MakeNetwork = CallersNetwork,
+    ) -> None:
+        self._id = kafka_id
+        self._make_network = make_network
+        self._network: CallersNetwork | None = None
+        self._brokers = make_brokers(config, self._connect)
+        self._topics = Topics(self._brokers)
+        self._written: dict[str, Topic] = {}
+        self._found_at: dict[str, float] = {}
+        self._ids = (-1, -1)
+        self._core: ProduceCore | None = None
+        self._looked_up_at = self._served_at = 0.0
+        self.delivered: list[Delivered] = []
+
+    def _connect(self, arguments: Mapping[str, object]) -> Network:
+        self._network = self._make_network({**arguments, "receive_message_max_bytes": _LARGEST_ANSWER})
+        return self._network
+
+    @property
+    def brokers(self) -> Brokers:
+        """The connections, for this thread's other requests."""
+        return self._brokers
+
+    @property
+    def topic_ids(self) -> Mapping[str, str]:
+        """The id of each topic that the transaction writes to."""
+        return {name: topic.topic_id or "" for name, topic in self._written.items()}
+
+    def begin(self, ids: tuple[int, int], core: ProduceCore) -> None:
+        """Send the messages of this core from now on, under this producer id and epoch."""
+        self._ids, self._core = ids, core
+        self._written = {}
+        self.delivered = []
+
+    def topic(self, name: str, deadline: Deadline, *, fresh: bool = False) -> Topic | None:
+        """The topic with its partitions; None if there is none. Unchanged throughout a transaction, unless ``fresh``.
+
+        Args:
+            name: Its name.
+            deadline: Limits the wait.
+            fresh: Whether to ask the brokers even if the answer is known.
+
+        Raises:
+            Unavailable: No broker answered.
+            ConfigurationError: We may not describe it.
+        """
+        if name in self._written and not fresh:
+            return self._written[name]
+        fresh = fresh or name not in self._found_at or now_s() >= self._found_at[name] + _REFRESH_S
+        found = None if fresh else self._topics.known(name)
+        if found is None:
+            find = partial(self._find, deadline, fresh=fresh)
+            [(found,)] = until_answered([name], find, deadline, f"describe topic {name!r}").values()
+        if found is not None:
+            if fresh:
+                self._found_at[name] = now_s()
+            self._learn(name, found)
+        return found
+
+    def has_found(self, name: str) -> bool:
+        """Whether the topic was ever found. Asks no broker."""
+        return name in self._found_at
+
+    def finds(self, name: str, deadline: Deadline) -> bool:
+        """Whether the topic is found now. Unlike :meth:`topic`, also between two transactions.
+
+        Raises:
+            Unavailable, ConfigurationError: As :meth:`topic`.
+        """
+        find = partial(self._find, deadline, fresh=True)
+        [(found,)] = until_answered([name], find, deadline, f"describe topic {name!r}").values()
+        if found is not None:
+            self._found_at[name] = now_s()
+        return found is not None
+
+    def _find(
+        self, deadline: Deadline, names: list[str], *, fresh: bool = False
+    ) -> dict[str, tuple[Topic | None] | NotYet]:
+        found = self._topics.find(names, deadline, fresh=fresh)
+        return {name: topic if isinstance(topic, NotYet) else (topic,) for name, topic in found.items()}
+
+    def _learn(self, name: str, topic: Topic) -> None:
+        assert self._core is not None
+        former = self._written.get(name, topic)
+        # Messages that no partition has taken may go to the new topic, if each would go to the same partition there.
+        alike = former.leaders.keys() == topic.leaders.keys() and not self._core.may_have_written(name)
+        if former.topic_id != topic.topic_id and not alike:
+            self._core.note_recreated(name)
+            return
+        self._written[name] = topic
+        self._core.learn(name, {number: None if lead is None else lead.node for number, lead in topic.leaders.items()})
+
+    def pump(self) -> None:
+        """Send what may be sent now, and take the answers that are there. Does not wait.
+
+        Looks into the sockets only if there is something to send, or if the last look was a millisecond ago.
+        """
+        if self._core is None or self._network is None:
+            return
+        if self._send(flush=False) or now_s() >= self._served_at + _SERVE_AFTER_S:
+            self._serve(0)
+
+    def wait(self, deadline: Deadline) -> None:
+        """Send what may be sent, and wait for an answer, or for the next thing to do."""
+        self._prepare_to_send(deadline)
+        self._send(flush=True)
+        self._wait(deadline)
+
+    def flush(self, deadline: Deadline) -> bool:
+        """Send everything, and wait for the acknowledgements.
+
+        Returns:
+            Whether everything was acknowledged. Otherwise the core was refused, or the deadline has come.
+        """
+        core = self._core
+        assert core is not None
+        while not core.is_flushed and core.refusal is None and not deadline.expired:
+            self._prepare_to_send(deadline)
+            self._send(flush=True)
+            if not core.is_flushed and core.refusal is None:
+                self._wait(deadline)
+        return core.is_flushed
+
+    def _prepare_to_send(self, deadline: Deadline) -> None:
+        assert self._core is not None
+        self._core.give_up(now_s())
+        if self._core.outdated and now_s() >= self._looked_up_at + _LOOK_UP_AGAIN_S:
+            self._look_up(deadline)
+
+    def drain(self, deadline: Deadline) -> None:
+        """Wait for the answers to what was sent, after a refusal: the fewer are missing, the more is known."""
+        while self._core is not None and self._core.in_flight and not deadline.expired:
+            self._serve(deadline.remaining_s())
+
+    def _serve(self, seconds: float) -> None:
+        assert self._network is not None
+        self._network.serve(seconds)
+        self._served_at = now_s()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._brokers.close()
+
+    def _wait(self, deadline: Deadline) -> None:
+        assert self._core is not None
+        waits = [deadline.remaining_s()]
+        if (at := self._core.next_at()) is not None:
+            waits.append(max(0.0, at - now_s()))
+        if self._core.outdated:
+            waits.append(_LOOK_UP_AGAIN_S)
+        self._serve(min(waits))
+
+    def _look_up(self, deadline: Deadline) -> None:
+        assert self._core is not None
+        names = sorted(self._core.outdated)
+        try:
+            found = self._find(Deadline(min(_LOOK_UP_S, deadline.remaining_s())), names, fresh=True)
+        except NotYet as reason:
+            logger.debug("%s: no broker describes %s: %s", self._id, ", ".join(names), reason)
+            found = {}
+        for name, topic in found.items():
+            if isinstance(topic, NotYet):
+                continue
+            if topic[0] is None:
+                self._core.note_missing(name, now_s())
+            else:
+                self._learn(name, topic[0])
+        self._looked_up_at = now_s()
+
+    def _send(self, *, flush: bool) -> bool:
+        """Post the requests that may be sent now; returns whether there were any."""
+        assert self._core is not None
+        assert self._network is not None
+        core, sent = self._core, False
+        for request in core.requests(now_s(), flush=flush):
+            message = produce(self._id, self._ids, request, self.topic_ids, core.limits.replicas_s)
+            self._network.post(request.node, message, self._taker(core, request))
+            sent = True
+        return sent
+
+    def _taker(self, core: ProduceCore, request: ToSend) -> Callable[[Message | Exception], None]:
+        topic_ids = self.topic_ids
+
+        def take(answer: Message | Exception) -> None:
+            if isinstance(answer, Exception):
+                logger.debug("%s: a Produce to broker %d has no answer: %s", self._id, request.node, answer)
+                core.unanswered(request, now_s())
+                return
+            # A late answer to an earlier transaction's request belongs to that transaction's core.
+            delivered = core.answered(request, produced(answer, topic_ids), now_s())
+            if core is self._core:
+                self.delivered += delivered
+
+        return take

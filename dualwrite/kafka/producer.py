@@ -1,0 +1,575 @@
+"""``TransactionalProducer``: KIP-939's verbs on stock brokers, through one of two engines.
+
+No released client or broker serves KIP-939. Three things stand in for it: a prepared state that holds the first offsets of
+the transaction, ``DescribeTransactions`` and ``EndTxn`` from outside instead of ``InitProducerId(keepPreparedTxn=true)``,
+and the greatest timeout that the broker allows instead of none.
+
+A producer that keeps a transaction ends that one alone: if another producer of the id has been at work since, its verbs raise
+``Fenced`` and send nothing. Used without a ``DualWriter``'s row and check, it leaves two races open, each between a look at the
+coordinator and the request that follows at once. Meanwhile a paused owner may wake up, complete the kept transaction and begin
+its next one. Before ``EndTxn``: librdkafka's next one has the same producer id and epoch, and is ended; a native one is not.
+Before ``InitProducerId``, which begins the new producer's own life: the next one is aborted, whichever engine has begun it. So
+make sure that the former owner is dead. A state in KIP-939's two-number form, without offsets, cannot tell two transactions of
+one librdkafka producer apart at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn
+
+from dualwrite.clock import Deadline
+from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.interfaces__ports_coordinator import TransactionCoordinator
+from dualwrite.kafka import engine__kafka_producer_forks
+from dualwrite.kafka.abandoned_transaction import AbandonedTransaction, Completion
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.engine import Column, ProducerEngine, not_allowed
+from dualwrite.kafka.producer__kafka_producer_choice import EngineName, choose_engine, wanted_engine
+from dualwrite.kafka.transaction_ends import PendingEnd
+from dualwrite.protocol.known_end import EndStep
+from dualwrite.protocol.lives import Machine
+from dualwrite.protocol.lives__protocol_tables_producer_life import PRODUCER_LIFE, WAY_ON, ProducerEvent, ProducerState
+from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, MessageColumns, Unsendable
+from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
+
+if TYPE_CHECKING:
+    from confluent_kafka import TopicPartition
+    from typing_extensions import Self
+
+    from dualwrite.kafka.librdkafka.handle import MakeHandle
+    from dualwrite.kafka.native.producer import MakeWire
+    from dualwrite.protocol.message import Content, DeliveryCallback, Headers
+
+
+class TransactionalProducer:
+    """One transactional producer: one transaction at a time, used by one thread at a time.
+
+    Makes no connection until :meth:`init_transactions`. Whenever a request may have been sent twice, or its answer is
+    missing, the producer is ``doubtful`` and refuses to begin another transaction, which a late copy of the request
+    would end (KAFKA-17754).
+
+    Args:
+        kafka: librdkafka's configuration, for both Kafka clients.
+        transactional_id: Kafka's ``transactional.id``, used exactly as given.
+        coordinator: Access to the coordinator; if not given, made from the configuration and closed with the producer.
+        incarnation: Stamped into the prepared states.
+        transaction_timeout_ms: Overrides ``transaction.timeout.ms``; the greatest that works if neither is given.
+        call_timeout_s: Seconds that each call may take.
+        bulk: For many messages in a transaction: delivery reports cover failures only, and ``prepare_transaction`` asks
+            the partitions for the first offsets. ``on_delivery`` is not available then.
+        engine: ``native`` sends native transactions (transaction version 2), each of which has an epoch of its own;
+            ``librdkafka`` sends through confluent-kafka; ``auto`` is native where the cluster has finalized transaction
+            version 2. Chosen by `init_transactions`.
+        make_handle: Makes the librdkafka instance; for simulators.
+        make_wire: Makes the native engine's connections; for simulators.
+
+    Raises:
+        ConfigurationError: A setting is missing, unknown or unsafe.
+    """
+
+    def __init__(
+        self,
+        kafka: Mapping[str, object] | KafkaConfig,
+        transactional_id: str,
+        *,
+        coordinator: TransactionCoordinator | None = None,
+        incarnation: int | None = None,
+        transaction_timeout_ms: int | None = None,
+        call_timeout_s: float = 30.0,
+        bulk: bool = False,
+        engine: EngineName = "auto",
+        make_handle: MakeHandle | None = None,
+        make_wire: MakeWire | None = None,
+    ) -> None:
+        if not transactional_id:
+            raise ConfigurationError("the transactional id is empty")
+        self._config = kafka if isinstance(kafka, KafkaConfig) else KafkaConfig.parse(kafka)
+        self._id = transactional_id
+        self._own_coordinator = coordinator is None
+        self._coordinator = coordinator if coordinator is not None else KafkaCoordinator(self._config)
+        own_timeout_ms = self._config.transaction_timeout_ms
+        self._asked_timeout_ms = own_timeout_ms if transaction_timeout_ms is None else transaction_timeout_ms
+        self._timeout_ms: int | None = None
+        self._call_timeout_s = call_timeout_s
+        self._bulk = bulk
+        self._incarnation = incarnation
+        self._wanted = wanted_engine(engine)
+        self._make_handle = make_handle
+        self._make_wire = make_wire
+        self._kept = AbandonedTransaction(self._coordinator, transactional_id)
+        self._machine = Machine("producer", PRODUCER_LIFE, ProducerState.CREATED)
+        self._chosen: ProducerEngine | None = None
+        self._made_in = engine__kafka_producer_forks.process
+
+    @property
+    def transactional_id(self) -> str:
+        """Kafka's ``transactional.id``."""
+        return self._id
+
+    @property
+    def state(self) -> ProducerState:
+        """The producer's state in its life cycle."""
+        return self._machine.state
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether this producer must be discarded: one of its requests may still be on its way."""
+        return self.state is ProducerState.DOUBTFUL
+
+    @property
+    def producer_id(self) -> int | None:
+        """The broker's producer id; None before ``init_transactions``, and after an abort until the next prepare."""
+        ids = self._chosen and self._chosen.ids
+        return ids[0] if ids else None
+
+    @property
+    def epoch(self) -> int | None:
+        """The producer epoch; None where ``producer_id`` is."""
+        ids = self._chosen and self._chosen.ids
+        return ids[1] if ids else None
+
+    @property
+    def bulk(self) -> bool:
+        """Whether the producer is in bulk mode."""
+        return self._bulk
+
+    @property
+    def max_message_bytes(self) -> int:
+        """The greatest size of key and value together in one message (``message.max.bytes``)."""
+        return self._config.max_message_bytes
+
+    @property
+    def epoch_may_rise(self) -> bool:
+        """Whether a failed transaction was aborted, after which the client may raise the epoch."""
+        return self._chosen is not None and self._chosen.epoch_may_rise
+
+    @property
+    def pending_end(self) -> PendingEnd | None:
+        """The last transaction while its end is unknown; None once the producer may continue, or if there was none."""
+        return None if self._chosen is None else self._chosen.pending_end
+
+    def note_end(self, step: EndStep) -> None:
+        """Take the next step for :attr:`pending_end`: the producer continues, or becomes doubtful.
+
+        Args:
+            step: The result of :func:`dualwrite.kafka.transaction_ends.ask_for_ends`.
+        """
+        self._instance.note_end(step)
+
+    @property
+    def undecided_in(self) -> frozenset[tuple[str, int]]:
+        """Partitions where an aborted or unprepared transaction may be open, for the settler after this producer."""
+        return frozenset() if self._chosen is None else self._chosen.undecided_in
+
+    @property
+    def asking_since(self) -> float | None:
+        """When the step began that asks the brokers now, by the clock of the process; None if there is none."""
+        return None if self._chosen is None else self._chosen.asking_since
+
+    @property
+    def prepared_state(self) -> PreparedTxnState | None:
+        """The state of the transaction that is prepared, or whose commit was not answered; None if there is none."""
+        return None if self._chosen is None else self._chosen.prepared
+
+    @property
+    def transaction_timeout_ms(self) -> int:
+        """After how long the broker aborts an open transaction.
+
+        Raises:
+            IllegalStateError: ``init_transactions`` has not chosen it yet.
+        """
+        if self._timeout_ms is None:
+            step = WAY_ON[ProducerState.CREATED]
+            raise IllegalStateError("no transaction timeout is chosen yet", transactional_id=self._id, next_step=step)
+        return self._timeout_ms
+
+    @property
+    def begun_for_s(self) -> float:
+        """Seconds since the first message or offset, when the broker's timeout starts; 0 if there is none."""
+        return 0.0 if self._chosen is None else self._chosen.begun_for_s
+
+    def init_transactions(self, keep_prepared_txn: bool = False) -> None:  # noqa: FBT001, FBT002 - KIP-939's signature
+        """Make the producer usable. Call it first, and once.
+
+        Args:
+            keep_prepared_txn: Keep the transaction that an earlier producer of this id left open. Then only
+                ``commit_transaction``, ``abort_transaction`` and ``complete_transaction`` are allowed, and no producer
+                has been fenced yet. False aborts it, and fences every earlier producer of the id.
+
+        Raises:
+            ConfigurationError: The settings, rights or timeout do not fit the broker.
+            Unavailable: No answer in time.
+            Fenced: Another producer of the id was faster.
+            IllegalStateError: Called twice.
+        """
+        event = ProducerEvent.INIT_KEEPING if keep_prepared_txn else ProducerEvent.INIT
+        self._check(event)
+        deadline = Deadline(self._call_timeout_s)
+        self._choose(deadline)
+        # Wait here for a coordinator that is being elected or loading: librdkafka would wait half a second each time.
+        view = self._kept.keep(deadline) if keep_prepared_txn else self._kept.look(deadline)
+        if keep_prepared_txn:
+            self._instance.log.info("kept: %s, producer %d:%d", view.status.value, view.producer_id, view.epoch)
+            self._machine.apply(event)
+        else:
+            self._kept.abort(view, deadline)
+            self._open(event, deadline)
+
+    def begin_transaction(self) -> None:
+        """Begin a transaction. Nothing is sent until the first message.
+
+        Waits until the last transaction is known to have ended in every partition.
+
+        Raises:
+            IllegalStateError: A transaction is open, or the producer is doubtful: make a new one.
+            TransactionAborted: The last transaction has not ended everywhere, or not as decided here; the producer is
+                doubtful: make a new one.
+            Fenced: Another owner took over.
+            Unavailable: The brokers did not answer in time; the producer is doubtful.
+        """
+        self._check(ProducerEvent.BEGIN)
+        self._instance.begin(Deadline(self._call_timeout_s))
+
+    def produce(
+        self,
+        topic: str,
+        value: Content = None,
+        key: Content = None,
+        *,
+        partition: int | None = None,
+        headers: Headers | None = None,
+        timestamp_ms: int | None = None,
+        on_delivery: DeliveryCallback | None = None,
+    ) -> None:
+        """Send one message, without waiting until it is acknowledged. Waits for room if the queue is full.
+
+        Nothing is durable on return; ``prepare_transaction`` makes sure that everything is.
+
+        Args:
+            topic: Topic name.
+            value: Payload; a string is encoded as UTF-8.
+            key: Key; decides the partition where none is given.
+            partition: Partition number.
+            headers: Record headers.
+            timestamp_ms: Record timestamp in ms since 1970, from 1 on; the current time if not given.
+            on_delivery: Called with ``(error or None, message)`` from a later call of this producer. What it produces is a part
+                of the transaction, until `prepare_transaction` has every acknowledgement; an abort refuses it. `poll` and
+                `prepare_transaction` re-raise the first exception of a callback, unless they fail themselves.
+
+        Raises:
+            IllegalStateError: No transaction is open, or it is prepared.
+            TransactionAborted: The message was refused, or an earlier one failed: abort.
+            ConfigurationError: A right is missing: abort.
+            Fenced: Another owner took over.
+            Unavailable: The queue stayed full until the deadline.
+            TypeError, UnicodeEncodeError: A part is of another type, or a text has a surrogate. Nothing was taken; the
+                transaction continues.
+        """
+        self._check(ProducerEvent.PRODUCE)
+        engine = self._instance
+        if on_delivery is not None:
+            engine.refuse_callback()
+        try:
+            message = Message.checked(
+                topic,
+                value,
+                key,
+                partition=partition,
+                headers=headers,
+                timestamp_ms=timestamp_ms,
+                on_delivery=on_delivery,
+                max_bytes=engine.max_message_bytes,
+            )
+        except Unsendable as error:
+            engine.refuse(error, topic)
+        engine.send(message)
+
+    def produce_many(self, topic: str, values: Sequence[Content], keys: Sequence[Content] | None = None) -> None:
+        """Send many messages: as `produce` for each, with less overhead.
+
+        Args:
+            topic: Topic name of all messages.
+            values: Payloads.
+            keys: One key per value; if not given, the messages have no keys.
+
+        Raises:
+            IllegalStateError, TransactionAborted, ConfigurationError, Fenced, Unavailable: As `produce`.
+            TypeError, UnicodeEncodeError: As `produce`; messages before that one may have been taken.
+            ValueError: The numbers of keys and values differ; nothing was produced.
+        """
+        self._check(ProducerEvent.PRODUCE)
+        self._instance.send_many(MessageBatch.of(topic, values, keys))
+
+    def produce_arrow(
+        self,
+        topic: str,
+        values: Column,
+        keys: Column | None = None,
+        headers: Column | None = None,
+        partitions: Column | None = None,
+        *,
+        timestamps: Column | None = None,
+    ) -> None:
+        """Send the rows of Arrow's columns: as `produce` for each. The native engine makes no Python object for a row.
+
+        Columns are ``pyarrow.Array`` or ``ChunkedArray``.
+
+        Args:
+            topic: Topic name of all messages.
+            values: Payloads: binary or text of any Arrow type; a null is a tombstone.
+            keys: As many keys, likewise; if not given, the messages have no keys.
+            headers: As many lists of headers, each a struct of ``key`` and ``value``, or maps from key to value.
+            partitions: As many partition numbers; where it is null, the key decides.
+            timestamps: As many timestamps: integers, ms since 1970, from 1 on; null is the current time.
+
+        Raises:
+            IllegalStateError, TransactionAborted, ConfigurationError, Fenced, Unavailable: As `produce`.
+            ValueError: The columns differ in length; nothing was produced.
+            TypeError: A column is of another type.
+        """
+        self._check(ProducerEvent.PRODUCE)
+        self._instance.send_columns(
+            MessageColumns(topic, values, keys, headers, partitions, timestamps).of_one_length()
+        )
+
+    def poll(self, timeout_s: float = 0.0) -> int:
+        """Call delivery callbacks, and pass on the log and the statistics. Not needed for correctness.
+
+        Args:
+            timeout_s: Seconds to wait for the first event.
+
+        Returns:
+            The number of events served.
+
+        Raises:
+            IllegalStateError: The producer is closed, or another process made it.
+        """
+        self._require_no_fork()
+        if self.state is ProducerState.CLOSED:
+            self._check(ProducerEvent.PRODUCE)
+        return 0 if self._chosen is None else self._chosen.serve(timeout_s)
+
+    def take_callback_error(self) -> BaseException | None:
+        """The first exception that a delivery callback of the current or last transaction raised, and no call has re-raised.
+
+        Each is returned once: call it after an abort, or after a call that failed for another reason.
+        """
+        return None if self._chosen is None else self._chosen.transaction.deliveries.take_callback_error()
+
+    def send_offsets_to_transaction(self, offsets: Sequence[TopicPartition], group_metadata: object) -> None:
+        """Commit consumed offsets as part of the transaction. They are in the broker's log on return, undecided.
+
+        Args:
+            offsets: The next offset to consume in each partition.
+            group_metadata: ``Consumer.consumer_group_metadata()``.
+
+        Raises:
+            IllegalStateError: No transaction is open, or it is prepared.
+            TransactionAborted: The group has moved on, or the broker refuses: abort.
+            ConfigurationError: A right is missing: abort.
+            Fenced: Another owner took over.
+            Unavailable: No answer in time; the producer is doubtful.
+        """
+        self._check(ProducerEvent.SEND_OFFSETS)
+        self._instance.send_offsets(ConsumedOffsets(offsets, group_metadata), Deadline(self._call_timeout_s))
+
+    def prepare_transaction(self) -> PreparedTxnState:
+        """Flush, and make sure that every message is delivered. Afterwards only commit, abort and complete are allowed.
+
+        Also waits for what delivery callbacks produce meanwhile.
+
+        On return all messages are in the brokers' logs, undecided. They survive this process: until the broker's
+        transaction timeout, another process can commit them by ``init_transactions(keep_prepared_txn=True)`` and
+        ``complete_transaction`` with the state.
+
+        Returns:
+            The identity of the transaction; the empty state if nothing was written.
+
+        Raises:
+            TransactionAborted: A message failed, or the broker ended the transaction: abort.
+            ConfigurationError: A right is missing: abort.
+            Fenced: Another owner took over.
+            Unavailable: Not everything was delivered by the deadline; the producer is doubtful.
+            IllegalStateError: No transaction is open.
+            Exception: What a delivery callback raised, if nothing else fails. Abort.
+        """
+        self._check(ProducerEvent.PREPARE)
+        return self._instance.prepare(Deadline(self._call_timeout_s))
+
+    def require_still_open(self) -> None:
+        """Check that the prepared transaction is still open, unless checked within the last second.
+
+        Call it as the last step before a decision.
+
+        Raises:
+            TransactionAborted: The broker or an operator ended it: abort.
+            Fenced: Another owner took over.
+            Unavailable: No answer in time: abort.
+        """
+        self._require_no_fork()
+        self._instance.require_still_open(Deadline(self._call_timeout_s))
+
+    def commit_transaction(self) -> None:
+        """Commit, preparing first if ``prepare_transaction`` was not called. Consumers see the messages soon after.
+
+        Raises:
+            TransactionAborted, ConfigurationError: As :meth:`prepare_transaction`, if it was not called before.
+            CompletionPending: The commit was not answered, and the transaction may be committed: complete it with a new
+                producer and ``prepared_state``, and do not run the work again.
+            Fenced: Another owner took over before the commit; or, with an unknown outcome, the commit was refused:
+                another owner took over, or the broker timed the transaction out.
+            DecidedTransactionLost: The broker aborted a kept transaction.
+            IllegalStateError: There is nothing to commit.
+        """
+        self._check(ProducerEvent.COMMIT)
+        deadline = Deadline(self._call_timeout_s)
+        if self.state is ProducerState.KEPT:
+            self._kept.commit_ongoing(deadline)
+            self._open(ProducerEvent.COMMIT, deadline)
+            return
+        if self.state is ProducerState.BEGUN:
+            self._instance.prepare(deadline)
+        self._instance.commit(ProducerEvent.COMMIT, deadline)
+
+    def abort_transaction(self) -> None:
+        """Abort: nothing of the transaction becomes visible. Waits up to a second for messages in flight.
+
+        Raises:
+            Unavailable: Messages were still in flight, or the abort was not answered; the producer is doubtful. No
+                process can commit the transaction unless its prepared state was stored.
+            Fenced: Another owner took over, and ended the transaction.
+            IllegalStateError: There is nothing to abort.
+        """
+        self._check(ProducerEvent.ABORT)
+        deadline = Deadline(self._call_timeout_s)
+        if self.state is ProducerState.KEPT:
+            self._kept.abort_kept(deadline)
+            self._open(ProducerEvent.ABORT, deadline)
+        else:
+            self._instance.abort(ProducerEvent.ABORT, deadline)
+
+    def complete_transaction(self, state: PreparedTxnState) -> Completion:
+        """Commit the prepared transaction if the state names it, else abort it; KIP-939's recovery.
+
+        Does nothing if no transaction is ongoing. On return the producer is ready for its next transaction. You may
+        repeat it with new producers, from other processes too: the first one that ends the transaction fences the others.
+
+        Args:
+            state: The state in the database; the empty state if it holds none.
+
+        Raises:
+            CompletionPending, DecidedTransactionLost, Unavailable: As commit and abort.
+            OutcomeUnverifiable: The broker refused the commit, and the log no longer shows the transaction.
+            Fenced: Another producer of the id has been at work since this one kept the transaction; nothing of it was ended.
+            IllegalStateError: Neither ``prepare_transaction`` nor ``init_transactions(keep_prepared_txn=True)`` was
+                called.
+        """
+        self._check(ProducerEvent.COMPLETE)
+        deadline = Deadline(self._call_timeout_s)
+        if self.state is ProducerState.KEPT:
+            done = self._kept.complete(state, deadline)
+            self._instance.log.info("completed: %s", done.value)
+            self._open(ProducerEvent.COMPLETE, deadline)
+            return done
+        if state == self.prepared_state:
+            self._instance.commit(ProducerEvent.COMPLETE, deadline)
+            return Completion.COMMITTED
+        self._instance.abort(ProducerEvent.COMPLETE, deadline)
+        return Completion.ABORTED
+
+    def close(self) -> None:
+        """Close without ending the transaction: what is prepared stays prepared. Idempotent.
+
+        Drops undelivered messages. Returns within about two seconds.
+
+        Raises:
+            IllegalStateError: Another process made this producer.
+        """
+        self._require_no_fork()
+        if self.state is ProducerState.CLOSED:
+            return
+        if self._chosen is not None:
+            self._chosen.close()
+        else:
+            self._machine.apply(ProducerEvent.CLOSE)
+        if self._own_coordinator:
+            self._coordinator.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<TransactionalProducer {self._id} {self.state.value}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a TransactionalProducer cannot be pickled: make one in each process")
+
+    @property
+    def _instance(self) -> ProducerEngine:
+        assert self._chosen is not None
+        return self._chosen
+
+    def _choose(self, deadline: Deadline) -> None:
+        engine = choose_engine(self._wanted, self._config, self._coordinator, deadline, bulk=self._bulk)
+        self._kept = AbandonedTransaction(self._coordinator, self._id, natively=engine is Engine.NATIVE)
+        self._chosen = self._make_native() if engine is Engine.NATIVE else self._make_librdkafka()
+
+    def _make_native(self) -> ProducerEngine:
+        # Each engine loads clients that the other does not need.
+        from dualwrite.kafka.native.producer import NativeInstance, connect  # noqa: PLC0415 - as above
+
+        like = self._coordinator.brokers if isinstance(self._coordinator, KafkaCoordinator) else None
+        if like is not None and like.listener != self._config.listener:
+            like = None  # its brokers have other addresses than ours
+        return NativeInstance(
+            self._id,
+            self._machine,
+            self._coordinator,
+            self._config,
+            incarnation=self._incarnation,
+            bulk=self._bulk,
+            call_timeout_s=self._call_timeout_s,
+            make_wire=self._make_wire or partial(connect, like=like),
+        )
+
+    def _make_librdkafka(self) -> ProducerEngine:
+        from dualwrite.kafka.librdkafka.handle import Handle  # noqa: PLC0415 - as above
+        from dualwrite.kafka.librdkafka.producer import ProducerInstance  # noqa: PLC0415 - as above
+
+        return ProducerInstance(
+            self._id,
+            self._machine,
+            self._coordinator,
+            self._config,
+            incarnation=self._incarnation,
+            bulk=self._bulk,
+            call_timeout_s=self._call_timeout_s,
+            make_handle=self._make_handle or Handle,
+        )
+
+    def _open(self, event: ProducerEvent, deadline: Deadline) -> None:
+        self._timeout_ms = self._instance.open(event, self._asked_timeout_ms, deadline)
+
+    def _check(self, event: ProducerEvent) -> None:
+        """Raise unless the event is allowed now; changes nothing."""
+        self._require_no_fork()
+        if not self._machine.allows(event):
+            raise not_allowed(event, self.state, self._id)
+
+    def _require_no_fork(self) -> None:
+        if self._made_in != engine__kafka_producer_forks.process:
+            raise engine__kafka_producer_forks.forked_error(self._made_in, self._id)
+
+
+def engine_of(producer: TransactionalProducer) -> ProducerEngine:
+    """The engine behind a producer that is initialised: for the library's own code, not for its users."""
+    return producer._instance  # noqa: SLF001 - of this module

@@ -1,0 +1,361 @@
+"""The settling recipe: bring Kafka in line with the rows, for one or for thousands of incarnations at once.
+
+All incarnations move together in rounds, so that a round asks each broker once, however many there are.
+:func:`dualwrite.protocol.settle.next_step` alone decides what happens to each. Every step may be repeated, and
+run by two processes at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from dualwrite import failpoints
+from dualwrite.clock import Deadline, GrowingPause
+from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, DualWriteError, OutcomeUnverifiable
+from dualwrite.interfaces import StateStore
+from dualwrite.interfaces__ports_coordinator import TransactionCoordinator, native_of
+from dualwrite.interfaces__ports_observer import NO_OBSERVER, Observer
+from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.settle import SettleStep, looked, next_step, retired, to_end
+from dualwrite.protocol.values import EndAnswer, Outcome
+from dualwrite.protocol.values__protocol_identity import Partition
+from dualwrite.protocol.values__protocol_mismatch import gone_back
+from dualwrite.protocol.values__protocol_rows import Participant, StateRow
+from dualwrite.recovery.inspect import Inspection, Unsettled, unsettled
+from dualwrite.recovery.inspect__recovery_settling_inspect_native import UnsettledNative, unsettled_native
+from dualwrite.recovery.inspect__recovery_settling_rounds import (
+    beginnings,
+    by_step,
+    perform,
+    repair,
+    warn_if_deleted,
+    with_reason,
+)
+from dualwrite.recovery.lost_decisions import lost_decisions, lost_detail
+from dualwrite.recovery.settle_native import NativeSettling
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A decided transaction that settling found aborted, or could not verify.
+
+    Attributes:
+        row: The row as claimed; ``row.prepared`` is the transaction.
+        outcome: ``LOST`` or ``UNVERIFIABLE``.
+        detail: The evidence, for people.
+        went_back: Whether the database has lost the decision, while Kafka has its messages.
+    """
+
+    row: StateRow
+    outcome: Outcome
+    detail: str
+    went_back: bool = False
+
+    def as_error(self) -> DatabaseWentBack | DecidedTransactionLost | OutcomeUnverifiable:
+        """The error that reports it."""
+        if self.went_back:
+            return gone_back(self.detail, self.row.transactional_id, str(self.row.prepared), recorded=True)
+        kind = DecidedTransactionLost if self.outcome is Outcome.LOST else OutcomeUnverifiable
+        return kind(self.detail, transactional_id=self.row.transactional_id, state=str(self.row.prepared))
+
+
+@dataclass
+class SettleReport:
+    """The result of a settling.
+
+    Attributes:
+        incarnations: How many incarnations were settled.
+        rolled_forward: The transactional ids whose decided transaction was committed now.
+        retired: How many times an incarnation's Kafka id was made unusable.
+        repaired: The transactional ids for which settling ended what the broker had forgotten to end in some partitions.
+        losses: Decided transactions that Kafka does not have.
+    """
+
+    incarnations: int = 0
+    rolled_forward: list[str] = field(default_factory=list)
+    retired: int = 0
+    repaired: list[str] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
+
+    def raise_losses(self) -> None:
+        """Raise the first loss as an error, if there is any. Every loss is already in the table of incidents."""
+        if self.losses:
+            raise self.losses[0].as_error()
+
+
+def settle(
+    rows: Iterable[StateRow],
+    *,
+    coordinator: TransactionCoordinator,
+    store: StateStore,
+    deadline: Deadline,
+    on_settled: Callable[[str], None] = lambda _: None,
+    look_back: bool = True,
+    undecided_in: Mapping[str, Mapping[int, frozenset[Partition]]] = MappingProxyType({}),
+    observer: Observer = NO_OBSERVER,
+    lost_because: Mapping[str, str] = MappingProxyType({}),
+) -> SettleReport:
+    """Settle every incarnation below each row's own, which the caller has just claimed.
+
+    Args:
+        rows: Rows as :meth:`StateStore.claim` returned them.
+        coordinator: Kafka.
+        store: The database.
+        deadline: Limits the whole call.
+        on_settled: Called with each settled transactional id.
+        look_back: Whether to look for decisions that the database has lost. An owner that renews its own claim instead
+            compares the row with what it knows.
+        undecided_in: By transactional id and incarnation, partitions in which its owner may have left an undecided transaction
+            open. If the broker has forgotten to end it, nothing else shows these partitions.
+        observer: Observes this settling.
+        lost_because: By transactional id, why a loss of it is expected; recorded with the loss.
+
+    Returns:
+        The report. Losses are recorded, logged and returned, not raised: the caller finishes first.
+
+    Raises:
+        Unavailable: The deadline came first. Completed steps stay done; settle again.
+        DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable: Settling could not finish, and had already recorded a
+            loss.
+    """
+    claimed = list(rows)
+    with observer.settling([row.transactional_id for row in claimed]) as observed:
+        report = _Settling(coordinator, store, deadline, on_settled, lost_because).run(
+            claimed, undecided_in, look_back=look_back
+        )
+        observed.settled(report)
+    return report
+
+
+class _Settling(Inspection):
+    """One run of the recipe: groups incarnations by step, performs each group's step, and repeats until none is left."""
+
+    def __init__(
+        self,
+        coordinator: TransactionCoordinator,
+        store: StateStore,
+        deadline: Deadline,
+        on_settled: Callable[[str], None],
+        lost_because: Mapping[str, str],
+    ) -> None:
+        super().__init__(coordinator, deadline)
+        self._store = store
+        self._on_settled = on_settled
+        self._lost_because = lost_because
+        self._report = SettleReport()
+        self._between = GrowingPause()
+        self._do: dict[SettleStep, Callable[[list[Unsettled]], None]] = {
+            **self.questions,
+            SettleStep.WAIT: self._wait,
+            SettleStep.COMMIT: self._commit,
+            SettleStep.RECORD_COMMITTED: lambda items: self._record(items, Outcome.COMMITTED),
+            SettleStep.RECORD_LOST: lambda items: self._record(items, Outcome.LOST),
+            SettleStep.RECORD_UNVERIFIABLE: lambda items: self._record(items, Outcome.UNVERIFIABLE),
+            SettleStep.RETIRE: self._retire,
+            SettleStep.REPAIR_MARKERS: self._repair_markers,
+        }
+
+    def run(
+        self,
+        rows: Sequence[StateRow],
+        undecided_in: Mapping[str, Mapping[int, frozenset[Partition]]],
+        *,
+        look_back: bool,
+    ) -> SettleReport:
+        nothing: Mapping[int, frozenset[Partition]] = {}
+        undecided = {row.transactional_id: undecided_in.get(row.transactional_id, nothing) for row in rows}
+        native = [
+            found
+            for row in rows
+            if (found := unsettled_native(row, row.incarnation - 1, undecided[row.transactional_id])) is not None
+        ]
+        apart = {found.kafka_id for found in native}
+        pending = {
+            row.transactional_id: (
+                row,
+                [
+                    item
+                    for item in unsettled(row, row.incarnation - 1, undecided[row.transactional_id])
+                    if item.kafka_id not in apart
+                ],
+            )
+            for row in rows
+        }
+        try:
+            if look_back:
+                self._look_back(rows)
+            self._settle_native(native)
+            self._settle(pending)
+        except DualWriteError:
+            self._report.raise_losses()  # already recorded, so no later settling would report them
+            raise
+        return self._report
+
+    def _look_back(self, rows: Sequence[StateRow]) -> None:
+        lost = lost_decisions(rows, coordinator=self._coordinator, store=self._store, deadline=self._deadline)
+        self._store.record_outcomes([(row, Outcome.UNVERIFIABLE, lost_detail(row)) for row in lost])
+        for row in lost:
+            loss = Loss(row, Outcome.UNVERIFIABLE, lost_detail(row), went_back=True)
+            logger.error("%s: the database has gone back in time: %s", row.transactional_id, loss.detail)
+            self._report.losses.append(loss)
+
+    def _settle_native(self, items: Sequence[UnsettledNative]) -> None:
+        if not items:
+            return
+        native = NativeSettling(native_of(self._coordinator), self._store, self._deadline, self._lost_because)
+        try:
+            native.run(items)
+        finally:
+            self._report.incarnations += len(items)
+            self._report.rolled_forward += native.rolled_forward
+            self._report.repaired += native.repaired
+            self._report.losses += [Loss(row, outcome, detail) for row, outcome, detail in native.losses]
+
+    def _settle(self, pending: dict[str, tuple[StateRow, list[Unsettled]]]) -> None:
+        while pending:
+            self._mark_finished(pending)
+            items = [item for _, of_row in pending.values() for item in of_row]
+            perform(by_step(items, next_step, self._do), self._do, SettleStep.WAIT, self._deadline)
+
+    def _mark_finished(self, pending: dict[str, tuple[StateRow, list[Unsettled]]]) -> None:
+        done = {
+            key: row.incarnation - 1
+            for key, (row, items) in pending.items()
+            if all(next_step(item.known) is SettleStep.FINISH for item in items)
+        }
+        if done:
+            rows = [pending[key][0] for key in done]
+            end_participants(
+                self._store, [one for one in self._store.participants(rows) if one.incarnation < one.row.incarnation]
+            )
+        raised = {key: mark for key, mark in done.items() if pending[key][0].settled_incarnation < mark}
+        if raised:
+            self._store.mark_settled(raised)
+            failpoints.hit("settle.marked")
+        for key in done:
+            self._report.incarnations += len(pending.pop(key)[1])
+            self._on_settled(key)
+
+    def _look(self, items: list[Unsettled]) -> None:
+        super()._look(items)
+        failpoints.hit("settle.looked")
+
+    def _wait(self, items: list[Unsettled]) -> None:
+        self._between.wait(self._deadline)
+        for item in items:
+            item.known = replace(item.known, view=None)
+
+    def _commit(self, items: list[Unsettled]) -> None:
+        failpoints.hit("settle.before_commit")
+        answers = self._end(items, committed=True)
+        failpoints.hit("settle.committed")
+        for item in items:
+            answer = answers[item.kafka_id]
+            logger.info("%s: rolling forward %s: %s", item.kafka_id, item.row.prepared, answer.value)
+            if answer is EndAnswer.ENDED:
+                self._report.rolled_forward.append(item.row.transactional_id)
+        # Whatever the answer, only what the coordinator shows next counts.
+        self._wait(items)
+
+    def _end(self, items: list[Unsettled], *, committed: bool) -> Mapping[str, EndAnswer]:
+        named = {item.kafka_id: PreparedTxnState(*item.ids) for item in items}
+        return self._coordinator.end(named, committed=committed, deadline=self._deadline)
+
+    def _record(self, items: list[Unsettled], outcome: Outcome) -> None:
+        details = [(item, with_reason(_detail(item, outcome), item.row, outcome, self._lost_because)) for item in items]
+        self._store.record_outcomes([(item.row, outcome, detail) for item, detail in details])
+        failpoints.hit("settle.recorded")
+        for item, detail in details:
+            item.known = replace(item.known, recorded=outcome)
+            if outcome is not Outcome.COMMITTED:
+                loss = Loss(item.row, outcome, detail)
+                logger.error("%s: %s", item.kafka_id, loss.detail)
+                self._report.losses.append(loss)
+            else:
+                warn_if_deleted(item, item.known.proof, logger)
+
+    def _retire(self, items: list[Unsettled]) -> None:
+        failpoints.hit("settle.before_retire")
+        pending = [item for item in items if item.known.is_pending]
+        if pending:
+            names = [item.row.transactional_id for item in pending]
+            self._store.while_locked(names, lambda: self._retire_unless_changed(pending), self._deadline)
+        if len(pending) < len(items):
+            self._make_unusable([item for item in items if not item.known.is_pending])
+
+    def _retire_unless_changed(self, items: list[Unsettled]) -> None:
+        """Two settlers may have found the same forgotten transaction. The second must not abort what the first is ending."""
+        unchanged = []
+        for item, view in zip(items, self._views(items), strict=True):
+            if view == item.known.view:
+                unchanged.append(item)
+            else:
+                item.known = looked(item.known, view)
+        if unchanged:
+            self._make_unusable(unchanged)
+
+    def _make_unusable(self, items: list[Unsettled]) -> None:
+        ids = self._coordinator.retire(
+            [item.kafka_id for item in items], self._deadline, timeouts_ms=_timeouts_ms(items)
+        )
+        failpoints.hit("settle.retired")
+        self._report.retired += len(items)
+        for item in items:
+            logger.info("%s: retired", item.kafka_id)
+            item.known = retired(item.known, ids[item.kafka_id])
+
+    def _repair_markers(self, items: list[Unsettled]) -> None:
+        mine = repair(items, to_end, self._end_repair, self._coordinator, deadline=self._deadline, logger=logger)
+        self._report.repaired += [item.row.transactional_id for item in mine]
+        self._wait(items)
+
+    def _end_repair(self, items: list[Unsettled], committed: bool) -> None:  # noqa: FBT001 - see `repair`
+        self._end(items, committed=committed)
+
+
+def end_participants(store: StateStore, participants: Iterable[Participant]) -> None:
+    """Commit or roll back prepared database transactions, as decided by the row.
+
+    Also rolls back transactions prepared by a fenced owner after its incarnation was settled.
+
+    Args:
+        store: The database.
+        participants: Those of incarnations below their row's, as read by a claim or after one; or those of owners that wait for
+            the caller's decision.
+
+    Raises:
+        ConfigurationError, Unavailable: As :meth:`StateStore.end_participant`.
+    """
+    for found in participants:
+        failpoints.hit("participant.found")
+        store.end_participant(found, committed=found.decided)
+        failpoints.hit("participant.ended")
+        done = "committed" if found.decided else "rolled back"
+        logger.info("%s: the prepared database transaction is now %s", found.row.kafka_id(found.incarnation), done)
+
+
+def _timeouts_ms(items: Iterable[Unsettled]) -> Mapping[str, int]:
+    """A retired id under which a decided transaction must still be ended gets as much time as its owner had."""
+    return {
+        item.kafka_id: view.timeout_ms
+        for item in items
+        if item.known.is_pending and (view := item.known.view) is not None and view.timeout_ms is not None
+    }
+
+
+def _detail(item: Unsettled, outcome: Outcome) -> str:
+    view = item.known.view
+    shown = f"the coordinator shows {view.status.value}" if view else "the coordinator was not asked"
+    said = {
+        Outcome.COMMITTED: "committed in Kafka",
+        Outcome.LOST: "decided by the database, aborted by the broker",
+        Outcome.UNVERIFIABLE: "decided by the database; its records are no longer in the log, so no marker proves its outcome",
+    }[outcome]
+    return (
+        f"transaction of incarnation {item.incarnation} that begins at {beginnings(item.row.prepared)}: {said}; {shown}"
+    )

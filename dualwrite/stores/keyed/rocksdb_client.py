@@ -1,0 +1,304 @@
+"""One RocksDB of this process: synced writes, one at a time, and what a failed one leaves behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Collection, Generator, Hashable, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakValueDictionary
+
+from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError, Unavailable
+from dualwrite.stores.keyed.rocksdb_client__stores_rocksdb_config import restore_config
+from dualwrite.stores.keyed.rocksdb_client__stores_rocksdb_opening import is_open_elsewhere, opener_of, rocksdict_for
+from dualwrite.stores.keyed.rocksdb_client__stores_rocksdb_settings import parse, refusals
+
+if TYPE_CHECKING:
+    from rocksdict import ColumnFamily, Rdict, WriteBatch
+
+logger = logging.getLogger(__name__)
+
+_REOPEN: Final = (
+    "close the Rdict, open it again, and give it to a new RocksDatabase: RocksDB writes no more after a failed write"
+)
+
+
+class WriteFailedError(Exception):
+    """RocksDB could not write a batch. Whether it is there shows once the database is open again."""
+
+
+class _Locks:
+    """The locks that all users of one RocksDB in this process share.
+
+    Attributes:
+        writing: Held while a condition is checked and what depends on it is written.
+    """
+
+    def __init__(self) -> None:
+        self.writing = threading.Lock()
+        self._free = threading.Condition()
+        self._held: set[Hashable] = set()
+
+    @contextmanager
+    def held(self, keys: Iterable[Hashable], within_s: float) -> Generator[None, None, None]:
+        """Hold all of these keys, as soon as nobody holds any of them.
+
+        Raises:
+            Unavailable: One was not free in time.
+        """
+        wanted = set(keys)
+        with self._free:
+            if not self._free.wait_for(lambda: not wanted & self._held, within_s):
+                raise Unavailable("another thread of this process is still settling the same ids")
+            self._held |= wanted
+        try:
+            yield
+        finally:
+            with self._free:
+                self._held -= wanted
+                self._free.notify_all()
+
+
+_locks: Final[WeakValueDictionary[str, _Locks]] = WeakValueDictionary()
+"""By the path of the database: two objects over one database must not decide at the same time."""
+_making_locks: Final = threading.Lock()
+
+
+def _locks_of(path: Path) -> _Locks:
+    with _making_locks:
+        return _locks.setdefault(str(path), _Locks())
+
+
+class Client:
+    """An open RocksDB. Any number of threads may use it.
+
+    Args:
+        given: Its directory, or an ``Rdict`` that the caller has opened, and closes.
+        create: Whether to create a missing directory.
+
+    Attributes:
+        path: Its directory.
+        raw: Whether keys and values are bytes alone.
+        locks: What all clients of this database share.
+
+    Raises:
+        ConfigurationError: rocksdict is not installed, or RocksDB cannot open the directory.
+        Unavailable: It is open elsewhere.
+    """
+
+    def __init__(self, given: Path | Rdict, *, create: bool = True) -> None:
+        self._rocksdict = rocksdict_for("databases of RocksDB", "rocksdb")
+        self._pid = os.getpid()
+        self._opens = isinstance(given, Path)
+        self._failed: Exception | None = None
+        self._opening = threading.Lock()
+        self._families: dict[str, Rdict] = {}
+        self._synced = self._rocksdict.WriteOptions()
+        self._synced.sync = True
+        self._db: Rdict | None = None
+        if isinstance(given, Path):
+            self.path = given.absolute()
+            if not create and not (self.path / "CURRENT").exists():
+                raise ConfigurationError(
+                    f"there is no RocksDB in {self.path}", next_step="check the path; RocksDatabase(path) makes one"
+                )
+            self._db = self._open()
+        else:
+            self._db = given
+            with self._mapped():
+                self.path = Path(given.path()).absolute()
+        with self._mapped():
+            self.raw = _is_raw(self._db)
+        self.locks = _locks_of(self.path.resolve())
+
+    def _open(self) -> Rdict:
+        try:
+            fresh = not (self.path / "CURRENT").exists()
+            if fresh:
+                options, families = self._rocksdict.Options(), None
+            else:
+                restore_config(self.path)
+                options, families = self._rocksdict.Options.load_latest(str(self.path))
+            # The default, point in time, drops what follows a damaged record, synced or not.
+            mode = self._rocksdict.DBRecoveryMode.tolerate_corrupted_tail_records()
+            options.set_wal_recovery_mode(mode)
+            opened: Rdict = self._rocksdict.Rdict(str(self.path), options, families)
+        except Exception as refused:  # rocksdict raises Exception itself
+            if is_open_elsewhere(refused):
+                raise Unavailable(
+                    f"{opener_of(self.path, refused)} has the RocksDB {self.path} open: one process has it at a time",
+                    next_step="close it there, with the iterators and column families taken from it, or wait for its end",
+                ) from refused
+            raise ConfigurationError(
+                f"the RocksDB {self.path} cannot be opened: {refused}",
+                next_step="fix the cause; if the log is damaged, opening once with DBRecoveryMode.point_in_time() keeps what "
+                "is before the damage, and the next writer reports what Kafka has and the database has lost",
+            ) from refused
+        return opened
+
+    @property
+    def db(self) -> Rdict:
+        """The open database; opened again if a write has failed, and the directory is ours to open.
+
+        Raises:
+            Unavailable: A write has failed, and it is not open again.
+            IllegalStateError: It was closed, or opened before a fork.
+        """
+        if os.getpid() != self._pid:
+            raise IllegalStateError(
+                "the RocksDB was opened in another process", next_step="open it after the fork, in one process"
+            )
+        with self._opening:
+            if self._failed is not None:
+                self._open_again(self._failed)
+            if self._db is None:
+                raise IllegalStateError(f"the RocksDB {self.path} is closed")
+            return self._db
+
+    def _open_again(self, failed: Exception) -> None:
+        if not self._opens:
+            raise Unavailable(f"a write to the RocksDB {self.path} has failed: {failed}", next_step=_REOPEN) from failed
+        self._close()
+        try:
+            self._db = self._open()
+        except DualWriteError as error:
+            raise Unavailable(
+                f"a write to the RocksDB has failed ({failed}), and so did opening it again: {error}"
+            ) from error
+        self._failed = None
+        logger.warning("opened the RocksDB %s again after a failed write: %s", self.path, failed)
+
+    def check_settings(self, families: Collection[str]) -> None:
+        """Refuse settings with which a decision may be lost; see :mod:`dualwrite.stores.keyed.rocksdb_client__stores_rocksdb_settings`.
+
+        Raises:
+            ConfigurationError: One is found, or RocksDB has not written down which it uses.
+        """
+        with self._mapped():
+            # Refused by a database that is open for reading alone.
+            self.db.write(self.new_batch(), self._synced)
+        written = sorted(self.path.glob("OPTIONS-*[0-9]"), key=lambda file: int(file.name.rpartition("-")[2]))
+        if not written:
+            raise ConfigurationError(f"the RocksDB {self.path} has no OPTIONS file: its settings cannot be checked")
+        for what, advice in refusals(parse(written[-1].read_text(encoding="utf-8")), families):
+            raise ConfigurationError(f"the RocksDB {self.path} cannot hold decisions: {what}", next_step=advice)
+
+    def make_families(self, names: Iterable[str]) -> None:
+        """Make the column families that are missing. Durable on return."""
+        with self._mapped(), self.locks.writing:
+            db = self.db
+            for name in names:
+                try:
+                    db.get_column_family_handle(name)
+                except Exception:  # noqa: BLE001 - rocksdict raises Exception itself; making it tells what is wrong
+                    db.create_column_family(name, self._rocksdict.Options(raw_mode=self.raw))
+
+    def family(self, name: str) -> ColumnFamily:
+        """The handle of a column family. It keeps the database open until it is dropped.
+
+        Raises:
+            ConfigurationError: There is none of that name.
+        """
+        with self._mapped():
+            return self.db.get_column_family_handle(name)
+
+    def _in(self, family: str | None) -> Any:
+        db = self.db
+        if family is None:
+            return db
+        found = self._families.get(family)
+        if found is None:
+            found = self._families[family] = db.get_column_family(family)
+        return found
+
+    def get(self, key: object, family: str | None = None) -> Any:
+        """The value as it was last written; None if there is none."""
+        with self._mapped():
+            return self._in(family).get(key)
+
+    def items(self, family: str, prefix: bytes) -> list[tuple[bytes, bytes]]:
+        """The entries of a family of ours whose keys begin with the prefix, as they are at one moment."""
+        found = []
+        with self._mapped():
+            for key, value in self._in(family).items(from_key=prefix):
+                if not key.startswith(prefix):
+                    break
+                found.append((key, value))
+        return found
+
+    def new_batch(self) -> WriteBatch:
+        """An empty batch, for :meth:`write`."""
+        batch: WriteBatch = self._rocksdict.WriteBatch(raw_mode=self.raw)
+        return batch
+
+    def write(self, batch: WriteBatch) -> None:
+        """Write the batch: all or nothing, durable on return. It cannot be used again.
+
+        Call it with ``locks.writing`` held, and take what the batch needs from this client under the same lock.
+
+        Raises:
+            WriteFailedError: Whether it was written shows once the database is open again; until then reads are refused.
+            Unavailable, IllegalStateError: The database was not usable before: nothing was written.
+        """
+        db = self.db
+        try:
+            db.write(batch, self._synced)
+        except Exception as error:
+            # RocksDB shows what was there before, and its log may hold the batch: a reader would be misled.
+            self._failed = error
+            raise WriteFailedError(str(error)) from error
+
+    @contextmanager
+    def _mapped(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except DualWriteError:
+            raise
+        except Exception as error:  # rocksdict raises Exception itself
+            raise _meant(error, self.path) from error
+
+    def _close(self) -> None:
+        self._families.clear()
+        db, self._db = self._db, None
+        if db is not None:
+            try:
+                db.close()
+            except Exception as error:  # noqa: BLE001 - it closes nevertheless; after a failed write it cannot flush
+                logger.info("closing the RocksDB %s: %s", self.path, error)
+
+    def close(self) -> None:
+        """Close what this client has opened. In a forked process it does nothing. Idempotent."""
+        if os.getpid() != self._pid:
+            return
+        self._families.clear()
+        self._failed = None
+        if self._opens:
+            self._close()
+        self._db = None
+
+
+def _meant(error: Exception, path: Path) -> DualWriteError:
+    text = str(error)
+    if type(error).__name__ == "DbClosedError":
+        return IllegalStateError(f"the RocksDB {path} is closed", next_step="open it, and then the writer")
+    if "does not exist" in text:
+        return ConfigurationError(f"RocksDB: {text}", next_step="create the column family first")
+    if "Not supported operation" in text:
+        return ConfigurationError(
+            f"the RocksDB {path} is not open for writing: {text}", next_step="open it for writing"
+        )
+    if text.startswith("Corruption"):
+        return ConfigurationError(f"the RocksDB {path} is damaged: {text}", next_step="restore it")
+    return Unavailable(f"RocksDB: {text}")
+
+
+def _is_raw(db: Rdict) -> bool:
+    """Whether keys and values are bytes alone: rocksdict's raw mode. Otherwise it encodes their types with them."""
+    try:
+        db.key_may_exist(0)
+    except KeyError:
+        return True
+    return False

@@ -1,0 +1,372 @@
+"""MariaDB 10.6 and newer, and MySQL 8.0.17 and newer, through PyMySQL or mysqlclient; all tables of a dual write in InnoDB.
+
+A statement that fails leaves the transaction open, but a deadlock rolls back all of it, and the next statement silently
+begins another one; many statements commit it. So the transaction begins with a savepoint, which only that transaction has: the
+decision is not committed by itself (``@@autocommit``), and counts only if the savepoint can be released after it. PyMySQL also
+shows the server's own word after each statement; no reading of statements could replace either, as procedures hide them.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from sqlalchemy import Boolean, ColumnElement, exc, literal_column, select, text
+from sqlalchemy.dialects import mysql
+
+from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
+from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN
+from dualwrite.stores.sql.access__stores_sql_access_connecting import fileno_of
+from dualwrite.stores.sql.access__stores_sql_access_failures import driver_words, number_of
+from dualwrite.stores.sql.dialect import Identity, Standing
+from dualwrite.stores.sql.dialect__stores_sql_dialects_committing import driver_of
+from dualwrite.stores.sql.drivers import WATCHDOG
+from dualwrite.stores.sql.mariadb_server import FACTS, Server, check_facts, is_mariadb, rolls_back_on_timeout
+from dualwrite.stores.sql.savepoint_probe__stores_sql_drivers_queries import (
+    IN_TRANSACTION,
+    QueryWitness,
+    ended_inside,
+    queries_of,
+    status_of,
+)
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Insert, Table, Update
+    from sqlalchemy.engine.interfaces import DBAPIConnection
+
+    from dualwrite.stores.sql.drivers__stores_sql_drivers_compiled import CompiledOnce
+    from dualwrite.stores.sql.savepoint_probe import Follower, Witness
+    from dualwrite.stores.sql.tables import Tables
+
+logger = logging.getLogger(__name__)
+
+_SAVEPOINT: Final = "dualwrite_transaction"
+_MARKED: Final = "dualwrite.marked"
+_CHANGED: Final = "dualwrite.changed_settings"
+_NO_SAVEPOINT: Final = 1305
+_FRESH: Final = frozenset({"READ COMMITTED", "READ UNCOMMITTED"})
+"""The isolation levels at which each statement sees what was committed before it."""
+_IDLE: Final = ("idle_transaction_timeout", "idle_write_transaction_timeout")
+_LOCK: Final = "innodb_lock_wait_timeout"
+
+_KEEPS_TRANSACTIONS: Final[ColumnElement[bool]] = literal_column("@@session.autocommit = 0", Boolean())
+
+# Errors in answer to COMMIT after which it certainly did not happen: those by which InnoDB rolls back, a refused COMMIT on a
+# server that has become read-only, and a failed certification in a cluster (Galera, Group Replication).
+_CERTAIN: Final = frozenset({1020, 1205, 1213, 1290, 1614, 1836, 3101})
+_IDENTITY: Final = text(
+    "SELECT @@global.hostname, @@global.port, @@global.datadir, @@global.server_id, coalesce(:schema, database()), "
+    "(SELECT count(*) FROM information_schema.tables WHERE table_schema = coalesce(:schema, database()) "
+    "AND table_name = :name)"
+)
+
+
+def _driver(connection: Connection) -> DBAPIConnection:
+    driver = connection.connection.dbapi_connection
+    assert driver is not None
+    return driver
+
+
+def _usable_driver(connection: Connection) -> DBAPIConnection:
+    """The driver's connection, which commits by COMMIT alone."""
+    driver = _driver(connection)
+    if cast("Any", driver).get_autocommit():
+        raise ConfigurationError(
+            LEFT_IN_AUTOCOMMIT,
+            next_step="use an engine without isolation_level='AUTOCOMMIT' and without autocommit=True",
+        )
+    return driver
+
+
+def _in_transaction(connection: Connection) -> bool:
+    """Whether a transaction has changed something, as far as the driver or MariaDB tells (mysqlclient and MySQL do not)."""
+    status = status_of(_driver(connection))
+    if status is not None:
+        return bool(status & IN_TRANSACTION)
+    return is_mariadb(connection) and _is_open_on_server(connection)
+
+
+def _has_begun(connection: Connection) -> bool:
+    """Whether the connection's transaction has a snapshot, or may have one: MySQL does not tell."""
+    return _in_transaction(connection) or not is_mariadb(connection) or _is_open_on_server(connection)
+
+
+def _is_open_on_server(connection: Connection) -> bool:
+    # Past SQLAlchemy, which would begin a transaction of its own.
+    with closing(_driver(connection).cursor()) as cursor:
+        cursor.execute("SELECT @@in_transaction")
+        found = cursor.fetchone()
+    return bool(found and found[0])
+
+
+def _at_most(name: str, seconds: int) -> str:
+    """The session's present limit if it is lower (0 means no limit)."""
+    return f"IF(@@session.{name} BETWEEN 1 AND {seconds}, @@session.{name}, {seconds})"
+
+
+class MariaDB:
+    """The adapter for MariaDB and MySQL.
+
+    Args:
+        paused_owner_timeout_s: After this time without a statement MariaDB ends a dual write's session, so that a paused
+            owner does not hold its locks forever. None keeps the session's own setting. MySQL has no such limit.
+    """
+
+    name = "mariadb"
+    shows_statements = True
+    quotes_keep_case = False
+
+    def __init__(self, paused_owner_timeout_s: float | None) -> None:
+        self._idle_s = paused_owner_timeout_s
+        self._server = Server()
+
+    def refuse_left_open(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        if _in_transaction(connection):
+            raise IllegalStateError(LEFT_OPEN)
+
+    def begin(self, connection: Connection, tables: Tables) -> None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. :meth:`check_start` checks the server's part."""
+        del tables
+        driver = _usable_driver(connection)
+        self.refuse_left_open(connection)
+        connection.begin()
+        # PyMySQL does not see what a SELECT has begun: whatever it was, its snapshot is too old.
+        connection.exec_driver_sql("START TRANSACTION")
+        self._mark(connection, driver)
+
+    def join(self, connection: Connection, tables: Tables) -> bool:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Refuses a snapshot that is too old."""
+        del tables
+        driver = _usable_driver(connection)
+        late = _has_begun(connection)
+        if late and (isolation := connection.get_isolation_level()) not in _FRESH:
+            # A claim since the transaction's snapshot would not be seen: the owner could produce while it is settled.
+            raise IllegalStateError(
+                f"the transaction is {isolation}, and its snapshot is older than the dual write",
+                next_step="join the session to the dual write before its first statement: call join(session); or use an "
+                "engine with isolation_level='READ COMMITTED'",
+            )
+        if not late:
+            connection.exec_driver_sql("START TRANSACTION")
+        self._mark(connection, driver, joined_late=late)
+        return late
+
+    def _mark(self, connection: Connection, driver: DBAPIConnection, *, joined_late: bool = False) -> None:
+        queries = queries_of(driver)
+        queries.begin()
+        connection.exec_driver_sql(f"SAVEPOINT {_SAVEPOINT}")
+        connection.info[_MARKED] = True
+        # A statement before the dual write may have opened a savepoint past SQLAlchemy.
+        queries.doubtful = joined_late
+        queries.watch()
+        self._limit_idle(connection, self._idle_s)
+
+    def _limit_idle(self, connection: Connection, seconds: float | None) -> None:
+        if seconds is not None and is_mariadb(connection):
+            limit = max(1, int(seconds))  # whole seconds; 0 would be no limit
+            _change(connection, {name: _at_most(name, limit) for name in _IDLE})
+
+    def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        connection.execution_options(isolation_level="READ COMMITTED")
+        queries_of(_usable_driver(connection)).begin()
+        connection.begin()
+        self._server.check(connection, tables)
+        _change(connection, {_LOCK: str(max(1, int(lock_timeout_s)))})
+        self._limit_idle(connection, self._idle_s)
+
+    def begin_reading(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        connection.execution_options(isolation_level="READ COMMITTED")
+        self._server.check(connection)
+
+    def start_columns(self) -> Sequence[ColumnElement[object]]:
+        """Whether the server is read-only, whether its commits survive a crash, and what a lock wait that times out ends."""
+        return [literal_column(fact) for fact in FACTS]
+
+    def check_start(self, connection: Connection, values: Sequence[object]) -> None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        check_facts(values)
+        queries_of(_driver(connection)).timeout_rolls_back = rolls_back_on_timeout(values)
+
+    def is_begun(self) -> Sequence[ColumnElement[bool]]:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. :meth:`check_end` knows the rest."""
+        return (_KEEPS_TRANSACTIONS,)
+
+    def begun(self, connection: Connection) -> Mapping[str, object]:
+        """Nothing: see :meth:`is_begun`."""
+        del connection
+        return {}
+
+    def require_begun(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        queries_of(_driver(connection)).require_not_rolled_back()
+        if not connection.scalar(select(_KEEPS_TRANSACTIONS)):
+            raise ended_inside()
+        self._release(connection)
+
+    def end_columns(self) -> Sequence[ColumnElement[object]]:
+        """A constant, returned for the row that matched."""
+        return [literal_column("1")]
+
+    def deciding(
+        self, update: Update, *, idle_ms: ColumnElement[int | None], within_ms: ColumnElement[int | None]
+    ) -> Update:
+        """The statement itself: MySQL's UPDATE returns nothing."""
+        del idle_ms, within_ms
+        return update
+
+    def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        row: Sequence[object] = statement.execute(connection, bound).one()
+        return row
+
+    def ask_last(
+        self,
+        connection: Connection,
+        statement: CompiledOnce,
+        bound: Mapping[str, Any],
+        *,
+        decides: bool,
+        deferred_of: str | None = None,
+    ) -> Sequence[object] | None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Nothing is deferred; COMMIT has no limit."""
+        del deferred_of
+        if not decides:
+            return statement.execute(connection, bound).one_or_none()
+        if statement.execute(connection, bound).rowcount != 1:
+            return None
+        idle_ms = bound["idle_ms_"]
+        self._limit_idle(connection, None if idle_ms is None else idle_ms / 1000)
+        return ()
+
+    def run_deferred(self, connection: Connection) -> None:
+        """Nothing: InnoDB defers nothing to COMMIT."""
+        del connection
+
+    @contextmanager
+    def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Shuts the connection when the time is up."""
+        if seconds is None:
+            yield
+            return
+        with WATCHDOG.watching(fileno_of(_driver(connection)), seconds) as watch:
+            yield
+        if watch.expired:
+            connection.invalidate()  # the answer came at the last moment; the pool must not keep a shut connection
+
+    def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. There is no name: the row itself shows the outcome."""
+        del values
+        queries_of(_driver(connection)).require_not_rolled_back()
+        self._release(connection)
+        return None
+
+    def _release(self, connection: Connection) -> None:
+        if not connection.info.pop(_MARKED, False):
+            return  # the transaction's first decision has released it
+        try:
+            connection.exec_driver_sql(f"RELEASE SAVEPOINT {_SAVEPOINT}")
+        except exc.DBAPIError as error:
+            if number_of(error.orig) != _NO_SAVEPOINT:
+                raise
+            queries_of(_driver(connection)).ended = True
+            raise ended_inside() from error
+
+    def commit_finds_none(self, driver: DBAPIConnection) -> AbstractContextManager[Sequence[object]]:
+        """Nothing: the answer to COMMIT does not tell. :meth:`standing` shows it up to the statement before."""
+        del driver
+        return nullcontext(())
+
+    def restore(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`.
+
+        Throws a connection away whose transaction was ended inside the dual write, or that is in another one already: whatever
+        did that (autocommit, ``completion_type``, locks) is in the session, and would meet the next one who uses it.
+        """
+        driver = driver_of(connection)
+        if driver is None:
+            return
+        queries, status = queries_of(driver), status_of(driver) or 0
+        spoilt = queries.ended or status & IN_TRANSACTION or cast("Any", driver).get_autocommit()
+        queries.begin()
+        changed = connection.info.pop(_CHANGED, None)
+        if spoilt:
+            logger.warning("discarding a connection: a statement has ended the transaction of a dual write, or will")
+            connection.invalidate()
+            return
+        if not changed:
+            return
+        try:
+            with closing(driver.cursor()) as cursor:
+                cursor.execute("SET " + ", ".join(f"SESSION {name} = @dualwrite_{name}" for name in sorted(changed)))
+        except Exception as error:  # noqa: BLE001 - the outcome stands; the pool must not keep this connection
+            logger.warning(
+                "discarding a connection whose session limits could not be restored: %s", driver_words(error)
+            )
+            connection.invalidate()
+
+    def require_not_rolled_back(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. The watch over the driver refuses its statements."""
+        driver = driver_of(connection)
+        if driver is not None:
+            queries_of(driver).require_not_rolled_back()
+
+    def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        return name.like(re.sub(r"([/%_])", r"/\1", prefix) + "%", escape="/")  # not \, which a mode switches off
+
+    def identity(self, connection: Connection, tables: Tables) -> Identity:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. A transaction may span all schemas of a server."""
+        bound = {"schema": tables.schema, "name": tables.state.name}
+        *server, schema, found = connection.execute(_IDENTITY, bound).one()
+        return Identity(tuple(server), schema if found else None)
+
+    def witness(self, connection: Connection, follower: Follower) -> Witness:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        return QueryWitness(connection, follower)
+
+    def insert_if_missing(self, table: Table) -> Insert:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. IGNORE shortens values: callers check names."""
+        return mysql.insert(table).prefix_with("IGNORE").execution_options(preserve_rowcount=True)
+
+    def standing(self, driver: DBAPIConnection) -> Standing:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        if not cast("Any", driver).open:
+            return Standing.BROKEN
+        queries = queries_of(driver)
+        if queries.rolled_back is not None:
+            return Standing.FAILED
+        status = status_of(driver)
+        is_open = not queries.ended and (status is None or status & IN_TRANSACTION)
+        return Standing.OPEN if is_open else Standing.ENDED
+
+    def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        return number_of(getattr(error, "orig", None)) in _CERTAIN or not queries_of(driver).commit_sent
+
+    def prepared_transactions(self, connection: Connection) -> Sequence[tuple[str, datetime]]:
+        """None: the library prepares no transaction here."""
+        del connection
+        return []
+
+    def verdict(self, connection: Connection, transaction: str) -> DatabaseVerdict:
+        """Unknown: only the row shows the outcome."""
+        del connection, transaction
+        return DatabaseVerdict.UNKNOWN
+
+
+def _change(connection: Connection, settings: Mapping[str, str]) -> None:
+    """Change settings of the session, keeping what they were, for :meth:`MariaDB.restore`."""
+    changed: set[str] = connection.info.setdefault(_CHANGED, set())
+    kept = [f"@dualwrite_{name} = @@session.{name}" for name in settings if name not in changed]
+    connection.exec_driver_sql(
+        "SET " + ", ".join([*kept, *(f"SESSION {name} = {to}" for name, to in settings.items())])
+    )
+    changed.update(settings)

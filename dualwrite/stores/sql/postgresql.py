@@ -1,0 +1,569 @@
+"""PostgreSQL 13 and newer through psycopg 3, also behind PgBouncer with transaction pooling.
+
+Nothing here depends on a session: settings last for one transaction, and travel in statements that are sent anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast
+
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Integer,
+    Numeric,
+    Text,
+    bindparam,
+    case,
+    exc,
+    func,
+    literal_column,
+    select,
+    text,
+)
+from sqlalchemy.dialects import postgresql
+
+from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted
+from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
+from dualwrite.stores.sql import dialect__stores_sql_dialects_committing, pipelined_statement
+from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, Begun, begun_on
+from dualwrite.stores.sql.access__stores_sql_access_failures import ended_inside, sqlstate_of
+from dualwrite.stores.sql.dialect import Identity, Standing
+from dualwrite.stores.sql.drivers import WATCHDOG
+from dualwrite.stores.sql.drivers__stores_sql_drivers_awaited import is_awaited, own_connection
+from dualwrite.stores.sql.drivers__stores_sql_participants import PREFIX
+from dualwrite.stores.sql.pipelined_statement import session_of
+from dualwrite.stores.sql.savepoint_probe import PsycopgWitness
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Insert, Table, Update
+    from sqlalchemy.engine.interfaces import DBAPIConnection
+
+    from dualwrite.stores.sql.drivers__stores_sql_drivers_compiled import CompiledOnce, OwnText
+    from dualwrite.stores.sql.savepoint_probe import Follower, Witness
+    from dualwrite.stores.sql.tables import Tables
+
+logger = logging.getLogger(__name__)
+
+# libpq's PQtransactionStatus, by number: the driver that names the values may not be installed.
+_STANDINGS: Final = {0: Standing.ENDED, 1: Standing.OPEN, 2: Standing.OPEN, 3: Standing.FAILED, 4: Standing.BROKEN}
+_IDLE: Final = 0
+_ACTIVE: Final = 1
+_IN_TRANSACTION: Final = 2
+_OLDEST: Final = (13,)  # pg_current_xact_id
+
+# SQLSTATE classes that leave a COMMIT in doubt, even if the connection survives: a proxy may have sent them, or the
+# storage failed. Every other error in answer to COMMIT means a rollback: once the commit record is written, PostgreSQL
+# reports no errors (it would panic).
+_UNCERTAIN_CLASSES: Final = frozenset({"08", "57", "58", "XX", "F0"})
+_UNCERTAIN: Final = frozenset(
+    {
+        "40003",
+        "25P04",  # transaction_timeout: if it expires while the commit record is written, it is reported afterwards
+    }
+)
+_CERTAIN: Final = frozenset(
+    {
+        "57014",  # cancelled: a COMMIT past its record continues, with a warning
+        "25P03",  # idle_in_transaction_session_timeout: the session had ended before COMMIT arrived
+    }
+)
+
+_IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
+# now() is the time at which the transaction began: nothing changes it within one, and it costs nothing. As a number of
+# microseconds, since the text or the driver's value of a timestamp depends on settings of the session.
+_NOW: Final[ColumnElement[Any]] = literal_column("CAST(extract(epoch FROM now()) * 1000000 AS bigint)", BigInteger())
+_IS_BEGUN: Final[ColumnElement[bool]] = bindparam("begun_", type_=BigInteger()) == _NOW
+_FRESH: Final = frozenset({"read committed", "read uncommitted"})
+"""The isolation levels at which each statement sees what was committed before it."""
+_DURABLE: Final = (
+    "CASE WHEN current_setting('synchronous_commit') = 'off' THEN set_config('synchronous_commit', 'on', true) END"
+)
+# The server's start time goes with the number: after a failover, the same number may be another transaction.
+_SERVER: Final = "extract(epoch FROM pg_postmaster_start_time())::text"
+_NAME: Final = re.compile(r"([0-9]{1,20})@([0-9.]{1,32})")
+
+
+_PREPARED: Final = text(
+    "SELECT gid, prepared FROM pg_prepared_xacts WHERE database = current_database() AND starts_with(gid, :prefix) "
+    "ORDER BY gid"
+)
+
+
+_IDENTITY: Final = text(
+    "SELECT pg_postmaster_start_time(), oid, to_regclass(:name)::oid FROM pg_database WHERE datname = current_database()"
+)
+
+
+class _Psycopg(Protocol):
+    """The part of ``psycopg.Connection`` and ``AsyncConnection`` used here."""
+
+    autocommit: bool
+    read_only: bool | None
+    closed: bool
+
+    @property
+    def pgconn(self) -> _PGconn: ...
+
+    def fileno(self) -> int: ...
+
+
+class _PGconn(Protocol):
+    @property
+    def transaction_status(self) -> int: ...
+
+
+def _driver(connection: Connection) -> _Psycopg:
+    return cast("_Psycopg", own_connection(cast("DBAPIConnection", connection.connection.dbapi_connection)))
+
+
+def _begun(connection: Connection) -> Begun:
+    begun = begun_on(connection)
+    if begun is None:
+        raise IllegalStateError("no dual write has begun on the connection")
+    return begun
+
+
+def _status(driver: DBAPIConnection) -> int:
+    return cast("_Psycopg", own_connection(driver)).pgconn.transaction_status
+
+
+def _usable_driver(connection: Connection) -> _Psycopg:
+    """The driver's connection, which commits by COMMIT alone and may write."""
+    driver = _driver(connection)
+    if driver.autocommit:
+        raise ConfigurationError(
+            LEFT_IN_AUTOCOMMIT,
+            next_step="use an engine without isolation_level='AUTOCOMMIT', or a psycopg connection with autocommit=False",
+        )
+    if driver.read_only:
+        raise ConfigurationError(
+            "the connection is set to read-only", next_step="use a connection without postgresql_readonly"
+        )
+    return driver
+
+
+def _limit(name: str, timeout_ms: int) -> str:
+    """An expression that sets a time limit for this transaction, unless a lower one applies (0 means no limit)."""
+    present = f"current_setting('{name}')::interval"
+    limit = f"interval '{timeout_ms} milliseconds'"
+    return (
+        f"CASE WHEN {present} = interval '0' OR {present} > {limit} THEN set_config('{name}', '{timeout_ms}', true) END"
+    )
+
+
+def _limit_idle(timeout_s: float | None) -> str:
+    return "NULL" if timeout_s is None else _limit("idle_in_transaction_session_timeout", max(1, int(timeout_s * 1000)))
+
+
+# Not bound values, which would be sent with each decision.
+_LOCAL: Final[ColumnElement[bool]] = literal_column("true")
+_NOTHING: Final[ColumnElement[int]] = literal_column("0")
+
+
+def _lower_idle_limit(timeout_ms: ColumnElement[int | None]) -> ColumnElement[object]:
+    """As :func:`_limit`, for a bound value."""
+    name = "idle_in_transaction_session_timeout"
+    present_ms = literal_column(f"extract(epoch FROM current_setting('{name}')::interval) * 1000", Numeric())
+    lower = (present_ms == _NOTHING) | (present_ms > timeout_ms)  # NULL if there is no limit to set
+    return case((lower, func.set_config(literal_column(f"'{name}'"), timeout_ms.cast(Text()), _LOCAL)))
+
+
+def _limit_transaction(timeout_ms: ColumnElement[int | None]) -> ColumnElement[object]:
+    """An expression that ends the transaction after that time, unless the session's own limit ends it earlier.
+
+    The server arms its timer only when the setting changes from 0. Before PostgreSQL 17 the setting does not exist:
+    NULL.
+    """
+    name: ColumnElement[str] = literal_column("'transaction_timeout'")
+    of_session_ms = literal_column(
+        f"nullif(extract(epoch FROM current_setting({name}, true)::interval) * 1000, 0)"
+        " - extract(epoch FROM clock_timestamp() - now()) * 1000",
+        Numeric(),
+    )
+    chosen = (
+        select(
+            func.greatest(literal_column("1"), func.least(timeout_ms, of_session_ms))
+            .cast(Integer())
+            .cast(Text())
+            .label("chosen"),
+            func.set_config(name, literal_column("'0'"), _LOCAL).label("disarmed"),
+        )
+        .where(func.current_setting(name, _LOCAL).is_not(None), timeout_ms.is_not(None))
+        .subquery("transaction_limit")
+    )
+    armed = select(func.set_config(name, chosen.c.chosen, _LOCAL)).where(chosen.c.disarmed == literal_column("'0'"))
+    return armed.scalar_subquery()
+
+
+def _ask(
+    connection: Connection,
+    statement: CompiledOnce,
+    bound: Mapping[str, Any],
+    *,
+    first: bool = False,
+    deferred_of: str | None = None,
+    again: bool = False,
+) -> Sequence[object] | None:
+    """Execute one of our own statements below SQLAlchemy, and return its row.
+
+    Errors are those of SQLAlchemy's own executions: events tell of them, and a lost connection is invalidated.
+
+    Args:
+        connection: The connection.
+        statement: The statement.
+        bound: Its values.
+        first: Whether it is the first of the dual write, so that nothing is lost if its transaction is begun once more.
+        deferred_of: As for :meth:`~dualwrite.stores.sql.dialect.Dialect.ask_last`.
+        again: Whether the transaction has failed, and is begun once more.
+    """
+    own = statement.text(connection)
+    if own is None:
+        return _ask_by_sqlalchemy(connection, statement, bound, deferred_of)
+    # SQLAlchemy's error if the connection is closed or lost. After a loss and a rollback it may be another one than that of the
+    # dual write, whose transaction is not begun there: then the statement itself finds nothing.
+    dbapi = cast("DBAPIConnection", connection.connection.dbapi_connection)
+    driver = cast("Any", own_connection(dbapi))
+    session = session_of(driver)
+    begins = again or (first and driver.pgconn.transaction_status == _IDLE)
+    texts = _before(driver, begins=begins, again=again, deferred=deferred_of is not None)
+    execution = None
+    if (begins or _begun(connection).plain) and driver.prepare_threshold is not None:
+        execution = session.prepared_in(own, texts)
+    texts.append((execution or own.template) % pipelined_statement.literals({**own.constants, **bound}))
+    results: Sequence[Any] = ()
+    try:
+        results = pipelined_statement.exchange(driver, "; ".join(texts), awaits=is_awaited(dbapi))
+        if (failure := pipelined_statement.error_in(results, driver)) is not None:
+            raise failure
+    except BaseException as error:  # noqa: BLE001 - an interruption too, which SQLAlchemy passes on
+        if execution is not None:
+            session.forget_prepared()
+        if sqlstate_of(error) == pipelined_statement.NOT_PREPARED and begins and not again:
+            return _ask(connection, statement, bound, again=True)
+        # The results end with the error: with that of the first text, if the constraints were it.
+        deferred_failed = len(results) == 1 and texts[0] == _IMMEDIATE
+        _raise(connection, error, own, bound, deferred_of if deferred_failed else None)
+    if execution is not None:
+        session.prepared[own.name] = execution
+    elif pipelined_statement.WHICH_SERVER in texts:
+        session.is_direct = results[-2].get_value(0, 0) == b"%d" % driver.pgconn.backend_pid
+    return pipelined_statement.row_of(results)
+
+
+def _before(driver: Any, *, begins: bool, again: bool, deferred: bool) -> list[str]:
+    """The texts that go out before one of ours, in its request."""
+    if begins:
+        begin = pipelined_statement.begin_of(driver)
+        return ["ROLLBACK", begin] if again else [begin]
+    # In a transaction that has failed, or ended, ours reports what is wrong, with the cause.
+    return [_IMMEDIATE] if deferred and driver.pgconn.transaction_status == _IN_TRANSACTION else []
+
+
+def _raise(
+    connection: Connection, error: BaseException, own: OwnText, bound: Mapping[str, Any], deferred_of: str | None
+) -> NoReturn:
+    """Raise the driver's error, or an interruption, as SQLAlchemy does for its own statements.
+
+    It alone knows its events, and which connections are lost with this one.
+    """
+    if sqlstate_of(error) == pipelined_statement.NOT_PREPARED:
+        raise TransactionAborted(
+            "a statement inside the block has made the session forget all that was prepared in it",
+            next_step="run the same work again; leave DEALLOCATE and DISCARD out of blocks",
+        ) from error
+    if deferred_of is None:
+        connection._handle_dbapi_exception(error, own.template, dict(bound), None, None)  # noqa: SLF001 - as above
+    try:
+        connection._handle_dbapi_exception(error, _IMMEDIATE, None, None, None)  # noqa: SLF001 - as above
+    except exc.SQLAlchemyError as mapped:
+        raise dialect__stores_sql_dialects_committing.deferred_failed(mapped, deferred_of) from mapped
+
+
+def _ask_by_sqlalchemy(
+    connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any], deferred_of: str | None
+) -> Sequence[object] | None:
+    if deferred_of is not None and _driver(connection).pgconn.transaction_status == _IN_TRANSACTION:
+        try:
+            connection.exec_driver_sql(_IMMEDIATE)
+        except exc.SQLAlchemyError as error:
+            raise dialect__stores_sql_dialects_committing.deferred_failed(error, deferred_of) from error
+    return statement.execute(connection, bound).one_or_none()
+
+
+class PostgreSQL:
+    """The adapter for PostgreSQL.
+
+    Args:
+        paused_owner_timeout_s: After this time without a statement the server ends a dual write's session, so that a
+            paused owner does not hold its locks forever. None keeps the server's own setting.
+    """
+
+    name = "postgresql"
+    shows_statements = True
+    quotes_keep_case = True
+
+    def __init__(self, paused_owner_timeout_s: float | None) -> None:
+        self._limit_idle = _limit_idle(paused_owner_timeout_s)
+        self._warned = False
+
+    def refuse_left_open(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        if _driver(connection).pgconn.transaction_status in {1, 2, 3}:
+            raise IllegalStateError(LEFT_OPEN)
+
+    def begin(self, connection: Connection, tables: Tables) -> None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. :meth:`check_start` checks the server's part."""
+        del tables
+        if _usable_driver(connection).pgconn.transaction_status in {1, 2, 3}:
+            raise IllegalStateError(LEFT_OPEN)
+        connection.begin()
+
+    def join(self, connection: Connection, tables: Tables) -> bool:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`.
+
+        :meth:`check_start` refuses a snapshot that is too old.
+        """
+        del tables
+        return _usable_driver(connection).pgconn.transaction_status != _IDLE
+
+    def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        connection.execution_options(isolation_level="READ COMMITTED")
+        self.begin(connection, tables)
+        lock_ms = max(1, int(lock_timeout_s * 1000))  # 0 would mean forever
+        self._check_server(connection, _DURABLE, f"set_config('lock_timeout', '{lock_ms}', true)", self._limit_idle)
+
+    def begin_reading(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        connection.execution_options(isolation_level="READ COMMITTED")
+        self._check_server(connection)
+
+    def _check_server(self, connection: Connection, *settings: str) -> None:
+        version = connection.dialect.server_version_info
+        if version is not None and version < _OLDEST:
+            raise ConfigurationError(
+                f"PostgreSQL {'.'.join(map(str, version))} is too old", next_step="use PostgreSQL 13 or newer"
+            )
+        facts = ("pg_is_in_recovery()", "current_setting('fsync')")
+        row: Sequence[object] = connection.execute(select(*map(literal_column, [*facts, *settings]))).one()
+        if row[0]:
+            raise ConfigurationError(
+                "the database is a standby: it cannot decide, and may show old data",
+                next_step="connect to the primary (target_session_attrs=read-write)",
+            )
+        if row[1] == "off" and not self._warned:
+            self._warned = True
+            logger.warning("PostgreSQL runs with fsync=off: committed data may be lost when its machine crashes")
+
+    def start_columns(self) -> Sequence[ColumnElement[object]]:
+        """Whether the transaction is read-only, its isolation, and when it began; also limits its idle time."""
+        return [
+            literal_column("current_setting('transaction_read_only')"),
+            literal_column("current_setting('transaction_isolation')"),
+            _NOW,
+            literal_column(self._limit_idle),
+        ]
+
+    def check_start(self, connection: Connection, values: Sequence[object]) -> None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        read_only, isolation, started, _ = values
+        begun = _begun(connection)
+        if read_only == "on":
+            raise ConfigurationError(
+                "the transaction is read-only",
+                next_step="connect to the primary, with a role whose default_transaction_read_only is off",
+            )
+        if begun.joined_late and isolation not in _FRESH:
+            # A claim since the transaction's snapshot would not be seen: the owner could produce while it is settled.
+            raise IllegalStateError(
+                f"the transaction is {str(isolation).upper()}, and its snapshot is older than the dual write",
+                next_step="join the session to the dual write before its first statement: call join(session)",
+            )
+        begun.started = int(cast("str", started))
+
+    def is_begun(self) -> Sequence[ColumnElement[bool]]:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. All of it can be said."""
+        return (_IS_BEGUN,)
+
+    def begun(self, connection: Connection) -> Mapping[str, object]:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        return {"begun_": _begun(connection).started}
+
+    def require_begun(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        if not connection.scalar(select(_IS_BEGUN), self.begun(connection)):
+            raise ended_inside(
+                "by a COMMIT or ROLLBACK sent as text, by another process on its connection, or by a pooler that shares "
+                "connections by statement",
+                "leave COMMIT and ROLLBACK to the dual write; use PgBouncer with pool_mode=transaction",
+            )
+
+    def end_columns(self) -> Sequence[ColumnElement[object]]:
+        """The transaction's name; also makes its COMMIT durable."""
+        return [
+            literal_column(f"pg_current_xact_id()::text || '@' || {_SERVER}"),
+            literal_column(_DURABLE),
+        ]
+
+    def deciding(
+        self, update: Update, *, idle_ms: ColumnElement[int | None], within_ms: ColumnElement[int | None]
+    ) -> Update:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. PostgreSQL 17 and newer also limit COMMIT."""
+        return update.returning(*self.end_columns(), _lower_idle_limit(idle_ms), _limit_transaction(within_ms))
+
+    def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        row = _ask(connection, statement, bound, first=True)
+        assert row is not None  # it has no FROM
+        return row
+
+    def ask_last(
+        self,
+        connection: Connection,
+        statement: CompiledOnce,
+        bound: Mapping[str, Any],
+        *,
+        decides: bool,
+        deferred_of: str | None = None,
+    ) -> Sequence[object] | None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        del decides
+        return _ask(connection, statement, bound, deferred_of=deferred_of)
+
+    def require_not_rolled_back(self, connection: Connection) -> None:
+        """Nothing: after an error that ends the transaction, it refuses all statements itself."""
+        del connection
+
+    def restore(self, connection: Connection) -> None:
+        """Nothing: no setting outlives the transaction."""
+        del connection
+
+    def run_deferred(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`.
+
+        No ``statement_timeout`` would limit them during COMMIT.
+        """
+        connection.exec_driver_sql(_IMMEDIATE)
+
+    @contextmanager
+    def commit_finds_none(self, driver: DBAPIConnection) -> Generator[Sequence[object], None, None]:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. The server warns, unless the session hides warnings."""
+        session = session_of(own_connection(driver))
+        session.commit_found_none = False
+        found: list[object] = []
+        yield found
+        if session.commit_found_none:
+            found.append(driver)
+
+    @contextmanager
+    def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Shuts the connection when the time is up."""
+        driver = _driver(connection)
+        if seconds is None or driver.closed:
+            yield
+            return
+        with WATCHDOG.watching(driver.fileno(), seconds) as watch:
+            yield
+        if watch.expired:
+            connection.invalidate()  # the answer came at the last moment; the pool must not keep a shut connection
+
+    def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        del connection
+        return cast("str", values[0])
+
+    def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        return name.like(re.sub(r"([\\%_])", r"\\\1", prefix) + "%")
+
+    def identity(self, connection: Connection, tables: Tables) -> Identity:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`.
+
+        Any role may read it; copies of a server started later.
+        """
+        name = connection.dialect.identifier_preparer.format_table(tables.state)
+        started, database, table = connection.execute(_IDENTITY, {"name": name}).one()
+        return Identity((started, database), table)
+
+    def witness(self, connection: Connection, follower: Follower) -> Witness:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        return PsycopgWitness(connection, follower, begun_on(connection))
+
+    def insert_if_missing(self, table: Table) -> Insert:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        return postgresql.insert(table).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
+
+    def standing(self, driver: DBAPIConnection) -> Standing:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        return _STANDINGS[_status(driver)]
+
+    def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        state = sqlstate_of(getattr(error, "orig", None))
+        if state in _CERTAIN:
+            return True
+        status = _status(driver)
+        if status == _ACTIVE:
+            return False
+        if _STANDINGS[status] in {Standing.OPEN, Standing.FAILED}:
+            return True  # COMMIT was not sent: an engine listener failed before it
+        if state is None or _STANDINGS[status] is not Standing.ENDED:
+            return False
+        return state[:2] not in _UNCERTAIN_CLASSES and state not in _UNCERTAIN
+
+    def prepared_transactions(self, connection: Connection) -> Sequence[tuple[str, datetime]]:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        return [(name, prepared_at) for name, prepared_at in connection.execute(_PREPARED, {"prefix": PREFIX})]
+
+    def verdict(self, connection: Connection, transaction: str) -> DatabaseVerdict:
+        """``pg_xact_status``: exact while the transaction is recent and the server has not restarted."""
+        match = _NAME.fullmatch(transaction)
+        if match is None:
+            raise IllegalStateError(f"{transaction!r} is not the name of a PostgreSQL transaction")
+        status = connection.scalar(
+            text(f"SELECT CASE WHEN {_SERVER} = :server THEN pg_xact_status(CAST(:number AS xid8)) END"),
+            {"server": match[2], "number": match[1]},
+        )
+        return {"committed": DatabaseVerdict.COMMITTED, "aborted": DatabaseVerdict.ABORTED}.get(
+            status or "", DatabaseVerdict.UNKNOWN
+        )
+
+
+_MANY_VERSIONS: Final = 1000
+"""A look-up that reads past a thousand takes about thirty pages. Without an old snapshot there are never more than a few."""
+_KEPT: Final = text("SELECT n_dead_tup FROM pg_stat_all_tables WHERE relid = to_regclass(:name)")
+_OLDEST_SNAPSHOT: Final = text(
+    "SELECT pid, coalesce(nullif(application_name, ''), backend_type), coalesce(state, 'unknown') FROM pg_stat_activity "
+    "WHERE backend_xmin IS NOT NULL AND pid <> pg_backend_pid() ORDER BY age(backend_xmin) DESC, pid LIMIT 1"
+)
+
+
+def kept_versions(connection: Connection, tables: Tables) -> str | None:
+    """The words for old versions of rows that cannot be removed; None if there are few.
+
+    Each dual write updates the row of its lane. While any snapshot in the database is older, PostgreSQL keeps every version,
+    and each look-up of the row reads past all of them.
+
+    Raises:
+        SQLAlchemyError: The database failed.
+    """
+    name = connection.dialect.identifier_preparer.format_table(tables.state)
+    kept = connection.scalar(_KEPT, {"name": name}) or 0
+    if kept < _MANY_VERSIONS:
+        return None
+    oldest = connection.execute(_OLDEST_SNAPSHOT).one_or_none()
+    whose = (
+        "this role may see no session that holds them"
+        if oldest is None
+        else f"of the sessions that this role may see, {oldest[0]} ({oldest[1]}, {oldest[2]}) has the oldest snapshot"
+    )
+    return (
+        f"{kept:,} old versions of rows in {name} are kept for a long transaction, a replication slot or a prepared "
+        f"transaction, and each dual write reads past those of its row: {whose}; end it, and vacuum the table if they stay"
+    )

@@ -1,0 +1,349 @@
+"""SQLite through the standard library's driver, or aiosqlite over it: a file on a local disk.
+
+All three of the driver's ways of transaction control work: the legacy one, SQLAlchemy's recipe with a ``begin`` event,
+and ``autocommit=False`` (Python 3.12). Every transaction begins with the write lock (``BEGIN IMMEDIATE``): a deferred
+one might read an old row and fail at its first write.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from sqlalchemy import exc, literal_column, update
+from sqlalchemy.dialects import sqlite
+
+from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
+from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN
+from dualwrite.stores.sql.access__stores_sql_access_failures import ended_inside
+from dualwrite.stores.sql.dialect import Identity, Standing
+from dualwrite.stores.sql.drivers__stores_sql_drivers_awaited import ask, is_awaited, own_connection
+from dualwrite.stores.sql.savepoint_probe import SqliteWitness
+
+if TYPE_CHECKING:
+    from sqlalchemy import ColumnElement, Connection, Insert, Table, Update
+    from sqlalchemy.engine.interfaces import DBAPIConnection
+
+    from dualwrite.stores.sql.drivers__stores_sql_drivers_compiled import CompiledOnce
+    from dualwrite.stores.sql.savepoint_probe import Follower, Witness
+    from dualwrite.stores.sql.tables import Tables
+
+_OLDEST: Final = (3, 35, 0)  # RETURNING
+_FULL: Final = 2
+_SAVEPOINT: Final = "dualwrite_transaction"
+_FILES_CHECKED: Final = "dualwrite.files_checked"
+_CERTAIN: Final = ("database is locked", "database or disk is full")
+
+
+def _driver(connection: Connection) -> sqlite3.Connection:
+    return cast("sqlite3.Connection", connection.connection.dbapi_connection)
+
+
+def _in_transaction(driver: DBAPIConnection | sqlite3.Connection) -> bool:
+    return bool(cast("sqlite3.Connection", own_connection(driver)).in_transaction)
+
+
+def _autocommit(driver: sqlite3.Connection) -> object:
+    """The driver's ``autocommit`` attribute (Python 3.12): True, False, or a number for the legacy mode."""
+    return getattr(driver, "autocommit", None)
+
+
+class SQLite:
+    """The adapter for SQLite. It commits one transaction at a time, however many connections there are."""
+
+    name = "sqlite"
+    shows_statements = False
+    quotes_keep_case = False
+
+    def refuse_left_open(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. With ``autocommit=False`` it is always in one."""
+        driver = _driver(connection)
+        if _in_transaction(driver) and ask(driver, _autocommit) is not False:
+            raise IllegalStateError(LEFT_OPEN)
+
+    def begin(self, connection: Connection, tables: Tables) -> None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`.
+
+        Waits for the write lock up to the driver's ``timeout``.
+        """
+        driver = _driver(connection)
+        if ask(driver, _autocommit) is True:
+            raise _in_autocommit()
+        self.refuse_left_open(connection)
+        self._check_settings(connection, tables)
+        connection.begin()
+        self._take_write_lock(connection, tables)
+
+    def join(self, connection: Connection, tables: Tables) -> bool:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Not inside a savepoint, whose end may be a COMMIT here.
+
+        The driver's legacy mode sends no BEGIN before SAVEPOINT, and SQLite commits when such a savepoint is released.
+        """
+        if connection.in_nested_transaction():
+            raise IllegalStateError(
+                "on SQLite, a dual write cannot be joined inside a savepoint",
+                next_step="call join(session), or produce, before begin_nested()",
+            )
+        driver = _driver(connection)
+        if ask(driver, _autocommit) is True:
+            raise _in_autocommit()
+        self._check_settings(connection, tables)
+        self._take_write_lock(connection, tables)
+        return False
+
+    def _take_write_lock(self, connection: Connection, tables: Tables) -> None:
+        driver = _driver(connection)
+        if _in_transaction(driver):
+            # The driver or a listener has begun it, perhaps without the write lock.
+            self._lock_by_write(connection, tables)
+        elif driver.isolation_level is None:
+            raise _in_autocommit()
+        else:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+        connection.exec_driver_sql(f"SAVEPOINT {_SAVEPOINT}")
+
+    def _check_settings(self, connection: Connection, tables: Tables) -> None:
+        _check_settings(connection, _driver(connection), tables)
+
+    def _lock_by_write(self, connection: Connection, tables: Tables) -> None:
+        """A write takes it, even of no row."""
+        state = tables.state
+        connection.execute(update(state).where(literal_column("0")).values(incarnation=state.c.incarnation))
+
+    def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. The driver's own ``timeout`` limits the wait."""
+        del lock_timeout_s
+        self.begin(connection, tables)
+
+    def begin_reading(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        connection.begin()
+
+    def start_columns(self) -> Sequence[ColumnElement[object]]:
+        """Nothing: :meth:`begin` has checked."""
+        return []
+
+    def check_start(self, connection: Connection, values: Sequence[object]) -> None:
+        """Nothing: :meth:`begin` has checked."""
+        del connection, values
+
+    def is_begun(self) -> Sequence[ColumnElement[bool]]:
+        """Nothing SQL can say: :meth:`begun` checks it right before, in the one process that uses the connection."""
+        return ()
+
+    def begun(self, connection: Connection) -> Mapping[str, object]:
+        """See :meth:`is_begun`."""
+        self.require_begun(connection)
+        return {}
+
+    def require_begun(self, connection: Connection) -> None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Only that transaction has the savepoint."""
+        try:
+            connection.exec_driver_sql(f"RELEASE {_SAVEPOINT}")
+        except exc.OperationalError as error:
+            if "no such savepoint" not in str(error.orig):
+                raise
+            raise ended_inside(
+                "by a COMMIT or ROLLBACK sent as text or by executescript()",
+                "leave COMMIT and ROLLBACK to the dual write",
+            ) from error
+        connection.exec_driver_sql(f"SAVEPOINT {_SAVEPOINT}")
+
+    def end_columns(self) -> Sequence[ColumnElement[object]]:
+        """A constant, returned for the row that matched."""
+        return [literal_column("1")]
+
+    def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
+        """Nothing: :meth:`begun` has checked. There is no name: the row itself shows the outcome."""
+        del connection, values
+        return None
+
+    def deciding(
+        self, update: Update, *, idle_ms: ColumnElement[int | None], within_ms: ColumnElement[int | None]
+    ) -> Update:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. No server could end a paused process's transaction."""
+        del idle_ms, within_ms
+        return update.returning(*self.end_columns())
+
+    def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        row: Sequence[object] = statement.execute(connection, bound).one()
+        return row
+
+    def ask_last(
+        self,
+        connection: Connection,
+        statement: CompiledOnce,
+        bound: Mapping[str, Any],
+        *,
+        decides: bool,
+        deferred_of: str | None = None,
+    ) -> Sequence[object] | None:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Nothing is deferred: see :meth:`run_deferred`."""
+        del decides, deferred_of
+        return statement.execute(connection, bound).one_or_none()
+
+    def require_not_rolled_back(self, connection: Connection) -> None:
+        """Nothing: :meth:`begun` notices it."""
+        del connection
+
+    def restore(self, connection: Connection) -> None:
+        """Nothing: no setting outlives the transaction."""
+        del connection
+
+    def run_deferred(self, connection: Connection) -> None:
+        """Nothing: SQLite counts violations of deferred foreign keys, and COMMIT only checks the count."""
+        del connection
+
+    def commit_finds_none(self, driver: DBAPIConnection) -> AbstractContextManager[Sequence[object]]:
+        """Nothing: :meth:`standing` shows it, and no other process can end the transaction."""
+        del driver
+        return nullcontext(())
+
+    @contextmanager
+    def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Limits waits for other users, not for the disk."""
+        if seconds is None:
+            yield
+            return
+        driver = _driver(connection)
+        present_ms = int(_rows(driver, "PRAGMA busy_timeout")[0][0])
+        _rows(driver, f"PRAGMA busy_timeout = {min(present_ms, int(seconds * 1000))}")
+        try:
+            yield
+        finally:
+            with suppress(sqlite3.ProgrammingError, sqlite3.OperationalError):  # closed meanwhile
+                _rows(driver, f"PRAGMA busy_timeout = {present_ms}")
+
+    def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Not LIKE, which ignores case in SQLite."""
+        return name.bool_op("GLOB")(re.sub(r"([*?\[])", r"[\1]", prefix) + "*")
+
+    def identity(self, connection: Connection, tables: Tables) -> Identity:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Independent of the name or link that opened the file."""
+        schema = tables.schema or "main"
+        file = _files(_driver(connection)).get(schema)
+        try:
+            found = Path(file).stat() if file else None
+        except OSError:
+            found = None
+        return Identity((found.st_dev, found.st_ino) if found else (file,), schema if file else None)
+
+    def witness(self, connection: Connection, follower: Follower) -> Witness:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        del follower
+        return SqliteWitness(connection)
+
+    def insert_if_missing(self, table: Table) -> Insert:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        return sqlite.insert(table).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
+
+    def standing(self, driver: DBAPIConnection) -> Standing:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        try:
+            return Standing.OPEN if _in_transaction(driver) else Standing.ENDED
+        except (sqlite3.ProgrammingError, ValueError):  # closed
+            return Standing.BROKEN
+
+    def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
+        """See :class:`~dualwrite.stores.sql.dialect.Dialect`.
+
+        A lock or constraint failure of COMMIT leaves it open.
+        """
+        if is_awaited(driver) and not isinstance(error, Exception):
+            return False  # the driver's thread continues the COMMIT that its task no longer awaits
+        if self.standing(driver) is Standing.OPEN:
+            return True
+        orig = getattr(error, "orig", None)
+        return isinstance(orig, sqlite3.IntegrityError) or str(orig).startswith(_CERTAIN)
+
+    def prepared_transactions(self, connection: Connection) -> Sequence[tuple[str, datetime]]:
+        """There are none."""
+        del connection
+        return []
+
+    def verdict(self, connection: Connection, transaction: str) -> DatabaseVerdict:
+        """Always unknown: transactions have no names."""
+        del connection, transaction
+        return DatabaseVerdict.UNKNOWN
+
+
+def _check_settings(connection: Connection, driver: sqlite3.Connection, tables: Tables) -> None:
+    if _pragma(driver, "query_only"):
+        raise ConfigurationError("the connection is set to read-only", next_step="switch PRAGMA query_only off")
+    names = connection.info.get(_FILES_CHECKED)
+    if names is None:
+        connection.info[_FILES_CHECKED] = names = _check_files(driver, tables)
+    for name in names:
+        _make_durable(driver, name)
+
+
+def _make_durable(driver: sqlite3.Connection, name: str) -> None:
+    """Raise ``synchronous`` to FULL: below that, a power failure may lose a commit."""
+    if _pragma(driver, "synchronous", name) < _FULL and not _in_transaction(driver):
+        _rows(driver, f"PRAGMA {_quoted(name)}.synchronous = FULL")
+    if _pragma(driver, "synchronous", name) < _FULL:
+        raise ConfigurationError(
+            f"SQLite's synchronous is below FULL for {name!r}: committed data may be lost when the machine crashes",
+            next_step="execute PRAGMA synchronous=FULL when the engine connects",
+        )
+
+
+def _check_files(driver: sqlite3.Connection, tables: Tables) -> list[str]:
+    """Check that the attached databases keep decisions durably, and return their names."""
+    if sqlite3.sqlite_version_info < _OLDEST:
+        raise ConfigurationError(f"SQLite {sqlite3.sqlite_version} is too old", next_step="use SQLite 3.35 or newer")
+    files = _files(driver)
+    if not files.get(tables.schema or "main"):
+        raise ConfigurationError(
+            f"SQLite's database {tables.schema or 'main'!r} is not attached, or is in memory: its decisions die with "
+            "the process",
+            next_step="use a file, for example sqlite:////var/lib/app/app.db",
+        )
+    kept = [name for name, file in files.items() if file]
+    for name in kept:
+        journal = str(_rows(driver, f"PRAGMA {_quoted(name)}.journal_mode")[0][0])
+        if journal in {"off", "memory"}:
+            raise ConfigurationError(
+                f"SQLite's journal_mode is {journal!r} for {name!r}: a crash in a commit would leave half of it",
+                next_step="use journal_mode DELETE, TRUNCATE, PERSIST or WAL",
+            )
+        if journal == "wal" and len(kept) > 1:
+            raise ConfigurationError(
+                f"SQLite commits to several attached files one by one in WAL mode ({', '.join(kept)})",
+                next_step="keep all tables of a dual write in one file, or use journal_mode DELETE",
+            )
+    return kept
+
+
+def _files(driver: sqlite3.Connection) -> dict[str, str]:
+    """The file of each attached database; '' if it is in memory."""
+    return {str(name): str(file) for _, name, file in _rows(driver, "PRAGMA database_list") if name != "temp"}
+
+
+def _pragma(driver: sqlite3.Connection, pragma: str, name: str = "main") -> int:
+    return int(_rows(driver, f"PRAGMA {_quoted(name)}.{pragma}")[0][0])
+
+
+def _rows(driver: sqlite3.Connection, statement: str) -> list[tuple[Any, ...]]:
+    """Through a cursor: an adapted connection of aiosqlite has no other way in all versions of SQLAlchemy."""
+    with closing(driver.cursor()) as cursor:
+        cursor.execute(statement)
+        return cursor.fetchall()
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _in_autocommit() -> ConfigurationError:
+    return ConfigurationError(
+        LEFT_IN_AUTOCOMMIT,
+        next_step="use an engine without isolation_level='AUTOCOMMIT' and without autocommit=True",
+    )

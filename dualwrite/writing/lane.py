@@ -1,0 +1,464 @@
+"""A lane: one claimed transactional id with the producer of its incarnation. One dual write at a time runs on it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from dualwrite import failpoints, waiting
+from dualwrite.clock import Deadline, now_s
+from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, DualWriteError, OutcomeUnverifiable, Unavailable
+from dualwrite.kafka.producer import engine_of
+from dualwrite.kafka.transaction_ends import end_at_rest, know_end
+from dualwrite.protocol.batches import may_go_on
+from dualwrite.protocol.known_end import EndStep
+from dualwrite.protocol.lives import Machine
+from dualwrite.protocol.lives__protocol_tables_lane_life import LANE_LIFE, LaneEvent, LaneState
+from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
+from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.values import NEVER_MS, Outcome
+from dualwrite.protocol.values__protocol_identity import Partition, is_older
+from dualwrite.protocol.values__protocol_mismatch import gone_back
+from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.recovery.claim import OwnerContext, claim_rows
+from dualwrite.recovery.in_doubt__recovery_unanswered import prove_committed
+from dualwrite.recovery.settle import settle
+from dualwrite.writing.fair_queue import NoTurn, Turns
+from dualwrite.writing.lane__writing_lanes_losses import Losses
+from dualwrite.writing.lane__writing_lanes_recorded_losses import RecordedLosses
+
+if TYPE_CHECKING:
+    from dualwrite.kafka.engine import ProducerEngine
+    from dualwrite.kafka.producer import TransactionalProducer
+    from dualwrite.kafka.transaction_ends import PendingEnd
+    from dualwrite.recovery.settle import SettleReport
+    from dualwrite.writing.end_watcher import EndWatcher
+
+logger = logging.getLogger(__name__)
+
+_PROVE_S: Final = 5.0
+"""Kafka is asked for at least this long how a decided transaction ended, even if the time for its ending is over."""
+_KNOW_END_S: Final = 5.0
+"""Limits the wait for the end of a transaction before it is recorded as complete."""
+
+
+class Lane:
+    """One transactional id that we own, claimed again whenever its producer must not be reused.
+
+    Args:
+        transactional_id: The key of the row.
+        context: The servers.
+        make_producer: Makes the producer for a claimed row; not yet initialised.
+        claiming: Its one turn makes the lanes that guard each other claim one at a time.
+        guard: Returns the guard of this lane's first claim; called when it claims.
+        watcher: Finds out in the background how transactions have ended.
+        losses: Reports losses that settling finds and that do not belong to the current dual write.
+    """
+
+    def __init__(
+        self,
+        transactional_id: str,
+        context: OwnerContext,
+        make_producer: Callable[[StateRow], TransactionalProducer],
+        *,
+        claiming: Turns[None] | None = None,
+        guard: Callable[[], tuple[str, int]] | None = None,
+        watcher: EndWatcher | None = None,
+        losses: Losses | None = None,
+    ) -> None:
+        self.transactional_id = transactional_id
+        self._context = context
+        self._make_producer = make_producer
+        self._claiming = claiming or Turns([None])
+        self._guard = guard
+        self._watcher = watcher
+        self._losses = RecordedLosses(transactional_id, context, losses or Losses())
+        self._row: StateRow | None = None
+        self._producer: TransactionalProducer | None = None
+        self._unrecorded: StateRow | None = None
+        self._machine = Machine("lane", LANE_LIFE, LaneState.UNCLAIMED, moved=self._note_since)
+        self._unsettled_since: float | None = None
+        self._undecided_in: dict[int, frozenset[Partition]] = {}
+        self._asking_since: float | None = None
+
+    @property
+    def row(self) -> StateRow:
+        """The row as we know it: as claimed, with our newest decision since."""
+        assert self._row is not None
+        return self._row
+
+    @property
+    def producer(self) -> TransactionalProducer:
+        """The producer of our incarnation, usable since :meth:`ready`."""
+        assert self._producer is not None
+        return self._producer
+
+    @property
+    def engine(self) -> ProducerEngine:
+        """The engine of :attr:`producer`, which takes messages."""
+        return engine_of(self.producer)
+
+    @property
+    def unrecorded(self) -> StateRow | None:
+        """A row whose ``prepared`` is complete in Kafka, but not yet recorded as complete."""
+        return self._unrecorded
+
+    @property
+    def needs_settling(self) -> bool:
+        """Whether a transaction of ours may be open in Kafka that no producer of ours will end."""
+        state = self._machine.state
+        return state is LaneState.UNSETTLED or (state is LaneState.STARTED and not self._is_usable())
+
+    def _note_since(self, state: LaneState) -> None:
+        self._unsettled_since = now_s() if state is LaneState.UNSETTLED else None
+
+    @property
+    def unsettled_s(self) -> float:
+        """For how long the lane has been unsettled, in seconds; 0 if it is settled, or its producer is not yet discarded."""
+        since = self._unsettled_since
+        return 0.0 if since is None else now_s() - since
+
+    @property
+    def time_left_s(self) -> float | None:
+        """The time until the broker aborts the open transaction, in seconds; None if none with a time limit is open."""
+        producer = self._producer
+        if producer is None or producer.state not in {ProducerState.BEGUN, ProducerState.PREPARED}:
+            return None
+        timeout_ms, begun_for_s = producer.transaction_timeout_ms, producer.begun_for_s
+        return None if timeout_ms == NEVER_MS or not begun_for_s else timeout_ms / 1000 - begun_for_s
+
+    @property
+    def asking_since(self) -> float | None:
+        """When the step began that asks Kafka now, by the clock of the process; None if there is none. For other threads."""
+        producer = self._producer
+        return self._asking_since or (None if producer is None else producer.asking_since)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        before = self._asking_since
+        self._asking_since = before or now_s()
+        try:
+            yield
+        finally:
+            self._asking_since = before
+
+    def _is_usable(self) -> bool:
+        if self._producer is None:
+            return False
+        # Settling relies on this: only a settler begins a transaction under an epoch later than an owner's first.
+        return self._producer.state is ProducerState.READY and not self._producer.epoch_may_rise
+
+    @property
+    def pending_end(self) -> PendingEnd | None:
+        """The last transaction, while its end is not known but still can be."""
+        return self._producer.pending_end if self._producer is not None and self._is_usable() else None
+
+    def watch_end(self) -> None:
+        """Find out in the background how the last transaction has ended, once the dual write is over."""
+        if self._watcher is not None and (pending := self.pending_end) is not None:
+            # The step is for this producer and this row: when it is found, the lane may have others.
+            self._watcher.watch(pending, partial(self._note_end, self.producer, self.row, pending))
+
+    def know_end(self, deadline: Deadline) -> None:
+        """Find out how the last transaction has ended. If that cannot be known, the producer is not used again.
+
+        Raises:
+            ConfigurationError, Unavailable: As :meth:`note_end`, or a right is missing.
+        """
+        pending = self.pending_end
+        if self._watcher is not None and pending is not None and not self._watcher.wait(pending, deadline):
+            # What the watcher finds later must not be taken for the end of the next transaction.
+            self.note_end(EndStep.SETTLE)
+            return
+        if (pending := self.pending_end) is not None:
+            with self._asking():
+                step = know_end(self._context.coordinator, pending, deadline)
+            self.note_end(step)
+
+    def prove_end(self, deadline: Deadline) -> bool:
+        """As :meth:`know_end`, then check the log before a commit is recorded as complete. For owners that close or idle.
+
+        Returns:
+            Whether it may be recorded now. If not, :attr:`needs_settling` says whether settling finds out why.
+
+        Raises:
+            ConfigurationError, Unavailable: As :meth:`know_end`.
+        """
+        self.know_end(deadline)
+        if self._unrecorded is None or not self._is_usable():
+            return False
+        state = self._unrecorded.prepared
+        step = end_at_rest(self._context.coordinator, state, deadline)
+        if step is EndStep.SETTLE:
+            logger.warning("%s: the log shows an abort of %s, which was committed", self.transactional_id, state)
+            self.discard()
+        return step is EndStep.KNOWN
+
+    def note_end(self, step: EndStep) -> None:
+        """Take the step that was found for :attr:`pending_end`.
+
+        Raises:
+            ConfigurationError, Unavailable: An aborted transaction came back, and that could not be recorded. Ask again.
+        """
+        assert self.producer.pending_end is not None
+        self._note_end(self.producer, self.row, self.producer.pending_end, step)
+
+    def _note_end(self, producer: TransactionalProducer, row: StateRow, pending: PendingEnd, step: EndStep) -> None:
+        if producer.pending_end is not pending:
+            return  # after an interruption, the lane may have asked for it itself
+        if step is EndStep.RECORD:
+            self._losses.record_came_back(replace(row, prepared=pending.ended.state))
+        producer.note_end(step)
+
+    def adopt(self, row: StateRow) -> None:
+        """Take over a row that was just claimed and settled, and whose Kafka id has not been used."""
+        self._note_claim(row)
+        self._note_settled()
+
+    def _note_claim(self, row: StateRow) -> None:
+        self._machine.apply(LaneEvent.CLAIM)
+        self._row = row
+
+    def _note_settled(self) -> None:
+        self._machine.apply(LaneEvent.SETTLE)
+        self._unrecorded = None
+
+    def may_go_on(self) -> bool:
+        """Whether the lane may be used again after idling without a new claim. Call it before :meth:`ready`.
+
+        If the last transaction was handed over, the row must say that its decider has completed it: then no request is on its
+        way that could end the next one. The producer's own commit, which Kafka answers with success, brings it in line.
+
+        Raises:
+            ConfigurationError, Unavailable: The row could not be read.
+        """
+        producer = self._producer
+        if producer is None or producer.state not in {ProducerState.READY, ProducerState.PREPARED}:
+            return False
+        found = self._context.store.read([self.transactional_id])
+        if not found or not may_go_on(self.row, found[0], producer.prepared_state):
+            return False
+        if producer.state is ProducerState.PREPARED:
+            self._row = found[0]
+            try:
+                producer.commit_transaction()
+            except DualWriteError as error:
+                logger.info("%s: its producer cannot continue: %s", self.transactional_id, error)
+                return False
+            if producer.pending_end is not None:
+                producer.note_end(EndStep.KNOWN)  # the decider proved it before it recorded "completed"
+        return self._is_usable()
+
+    def ready(self, deadline: Deadline) -> None:
+        """Make the lane usable: claims, settles and makes a producer, unless it has a usable one.
+
+        Raises:
+            Fenced: Another owner has taken over.
+            DatabaseWentBack: The database has lost a claim, so this one is refused. Nothing is begun.
+            ConfigurationError, Unavailable: It could not be made usable now. Nothing is begun; try again.
+        """
+        self.know_end(deadline)
+        if not self._is_usable():
+            waiting.elsewhere(lambda: self._make_usable(deadline))
+
+    def _make_usable(self, deadline: Deadline) -> None:
+        if self._machine.state is not LaneState.SETTLED:
+            self._settle_former(deadline)
+        self._start(deadline)
+
+    def _settle_former(self, deadline: Deadline) -> None:
+        """Claim and settle. Losses found here belong to transactions that have ended for their callers."""
+        try:
+            try:
+                report = self._renew(deadline)
+            except DatabaseWentBack as error:
+                if error.state is None:
+                    raise  # the claim is refused until a person has looked
+                self._losses.tell(error)
+                report = self._renew(deadline)
+        except (DecidedTransactionLost, OutcomeUnverifiable) as loss:
+            self._losses.tell(loss)
+            raise Unavailable(
+                "an earlier transaction of this lane is lost, and not all it left behind is settled yet; nothing was begun",
+                transactional_id=self.transactional_id,
+                next_step="run the work again",
+            ) from loss
+        for found in report.losses:
+            self._losses.tell(found.as_error())
+
+    def settle(self, deadline: Deadline) -> None:
+        """Claim and settle a lane that is not in use. Reports the losses that it finds.
+
+        On return nothing of ours is open in Kafka any more, unless :attr:`needs_settling` says so.
+
+        Raises:
+            Fenced: Another owner has taken over, and settles.
+            ConfigurationError, Unavailable: It could not be settled now.
+        """
+        try:
+            self._settle_former(deadline)
+        except DatabaseWentBack as error:
+            self._losses.tell(error)
+
+    def complete(self, state: PreparedTxnState, deadline: Deadline) -> None:
+        """Commit in Kafka what the database has decided.
+
+        Raises:
+            CompletionPending: No answer in time. The next settler completes it, or finds it lost.
+            DecidedTransactionLost, OutcomeUnverifiable: The broker aborted it, or its outcome can no longer be known.
+            DatabaseWentBack: The database has lost it meanwhile, and what Kafka did is not known. It is recorded.
+        """
+        if state.has_transaction:
+            self._row = replace(self.row, prepared=state, completed=None)
+        try:
+            self.producer.commit_transaction()
+        except DualWriteError as error:
+            logger.warning("%s: Kafka did not answer the commit of %s: %s", self.transactional_id, state, error)
+            cause = error
+            waiting.elsewhere(lambda: self._complete_by_settling(state, deadline, cause))
+            return
+        if state.has_transaction:
+            self._unrecorded = self.row
+
+    def _complete_by_settling(self, state: PreparedTxnState, deadline: Deadline, cause: DualWriteError) -> None:
+        try:
+            report = self._renew(deadline)
+        except (DecidedTransactionLost, OutcomeUnverifiable) as error:
+            raise error from cause
+        except DualWriteError as error:
+            if isinstance(error, DatabaseWentBack) and error.state == str(state):
+                error.outcome = "unknown"
+                raise error from cause
+            logger.warning("%s: not settled: %s", self.transactional_id, error)
+            self.discard()
+            try:
+                prove_committed(self._context, self.row, state, Deadline(max(deadline.remaining_s(), _PROVE_S)), error)
+            except DualWriteError as found:
+                raise found from cause
+            return
+        for loss in report.losses:
+            if loss.row.prepared == state:
+                raise loss.as_error() from cause
+
+    def _renew(self, deadline: Deadline) -> SettleReport:
+        """Discard the producer and claim again, unless another owner has taken over."""
+        self.discard()
+        was_ours = self._row is not None
+        row = self._claim(deadline)
+        with self._asking():
+            report = settle(
+                [row],
+                coordinator=self._context.coordinator,
+                store=self._context.store,
+                deadline=deadline,
+                look_back=not was_ours,
+                undecided_in={self.transactional_id: self._undecided_in},
+                observer=self._context.observer,
+            )
+        failpoints.hit("claim.settled")
+        self._undecided_in = {}
+        self._note_settled()
+        return report
+
+    def _claim(self, deadline: Deadline) -> StateRow:
+        turn = self._claiming.ticket()
+        try:
+            try:
+                turn.wait(deadline)
+                if self._row is not None:
+                    guard: tuple[str, int] | None = (self.transactional_id, self._row.incarnation)
+                else:
+                    guard = self._guard() if self._guard else None
+                (row,) = claim_rows(self._context, [self.transactional_id], deadline, guard=guard)
+                # Ours from here on, even if settling fails.
+                known = self._row
+                self._note_claim(row)
+            finally:
+                turn.end()
+        except NoTurn:
+            raise Unavailable(
+                "timed out waiting for another lane of this writer to finish claiming",
+                transactional_id=self.transactional_id,
+            ) from None
+        finally:
+            turn.end()
+        if known is not None and is_older(row.prepared, known.prepared):
+            error = gone_back(
+                f"the row shows {str(row.prepared) or 'none'!r} as the newest decision, which was {str(known.prepared)!r}",
+                self.transactional_id,
+                str(known.prepared),
+                recorded=True,
+            )
+            self.record_forgotten(error)
+            raise error
+        return row
+
+    def _start(self, deadline: Deadline) -> None:
+        """Make and initialise the producer. One whose initialisation may still come, or come twice, is not used.
+
+        The next one has another Kafka id, under which a late copy finds nothing.
+        """
+        while True:
+            self._machine.apply(LaneEvent.START)
+            producer = self._make_producer(self.row)
+            self._producer = producer
+            try:
+                with self._asking():
+                    producer.init_transactions()
+            except Unavailable:
+                if not producer.doubtful or deadline.expired:
+                    raise
+                self._settle_former(deadline)
+                continue
+            failpoints.hit("claim.initialized")
+            if not producer.doubtful:
+                return
+            if deadline.expired:
+                raise Unavailable(
+                    "every initialisation of a producer took so long that it may have been sent twice",
+                    transactional_id=self.transactional_id,
+                    next_step="raise retry.backoff.ms above the time that the brokers need to answer",
+                )
+            self._settle_former(deadline)
+
+    def record_completed(self) -> None:
+        """Record in the row that its transaction is complete, once its end is known. For owners that close or idle.
+
+        Does nothing if the end is not known, the producer is doubtful, or settling has failed: settling will prove it, and end
+        what a broker has forgotten.
+        """
+        if self._unrecorded is None:
+            return
+        if self.prove_end(Deadline(_KNOW_END_S)):
+            self._context.store.record_outcomes([(self._unrecorded, Outcome.COMMITTED, "committed by its owner")])
+            self._unrecorded = None
+
+    def compare_with_row(self) -> None:
+        """Check whether the database has lost our newest decision, and report it if so. For owners that close or idle.
+
+        Raises:
+            ConfigurationError, Unavailable: The row could not be read.
+        """
+        if self._row is not None:
+            self._losses.compare(self._row)
+
+    def record_forgotten(self, error: DatabaseWentBack) -> None:
+        """Record the decision that the database has lost. Kafka has its messages."""
+        self._losses.record_forgotten(self.row, error)
+
+    def discard(self) -> None:
+        """Discard the producer. An open transaction stays open until it is settled."""
+        if self._producer is not None:
+            if undecided_in := self._producer.undecided_in:
+                self._undecided_in[self.row.incarnation] = undecided_in
+            self._producer.close()
+            self._producer = None
+        if self._machine.allows(LaneEvent.DISCARD):
+            self._machine.apply(LaneEvent.DISCARD)
+
+    def __repr__(self) -> str:
+        return f"<Lane {self.transactional_id} {self._producer!r}>"

@@ -1,0 +1,302 @@
+"""The lanes of one writer: gives them to blocks, and takes care of those that are not in use.
+
+A lane whose producer was discarded may have left a transaction open in Kafka, which holds back every ``read_committed``
+reader of its topics. It is settled in the background as soon as it is free: the next dual write may be hours away.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from typing import TYPE_CHECKING, Final
+
+from dualwrite.clock import Deadline, now_s
+from dualwrite.errors import DualWriteError, Fenced, IllegalStateError, Unavailable
+from dualwrite.writing.fair_queue import NoTurn, Place, Ticket, Turns
+
+if TYPE_CHECKING:
+    from dualwrite.writing.lane import Lane
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPT_S: Final = 10.0
+"""Limits one attempt to settle in the background; after it, a dual write that waits for the lane tries itself."""
+_CLOSE_S: Final = 5.0
+"""Limits the settling while closing: the next opening settles the rest."""
+_SILENT_S: Final = 2.0
+"""From this time on, a step that asks Kafka is one that Kafka does not answer."""
+_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
+
+
+@dataclass(eq=False)
+class Kept:
+    """A lane, and the state of its housekeeping since a block last used it.
+
+    Attributes:
+        lane: The lane.
+        worked: Whether it was usable when it was given out, so that it will be free again soon.
+        failures: How often settling it has failed.
+        given_up: Whether another owner settles it.
+        taken_at: When a block took it, in seconds on the clock of the process; None if none uses it.
+    """
+
+    lane: Lane
+    worked: bool = False
+    failures: int = 0
+    given_up: bool = False
+    taken_at: float | None = None
+
+    def due_at(self, free_since: float, idle_after_s: float) -> float | None:
+        """When its next housekeeping is due, by the clock of the process; None if there is nothing to do."""
+        if self.lane.needs_settling:
+            if self.given_up:
+                return None
+            backoff_s = min(_FIRST_BACKOFF_S * 2 ** (self.failures - 1), _LONGEST_BACKOFF_S) if self.failures else 0.0
+            return free_since + backoff_s
+        return free_since + idle_after_s if self.lane.unrecorded is not None else None
+
+
+class Lanes:
+    """Gives lanes to blocks, and keeps house for the others on its own thread.
+
+    Args:
+        name: The writer's transactional id.
+        make_lane: Makes the lane with that number; not claimed yet.
+        max_lanes: The maximum number of lanes.
+        timeout_s: How long closing waits for lanes in use, in seconds.
+        lane_timeout_s: How long :meth:`take` waits, in seconds.
+        idle_after_s: After this time without use the row records that its last transaction is complete, in seconds.
+        kafka_at: Kafka's address, for errors.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make_lane: Callable[[int], Lane],
+        *,
+        max_lanes: int,
+        timeout_s: float,
+        lane_timeout_s: float,
+        idle_after_s: float,
+        kafka_at: str,
+    ) -> None:
+        self._name = name
+        self._make_lane = make_lane
+        self.max_lanes = max_lanes
+        self._timeout_s = timeout_s
+        self.lane_timeout_s = lane_timeout_s
+        self._idle_after_s = idle_after_s
+        self._kafka_at = kafka_at
+        self._turns: Turns[Kept] = Turns(on_freed=self._freed)
+        self._look: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._due_at: float | None = None
+        self._housekeeper: threading.Thread | None = None
+        self.left_settled = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether the lanes are closed: none is given out any more."""
+        return self._turns.closed
+
+    @property
+    def first(self) -> Lane:
+        """The lane that guards the others."""
+        return self._turns.places[0].thing.lane
+
+    @property
+    def all(self) -> Sequence[Kept]:
+        """The lanes as they are now, those in use included."""
+        return [place.thing for place in list(self._turns.places)]
+
+    @property
+    def waiting(self) -> int:
+        """The number of blocks that wait for a lane."""
+        return self._turns.waiting
+
+    def __len__(self) -> int:
+        return len(self._turns.places)
+
+    def open(self, lanes: Iterable[Lane], *, keep_house: bool = True) -> None:
+        """Start with these lanes, which are ready, in order of their numbers.
+
+        Args:
+            lanes: The lanes.
+            keep_house: Whether to take care of free lanes in the background.
+        """
+        self._turns.places = [Place(Kept(lane)) for lane in lanes]
+        if not keep_house:
+            return
+        self._housekeeper = threading.Thread(target=self._keep_house, name=f"dualwrite {self._name}", daemon=True)
+        self._housekeeper.start()
+
+    def ticket(self) -> Ticket[Kept]:
+        """A ticket for a block to take its lane with. It must be ended, however the block ends; see :class:`Ticket`."""
+        return self._turns.ticket(self._choose)
+
+    def take(self, ticket: Ticket[Kept]) -> Lane:
+        """Wait for a lane; first come, first served.
+
+        Raises:
+            IllegalStateError: Closed.
+            Unavailable: All lanes were in use until the end of the wait.
+        """
+        try:
+            kept = ticket.wait(Deadline(self.lane_timeout_s))
+        except NoTurn:
+            if self.closed:
+                raise IllegalStateError("the writer is closed", transactional_id=self._name) from None
+            raise self._busy() from None
+        kept.failures, kept.given_up, kept.taken_at = 0, False, now_s()
+        return kept.lane
+
+    def _busy(self) -> Unavailable:
+        """The error of a caller that got no lane: whether it was Kafka, the other callers, or both that kept the lanes busy."""
+        what, now = f"all {self.max_lanes} lanes were busy for {self.lane_timeout_s:g} s", now_s()
+        began = [place.thing.lane.asking_since for place in list(self._turns.places) if place.user is not None]
+        waited = [now - since for since in began if since is not None]
+        long = [waited_s for waited_s in waited if waited_s >= min(_SILENT_S, self.lane_timeout_s / 2)]
+        if not long:
+            step = "raise max_lanes, or make transactions shorter"
+            return Unavailable(what, transactional_id=self._name, next_step=step)
+        step = "check these brokers and the way to them: more lanes would wait, too"
+        if len(long) < len(began):
+            step = "check these brokers and the way to them; for the other lanes, raise max_lanes, or make transactions shorter"
+        since = datetime.now(timezone.utc) - timedelta(seconds=max(long))
+        return Unavailable(
+            f"{what}: Kafka at {self._kafka_at} has not answered {len(long)} of them since {since:%H:%M:%S} UTC "
+            f"({max(long):.0f} s)",
+            transactional_id=self._name,
+            next_step=step,
+        )
+
+    def _choose(self, places: Sequence[Place[Kept]]) -> Place[Kept] | None:
+        """The working lane that was free for longest, or else a new one.
+
+        A lane that needs settling is chosen only if no working lane will be free soon: the background settles it, and it may be
+        one that cannot be settled now.
+        """
+        free = sorted((place for place in places if place.user is None), key=lambda place: place.free_since)
+        works = [place for place in free if not place.thing.lane.needs_settling]
+        if works:
+            # A lane whose last transaction is still ending would make the block wait, so others come first.
+            chosen = next((place for place in works if place.thing.lane.pending_end is None), works[0])
+            chosen.thing.worked = True
+            return chosen
+        if len(places) < self.max_lanes:
+            chosen = Place(Kept(self._make_lane(len(places))))
+            self._turns.places.append(chosen)
+            return chosen
+        if free and not any(place.thing.worked for place in places if place.user is not None):
+            free[0].thing.worked = False
+            return free[0]
+        return None
+
+    def _freed(self, place: Place[Kept]) -> None:
+        kept = place.thing
+        kept.taken_at = None
+        kept.lane.watch_end()
+        due_at = kept.due_at(now_s(), self._idle_after_s)
+        # Housekeeping is woken for what is due before its next look, not by every dual write.
+        if due_at is not None and (self._due_at is None or due_at < self._due_at):
+            self.look_again()
+
+    def look_again(self) -> None:
+        """Make housekeeping check what is due."""
+        if self._look.empty():
+            self._look.put(None)
+
+    def _keep_house(self) -> None:
+        while (ticket := self._next_due()) is not None:
+            assert ticket.place is not None
+            kept = ticket.place.thing
+            lane = kept.lane
+            try:
+                _see_to(lane, Deadline(min(self._timeout_s, _ATTEMPT_S)))
+                kept.failures = kept.failures + 1 if lane.needs_settling else 0
+            except Fenced as error:
+                kept.given_up = True
+                logger.warning("%s: left to the new owner to settle: %s", lane.transactional_id, error)
+            except DualWriteError as error:
+                kept.failures += 1
+                logger.warning("%s: not settled yet; retrying later: %s", lane.transactional_id, error)
+            except Exception:
+                kept.failures += 1
+                logger.exception("%s: not settled yet; retrying later", lane.transactional_id)
+            finally:
+                ticket.end()
+
+    def _next_due(self) -> Ticket[Kept] | None:
+        """Wait for a lane whose housekeeping is due, and take it; None when closing."""
+        while not self.closed:
+            ticket = self._turns.ticket(self._choose_due)
+            try:
+                ticket.wait(Deadline(0))
+            except NoTurn:
+                ticket.end()
+            else:
+                return ticket
+            with suppress(queue.Empty):
+                self._look.get(timeout=None if self._due_at is None else max(0.0, self._due_at - now_s()))
+        return None
+
+    def _choose_due(self, places: Sequence[Place[Kept]]) -> Place[Kept] | None:
+        due = [
+            (at, place)
+            for place in places
+            if place.user is None
+            if (at := place.thing.due_at(place.free_since, self._idle_after_s)) is not None
+        ]
+        self._due_at, place = min(due, key=lambda item: item[0], default=(None, None))
+        if place is None or self._due_at is None or self._due_at > now_s():
+            return None
+        place.thing.worked = False
+        return place
+
+    def close(self) -> None:
+        """Wait for lanes in use, settle and record what is left, and discard the producers. May be called more than once.
+
+        ``left_settled`` then says whether nothing is left for the next owner to settle.
+
+        Raises:
+            Unavailable: The database did not take the record that all is complete. All is closed.
+        """
+        self._turns.close()
+        self._look.put(None)
+        if self._housekeeper is not None:
+            self._housekeeper.join(self._timeout_s)
+            self._housekeeper = None
+        count = len(self)
+        lanes = [kept.lane for kept in self._turns.drain(Deadline(self._timeout_s))]
+        deadline = Deadline(min(self._timeout_s, _CLOSE_S))
+        try:
+            _attempt(lanes, lambda lane: lane.prove_end(deadline))
+            _attempt([lane for lane in lanes if lane.needs_settling], lambda lane: lane.settle(deadline))
+            for lane in lanes:
+                lane.record_completed()
+                lane.compare_with_row()
+            self.left_settled = len(lanes) == count and not any(lane.needs_settling for lane in lanes)
+        finally:
+            for lane in lanes:
+                lane.discard()
+
+
+def _attempt(lanes: Iterable[Lane], do: Callable[[Lane], object]) -> None:
+    for lane in lanes:
+        try:
+            do(lane)
+        except DualWriteError as error:
+            logger.warning("%s: left to the next settler: %s", lane.transactional_id, error)
+
+
+def _see_to(lane: Lane, deadline: Deadline) -> None:
+    if lane.needs_settling:
+        lane.settle(deadline)
+        logger.info("%s: settled in the background", lane.transactional_id)
+    else:
+        lane.record_completed()
+        lane.compare_with_row()

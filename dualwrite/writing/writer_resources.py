@@ -1,0 +1,181 @@
+"""The parts of a writer that it has while it is open: its servers, and its lanes, each with a producer of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from dualwrite.clock import Deadline
+from dualwrite.errors import IllegalStateError
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.protocol.values__protocol_naming import lane_id
+from dualwrite.recovery.claim import OwnerContext, claim_lanes
+from dualwrite.recovery.in_doubt import telling_at_open
+from dualwrite.writing.end_watcher import EndWatcher
+from dualwrite.writing.fair_queue import Turns
+from dualwrite.writing.health__writing_probe import SeldomAsked
+from dualwrite.writing.lane import Lane
+
+if TYPE_CHECKING:
+    from dualwrite.interfaces import StateStore
+    from dualwrite.interfaces__ports_observer import Observer
+    from dualwrite.kafka.config__kafka_config import KafkaConfig
+    from dualwrite.kafka.producer__kafka_producer_choice import EngineName
+    from dualwrite.protocol.values__protocol_rows import StateRow
+    from dualwrite.writing.lane__writing_lanes_losses import Losses
+    from dualwrite.writing.lane_pool import Lanes
+
+logger = logging.getLogger(__name__)
+
+_LANES_FROM_THE_START: Final = 2
+_PROBE_S: Final = 5.0
+
+
+@dataclass(frozen=True)
+class ProducerSettings:
+    """How the producers of lanes are made.
+
+    Attributes:
+        config: The settings of Kafka.
+        timeout_s: Limits the ending of a transaction, in seconds.
+        bulk: As for ``DualWriter``.
+        engine: As ``producer_engine`` for ``DualWriter``.
+    """
+
+    config: KafkaConfig
+    timeout_s: float
+    bulk: bool
+    engine: EngineName
+
+
+class Opened:
+    """The connections of one writer, and what is made on them.
+
+    Args:
+        name: The writer's transactional id.
+        store: The database.
+        settings: How producers are made.
+        owner: The writer's name in the rows, which no other owner has.
+        lanes: The writer's lanes.
+        losses: Reports losses.
+        observer: Observes what is done.
+
+    Attributes:
+        context: The servers.
+        longest_open_s: The age of the oldest transaction that is open in Kafka; see
+            :meth:`dualwrite.interfaces__ports_observer.Observer.opened`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: StateStore,
+        settings: ProducerSettings,
+        *,
+        owner: str,
+        lanes: Lanes,
+        losses: Losses,
+        observer: Observer,
+    ) -> None:
+        self._name = name
+        self._settings = settings
+        self._lanes = lanes
+        self._losses = losses
+        self._claiming = Turns([None])
+        coordinator = KafkaCoordinator(settings.config)
+        self.context = OwnerContext(coordinator, store, owner, observer)
+        self.longest_open_s = SeldomAsked(
+            f"dualwrite {name} open transactions",
+            lambda: coordinator.longest_open_s(Deadline(_PROBE_S)),
+            lambda error: logger.debug("could not ask for the oldest open transaction: %s", error),
+        )
+        # Its own connections: a broker works through the requests of one connection one by one.
+        asks = KafkaCoordinator(settings.config, like=coordinator, one_thread=True)
+        self._watcher = EndWatcher(name, asks, lanes.look_again)
+
+    def lane(self, number: int) -> Lane:
+        """A lane that is not claimed yet."""
+        return Lane(
+            lane_id(self._name, number),
+            self.context,
+            self._make_producer,
+            claiming=self._claiming,
+            guard=self._guard if number else None,
+            watcher=self._watcher,
+            losses=self._losses,
+        )
+
+    def _guard(self) -> tuple[str, int]:
+        return self._name, self._lanes.first.row.incarnation
+
+    def _make_producer(self, row: StateRow) -> TransactionalProducer:
+        return TransactionalProducer(
+            self._settings.config,
+            row.kafka_id(row.incarnation),
+            coordinator=self.context.coordinator,
+            incarnation=row.incarnation,
+            # The other half is for settling, if the producer gets no answer.
+            call_timeout_s=self._settings.timeout_s / 2,
+            bulk=self._settings.bulk,
+            engine=self._settings.engine,
+        )
+
+    def claim(self, deadline: Deadline) -> Sequence[Lane]:
+        """Claim and settle all lanes of the writer, and return those that it starts with, ready for use.
+
+        Raises:
+            DualWriteError: As ``DualWriter.open``.
+        """
+        count = min(_LANES_FROM_THE_START, self._lanes.max_lanes)
+        with telling_at_open(self.context.store, self._name):
+            rows = claim_lanes(self.context, self._name, count, deadline)
+        lanes = [self.lane(number) for number in range(count)]
+        for lane in lanes:
+            lane.adopt(rows[lane.transactional_id])
+        try:
+            with ThreadPoolExecutor(len(lanes)) as threads:
+                for future in [threads.submit(lane.ready, deadline) for lane in lanes]:
+                    future.result()
+        except BaseException:
+            for lane in lanes:
+                lane.discard()
+            raise
+        return lanes
+
+    def probe(self) -> None:
+        """Ask the database and Kafka something.
+
+        Raises:
+            DualWriteError: One of them does not answer.
+        """
+        rows = self.context.store.read([self._name])
+        self.context.coordinator.describe([row.kafka_id(row.incarnation) for row in rows], Deadline(_PROBE_S))
+
+    def close(self) -> None:
+        """Disconnect from Kafka."""
+        self._watcher.close()
+        self.context.coordinator.close()
+
+
+def require_opened(opened: Opened | None, transactional_id: str, pid: int) -> Opened:
+    """The parts of a writer that is open, in the process that has made it.
+
+    Raises:
+        IllegalStateError: It was made in another process, or is not open.
+    """
+    if os.getpid() != pid:
+        raise IllegalStateError(
+            "the writer was made in another process",
+            transactional_id=transactional_id,
+            next_step="a fork cannot share a producer: make a writer in each process, with an id of its own",
+        )
+    if opened is None:
+        raise IllegalStateError(
+            "the writer is not open", transactional_id=transactional_id, next_step="use `with writer:` or open()"
+        )
+    return opened

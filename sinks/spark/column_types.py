@@ -1,0 +1,382 @@
+"""Every Spark SQL type: its form in each message format, and the columns of each database that take it.
+
+The documentation shows this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+import pyarrow as pa
+from pyspark.sql import types as spark
+
+from dualwrite.errors import ConfigurationError
+from dualwrite.sinks.spark.column_types__sinks_spark_columns_table import Table, TableColumn
+
+
+class Form(Enum):
+    """The conversion of a DataFrame's column before it is sent."""
+
+    PLAIN = "as it is"
+    TEXT = "its decimal text"
+    JSON = "its JSON text"
+    MILLIS = "milliseconds since 1970"
+    HEADERS = "names with binary values"
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How a column travels to the database.
+
+    Attributes:
+        form: The conversion before it is sent.
+        arrow: The Arrow type that it is cast to; values that do not fit fail the task.
+        encoding: ``jsonb`` or ``uuid``, whose binary forms in PostgreSQL have no Arrow type; empty for all others.
+    """
+
+    form: Form
+    arrow: pa.DataType
+    encoding: str = ""
+
+
+_TEXT: Final = {name: Wire(Form.PLAIN, pa.string()) for name in ("text", "varchar", "bpchar", "citext", "json")}
+_ENUM: Final = "enum"
+_NESTED: Final = {
+    "json": Wire(Form.JSON, pa.string()),
+    "jsonb": Wire(Form.JSON, pa.string(), "jsonb"),
+}
+_WHOLE: Final = {
+    "int2": Wire(Form.PLAIN, pa.int16()),
+    "int4": Wire(Form.PLAIN, pa.int32()),
+    "int8": Wire(Form.PLAIN, pa.int64()),
+}
+_MARIADB_TEXT: Final = {
+    name: Wire(Form.PLAIN, pa.string())
+    for name in ("text", "varchar", "char", "tinytext", "mediumtext", "longtext", "enum", "json", "uuid")
+}
+_MARIADB_NESTED: Final = {"json": Wire(Form.JSON, pa.string())}
+_MARIADB_WHOLE: Final = {
+    "tinyint": Wire(Form.PLAIN, pa.int8()),
+    **{name: Wire(Form.PLAIN, pa.int16()) for name in ("smallint", "tinyint unsigned")},
+    **{name: Wire(Form.PLAIN, pa.int32()) for name in ("mediumint", "int", "smallint unsigned", "mediumint unsigned")},
+    **{name: Wire(Form.PLAIN, pa.int64()) for name in ("bigint", "int unsigned", "bigint unsigned")},
+}
+"""An Arrow type that holds all values of the column; the server refuses those that are outside of it."""
+
+
+_CAST: Final = "cast it"
+
+
+@dataclass(frozen=True)
+class TypeRow:
+    """One row of the table.
+
+    Attributes:
+        name: The Spark SQL name.
+        json: Its form in the JSON value, for people; empty if it is refused there.
+        postgresql: By PostgreSQL's internal type name, how it travels there; empty if no column takes it.
+        element: The internal name of the element type of the PostgreSQL arrays that take arrays of it.
+        advice: What to do if it is refused.
+        avro: Its Avro type, for people; empty if it is refused there.
+        json_schema: Its JSON Schema, likewise.
+        protobuf: The Protobuf fields that take it, likewise.
+        mariadb: By the type name of MariaDB and MySQL, how it travels there.
+    """
+
+    name: str
+    json: str
+    postgresql: Mapping[str, Wire] = field(default_factory=dict)
+    element: str = ""
+    advice: str = _CAST
+    avro: str = ""
+    json_schema: str = ""
+    protobuf: str = ""
+    mariadb: Mapping[str, Wire] = field(default_factory=dict)
+
+
+_LONGS: Final = "int64, sint64, sfixed64"
+
+
+def _whole(name: str, digits: int, element: str, avro: str = "int") -> TypeRow:
+    return TypeRow(
+        name,
+        "number",
+        {**_WHOLE, "numeric": Wire(Form.PLAIN, pa.decimal128(digits, 0))},
+        element,
+        avro=avro,
+        mariadb={**_MARIADB_WHOLE, "decimal": Wire(Form.PLAIN, pa.decimal128(digits, 0))},
+        json_schema="integer",
+        protobuf=_LONGS if avro == "long" else f"int32, sint32, sfixed32, {_LONGS}",
+    )
+
+
+_STRING: Final = TypeRow(
+    "string, char, varchar",
+    "string",
+    {
+        **_TEXT,
+        _ENUM: _TEXT["text"],
+        "jsonb": Wire(Form.PLAIN, pa.string(), "jsonb"),
+        "uuid": Wire(Form.PLAIN, pa.string(), "uuid"),
+    },
+    "text",
+    avro="string",
+    json_schema="string",
+    protobuf="string, enum",
+    mariadb=_MARIADB_TEXT,
+)
+_REFUSED_EVERYWHERE: Final = "cast it to a string or to numbers, or leave it out"
+
+TYPE_TABLE: Final[Mapping[str, TypeRow]] = {
+    "BooleanType": TypeRow(
+        "boolean",
+        "true, false",
+        {"bool": Wire(Form.PLAIN, pa.bool_())},
+        "bool",
+        avro="boolean",
+        json_schema="boolean",
+        protobuf="bool",
+        mariadb={"tinyint": Wire(Form.PLAIN, pa.bool_())},
+    ),
+    "ByteType": _whole("tinyint", 3, ""),
+    "ShortType": _whole("smallint", 5, "int2"),
+    "IntegerType": _whole("int", 10, "int4"),
+    "LongType": _whole("bigint", 19, "int8", "long"),
+    "FloatType": TypeRow(
+        "float",
+        "number; NaN and infinities as strings",
+        {"float4": Wire(Form.PLAIN, pa.float32()), "float8": Wire(Form.PLAIN, pa.float64())},
+        "float4",
+        avro="float",
+        json_schema="number",
+        protobuf="float, double",
+        mariadb={"float": Wire(Form.PLAIN, pa.float32()), "double": Wire(Form.PLAIN, pa.float64())},
+    ),
+    "DoubleType": TypeRow(
+        "double",
+        "number; NaN and infinities as strings",
+        {"float8": Wire(Form.PLAIN, pa.float64())},
+        "float8",
+        avro="double",
+        json_schema="number",
+        protobuf="double",
+        mariadb={"double": Wire(Form.PLAIN, pa.float64())},
+    ),
+    "DecimalType": TypeRow(
+        "decimal(p,s)",
+        "number, all digits",
+        {"numeric": Wire(Form.PLAIN, pa.decimal128(38, 0))},
+        "numeric",
+        avro="bytes decimal",
+        json_schema="number",
+        protobuf="string",
+        mariadb={"decimal": Wire(Form.PLAIN, pa.decimal128(38, 0))},
+    ),
+    "StringType": _STRING,
+    "CharType": _STRING,
+    "VarcharType": _STRING,
+    "BinaryType": TypeRow(
+        "binary",
+        "string, base64",
+        {"bytea": Wire(Form.PLAIN, pa.binary())},
+        "bytea",
+        avro="bytes",
+        json_schema="string, base64",
+        protobuf="bytes",
+        mariadb={
+            name: Wire(Form.PLAIN, pa.binary())
+            for name in ("blob", "varbinary", "binary", "tinyblob", "mediumblob", "longblob")
+        },
+    ),
+    "DateType": TypeRow(
+        "date",
+        'string, "2013-01-31"',
+        {"date": Wire(Form.PLAIN, pa.date32())},
+        "date",
+        avro="int date",
+        json_schema="string, date",
+        protobuf="string",
+        mariadb={"date": Wire(Form.PLAIN, pa.date32())},
+    ),
+    "TimestampType": TypeRow(
+        "timestamp",
+        'string, UTC, "2013-01-31T23:59:59.123456Z"',
+        {"timestamptz": Wire(Form.PLAIN, pa.timestamp("us", "UTC"))},
+        advice="use a column of type timestamptz (MariaDB: timestamp), or cast it to timestamp_ntz",
+        avro="long timestamp-micros",
+        json_schema="string, date-time",
+        protobuf="google.protobuf.Timestamp",
+        mariadb={"timestamp": Wire(Form.PLAIN, pa.timestamp("us", "UTC"))},
+    ),
+    "TimestampNTZType": TypeRow(
+        "timestamp_ntz",
+        'string, "2013-01-31T23:59:59.123456"',
+        {"timestamp": Wire(Form.PLAIN, pa.timestamp("us"))},
+        "timestamp",
+        advice="use a column of type timestamp without time zone (MariaDB: datetime), or cast it to timestamp",
+        avro="long local-timestamp-micros",
+        json_schema="string",
+        protobuf="string",
+        mariadb={"datetime": Wire(Form.PLAIN, pa.timestamp("us"))},
+    ),
+    "TimeType": TypeRow(
+        "time",
+        'string, "23:59:59.5", no trailing zeros',
+        {"time": Wire(Form.PLAIN, pa.time64("us"))},
+        avro="long time-micros",
+        json_schema="string",
+        protobuf="string",
+        mariadb={"time": Wire(Form.PLAIN, pa.time64("us"))},
+    ),
+    "DayTimeIntervalType": TypeRow(
+        "interval day to second",
+        "",
+        {"interval": Wire(Form.PLAIN, pa.duration("us"))},
+        advice="cast it to a string or to a number of seconds, or give the value column yourself",
+        protobuf="google.protobuf.Duration",
+    ),
+    "ArrayType": TypeRow(
+        "array<...>",
+        "array",
+        _NESTED,
+        avro="array",
+        json_schema="array",
+        protobuf="repeated",
+        mariadb=_MARIADB_NESTED,
+    ),
+    "MapType": TypeRow(
+        "map<string,...>",
+        "object",
+        _NESTED,
+        advice="make its keys strings",
+        avro="map",
+        json_schema="object",
+        protobuf="map<string, ...>",
+        mariadb=_MARIADB_NESTED,
+    ),
+    "StructType": TypeRow(
+        "struct<...>",
+        "object",
+        _NESTED,
+        avro="record",
+        json_schema="object",
+        protobuf="message",
+        mariadb=_MARIADB_NESTED,
+    ),
+    "VariantType": TypeRow(
+        "variant",
+        "what it holds",
+        _NESTED,
+        avro="string",
+        json_schema="anything",
+        protobuf="string",
+        mariadb=_MARIADB_NESTED,
+    ),
+    "NullType": TypeRow("void", "", advice="cast it to the type it is meant to have"),
+    "YearMonthIntervalType": TypeRow("interval year to month", "", advice=_REFUSED_EVERYWHERE),
+    "CalendarIntervalType": TypeRow("interval", "", advice=_REFUSED_EVERYWHERE),
+    "GeometryType": TypeRow("geometry", "", advice="convert it with ST_AsBinary"),
+    "GeographyType": TypeRow("geography", "", advice="convert it with ST_AsBinary"),
+    "UserDefinedType": TypeRow("user-defined", "", advice="convert it to the type that it is stored as"),
+}
+"""By the name of the type's class: older versions of Spark lack some of the classes."""
+
+
+def row_of(data_type: spark.DataType) -> TypeRow:
+    """The table's row for a type. A type that is not in the table (of a newer Spark) is refused everywhere."""
+    for kind in type(data_type).__mro__:
+        if kind.__name__ in TYPE_TABLE:
+            return TYPE_TABLE[kind.__name__]
+    return TypeRow(data_type.simpleString(), "", advice=_REFUSED_EVERYWHERE)
+
+
+def wire_for(name: str, data_type: spark.DataType, target: TableColumn, table: Table) -> Wire:
+    """How the DataFrame's column ``name`` travels into a column of the table.
+
+    Raises:
+        ConfigurationError: The table's column does not take the type, or would change its values.
+    """
+    row = row_of(data_type)
+    wire = table.takes(row).get(_ENUM if target.is_enum else target.type_name)
+    if wire is None and isinstance(data_type, spark.ArrayType) and target.element_type is not None:
+        element = row_of(data_type.elementType)
+        if element.element == target.element_type:
+            wire = Wire(
+                Form.PLAIN, pa.list_(_exact(data_type.elementType, table.takes(element)[target.element_type].arrow))
+            )
+    if wire is None:
+        raise ConfigurationError(
+            f"column {name!r} of type {data_type.simpleString()} cannot be written into column {target.name!r} of type "
+            f"{target.shown_type}",
+            next_step=_instead(row, target, table),
+        )
+    digits = _digits_after_point(data_type)
+    if target.scale is not None and digits is not None and digits > target.scale:
+        raise ConfigurationError(
+            f"column {name!r} of type {data_type.simpleString()} would be rounded by column {target.name!r} of type "
+            f"{target.shown_type}",
+            next_step=f"cast it to a decimal with {target.scale} digits after the point"
+            if target.scale >= 0
+            else "write it into a column that keeps its last digits",
+        )
+    if wire.form is Form.JSON:
+        check_json(name, data_type)
+    return Wire(wire.form, _exact(data_type, wire.arrow), wire.encoding)
+
+
+def _instead(row: TypeRow, target: TableColumn, table: Table) -> str:
+    """The next step for a column that does not take a type: the types that it takes, if there are any."""
+    kind = _ENUM if target.is_enum else target.type_name
+    taken = dict.fromkeys(one.name for one in TYPE_TABLE.values() if kind in table.takes(one))
+    if target.element_type is not None:
+        taken = dict.fromkeys(f"array<{one.name}>" for one in TYPE_TABLE.values() if one.element == target.element_type)
+    if not taken:
+        return (
+            f"no type of Spark goes into {target.shown_type}: leave the column out with `columns`, or write into one of "
+            "another type, and let the database convert it (a generated column, a trigger)"
+        )
+    return row.advice if row.advice != _CAST else f"it takes {', '.join(taken)}: cast it"
+
+
+def _digits_after_point(data_type: spark.DataType) -> int | None:
+    """The digits after the point of an exact number, or of an array's elements."""
+    if isinstance(data_type, spark.ArrayType):
+        return _digits_after_point(data_type.elementType)
+    if isinstance(data_type, spark.DecimalType):
+        return data_type.scale
+    return 0 if isinstance(data_type, spark.IntegralType) else None
+
+
+def _exact(data_type: spark.DataType, arrow: pa.DataType) -> pa.DataType:
+    if isinstance(data_type, spark.DecimalType):
+        return pa.decimal128(data_type.precision, data_type.scale)
+    return arrow
+
+
+def check_json(name: str, data_type: spark.DataType) -> None:
+    """Refuse a type that has no JSON form, at any depth.
+
+    Raises:
+        ConfigurationError: It has none. The error names the column and the type.
+    """
+    for inner in _parts(data_type):
+        row = row_of(inner)
+        if not row.json or (isinstance(inner, spark.MapType) and not isinstance(inner.keyType, spark.StringType)):
+            raise ConfigurationError(
+                f"column {name!r} of type {data_type.simpleString()} cannot be put into JSON: {inner.simpleString()}",
+                next_step=row.advice,
+            )
+
+
+def _parts(data_type: spark.DataType) -> Iterator[spark.DataType]:
+    yield data_type
+    if isinstance(data_type, spark.ArrayType):
+        yield from _parts(data_type.elementType)
+    elif isinstance(data_type, spark.MapType):
+        yield from _parts(data_type.valueType)
+    elif isinstance(data_type, spark.StructType):
+        for inner in data_type.fields:
+            yield from _parts(inner.dataType)

@@ -1,0 +1,328 @@
+"""Plans which column of the DataFrame goes where: on the driver, from names and types, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+from pyspark.sql import types as spark
+
+from dualwrite.errors import ConfigurationError
+from dualwrite.sinks.spark.column_types import Form, check_json, wire_for
+from dualwrite.sinks.spark.options__sinks_spark_options_message_formats import REGISTERED, Format
+from dualwrite.sinks.spark.schema_parts import Given, Part, PartSchema, module_of
+
+if TYPE_CHECKING:
+    from dualwrite.sinks.spark.column_types__sinks_spark_columns_table import Table
+    from dualwrite.sinks.spark.options import SinkOptions
+    from dualwrite.sinks.spark.registry import Registered
+
+WHOLE_ROW: Final = -1
+"""The source of the JSON value: all columns that go into the table."""
+HEADERS: Final = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+
+_TEXTUAL: Final = (spark.StringType, spark.CharType, spark.VarcharType)
+_WHOLE_NUMBERS: Final = (spark.ByteType, spark.ShortType, spark.IntegerType, spark.LongType)
+
+
+@dataclass(frozen=True)
+class Projected:
+    """One column as it reaches a task.
+
+    Attributes:
+        source: Number of the DataFrame's column, or ``WHOLE_ROW``.
+        form: Its conversion.
+        arrow: Its Arrow type after the conversion.
+    """
+
+    source: int
+    form: Form
+    arrow: pa.DataType
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A message's key or value that is written with a schema.
+
+    Attributes:
+        schema: The schema, and the columns that it is made of.
+        columns: The positions of its columns among the projected ones.
+        registered: The driver's findings in the registry; tasks ask the registry only for a topic column's subjects.
+    """
+
+    schema: PartSchema
+    columns: tuple[int, ...]
+    registered: tuple[Registered, ...] = ()
+
+
+@dataclass(frozen=True)
+class MessageColumns:
+    """The positions of a message's parts among the projected columns; None for a part that has no column."""
+
+    value: int | Encoded
+    key: int | Encoded | None
+    topic: int | None
+    headers: int | None
+    partition: int | None
+    timestamp: int | None
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A column of the table that is written.
+
+    Attributes:
+        name: Its name.
+        source: The position of its value among the projected columns.
+        encoding: How the value is sent.
+        shown_type: The column's type when the batch was planned, as people write it.
+        longest: As :attr:`TableColumn.longest`.
+    """
+
+    name: str
+    source: int
+    encoding: str
+    shown_type: str
+    longest: int | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The plan. Small, and pickles.
+
+    Attributes:
+        projected: The columns that reach a task.
+        json_columns: Number and name of the DataFrame's columns in the JSON value.
+        message: The positions of a message's parts.
+        table: Schema and name of the table.
+        table_columns: The table's columns that are written.
+        cluster_id: The Kafka cluster that the driver has found; empty before that.
+    """
+
+    projected: tuple[Projected, ...]
+    json_columns: tuple[tuple[int, str], ...]
+    message: MessageColumns
+    table: tuple[str, str]
+    table_columns: tuple[Copied, ...]
+    cluster_id: str = ""
+
+    @property
+    def arrow_schema(self) -> pa.Schema:
+        """The projected columns as an Arrow schema."""
+        return pa.schema([(f"c{number}", column.arrow) for number, column in enumerate(self.projected)])
+
+    @property
+    def table_column_names(self) -> tuple[str, ...]:
+        """The table's columns that are written."""
+        return tuple(column.name for column in self.table_columns)
+
+    @property
+    def table_types(self) -> dict[str, str]:
+        """The types of those columns when the batch was planned."""
+        return {column.name: column.shown_type for column in self.table_columns}
+
+
+def plan_layout(
+    schema: spark.StructType, options: SinkOptions, table: Table, given: Mapping[str, Given] | None = None
+) -> Layout:
+    """Match the DataFrame's columns with the message's parts and the table's columns.
+
+    Args:
+        schema: The DataFrame's columns.
+        options: The sink's settings.
+        table: The table.
+        given: The given schemas of ``key`` and ``value``, if they are written with one.
+
+    Raises:
+        ConfigurationError: A column is missing, ambiguous or of a type that cannot be written where it should go. The error
+            names the column and the type.
+    """
+    return _Planning(schema, options, table, given or {}).run()
+
+
+class _Planning:
+    def __init__(
+        self, schema: spark.StructType, options: SinkOptions, table: Table, given: Mapping[str, Given]
+    ) -> None:
+        self._given = given
+        self._fields = schema.fields
+        self._numbers = {field.name: number for number, field in enumerate(schema.fields)}
+        self._options = options
+        self._table = table
+        self._projected: dict[Projected, int] = {}
+
+    def run(self) -> Layout:
+        names = [field.name for field in self._fields]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigurationError(f"the DataFrame has two columns named {twice[0]!r}", next_step="rename one")
+        options = self._options
+        topic = self._textual("topic_column", options.topic_column)
+        key = self._key()
+        value = self._textual("value", options.value, binary=True) if options.format_of_value is Format.RAW else None
+        headers, partition, timestamp = self._headers(), self._partition(), self._timestamp()
+        wanted = self._wanted_columns()
+        json_columns = tuple((self._number("columns", name), name) for name in wanted)
+        table_columns = tuple(self._table_column(name, target) for name, target in wanted.items())
+        self._check_all_given(set(wanted.values()))
+        return Layout(
+            json_columns=json_columns,
+            message=MessageColumns(
+                value=self._whole_value(json_columns) if value is None else value,
+                key=key,
+                topic=topic,
+                headers=headers,
+                partition=partition,
+                timestamp=timestamp,
+            ),
+            table=(self._table.schema, self._table.name),
+            table_columns=table_columns,
+            projected=tuple(self._projected),
+        )
+
+    def _wanted_columns(self) -> dict[str, str]:
+        options = self._options
+        columns = options.columns
+        if isinstance(columns, str):
+            raise ConfigurationError("columns is a string; give a list of names, or a mapping")
+        if isinstance(columns, Mapping):
+            return dict(columns)
+        if columns is not None:
+            return {name: name for name in columns}
+        only_kafka = {options.topic_column, options.headers, options.partition, options.timestamp, options.value}
+        return {field.name: field.name for field in self._fields if field.name not in only_kafka}
+
+    def _table_column(self, name: str, target_name: str) -> Copied:
+        number = self._number("columns", name)
+        target = self._table.columns.get(target_name)
+        if target is None:
+            raise ConfigurationError(
+                f"table {self._table.name!r} has no column {target_name!r} for the DataFrame's column {name!r}",
+                next_step="add it to the table, rename it, or say with `columns` which columns go into the table",
+            )
+        if target.generated:
+            raise ConfigurationError(
+                f"column {target_name!r} of table {self._table.name!r} is computed by the database",
+                next_step="leave it out of `columns`",
+            )
+        wire = wire_for(name, self._fields[number].dataType, target, self._table)
+        source = self._project(number, wire.form, wire.arrow)
+        return Copied(target_name, source, wire.encoding, target.shown_type, target.longest)
+
+    def _check_all_given(self, given: set[str]) -> None:
+        if not given:
+            raise ConfigurationError("no column goes into the table", next_step="name some in `columns`")
+        missing = [name for name, column in self._table.columns.items() if column.must_be_given and name not in given]
+        if missing:
+            raise ConfigurationError(
+                f"column {missing[0]!r} of table {self._table.name!r} is NOT NULL without a default, and no column of the "
+                "DataFrame goes into it",
+                next_step="add it to the DataFrame, or give it a default",
+            )
+
+    def _whole_value(self, row: tuple[tuple[int, str], ...]) -> int | Encoded:
+        options = self._options
+        if options.format_of_value is Format.JSON:
+            return self._row_as_json(row)
+        if options.value is not None:
+            return self._encoded("value", ((self._number("value", options.value), options.value),), whole=True)
+        return self._encoded("value", row, whole=False)
+
+    def _encoded(self, field: str, columns: tuple[tuple[int, str], ...], *, whole: bool) -> Encoded:
+        part_format = self._options.format_of_value if field == "value" else Format(self._options.key_format)
+        part = Part(
+            field=field,
+            name=self._table.name if field == "value" else f"{self._table.name}_key",
+            columns=tuple((name, self._fields[number].dataType) for number, name in columns),
+            whole=whole,
+        )
+        schema = module_of(part_format).plan(part, self._given.get(field, Given()))
+        places = [
+            self._project(number, Form.PLAIN, arrow) for (number, _), arrow in zip(columns, schema.arrow, strict=True)
+        ]
+        return Encoded(schema, tuple(places))
+
+    def _row_as_json(self, json_columns: tuple[tuple[int, str], ...]) -> int:
+        for number, name in json_columns:
+            check_json(name, self._fields[number].dataType)
+        return self._project(WHOLE_ROW, Form.JSON, pa.string())
+
+    def _key(self) -> int | Encoded | None:
+        name = self._options.key
+        if name is not None and Format(self._options.key_format) in REGISTERED:
+            return self._encoded("key", ((self._number("key", name), name),), whole=True)
+        if name is not None:
+            number = self._number("key", name)
+            if isinstance(self._fields[number].dataType, _WHOLE_NUMBERS):
+                return self._project(number, Form.TEXT, pa.string())
+        return self._textual("key", name, binary=True)
+
+    def _textual(self, setting: str, name: str | None, *, binary: bool = False) -> int | None:
+        if name is None:
+            return None
+        number = self._number(setting, name)
+        data_type = self._fields[number].dataType
+        if isinstance(data_type, _TEXTUAL):
+            return self._project(number, Form.PLAIN, pa.string())
+        if binary and isinstance(data_type, spark.BinaryType):
+            return self._project(number, Form.PLAIN, pa.binary())
+        raise self._refused(setting, name, data_type, "string or binary" if binary else "string")
+
+    def _headers(self) -> int | None:
+        name = self._options.headers
+        if name is None:
+            return None
+        number = self._number("headers", name)
+        data_type = self._fields[number].dataType
+        key: spark.DataType | None = None
+        value: spark.DataType | None = None
+        if isinstance(data_type, spark.MapType):
+            key, value = data_type.keyType, data_type.valueType
+        elif isinstance(data_type, spark.ArrayType) and isinstance(data_type.elementType, spark.StructType):
+            parts = data_type.elementType
+            if parts.names == ["key", "value"]:
+                key, value = parts.fields[0].dataType, parts.fields[1].dataType
+        if not isinstance(key, _TEXTUAL) or not isinstance(value, (*_TEXTUAL, spark.BinaryType)):
+            wanted = "map<string,string|binary> or array<struct<key:string,value:string|binary>>"
+            raise self._refused("headers", name, data_type, wanted)
+        return self._project(number, Form.HEADERS, HEADERS)
+
+    def _partition(self) -> int | None:
+        name = self._options.partition
+        if name is None:
+            return None
+        number = self._number("partition", name)
+        data_type = self._fields[number].dataType
+        if not isinstance(data_type, _WHOLE_NUMBERS):
+            raise self._refused("partition", name, data_type, "int")
+        return self._project(number, Form.PLAIN, pa.int32())
+
+    def _timestamp(self) -> int | None:
+        name = self._options.timestamp
+        if name is None:
+            return None
+        number = self._number("timestamp", name)
+        data_type = self._fields[number].dataType
+        if not isinstance(data_type, spark.TimestampType):
+            raise self._refused("timestamp", name, data_type, "timestamp")
+        return self._project(number, Form.MILLIS, pa.int64())
+
+    def _number(self, setting: str, name: str) -> int:
+        if name not in self._numbers:
+            raise ConfigurationError(
+                f"{setting} names the column {name!r}, which the DataFrame does not have",
+                next_step=f"its columns are {', '.join(self._numbers)}",
+            )
+        return self._numbers[name]
+
+    def _project(self, source: int, form: Form, arrow: pa.DataType) -> int:
+        return self._projected.setdefault(Projected(source, form, arrow), len(self._projected))
+
+    @staticmethod
+    def _refused(setting: str, name: str, data_type: spark.DataType, wanted: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{setting} names the column {name!r} of type {data_type.simpleString()}; it must be {wanted}",
+            next_step="cast it",
+        )

@@ -1,0 +1,437 @@
+"""The settings of a sink: names, addresses, and which column goes where. Checked on the driver, shipped to the tasks."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from types import UnionType
+from typing import TYPE_CHECKING, Final, NoReturn, TypedDict, Union, get_args, get_origin, get_type_hints
+from urllib.parse import quote, unquote
+
+from sqlalchemy import exc, make_url
+
+from dualwrite.errors import ConfigurationError
+from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.producer__kafka_producer_choice import EngineName, wanted_engine
+from dualwrite.protocol.values__protocol_allowed import check_seconds
+from dualwrite.protocol.values__protocol_naming import pool_of_sink
+from dualwrite.sinks.spark.options__sinks_spark_options_message_formats import KEY_FORMATS, REGISTERED, Format
+from dualwrite.sinks.spark.options__sinks_spark_options_near_names import did_you_mean
+from dualwrite.sinks.spark.options__sinks_spark_options_registry_settings import RegistrySettings
+from dualwrite.stores.sql.access__stores_sql_access_failures import shown_url
+from dualwrite.stores.sql.tables__stores_sql_tables_rows import check_name
+
+if TYPE_CHECKING:
+    from sqlalchemy import URL
+
+_LONGEST_SINK_NAME: Final = 200
+_REFERENCE: Final = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
+_DEFAULTS: Final = {
+    # librdkafka's default of 1 GB suits one producer; a machine runs many tasks.
+    "queue.buffering.max.kbytes": 64 * 1024,
+    # Like Java's producers, including Spark's own: librdkafka's default would put the same key into another partition.
+    "partitioner": "murmur2_random",
+}
+_FORMATS: Final = tuple(str(item) for item in Format)
+_DRIVERS: Final = frozenset({("postgresql", "psycopg"), ("mysql", "pymysql"), ("mariadb", "pymysql")})
+
+
+_KINDS: Final[Mapping[type, str]] = {
+    str: "text", bytes: "bytes", int: "a whole number", float: "a number", bool: "True or False", Mapping: "a mapping",
+    Sequence: "a list of names",
+}  # fmt: skip
+
+DATABASE_LEGS: Final = ("auto", "staging", "prepared")
+
+
+class _Needed(TypedDict):
+    sink: str
+    kafka: Mapping[str, object]
+    url: str
+    table: str
+
+
+class SinkSettings(_Needed, total=False):
+    """The keyword arguments of every sink. `SinkOptions` explains each of them."""
+
+    topic: str | None
+    topic_column: str | None
+    key: str | None
+    value: str | None
+    headers: str | None
+    partition: str | None
+    timestamp: str | None
+    key_format: str
+    value_format: str | None
+    key_schema: str | None
+    value_schema: str | None
+    key_message: str | None
+    value_message: str | None
+    descriptor: str | bytes | None
+    schema_registry: Mapping[str, object] | None
+    columns: Mapping[str, str] | Sequence[str] | None
+    schema: str | None
+    max_slots: int
+    lease_s: float
+    timeout_s: float
+    margin_s: float
+    progress_s: float
+    decide_within_s: float
+    database_leg: str
+    keep_slots: bool
+    producer_engine: EngineName
+    allow_nondeterministic: bool
+    unit_topic: str | None
+
+
+@dataclass(frozen=True, repr=False)
+class SinkOptions:
+    """One sink's settings. Its ``repr`` shows no secret, and neither do this library's errors and log lines.
+
+    It pickles, because the tasks connect too. The pickle masks values that may be secret, so that they cannot be read off a
+    dump; this is not encryption. To keep a secret out of it altogether, write ``${env:NAME}`` in ``url`` or in a value of
+    ``kafka``: the driver and each executor then read it from their own environment when they connect.
+
+    Args:
+        sink: Name of the sink: stable over restarts, unique among jobs that write at the same time. Sink, batch id and
+            partition together identify what is already written. Kafka's transactional ids begin with it, for ACLs.
+        kafka: librdkafka configuration; ``bootstrap.servers`` at least. Keys that run code are refused.
+        url: SQLAlchemy URL of the database: ``postgresql+psycopg://...``, or ``mysql+pymysql://...`` for MariaDB and MySQL.
+        table: The table to write into, as in SQL: ``flights``, ``sales.orders``, ``"Order"``. It must exist.
+        topic: The topic of all messages; it must exist. Either this or ``topic_column``.
+        topic_column: Column with each message's topic.
+        key: Column with the message's key: text, binary, or whole numbers (their decimal text).
+        value: Column with the message's value, text or binary. By default the value is the JSON object of the columns that
+            go into the table, by their DataFrame names.
+        headers: Column with headers: ``map<string,string|binary>`` or ``array<struct<key:string,value:string|binary>>``.
+        partition: Column with the partition number.
+        timestamp: Column of type ``timestamp`` with the message's time, in ms in Kafka.
+        key_format: ``raw``, or with a schema registry ``avro``, ``jsonschema`` or ``protobuf``. The key is the column ``key``.
+        value_format: ``json`` (the default), ``raw`` (the default if ``value`` is given), ``avro``, ``jsonschema`` or
+            ``protobuf``. The last three write the columns that go into the table as one record, or the column ``value``.
+        key_schema: Avro or JSON Schema of the key, as text. By default derived from the column's type.
+        value_schema: Avro or JSON Schema of the value, as text. By default derived from the columns' types.
+        key_message: Full name of the key's Protobuf message.
+        value_message: Full name of the value's Protobuf message.
+        descriptor: For Protobuf: the path of a descriptor set written by ``protoc --include_imports --descriptor_set_out``,
+            read on the driver; or its bytes, which :func:`descriptor_set` makes from a generated class.
+        schema_registry: ``url`` at least; see the documentation. Settings that run code are refused.
+        columns: The columns that go into the table: a list of names, or a mapping from DataFrame column to table column. By
+            default all that are not named by ``topic_column``, ``headers``, ``partition``, ``timestamp``, or ``value``,
+            into columns of the same name.
+        schema: The database schema of the library's own tables, if it is not the default one.
+        max_slots: The most tasks of this sink that write at the same time.
+        lease_s: How long a dead task's slot stays taken, in seconds.
+        timeout_s: Limits settling, claiming, and the ending of each dual write, in seconds.
+        margin_s: The time that must be left of the broker's transaction timeout at the decision, in seconds.
+        progress_s: Time between two progress lines in the log of the driver, and of each task, in seconds.
+        decide_within_s: For a batch decided as a whole: how long the part prepared first may wait for the last one, in
+            seconds. The broker's transaction timeout limits it as well.
+        database_leg: For a batch decided as a whole: where its tasks put rows before the decision. "staging": into tables
+            beside the target; the decision moves the rows, and all of them show at once; works on every server. "prepared":
+            into the target, by PREPARE TRANSACTION; nothing is moved, the rows show partition by partition, and the server
+            needs max_prepared_transactions; not on MariaDB and MySQL. "auto": staging if tables may be created, otherwise
+            prepared.
+        keep_slots: Whether a Python worker that Spark reuses keeps its connections, slots and producers from task to task,
+            so that they need no claim and no new producer. Spark ends workers that are idle for a minute.
+        producer_engine: ``auto``, ``native`` or ``librdkafka``; see :class:`dualwrite.TransactionalProducer`.
+        allow_nondeterministic: For a batch written partition by partition: accept a DataFrame whose plan may give other rows
+            when it is computed again, and do not compare the rows of skipped partitions with those written earlier. A batch
+            decided as a whole may give other rows each time.
+        unit_topic: A topic in which each batch is announced once it is complete in Kafka, for `dualwrite.units.BatchReader`, to
+            which it becomes visible at one moment. It must exist, be kept from compaction, and belong to this sink, as must
+            ``topic``. Not for ``foreach_partition``.
+
+    Raises:
+        ConfigurationError: A setting is missing, wrong, or contradicts another one. The error names it.
+    """
+
+    sink: str
+    kafka: Mapping[str, object]
+    url: str
+    table: str
+    topic: str | None = None
+    topic_column: str | None = None
+    key: str | None = None
+    value: str | None = None
+    headers: str | None = None
+    partition: str | None = None
+    timestamp: str | None = None
+    key_format: str = "raw"
+    value_format: str | None = None
+    key_schema: str | None = None
+    value_schema: str | None = None
+    key_message: str | None = None
+    value_message: str | None = None
+    descriptor: str | bytes | None = None
+    schema_registry: Mapping[str, object] | None = None
+    columns: Mapping[str, str] | Sequence[str] | None = None
+    schema: str | None = None
+    max_slots: int = 1000
+    lease_s: float = 60.0
+    timeout_s: float = 120.0
+    margin_s: float = 10.0
+    progress_s: float = 5.0
+    decide_within_s: float = 3600.0
+    database_leg: str = "auto"
+    keep_slots: bool = True
+    producer_engine: EngineName = "auto"
+    allow_nondeterministic: bool = False
+    unit_topic: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, kinds in _kinds().items():
+            _check_kind(name, getattr(self, name), kinds)
+        check_name(self.sink, "the name of a sink")
+        if len(self.sink) > _LONGEST_SINK_NAME or "#" in self.sink:
+            raise ConfigurationError(
+                f"{self.sink!r} cannot be the name of a sink",
+                next_step=f"use at most {_LONGEST_SINK_NAME} characters without '#'",
+            )
+        if (self.topic is None) == (self.topic_column is None):
+            raise ConfigurationError("give either topic or topic_column")
+        if self.unit_topic is not None and self.topic in {None, self.unit_topic}:
+            raise ConfigurationError("unit_topic needs one topic for all messages, and must be another one than that")
+        if not self.max_slots > 0:
+            raise ConfigurationError("max_slots must be greater than 0")
+        for name in ("lease_s", "timeout_s", "margin_s", "progress_s", "decide_within_s"):
+            check_seconds(name, getattr(self, name))
+        if self.database_leg not in DATABASE_LEGS:
+            raise ConfigurationError(
+                f"database_leg cannot be {self.database_leg!r}", next_step=f"use one of {', '.join(DATABASE_LEGS)}"
+            )
+        wanted_engine(self.producer_engine)
+        _parse_url(self.url)
+        self._check_formats()
+
+    def _check_formats(self) -> None:
+        if self.value_format is not None and self.value_format not in _FORMATS:
+            raise ConfigurationError(f"value_format must be one of {', '.join(_FORMATS)}")
+        if self.key_format not in KEY_FORMATS:
+            raise ConfigurationError(f"key_format must be one of {', '.join(KEY_FORMATS)}")
+        if self.format_of_value is Format.RAW and self.value is None:
+            raise ConfigurationError("value_format raw needs a column: name it with value")
+        if self.format_of_value is Format.JSON and self.value is not None:
+            raise ConfigurationError("value_format json is for whole rows: leave value out, or use raw")
+        if self.key is None and Format(self.key_format) in REGISTERED:
+            raise ConfigurationError(f"key_format {self.key_format} needs a column: name it with key")
+        self._check_part("key", Format(self.key_format), self.key_schema, self.key_message)
+        self._check_part("value", self.format_of_value, self.value_schema, self.value_message)
+        if self.schema_registry is not None:
+            self._check_registry(RegistrySettings.parse(self.schema_registry))
+
+    def _check_part(self, part: str, part_format: Format, schema: str | None, message: str | None) -> None:
+        if schema is not None and part_format not in {Format.AVRO, Format.JSON_SCHEMA}:
+            raise ConfigurationError(f"{part}_schema is for {part}_format avro and jsonschema")
+        if (message is not None) != (part_format is Format.PROTOBUF):
+            raise ConfigurationError(f"{part}_message and {part}_format protobuf must be given together")
+        if part_format is Format.PROTOBUF and self.descriptor is None:
+            raise ConfigurationError(
+                f"{part}_format protobuf needs a descriptor",
+                next_step="give the path of what protoc --include_imports --descriptor_set_out has written",
+            )
+        if part_format in REGISTERED and self.schema_registry is None:
+            raise ConfigurationError(f"{part}_format {part_format} needs schema.registry.url")
+
+    def _check_registry(self, settings: RegistrySettings) -> None:
+        if settings.use_latest and self.topic is None:
+            raise ConfigurationError("use.latest.version needs one topic for all messages, and topic_column has many")
+        if settings.use_latest and (self.key_schema is not None or self.value_schema is not None):
+            raise ConfigurationError("use.latest.version and a schema of your own cannot be combined")
+
+    @property
+    def format_of_value(self) -> Format:
+        """The value's format, also if none is given."""
+        if self.value_format is None:
+            return Format.JSON if self.value is None else Format.RAW
+        return Format(self.value_format)
+
+    def registry_settings(self) -> RegistrySettings:
+        """The checked settings, references replaced by this process's environment.
+
+        Raises:
+            ConfigurationError: A variable is not set, or there are no settings.
+        """
+        return RegistrySettings.parse(_resolved_values(self.schema_registry or {}))
+
+    @property
+    def pool(self) -> str:
+        """The pool of slots."""
+        return pool_of_sink(self.sink)
+
+    def kafka_config(self) -> KafkaConfig:
+        """The checked configuration, references replaced by this process's environment.
+
+        Raises:
+            ConfigurationError: A key is refused, or a variable is not set.
+        """
+        return KafkaConfig.parse({**_DEFAULTS, **_resolved_values(self.kafka)}, trusted=False)
+
+    def kafka_settings(self) -> Mapping[str, object]:
+        """The dictionary of :meth:`kafka_config`, for a writer of this process.
+
+        Raises:
+            ConfigurationError: As :meth:`kafka_config`.
+        """
+        self.kafka_config()
+        return {**_DEFAULTS, **_resolved_values(self.kafka)}
+
+    def database_url(self) -> URL:
+        """The URL, references replaced by this process's environment.
+
+        Raises:
+            ConfigurationError: A variable is not set.
+        """
+        url = _parse_url(self.url)
+        return url.set(
+            username=_resolved(url.username),
+            password=_resolved(url.password),
+            host=_resolved(url.host and unquote(url.host)),
+            database=_resolved(url.database),
+            query={
+                name: _resolve(value, "url") if isinstance(value, str) else [_resolve(one, "url") for one in value]
+                for name, value in url.query.items()
+            },
+        )
+
+    def __repr__(self) -> str:
+        shown = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown["url"] = shown_url(readable_url(self.url))
+        shown["kafka"] = f"<{len(self.kafka)} settings>"
+        if self.schema_registry is not None:
+            shown["schema_registry"] = f"<{len(self.schema_registry)} settings>"
+        if isinstance(self.descriptor, bytes):
+            shown["descriptor"] = f"<{len(self.descriptor)} bytes>"
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        masked = {
+            "kafka": _masked(self.kafka),
+            "schema_registry": None if self.schema_registry is None else _masked(self.schema_registry),
+            "url": Masked.of(self.url),
+        }
+        return _unmask, ({**plain, **masked},)
+
+
+def settings_of(given: Mapping[str, object]) -> SinkOptions:
+    """The settings that a caller has given by name.
+
+    Raises:
+        ConfigurationError: As :class:`SinkOptions`; or a name is unknown, or a setting without a default is missing.
+    """
+    known = {field.name: field.name for field in fields(SinkOptions)}
+    for name in given:
+        if name not in known:
+            every = f"the settings are {', '.join(known)}"
+            raise ConfigurationError(f"there is no setting {name!r}", next_step=did_you_mean(name, known, every))
+    for name in _Needed.__annotations__:
+        if name not in given:
+            raise ConfigurationError(f"the setting {name} is missing", next_step=f"give {name}=...")
+    return SinkOptions(**given)  # type: ignore[arg-type] # by name; it checks their types
+
+
+@cache
+def _kinds() -> Mapping[str, tuple[type, ...]]:
+    """By setting, the types of its values; those that are one of a few texts are checked by their own functions."""
+    hints = get_type_hints(SinkOptions)
+    unions = (Union, UnionType)
+    found = {
+        name: get_args(hint) if get_origin(hint) in unions else (hint,)
+        for name, hint in hints.items()
+        if hint is not EngineName
+    }
+    return {name: tuple(get_origin(kind) or kind for kind in kinds) for name, kinds in found.items()}
+
+
+def _check_kind(name: str, value: object, kinds: tuple[type, ...]) -> None:
+    fits = isinstance(value, (*kinds, int) if float in kinds else kinds)
+    if not fits or (isinstance(value, bool) and bool not in kinds):
+        wanted = " or ".join(_KINDS[kind] for kind in kinds if kind in _KINDS)
+        raise ConfigurationError(f"{name} must be {wanted}, not {type(value).__name__}")
+
+
+@dataclass(frozen=True)
+class Masked:
+    """A text that cannot be read off a pickle: each of its bytes is changed by a random byte stored beside it."""
+
+    pad: bytes
+    body: bytes
+
+    @classmethod
+    def of(cls, value: object) -> object:
+        """Mask a text; return any other value as it is."""
+        if not isinstance(value, str):
+            return value
+        plain = value.encode()
+        pad = secrets.token_bytes(len(plain))
+        return cls(pad, bytes(left ^ right for left, right in zip(plain, pad, strict=True)))
+
+    def text(self) -> str:
+        """The text."""
+        return bytes(left ^ right for left, right in zip(self.pad, self.body, strict=True)).decode()
+
+
+def _masked(settings: Mapping[str, object]) -> dict[str, object]:
+    return {key: Masked.of(value) for key, value in settings.items()}
+
+
+def _unmask(settings: dict[str, object]) -> SinkOptions:
+    return SinkOptions(**{name: _plain(value) for name, value in settings.items()})  # type: ignore[arg-type]
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return value.text() if isinstance(value, Masked) else value
+
+
+def _resolved_values(settings: Mapping[str, object]) -> dict[str, object]:
+    return {key: _resolve(value, key) if isinstance(value, str) else value for key, value in settings.items()}
+
+
+def _resolve(text: str, setting: str) -> str:
+    def value_of(match: re.Match[str]) -> str:
+        value = os.environ.get(match[1])
+        if value is None:
+            raise ConfigurationError(
+                f"{setting} refers to the environment variable {match[1]}, which is not set here",
+                next_step="set it for the driver, and for the executors with spark.executorEnv",
+            )
+        return value
+
+    return _REFERENCE.sub(value_of, text)
+
+
+def _resolved(part: str | None) -> str | None:
+    return None if part is None else _resolve(part, "url")
+
+
+def readable_url(text: str) -> str:
+    """Quote the braces and colons of references before the URL's path, so that SQLAlchemy can parse it."""
+    scheme, mark, rest = text.partition("://")
+    before_path, slash, path = rest.partition("/")
+    return f"{scheme}{mark}{_REFERENCE.sub(lambda found: quote(found[0], safe=''), before_path)}{slash}{path}"
+
+
+def _parse_url(text: str) -> URL:
+    try:
+        url = make_url(readable_url(text))
+        dialect = url.get_dialect()
+    except (exc.SQLAlchemyError, ValueError):  # ValueError: the port is not a number
+        _refuse_url()
+    if (dialect.name, dialect.driver) not in _DRIVERS:
+        _refuse_url()
+    return url
+
+
+def _refuse_url() -> NoReturn:
+    # Without its cause: SQLAlchemy's message repeats the URL, password included.
+    raise ConfigurationError(
+        "url is not the URL of a PostgreSQL database through psycopg 3, or of MariaDB or MySQL through PyMySQL",
+        next_step="write postgresql+psycopg://user:password@host:port/database, or mysql+pymysql://...",
+    ) from None

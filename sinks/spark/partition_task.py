@@ -1,0 +1,303 @@
+"""One task: one partition, one dual write. The ledger lets exactly one of its attempts count."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+from pyspark import TaskContext
+
+from dualwrite import failpoints
+from dualwrite.clock import Deadline
+from dualwrite.errors import (
+    CompletionPending,
+    DecidedTransactionLost,
+    DualWriteError,
+    IllegalStateError,
+    OutcomeUnverifiable,
+    TransactionAborted,
+    TransactionInDoubt,
+    Unavailable,
+)
+from dualwrite.protocol.batches__protocol_batches_entry import Way
+from dualwrite.sinks.batches import RUN_AGAIN, pending
+from dualwrite.sinks.spark.digests import Fingerprint, Fingerprinted, hashed_columns, other_rows
+from dualwrite.sinks.spark.sendable import awaited, projected_batches
+from dualwrite.sinks.spark.sendable__sinks_spark_columns_from_rows import row_batches
+from dualwrite.sinks.spark.worker import Attempt
+from dualwrite.sinks.spark.worker__sinks_spark_worker_destinations import destination_of
+from dualwrite.sinks.spark.worker__sinks_spark_worker_worker_cache import servers
+from dualwrite.sinks.spark.writing__sinks_spark_writing_both_legs import write_rows
+from dualwrite.sinks.spark.writing__sinks_spark_writing_progress import Progress, shown
+from dualwrite.sinks.spark.writing__sinks_spark_writing_whole_input import whole_input
+from dualwrite.writing.transaction__writing_blocks_block import dual_write
+
+if TYPE_CHECKING:
+    from pyspark.sql import Row
+    from pyspark.sql import types as spark
+    from sqlalchemy import Connection
+
+    from dualwrite.sinks.spark.layout import Layout
+    from dualwrite.sinks.spark.options import SinkOptions
+    from dualwrite.stores.sql.ledger__stores_sql_jobs_runs import Run
+    from dualwrite.writing.lane import Lane
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PartitionReport:
+    """The result of one partition.
+
+    Attributes:
+        partition: Its number.
+        rows: Rows that this task has written.
+        bytes: Their size, as :class:`Progress` counts it.
+        written: False if an earlier or a faster attempt had written it.
+        empty: Whether it has no rows and the task left the ledger to the driver.
+    """
+
+    partition: int
+    rows: int
+    bytes: int
+    written: bool
+    empty: bool = False
+
+
+REPORT_SCHEMA: Final = "partition bigint, rows bigint, bytes bigint, written boolean, empty boolean"
+"""The columns of a :class:`PartitionReport`: its fields, in the types that Arrow gives to Python's."""
+
+
+@dataclass(frozen=True)
+class PartitionTask:
+    """The work of a task; pickled, and run once for each attempt at each partition.
+
+    Attributes:
+        options: The sink's settings.
+        layout: Which column goes where.
+        schema: The DataFrame's own schema.
+        batch_id: Name of the batch.
+        run: The run of the batch.
+        alone: Whether no driver settles at the end: the task itself must see its partition complete.
+    """
+
+    options: SinkOptions
+    layout: Layout
+    schema: spark.StructType
+    batch_id: str
+    run: Run
+    alone: bool = False
+
+    def run_arrow(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """For ``mapInArrow``, on the DataFrame's own columns: writes the partition and yields its report."""
+        projected = projected_batches(whole_input(batches), self.schema, self.layout)
+        taken = Fingerprinted(projected, None if self.options.allow_nondeterministic else hashed_columns(self.layout))
+        report = self._run(taken, taken)
+        yield pa.RecordBatch.from_pylist([asdict(report)])
+
+    def run_rows(self, rows: Iterator[Row]) -> None:
+        """For ``foreachPartition``, on the DataFrame's own rows."""
+        self._run(row_batches(whole_input(rows), self.schema, self.layout))
+
+    def _run(self, batches: Iterable[pa.RecordBatch], taken: Fingerprinted | None = None) -> PartitionReport:
+        context = TaskContext.get()
+        if context is None:
+            raise IllegalStateError("this function runs in a Spark task only")
+        return write_partition(self, context.partitionId(), context.attemptNumber(), batches, taken)
+
+
+def write_partition(
+    task: PartitionTask,
+    partition: int,
+    attempt: int,
+    batches: Iterable[pa.RecordBatch],
+    taken: Fingerprinted | None = None,
+) -> PartitionReport:
+    """Write one partition, unless it is already written. Durable on both sides on return.
+
+    Args:
+        task: The work to do.
+        partition: Number of the partition.
+        attempt: Number of the attempt, for people.
+        batches: The projected rows; its normal end means that the partition is complete.
+        taken: The same rows, compared with those of an earlier run if the partition is already written; the driver then
+            records partitions without rows. None to compare nothing: the task records partitions without rows, and takes
+            nothing from ``batches`` if the partition is already written.
+
+    Raises:
+        ConfigurationError: The partition is already written, with other rows.
+        CompletionPending: No driver settles at the end, and Kafka has not all of the partition yet: the next attempt
+            completes it.
+        DualWriteError: This attempt did not write the partition. The next attempt finds out by itself whether it must.
+        DecidedTransactionLost, OutcomeUnverifiable: The rows are in the database; the messages are lost, or their outcome
+            cannot be verified. The loss is recorded; the next attempt finds the partition written.
+    """
+    failpoints.hit("spark.task_started")
+    if taken is not None:
+        rows = awaited(batches)
+        if rows is None:
+            # Needs no connection: most partitions of a shuffle may be empty.
+            return PartitionReport(partition, 0, 0, written=False, empty=True)
+        batches = rows
+    with servers(task.options) as found:
+        report = _Writing(task, Attempt(found, task.batch_id, partition, attempt, task.run), taken).run(batches)
+    failpoints.hit("spark.task_done")
+    return report
+
+
+def _advise(error: Exception) -> None:
+    """Put advice for a partition of a batch in the place of that for one dual write."""
+    if isinstance(error, TransactionAborted) and error.next_step == TransactionAborted.advice:
+        error.next_step = "nothing of this partition was written on either side; others may be, and stay"
+    elif isinstance(error, TransactionInDoubt):
+        error.next_step = RUN_AGAIN
+
+
+class _WrittenByOther(Exception):
+    """Leaves the dual write when another attempt has written the partition, so that both sides abort."""
+
+
+class _Writing:
+    def __init__(self, task: PartitionTask, attempt: Attempt, taken: Fingerprinted | None) -> None:
+        self._task = task
+        self._attempt = attempt
+        self._taken = taken
+        self._progress = Progress(attempt.name, task.options.progress_s)
+
+    def run(self, batches: Iterable[pa.RecordBatch]) -> PartitionReport:
+        report = self._run(batches)
+        if self._task.alone and not report.written:
+            self._complete_former()
+        return report
+
+    def _run(self, batches: Iterable[pa.RecordBatch]) -> PartitionReport:
+        attempt, partition = self._attempt, self._attempt.partition
+        if self._is_written():
+            logger.info("%s: already written", attempt.name)
+            return PartitionReport(partition, 0, 0, written=False)
+        try:
+            self._write(batches)
+        except CompletionPending as error:
+            # Decided. The slot stays leased so that the driver, or the next attempt, finds and completes it.
+            if self._task.alone:
+                raise pending(attempt.name, error) from error
+            logger.warning("%s: the driver completes it: %s", attempt.name, error.what)
+        except (DecidedTransactionLost, OutcomeUnverifiable):
+            raise
+        except _WrittenByOther:
+            logger.info("%s: another attempt was faster", attempt.name)
+            self._is_written()  # and it had the same rows
+            return PartitionReport(partition, 0, 0, written=False)
+        except Exception as error:
+            # Another attempt may be the cause of our failure: it fences us, or our rows collide with its rows.
+            if not attempt.seen_after(error, partition):
+                _advise(error)
+                raise
+            return PartitionReport(partition, 0, 0, written=False)
+        rows, size = self._progress.rows, self._progress.bytes
+        logger.info("%s: %d rows, %s written", attempt.name, rows, shown(size))
+        return PartitionReport(partition, rows, size, written=True)
+
+    def _complete_former(self) -> None:
+        """Complete what the attempt that has written the partition may have left.
+
+        Raises:
+            CompletionPending: A server does not answer.
+            DecidedTransactionLost, OutcomeUnverifiable: Kafka does not have the partition. The loss is recorded.
+        """
+        try:
+            report = self._attempt.settle_former()
+        except Unavailable as error:
+            raise pending(self._attempt.name, error) from error
+        report.raise_losses()
+
+    def _is_written(self) -> bool:
+        """Whether the partition is written, with the same rows that this run has for it.
+
+        Raises:
+            ConfigurationError: It is written with other rows.
+        """
+        written = self._attempt.written()
+        if written is None:
+            return False
+        taken = None if self._task.options.allow_nondeterministic else self._taken
+        if taken is not None:
+            ours, theirs = taken.take_all(), Fingerprint(written.rows, written.rows_digest)
+            if ours.differs_from(theirs):
+                raise other_rows(self._attempt.name, ours, theirs)
+        return True
+
+    def _write(self, batches: Iterable[pa.RecordBatch]) -> None:
+        rows = awaited(batches)
+        if rows is None:
+            self._write_nothing()
+        else:
+            self._write_rows(rows)
+
+    def _write_nothing(self) -> None:
+        """Record a partition without rows in the ledger: it needs no slot and no producer."""
+        with self._attempt.engine.begin() as connection:
+            self._attempt.require_run(connection)
+            self._record(connection, None)
+
+    def _write_rows(self, batches: Iterable[pa.RecordBatch]) -> None:
+        attempt, options, layout = self._attempt, self._task.options, self._task.layout
+        with attempt.workplace() as place:
+            with (
+                attempt.engine.connect() as connection,
+                dual_write(
+                    place.lane,
+                    place.context,
+                    connection,
+                    margin_s=options.margin_s,
+                    timeout_s=options.timeout_s,
+                    savepoints=False,
+                    permit=attempt.require_run,
+                ) as transaction,
+            ):
+                write_rows(
+                    transaction,
+                    batches,
+                    layout,
+                    layout.table,
+                    options,
+                    database=attempt.database,
+                    partition=attempt.partition,
+                    progress=self._progress,
+                )
+                self._record(transaction.connection, place.slot.leased_at)
+            self._record_completed(place.lane)
+
+    def _record(self, connection: Connection, started_at: datetime | None) -> None:
+        attempt, sink, batch_id = self._attempt, self._task.options.sink, self._task.batch_id
+        destination = destination_of(attempt.database, self._task.options, self._task.layout, Way.PARTITIONS)
+        partition_count = attempt.ledger.require(connection, sink, batch_id, destination)
+        if partition_count is None or attempt.partition >= partition_count:
+            raise IllegalStateError(f"{attempt.name}: the batch was begun with {partition_count} partitions")
+        if not attempt.ledger.insert(
+            connection,
+            sink,
+            batch_id,
+            attempt.partition,
+            row_count=self._progress.rows,
+            message_count=self._progress.rows,
+            partition_count=partition_count,
+            started_at=started_at,
+            rows_digest=None if self._taken is None else self._taken.fingerprint().digest,
+        ):
+            raise _WrittenByOther
+
+    def _record_completed(self, lane: Lane) -> None:
+        try:
+            lane.record_completed()
+            if lane.unrecorded is not None and lane.needs_settling:
+                # Some partitions do not show the end yet. Their readers wait, and this slot may stay unused for long.
+                lane.settle(Deadline(self._task.options.timeout_s))
+        except DualWriteError as error:
+            logger.warning(
+                "%s: completion was not recorded, the next claim will prove it: %s", self._attempt.name, error
+            )

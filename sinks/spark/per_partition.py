@@ -1,0 +1,329 @@
+"""The driver's part: checks everything before tasks run, settles before and after, and reports the result of the batch."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Collection, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from sqlalchemy import exc
+
+from dualwrite import failpoints
+from dualwrite.clock import Deadline
+from dualwrite.errors import DualWriteError, Unavailable
+from dualwrite.protocol.batches__protocol_batches_entry import Way
+from dualwrite.sinks.batches import pending
+from dualwrite.sinks.spark.digests import Fingerprint, other_rows
+from dualwrite.sinks.spark.partition_task import PartitionReport, PartitionTask
+from dualwrite.sinks.spark.plan import DriverSide
+from dualwrite.sinks.spark.plan__sinks_spark_driver_task_errors import JOB_ERRORS, JobFailed, reason_of
+from dualwrite.sinks.spark.worker__sinks_spark_worker_destinations import destination_of
+from dualwrite.sinks.spark.writing__sinks_spark_writing_progress import shown
+from dualwrite.stores.sql.access__stores_sql_access_failures import map_database_error
+from dualwrite.stores.sql.ledger import BEGUN
+
+if TYPE_CHECKING:
+    from pyspark.sql import types as spark
+    from sqlalchemy import Connection, Engine
+    from typing_extensions import Self
+
+    from dualwrite.sinks.spark.layout import Layout
+    from dualwrite.sinks.spark.options import SinkOptions
+    from dualwrite.sinks.spark.plan__sinks_spark_driver_spark_jobs import SparkJobs
+    from dualwrite.stores.sql.ledger__stores_sql_jobs_runs import Run
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """The result of a batch.
+
+    Attributes:
+        sink: Name of the sink.
+        batch_id: Name of the batch.
+        partitions: Number of partitions; all of them are written.
+        rows: Rows in the table, over all runs of this batch.
+        messages: Messages in Kafka, likewise.
+        written_partitions: Number of partitions that this call has written.
+        written_rows: Number of rows that this call has written; 0 if the batch was already written.
+        written_bytes: Their size in Arrow: the table's columns and the messages' parts.
+    """
+
+    sink: str
+    batch_id: str
+    partitions: int
+    rows: int
+    messages: int
+    written_partitions: int
+    written_rows: int
+    written_bytes: int
+
+
+def what_stays(written: Sequence[int], partition_count: int, *, given_up: bool = True) -> str:
+    """Describe the result of a failed run, for people.
+
+    Args:
+        written: The numbers of the partitions that are committed, in order.
+        partition_count: How many partitions the batch has.
+        given_up: Whether none of its tasks can commit any more.
+    """
+    if not given_up:
+        words = what_stays(written, partition_count)
+        return f"{words}. The run could not be ended in the database: tasks that still run may commit more"
+    if not written:
+        return f"none of its {partition_count} partitions is committed, on either side; run it again with the same batch id"
+    ranges: list[list[int]] = []
+    for number in written:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], number]
+        else:
+            ranges.append([number])
+    shown = ", ".join("-".join(map(str, ends)) for ends in ranges)
+    return (
+        f"{len(written)} of its {partition_count} partitions are committed and stay ({shown}); run it again with the same "
+        "batch id: it skips these and writes the others"
+    )
+
+
+class BatchJob(DriverSide):
+    """One run of one batch whose partitions are written one by one. Settles on entering, on :meth:`finish`, or on leaving.
+
+    Args:
+        options: The sink's settings.
+        batch_id: Name of the batch.
+        jobs: The run's Spark jobs, which end with it; None if the caller starts them.
+
+    Raises:
+        ConfigurationError, DecidedTransactionLost, OutcomeUnverifiable, Unavailable: On entering, as :meth:`settle_left`.
+    """
+
+    _layout: Layout
+    _begun_partitions = 0
+    _finished = False
+    _given_up = False
+    _tasks_run: Run | None = None
+
+    def __init__(self, options: SinkOptions, batch_id: str, jobs: SparkJobs | None = None) -> None:
+        super().__init__(options, batch_id, run_name=batch_id)
+        self._jobs = jobs
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        try:
+            self.settle_left()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if not self._finished:
+                self._give_up()
+        except DualWriteError as unsettled:
+            if error is None:
+                raise
+            logger.warning("%s: not settled after a failure; the next run does it: %s", self.name, unsettled)
+        finally:
+            try:
+                if error is not None and self._begun_partitions:
+                    self._note_failed()
+                    self._tell_what_stays(error)
+            finally:
+                self._close()
+
+    def _give_up(self) -> None:
+        try:
+            if self._jobs is not None:
+                self._end_tasks(self._jobs)
+            self._settle()
+        finally:
+            self._given_up = self.run not in {None, self._tasks_run}
+
+    def _end_tasks(self, jobs: SparkJobs) -> None:
+        try:
+            self._settle()
+        except DualWriteError as error:
+            logger.warning("%s: not settled yet; retrying when its tasks have ended: %s", self.name, error)
+        finally:
+            # If the run could not be given up, its tasks can commit until they end. Once they are killed, the next step
+            # settles what they leave.
+            jobs.end(self.name, Deadline(self._options.timeout_s))
+
+    def _tell_what_stays(self, error: BaseException) -> None:
+        """Log how the whole batch ended: tasks report only their own partition.
+
+        Raises:
+            JobFailed: In place of Spark's own exception.
+        """
+        try:
+            words = what_stays(self.written_partitions(), self._begun_partitions, given_up=self._given_up)
+        except DualWriteError as unknown:
+            words = f"which of its partitions are committed is not known: {unknown}"
+        logger.error("%s failed: %s", self.name, words)
+        if isinstance(error, JOB_ERRORS):
+            raise JobFailed(f"{self.name}: {reason_of(error)}\n{words}") from error
+        if sys.version_info >= (3, 11):
+            error.add_note(f"{self.name} failed: {words}")
+
+    def plan(self, schema: spark.StructType) -> PartitionTask:
+        """Check topic, table and every column; writes nothing.
+
+        Raises:
+            ConfigurationError, Unavailable: As :meth:`layout`.
+        """
+        assert self.run is not None
+        self._tasks_run = self.run
+        self._layout = self.layout(schema)
+        return PartitionTask(self._options, self._layout, schema, self._batch_id, self.run)
+
+    def leave_to_caller(self) -> None:
+        """Let the tasks of this run write after the block, too: the caller runs them, and we do not learn when they end."""
+        self._finished = True
+
+    def begin(self, partition_count: int) -> None:
+        """Record the batch's destination and its number of partitions, before any partition is written.
+
+        Raises:
+            ConfigurationError: The batch was begun earlier for another destination, or with another number of partitions.
+            Unavailable: The database does not answer.
+        """
+        if partition_count:
+            destination = destination_of(self.database, self._options, self._layout, Way.PARTITIONS)
+            self._ledger.begin(
+                self._engine, self._options.sink, self._batch_id, destination, partition_count=partition_count
+            )
+            self._begun_partitions = partition_count
+        logger.info("%s: writing, begun with %d partitions", self.name, partition_count)
+        failpoints.hit("spark.driver_started")
+
+    def written_partitions(self) -> Sequence[int]:
+        """The numbers of the partitions that are written.
+
+        Raises:
+            ConfigurationError, Unavailable: The ledger could not be read.
+        """
+        return list(self._ledger.partitions(self._engine, self._options.sink, self._batch_id))
+
+    def require_same_rows(self, reports: Collection[PartitionReport]) -> None:
+        """Compare written partitions that have no rows now. If they have rows, their tasks have already compared them.
+
+        Raises:
+            ConfigurationError: One was written with rows; or as :meth:`written_partitions`.
+            Unavailable: As :meth:`written_partitions`.
+        """
+        self._require_empty(self._engine, [report.partition for report in reports if report.empty])
+
+    def _require_empty(self, database: Connection | Engine, partitions: Collection[int]) -> None:
+        if not partitions or self._options.allow_nondeterministic:
+            return
+        recorded = self._ledger.partitions(database, self._options.sink, self._batch_id)
+        for number in partitions:
+            if (written := recorded[number]).rows:
+                found = Fingerprint(written.rows, written.rows_digest)
+                raise other_rows(f"{self.name} partition {number}", Fingerprint(0, 0), found)
+
+    def record_empty(self, partition_count: int, reports: Collection[PartitionReport]) -> None:
+        """Record the partitions without rows as written, all at once: their tasks have not recorded them.
+
+        Raises:
+            Fenced: Another run of the batch has begun.
+            ConfigurationError: One was written with rows meanwhile; the batch is for another destination; or as
+                :meth:`written_partitions`.
+            Unavailable, TransactionAborted: They were not recorded. Run the batch again.
+        """
+        empty = [report.partition for report in reports if report.empty]
+        if not empty:
+            return
+        assert self.run is not None
+        sink, batch_id = self._options.sink, self._batch_id
+        destination = destination_of(self.database, self._options, self._layout, Way.PARTITIONS)
+        try:
+            with self._engine.begin() as connection:
+                self._runs.require(connection, self.run)
+                self._ledger.require(connection, sink, batch_id, destination)
+                self._ledger.insert_empty(connection, sink, batch_id, empty, partition_count=partition_count)
+                self._require_empty(connection, empty)
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, self._engine, self._options.schema) from error
+
+    def finish(self, partition_count: int, reports: Collection[PartitionReport]) -> BatchReport:
+        """Settle, and report the result of the batch.
+
+        Raises:
+            DecidedTransactionLost, OutcomeUnverifiable: Kafka does not have what the database has decided.
+            CompletionPending: A server does not answer. Run the batch again.
+            DualWriteError: A task has reported success, but the ledger does not show it.
+        """
+        failpoints.hit("spark.driver_done")
+        logger.info("%s: decided, all %d partitions", self.name, partition_count)
+        try:
+            self.settle_left()
+        except Unavailable as error:
+            raise pending(self.name, error) from error
+        written = self._ledger.written(self._engine, self._options.sink, self._batch_id)
+        if written.partitions != partition_count:
+            raise DualWriteError(
+                f"{self.name}: {written.partitions} of {partition_count} partitions are in the ledger",
+                next_step="the ledger was changed from outside while the batch ran: find out what else was changed",
+            )
+        self._note_completed(BEGUN, None)
+        self.announce()
+        self._finished = True
+        report = BatchReport(
+            sink=self._options.sink,
+            batch_id=self._batch_id,
+            partitions=partition_count,
+            rows=written.rows,
+            messages=written.messages,
+            written_partitions=sum(report.written or report.empty for report in reports),
+            written_rows=sum(report.rows for report in reports),
+            written_bytes=sum(report.bytes for report in reports),
+        )
+        logger.info(
+            "%s: completed, %d rows in %d partitions, of which %d rows in %d partitions, %s, were written now",
+            self.name,
+            report.rows,
+            report.partitions,
+            report.written_rows,
+            report.written_partitions,
+            shown(report.written_bytes),
+        )
+        return report
+
+    @contextmanager
+    def progress(self, partition_count: int) -> Generator[None, None, None]:
+        """Log from time to time what is committed while the block runs."""
+        stop = threading.Event()
+        thread = threading.Thread(
+            target=self._log_progress, args=(partition_count, stop), name=f"progress of {self.name}", daemon=True
+        )
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    def _log_progress(self, partition_count: int, stop: threading.Event) -> None:
+        while not stop.wait(self._options.progress_s):
+            try:
+                written = self._ledger.written(self._engine, self._options.sink, self._batch_id)
+            except DualWriteError as error:
+                logger.warning("%s: progress is not known: %s", self.name, error)
+                continue
+            logger.info(
+                "%s: writing, %d of %d partitions committed, %d rows",
+                self.name,
+                written.partitions,
+                partition_count,
+                written.rows,
+            )

@@ -1,0 +1,360 @@
+"""The driver's work for every entry point: checks the servers, settles what tasks have left, reports losses."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Final
+
+from sqlalchemy import exc
+
+from dualwrite import failpoints
+from dualwrite.clock import Deadline, pause
+from dualwrite.errors import (
+    CompletionPending,
+    ConfigurationError,
+    DecidedTransactionLost,
+    DualWriteError,
+    OutcomeUnverifiable,
+    TransactionInDoubt,
+    Unavailable,
+)
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.protocol.values import Outcome
+from dualwrite.protocol.values__protocol_naming import owner_prefix
+from dualwrite.recovery.claim import OwnerContext, unique_owner
+from dualwrite.recovery.settle import end_participants
+from dualwrite.sinks.batches import RUN_AGAIN
+from dualwrite.sinks.spark.databases.database__sinks_spark_databases_opening import open_database
+from dualwrite.sinks.spark.formats.serializing__sinks_spark_formats_registering import given_schemas, registered_layout
+from dualwrite.sinks.spark.layout import plan_layout
+from dualwrite.sinks.spark.worker__sinks_spark_worker_owners import settle_leases
+from dualwrite.stores.sql.access__stores_sql_access_failures import map_database_error
+from dualwrite.stores.sql.ledger import Ledger
+from dualwrite.stores.sql.ledger__stores_sql_jobs_batches import batch_in_part, newest_batch
+from dualwrite.stores.sql.ledger__stores_sql_jobs_runs import Runs
+from dualwrite.stores.sql.short_transactions__stores_sql_schema import check_schema
+from dualwrite.stores.sql.slots import SlotPool
+from dualwrite.stores.sql.store import SqlStateStore
+from dualwrite.stores.sql.tables__stores_sql_tables_rows import check_name
+from dualwrite.units.announcing import Written, announce_batch
+
+if TYPE_CHECKING:
+    from pyspark.sql import types as spark
+    from sqlalchemy import Engine
+    from typing_extensions import Self
+
+    from dualwrite.interfaces__ports_coordinator import TransactionCoordinator
+    from dualwrite.protocol.values__protocol_rows import Incident, StateRow
+    from dualwrite.sinks.spark.databases.database import Emptying, SinkDatabase
+    from dualwrite.sinks.spark.layout import Layout
+    from dualwrite.sinks.spark.options import SinkOptions
+    from dualwrite.stores.sql.ledger__stores_sql_jobs_runs import Run
+
+logger = logging.getLogger(__name__)
+
+_LOOKS_AGAIN_S: Final = 0.05
+_OTHERS_S: Final = 10.0
+
+
+class DriverSide:
+    """One batch, seen from the driver. A context manager.
+
+    Attributes:
+        name: Sink and batch, for logs.
+        database: The sink's database.
+        run: The run that may write, from :meth:`settle_left` on; None if runs are not known.
+
+    Args:
+        options: The sink's settings.
+        batch_id: Name of the batch.
+        run_name: Names the runs: the batch, or the stream that it belongs to; None if the stream is not known.
+
+    Raises:
+        ConfigurationError: On entering: a name, a right, or the schema is wrong.
+        Unavailable: On entering: the database does not answer.
+    """
+
+    run: Run | None = None
+
+    def __init__(self, options: SinkOptions, batch_id: str, run_name: str | None) -> None:
+        check_name(batch_id, "the name of a batch")
+        self._options = options
+        self._batch_id = batch_id
+        self._run_name = run_name
+        self.name = f"sink {options.sink!r} batch {batch_id!r}"
+        self.database = open_database(options)
+        self._engine = self.database.engine
+        self._coordinator = KafkaCoordinator(options.kafka_config())
+        self._known_incidents: set[tuple[str, str]] = set()
+
+    def __enter__(self) -> Self:
+        try:
+            self._options = options = with_found_schema(self._options, self._engine)
+            self._store = SqlStateStore(self._engine, schema=options.schema)
+            self._ledger = Ledger(options.schema)
+            self._pool = SlotPool(self._engine, options.pool, schema=options.schema, max_slots=options.max_slots)
+            self._runs = Runs(self._engine, options.schema)
+            self._known_incidents = {_identity(incident) for incident in self._incidents()}
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close()
+
+    @property
+    def options(self) -> SinkOptions:
+        """The sink's settings, for its tasks: inside the context manager they name the schema of the library's tables."""
+        return self._options
+
+    def settle_left(self) -> None:
+        """End the current run; settle what it left, including tasks that still run, and slots whose leases have ended.
+
+        On return, no task of an earlier run can write, and the tasks of :attr:`run` can.
+
+        Raises:
+            DecidedTransactionLost, OutcomeUnverifiable: Settling found a loss. It is recorded; the next run continues.
+            Unavailable: A server does not answer.
+        """
+        logger.info("%s: settling what tasks have left", self.name)
+        self._settle()
+        self._raise_new_incidents()
+
+    def _close(self) -> None:
+        self._coordinator.close()
+        self._engine.dispose()
+
+    def layout(self, schema: spark.StructType) -> Layout:
+        """As :func:`read_layout`."""
+        return _read_layout(self._options, schema, self.database, self._coordinator)
+
+    def announce(self) -> None:
+        """Write the batch's unit into the unit topic, if the sink has one. Call it when Kafka has all of the batch.
+
+        If a newer batch of the sink is written and not announced, the unit bears its name and holds both.
+
+        Raises:
+            ConfigurationError: Another batch of the sink is at work, or written in part; or as :func:`announce_batch`.
+            DualWriteError: As :func:`announce_batch`. Run the batch again: it is written, and then announced.
+        """
+        options, topic = self._options, self._options.topic
+        if options.unit_topic is None or topic is None:
+            return
+        failpoints.hit("unit.batch")
+        try:
+            announce_batch(
+                self._batch_id,
+                topic,
+                unit_topic=options.unit_topic,
+                kafka=options.kafka_settings(),
+                database=self._engine,
+                schema=options.schema,
+                timeout_s=options.timeout_s,
+                producer_engine=options.producer_engine,
+                written=lambda: self._written_to(topic),
+            )
+        except (CompletionPending, TransactionInDoubt) as error:
+            error.next_step = RUN_AGAIN
+            raise
+
+    def _written_to(self, topic: str) -> Written:
+        """The newest batch of the sink, and by slot its newest decision: another one once any batch has decided anything.
+
+        A driver that was paused may find tasks of the next one, what they have written before it looks at their slots, or a
+        complete batch that nobody has announced.
+
+        Raises:
+            ConfigurationError: Tasks of another batch are at work, or it is written in part. The unit would show that part.
+        """
+        options = self._options
+        other = batch_in_part(self._engine, options.sink, self._batch_id, schema=options.schema)
+        if other is not None:
+            raise ConfigurationError(
+                f"{self.name} is written, but not announced: batch {other!r} of the same sink is written in part",
+                next_step=f"run batch {other!r} until it is written, then this one again",
+            )
+        deadline = Deadline(_OTHERS_S)
+        while held := self._pool.held_by(""):
+            if deadline.expired:
+                raise ConfigurationError(
+                    f"{self.name} is written, but not announced: {held[0].owner} is at work in the same sink",
+                    transactional_id=held[0].transactional_id,
+                    next_step="with unit_topic, write one batch of a sink at a time; run this one again",
+                )
+            pause(_LOOKS_AGAIN_S)
+        newest = newest_batch(self._engine, options.sink, topic, schema=options.schema)
+        return Written(newest, {row.transactional_id: row.prepared for row in self._store.find(f"{self._pool.pool}#")})
+
+    def _note_failed(self) -> None:
+        """Note the failure for people who look at batches. May fail: nothing relies on it."""
+        try:
+            self._ledger.fail(self._engine, self._options.sink, self._batch_id)
+        except DualWriteError as error:
+            logger.warning("%s: could not record its failure in the ledger: %s", self.name, error)
+
+    def _settle(self) -> Sequence[StateRow]:
+        """Begin the next run; settle slots whose leases have ended, and slots that earlier runs have left.
+
+        Tasks that still run, of an earlier driver or of a failed job, are fenced: by the claim of their slots, or, if they
+        have none yet, by the end of their run. A prepared transaction holds a lock on the run until it is ended here. A task
+        that is handing over holds the lock until it is done; then the part that it handed over is found here, too.
+
+        Returns:
+            The rows of all the sink's slots, as they are then.
+        """
+        deadline = Deadline(self._options.timeout_s)
+        while True:
+            has_begun = self._begin_run()
+            rows = self._settle_slots(deadline)
+            if has_begun:
+                return rows
+            if deadline.expired:
+                raise Unavailable(f"{self.name}: a task of an earlier run is stuck while it hands its rows over")
+            pause(_LOOKS_AGAIN_S)
+
+    def _begin_run(self) -> bool:
+        if self._run_name is None:
+            return True
+        self.run = self._runs.replace(self._options.sink, self._run_name)
+        return self.run is not None
+
+    def _settle_slots(self, deadline: Deadline) -> Sequence[StateRow]:
+        prefix = owner_prefix(self._run_name or self._batch_id)
+        leases = {one.transactional_id: one for one in (*self._pool.expired(), *self._pool.held_by(prefix))}
+        context = OwnerContext(self._coordinator, self._store, unique_owner())
+        settle_leases(context, self._pool, leases.values(), deadline, name=self.name, prefix=prefix)
+        # A paused task may have prepared a transaction after its slot was settled.
+        rows = self._store.find(f"{self._pool.pool}#")
+        found = self._store.participants(rows)
+        end_participants(self._store, [one for one in found if one.incarnation <= one.row.settled_incarnation])
+        return rows
+
+    def _note_completed(self, partition_id: int, decided_ago_s: float | None) -> None:
+        """Note the completion for people who look at batches. May fail: nothing relies on it."""
+        sink, batch_id = self._options.sink, self._batch_id
+        try:
+            self._ledger.complete(self._engine, sink, batch_id, partition_id, decided_ago_s=decided_ago_s)
+        except DualWriteError as error:
+            logger.warning("%s: could not record its completion in the ledger: %s", self.name, error)
+
+    def _incidents(self) -> list[Incident]:
+        return list(self._store.incidents(f"{self._pool.pool}#"))
+
+    def _raise_new_incidents(self) -> None:
+        for incident in self._incidents():
+            if _identity(incident) not in self._known_incidents:
+                kind = DecidedTransactionLost if incident.outcome is Outcome.LOST else OutcomeUnverifiable
+                raise kind(
+                    incident.detail,
+                    transactional_id=incident.transactional_id,
+                    state=incident.prepared_transaction_state,
+                )
+
+
+def with_found_schema(options: SinkOptions, engine: Engine) -> SinkOptions:
+    """The settings with the schema in which the library's tables are: a trigger of the user's may set another search_path.
+
+    Raises:
+        ConfigurationError, Unavailable: As :func:`check_schema`.
+    """
+    return replace(options, schema=check_schema(engine, options.schema).schema)
+
+
+def read_layout(options: SinkOptions, schema: spark.StructType) -> Layout:
+    """Check topic, table and every column, and register the messages' schemas; writes nothing else.
+
+    Raises:
+        ConfigurationError: Something does not fit: the error names the column and the type. Or the registry refuses a schema.
+        Unavailable: A server does not answer.
+    """
+    with _servers(options) as (database, coordinator):
+        return _read_layout(options, schema, database, coordinator)
+
+
+def read_plan(
+    options: SinkOptions, schema: spark.StructType, *, upsert: Sequence[str]
+) -> tuple[SinkOptions, Layout, bool]:
+    """As :func:`read_layout`; also returns settings for tasks, and whether these use staging tables (:func:`uses_staging`).
+
+    Raises:
+        ConfigurationError: As :func:`read_layout` and :func:`uses_staging`.
+        Unavailable: A server does not answer.
+    """
+    with _servers(options) as (database, coordinator):
+        options = with_found_schema(options, database.engine)
+        layout = _read_layout(options, schema, database, coordinator)
+        return options, layout, uses_staging(database, options, layout, empty=None, upsert=upsert)
+
+
+def uses_staging(
+    database: SinkDatabase, options: SinkOptions, layout: Layout, *, empty: Emptying | None, upsert: Sequence[str]
+) -> bool:
+    """Whether the tasks of a batch decided as a whole bring rows in through staging tables; whether these can be moved.
+
+    Raises:
+        ConfigurationError: As :meth:`SinkDatabase.choose_staging` and :meth:`SinkDatabase.require_replaceable`.
+        Unavailable: The database does not answer.
+    """
+    moves = empty is not None or bool(upsert)
+    if not database.choose_staging(options.database_leg, layout.table[0], moves=moves):
+        return False
+    if moves:
+        with database.engine.connect() as connection:
+            database.require_replaceable(connection, layout.table, empty=empty, upsert=upsert)
+    return True
+
+
+def present_run(options: SinkOptions, name: str) -> Run:
+    """The run of a stream whose tasks may write now: that of its current micro-batch, whose end alone replaces it.
+
+    Args:
+        options: The sink's settings, as :func:`read_plan` returns them.
+        name: The run's name.
+
+    Raises:
+        ConfigurationError, Unavailable: As :meth:`Runs.present`.
+    """
+    engine = open_database(options).engine
+    try:
+        return Runs(engine, options.schema).present(options.sink, name)
+    finally:
+        engine.dispose()
+
+
+@contextmanager
+def _servers(options: SinkOptions) -> Generator[tuple[SinkDatabase, KafkaCoordinator], None, None]:
+    database = open_database(options)
+    try:
+        with closing(KafkaCoordinator(options.kafka_config())) as coordinator:
+            yield database, coordinator
+    finally:
+        database.engine.dispose()
+
+
+def _read_layout(
+    options: SinkOptions, schema: spark.StructType, database: SinkDatabase, coordinator: TransactionCoordinator
+) -> Layout:
+    named = [name for name in (options.topic, options.unit_topic) if name is not None]
+    if named:
+        found = coordinator.topic_ids(named, Deadline(options.timeout_s))
+        for name in named:
+            if name not in found:
+                raise ConfigurationError(f"there is no topic {name!r}", next_step="create it")
+    try:
+        with database.engine.connect() as connection:
+            table = database.read_table(connection, options.table)
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, database.engine, options.schema) from error
+    planned = registered_layout(options, plan_layout(schema, options, table, given_schemas(options)))
+    return replace(planned, cluster_id=coordinator.cluster_id(Deadline(options.timeout_s)))
+
+
+def _identity(incident: Incident) -> tuple[str, str]:
+    return incident.transactional_id, incident.prepared_transaction_state

@@ -1,0 +1,18 @@
+"""Which broker to ask."""
+
+import pytest
+
+from dualwrite.kafka.cluster import internal_partition
+
+
+@pytest.mark.parametrize(
+    ("key", "hashed"),
+    [("", 0), ("a", 97), ("group", 98629247), ("polygenelubricants", 0), ("\N{GRINNING FACE}", 1772899)],
+)
+def test_a_key_belongs_to_the_partition_that_java_hashes_it_to(key, hashed):
+    assert internal_partition(key, 2**31) == hashed
+
+
+@pytest.mark.parametrize(("key", "partition"), [("polygenelubricants", 0), ("polygenelubricantt", (2**31 - 1) % 50)])
+def test_a_negative_hash_counts_by_its_absolute_value_and_the_least_one_as_zero(key, partition):
+    assert internal_partition(key, 50) == partition

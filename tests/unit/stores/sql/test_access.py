@@ -1,0 +1,54 @@
+"""The connection of a block: which are taken, and which are refused with what to do. psycopg's are tried on a real server."""
+
+import sys
+
+import psycopg
+import pytest
+from sqlalchemy import create_engine
+from sqlalchemy.orm import Session
+
+from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
+from dualwrite.stores.sql.access import borrowed, usable
+
+
+@pytest.fixture
+def engine():
+    found = create_engine("sqlite://")
+    yield found
+    found.dispose()
+
+
+def test_sqlalchemys_connections_are_used_as_they_are(engine):
+    with engine.connect() as connection:
+        with usable(connection, engine) as given:
+            assert given is connection
+        assert not connection.closed
+
+
+def test_without_one_the_engine_lends_one(engine):
+    with borrowed(engine) as own:
+        assert own.engine is engine
+    assert own.closed
+
+
+def test_an_engine_that_cannot_connect_is_an_error_of_ours(tmp_path):
+    engine = create_engine(f"sqlite:///{tmp_path}/missing/rows.db")
+    with pytest.raises((ConfigurationError, Unavailable)), borrowed(engine):
+        pass
+
+
+@pytest.mark.parametrize("psycopg_is_loaded", [True, False])
+def test_what_is_no_connection_is_refused(engine, monkeypatch, psycopg_is_loaded):
+    if not psycopg_is_loaded:
+        monkeypatch.delitem(sys.modules, "psycopg")
+    for wrong in (engine, Session(engine), "postgresql://"):
+        with pytest.raises(IllegalStateError, match=type(wrong).__name__), usable(wrong, engine):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [(psycopg.AsyncConnection, "asynchronous"), (psycopg.Connection, "another database")]
+)
+def test_a_psycopg_connection_must_be_synchronous_and_of_the_writers_kind_of_database(engine, kind, words):
+    with pytest.raises(ConfigurationError, match=words), usable(kind.__new__(kind), engine):
+        pass

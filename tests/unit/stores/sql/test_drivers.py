@@ -1,0 +1,86 @@
+"""A connection whose answer is overdue is shut; every other one stays as it is."""
+
+import os
+import socket
+import threading
+
+import pytest
+
+from dualwrite.stores.sql.drivers import Watchdog
+
+
+@pytest.fixture
+def pair():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def test_a_wait_ends_when_its_time_is_over(pair):
+    ours, _ = pair
+    with Watchdog().watching(ours.fileno(), 0.05) as watch:
+        assert ours.recv(1) == b"", "the wait ends as if the other side had closed"
+    assert watch.expired
+
+
+def test_an_answer_in_time_leaves_the_connection_usable(pair):
+    ours, theirs = pair
+    dog = Watchdog()
+    with dog.watching(ours.fileno(), 600) as watch:
+        theirs.send(b"x")
+        assert ours.recv(1) == b"x"
+    assert not watch.expired
+    theirs.send(b"y")
+    assert ours.recv(1) == b"y"
+
+
+def test_a_shorter_wait_that_begins_later_ends_first(pair):
+    ours, theirs = pair
+    dog = Watchdog()
+    with dog.watching(theirs.fileno(), 600) as longer:
+        with dog.watching(ours.fileno(), 0.05) as shorter:
+            assert ours.recv(1) == b""
+        assert shorter.expired
+        assert not longer.expired
+
+
+def test_a_wait_after_the_thread_had_nothing_to_do_is_watched_too(pair):
+    ours, _ = pair
+    dog = Watchdog()
+    with dog.watching(ours.fileno(), 0.01):
+        pass
+    with dog.watching(ours.fileno(), 0.05):
+        assert ours.recv(1) == b""
+
+
+def test_many_at_once_use_one_thread():
+    dog, before = Watchdog(), threading.active_count()
+    pairs = [socket.socketpair() for _ in range(20)]
+
+    def wait(ours):
+        with dog.watching(ours.fileno(), 0.05):
+            assert ours.recv(1) == b""
+
+    threads = [threading.Thread(target=wait, args=(ours,)) for ours, _ in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert threading.active_count() == before + 1
+    for ours, theirs in pairs:
+        ours.close()
+        theirs.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")  # of a process with threads: that is what is tried
+def test_a_forked_process_watches_by_a_thread_of_its_own(pair):
+    ours, theirs = pair
+    from dualwrite.stores.sql.drivers import WATCHDOG
+
+    with WATCHDOG.watching(theirs.fileno(), 600), WATCHDOG._changed:  # the lock is held in the moment of the fork
+        if (child := os.fork()) == 0:
+            with WATCHDOG.watching(ours.fileno(), 0.05) as watch:
+                ours.recv(1)
+            os._exit(0 if watch.expired else 1)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0

@@ -1,0 +1,384 @@
+"""A lane: what it takes for known about its transactions, when it claims again, and what becomes of a decided one."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from harness.simulated import TOPIC
+from simulator.environment import time_out
+
+from dualwrite.clock import Deadline
+from dualwrite.errors import CompletionPending, DatabaseWentBack, DecidedTransactionLost, Fenced, Unavailable
+from dualwrite.protocol.known_end import EndStep
+from dualwrite.protocol.lives__protocol_tables_lane_life import LaneEvent
+from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
+from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.values import LogProof, Outcome
+from dualwrite.writing.lane import Lane
+from dualwrite.writing.transaction__writing_blocks_block import Ending
+
+
+class Producer:
+    """Has a transaction whose end is not known yet."""
+
+    epoch_may_rise = False
+    undecided_in = frozenset()
+
+    def __init__(self):
+        self.state = ProducerState.READY
+        self.pending_end = object()
+        self.noted = []
+
+    def note_end(self, step):
+        self.noted.append(step)
+        if step is EndStep.KNOWN:
+            self.pending_end = None
+        else:
+            self.state = ProducerState.DOUBTFUL
+
+    def close(self):
+        self.state = ProducerState.CLOSED
+
+
+class Coordinator:
+    def __init__(self):
+        self.proofs = {}
+
+    def prove_now(self, _states, _deadline, *, read_on):
+        assert read_on
+        return [self.proofs]
+
+    def cluster_id(self, _deadline):
+        return "cluster"
+
+
+class Store:
+    """Takes the outcomes, and refuses every claim."""
+
+    def __init__(self):
+        self.outcomes = []
+
+    def record_outcomes(self, outcomes):
+        self.outcomes += outcomes
+
+    def claim(self, _ids, **_):
+        raise Unavailable("away")
+
+
+class Watcher:
+    """Asks for as long as a test wants."""
+
+    def __init__(self):
+        self.note = None
+        self.stops_asking = True
+
+    def watch(self, _pending, note):
+        self.note = note
+
+    def wait(self, _pending, _deadline):
+        return self.stops_asking
+
+
+@pytest.fixture
+def watcher():
+    return Watcher()
+
+
+@pytest.fixture
+def store():
+    return Store()
+
+
+@pytest.fixture
+def lane(watcher, store):
+    found = Lane("orders", SimpleNamespace(coordinator=Coordinator(), store=store, owner="me"), None, watcher=watcher)
+    found.adopt(SimpleNamespace(incarnation=1, prepared=PreparedTxnState()))
+    found._producer = Producer()
+    return found
+
+
+def test_what_was_found_of_a_discarded_producer_is_not_taken_for_the_end_of_the_next_one(lane, watcher):
+    first = lane.producer
+    lane.watch_end()
+    lane.discard()
+    lane._producer = second = Producer()
+    watcher.note(EndStep.KNOWN)
+    assert first.noted == [EndStep.KNOWN]
+    assert second.noted == []
+    assert lane.pending_end is not None
+
+
+def test_what_was_found_is_not_taken_for_the_end_of_the_same_producers_next_transaction(lane, watcher):
+    lane.watch_end()
+    lane.producer.pending_end = object()
+    watcher.note(EndStep.KNOWN)
+    assert lane.producer.noted == []
+    assert lane.pending_end is not None
+
+
+def test_a_producer_whose_end_is_still_asked_for_at_the_deadline_is_not_used_again(lane, watcher):
+    lane.watch_end()
+    watcher.stops_asking = False
+    lane.know_end(Deadline(0))
+    assert lane.producer.noted == [EndStep.SETTLE]
+    assert lane.pending_end is None
+
+
+def test_a_commit_is_recorded_as_complete_once_its_end_is_known(lane, store):
+    lane._unrecorded = row = lane.row
+    lane.producer.note_end(EndStep.KNOWN)
+    lane.record_completed()
+    assert [(found, outcome) for found, outcome, _ in store.outcomes] == [(row, Outcome.COMMITTED)]
+    assert lane.unrecorded is None
+
+
+NATIVE = PreparedTxnState.native(7, 3, 1, {(TOPIC, 0): 5, (TOPIC, 1): None}, {TOPIC: "id"})
+
+
+@pytest.mark.parametrize("proof", [None, *LogProof])
+def test_a_native_commit_is_recorded_as_complete_only_if_the_log_does_not_speak_against_it(lane, store, proof):
+    """That it has ended in every partition does not show how: an operator may have aborted it in one."""
+    lane._unrecorded = SimpleNamespace(incarnation=1, prepared=NATIVE)
+    lane._context.coordinator.proofs = {} if proof is None else {(TOPIC, 0): proof}
+    lane._machine.apply(LaneEvent.START)
+    lane.producer.note_end(EndStep.KNOWN)
+    lane.record_completed()
+    assert bool(store.outcomes) is (proof in {LogProof.COMMITTED, LogProof.UNKNOWABLE, LogProof.PARTLY})
+    assert lane.needs_settling is (proof is LogProof.ABORTED)
+
+
+def test_a_commit_whose_end_was_not_found_is_not_recorded_as_complete_once_settling_it_has_failed(lane, store):
+    lane._unrecorded = row = lane.row
+    lane.producer.note_end(EndStep.SETTLE)
+    lane.record_completed()
+    assert store.outcomes == []
+    with pytest.raises(Unavailable):
+        lane.settle(Deadline(1))
+    lane.record_completed()
+    assert store.outcomes == []
+    assert lane.unrecorded is row
+
+
+# On simulated servers: the lane claims, settles and completes with the product's own recipes.
+
+
+def two_writes(here):
+    lane = here.lane()
+    here.write(lane, "m1")
+    here.write(lane, "m2")
+    return here
+
+
+def both_have(servers, *values):
+    return servers.rows == servers.visible() == list(values)
+
+
+def test_one_claim_serves_many_dual_writes(servers):
+    servers.run(two_writes)
+    assert both_have(servers, "m1", "m2")
+    assert servers.row().incarnation == 1
+
+
+def test_an_initialisation_that_may_have_been_sent_twice_costs_a_claim_and_nothing_else(servers):
+    """A late copy would abort what the producer has open by then."""
+    owner = servers.start(two_writes).before("InitProducerId")
+    owner.lose_answer()
+    owner.result()
+    assert both_have(servers, "m1", "m2")
+    assert servers.row().incarnation == 2
+
+
+def test_a_commit_whose_answer_is_missing_is_completed_by_settling_and_its_producer_is_not_used_again(servers):
+    owner = servers.start(two_writes).to("write.decided").before("EndTxn")
+    owner.lose_answer()
+    here = owner.result()
+    assert both_have(servers, "m1", "m2")
+    assert servers.row().incarnation == 2
+    assert here.losses == []
+
+
+def test_a_commit_that_kafka_never_answers_is_pending_and_the_next_settler_completes_it(servers):
+    owner = servers.start(two_writes).to("write.decided")
+    owner.cut_off()
+    with pytest.raises(CompletionPending) as raised:
+        owner.result()
+    assert raised.value.outcome == "unknown"
+    assert servers.rows == ["m1"]
+    servers.run(lambda here: here.ready(), "B")
+    assert both_have(servers, "m1")
+
+
+def test_a_commit_that_is_left_to_the_next_owners_settling_is_pending_and_decided(servers):
+    owner = servers.start(lambda here: here.write(here.lane(), "m1")).to("write.decided")
+    claimant = servers.start(lambda here: here.ready(), "B").to("claim.row_raised")
+    owner.cut_off("EndTxn")
+    with pytest.raises(CompletionPending) as raised:
+        owner.result()
+    assert raised.value.outcome == "decided"
+    claimant.result()
+    assert both_have(servers, "m1")
+
+
+def test_a_commit_that_the_next_owner_has_completed_is_a_success(servers):
+    owner = servers.start(lambda here: here.write(here.lane(), "m1")).to("write.decided")
+    servers.run(lambda here: here.ready(), "B")
+    owner.result()
+    assert both_have(servers, "m1")
+
+
+def test_a_decided_transaction_that_the_broker_has_aborted_is_raised_in_its_own_block_and_recorded(servers):
+    owner = servers.start(lambda here: here.write(here.lane(), "m1")).to("write.decided")
+    abort_by_the_broker(servers)
+    with pytest.raises(DecidedTransactionLost) as raised:
+        owner.result()
+    assert raised.value.state == str(servers.row().prepared)
+    assert servers.recorded_losses == [("orders", Outcome.LOST)]
+    assert servers.rows == ["m1"]
+
+
+def test_a_loss_of_an_earlier_block_is_reported_and_the_block_that_finds_it_runs(servers):
+    def work(here):
+        lane = here.lane()
+        with pytest.raises(CompletionPending):
+            here.write(lane, "m1")
+        here.write(lane, "m2")
+        return here.losses
+
+    owner = servers.start(work).to("write.decided")
+    owner.cut_off()
+    owner.to("claim.before", 3)
+    abort_by_the_broker(servers)
+    owner.reconnect()
+    [loss] = owner.result()
+    assert isinstance(loss, DecidedTransactionLost)
+    assert servers.visible() == ["m2"]
+    assert servers.recorded_losses == [("orders", Outcome.LOST)]
+
+
+def test_a_fenced_lane_stays_fenced(servers):
+    def work(here):
+        lane = here.lane()
+        here.write(lane, "m1")
+        errors = []
+        for _ in range(2):
+            with pytest.raises(Fenced) as raised:
+                here.write(lane, "m2")
+            errors.append(raised.value)
+            lane.discard()
+        return errors
+
+    owner = servers.start(work).to("write.completed")
+    servers.run(lambda here: here.ready(), "B")
+    owner.result()
+    assert both_have(servers, "m1")
+    assert servers.row().owner == "B"
+
+
+def test_a_lane_whose_writer_was_taken_over_is_not_added(servers):
+    first = servers.run(lambda here: here.ready(), "A")
+    servers.run(lambda here: here.ready(), "B")
+    with pytest.raises(Fenced):
+        servers.run(
+            lambda here: here.lane("orders#1", guard=lambda: ("orders", first.row.incarnation)).ready(Deadline(60))
+        )
+    assert "orders#1" not in servers.database.rows
+
+
+def test_completion_is_recorded_once_the_partitions_show_the_end_and_not_before(servers):
+    def work(here):
+        lane = here.lane()
+        here.write(lane, "m1")
+        lane.record_completed()
+        return lane.unrecorded
+
+    servers.simulation.markers_delayed = True
+    assert servers.run(work) is not None
+    assert servers.row().completed is None
+    servers.simulation.markers_delayed = False
+    servers.simulation.write_markers()
+    servers.run(lambda here: here.ready(), "B")
+    assert servers.run(work, "C") is None
+    assert servers.row().completed is Outcome.COMMITTED
+
+
+def test_a_decision_that_the_database_has_lost_is_reported_when_the_lane_rests(servers):
+    def work(here):
+        lane = here.lane()
+        here.write(lane, "m1")
+        lane.compare_with_row()
+        before = list(here.losses)
+        servers.database.rows["orders"] = replace(servers.row(), prepared=PreparedTxnState())
+        lane.compare_with_row()
+        lane.compare_with_row()
+        return before, here.losses, lane.row.prepared
+
+    before, losses, lost = servers.run(work)
+    assert before == []
+    assert [type(loss) for loss in losses] == [DatabaseWentBack], "reported once"
+    assert losses[0].state == str(lost)
+    assert servers.recorded_losses == [("orders", Outcome.UNVERIFIABLE)]
+
+
+def test_a_renewed_claim_finds_that_the_database_has_lost_its_decision_and_goes_on(servers):
+    def work(here):
+        lane = here.lane()
+        here.write(lane, "m1")
+        servers.database.rows["orders"] = replace(servers.row(), prepared=PreparedTxnState())
+        lane.discard()
+        here.write(lane, "m2")
+        return here.losses
+
+    [loss] = servers.run(work)
+    assert isinstance(loss, DatabaseWentBack)
+    assert servers.visible() == ["m1", "m2"]
+    assert servers.recorded_losses == [("orders", Outcome.UNVERIFIABLE)]
+
+
+@pytest.mark.parametrize("completed", [None, Outcome.COMMITTED])
+def test_a_lane_that_handed_over_goes_on_only_once_its_decider_has_completed_it(servers, completed):
+    def work(here):
+        lane = here.ready()
+        here.write(lane, "m1", ending=Ending.HAND_OVER)
+        state = lane.producer.prepared_state
+        row = servers.database.rows["orders"] = replace(servers.row(), prepared=state, completed=completed)
+        here.context.coordinator.end({row.kafka_id(1): state}, committed=True, deadline=Deadline(60))
+        goes_on = lane.may_go_on()
+        if not goes_on:
+            lane.discard()
+        here.write(lane, "m2")
+        return goes_on
+
+    assert servers.run(work) is (completed is Outcome.COMMITTED)
+    assert servers.visible() == ["m1", "m2"]
+    assert servers.row().incarnation == (1 if completed else 2)
+
+
+@pytest.mark.parametrize(("discarded", "needs"), [(False, False), (True, True)])
+def test_a_lane_needs_settling_while_no_producer_of_its_own_can_end_what_is_open(servers, discarded, needs):
+    def work(here):
+        lane = here.ready()
+        if discarded:
+            lane.discard()
+        return lane.needs_settling
+
+    assert servers.run(work) is needs
+
+
+def test_settling_a_lane_at_rest_aborts_what_its_producer_has_left_open(servers):
+    def work(here):
+        lane = here.ready()
+        lane.producer.begin_transaction()
+        lane.producer.produce(TOPIC, "m1", partition=0)
+        lane.producer.prepare_transaction()
+        lane.discard()
+        lane.settle(Deadline(60))
+        return lane.needs_settling
+
+    assert servers.run(work) is False
+    assert servers.visible() == []
+    assert servers.row().settled_incarnation == 1
+
+
+def abort_by_the_broker(servers):
+    servers.simulation.broker = time_out(servers.simulation.broker, servers.row().kafka_id(1))
+    servers.simulation.write_markers()

@@ -1,0 +1,216 @@
+"""Which lane a block gets, and when housekeeping takes one. On lanes that do nothing."""
+
+import threading
+from contextlib import ExitStack
+
+import pytest
+from harness.patience import wait_until
+
+from dualwrite.clock import now_s
+from dualwrite.errors import IllegalStateError, Unavailable
+from dualwrite.writing.lane_pool import Lanes
+
+
+class FakeLane:
+    def __init__(self, number):
+        self.transactional_id = f"orders#{number}"
+        self.needs_settling = False
+        self.unrecorded = None
+        self.pending_end = None
+        self.asking_since = None
+        self.settling, self.may_go_on = threading.Event(), threading.Event()
+        self.may_go_on.set()
+        self.recorded = threading.Event()
+
+    def settle(self, _deadline):
+        self.settling.set()
+        assert self.may_go_on.wait(60)
+        self.needs_settling = False
+
+    def record_completed(self):
+        self.unrecorded = None
+        self.recorded.set()
+
+    def compare_with_row(self):
+        pass
+
+    def watch_end(self):
+        pass
+
+    def prove_end(self, _deadline):
+        pass
+
+    def discard(self):
+        pass
+
+
+@pytest.fixture
+def make():
+    with ExitStack() as closed_later:
+
+        def make(count, *, max_lanes=None, lane_timeout_s=60.0, idle_after_s=3600.0):
+            lanes = Lanes(
+                "orders",
+                FakeLane,
+                max_lanes=max_lanes or count,
+                timeout_s=0.05,
+                lane_timeout_s=lane_timeout_s,
+                idle_after_s=idle_after_s,
+                kafka_at="broker-1:9092",
+            )
+            lanes.open(map(FakeLane, range(count)))
+            closed_later.callback(lanes.close)
+            return lanes
+
+        yield make
+
+
+def queued(lanes):
+    ticket = lanes.ticket()
+    lanes._turns.queue_up(ticket)
+    return ticket
+
+
+def lane_of(ticket):
+    return None if ticket.place is None else ticket.place.thing.lane
+
+
+def test_blocks_get_their_lanes_in_the_order_in_which_they_came(make):
+    lanes = make(2)
+    users = [queued(lanes), queued(lanes)]
+    waiting = [queued(lanes) for _ in range(5)]
+    for position, user in enumerate([*users, *waiting[:3]]):
+        freed = lane_of(user)
+        user.end()
+        assert lane_of(waiting[position]) is freed
+        assert all(lane_of(ticket) is None for ticket in waiting[position + 1 :])
+
+
+def test_lanes_are_added_up_to_the_most(make):
+    lanes = make(1, max_lanes=3)
+    tickets = [queued(lanes) for _ in range(4)]
+    assert [lane_of(ticket) and lane_of(ticket).transactional_id for ticket in tickets] == [
+        "orders#0",
+        "orders#1",
+        "orders#2",
+        None,
+    ]
+
+
+def test_a_lane_that_needs_settling_is_settled_in_the_background_and_does_not_stand_in_front_of_those_that_work(make):
+    lanes = make(2)
+    users = [queued(lanes), queued(lanes)]
+    waiting = [queued(lanes), queued(lanes)]
+    bad, good = lane_of(users[0]), lane_of(users[1])
+    bad.needs_settling = True
+    bad.may_go_on.clear()
+    users[0].end()
+    assert bad.settling.wait(60), "the background has not taken it"
+    assert [lane_of(ticket) for ticket in waiting] == [None, None]
+    users[1].end()
+    assert [lane_of(ticket) for ticket in waiting] == [good, None]
+    bad.may_go_on.set()
+    assert waiting[1].woken.wait(60)
+    assert lane_of(waiting[1]) is bad
+
+
+def test_a_new_lane_is_made_before_one_that_needs_settling_is_used(make):
+    lanes = make(1, max_lanes=2)
+    bad = lanes.first
+    bad.needs_settling = True
+    assert lane_of(queued(lanes)) is not bad
+
+
+def test_a_lane_whose_last_transaction_is_still_ending_is_given_out_after_those_that_have_ended(make):
+    lanes = make(2)
+    lanes.first.pending_end = object()
+    users = [queued(lanes), queued(lanes)]
+    assert [lane_of(user) is lanes.first for user in users] == [False, True]
+
+
+def test_where_no_lane_works_a_block_gets_one_that_needs_settling_and_is_told_what_becomes_of_it(make):
+    lanes = make(1)
+    user, waiting = queued(lanes), queued(lanes)
+    lane_of(user).needs_settling = True
+    user.end()
+    assert lane_of(waiting) is lanes.first
+
+
+def test_an_idle_lane_is_recorded_and_then_goes_to_whoever_waits(make):
+    lanes = make(1, idle_after_s=0.01)
+    user = queued(lanes)
+    lanes.first.unrecorded = object()
+    user.end()
+    assert lanes.first.recorded.wait(60)
+    ticket = lanes.ticket()
+    assert lanes.take(ticket) is lanes.first
+    ticket.end()
+
+
+def test_housekeeping_is_woken_for_what_is_due_before_its_next_look_alone(make, monkeypatch):
+    lanes = make(2)
+    users = [queued(lanes), queued(lanes)]
+    for user in users:
+        lane_of(user).unrecorded = object()
+    users[0].end()
+    wait_until(lambda: lanes._due_at is not None)
+    woken = []
+    monkeypatch.setattr(lanes, "look_again", lambda: woken.append(1))
+    users[1].end()
+    assert not woken
+    last = queued(lanes)
+    lane_of(last).needs_settling = True
+    last.end()
+    assert woken
+
+
+def test_whoever_waits_too_long_is_told_and_keeps_nobody_waiting(make):
+    lanes = make(1, lane_timeout_s=0.01)
+    user, late = queued(lanes), lanes.ticket()
+    with pytest.raises(Unavailable, match=r"all 1 lanes were busy for 0\.01 s"):
+        lanes.take(late)
+    late.end()
+    patient = queued(lanes)
+    user.end()
+    assert lane_of(patient) is lanes.first
+
+
+def test_a_caller_that_waits_too_long_for_lanes_that_kafka_does_not_answer_is_told_so(make):
+    lanes = make(3, lane_timeout_s=0.01)
+    users, late = [queued(lanes) for _ in range(3)], lanes.ticket()
+    asked_at = now_s()
+    lane_of(users[0]).asking_since = asked_at - 61
+    lane_of(users[1]).asking_since = asked_at - 7
+    lane_of(users[2]).asking_since = asked_at - 3
+    with pytest.raises(
+        Unavailable, match=r"Kafka at broker-1:9092 has not answered 3 of them since \d\d:\d\d:\d\d UTC \(6\d s\)"
+    ) as told:
+        lanes.take(late)
+    assert "max_lanes" not in str(told.value)
+    assert "check these brokers" in str(told.value)
+    for ticket in (*users, late):
+        ticket.end()
+
+
+def test_a_caller_that_waits_for_lanes_of_slow_callers_too_is_told_of_both(make):
+    lanes = make(3, lane_timeout_s=0.01)
+    users, late = [queued(lanes) for _ in range(3)], lanes.ticket()
+    asked_at = now_s()
+    lane_of(users[0]).asking_since = asked_at - 61
+    lane_of(users[1]).asking_since = asked_at + 60  # it has only just asked
+    with pytest.raises(Unavailable, match="has not answered 1 of them") as told:
+        lanes.take(late)
+    assert "check these brokers" in str(told.value)
+    assert "for the other lanes, raise max_lanes" in str(told.value)
+    for ticket in (*users, late):
+        ticket.end()
+
+
+def test_whoever_waits_is_refused_when_the_writer_closes(make):
+    lanes = make(1)
+    user, waiting = queued(lanes), queued(lanes)
+    lanes.close()
+    assert waiting.woken.wait(60)
+    with pytest.raises(IllegalStateError, match="closed"):
+        lanes.take(lanes.ticket())
+    user.end()
