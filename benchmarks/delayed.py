@@ -17,7 +17,7 @@ from sqlalchemy import make_url
 
 from benchmarks.servers import Ground
 from benchmarks.ways import SPAWN, process
-from dualwrite.testing.servers.embedded__testing_servers_ports import LOOPBACK
+from dualwrite.testing.servers.embedded import LOOPBACK
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from harness.messages import protobuf_file
 from harness.schema_registry import schema_registry
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from dualwrite.sinks.spark.column_types__sinks_spark_columns_table import Table, TableColumn
-from dualwrite.sinks.spark.formats.serializing import serializing
-from dualwrite.sinks.spark.formats.serializing__sinks_spark_formats_registering import given_schemas, registered_layout
+from dualwrite.sinks.spark.column_types import Table, TableColumn
+from dualwrite.sinks.spark.formats.serializing import given_schemas, registered_layout, serializing
 from dualwrite.sinks.spark.layout import Encoded, plan_layout
 from dualwrite.sinks.spark.options import SinkOptions
 from dualwrite.sinks.spark.sendable import projected_batches

@@ -22,7 +22,7 @@ from benchmarks.servers import Ground
 from benchmarks.threads import LANES, Measured, shared_unsafe, slice_of_threads
 from benchmarks.ways import METADATA, NATIVE, ROWS, UNSAFE, Write, ours
 from dualwrite import AsyncDualWriter, AsyncTransaction, DualWriter, ProducerRecord, RowUnit, Transaction, WriterLimits
-from dualwrite.interfaces__ports_observer import Observer
+from dualwrite.interfaces import Observer
 
 GROUP = "group commit"
 GROUP_OF_TEXT = "group commit, INSERT as text"

@@ -87,7 +87,7 @@ def _held_back_s(ground: Ground, way: str, name: str) -> float:
 
     with pytest.MonkeyPatch.context() as patch, _reader(ground.kafka, topic) as when:
         if way == LEASE:
-            patch.setattr("dualwrite.writing.leased__writing_lease_keeper.has_ended", lambda _: False)
+            patch.setattr("dualwrite.writing.leased.has_ended", lambda _: False)
         if way != OPENED:
             survivor.open()
             put("before")

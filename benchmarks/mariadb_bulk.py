@@ -18,8 +18,8 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from sqlalchemy import Connection
 
 from benchmarks.servers import Ground, p50
-from dualwrite.sinks.spark.databases.database__sinks_spark_databases_opening import open_database
-from dualwrite.sinks.spark.databases.mariadb__sinks_spark_databases_mariadb_quoting import listed
+from dualwrite.sinks.spark.databases.database import open_database
+from dualwrite.sinks.spark.databases.mariadb import listed
 from dualwrite.sinks.spark.layout import Layout, plan_layout
 from dualwrite.sinks.spark.options import SinkOptions
 from dualwrite.sinks.spark.sendable import projected_batches

@@ -22,13 +22,9 @@ import pyarrow as pa
 from kafka.record.default_records import DefaultRecordBatchBuilder
 
 from benchmarks.servers import Ground, machine, p50
-from dualwrite.kafka.native.arrow__kafka_producer_native_records_columns import batches, partition_rows
-from dualwrite.kafka.native.records import RecordsBuilder
-from dualwrite.kafka.native.records__kafka_producer_native_records_body import RecordsBody
-from dualwrite.kafka.native.records__kafka_producer_native_records_compression import Codec
-from dualwrite.kafka.native.records__kafka_producer_native_records_partitioners import partitioner
-from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.kafka.producer__kafka_producer_choice import EngineName
+from dualwrite.kafka.native.arrow import batches, partition_rows
+from dualwrite.kafka.native.records import Codec, RecordsBody, RecordsBuilder, partitioner
+from dualwrite.kafka.producer import EngineName, TransactionalProducer
 from dualwrite.testing import EmbeddedKafka, read_committed
 
 PARTITIONS = 4

@@ -13,8 +13,7 @@ from benchmarks import network
 from benchmarks.servers import Ground
 from benchmarks.ways import METADATA
 from dualwrite.clock import Deadline
-from dualwrite.testing.proxy__testing_proxy_kafka import Api, KafkaProxy
-from dualwrite.testing.proxy__testing_proxy_postgresql import PostgresProxy
+from dualwrite.testing.proxy import Api, KafkaProxy, PostgresProxy
 from dualwrite.writing.lane import Lane
 
 _KAFKA, _POSTGRESQL = "Kafka: ", "PostgreSQL: "

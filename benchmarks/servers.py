@@ -14,7 +14,7 @@ from sqlalchemy import create_engine
 
 from dualwrite.migrations import upgrade
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
-from dualwrite.testing.servers import kafka__testing_servers_kafka_broker
+from dualwrite.testing.servers import kafka as kafka_broker
 
 KAFKAS_OWN_JVM = ("-server", "-XX:+UseG1GC", "-XX:MaxGCPauseMillis=20", "-XX:InitiatingHeapOccupancyPercent=35")
 """The options of Kafka's start script. An embedded broker has others, by which it starts sooner, and then is slower."""
@@ -42,7 +42,7 @@ def servers(properties: Mapping[str, str] | None = None, *, brokers: int = 1) ->
         properties: Of the brokers, beside or instead of those that tests have.
         brokers: How many.
     """
-    kafka__testing_servers_kafka_broker.JVM_OPTIONS = KAFKAS_OWN_JVM
+    kafka_broker.JVM_OPTIONS = KAFKAS_OWN_JVM
     with EmbeddedKafka(properties, brokers=brokers) as kafka, EmbeddedPostgres() as postgres:
         url = postgres.create_database("bench")
         engine = create_engine(url)

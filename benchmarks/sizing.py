@@ -27,8 +27,7 @@ from benchmarks.transactions import measure
 from dualwrite.sinks.spark.options import SinkOptions
 from dualwrite.sinks.spark.plan import read_layout
 from dualwrite.sinks.spark.sendable import projected_batches
-from dualwrite.sinks.spark.whole_batch import WholeBatch
-from dualwrite.sinks.spark.whole_batch__sinks_spark_whole_batch_prepared_partition import prepare_partition
+from dualwrite.sinks.spark.whole_batch import WholeBatch, prepare_partition
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from line_chart import line_chart, linear

@@ -17,11 +17,10 @@ import pyarrow as pa
 from pyspark.sql import types as spark
 
 from benchmarks.servers import machine, p50
-from dualwrite.kafka.native.arrow__kafka_producer_native_records_columns import batches, partition_rows
-from dualwrite.kafka.native.records__kafka_producer_native_records_compression import Codec
-from dualwrite.kafka.native.records__kafka_producer_native_records_partitioners import partitioner
+from dualwrite.kafka.native.arrow import batches, partition_rows
+from dualwrite.kafka.native.records import Codec, partitioner
 from dualwrite.sinks.spark.digests import row_hashes
-from dualwrite.sinks.spark.sendable__sinks_spark_columns_json_texts import json_rows
+from dualwrite.sinks.spark.sendable import json_rows
 
 PARTITIONS = 4
 ROWS_AT_ONCE = 10_000  # what Spark hands to a worker at a time

@@ -29,7 +29,7 @@ from pyspark.sql import functions
 from sqlalchemy import create_engine, text
 
 from benchmarks.servers import Ground
-from dualwrite.protocol.values__protocol_naming import pool_of_sink
+from dualwrite.protocol.values import pool_of_sink
 from dualwrite.sinks.spark import write_batch
 from dualwrite.units import BatchReader
 

@@ -21,10 +21,9 @@ from sqlalchemy import create_engine, make_url, text
 
 from benchmarks.processors import KINDS, processor_s, used
 from benchmarks.servers import Ground, p50
-from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.kafka.producer__kafka_producer_choice import EngineName
+from dualwrite.kafka.producer import EngineName, TransactionalProducer
 from dualwrite.sinks.spark import write_batch
-from dualwrite.sinks.spark.databases.database__sinks_spark_databases_opening import open_database
+from dualwrite.sinks.spark.databases.database import open_database
 from dualwrite.sinks.spark.formats.serializing import serializing
 from dualwrite.sinks.spark.options import SinkOptions
 from dualwrite.sinks.spark.plan import read_layout

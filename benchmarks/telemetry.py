@@ -15,9 +15,8 @@ from sqlalchemy import create_engine
 from benchmarks.servers import Ground, p50, p95
 from benchmarks.ways import METADATA, in_turn, writing
 from dualwrite import DualWriter
-from dualwrite.interfaces__ports_observer import Observer
-from dualwrite.protocol.lives__protocol_tables_write_life import WriteState
-from dualwrite.protocol.lives__protocol_tables_write_phases import Phase
+from dualwrite.interfaces import Observer
+from dualwrite.protocol.lives import Phase, WriteState
 
 NONE, NO_SDK, SDK = "without telemetry", "the API without an SDK", "an SDK, every trace sampled"
 

@@ -21,14 +21,14 @@ from typing_extensions import Self
 from benchmarks.servers import Ground
 from dualwrite.clock import Deadline
 from dualwrite.kafka.brokers import Brokers
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.network import Network
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.protocol.values import StateRow
 from dualwrite.recovery.claim import OwnerContext, claim_rows, unique_owner
 from dualwrite.recovery.settle import settle
-from dualwrite.sinks.batches__sinks_jobs_complete import complete_handed_over
+from dualwrite.sinks.batches import complete_handed_over
 from dualwrite.stores.sql.store import SqlStateStore
 
 PATIENCE_S = 600.0

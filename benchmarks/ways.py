@@ -13,7 +13,7 @@ from confluent_kafka import Producer
 from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text, create_engine, delete, insert, select
 
 from dualwrite import DualWriter, WriterLimits
-from dualwrite.kafka.producer__kafka_producer_choice import EngineName
+from dualwrite.kafka.producer import EngineName
 
 NATIVE = "dual write"
 LIBRDKAFKA = "dual write through librdkafka"

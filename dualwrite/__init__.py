@@ -25,9 +25,9 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
-from dualwrite.protocol.message__protocol_producer_record import ProducerRecord
+from dualwrite.protocol.message import ProducerRecord
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.values__protocol_allowed import WriterLimits
+from dualwrite.protocol.values import WriterLimits
 
 if TYPE_CHECKING:
     from dualwrite.asyncio.consumer import AsyncExactlyOnceConsumer
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dualwrite.recovery.recover import recover, status
     from dualwrite.telemetry.observer import Telemetry
     from dualwrite.writing.transaction import Transaction
-    from dualwrite.writing.units_of_work__writing_group_row_unit import RowUnit
+    from dualwrite.writing.units_of_work import RowUnit
     from dualwrite.writing.writer import DualWriter
 
 __all__ = [
@@ -72,7 +72,7 @@ _LAZY = {
     "AsyncTransaction": "dualwrite.asyncio.transaction",
     "DualWriter": "dualwrite.writing.writer",
     "ExactlyOnceConsumer": "dualwrite.consumer.consumer",
-    "RowUnit": "dualwrite.writing.units_of_work__writing_group_row_unit",
+    "RowUnit": "dualwrite.writing.units_of_work",
     "Telemetry": "dualwrite.telemetry.observer",
     "Transaction": "dualwrite.writing.transaction",
     "TransactionalProducer": "dualwrite.kafka.producer",

@@ -6,16 +6,14 @@ A SQL database needs no class: give a SQLAlchemy engine or a URL. Each name load
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dualwrite.stores.keyed.rocksdb import RocksDatabase
-    from dualwrite.stores.keyed.rocksdb__stores_rocksdb_batch import RocksBatch
-    from dualwrite.stores.keyed.zookeeper import ZooKeeperDatabase
-    from dualwrite.stores.keyed.zookeeper__stores_zookeeper_multi import Multi
+    from dualwrite.stores.keyed.rocksdb import RocksBatch, RocksDatabase
+    from dualwrite.stores.keyed.zookeeper import Multi, ZooKeeperDatabase
 
 __all__ = ["Multi", "RocksBatch", "RocksDatabase", "ZooKeeperDatabase"]
 
 _HOMES = {
-    "Multi": "dualwrite.stores.keyed.zookeeper__stores_zookeeper_multi",
-    "RocksBatch": "dualwrite.stores.keyed.rocksdb__stores_rocksdb_batch",
+    "Multi": "dualwrite.stores.keyed.zookeeper",
+    "RocksBatch": "dualwrite.stores.keyed.rocksdb",
     "RocksDatabase": "dualwrite.stores.keyed.rocksdb",
     "ZooKeeperDatabase": "dualwrite.stores.keyed.zookeeper",
 }

@@ -1,22 +1,155 @@
-"""The port to the database: one protocol for each of its users, and the store that is all of them."""
+"""The interfaces (ports) between the recipes and the world: the deciding database, its savepoints, Kafka, and observers.
+
+A recipe (claiming, settling, one dual write) sees Kafka and the database through these small classes only, so that it
+runs on PostgreSQL, on ZooKeeper or on a simulated broker without a change. Nothing here does I/O; the adapters in
+`dualwrite.kafka` and `dualwrite.stores` implement them, and `dualwrite.telemetry` implements the observer.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
+
+from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.protocol.lives import Phase, WriteState
+from dualwrite.protocol.process import Health
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
+    from typing_extensions import Self
+
     from dualwrite.clock import Deadline
-    from dualwrite.interfaces__ports_savepoints import SavepointWatch
+    from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable
+    from dualwrite.protocol.leases import Lease
+    from dualwrite.protocol.lost_decisions import Later
+    from dualwrite.protocol.message import Sendable
     from dualwrite.protocol.prepared_state import PreparedTxnState
-    from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
-    from dualwrite.protocol.values import Outcome
-    from dualwrite.protocol.values__protocol_rows import Incident, Participant, StateRow
+    from dualwrite.protocol.process import DatabaseVerdict
+    from dualwrite.protocol.values import (
+        EndAnswer,
+        Incident,
+        LogProof,
+        OpenTransaction,
+        Outcome,
+        Participant,
+        ShownProducer,
+        StateRow,
+        TransactionView,
+    )
+
+# The port to the savepoints of a connection, and to the messages that wait for them.
+
+
+class SavepointWatch(Protocol):
+    """The savepoints that are open on the connection of a dual write, and the messages that wait for them."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether a message may go to the producer at once, without :meth:`add`.
+
+        Raises:
+            TransactionAborted: ORM sessions became possible only inside the block: one may have begun a savepoint unseen.
+        """
+        ...
+
+    @property
+    def holds(self) -> bool:
+        """Whether a message that is added now waits for a savepoint."""
+        ...
+
+    @property
+    def may_roll_back(self) -> bool:
+        """Whether what is done now may be rolled back to a savepoint, as far as savepoints were seen. Asks nobody."""
+        ...
+
+    def expect_session(self) -> None:
+        """Watch ORM sessions too. Call it before the block's own session is made."""
+        ...
+
+    def add(self, message: Sendable) -> None:
+        """Add a produced message. :meth:`take` returns it now, or when its savepoint is released, or never.
+
+        Raises:
+            TransactionAborted: Its savepoint cannot be known: both sides must abort.
+            IllegalStateError: Its savepoint cannot be asked for now: the driver's connection is in the middle of a COPY.
+            Unavailable: The database does not answer.
+        """
+        ...
+
+    def open_unit(self, uses: AbstractContextManager[object]) -> Any:
+        """Open the savepoint of a unit of work. The former unit was kept or dropped.
+
+        Args:
+            uses: Entered for each use of the unit's connection, and raises once the unit has ended. No use may be under way
+                when the unit is kept or dropped.
+
+        Returns:
+            The connection of the unit, which is of no use once the unit has ended.
+
+        Raises:
+            TransactionAborted: As :meth:`add`.
+            DualWriteError: The database failed, or it no longer has the savepoint of the former unit.
+        """
+        ...
+
+    def require_unit(self) -> None:
+        """Make sure that the savepoint of the unit was opened: the database may answer later.
+
+        Raises:
+            DualWriteError: As :meth:`open_unit`.
+        """
+        ...
+
+    def keep_unit(self) -> str | None:
+        """Release the savepoint of the unit: :meth:`take` returns its messages.
+
+        Returns:
+            None if it is kept; or why it must be dropped: it continued after a failed statement, or it is not known which of
+            its messages belong to a savepoint that was rolled back.
+
+        Raises:
+            TransactionAborted: The unit has rolled back the transaction: both sides must abort.
+            Unavailable: The connection is lost.
+        """
+        ...
+
+    def drop_unit(self) -> None:
+        """Roll back to the savepoint of the unit. Its messages are never sent.
+
+        Raises:
+            TransactionAborted, Unavailable: As :meth:`keep_unit`; or the database failed.
+            TransactionInDoubt: The savepoint is gone: code of the unit has ended the transaction, and may have committed it.
+        """
+        ...
+
+    def take(self) -> Sequence[Sendable]:
+        """The messages to send now, in the order in which they were produced; each is taken once."""
+        ...
+
+    def finish(self) -> None:
+        """Release all open savepoints, as the database is about to commit, and stop watching.
+
+        Raises:
+            TransactionAborted: A savepoint was rolled back unseen after a message was produced in it.
+            TransactionInDoubt: As :meth:`drop_unit`, after units.
+            Unavailable: The database does not answer.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Stop watching. May be called more than once."""
+        ...
+
 
 Handle: TypeAlias = Any
 """A dual write works on it: a connection of SQLAlchemy's, or what another database has instead.
 
-:meth:`dualwrite.interfaces__ports_database.Database.connect` makes it, and only the store of the same database looks inside.
+:meth:`dualwrite.interfaces.Database.connect` makes it, and only the store of the same database looks inside.
 """
 
 
@@ -316,3 +449,488 @@ class Decisions(Protocol):
 
 class StateStore(Claims, Records, Decisions, Protocol):
     """The rows in the user's database."""
+
+
+# The port to the deciding database as a whole: what a writer and the calls for people need of it, besides its rows.
+#
+# A database is added in three steps: a subclass of `Database`, the store of its rows
+# (`dualwrite.interfaces.StateStore`), and its place in `tests/conformance`. Databases without SQL need no store of
+# their own: `dualwrite.stores.keyed` makes one of five primitives.
+
+PAUSED_OWNER_TIMEOUT_S: Final = 60.0
+
+
+@dataclass(frozen=True)
+class Traits:
+    """The traits of a kind of database.
+
+    Attributes:
+        name: Its name, for people; in lower case, for telemetry.
+        gives: The attribute of the transaction through which the user writes: ``connection``, ``batch``, ``multi``.
+        blocks: How many blocks can be inside transactions at once; None if there is no limit.
+        savepoints: Whether part of a transaction can be rolled back. Without that, each unit of ``submit`` is a dual write of
+            its own.
+    """
+
+    name: str
+    gives: str
+    blocks: int | None = None
+    savepoints: bool = False
+
+    def absent(self, asked: str) -> IllegalStateError:
+        """The error for an attribute of the transaction that this kind of database does not have."""
+        return IllegalStateError(
+            f"there is no tx.{asked}: this writer's database is {self.name}", next_step=f"use tx.{self.gives}"
+        )
+
+
+SQL: Final = Traits("SQL", "connection", savepoints=True)
+
+
+class Leases(Protocol):
+    """The leases of one fleet. Thread-safe; every call is durable on return.
+
+    See :class:`dualwrite.stores.sql.leases.Leases`.
+    """
+
+    @property
+    def fleet(self) -> str:
+        """The fleet's name."""
+        ...
+
+    def take(self, owner: str, timeout_s: float, *, has_died: Callable[[Lease], bool]) -> str:
+        """Take the lowest number that nobody holds, or whose holder has died, and return its id."""
+        ...
+
+    def renew(self, owner: str, timeout_s: float, *, wait_s: float) -> tuple[Collection[str], Sequence[Lease]]:
+        """Renew what the owner holds.
+
+        Returns:
+            The ids that were renewed; and the leases of the fleet that have expired, with those of the owner's own place.
+        """
+        ...
+
+    def adopt(self, dead: Lease, owner: str, timeout_s: float) -> bool:
+        """Take the lease of a dead holder, to settle what it has left. False if another member has been faster."""
+        ...
+
+    def give_back(self, transactional_id: str, owner: str, *, settled: bool) -> None:
+        """Give a lease back. Does nothing if another member has taken it."""
+        ...
+
+
+class Forgetting(Protocol):
+    """Deletes rows that are no longer needed. See :class:`dualwrite.stores.sql.database.Forgetting`."""
+
+    def now(self) -> datetime:
+        """The database's time."""
+        ...
+
+    def leased(self) -> set[str]:
+        """The ids that a process holds, or may still continue with."""
+        ...
+
+    def forget(self, rows: Sequence[StateRow]) -> bool:
+        """Delete the rows, all or none. False if one was used since it was read, or is held. Durable on return."""
+        ...
+
+    def forget_incidents(self, prefix: str, before: datetime, /, *, dry_run: bool, name: str | None = None) -> int:
+        """Delete the incidents that were acknowledged before that time. Returns how many."""
+        ...
+
+    def forget_runs(self, prefix: str, before: datetime, /, *, dry_run: bool, name: str | None = None) -> int:
+        """Delete the runs of batches that began before that time and are over. Returns how many."""
+        ...
+
+
+class Database(ABC):
+    """The database that decides. Used by many threads at once.
+
+    What a subclass does not override, it refuses with an error that names it.
+    """
+
+    @property
+    @abstractmethod
+    def traits(self) -> Traits:
+        """The traits of this kind of database."""
+
+    @property
+    def schema(self) -> str | None:
+        """The schema of the library's tables, if it is not the default one."""
+        return None
+
+    @abstractmethod
+    def check(self) -> None:
+        """Refuse a database that cannot decide: the library's tables are missing, or its commits would not be durable.
+
+        Raises:
+            ConfigurationError: It cannot.
+            Unavailable: It does not answer.
+        """
+
+    @abstractmethod
+    def store(self, *, paused_owner_timeout_s: float | None = PAUSED_OWNER_TIMEOUT_S) -> StateStore:
+        """The library's rows in this database.
+
+        Args:
+            paused_owner_timeout_s: The server, if it can, ends the session of an owner that is paused inside a transaction
+                after this many seconds; None leaves the server's own setting.
+        """
+
+    @abstractmethod
+    def connect(self) -> AbstractContextManager[Handle]:
+        """A handle, on which one dual write works, for as long as its block lasts.
+
+        Raises:
+            DualWriteError: The database cannot be reached.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Disconnect. May be called more than once. A writer calls it only if it has made the database, from a URL."""
+
+    def adopt(self, given: object, store: StateStore) -> AbstractContextManager[Handle]:
+        """A handle over a connection of the user's own, which stays open.
+
+        Raises:
+            ConfigurationError: It leads to another database, or cannot be used for this.
+            IllegalStateError: It is no connection, or in a transaction.
+        """
+        del store
+        raise IllegalStateError(
+            f"transaction() takes no {type(given).__name__}: this writer's database is {self.traits.name}",
+            next_step=f"call it without an argument, and use tx.{self.traits.gives}",
+        )
+
+    def forked(self) -> None:  # noqa: B027 - most have nothing to do
+        """Forget the connections of the process that this one was forked from, and leave them open for it."""
+
+    def leases(self, fleet: str) -> Leases:
+        """The leases of a fleet.
+
+        Raises:
+            ConfigurationError: The name cannot be used, or this database keeps no leases.
+        """
+        raise self._without(f"leases, which fleet {fleet!r} needs", "give each process a transactional id of its own")
+
+    def living(self, names: Collection[str]) -> set[str]:
+        """Those of the ids whose lease has not expired: a process works under them."""
+        del names
+        return set()
+
+    def lease_list(self, transactional_id: str | None, prefix: str) -> Sequence[Lease]:
+        """The leases of an id, or of all ids with a prefix, in order, for people to read."""
+        del transactional_id, prefix
+        return ()
+
+    def warnings(self) -> Sequence[str]:
+        """Conditions in the database that slow dual writes down, for people."""
+        return ()
+
+    def forgetting(self) -> Forgetting:
+        """Deletes rows that are no longer needed.
+
+        Raises:
+            ConfigurationError: This database deletes none.
+        """
+        raise self._without("forgetting", "a row takes a few hundred bytes: leave it")
+
+    def _without(self, what: str, next_step: str) -> ConfigurationError:
+        return ConfigurationError(f"{self.traits.name} has no {what}", next_step=next_step)
+
+
+# The port to Kafka.
+
+
+class TransactionCoordinator(Protocol):
+    """Kafka's coordinator and log, as seen by a client other than the producer. Every call may be repeated."""
+
+    def cluster_id(self, deadline: Deadline) -> str:
+        """The id of the cluster that the bootstrap servers belong to."""
+        ...
+
+    def max_transaction_timeout_ms(self, deadline: Deadline) -> int | None:
+        """The broker's ``transaction.max.timeout.ms``; None if we may not read it."""
+        ...
+
+    def describe(self, kafka_ids: Collection[str], deadline: Deadline) -> Mapping[str, TransactionView]:
+        """The coordinator's view of each id; an unknown id has the status ``NO_SUCH_ID``."""
+        ...
+
+    def list_ids(self, prefix: str, deadline: Deadline) -> Sequence[str]:
+        """All transactional ids with that prefix that any coordinator knows."""
+        ...
+
+    def open_offsets(
+        self, states: Sequence[PreparedTxnState], deadline: Deadline
+    ) -> Sequence[Mapping[tuple[str, int], int | None]]:
+        """For each state, by (topic, partition) of its evidence, where its producer's open transaction began there.
+
+        Asks the current leaders (``DescribeProducers``). None where that producer has nothing open. A partition that certainly
+        no longer exists is left out: its topic was deleted, perhaps recreated with another id.
+        """
+        ...
+
+    def producer_open_offsets(
+        self, producer_id: int, epoch: int, partitions: Collection[tuple[str, int]], deadline: Deadline
+    ) -> Mapping[tuple[str, int], int | None]:
+        """Where the open transaction of a producer began in each (topic, partition); None where it has nothing open.
+
+        Asks the current leaders (``DescribeProducers``).
+        """
+        ...
+
+    def sequences(
+        self, producer_id: int, epoch: int, firsts: Mapping[tuple[str, int], int], deadline: Deadline
+    ) -> Mapping[tuple[str, int], tuple[int, int] | None]:
+        """By (topic, partition), the sequence numbers of a producer's record at that offset and of its newest record there.
+
+        None where the partition does not hold that record, or no newest one of that epoch is known.
+        """
+        ...
+
+    def still_open(
+        self, suspects: Sequence[tuple[int, Collection[tuple[str, int]]]], deadline: Deadline
+    ) -> Sequence[Mapping[tuple[str, int], int]]:
+        """For each producer id with (topic, partition) pairs: those in which it has a transaction open, and where that began.
+
+        Transactions of every epoch count. Waits for leaders, then asks them (``DescribeProducers``).
+        """
+        ...
+
+    def end(
+        self, transactions: Mapping[str, PreparedTxnState], *, committed: bool, deadline: Deadline, once: bool = False
+    ) -> Mapping[str, EndAnswer]:
+        """Send ``EndTxn`` for each Kafka id with its state's producer id and epoch. A request may be sent more than once.
+
+        With ``once`` it is not: an id whose one request was not answered is missing from the answer.
+        """
+        ...
+
+    def retire(
+        self, kafka_ids: Collection[str], deadline: Deadline, *, timeouts_ms: Mapping[str, int] | None = None
+    ) -> Mapping[str, tuple[int, int]]:
+        """Send ``InitProducerId`` for each id until it succeeds: aborts what is ongoing and fences every producer of the id.
+
+        Args:
+            kafka_ids: The ids.
+            deadline: Limits the whole call.
+            timeouts_ms: The transaction timeout for ids under which something must still be ended; others get a short one.
+
+        Returns:
+            By id, its new producer id and epoch.
+        """
+        ...
+
+    def add_partitions(
+        self, transactions: Mapping[str, tuple[int, int, Collection[tuple[str, int]]]], deadline: Deadline
+    ) -> Mapping[str, bool]:
+        """Send ``AddPartitionsToTxn`` for each Kafka id with producer id, epoch and partitions: begins a transaction there.
+
+        Returns:
+            By id, whether they were added; False if the id has another producer id or epoch, or a partition is gone.
+        """
+        ...
+
+    def prove(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[LogProof]:
+        """The log's proof of the outcome of each state's transaction."""
+        ...
+
+    def prove_now(
+        self, states: Sequence[PreparedTxnState], deadline: Deadline, *, read_on: bool
+    ) -> Sequence[Mapping[tuple[str, int], LogProof | None]]:
+        """For each state, the present proof of the log of each (topic, partition). Does not wait for markers or leaders.
+
+        None for a partition that certainly no longer exists. Partitions whose leader does not answer are missing.
+
+        Args:
+            states: The transactions.
+            deadline: Limits the whole call.
+            read_on: Whether to read on, which may take long, where something is open before a transaction. Otherwise the proof
+                is ``OPEN`` there.
+        """
+        ...
+
+    def later_commits(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[Later]:
+        """For each state, the later activity of its producer in the logs of its partitions."""
+        ...
+
+    def topic_ids(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, str]:
+        """The id of each topic as URL-safe base64. A topic that does not exist is missing from the answer."""
+        ...
+
+    def close(self) -> None:
+        """Close the connections. May be called more than once."""
+        ...
+
+
+@runtime_checkable
+class NativeCoordinator(TransactionCoordinator, Protocol):
+    """A coordinator that can end transactions of the native engine (transaction version 2), which have an epoch each."""
+
+    def end_exactly(
+        self, transactions: Mapping[str, tuple[int, int]], *, committed: bool, deadline: Deadline
+    ) -> Mapping[str, EndAnswer]:
+        """Send ``EndTxn`` for each Kafka id with the producer id and epoch that name one transaction. May be repeated."""
+        ...
+
+    def open_transactions(
+        self, asked: Sequence[tuple[PreparedTxnState, Collection[tuple[str, int]]]], deadline: Deadline
+    ) -> Sequence[Sequence[OpenTransaction]]:
+        """For each state with further (topic, partition) pairs: the transactions that its producer has open.
+
+        Looks in these, and in every partition of the topics that the state names. Transactions of every epoch count. Waits for
+        leaders, then asks them (``DescribeProducers``).
+        """
+        ...
+
+    def producer_epochs(
+        self, states: Sequence[PreparedTxnState], deadline: Deadline
+    ) -> Sequence[Mapping[tuple[str, int], ShownProducer | None]]:
+        """For each state, by (topic, partition), its producer as the leader shows it now. Does not wait for leaders.
+
+        None for a partition that certainly no longer exists. Partitions whose leader does not answer are missing.
+        """
+        ...
+
+    def transaction_version(self, deadline: Deadline) -> int:
+        """The cluster's finalized ``transaction.version``; 0 if it has none."""
+        ...
+
+
+def native_of(coordinator: TransactionCoordinator) -> NativeCoordinator:
+    """The coordinator, if it can end native transactions.
+
+    Raises:
+        IllegalStateError: It cannot.
+    """
+    if not isinstance(coordinator, NativeCoordinator):
+        raise IllegalStateError("this coordinator cannot end transactions of the native engine")
+    return coordinator
+
+
+# The port for observers of dual writes, settling and writers. The implementations here do nothing.
+#
+# An observer changes nothing except the headers of messages, and raises nothing. The recipes call it at few places:
+# where a dual write moves to its next phase, where messages are produced, where something was settled, and where a loss
+# is reported.
+
+Text = str | bytes | None
+Headers = Mapping[str, Text] | Sequence[tuple[str, Text]] | None
+
+
+class Settled(Protocol):
+    """The result of a settling, as far as observers need it."""
+
+    @property
+    def rolled_forward(self) -> Sequence[str]:
+        """The transactional ids whose decided transaction was committed."""
+        ...
+
+    @property
+    def retired(self) -> int:
+        """How many Kafka ids were made unusable, which aborts what is open there."""
+        ...
+
+    @property
+    def repaired(self) -> Sequence[str]:
+        """The transactional ids for which markers were written that a broker had forgotten."""
+        ...
+
+
+class WriteObserver:
+    """Observes one dual write, inside whose ``with`` block everything happens."""
+
+    def lane(self, transactional_id: str) -> None:
+        """It has a lane, ready for use: the id that it runs under. The database's transaction is next."""
+
+    def enter(self, phase: Phase) -> None:
+        """A phase begins, and the one before has ended."""
+
+    def moved(self, state: WriteState) -> None:
+        """The dual write has moved to another state."""
+
+    def producing(self, topic: str, headers: Headers) -> Headers:
+        """Messages of this topic are about to be produced. Returns the headers to produce them with."""
+        del topic
+        return headers
+
+    def sent(self, topic: str, count: int) -> None:
+        """Messages were handed to the producer, those of released savepoints included."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """The block has ended, with this error if any."""
+
+
+class SettleObserver:
+    """Observes one settling, inside whose ``with`` block everything happens."""
+
+    def settled(self, report: Settled) -> None:
+        """It has ended with this report."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """The block has ended, with this error if any."""
+
+
+class Observer:
+    """Observes writers and recoveries. Used by many threads at once."""
+
+    def writing(self, writer: str, database: str) -> WriteObserver:
+        """A dual write begins.
+
+        Args:
+            writer: The writer's transactional id.
+            database: SQLAlchemy's name of the kind of database.
+        """
+        del writer, database
+        return NO_WRITE_OBSERVER
+
+    def grouped(self, writer: str, units: int) -> None:
+        """A group has ended; it had begun that number of units."""
+
+    def settling(self, transactional_ids: Sequence[str]) -> SettleObserver:
+        """Ids were claimed, and are about to be settled."""
+        del transactional_ids
+        return NO_SETTLE_OBSERVER
+
+    def recovering(self) -> SettleObserver:
+        """A recovery begins."""
+        return NO_SETTLE_OBSERVER
+
+    def lost(self, loss: DecidedTransactionLost | OutcomeUnverifiable | DatabaseWentBack) -> None:
+        """A loss is reported that did not leave a block as its error."""
+
+    def opened(self, health: Callable[[], Health], longest_open_s: Callable[[], float | None]) -> Callable[[], None]:
+        """A writer is opening.
+
+        Args:
+            health: The writer's health.
+            longest_open_s: The age of the oldest transaction open in Kafka, in seconds, as the brokers last reported it; None
+                if it is not known. A call has Kafka asked again in the background, now and then.
+
+        Both may be called at any time, by any thread, and return at once.
+
+        Returns:
+            A function to call when the writer is closed. It may be called more than once.
+        """
+        del health, longest_open_s
+        return _nothing
+
+
+def _nothing() -> None:
+    pass
+
+
+NO_WRITE_OBSERVER = WriteObserver()
+NO_SETTLE_OBSERVER = SettleObserver()
+NO_OBSERVER = Observer()

@@ -7,20 +7,20 @@ name loads what it needs at first use.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dualwrite.asyncio.transaction__apps_async_sessions import AsyncBoundSessions
-    from dualwrite.consumer.consumer__apps_consumer_member import ConsumerProgress
+    from dualwrite.asyncio.transaction import AsyncBoundSessions
+    from dualwrite.consumer.consumer import ConsumerProgress
     from dualwrite.protocol.prepared_state import FirstOffset
-    from dualwrite.protocol.process__protocol_process_health import Health
-    from dualwrite.writing.sessions__writing_sessions import BoundSessions
+    from dualwrite.protocol.process import Health
+    from dualwrite.writing.sessions import BoundSessions
 
 __all__ = ["AsyncBoundSessions", "BoundSessions", "ConsumerProgress", "FirstOffset", "Health"]
 
 _HOMES = {
-    "AsyncBoundSessions": "dualwrite.asyncio.transaction__apps_async_sessions",
-    "BoundSessions": "dualwrite.writing.sessions__writing_sessions",
-    "ConsumerProgress": "dualwrite.consumer.consumer__apps_consumer_member",
+    "AsyncBoundSessions": "dualwrite.asyncio.transaction",
+    "BoundSessions": "dualwrite.writing.sessions",
+    "ConsumerProgress": "dualwrite.consumer.consumer",
     "FirstOffset": "dualwrite.protocol.prepared_state",
-    "Health": "dualwrite.protocol.process__protocol_process_health",
+    "Health": "dualwrite.protocol.process",
 }
 
 

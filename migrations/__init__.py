@@ -37,16 +37,9 @@ from sqlalchemy.schema import CreateSchema
 
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.migrations.resuming import operations_in
-from dualwrite.protocol.values__protocol_mismatch import TableFit, table_fit
-from dualwrite.stores.sql.access__stores_sql_access_connecting import kind_of
-from dualwrite.stores.sql.access__stores_sql_access_failures import (
-    Meaning,
-    driver_words,
-    map_database_error,
-    meaning_of,
-)
-from dualwrite.stores.sql.tables import OWN_TABLES, VERSION_TABLE
-from dualwrite.stores.sql.tables__stores_sql_tables_column_types import MYSQL
+from dualwrite.protocol.values import TableFit, table_fit
+from dualwrite.stores.sql.access import Meaning, driver_words, kind_of, map_database_error, meaning_of
+from dualwrite.stores.sql.tables import MYSQL, OWN_TABLES, VERSION_TABLE
 
 ParentNames: TypeAlias = MutableMapping[
     Literal["schema_name", "table_name", "schema_qualified_table_name"], "str | None"

@@ -6,7 +6,7 @@ from typing import Final
 
 from alembic.operations import Operations
 
-from dualwrite.stores.sql.tables__stores_sql_tables_column_types import MYSQL
+from dualwrite.stores.sql.tables import MYSQL
 
 # In the ledger, row -1 stands for a whole batch decided at once, row -2 for the beginning of a batch.
 _VIEW: Final = """

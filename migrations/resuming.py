@@ -8,7 +8,7 @@ from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Column, inspect
 
-from dualwrite.stores.sql.tables__stores_sql_tables_column_types import MYSQL, TABLE_OPTIONS
+from dualwrite.stores.sql.tables import MYSQL, TABLE_OPTIONS
 
 
 def operations_in(context: MigrationContext, schema: str | None) -> Operations:

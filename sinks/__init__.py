@@ -4,6 +4,6 @@ What belongs here: one package for each engine, and what they share; and the bat
 without such an engine may read. May use: the whole library but ``dualwrite.cli`` and ``dualwrite.testing``.
 """
 
-from dualwrite.stores.sql.ledger__stores_sql_jobs_batches import Batch, read_batches
+from dualwrite.stores.sql.ledger import Batch, read_batches
 
 __all__ = ["Batch", "read_batches"]

@@ -24,7 +24,7 @@ from harness.users import USERS
 from hypothesis import settings
 from sqlalchemy import create_engine, make_url
 
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.migrations import upgrade

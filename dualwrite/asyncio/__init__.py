@@ -1,5 +1,5 @@
-"""Above the writer, for applications and operators: its form for event loops, the consumer, the command line.
+"""The writer and the consumer for tasks of an event loop.
 
-What belongs here: loops and conveniences over ``DualWriter``, commands over recovery; no rule of the protocol. May use:
-``dualwrite.writing`` and everything below it.
+What belongs here: forms of the writer's and the consumer's classes for ``async`` code. Nothing here decides, settles or
+ends a dual write by itself. May use: ``dualwrite.consumer``, ``dualwrite.writing`` and everything below it.
 """

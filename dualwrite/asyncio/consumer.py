@@ -14,11 +14,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from dualwrite.asyncio.greenlets import awaited, run, says_more
 from dualwrite.asyncio.transaction import AsyncTransaction, OneByOne
-from dualwrite.asyncio.writer__apps_task_writer import THREADS, TaskWriter
-from dualwrite.consumer.consumer__apps_consumer_member import ConsumerProgress, Member
-from dualwrite.consumer.working__apps_consumer_deserializing import Deserializers
+from dualwrite.asyncio.writer import THREADS, TaskWriter
+from dualwrite.consumer.consumer import ConsumerProgress, Member
+from dualwrite.consumer.working import Deserializers
 from dualwrite.errors import IllegalStateError
-from dualwrite.stores.sql.access__stores_sql_access_connecting import async_engine_of, blocking_twin, engine_of
+from dualwrite.stores.sql.access import async_engine_of, blocking_twin, engine_of
 from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.waiting import interruptible
 
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from dualwrite.state import PartitionStores
-    from dualwrite.writing.transaction import Transaction
-    from dualwrite.writing.transaction__writing_arguments import AsyncWriterOptions
+    from dualwrite.writing.transaction import AsyncWriterOptions, Transaction
 
 T = TypeVar("T")
 
@@ -204,7 +203,7 @@ class AsyncExactlyOnceConsumer:
 
 
 class _Tasks:
-    """The workers are tasks. Implements :class:`dualwrite.consumer.consumer__apps_consumer_member.Workers`."""
+    """The workers are tasks. Implements :class:`dualwrite.consumer.consumer.Workers`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pool: ThreadPoolExecutor) -> None:
         self._loop = loop

@@ -16,13 +16,20 @@ from dualwrite.asyncio.transaction import AsyncTransaction
 from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.grouping import Unit, Units
-from dualwrite.protocol.values__protocol_allowed import WriterLimits
-from dualwrite.writing import transaction__writing_entered
-from dualwrite.writing.group_commit__writing_group_places import full_error
-from dualwrite.writing.group_commit__writing_group_running import run_group
+from dualwrite.protocol.values import WriterLimits
+from dualwrite.writing import transaction as entered
+from dualwrite.writing.group_commit import full_error, run_group
 from dualwrite.writing.retry import pause_after_s
-from dualwrite.writing.units_of_work import GroupRun, Told, check_within, closed_error, copied, fail_left, late_error
-from dualwrite.writing.units_of_work__writing_group_row_unit import RowUnit
+from dualwrite.writing.units_of_work import (
+    GroupRun,
+    RowUnit,
+    Told,
+    check_within,
+    closed_error,
+    copied,
+    fail_left,
+    late_error,
+)
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
@@ -267,19 +274,19 @@ class AsyncGroups:
         if isinstance(work, RowUnit):
             return task.context.copy().run(work.produce, transaction)
         given = AsyncTransaction(transaction, self._engine, self._pool())
-        return awaited(self._in_task(work, task.context, given, transaction__writing_entered.entered_here()))
+        return awaited(self._in_task(work, task.context, given, entered.entered_here()))
 
     @staticmethod
     async def _in_task(
         work: Callable[[AsyncTransaction], Awaitable[Any]],
         context: contextvars.Context,
         transaction: AsyncTransaction,
-        blocks: transaction__writing_entered.Blocks,
+        blocks: entered.Blocks,
     ) -> object:
         """Run the work in a task of its own, with the context of its caller."""
 
         async def call() -> object:
-            transaction__writing_entered.go_on_inside(blocks, asyncio.current_task())
+            entered.go_on_inside(blocks, asyncio.current_task())
             return await work(transaction)
 
         return await context.copy().run(asyncio.get_running_loop().create_task, call())

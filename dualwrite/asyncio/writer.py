@@ -1,4 +1,8 @@
-"""``AsyncDualWriter``: rows and messages, together or not at all, for tasks of an event loop."""
+"""``AsyncDualWriter``: rows and messages, together or not at all, for tasks of an event loop.
+
+It is the writer for threads, run in greenlets whose waits go to the event loop; nothing here decides, settles or ends a
+dual write by itself.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +10,44 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol, TypeVar, overload
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from tenacity import AsyncRetrying
 
 from dualwrite.asyncio.greenlets import enter, run
-from dualwrite.asyncio.transaction import AsyncTransaction, OneByOne, session_of_block
-from dualwrite.asyncio.transaction__apps_async_sessions import AsyncBoundSessions
-from dualwrite.asyncio.writer__apps_task_writer import THREADS, TaskWriter
+from dualwrite.asyncio.group_commit import AsyncGroups
+from dualwrite.asyncio.transaction import AsyncBoundSessions, AsyncTransaction, OneByOne, Sessions, session_of_block
 from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.leases import LeaseTiming
-from dualwrite.protocol.values__protocol_allowed import DEFAULT_LIMITS, WriterLimits
-from dualwrite.stores.sql.access__stores_sql_access_connecting import async_engine_of, blocking_twin, engine_of
-from dualwrite.waiting import here
+from dualwrite.protocol.values import DEFAULT_LIMITS, WriterLimits
+from dualwrite.stores.opening import database_of
+from dualwrite.stores.sql.access import async_engine_of, blocking_twin, engine_of
+from dualwrite.stores.sql.database import SqlDatabase, sql_of
+from dualwrite.stores.sql.drivers import roll_back_before_closing
+from dualwrite.waiting import elsewhere, here
+from dualwrite.writing import transaction as entered
+from dualwrite.writing.leased import LeasedWriter
 from dualwrite.writing.retry import Attempts, Patience
+from dualwrite.writing.writer import DualWriter
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
     from sqlalchemy.ext.asyncio import async_scoped_session, async_sessionmaker
     from typing_extensions import Self, Unpack
 
-    from dualwrite.asyncio.writer__apps_async_leased import LeasedTaskWriter
-    from dualwrite.interfaces__ports_observer import Observer
-    from dualwrite.kafka.producer__kafka_producer_choice import EngineName
-    from dualwrite.protocol.process__protocol_process_health import Health
-    from dualwrite.writing.dual_write__writing_blocks_serializing import Serializers
-    from dualwrite.writing.lane__writing_lanes_losses import OnLoss
-    from dualwrite.writing.transaction__writing_arguments import AsyncWriterSettings, CommonSettings
-    from dualwrite.writing.units_of_work__writing_group_row_unit import RowUnit
+    from dualwrite.interfaces import Observer
+    from dualwrite.kafka.producer import EngineName
+    from dualwrite.protocol.process import Health
+    from dualwrite.writing.dual_write import Serializers
+    from dualwrite.writing.lane import OnLoss
+    from dualwrite.writing.lane_pool import Lanes
+    from dualwrite.writing.sessions import Block
+    from dualwrite.writing.transaction import AsyncWriterSettings, CommonSettings, Transaction
+    from dualwrite.writing.units_of_work import RowUnit
 
 T = TypeVar("T")
 SessionT = TypeVar("SessionT", bound=AsyncSession)
@@ -134,8 +144,6 @@ class AsyncDualWriter:
         Raises:
             ConfigurationError: A setting cannot work.
         """
-        from dualwrite.asyncio.writer__apps_async_leased import LeasedTaskWriter  # noqa: PLC0415 - it is made of the writer below
-
         timing = LeaseTiming(lease_timeout_s, heartbeat_s)
         writer = cls(fleet, **settings)
         writer._writer = LeasedTaskWriter(
@@ -406,3 +414,136 @@ def _sync_connection_of(connection: object) -> Connection:
     if connection.sync_connection is None:
         raise IllegalStateError("the AsyncConnection is not connected", next_step="await connection.start()")
     return connection.sync_connection
+
+
+# The writer behind the asynchronous classes: its blocks run in greenlets, on connections that await.
+
+THREADS: Final = 4
+"""In addition to one for each lane: for work that can only block, which with the native engine is only claiming and
+settling."""
+
+
+class _Writer(Protocol):
+    """A writer that :class:`OfTasks` is a part of."""
+
+    transactional_id: str
+    _asynchronous: AsyncEngine
+    _group_runners: int
+    _lanes: Lanes
+
+    def transaction(self) -> AbstractContextManager[Transaction]: ...
+    def _joined(self) -> tuple[Engine | None, Block]: ...
+    def _note_group(self, units: int) -> None: ...
+    def _require_open(self) -> None: ...
+
+
+class OfTasks:
+    """The part of a writer that only tasks need. Called in greenlets (:mod:`dualwrite.asyncio.greenlets`)."""
+
+    def bind_for_tasks(self: _Writer, sessions: object, opened: Callable[[], ThreadPoolExecutor]) -> AsyncBoundSessions:
+        """See :meth:`AsyncDualWriter.bind`."""
+        joins_first, block = self._joined()
+        return AsyncBoundSessions(
+            self.transactional_id,
+            sessions,
+            block,
+            engine=self._asynchronous,
+            opened=opened,
+            joins_first=joins_first,
+        )
+
+    def groups_of_tasks(self: _Writer, limits: WriterLimits, pool: Callable[[], ThreadPoolExecutor]) -> AsyncGroups:
+        """The groups of :meth:`AsyncDualWriter.submit`."""
+        return AsyncGroups(
+            self.transactional_id,
+            self.transaction,
+            limits,
+            runners=self._group_runners,
+            grouped=self._note_group,
+            engine=self._asynchronous,
+            pool=pool,
+        )
+
+    def refuse_nested(self: _Writer) -> None:
+        """Raise if the writer is not open, or the task is inside a transaction or a unit of it."""
+        self._require_open()
+        entered.refuse_nested(self, self.transactional_id)
+
+
+class ForTasks(OfTasks, DualWriter):
+    """A :class:`DualWriter` for greenlets (:mod:`dualwrite.asyncio.greenlets`): all its methods are called in them."""
+
+    _asynchronous: AsyncEngine
+
+    def open(self) -> None:
+        """As :meth:`DualWriter.open`, without blocking the event loop."""
+        elsewhere(super().open)
+        try:
+            with self._database.connect() as connection:
+                self._opened().context.store.check_same_database(connection)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """As :meth:`DualWriter.close`, without blocking the event loop."""
+        elsewhere(super().close)
+
+
+def with_blocks_of(asynchronous: AsyncEngine, database: Engine | SqlDatabase, schema: str | None) -> SqlDatabase:
+    """The database for threads, whose blocks run on the asynchronous engine."""
+    own = sql_of(database_of(database, schema), "writers of tasks")
+    return SqlDatabase(own.engine, own.schema, blocks=asynchronous.sync_engine)
+
+
+class TaskWriter(ForTasks):
+    """The writer of one transactional id.
+
+    Args:
+        transactional_id: As for :class:`DualWriter`.
+        asynchronous: The engine of the blocks' connections.
+        database: Leads to the same database, for the writer's own transactions, in threads.
+        session_factory: Makes the ORM session, called with ``bind=connection``.
+        settings: As for :class:`DualWriter`.
+    """
+
+    def __init__(
+        self,
+        transactional_id: str,
+        asynchronous: AsyncEngine,
+        *,
+        database: Engine | SqlDatabase,
+        session_factory: Callable[..., AsyncSession] = session_of_block,
+        **settings: Unpack[CommonSettings],
+    ) -> None:
+        made = Sessions(asynchronous, session_factory).make
+        both = with_blocks_of(asynchronous, database, settings.get("schema"))
+        super().__init__(transactional_id, database=both, session_factory=made, **settings)
+        self._asynchronous = asynchronous
+        roll_back_before_closing(asynchronous.sync_engine)
+
+
+# `AsyncDualWriter.leased`: the writer behind it, with a leased id.
+#
+# A thread renews the lease, as for a `DualWriter`: an event loop that is busy for long must not lose its id.
+
+
+class LeasedTaskWriter(ForTasks, LeasedWriter):
+    """A `LeasedWriter` that stands for writers of tasks. Its arguments are those of a `TaskWriter`."""
+
+    def __init__(
+        self,
+        fleet: str,
+        timing: LeaseTiming,
+        asynchronous: AsyncEngine,
+        *,
+        database: Engine,
+        session_factory: Callable[..., AsyncSession],
+        **settings: Unpack[CommonSettings],
+    ) -> None:
+        def make(name: str) -> TaskWriter:
+            return TaskWriter(name, asynchronous, database=database, session_factory=session_factory, **settings)
+
+        both = with_blocks_of(asynchronous, database, settings.get("schema"))
+        LeasedWriter.__init__(self, fleet, timing, make=make, database=both, **settings)
+        self._asynchronous = asynchronous

@@ -8,16 +8,13 @@ from typing import Final
 import click
 
 COMMANDS: Final = {
-    "acknowledge": ("dualwrite.cli.tables__apps_cli_acknowledge", "Note that a person has looked at a loss."),
-    "batches": ("dualwrite.cli.tables__apps_cli_batches", "Show what Spark sinks have written, batch by batch."),
-    "forget": ("dualwrite.cli.recovery__apps_cli_forget", "Delete ids that never come back, and old incidents."),
+    "acknowledge": ("dualwrite.cli.tables", "Note that a person has looked at a loss."),
+    "batches": ("dualwrite.cli.tables", "Show what Spark sinks have written, batch by batch."),
+    "forget": ("dualwrite.cli.recovery", "Delete ids that never come back, and old incidents."),
     "migrate": ("dualwrite.cli.tables", "Create or upgrade the library's tables."),
     "recover": ("dualwrite.cli.recovery", "Settle what dead owners left behind."),
-    "status": ("dualwrite.cli.recovery__apps_cli_status", "Show what is unsettled."),
-    "terminate": (
-        "dualwrite.cli.recovery__apps_cli_terminate",
-        "Abort an open transaction, unless the database has decided it.",
-    ),
+    "status": ("dualwrite.cli.recovery", "Show what is unsettled."),
+    "terminate": ("dualwrite.cli.recovery", "Abort an open transaction, unless the database has decided it."),
 }
 """For each command, the module that defines it under its own name, and its line in the help."""
 

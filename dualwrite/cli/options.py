@@ -1,17 +1,18 @@
-"""How the commands reach the servers: options, environment variables and a librdkafka properties file."""
+"""Options that commands share, how they reach the servers, and the exit codes for scripts."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 import click
 
-from dualwrite.errors import ConfigurationError
-from dualwrite.protocol.values__protocol_allowed import check_not_empty, check_seconds
+from dualwrite.errors import ConfigurationError, DualWriteError, Unavailable
+from dualwrite.protocol.values import check_not_empty, check_seconds
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -129,3 +130,28 @@ def parse_properties(lines: list[str] | tuple[str, ...], source: str) -> dict[st
             raise click.UsageError(f"{source}: line {number} is not key=value")
         properties[key.strip()] = value.strip()
     return properties
+
+
+# Exit codes for scripts, and the one place that turns our errors into them.
+
+ERROR: Final = 1
+NEEDS_RECOVERY: Final = 3
+INCIDENTS: Final = 4
+UNAVAILABLE: Final = 5
+NO_SUCH_ID: Final = 6
+LEFT_ALONE: Final = 7
+WENT_BACK: Final = 8
+
+
+def exit_code_for_errors(command: Callable[P, R]) -> Callable[P, R]:
+    """Turn an error of ours into one line on standard error and an exit code; any other error keeps its traceback."""
+
+    @wraps(command)
+    def reported(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except DualWriteError as error:
+            click.echo(f"dualwrite: {type(error).__name__}: {error}", err=True)
+            sys.exit(UNAVAILABLE if isinstance(error, Unavailable) else ERROR)
+
+    return reported

@@ -1,28 +1,49 @@
-"""``dualwrite recover``: settle what dead owners left behind."""
+"""The commands about ids: ``recover``, ``status``, ``terminate``, ``forget``."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import click
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from dualwrite.cli.options import database_options, id_options, kafka_options, seconds
-from dualwrite.cli.options__apps_cli_exit_codes import (
+from dualwrite.cli.options import (
     INCIDENTS,
     LEFT_ALONE,
+    NEEDS_RECOVERY,
     NO_SUCH_ID,
     WENT_BACK,
+    database_options,
     exit_code_for_errors,
+    id_options,
+    kafka_options,
+    not_empty,
+    seconds,
 )
-from dualwrite.cli.report import forgotten_words, recovery_json, report_console, status_table
+from dualwrite.cli.report import (
+    forgotten_words,
+    lease_json,
+    lease_table,
+    loss_json,
+    recovery_json,
+    report_console,
+    status_json,
+    status_table,
+    summary,
+)
+from dualwrite.errors import DatabaseWentBack, IllegalStateError
+from dualwrite.protocol.leases import Lease
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.values import Incident
+from dualwrite.recovery import operator as forgetting
+from dualwrite.recovery import operator as terminating
 from dualwrite.recovery import recover as recovery
-from dualwrite.recovery.operator__recovery_foreign import complete_prepared
-from dualwrite.recovery.recover import RecoveryReport
+from dualwrite.recovery.operator import UNTOUCHED_FOR_S, TerminationReport, complete_prepared
+from dualwrite.recovery.recover import IdStatus, RecoveryReport, is_young
+from dualwrite.stores.opening import opened
 
 
 @click.command()
@@ -106,7 +127,7 @@ def recover(
     if as_json:
         click.echo(json.dumps(recovery_json(report), indent=2))
     else:
-        _print(report, dry_run=dry_run)
+        _print_recovered(report, dry_run=dry_run)
     if report.unknown:
         click.echo(f"dualwrite: there is no row for {transactional_id!r}", err=True)
     code = _exit_code(report)
@@ -122,7 +143,7 @@ def _complete_foreign(kafka_id: str, state: str, kafka: Mapping[str, object], ti
     click.echo(f"{kafka_id}: {done.value}")
 
 
-def _print(report: RecoveryReport, *, dry_run: bool) -> None:
+def _print_recovered(report: RecoveryReport, *, dry_run: bool) -> None:
     out = report_console()
     if report.planned:
         out.print(status_table(report.planned))
@@ -152,3 +173,255 @@ def _exit_code(report: RecoveryReport) -> int:
     if report.losses:
         return INCIDENTS
     return LEFT_ALONE if report.skipped else 0
+
+
+# `dualwrite status`: show for every id what the row says, what the coordinator shows and what recovery would do.
+
+
+@click.command()
+@click.argument("transactional_id", required=False, callback=not_empty)
+@click.option("--prefix", callback=not_empty, help="All ids with this prefix. Without an id or a prefix: all ids.")
+@click.option(
+    "--problems", is_flag=True, help="Only what is open for longer than --open-for, and all else that needs a person."
+)
+@click.option(
+    "--open-for",
+    "open_for_s",
+    default=60.0,
+    show_default=True,
+    type=float,
+    callback=seconds(zero=True),
+    help="With --problems: a transaction younger than this many seconds counts as a writer at work.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
+@click.option(
+    "--timeout", "timeout_s", default=60.0, show_default=True, callback=seconds(), help="Time limit, in seconds."
+)
+@database_options
+@kafka_options
+@exit_code_for_errors
+def status(
+    *,
+    transactional_id: str | None,
+    prefix: str | None,
+    problems: bool,
+    open_for_s: float,
+    as_json: bool,
+    timeout_s: float,
+    url: str,
+    schema: str | None,
+    kafka: Mapping[str, object],
+) -> None:
+    """Show what is unsettled. Changes nothing.
+
+    Exit code: 0 nothing to recover, 3 something to recover, 4 losses that nobody has acknowledged, 5 a server does not answer,
+    6 there is no such id, 8 the database has gone back in time, 1 another error. With --problems they report only those.
+    """
+    if transactional_id is not None and prefix is not None:
+        raise click.UsageError("give a transactional id or --prefix, not both")
+    with opened(url, schema) as database:
+        items, longest_s = recovery.status_and_longest(
+            transactional_id, kafka=kafka, database=database, prefix=prefix, timeout_s=timeout_s
+        )
+        incidents = database.store().incidents(transactional_id or prefix or "")
+        leases = database.lease_list(transactional_id, prefix or "")
+        warnings = database.warnings()
+    known = bool(items)
+    if problems:
+        items = [item for item in items if item.needs_recovery and not is_young(item, open_for_s)]
+    open_incidents = [incident for incident in incidents if incident.acknowledged_at is None]
+    if as_json:
+        document = {
+            "ids": [status_json(item) for item in items],
+            "longest_open_s": longest_s,
+            "incidents": [
+                {
+                    "transactional_id": incident.transactional_id,
+                    "outcome": incident.outcome.value,
+                    "prepared_transaction_state": incident.prepared_transaction_state,
+                    "detail": incident.detail,
+                    "detected_at": incident.detected_at.isoformat(),
+                }
+                for incident in open_incidents
+            ],
+            "leases": [lease_json(lease) for lease in leases],
+            "warnings": list(warnings),
+        }
+        click.echo(json.dumps(document, indent=2))
+    else:
+        _print_status(items, longest_s, open_incidents, () if problems else leases)
+    for warning in warnings:
+        click.echo(f"dualwrite: {warning}", err=True)
+    if any(item.went_back is not None for item in items):
+        raise SystemExit(WENT_BACK)
+    if open_incidents:
+        raise SystemExit(INCIDENTS)
+    if transactional_id is not None and not known:
+        click.echo(f"dualwrite: there is no row for {transactional_id!r}", err=True)
+        raise SystemExit(NO_SUCH_ID)
+    if any(item.needs_recovery for item in items):
+        raise SystemExit(NEEDS_RECOVERY)
+
+
+def _print_status(
+    items: Sequence[IdStatus], longest_s: float | None, open_incidents: Sequence[Incident], leases: Sequence[Lease]
+) -> None:
+    console = report_console()
+    console.print(status_table(items))
+    if leases:
+        console.print()
+        console.print(lease_table(leases))
+    console.print(f"\n{summary(items, longest_s, len(open_incidents))}")
+    for item in items:
+        if item.went_back is not None:
+            console.print(f"  {item.row.transactional_id}: {item.went_back}", style="red")
+    for incident in open_incidents:
+        console.print(f"  {incident.transactional_id}: {incident.outcome.value}: {incident.detail}", style="red")
+
+
+# `dualwrite terminate`: abort an open transaction, unless the database has decided it.
+
+
+@click.command()
+@click.argument("transactional_id", callback=not_empty)
+@click.option(
+    "--lose-decided",
+    is_flag=True,
+    help="Abort also what the database has decided: its rows stay, its messages are LOST, and an incident records that.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of lines.")
+@click.option(
+    "--timeout", "timeout_s", default=60.0, show_default=True, callback=seconds(), help="Time limit, in seconds."
+)
+@partial(database_options, required=False)
+@kafka_options
+@exit_code_for_errors
+def terminate(
+    *,
+    transactional_id: str,
+    lose_decided: bool,
+    as_json: bool,
+    timeout_s: float,
+    url: str | None,
+    schema: str | None,
+    kafka: Mapping[str, object],
+) -> None:
+    """Abort the open transaction of an id: of a writer, a lane or a slot, or Kafka's own transactional.id.
+
+    Refuses what the database has decided: `dualwrite recover` commits that. For an id that dualwrite did not make, no
+    database is needed, and nothing shows whether its own program has decided the transaction.
+
+    Exit code: 0 nothing of it is open any more, 3 refused, 4 losses were recorded, 5 a server does not answer, 6 there is
+    no such id, 8 the database has gone back in time, 1 another error.
+    """
+    try:
+        report = terminating.terminate(
+            transactional_id, kafka=kafka, database=url, schema=schema, lose_decided=lose_decided, timeout_s=timeout_s
+        )
+    except IllegalStateError as error:
+        click.echo(f"dualwrite: refused: {error}", err=True)
+        raise SystemExit(NEEDS_RECOVERY) from error
+    except DatabaseWentBack as error:
+        click.echo(f"dualwrite: {error}", err=True)
+        raise SystemExit(WENT_BACK) from error
+    if as_json:
+        document = {
+            "terminated": report.terminated,
+            "settled": report.settled,
+            "rolled_forward": report.rolled_forward,
+            "losses": [loss_json(loss) for loss in report.losses],
+        }
+        click.echo(json.dumps(document, indent=2))
+    else:
+        _print_terminated(report)
+    if report.unknown:
+        click.echo(f"dualwrite: neither the database nor Kafka knows {transactional_id!r}", err=True)
+        raise SystemExit(NO_SUCH_ID)
+    if report.losses:
+        raise SystemExit(INCIDENTS)
+
+
+def _print_terminated(report: TerminationReport) -> None:
+    out = report_console()
+    for kafka_id in report.terminated:
+        out.print(f"{kafka_id}: aborted")
+    out.print(
+        f"{len(report.terminated)} terminated, {len(report.settled)} ids settled, {len(report.rolled_forward)} rolled forward, "
+        f"{len(report.losses)} losses"
+    )
+    for loss in report.losses:
+        out.print(f"  {loss.row.transactional_id}: {loss.detail}", style="red")
+
+
+# `dualwrite forget`: delete ids, incidents and runs that are no longer needed.
+
+_DAY_S = 86400.0
+
+
+@click.command()
+@id_options
+@click.option(
+    "--untouched-for",
+    "untouched_for_days",
+    default=UNTOUCHED_FOR_S / _DAY_S,
+    show_default=True,
+    type=float,
+    callback=seconds(zero=True, unit_s=_DAY_S),
+    help="Keep what was written, acknowledged or begun less than this many days ago.",
+)
+@click.option("--dry-run", is_flag=True, help="Show what would be deleted; delete nothing.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of lines.")
+@click.option(
+    "--timeout", "timeout_s", default=60.0, show_default=True, callback=seconds(), help="Time limit, in seconds."
+)
+@database_options
+@kafka_options
+@exit_code_for_errors
+def forget(
+    *,
+    transactional_id: str | None,
+    prefix: str | None,
+    untouched_for_days: float,
+    dry_run: bool,
+    as_json: bool,
+    timeout_s: float,
+    url: str,
+    schema: str | None,
+    kafka: Mapping[str, object],
+) -> None:
+    """Delete the rows of ids that never come back, incidents acknowledged long ago, and runs that are long over.
+
+    An id stays if it has anything unsettled or a loss that nobody has acknowledged, or is or recently was in use; all ids of
+    its writer stay with it. Needs the right to DELETE.
+
+    Exit code: 0 done (with --dry-run: shown), 3 something is unsettled and stays, 5 a server does not answer, 1 another error.
+    """
+    report = forgetting.forget(
+        transactional_id,
+        kafka=kafka,
+        database=url,
+        schema=schema,
+        prefix=prefix,
+        untouched_for_s=untouched_for_days * _DAY_S,
+        dry_run=dry_run,
+        timeout_s=timeout_s,
+    )
+    if as_json:
+        document = {
+            "forgotten": report.forgotten,
+            "kept": report.kept,
+            "incidents": report.incidents,
+            "runs": report.runs,
+        }
+        click.echo(json.dumps(document, indent=2))
+    else:
+        out = report_console()
+        for name in report.forgotten:
+            out.print(f"{name}: {'would be forgotten' if dry_run else 'forgotten'}")
+        for name, why in report.kept.items():
+            out.print(f"{name}: kept: {why}")
+        out.print(
+            f"{len(report.forgotten)} ids, {report.incidents} incidents, {report.runs} runs; {len(report.kept)} ids kept"
+        )
+    if report.unsettled:
+        raise SystemExit(NEEDS_RECOVERY)

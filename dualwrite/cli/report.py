@@ -12,13 +12,11 @@ from rich.table import Table
 from dualwrite.protocol.leases import Lease, place_of
 from dualwrite.protocol.prepared_state import Engine
 from dualwrite.protocol.settle import SettleStep
-from dualwrite.protocol.values import TransactionStatus
-from dualwrite.protocol.values__protocol_identity import belongs
-from dualwrite.recovery.lost_decisions__recovery_after_restore import Forgotten
-from dualwrite.recovery.recover import RecoveryReport
-from dualwrite.recovery.recover__recovery_plan import IdStatus
+from dualwrite.protocol.values import TransactionStatus, belongs
+from dualwrite.recovery.lost_decisions import Forgotten
+from dualwrite.recovery.recover import IdStatus, RecoveryReport
 from dualwrite.recovery.settle import Loss
-from dualwrite.stores.sql.ledger__stores_sql_jobs_batches import Batch
+from dualwrite.stores.sql.ledger import Batch
 
 _WIDTH_OF_A_PIPE = 400
 

@@ -1,18 +1,22 @@
-"""``dualwrite migrate``: create or upgrade the library's tables."""
+"""The commands about tables: ``migrate``, ``batches``, ``acknowledge``. None of them needs Kafka."""
 
 from __future__ import annotations
+
+import json
 
 import click
 from sqlalchemy import exc
 
-from dualwrite.cli.options import database_options, not_empty
-from dualwrite.cli.options__apps_cli_exit_codes import exit_code_for_errors
+from dualwrite.cli.options import ERROR, database_options, exit_code_for_errors, not_empty
+from dualwrite.cli.report import batch_json, batch_table, report_console
 from dualwrite.migrations import BASE, HEAD, Direction, current_revision, sql_script
 from dualwrite.migrations import downgrade as go_down
 from dualwrite.migrations import upgrade as go_up
-from dualwrite.stores.opening import has_tables
-from dualwrite.stores.sql.access__stores_sql_access_connecting import engine_of
-from dualwrite.stores.sql.access__stores_sql_access_failures import map_database_error
+from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.stores.opening import has_tables, opened
+from dualwrite.stores.sql.access import engine_of, map_database_error
+from dualwrite.stores.sql.ledger import read_batches, read_nobody_at_work
+from dualwrite.stores.sql.short_transactions import check_schema
 
 
 @click.command()
@@ -70,3 +74,70 @@ def _migrate(url: str, schema: str | None, revision: str, *, downgrade: bool) ->
         raise map_database_error(error, engine, schema) from error
     finally:
         engine.dispose()
+
+
+# `dualwrite batches`: show what the ledger knows about each batch of a Spark sink.
+
+
+@click.command()
+@click.argument("sink", required=False, callback=not_empty)
+@click.option("--last", "limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many to show.")
+@click.option("--all", "everything", is_flag=True, help="All batches, instead of the newest.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
+@database_options
+@exit_code_for_errors
+def batches(*, sink: str | None, limit: int, everything: bool, as_json: bool, url: str, schema: str | None) -> None:
+    """Show the batches of SINK, or of all sinks: rows, messages, phase and duration. Changes nothing.
+
+    A batch that was begun, but has had no lease and written nothing for five minutes, is shown as "writing, nobody at work
+    since": its driver was killed, or its job computes for long before it writes.
+
+    Asks only the database, not Kafka: `dualwrite status` shows what is unsettled there.
+
+    Exit code: 0 shown, 1 an error, 5 the database does not answer.
+    """
+    engine = engine_of(url)
+    try:
+        check_schema(engine, schema)
+        found = read_batches(engine, sink=sink, limit=None if everything else limit, schema=schema)
+        deserted = read_nobody_at_work(engine, found, schema=schema)
+    finally:
+        engine.dispose()
+    if as_json:
+        click.echo(json.dumps({"batches": [batch_json(batch, deserted) for batch in found]}, indent=2))
+        return
+    console = report_console()
+    console.print(batch_table(found, deserted))
+    unfinished = sum(batch.decided_at is None for batch in found)
+    console.print(f"\n{len(found)} batches, {unfinished} not all written, {sum(one.row_count for one in found):,} rows")
+
+
+# `dualwrite acknowledge`: note that a person has looked at a loss.
+
+
+@click.command()
+@click.argument("transactional_id", callback=not_empty)
+@click.argument("state", required=False, callback=not_empty)
+@click.option("--all", "everything", is_flag=True, help="All incidents of the id, instead of that of STATE.")
+@database_options
+@exit_code_for_errors
+def acknowledge(*, transactional_id: str, state: str | None, everything: bool, url: str, schema: str | None) -> None:
+    """Note that a person has looked at the loss of STATE (as `dualwrite status --json` shows it) of TRANSACTIONAL_ID.
+
+    The incident stays in the database, but is no longer reported.
+
+    Exit code: 0 done, 1 there is no such incident, or an error.
+    """
+    if (state is None) != everything:
+        raise click.UsageError("give either STATE or --all")
+    with opened(url, schema) as database:
+        store = database.store()
+        if state is not None:
+            wanted = [state]
+        else:
+            found = store.incidents(transactional_id)
+            wanted = [item.prepared_transaction_state for item in found if item.transactional_id == transactional_id]
+        count = sum(store.acknowledge(transactional_id, PreparedTxnState.from_string(text)) for text in wanted)
+    click.echo(f"{transactional_id}: {count} acknowledged")
+    if count == 0:
+        raise SystemExit(ERROR)

@@ -1,4 +1,8 @@
-"""Reads for a member: one thread that polls, so that the group keeps the member whatever its workers wait for."""
+"""The thread that reads for a member, its settings, and what dead members have left open.
+
+One thread polls, so that the group keeps the member whatever its workers wait for. An open transaction of a dead member
+would block its successors, and Kafka does not say so: it is looked for and settled.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient
 
 from dualwrite.clock import Deadline, now_s
-from dualwrite.consumer.reading__apps_consumer_settings import is_incremental
-from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.protocol.consuming import pause_s
+from dualwrite.errors import ConfigurationError, Fenced, TransactionAborted, Unavailable
+from dualwrite.kafka.coordinator import connection_settings
+from dualwrite.protocol.consuming import left_behind, member_prefix, pause_s
+from dualwrite.recovery.recover import recover, status
 
 if TYPE_CHECKING:
     from confluent_kafka import Message
 
-    from dualwrite.consumer.partitions import Name, Partition, Partitions
-    from dualwrite.consumer.partitions__apps_consumer_offsets import Offsets
-    from dualwrite.consumer.reading__apps_consumer_peers import Peers
+    from dualwrite.consumer.partitions import Name, Offsets, Partition, Partitions
+    from dualwrite.interfaces import Database
+    from dualwrite.recovery.recover import IdStatus, RecoveryReport
 
 logger = logging.getLogger(__name__)
 
@@ -259,3 +265,126 @@ def _divided(polled: Sequence[Message]) -> tuple[list[Message], list[Message]]:
 
 def _shown(partitions: Sequence[TopicPartition]) -> str:
     return ", ".join(f"{one.topic}[{one.partition}]" for one in partitions) or "none"
+
+
+# The settings of the consumer: ours by the protocol, the user's, and those by which both clients reach the brokers.
+
+_FIXED: Final[Mapping[str, tuple[str, str]]] = {
+    "enable.auto.commit": (
+        "false",
+        "offsets are committed with the rows and messages that come from them, or they lie",
+    ),
+    "isolation.level": ("read_committed", "messages of open and aborted transactions must not be consumed"),
+}
+"""Settings with the only value that they may have, and the reason."""
+
+_OWN: Final[Mapping[str, str]] = {
+    "group.id": "it is the argument group",
+    "client.id": "peers find a dead member's transactions by it: it is made of the group's and the member's name",
+    "on_commit": "offsets are not committed by the consumer",
+    "group.instance.id": "a restarted member would not be seen as gone, and peers would not settle what it has left",
+}
+
+
+def consumer_settings(
+    kafka: Mapping[str, object], given: Mapping[str, object], *, group: str, client_id: str
+) -> dict[str, object]:
+    """The whole dictionary for confluent-kafka's ``Consumer``.
+
+    Args:
+        kafka: The settings that producers and consumers share.
+        given: The user's settings for the consumer alone.
+        group: The ``group.id``.
+        client_id: The member's transactional id.
+
+    Raises:
+        ConfigurationError: A setting would break the promise, or belongs to this library.
+    """
+    settings: dict[str, object] = {"auto.offset.reset": "earliest", **connection_settings(kafka), **given}
+    for key, (value, reason) in _FIXED.items():
+        if str(settings.get(key, value)).lower() != value:
+            raise ConfigurationError(
+                f"the consumer's setting {key!r} must be {value}, not {settings[key]!r}",
+                next_step=f"leave it out: {reason}",
+            )
+        settings[key] = value
+    for key, reason in _OWN.items():
+        if key in given:
+            raise ConfigurationError(f"the consumer's setting {key!r} is this library's own", next_step=reason)
+    return {**settings, "group.id": group, "client.id": client_id}
+
+
+def is_incremental(settings: Mapping[str, object]) -> bool:
+    """Whether the group moves single partitions (cooperative, KIP-848), instead of all at each rebalance."""
+    strategy = str(settings.get("partition.assignment.strategy", ""))
+    return settings.get("group.protocol") == "consumer" or strategy.startswith("cooperative")
+
+
+# Settles what dead members left open: their open transactions block their successors, and Kafka does not say so.
+
+_ANSWER_S: Final = 30.0
+
+
+class Peers:
+    """The other members of a group.
+
+    Args:
+        group: The ``group.id``.
+        ours: Our own transactional id and client id.
+        kafka: The settings by which the members reach Kafka.
+        database: The writers' database.
+    """
+
+    def __init__(self, group: str, ours: str, *, kafka: Mapping[str, object], database: Database) -> None:
+        self._group = group
+        self._ours = ours
+        self._kafka = kafka
+        self._database = database
+
+    def settle(self) -> list[str]:
+        """Settle the transactions left open by members that are no longer in the group.
+
+        If a server does not answer, that is logged, and the rest is left to the next call.
+
+        Returns:
+            The transactional ids that were settled.
+
+        Raises:
+            DecidedTransactionLost, OutcomeUnverifiable, DatabaseWentBack, ConfigurationError: A person must look.
+        """
+        try:
+            return self._settle()
+        except (KafkaException, TimeoutError, Unavailable, Fenced, TransactionAborted) as error:
+            logger.warning("%s: cannot settle peers' transactions yet; retrying later: %s", self._ours, error)
+        return []
+
+    def _settle(self) -> list[str]:
+        unsettled = {one.row.transactional_id for one in self._status() if one.needs_recovery}
+        if not unsettled:
+            return []
+        # Only now: the rule of left_behind() needs a list of members that is younger than the transactions.
+        gone = left_behind(self._group, unsettled, self._members(), self._ours)
+        settled = []
+        for name in gone:
+            report = self._recover(name)
+            settled += report.settled
+            logger.warning("%s: settled the open transactions of %s, which left the group", self._ours, name)
+            if report.losses:
+                raise report.losses[0].as_error()
+        return settled
+
+    def _status(self) -> list[IdStatus]:
+        return status(
+            prefix=member_prefix(self._group), kafka=self._kafka, database=self._database, timeout_s=_ANSWER_S
+        )
+
+    def _recover(self, name: str) -> RecoveryReport:
+        return recover(
+            name, kafka={**self._kafka, "client.id": self._ours}, database=self._database, timeout_s=_ANSWER_S
+        )
+
+    def _members(self) -> set[str]:
+        """The client ids of the group's members, whichever protocol the group uses."""
+        admin = AdminClient(connection_settings(self._kafka))  # type: ignore[arg-type] # callbacks, too
+        answer = admin.describe_consumer_groups([self._group], request_timeout=_ANSWER_S)[self._group]
+        return {member.client_id for member in answer.result(_ANSWER_S).members}

@@ -29,10 +29,14 @@ from dualwrite.errors import (
     OutcomeUnverifiable,
     Unavailable,
 )
-from dualwrite.interfaces__ports_coordinator import TransactionCoordinator, native_of
+from dualwrite.interfaces import TransactionCoordinator, native_of
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.values import IN_TRANSITION, EndAnswer, Outcome, TransactionStatus, TransactionView
-from dualwrite.protocol.values__protocol_identity import (
+from dualwrite.protocol.values import (
+    IN_TRANSITION,
+    EndAnswer,
+    Outcome,
+    TransactionStatus,
+    TransactionView,
     another_owner_since,
     is_open,
     others_than,

@@ -19,7 +19,7 @@ from tenacity import Retrying, retry_if_exception_type, wait_exponential
 
 from dualwrite.clock import FIRST_PAUSE_S, LONGEST_PAUSE_S, Deadline, pause
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.network import Message, Network, NetworkLoopEnded, NotYet, quieten_logs
 
 Key = TypeVar("Key")

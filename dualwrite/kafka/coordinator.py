@@ -1,38 +1,69 @@
-"""The coordinator port over kafka-python: asks coordinators and partition leaders, and ends transactions."""
+"""``KafkaCoordinator``: what recipes ask and tell Kafka about transactions, from outside any producer.
+
+Describing, listing and ending transactions, for both transaction versions, over kafka-python's codec. One instance
+serves all threads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import kafka.errors as kafka_errors
+from kafka.protocol.admin.configs import DescribeConfigsRequest
+from kafka.protocol.admin.transactions import DescribeTransactionsRequest, ListTransactionsRequest
+from kafka.protocol.metadata import ApiVersionsRequest
+from kafka.protocol.producer.transaction import AddPartitionsToTxnRequest, EndTxnRequest, InitProducerIdRequest
 
 from dualwrite.clock import Deadline
-from dualwrite.kafka import (
-    coordinator__kafka_coordinator_describing,
-    coordinator__kafka_coordinator_ending,
-    coordinator__kafka_coordinator_listing,
-    coordinator__kafka_coordinator_native,
-    log,
-    log__kafka_coordinator_later,
-    log__kafka_coordinator_sequences,
-)
-from dualwrite.kafka.brokers import Brokers, until_answered
+from dualwrite.errors import ConfigurationError, Unavailable
+from dualwrite.kafka import log
+from dualwrite.kafka import log as later
+from dualwrite.kafka import log as sequences
+from dualwrite.kafka.brokers import Brokers, metadata_request, until_answered, verdict
 from dualwrite.kafka.callers_network import CallersNetwork
-from dualwrite.kafka.cluster import Coordinators, Partition, Topic, Topics
-from dualwrite.kafka.cluster__kafka_coordinator_partitions import Place, open_offsets
-from dualwrite.kafka.config__kafka_config import KafkaConfig
-from dualwrite.kafka.log__kafka_coordinator_blocking import HELD_BACK_S, BlockingTransaction, HeldBack, find_blocking
-from dualwrite.kafka.network import Network
+from dualwrite.kafka.cluster import (
+    Coordinators,
+    Leader,
+    Partition,
+    Place,
+    Producers,
+    Topic,
+    Topics,
+    internal_partition,
+    open_offsets,
+    producers,
+    producers_now,
+    read_topics,
+    right_to_look,
+)
+from dualwrite.kafka.config import CONNECTING, KERBEROS_TICKETS, KafkaConfig
+from dualwrite.kafka.log import HELD_BACK_S, BlockingTransaction, HeldBack, find_blocking
+from dualwrite.kafka.network import Message, Network, NotYet
 from dualwrite.protocol.lost_decisions import Later
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.values import EndAnswer, LogProof, OpenTransaction, ShownProducer, TransactionView
+from dualwrite.protocol.values import (
+    OPEN,
+    EndAnswer,
+    LogProof,
+    OpenTransaction,
+    ShownProducer,
+    TransactionStatus,
+    TransactionView,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
 class KafkaCoordinator:
-    """:class:`~dualwrite.interfaces__ports_coordinator.TransactionCoordinator` over the wire. Connects on the first call; thread-safe.
+    """:class:`~dualwrite.interfaces.TransactionCoordinator` over the wire. Connects on the first call; thread-safe.
 
     A call on many ids sends one request per broker where Kafka has a batched request, otherwise one per id, all at
     once. Transient failures (a coordinator that moves, loads or is gone, a change of leader, a lost connection) are
@@ -82,7 +113,7 @@ class KafkaCoordinator:
             Unavailable: No broker answered in time.
             ConfigurationError: The brokers refuse our credentials or our way of connecting.
         """
-        return coordinator__kafka_coordinator_describing.cluster_id(self._brokers, deadline)
+        return cluster_id(self._brokers, deadline)
 
     def max_transaction_timeout_ms(self, deadline: Deadline) -> int | None:
         """The smallest ``transaction.max.timeout.ms`` of all brokers; None if we may not read it.
@@ -90,7 +121,7 @@ class KafkaCoordinator:
         Raises:
             Unavailable: Not all brokers answered in time.
         """
-        return coordinator__kafka_coordinator_describing.max_transaction_timeout_ms(self._brokers, deadline)
+        return max_transaction_timeout_ms(self._brokers, deadline)
 
     def describe(self, kafka_ids: Collection[str], deadline: Deadline) -> Mapping[str, TransactionView]:
         """The coordinator's view of each id; an unknown id has the status ``NO_SUCH_ID``. Source: KIP-664.
@@ -99,7 +130,7 @@ class KafkaCoordinator:
             Unavailable: Not all coordinators answered in time.
             ConfigurationError: We may not describe an id.
         """
-        return coordinator__kafka_coordinator_describing.describe(self._coordinators, kafka_ids, deadline)
+        return describe(self._coordinators, kafka_ids, deadline)
 
     def end(
         self, transactions: Mapping[str, PreparedTxnState], *, committed: bool, deadline: Deadline, once: bool = False
@@ -115,9 +146,7 @@ class KafkaCoordinator:
             Unavailable: Some coordinators did not answer in time. Any of the transactions may have ended.
             ConfigurationError: We may not write under an id.
         """
-        return coordinator__kafka_coordinator_ending.end(
-            self._coordinators, transactions, deadline, committed=committed, once=once
-        )
+        return end(self._coordinators, transactions, deadline, committed=committed, once=once)
 
     def end_exactly(
         self, transactions: Mapping[str, tuple[int, int]], *, committed: bool, deadline: Deadline
@@ -131,9 +160,7 @@ class KafkaCoordinator:
             ConfigurationError: We may not write under an id, or a broker is older than 4.0.
         """
         named = {kafka_id: PreparedTxnState(*ids) for kafka_id, ids in transactions.items()}
-        return coordinator__kafka_coordinator_ending.end(
-            self._coordinators, named, deadline, committed=committed, exactly=True
-        )
+        return end(self._coordinators, named, deadline, committed=committed, exactly=True)
 
     def transaction_version(self, deadline: Deadline) -> int:
         """The cluster's finalized ``transaction.version``: from 2 on, every transaction has an epoch of its own (KIP-890).
@@ -143,7 +170,7 @@ class KafkaCoordinator:
         Raises:
             Unavailable: Not all brokers answered in time.
         """
-        return coordinator__kafka_coordinator_native.transaction_version(self._brokers, deadline)
+        return transaction_version(self._brokers, deadline)
 
     def retire(
         self, kafka_ids: Collection[str], deadline: Deadline, *, timeouts_ms: Mapping[str, int] | None = None
@@ -162,7 +189,7 @@ class KafkaCoordinator:
             Unavailable: Some ids were not retired in time. Any of them may have been.
             ConfigurationError: We may not write under an id, or a timeout exceeds ``transaction.max.timeout.ms``.
         """
-        return coordinator__kafka_coordinator_ending.retire(self._coordinators, kafka_ids, timeouts_ms or {}, deadline)
+        return retire(self._coordinators, kafka_ids, timeouts_ms or {}, deadline)
 
     def add_partitions(
         self, transactions: Mapping[str, tuple[int, int, Collection[Partition]]], deadline: Deadline
@@ -176,7 +203,7 @@ class KafkaCoordinator:
             Unavailable: Some coordinators did not answer in time. Any of the partitions may have been added.
             ConfigurationError: We may not write under an id, or to a topic.
         """
-        return coordinator__kafka_coordinator_ending.add_partitions(self._coordinators, transactions, deadline)
+        return add_partitions(self._coordinators, transactions, deadline)
 
     def list_ids(self, prefix: str, deadline: Deadline) -> Sequence[str]:
         """All transactional ids with that prefix known to any coordinator, sorted; only those that we may describe.
@@ -188,7 +215,7 @@ class KafkaCoordinator:
         Raises:
             Unavailable: Some brokers did not answer in time, or some ids had no coordinator.
         """
-        return coordinator__kafka_coordinator_listing.list_ids(self._brokers, prefix, deadline)
+        return list_ids(self._brokers, prefix, deadline)
 
     def compacted(self, topics: Collection[str], deadline: Deadline) -> Collection[str]:
         """Those of the topics that are compacted. One whose settings we may not describe is left out. Asks once.
@@ -196,7 +223,7 @@ class KafkaCoordinator:
         Raises:
             Unavailable: No answer.
         """
-        return coordinator__kafka_coordinator_describing.compacted(self._brokers, topics, deadline)
+        return compacted(self._brokers, topics, deadline)
 
     def longest_open_s(self, deadline: Deadline) -> float:
         """The age of the oldest open transaction of any id that we may describe, in seconds; 0 if none is open.
@@ -206,9 +233,7 @@ class KafkaCoordinator:
         Raises:
             Unavailable: The brokers did not answer in time.
         """
-        return coordinator__kafka_coordinator_listing.longest_open_s(
-            self._brokers, lambda ids: self.describe(ids, deadline), deadline
-        )
+        return longest_open_s(self._brokers, lambda ids: self.describe(ids, deadline), deadline)
 
     def topic_ids(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, str]:
         """The id of each topic as URL-safe base64. A topic that does not exist is missing from the result.
@@ -264,15 +289,13 @@ class KafkaCoordinator:
     def sequences(
         self, producer_id: int, epoch: int, firsts: Mapping[Partition, int], deadline: Deadline
     ) -> Mapping[Partition, tuple[int, int] | None]:
-        """Sequence numbers of a producer's open transaction; see :func:`dualwrite.kafka.log__kafka_coordinator_sequences.spans`.
+        """Sequence numbers of a producer's open transaction; see :func:`dualwrite.kafka.log.spans`.
 
         Raises:
             Unavailable: Some leaders did not answer in time.
             ConfigurationError: We may not read or describe a topic.
         """
-        return log__kafka_coordinator_sequences.spans(
-            self._brokers, self._topics, (producer_id, epoch), firsts, deadline
-        )
+        return sequences.spans(self._brokers, self._topics, (producer_id, epoch), firsts, deadline)
 
     def still_open(
         self, suspects: Sequence[tuple[int, Collection[Partition]]], deadline: Deadline
@@ -310,7 +333,7 @@ class KafkaCoordinator:
             Unavailable: Some leaders did not answer in time.
             ConfigurationError: We may not read or describe a topic.
         """
-        return coordinator__kafka_coordinator_native.open_transactions(self._brokers, self._topics, asked, deadline)
+        return open_transactions(self._brokers, self._topics, asked, deadline)
 
     def producer_epochs(
         self, states: Sequence[PreparedTxnState], deadline: Deadline
@@ -323,9 +346,7 @@ class KafkaCoordinator:
         Raises:
             ConfigurationError: We may not read or describe a topic.
         """
-        return coordinator__kafka_coordinator_native.producer_epochs(
-            self._brokers, self._topics, states, deadline, held_back=self._held_back
-        )
+        return producer_epochs(self._brokers, self._topics, states, deadline, held_back=self._held_back)
 
     def prove(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[LogProof]:
         """Prove the outcome of each state's transaction from the log; see :func:`dualwrite.kafka.log.prove`.
@@ -349,7 +370,7 @@ class KafkaCoordinator:
     def blocking(
         self, partitions: Collection[Partition], deadline: Deadline, *, open_for_s: float
     ) -> Sequence[BlockingTransaction]:
-        """Transactions that hold back readers; see :func:`~dualwrite.kafka.log__kafka_coordinator_blocking.find_blocking`.
+        """Transactions that hold back readers; see :func:`~dualwrite.kafka.log.find_blocking`.
 
         Raises:
             Unavailable: Some leaders or coordinators did not answer in time.
@@ -358,9 +379,7 @@ class KafkaCoordinator:
         return find_blocking(
             [Place(*key) for key in partitions],
             open_in=lambda places: open_offsets(self._brokers, self._topics, places, deadline, fresh=True),
-            ids_of=lambda producer_ids: coordinator__kafka_coordinator_listing.ids_of(
-                self._brokers, producer_ids, deadline
-            ),
+            ids_of=lambda producer_ids: ids_of(self._brokers, producer_ids, deadline),
             describe=lambda kafka_ids: self.describe(kafka_ids, deadline),
             open_for_s=open_for_s,
         )
@@ -388,13 +407,13 @@ class KafkaCoordinator:
         return {name: len(topic.leaders) for name, topic in found.items() if topic is not None}
 
     def later_commits(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[Later]:
-        """Each producer's commits after its state, from the logs; see :func:`dualwrite.kafka.log__kafka_coordinator_later.later_commits`.
+        """Each producer's commits after its state, from the logs; see :func:`dualwrite.kafka.log.later_commits`.
 
         Raises:
             Unavailable: The leaders did not answer in time, or there was too much to read.
             ConfigurationError: We may not read or describe a topic.
         """
-        return log__kafka_coordinator_later.later_commits(self._brokers, self._topics, states, deadline)
+        return later.later_commits(self._brokers, self._topics, states, deadline)
 
     def _find_topics(self, topics: Collection[str], deadline: Deadline, *, fresh: bool) -> dict[str, Topic | None]:
         return until_answered(
@@ -403,3 +422,575 @@ class KafkaCoordinator:
             deadline,
             "describe the topics",
         )
+
+
+# Lists the transactions of all coordinators, with evidence that none is missing.
+#
+# A broker lists the transactions of those partitions of `__transaction_state` that it has loaded, and refuses to list
+# while it loads one. But while a leader has not begun to load its partition, and where a partition has no leader or
+# moves to a broker that has already answered, its transactions are missing from all answers without an error.
+#
+# So each leader describes an unused id of each of its partitions before and after it lists: it answers
+# `NOT_COORDINATOR` for a partition that it has not loaded. Afterwards all brokers must still name the same leaders in
+# the same epochs: otherwise a partition may have moved away and back, or a broker that was paused may not know yet that
+# it leads no more.
+
+logger = logging.getLogger(__name__)
+
+TOPIC: Final = "__transaction_state"
+PROBES: Final = "dualwrite-probe."
+"""How the ids begin that are described as evidence. No transaction uses them."""
+
+_LIST: Final = "the list of transactions"
+_TO_LIST: Final = "Describe on the transactional ids"
+_LOADED: Final = (kafka_errors.NoError, kafka_errors.TransactionalIdNotFoundError)
+_Leaders = Mapping[int, Leader | None] | None
+"""The leader of each partition. Empty if there is no such topic, None if we may not describe it."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The transactions that the coordinators have listed.
+
+    Attributes:
+        transactions: The entries of their answers.
+        is_complete: Whether there is evidence that they know no others.
+    """
+
+    transactions: Sequence[Message]
+    is_complete: bool
+
+
+def list_ids(brokers: Brokers, prefix: str, deadline: Deadline) -> Sequence[str]:
+    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.list_ids`."""
+    listing = list_transactions(brokers, (), deadline)
+    if not listing.is_complete:
+        logger.warning(
+            "transactional ids may be missing: nothing shows that all partitions of %s had a coordinator; let an administrator "
+            "grant this user Describe on that topic, and on the transactional ids with the prefix %r",
+            TOPIC,
+            PROBES,
+        )
+    found = {state.transactional_id for state in listing.transactions}
+    return sorted(kafka_id for kafka_id in found if kafka_id.startswith(prefix))
+
+
+def ids_of(brokers: Brokers, producer_ids: Collection[int], deadline: Deadline) -> Mapping[int, str]:
+    """The transactional ids of producer ids; those that no coordinator shows us are missing. Raises as `list_transactions`."""
+    transactions = list_transactions(brokers, producer_ids, deadline).transactions
+    return {state.producer_id: state.transactional_id for state in transactions}
+
+
+def longest_open_s(
+    brokers: Brokers, describe: Callable[[Collection[str]], Mapping[str, TransactionView]], deadline: Deadline
+) -> float:
+    """The age of the oldest transaction that a coordinator shows us as open, in seconds; 0 if none is.
+
+    One that is hidden while its coordinator changes may be missing.
+
+    Args:
+        brokers: The connections.
+        describe: Asks the coordinators for their views.
+        deadline: Limits the wait for lists.
+
+    Raises:
+        Unavailable: Some brokers did not answer in time.
+    """
+    request = ListTransactionsRequest(state_filters=[status.value for status in OPEN], producer_id_filters=[])
+
+    def ask(_: list[None]) -> dict[None, set[str] | NotYet]:
+        found: set[str] = set()
+        for answer in brokers.exchange([(node, request) for node in brokers.nodes(deadline)], deadline):
+            if isinstance(answer, NotYet):
+                return {None: answer}
+            if (why := verdict(answer.error_code, _LIST, _TO_LIST)) is not None:
+                return {None: why}
+            found.update(state.transactional_id for state in answer.transaction_states)
+        return {None: found}
+
+    listed = until_answered([None], ask, deadline, "list the open transactions")[None]
+    views = describe(listed).values() if listed else ()
+    started = [view.started_ms for view in views if view.started_ms is not None]
+    return max(0.0, time.time() - min(started) / 1000) if started else 0.0
+
+
+def list_transactions(brokers: Brokers, producer_ids: Collection[int], deadline: Deadline) -> Listing:
+    """List the transactions of these producer ids, or all; only those that we may describe.
+
+    Raises:
+        Unavailable: Some brokers did not answer in time, or some transactions had no coordinator.
+    """
+
+    def ask(_: list[None]) -> dict[None, Listing | NotYet]:
+        seen = brokers.metadata([TOPIC], deadline)
+        nodes, leaders = [broker.node_id for broker in seen.brokers], _leaders(seen)
+        probes = _probes(leaders or {})
+        if unled := probes.keys() - nodes:
+            raise NotYet(f"partition {min(min(probes[node]) for node in unled)} of {TOPIC} has no leader")
+        asked = [
+            (node, request)
+            for node in nodes
+            for request in _requests(list(probes.get(node, {}).values()), producer_ids)
+        ]
+        # A broker gets its requests in this order, and serves those of one connection one after the other.
+        return {None: _judged(leaders, brokers.exchange(asked, deadline))}
+
+    return until_answered([None], ask, deadline, "list the transactional ids")[None]
+
+
+def _requests(probes: Sequence[str], producer_ids: Collection[int]) -> Iterator[Message]:
+    yield DescribeTransactionsRequest(transactional_ids=probes)
+    yield ListTransactionsRequest(state_filters=[], producer_id_filters=list(producer_ids))
+    yield DescribeTransactionsRequest(transactional_ids=probes)
+    yield metadata_request([TOPIC])
+
+
+def _judged(leaders: _Leaders, answers: Sequence[Message | NotYet]) -> Listing | NotYet:
+    """Decide from each broker's four answers whether its list can be taken, and whether all of them are complete."""
+    transactions: list[Message] = []
+    is_evident = leaders is not None
+    for answer in answers:
+        if isinstance(answer, NotYet):
+            return answer
+    for before, listed, after, view in zip(*[iter(answers)] * 4, strict=True):
+        why = verdict(listed.error_code, _LIST, _TO_LIST)
+        if why is not None:
+            return why
+        if _leaders(view) != leaders:
+            return NotYet(f"the leaders of {TOPIC} changed meanwhile")
+        transactions += listed.transaction_states
+        for probe in (*before.transaction_states, *after.transaction_states):
+            kind = kafka_errors.for_code(probe.error_code)
+            if kind is kafka_errors.TransactionalIdAuthorizationFailedError:
+                is_evident = False
+            elif kind not in _LOADED:
+                return NotYet(f"a partition of {TOPIC} is without a coordinator: {kind.__name__}")
+    hides_its_topic = leaders == {} and bool(transactions)
+    return Listing(transactions, is_evident and not hides_its_topic)
+
+
+def _leaders(response: Message) -> _Leaders:
+    if any(
+        kafka_errors.for_code(topic.error_code) is kafka_errors.TopicAuthorizationFailedError
+        for topic in response.topics
+    ):
+        return None
+    found = read_topics(response).get(TOPIC)
+    if isinstance(found, NotYet):
+        raise found
+    return {} if found is None else found.leaders
+
+
+def _probes(leaders: Mapping[int, Leader | None]) -> dict[int, dict[int, str]]:
+    """By broker, and by partition that it leads, an id in that partition. Under -1 those without a leader."""
+    by_node: dict[int, dict[int, str]] = {}
+    ids = _probe_ids(len(leaders))
+    for partition, leader in leaders.items():
+        by_node.setdefault(-1 if leader is None else leader.node, {})[partition] = ids[partition]
+    return by_node
+
+
+@lru_cache(maxsize=1)
+def _probe_ids(partitions: int) -> Sequence[str]:
+    found: dict[int, str] = {}
+    numbers = count()
+    while len(found) < partitions:
+        probe = f"{PROBES}{next(numbers)}"
+        found.setdefault(internal_partition(probe, partitions), probe)
+    return [found[partition] for partition in range(partitions)]
+
+
+# Requests that end transactions from outside, and the meaning of their answers. Each may be sent more than once.
+
+# Version 5 raises the producer's epoch, so it names one transaction. For a producer of librdkafka's engine the broker would
+# refuse every repetition of it, and fence the owner.
+_SHARED_EPOCH: Final = {"max_version": 4}
+_EXACT: Final = {"min_version": 5, "max_version": 5}
+# Version 6 is KIP-939's, which brokers mark as unstable.
+_NEWEST_INIT_VERSION: Final = 5
+# The timeout of a retired id: nothing is ever written under it, and every broker allows this value.
+_RETIRED_TIMEOUT_MS: Final = 1000
+# Later versions are for brokers only.
+_NEWEST_ADD_VERSION: Final = 3
+
+_END_ANSWERS: Final = {
+    kafka_errors.NoError: EndAnswer.ENDED,
+    kafka_errors.ConcurrentTransactionsError: EndAnswer.IN_PROGRESS,
+    kafka_errors.InvalidProducerEpochError: EndAnswer.FENCED,
+    kafka_errors.ProducerFencedError: EndAnswer.FENCED,
+    kafka_errors.InvalidProducerIdMappingError: EndAnswer.NO_SUCH_ID,
+    kafka_errors.TransactionalIdNotFoundError: EndAnswer.NO_SUCH_ID,
+    kafka_errors.InvalidTxnStateError: EndAnswer.INVALID_STATE,
+}
+_OVERTAKEN: Final = frozenset({kafka_errors.InvalidProducerEpochError, kafka_errors.ProducerFencedError})
+_NOT_ADDED: Final = frozenset(
+    {
+        *_OVERTAKEN,
+        kafka_errors.InvalidProducerIdMappingError,
+        kafka_errors.UnknownTopicOrPartitionError,
+        kafka_errors.OperationNotAttemptedError,
+    }
+)
+
+
+def end(
+    coordinators: Coordinators,
+    transactions: Mapping[str, PreparedTxnState],
+    deadline: Deadline,
+    *,
+    committed: bool,
+    once: bool = False,
+    exactly: bool = False,
+) -> Mapping[str, EndAnswer]:
+    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.end`, and with ``exactly``, ``end_exactly`` there."""
+
+    def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
+        for kafka_id in ids:
+            state = transactions[kafka_id]
+            request = EndTxnRequest(
+                transactional_id=kafka_id,
+                producer_id=state.producer_id,
+                producer_epoch=state.epoch,
+                committed=committed,
+                **(_EXACT if exactly else _SHARED_EPOCH),
+            )
+            yield request, [kafka_id]
+
+    def read(ids: list[str], response: Message) -> Iterator[tuple[str, EndAnswer | NotYet]]:
+        [kafka_id] = ids
+        answer = _END_ANSWERS.get(kafka_errors.for_code(response.error_code))
+        yield (
+            kafka_id,
+            answer or _retriable(response.error_code, f"the end of {kafka_id!r}", _write_right(kafka_id)),
+        )
+
+    return coordinators.ask(transactions, requests, read, deadline, "end the transactions", once=once)
+
+
+def retire(
+    coordinators: Coordinators, kafka_ids: Collection[str], timeouts_ms: Mapping[str, int], deadline: Deadline
+) -> Mapping[str, tuple[int, int]]:
+    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.retire`."""
+    timeouts = dict.fromkeys(kafka_ids, _RETIRED_TIMEOUT_MS) | dict(timeouts_ms)
+
+    def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
+        for kafka_id in ids:
+            request = InitProducerIdRequest(
+                transactional_id=kafka_id,
+                transaction_timeout_ms=timeouts[kafka_id],
+                producer_id=-1,
+                producer_epoch=-1,
+                max_version=_NEWEST_INIT_VERSION,
+            )
+            yield request, [kafka_id]
+
+    def read(ids: list[str], response: Message) -> Iterator[tuple[str, tuple[int, int] | NotYet]]:
+        [kafka_id] = ids
+        kind = kafka_errors.for_code(response.error_code)
+        if kind is kafka_errors.InvalidTransactionTimeoutError:
+            raise ConfigurationError(f"the broker's transaction.max.timeout.ms is below {timeouts[kafka_id]} ms")
+        if kind is kafka_errors.NoError:
+            yield kafka_id, (response.producer_id, response.producer_epoch)
+        elif kind in _OVERTAKEN:  # another process is retiring it at the same time
+            yield kafka_id, NotYet(f"{kafka_id!r}: {kind.__name__}", moved=False)
+        else:
+            yield kafka_id, _retriable(response.error_code, f"retiring {kafka_id!r}", _write_right(kafka_id))
+
+    return coordinators.ask(kafka_ids, requests, read, deadline, "retire the transactional ids")
+
+
+def add_partitions(
+    coordinators: Coordinators,
+    transactions: Mapping[str, tuple[int, int, Collection[Partition]]],
+    deadline: Deadline,
+) -> Mapping[str, bool]:
+    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.add_partitions`."""
+
+    def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
+        for kafka_id in ids:
+            producer_id, epoch, partitions = transactions[kafka_id]
+            yield _add_partitions(kafka_id, producer_id, epoch, partitions), [kafka_id]
+
+    def read(ids: list[str], response: Message) -> Iterator[tuple[str, bool | NotYet]]:
+        [kafka_id] = ids
+        errors = [
+            (topic.name, partition.partition_error_code)
+            for topic in response.results_by_topic_v3_and_below
+            for partition in topic.results_by_partition
+        ]
+        kinds = [kafka_errors.for_code(code) for _, code in errors]
+        # "Operation not attempted" only echoes another partition's error; that error may be worth a retry.
+        others = [
+            error for error, kind in zip(errors, kinds, strict=True) if kind not in {kafka_errors.NoError, *_NOT_ADDED}
+        ]
+        if others:
+            topic, code = others[0]
+            right = f"{_write_right(kafka_id)}; and Write on the topic {topic!r}"
+            yield kafka_id, _retriable(code, f"ending {kafka_id!r} in partitions of {topic!r}", right)
+        else:
+            yield kafka_id, all(kind is kafka_errors.NoError for kind in kinds)
+
+    return coordinators.ask(transactions, requests, read, deadline, "add partitions to the transactions")
+
+
+def _retriable(error_code: int, subject: str, right: str) -> NotYet:
+    why = verdict(error_code, subject, right)
+    assert why is not None, "answers without an error are handled by the caller"
+    return why
+
+
+def _write_right(kafka_id: str) -> str:
+    return f"Write on the transactional id {kafka_id!r}, or on a prefix of it"
+
+
+def _add_partitions(kafka_id: str, producer_id: int, epoch: int, partitions: Collection[Partition]) -> Message:
+    by_topic: dict[str, list[int]] = {}
+    for topic, partition in partitions:
+        by_topic.setdefault(topic, []).append(partition)
+    topic_type = AddPartitionsToTxnRequest.AddPartitionsToTxnTopic
+    return AddPartitionsToTxnRequest(
+        v3_and_below_transactional_id=kafka_id,
+        v3_and_below_producer_id=producer_id,
+        v3_and_below_producer_epoch=epoch,
+        v3_and_below_topics=[topic_type(name=name, partitions=numbers) for name, numbers in by_topic.items()],
+        max_version=_NEWEST_ADD_VERSION,
+    )
+
+
+# Questions about native transactions (transaction version 2): whether the cluster has them, and where they are open.
+
+_TRANSACTION_VERSION: Final = "transaction.version"
+_FIRST_WITH_FEATURES: Final = 3
+
+
+def transaction_version(brokers: Brokers, deadline: Deadline) -> int:
+    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.transaction_version`."""
+
+    def ask(_: list[None]) -> dict[None, int]:
+        requests = [
+            (
+                node,
+                ApiVersionsRequest(
+                    client_software_name="dualwrite", client_software_version="0", min_version=_FIRST_WITH_FEATURES
+                ),
+            )
+            for node in brokers.nodes(deadline)
+        ]
+        found = []
+        for response in brokers.exchange(requests, deadline):
+            if isinstance(response, NotYet):
+                raise response
+            why = verdict(response.error_code, "the versions of a broker", "Describe on the cluster")
+            if why is not None:
+                raise why
+            finalized = {feature.name: feature.max_version_level for feature in response.finalized_features or ()}
+            found.append(finalized.get(_TRANSACTION_VERSION, 0))
+        return {None: min(found)}
+
+    return until_answered([None], ask, deadline, f"report its {_TRANSACTION_VERSION}")[None]
+
+
+def open_transactions(
+    brokers: Brokers,
+    topics: Topics,
+    asked: Sequence[tuple[PreparedTxnState, Collection[Partition]]],
+    deadline: Deadline,
+) -> list[list[OpenTransaction]]:
+    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.open_transactions`."""
+    ids = [state.topic_ids for state, _ in asked]
+    found = until_answered(
+        {topic for of_state in ids for topic in of_state},
+        lambda pending: topics.find(pending, deadline, fresh=True),
+        deadline,
+        "describe the topics",
+    )
+    in_topics = {
+        topic: frozenset((topic, number) for number in known.leaders) for topic, known in found.items() if known
+    }
+    places = {
+        Place(*key, topic_id=of_state.get(key[0]))
+        for (_, partitions), of_state in zip(asked, ids, strict=True)
+        for key in frozenset(partitions).union(*(in_topics.get(topic, ()) for topic in of_state))
+    }
+    shown = producers(brokers, topics, places, deadline, fresh=False)
+    by_producer: dict[int, list[tuple[Place, int, int]]] = {}
+    for place in sorted(places, key=lambda one: one.key):
+        for producer_id, (epoch, start) in (shown[place] or {}).items():
+            if start is not None:
+                by_producer.setdefault(producer_id, []).append((place, epoch, start))
+    return [
+        [
+            OpenTransaction(place.key, epoch, start)
+            for place, epoch, start in by_producer.get(state.producer_id, ())
+            if place.topic_id == of_state.get(place.topic) and (place.topic in of_state or place.key in partitions)
+        ]
+        for (state, partitions), of_state in zip(asked, ids, strict=True)
+    ]
+
+
+def producer_epochs(
+    brokers: Brokers, topics: Topics, states: Sequence[PreparedTxnState], deadline: Deadline, *, held_back: HeldBack
+) -> list[dict[Partition, ShownProducer | None]]:
+    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.producer_epochs`.
+
+    Args:
+        brokers: The brokers.
+        topics: The topics; uses the leaders already known.
+        states: The transactions.
+        deadline: Covers all requests.
+        held_back: Receives where other producers' transactions are open in partitions with a known first offset.
+    """
+    named = [(state, state.topic_ids) for state in states]
+    places = [{key: Place(*key, topic_id=ids[key[0]]) for key in sorted(state.partitions)} for state, ids in named]
+    shown = _producers_now(brokers, topics, {place for one in places for place in one.values()}, deadline, fresh=False)
+    # A new topic may have taken the place of the known one.
+    doubtful = {
+        place
+        for state, of_state in zip(states, places, strict=True)
+        for place in of_state.values()
+        if place in shown and state.producer_id not in (shown[place] or {})
+    }
+    if doubtful:
+        again = _producers_now(brokers, topics, doubtful, deadline, fresh=True)
+        shown = {place: there for place, there in shown.items() if place not in doubtful} | again
+    for state, of_state in zip(states, places, strict=True):
+        for first in state.first_offsets:
+            there = shown.get(of_state[first.topic, first.partition]) or {}
+            starts = [start for producer_id, (_, start) in there.items() if producer_id != state.producer_id]
+            stable = min((start for start in starts if start is not None), default=first.offset)
+            held_back.note(Place(first.topic, first.partition), stable, upto=first.offset)
+    return [
+        {key: _shown(shown[place], state.producer_id) for key, place in of_state.items() if place in shown}
+        for state, of_state in zip(states, places, strict=True)
+    ]
+
+
+def _producers_now(
+    brokers: Brokers, topics: Topics, places: Collection[Place], deadline: Deadline, *, fresh: bool
+) -> dict[Place, Producers | None]:
+    try:
+        answers = producers_now(brokers, topics, places, deadline, fresh=fresh)
+    except NotYet as reason:
+        logger.debug("no answer about the ends of transactions: %s", reason)
+        return {}
+    return {place: answer for place, answer in answers.items() if not isinstance(answer, NotYet)}
+
+
+def _shown(there: Producers | None, producer_id: int) -> ShownProducer | None:
+    return None if there is None else ShownProducer(*there.get(producer_id, (-1, None)))
+
+
+# Describes transactions, as their coordinators see them, and the cluster: its id and its limit of transaction timeouts.
+
+_TOPIC_RESOURCE: Final = 2
+_BROKER_RESOURCE: Final = 4
+_CLEANUP: Final = "cleanup.policy"
+_LONGEST_TIMEOUT: Final = "transaction.max.timeout.ms"
+
+_STATUS: Final = {status.value: status for status in TransactionStatus if status is not TransactionStatus.NO_SUCH_ID}
+
+
+def describe(
+    coordinators: Coordinators, kafka_ids: Collection[str], deadline: Deadline
+) -> Mapping[str, TransactionView]:
+    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.describe`."""
+
+    def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
+        yield DescribeTransactionsRequest(transactional_ids=ids), ids
+
+    def read(_: list[str], response: Message) -> Iterator[tuple[str, TransactionView | NotYet]]:
+        for state in response.transaction_states:
+            yield state.transactional_id, _view(state)
+
+    return coordinators.ask(kafka_ids, requests, read, deadline, "describe the transactions")
+
+
+def _view(state: Message) -> TransactionView | NotYet:
+    kafka_id = state.transactional_id
+    if kafka_errors.for_code(state.error_code) is kafka_errors.TransactionalIdNotFoundError:
+        return TransactionView(TransactionStatus.NO_SUCH_ID)
+    why = verdict(state.error_code, f"describing {kafka_id!r}", right_to_look(kafka_id))
+    if why is not None:
+        return why
+    status = _STATUS.get(state.transaction_state)
+    if status is None:
+        return NotYet(f"{kafka_id!r} is in the unknown state {state.transaction_state!r}", moved=False)
+    return TransactionView(
+        status=status,
+        producer_id=state.producer_id,
+        epoch=state.producer_epoch,
+        started_ms=state.transaction_start_time_ms if status in OPEN else None,
+        timeout_ms=state.transaction_timeout_ms,
+        partitions=tuple((topic.topic, partition) for topic in state.topics for partition in topic.partitions),
+        newest_started_ms=state.transaction_start_time_ms if state.transaction_start_time_ms >= 0 else None,
+    )
+
+
+def cluster_id(brokers: Brokers, deadline: Deadline) -> str:
+    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.cluster_id`."""
+
+    def ask(_: list[None]) -> dict[None, str | NotYet]:
+        return {None: brokers.metadata((), deadline).cluster_id or NotYet("the cluster has no id yet")}
+
+    return until_answered([None], ask, deadline, "report its cluster id")[None]
+
+
+def max_transaction_timeout_ms(brokers: Brokers, deadline: Deadline) -> int | None:
+    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.max_transaction_timeout_ms`."""
+
+    def ask(_: list[None]) -> dict[None, int | None]:
+        requests = [(node, _describe_broker(node)) for node in brokers.nodes(deadline)]
+        found = []
+        for response in brokers.exchange(requests, deadline):
+            if isinstance(response, NotYet):
+                raise response
+            for result in response.results:
+                if kafka_errors.for_code(result.error_code) is kafka_errors.ClusterAuthorizationFailedError:
+                    return {None: None}
+                why = verdict(result.error_code, "the broker's configuration", "DescribeConfigs on the cluster")
+                if why is not None:
+                    raise why
+                found += [int(config.value) for config in result.configs if config.name == _LONGEST_TIMEOUT]
+        return {None: min(found)}
+
+    return until_answered([None], ask, deadline, f"report its {_LONGEST_TIMEOUT}")[None]
+
+
+def compacted(brokers: Brokers, topics: Collection[str], deadline: Deadline) -> Collection[str]:
+    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.compacted`."""
+    resources = [
+        DescribeConfigsRequest.DescribeConfigsResource(
+            resource_type=_TOPIC_RESOURCE, resource_name=topic, configuration_keys=[_CLEANUP]
+        )
+        for topic in topics
+    ]
+    request = DescribeConfigsRequest(resources=resources, include_synonyms=False, include_documentation=False)
+    [answer] = brokers.exchange([(brokers.nodes(deadline)[0], request)], deadline)
+    if isinstance(answer, NotYet):
+        raise Unavailable(f"the broker did not report the {_CLEANUP} of topics: {answer}")
+    return {
+        result.resource_name
+        for result in answer.results
+        for config in result.configs or ()
+        if config.name == _CLEANUP and "compact" in (config.value or "")
+    }
+
+
+def _describe_broker(node: int) -> Message:
+    resource = DescribeConfigsRequest.DescribeConfigsResource(
+        resource_type=_BROKER_RESOURCE, resource_name=str(node), configuration_keys=[_LONGEST_TIMEOUT]
+    )
+    return DescribeConfigsRequest(resources=[resource], include_synonyms=False, include_documentation=False)
+
+
+# The settings by which any client of librdkafka reaches the brokers, taken from the dictionary of a writer.
+
+
+def connection_settings(kafka: Mapping[str, object]) -> dict[str, object]:
+    """The settings by which any client of librdkafka reaches the brokers.
+
+    Raises:
+        ConfigurationError: As :meth:`KafkaConfig.parse`.
+    """
+    reaching = CONNECTING | KERBEROS_TICKETS
+    return {key: value for key, value in KafkaConfig.parse(kafka).librdkafka().items() if key in reaching}

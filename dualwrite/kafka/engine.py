@@ -1,4 +1,7 @@
-"""The port to a producer engine, and what all engines share.
+"""The interface of a producer engine, what all engines share, and the transaction timeout that they ask for.
+
+Every verb goes through the producer's state machine: it is checked, carried out by the engine, judged, then applied. A
+producer that came through a fork is refused: its threads and sockets belong to the parent.
 
 An engine sends the messages of one transactional id, one transaction at a time, and moves the producer's machine.
 :class:`dualwrite.kafka.producer.TransactionalProducer` checks the machine before it calls a verb; only the
@@ -8,25 +11,27 @@ engine knows whether the verb has succeeded.
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
 
 from dualwrite.clock import Deadline, now_s
-from dualwrite.errors import Fenced, IllegalStateError, TransactionAborted
-from dualwrite.kafka import engine__kafka_producer_forks
+from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError, TransactionAborted
+from dualwrite.interfaces import TransactionCoordinator
 from dualwrite.kafka.failures import Failure
 from dualwrite.kafka.transaction_ends import PendingEnd, know_end
 from dualwrite.protocol.known_end import EndStep, left_undecided
-from dualwrite.protocol.lives__protocol_tables_producer_life import WAY_ON, ProducerEvent, ProducerState
+from dualwrite.protocol.lives import WAY_ON, ProducerEvent, ProducerState
 from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch
+from dualwrite.protocol.values import NEVER_MS
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
     from typing import Concatenate, ParamSpec
 
-    from dualwrite.interfaces__ports_coordinator import TransactionCoordinator
     from dualwrite.protocol.known_end import Ended
     from dualwrite.protocol.lives import Machine
     from dualwrite.protocol.message import DeliveryCallback, MessageColumns, Sendable, Unsendable
@@ -227,7 +232,7 @@ class ProducerEngine(ABC):
         self._id = transactional_id
         self._coordinator = coordinator
         self._call_timeout_s = call_timeout_s
-        self._made_in = engine__kafka_producer_forks.process
+        self._made_in = process
 
     @abstractmethod
     def open(self, event: ProducerEvent, asked_timeout_ms: int | None, deadline: Deadline) -> int:
@@ -259,8 +264,8 @@ class ProducerEngine(ABC):
         Raises:
             IllegalStateError: It is not, or the producer was made in the process that this one was forked from.
         """
-        if self._made_in != engine__kafka_producer_forks.process:
-            raise engine__kafka_producer_forks.forked_error(self._made_in, self._id)
+        if self._made_in != process:
+            raise forked_error(self._made_in, self._id)
         if not self.machine.allows(event):
             raise not_allowed(event, self.machine.state, self._id)
 
@@ -410,3 +415,133 @@ class ProducerEngine(ABC):
         else:
             self.machine.apply(failure.event)
         raise failure.error from failure.error.__cause__
+
+
+# The transaction timeout: the one limit that a stock broker sets to the guarantee.
+#
+# A prepared transaction whose owner is dead waits for a settler. The broker aborts it after its timeout, even if the
+# database has decided it. Only 2147483647 ms never expires (KIP-939). The native engine asks for that; librdkafka
+# cannot, since its check against `socket.timeout.ms` overflows: the greatest value that works there is 100 ms less,
+# 24.8 days.
+
+LEAST_TIMEOUT_MS = 1000
+GREATEST_TIMEOUT_MS = 2_147_483_547
+"""The greatest ``transaction.timeout.ms`` that librdkafka takes."""
+BROKER_DEFAULT_MS = 900_000
+"""The broker's default, assumed if we may not read its setting."""
+
+_warned: set[str] = set()
+_told: set[tuple[str, str]] = set()
+_warned_lock = threading.Lock()
+
+
+def choose_transaction_timeout_ms(
+    requested_ms: int | None, broker_maximum_ms: int | None, *, greatest_ms: int = GREATEST_TIMEOUT_MS
+) -> int:
+    """Choose the ``transaction.timeout.ms`` to ask for: the user's own, else the greatest that works.
+
+    Args:
+        requested_ms: The user's value; None for the greatest possible.
+        broker_maximum_ms: The broker's ``transaction.max.timeout.ms``; None if it cannot be read.
+        greatest_ms: The greatest value that the engine takes.
+
+    Raises:
+        ConfigurationError: The user's value is above what the engine or the broker allows, or not positive.
+    """
+    if requested_ms is None:
+        known_ms = BROKER_DEFAULT_MS if broker_maximum_ms is None else broker_maximum_ms
+        return min(greatest_ms, known_ms)
+    if not LEAST_TIMEOUT_MS <= requested_ms <= greatest_ms:
+        raise ConfigurationError(
+            f"transaction.timeout.ms is {requested_ms}; the producer takes {LEAST_TIMEOUT_MS} to {greatest_ms}"
+        )
+    if broker_maximum_ms is not None and requested_ms > broker_maximum_ms:
+        raise ConfigurationError(
+            f"transaction.timeout.ms is {requested_ms}, above the broker's transaction.max.timeout.ms of {broker_maximum_ms}",
+            next_step=f"lower it, or set transaction.max.timeout.ms={NEVER_MS} on the brokers",
+        )
+    return requested_ms
+
+
+def warn_if_bounded(
+    requested_ms: int | None, broker_maximum_ms: int | None, chosen_ms: int, *, cluster_id: str, transactional_id: str
+) -> None:
+    """Warn, once per process and cluster, if the broker and not the user limits the guarantee."""
+    if requested_ms is not None or chosen_ms >= GREATEST_TIMEOUT_MS:
+        return
+    with _warned_lock:
+        if cluster_id in _warned:
+            return
+        _warned.add(cluster_id)
+    why = (
+        f"The brokers' transaction.max.timeout.ms is {broker_maximum_ms}"
+        if broker_maximum_ms is not None
+        else f"The brokers' transaction.max.timeout.ms cannot be read, so their default of {chosen_ms} is assumed"
+    )
+    logger.warning(
+        "%s: %s: if a decided transaction is not completed within %.0f s (owner dead, no recovery run), the broker "
+        "aborts it and it is LOST. Set transaction.max.timeout.ms=%d on the brokers",
+        transactional_id,
+        why,
+        chosen_ms / 1000,
+        NEVER_MS,
+    )
+
+
+def tell_that_unlimited(how: str, *, cluster_id: str, transactional_id: str) -> None:
+    """Log, once per process, cluster and way, that the broker never ends a transaction by itself.
+
+    Args:
+        how: The way in which that was agreed on.
+        cluster_id: The cluster.
+        transactional_id: The producer's id.
+    """
+    with _warned_lock:
+        if (cluster_id, how) in _told:
+            return
+        _told.add((cluster_id, how))
+    logger.info("%s: the brokers set no time limit to transactions (%s)", transactional_id, how)
+
+
+def agree_on_transaction_timeout_ms(
+    coordinator: TransactionCoordinator, requested_ms: int | None, transactional_id: str, deadline: Deadline
+) -> int:
+    """Ask the brokers for their maximum, choose the timeout, and warn if it is short.
+
+    Raises:
+        ConfigurationError: The user's value exceeds the maximum.
+        Unavailable: The brokers did not answer in time.
+    """
+    maximum_ms = coordinator.max_transaction_timeout_ms(deadline)
+    chosen_ms = choose_transaction_timeout_ms(requested_ms, maximum_ms)
+    cluster_id = coordinator.cluster_id(deadline)
+    warn_if_bounded(requested_ms, maximum_ms, chosen_ms, cluster_id=cluster_id, transactional_id=transactional_id)
+    return chosen_ms
+
+
+# Detects forks. A librdkafka instance does not survive one: its threads stay in the parent.
+
+process = os.getpid()
+"""This process's id, without a system call: a ``getpid()`` for each message would cost as much as the message."""
+
+
+def _note_fork() -> None:
+    global process  # noqa: PLW0603 - the process id is global to the process
+    process = os.getpid()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def forked_error(made_in: int, transactional_id: str) -> IllegalStateError:
+    """The error for a producer that another process has made.
+
+    Args:
+        made_in: That process.
+        transactional_id: The producer's id.
+    """
+    return IllegalStateError(
+        f"this producer was made by process {made_in} and does not work after a fork",
+        transactional_id=transactional_id,
+        next_step="make a producer in each process",
+    )

@@ -1,4 +1,7 @@
-"""Proves a transaction's outcome from the logs of the partitions that it wrote to.
+"""Reads partitions' logs for proof: whether a transaction was committed, what came later, and what blocks readers.
+
+The coordinator forgets; the log does not, as long as it is retained. Everything here reads control records and headers
+of batches, never the user's data.
 
 The proof is positive: the transaction's own first batch is still there, and so is the marker that ended it. Once
 everything that begins before that batch has ended, usually a moment after the transaction itself, one small
@@ -11,23 +14,35 @@ headers only: it decompresses no data.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from typing import Final, Protocol
 
+import kafka.errors as kafka_errors
+from kafka.protocol.consumer.fetch import FetchRequest
 from kafka.record.default_records import DefaultRecordBatch
 from kafka.record.memory_records import MemoryRecords
 
-from dualwrite.clock import Deadline
+from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.brokers import Brokers, until_answered
-from dualwrite.kafka.cluster import Leader, Partition, Topics
-from dualwrite.kafka.cluster__kafka_coordinator_partitions import Place, end_offsets, leader_epochs
-from dualwrite.kafka.log__kafka_coordinator_blocking import HeldBack
-from dualwrite.kafka.log__kafka_coordinator_fetching import AT_ONCE, fetch, fetched
+from dualwrite.kafka.brokers import Brokers, until_answered, verdict
+from dualwrite.kafka.cluster import (
+    Leader,
+    OpenOffsets,
+    Partition,
+    Place,
+    Topics,
+    describe_producers,
+    end_offsets,
+    leader_epochs,
+)
 from dualwrite.kafka.network import Message, NotYet
+from dualwrite.protocol.lost_decisions import Later
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.values import LogProof
+from dualwrite.protocol.values import LogProof, TransactionView, is_drawn, parsed, writer_of
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +172,7 @@ def prove(brokers: Brokers, topics: Topics, states: Sequence[PreparedTxnState], 
     what = "prove the outcome of " + (str(states[0]) if len(states) == 1 else f"{len(states)} transactions")
     proofs: dict[Scan, LogProof] = {}
     for start in range(0, len(pending), AT_ONCE):
-        search = _Search(brokers, topics, deadline)
+        search = _LogSearch(brokers, topics, deadline)
         proofs |= until_answered(pending[start : start + AT_ONCE], search.go_on, deadline, what)
     return [
         combined(state, {scan.place: proofs[scan] for scan in of_state})
@@ -192,11 +207,11 @@ def prove_now(
     """
     scans = [[Scan(first, state.producer_id, state.epoch) for first in state.first_offsets] for state in states]
     asked = [scan for of_state in scans for scan in of_state]
-    search = _Search(brokers, topics, deadline, read_on=read_on, fresh=False, held_back=held_back)
+    search = _LogSearch(brokers, topics, deadline, read_on=read_on, fresh=False, held_back=held_back)
     answers = _answered_now(search, asked)
     # A new topic may have taken the place of the known one.
     doubtful = {scan: replace(scan) for scan in asked if answers.get(scan) is LogProof.UNKNOWABLE}
-    again = _answered_now(_Search(brokers, topics, deadline, read_on=read_on), list(doubtful.values()))
+    again = _answered_now(_LogSearch(brokers, topics, deadline, read_on=read_on), list(doubtful.values()))
     for scan, fresh in doubtful.items():
         answers.pop(scan)
         if fresh in again:
@@ -207,7 +222,7 @@ def prove_now(
     ]
 
 
-def _answered_now(search: _Search, scans: Sequence[Scan]) -> dict[Scan, LogProof]:
+def _answered_now(search: _LogSearch, scans: Sequence[Scan]) -> dict[Scan, LogProof]:
     answers: dict[Scan, LogProof] = {}
     for start in range(0, len(scans), AT_ONCE):
         try:
@@ -233,7 +248,7 @@ def combined(state: PreparedTxnState, proofs: dict[Place, LogProof]) -> LogProof
     return LogProof.UNKNOWABLE
 
 
-class _Search:
+class _LogSearch:
     """Reads some partitions in parallel. After an error it continues where it stopped.
 
     Args:
@@ -329,3 +344,535 @@ def _fetch(scan: Scan, leader: Leader) -> Message:
     if scan.glanced:
         return fetch(scan.place, leader, scan.position)
     return fetch(scan.place, leader, scan.position, max_bytes=_ONE_BATCH, read_committed=True)
+
+
+# Finds a producer's commits after a known transaction, in the logs of that transaction's partitions.
+#
+# Reads each log raw from the known transaction on, up to the producer's newest record, whose sequence number the
+# partition's leader reports. That record usually belongs to the known transaction itself, so that one small request
+# suffices.
+
+_NO_SEQUENCE: Final = -1
+Sequenced = tuple[int, int]
+"""An epoch and a sequence number, which identify a record of a producer."""
+
+
+class LogBatch(Protocol):
+    """The fields of a log batch that the scan reads."""
+
+    @property
+    def base_offset(self) -> int: ...  # noqa: D102
+    @property
+    def next_offset(self) -> int: ...  # noqa: D102
+    @property
+    def producer_id(self) -> int: ...  # noqa: D102
+    @property
+    def producer_epoch(self) -> int: ...  # noqa: D102
+    @property
+    def last_sequence(self) -> int: ...  # noqa: D102
+    @property
+    def is_control_batch(self) -> bool: ...  # noqa: D102
+
+
+@dataclass(eq=False)
+class LaterScan:
+    """The state of the search in one partition.
+
+    Attributes:
+        first: The known transaction's first offset there.
+        producer_id: The producer.
+        epoch: The known transaction's epoch if it is native: then each transaction has its own.
+        newest: Its newest record, as the leader reports it; None reads to the log's end.
+        position: The next offset to read.
+        idle_since_ms: Time of the producer's last write to the partition, markers included, by the leader's clock.
+        found: Where the newest committed transaction after the known one begins; None while none was seen.
+        found_epoch: Its epoch.
+        done: Whether no record of the producer follows.
+    """
+
+    first: FirstOffset
+    producer_id: int
+    epoch: int | None = None
+    newest: Sequenced | None = None
+    idle_since_ms: int | None = None
+    position: int = field(init=False)
+    found: int | None = None
+    found_epoch: int = -1
+    done: bool = False
+    _begun_at: int | None = None
+    _begun_epoch: int = -1
+    _past_known: bool = False
+
+    def __post_init__(self) -> None:
+        self.position = self.first.offset
+
+    @property
+    def place(self) -> Place:
+        """The partition."""
+        return Place(self.first.topic, self.first.partition, self.first.topic_id)
+
+    def read(self, batches: Iterable[LogBatch]) -> None:
+        """Continue the search over these batches."""
+        for batch in batches:
+            if batch.next_offset <= self.position or self.done:
+                continue
+            if batch.producer_id == self.producer_id:
+                self._own(batch)
+            self.position = batch.next_offset
+
+    @property
+    def has_nothing_later(self) -> bool:
+        """Whether the leader's report shows that nothing of a later native transaction is there.
+
+        The known one's marker raises the epoch, without a record.
+        """
+        return self.epoch is not None and self.newest is not None and self.newest <= (self.epoch + 1, _NO_SEQUENCE)
+
+    def _own(self, batch: LogBatch) -> None:
+        if self.epoch is not None:
+            self._own_native(batch, self.epoch)
+            return
+        if batch.is_control_batch:
+            if self._past_known and self._begun_at is not None and is_commit(batch):
+                self.found = self._begun_at
+            self._past_known, self._begun_at = True, None
+            return
+        if self._begun_at is None:
+            self._begun_at = batch.base_offset
+        # The known transaction's own marker need not be read; a later transaction's marker decides.
+        self.done = not self._past_known and (batch.producer_epoch, batch.last_sequence) == self.newest
+
+    def _own_native(self, batch: LogBatch, known_epoch: int) -> None:
+        if batch.is_control_batch:
+            # A settler's repair commits under a later epoch still.
+            if self._begun_at is not None and is_commit(batch) and batch.producer_epoch == self._begun_epoch + 1:
+                self.found, self.found_epoch = self._begun_at, self._begun_epoch
+            self._begun_at = None
+        elif batch.producer_epoch > known_epoch and (
+            self._begun_at is None or batch.producer_epoch > self._begun_epoch
+        ):
+            self._begun_at, self._begun_epoch = batch.base_offset, batch.producer_epoch
+
+
+def is_commit(batch: LogBatch) -> bool:
+    """Whether a control batch is a commit marker."""
+    record = next(iter(batch))  # type: ignore[call-overload]
+    return bool(record.commit)
+
+
+def scans_of(state: PreparedTxnState) -> list[LaterScan]:
+    """The scans of a state's partitions, as far as it names offsets."""
+    epoch = state.epoch if state.is_native else None
+    return [LaterScan(first, state.producer_id, epoch) for first in state.first_offsets]
+
+
+def joined(state: PreparedTxnState, scans: Sequence[LaterScan]) -> Later:
+    """Combine the scans of a state's partitions."""
+    firsts = tuple(
+        FirstOffset(scan.first.topic, scan.first.partition, scan.found, scan.first.topic_id)
+        for scan in scans
+        if scan.found is not None
+    )
+    if state.is_native:
+        commit = _newest_native(state, scans) if firsts else None
+    else:
+        commit = PreparedTxnState(state.producer_id, state.epoch, state.incarnation, firsts) if firsts else None
+    return Later(commit, max((at for scan in scans if (at := scan.idle_since_ms) is not None), default=None))
+
+
+def _newest_native(state: PreparedTxnState, scans: Sequence[LaterScan]) -> PreparedTxnState:
+    epoch = max(scan.found_epoch for scan in scans)
+    offsets = {scan.place.key: scan.found for scan in scans if scan.found_epoch == epoch}
+    ids = {topic: topic_id for topic, topic_id in state.topic_ids.items() if topic_id is not None}
+    return PreparedTxnState.native(state.producer_id, epoch, state.incarnation, offsets, ids)
+
+
+def later_commits(
+    brokers: Brokers, topics: Topics, states: Sequence[PreparedTxnState], deadline: Deadline
+) -> list[Later]:
+    """For each state, its producer's later commits, as the logs of the state's partitions show them.
+
+    A partition that no longer holds the state's records shows nothing, nor does one whose leader has forgotten the
+    producer (``producer.id.expiration.ms``, a day by default).
+
+    Args:
+        brokers: The brokers.
+        topics: The topics.
+        states: Each names a producer, and where one of its transactions began.
+        deadline: Limits the reading.
+
+    Raises:
+        Unavailable: The leaders did not answer in time, or there was too much to read.
+        ConfigurationError: We may not read or describe a topic.
+    """
+    scans = [scans_of(state) for state in states]
+    pending = [scan for of_state in scans for scan in of_state]
+    search = _LaterSearch(brokers, topics, deadline)
+    for start in range(0, len(pending), AT_ONCE):
+        until_answered(pending[start : start + AT_ONCE], search.go_on, deadline, "look for later transactions")
+    return [joined(state, of_state) for state, of_state in zip(states, scans, strict=True)]
+
+
+class _LaterSearch:
+    """Reads some partitions in parallel. After an error it continues where it stopped."""
+
+    def __init__(self, brokers: Brokers, topics: Topics, deadline: Deadline) -> None:
+        self._brokers = brokers
+        self._topics = topics
+        self._deadline = deadline
+
+    def go_on(self, scans: list[LaterScan]) -> dict[LaterScan, bool | NotYet]:
+        """Read each partition up to the producer's newest record, or until an error."""
+        found = self._topics.find({scan.first.topic for scan in scans}, self._deadline, fresh=True)
+        answers: dict[LaterScan, bool | NotYet] = {}
+        leaders: dict[LaterScan, Leader] = {}
+        for scan in scans:
+            leader = scan.place.leader(found)
+            if isinstance(leader, Leader):
+                leaders[scan] = leader
+            else:
+                answers[scan] = leader or True
+        self._ask_newest(leaders, answers)
+        while reading := [scan for scan in leaders if scan not in answers]:
+            if self._deadline.expired:
+                raise NotYet("there is more to read")
+            requests = [(leaders[scan].node, fetch(scan.place, leaders[scan], scan.position)) for scan in reading]
+            for scan, response in zip(reading, self._brokers.exchange(requests, self._deadline), strict=True):
+                answer = _read(scan, response)
+                if answer is not None:
+                    answers[scan] = answer
+        self._topics.forget(scan.first.topic for scan, answer in answers.items() if isinstance(answer, NotYet))
+        return answers
+
+    def _ask_newest(self, leaders: Mapping[LaterScan, Leader], answers: dict[LaterScan, bool | NotYet]) -> None:
+        by_node: dict[int, list[LaterScan]] = {}
+        for scan, leader in leaders.items():
+            by_node.setdefault(leader.node, []).append(scan)
+        requests = [(node, describe_producers({scan.place.key for scan in led})) for node, led in by_node.items()]
+        for led, response in zip(by_node.values(), self._brokers.exchange(requests, self._deadline), strict=True):
+            shown = response if isinstance(response, NotYet) else newest_records(response)
+            for scan in led:
+                answer = shown if isinstance(shown, NotYet) else shown.get(scan.place.key, _LEFT_OUT)
+                if isinstance(answer, NotYet):
+                    answers[scan] = answer
+                elif scan.producer_id in answer:
+                    scan.newest, scan.idle_since_ms = answer[scan.producer_id]
+                    if scan.has_nothing_later:
+                        answers[scan] = True
+                else:
+                    answers[scan] = True  # the leader has forgotten the producer
+
+
+_LEFT_OUT: Final = NotYet("the broker left a partition out of its answer")
+
+
+def newest_records(response: Message) -> dict[Partition, dict[int, tuple[Sequenced, int]] | NotYet]:
+    """By partition and producer id, the newest record and the time of the last write, from ``DescribeProducers``' answer.
+
+    Raises:
+        ConfigurationError: We may not read a topic.
+    """
+    shown: dict[Partition, dict[int, tuple[Sequenced, int]] | NotYet] = {}
+    for topic in response.topics:
+        for partition in topic.partitions:
+            key = (topic.name, partition.partition_index)
+            why = verdict(partition.error_code, f"the producers of {Place(*key)}", f"Read on the topic {topic.name!r}")
+            shown[key] = why or {
+                producer.producer_id: ((producer.producer_epoch, producer.last_sequence), producer.last_timestamp)
+                for producer in partition.active_producers
+            }
+    return shown
+
+
+def _read(scan: LaterScan, response: Message | NotYet) -> bool | NotYet | None:
+    """True once the partition is read to its end; None if there is more."""
+    partition = fetched(scan.place, response)
+    if partition is None:
+        return True
+    if isinstance(partition, NotYet):
+        return partition
+    scan.read(MemoryRecords(partition.records or b""))
+    return True if scan.done or scan.position >= partition.high_watermark else None
+
+
+# Open transactions that hold back a partition's readers, and their owners.
+
+HELD_BACK_S: Final = 5.0
+"""A transaction that has held back readers for this long is worth a warning."""
+
+
+@dataclass(frozen=True)
+class BlockingTransaction:
+    """A transaction open in a partition. ``read_committed`` consumers get nothing from its first offset on.
+
+    In a partition of ``__consumer_offsets``, it withholds committed offsets from the groups stored there.
+
+    Attributes:
+        topic: The partition's topic.
+        partition: Its number.
+        first_offset: The transaction's first offset there.
+        producer_id: Its producer's id.
+        epoch: Its producer's epoch.
+        kafka_id: Kafka's ``transactional.id``; None if no coordinator shows it to us.
+        started_ms: When it began, in ms since 1970. None if its coordinator does not list the partition: the broker has
+            lost the marker that ends it there, or we may not describe the id.
+    """
+
+    topic: str
+    partition: int
+    first_offset: int
+    producer_id: int
+    epoch: int
+    kafka_id: str | None = None
+    started_ms: int | None = None
+
+    @property
+    def writer(self) -> str | None:
+        """The name of the ``DualWriter`` that began it; None if this library did not."""
+        named = parsed(self.kafka_id) if self.kafka_id is not None else None
+        return writer_of(named[0]) if named is not None and is_drawn(named[1]) else None
+
+    def __str__(self) -> str:
+        since = "an unknown time" if self.started_ms is None else _utc(self.started_ms)
+        whose = f"producer {self.producer_id}:{self.epoch}"
+        if self.kafka_id is not None:
+            whose = f"{self.kafka_id!r} ({whose})"
+        return (
+            f"{Place(self.topic, self.partition)} from offset {self.first_offset} on, by the transaction of {whose}, "
+            f"open since {since}; {self._way_on}"
+        )
+
+    @property
+    def _way_on(self) -> str:
+        if self.writer is not None:
+            return f"if its owner is dead, run `dualwrite recover {self.writer}`"
+        if self.started_ms is not None:
+            return "its owner, the next producer of that id, or the broker's transaction timeout will end it"
+        return "check with `kafka-transactions.sh find-hanging` whether it is hanging"
+
+
+def find_blocking(
+    places: Collection[Place],
+    *,
+    open_in: Callable[[Collection[Place]], Mapping[Place, OpenOffsets | None]],
+    ids_of: Callable[[Collection[int]], Mapping[int, str]],
+    describe: Callable[[Collection[str]], Mapping[str, TransactionView]],
+    open_for_s: float,
+) -> list[BlockingTransaction]:
+    """The transactions open in these partitions, sorted by partition and first offset.
+
+    Args:
+        places: The partitions.
+        open_in: Asks the partitions' leaders for open transactions.
+        ids_of: Looks up the Kafka ids of producer ids.
+        describe: Asks the coordinators for their views.
+        open_for_s: Omit transactions known to have begun less than this many seconds ago.
+    """
+    found = [
+        BlockingTransaction(place.topic, place.partition, start, producer_id, epoch)
+        for place, there in open_in(places).items()
+        for (producer_id, epoch), start in (there or {}).items()
+    ]
+    if not found:
+        return []
+    ids = ids_of({one.producer_id for one in found})
+    views = describe(set(ids.values())) if ids else {}
+    named = [_named(one, ids.get(one.producer_id), views) for one in found]
+    # The coordinators answered after the leaders: a transaction that they do not show may have ended in between.
+    unknown = {Place(one.topic, one.partition) for one in named if one.started_ms is None}
+    again = open_in(unknown) if unknown else {}
+    oldest_ms = (time.time() - open_for_s) * 1000
+    return sorted(
+        (one for one in named if _is_still_open(one, again) and (one.started_ms or 0) <= oldest_ms),
+        key=lambda one: (one.topic, one.partition, one.first_offset),
+    )
+
+
+def _named(one: BlockingTransaction, kafka_id: str | None, views: Mapping[str, TransactionView]) -> BlockingTransaction:
+    view = views.get(kafka_id) if kafka_id is not None else None
+    shown = view is not None and view.producer_id == one.producer_id and (one.topic, one.partition) in view.partitions
+    started_ms = view.started_ms if view is not None and shown else None
+    return BlockingTransaction(
+        one.topic, one.partition, one.first_offset, one.producer_id, one.epoch, kafka_id, started_ms
+    )
+
+
+def _is_still_open(one: BlockingTransaction, again: Mapping[Place, OpenOffsets | None]) -> bool:
+    if one.started_ms is not None:
+        return True
+    there = again.get(Place(one.topic, one.partition)) or {}
+    return there.get((one.producer_id, one.epoch)) == one.first_offset
+
+
+def _utc(ms: int) -> str:
+    return datetime.fromtimestamp(ms / 1000, tz=timezone.utc).isoformat(timespec="seconds")
+
+
+class HeldBack:
+    """Partitions whose last stable offset has not moved for a while. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since: dict[Place, tuple[int, float]] = {}
+        self._told: dict[Place, int] = {}
+
+    def note(self, place: Place, stable: int, *, upto: int) -> None:
+        """Record a partition's last stable offset.
+
+        Args:
+            place: The partition.
+            stable: Its last stable offset.
+            upto: Where a transaction of our own begins. If ``stable`` is lower, another producer's is open.
+        """
+        with self._lock:
+            if stable >= upto or stable < 0:
+                self._since.pop(place, None)
+            elif self._since.get(place, (-1, 0.0))[0] != stable:
+                self._since[place] = (stable, now_s())
+
+    def due(self) -> dict[Place, int]:
+        """The partitions held back at one offset for :data:`HELD_BACK_S`, with that offset. Each is reported once."""
+        with self._lock:
+            due = {
+                place: stable
+                for place, (stable, since) in self._since.items()
+                if now_s() - since >= HELD_BACK_S and self._told.get(place) != stable
+            }
+            self._told |= due
+        return due
+
+
+# The sequence numbers of a producer's open transaction, from the logs of its partitions and from their leaders.
+
+Span = tuple[int, int]
+"""The sequence numbers of a transaction's first record and of its producer's newest one."""
+
+
+def spans(
+    brokers: Brokers,
+    topics: Topics,
+    ids: tuple[int, int],
+    firsts: Mapping[Partition, int],
+    deadline: Deadline,
+) -> dict[Partition, Span | None]:
+    """By partition, the sequence numbers of a producer's first record at an offset, and of its newest record.
+
+    Args:
+        brokers: The brokers.
+        topics: The topics; uses the leaders already known.
+        ids: The producer's id and epoch.
+        firsts: By partition, the offset of the first record.
+        deadline: Limits the requests.
+
+    Returns:
+        None for a partition that does not hold that record.
+
+    Raises:
+        Unavailable: Some leaders did not answer in time.
+        ConfigurationError: We may not read or describe a topic.
+    """
+
+    def ask(pending: list[Partition]) -> dict[Partition, Span | NotYet | None]:
+        found = topics.find({topic for topic, _ in pending}, deadline, fresh=False)
+        leaders = {key: Place(*key).leader(found) for key in pending}
+        answers: dict[Partition, Span | NotYet | None] = {
+            key: leader for key, leader in leaders.items() if not isinstance(leader, Leader)
+        }
+        led = {key: leader for key, leader in leaders.items() if isinstance(leader, Leader)}
+        # A follower answers the first request, too, and may lag behind; only the leader of that epoch answers the second.
+        requests = [
+            (leader.node, request)
+            for key, leader in led.items()
+            for request in (describe_producers([key]), fetch(Place(*key), leader, firsts[key], max_bytes=_ONE_BATCH))
+        ]
+        responses = brokers.exchange(requests, deadline)
+        for key, producers, batches in zip(led, responses[::2], responses[1::2], strict=True):
+            answers[key] = _span(key, ids, firsts[key], producers, batches)
+        topics.forget(topic for (topic, _), answer in answers.items() if isinstance(answer, NotYet))
+        return answers
+
+    places = list(firsts)
+    shown: dict[Partition, Span | None] = {}
+    for start in range(0, len(places), AT_ONCE):
+        shown |= until_answered(
+            places[start : start + AT_ONCE], ask, deadline, "report a producer's sequence numbers in the partitions"
+        )
+    return shown
+
+
+def _span(
+    key: Partition, ids: tuple[int, int], first: int, producers: Message | NotYet, batches: Message | NotYet
+) -> Span | NotYet | None:
+    partition = fetched(Place(*key), batches)
+    if partition is None or isinstance(partition, NotYet):
+        return partition
+    if isinstance(producers, NotYet):
+        return producers
+    newest = newest_records(producers).get(key, _LEFT_OUT)
+    if isinstance(newest, NotYet):
+        return newest
+    batch = next((one for one in MemoryRecords(partition.records or b"") if one.next_offset > first), None)
+    if batch is None:
+        return NotYet(f"{Place(*key)} is not replicated up to offset {first} yet")
+    if (batch.producer_id, batch.producer_epoch) != ids or batch.base_offset != first or batch.is_control_batch:
+        return None
+    (epoch, last), _ = newest.get(ids[0], ((-1, -1), -1))
+    return (batch.base_sequence, last) if epoch == ids[1] else None
+
+
+# One raw fetch from a partition's leader. Consumers never see control records, so the library reads the log itself.
+
+CHUNK_BYTES: Final = 1_048_576
+AT_ONCE: Final = 16  # partitions: limits the memory
+_READ_UNCOMMITTED: Final = 0
+_READ_COMMITTED: Final = 1
+_NEWEST_VERSION_BY_NAME: Final = 12  # later versions name topics by id, which some states lack
+
+
+def fetch(
+    place: Place, leader: Leader, offset: int, *, max_bytes: int = CHUNK_BYTES, read_committed: bool = False
+) -> Message:
+    """Build the request for the batches from an offset on.
+
+    Args:
+        place: The partition.
+        leader: Its leader.
+        offset: The first offset; the broker sends the whole batch that holds it.
+        max_bytes: Roughly how much to send; the broker sends at least one batch, however large.
+        read_committed: Whether to stop at the last stable offset and list the aborted transactions.
+    """
+    partition = FetchRequest.FetchTopic.FetchPartition(
+        partition=place.partition,
+        current_leader_epoch=leader.epoch,
+        fetch_offset=offset,
+        last_fetched_epoch=-1,
+        log_start_offset=-1,
+        partition_max_bytes=max_bytes,
+    )
+    return FetchRequest(
+        replica_id=-1,
+        max_wait_ms=0,
+        min_bytes=0,
+        max_bytes=max_bytes,
+        isolation_level=_READ_COMMITTED if read_committed else _READ_UNCOMMITTED,
+        session_id=0,
+        session_epoch=-1,
+        topics=[FetchRequest.FetchTopic(topic=place.topic, partitions=[partition])],
+        forgotten_topics_data=[],
+        rack_id="",
+        max_version=_NEWEST_VERSION_BY_NAME,
+    )
+
+
+def fetched(place: Place, response: Message | NotYet) -> Message | NotYet | None:
+    """The partition's part of the answer to :func:`fetch`; None where its log has no such offset.
+
+    Raises:
+        ConfigurationError: We may not read the topic.
+    """
+    if isinstance(response, NotYet):
+        return response
+    [partition] = response.responses[0].partitions
+    if kafka_errors.for_code(partition.error_code) is kafka_errors.OffsetOutOfRangeError:
+        return None
+    return verdict(partition.error_code, str(place), f"Read on the topic {place.topic!r}") or partition

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from dualwrite.clock import Deadline, GrowingPause, now_s
 from dualwrite.errors import Unavailable
-from dualwrite.interfaces__ports_coordinator import TransactionCoordinator, native_of
+from dualwrite.interfaces import TransactionCoordinator, native_of
 from dualwrite.protocol.known_end import (
     Ended,
     EndStep,

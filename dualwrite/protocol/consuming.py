@@ -7,8 +7,8 @@ from enum import Enum
 from typing import Final, TypeVar
 
 from dualwrite.errors import CompletionPending, DualWriteError, Fenced, TransactionAborted, TransactionInDoubt
-from dualwrite.protocol.process__protocol_process_redo import Redo, redo_after
-from dualwrite.protocol.values__protocol_naming import writer_of
+from dualwrite.protocol.process import Redo, redo_after
+from dualwrite.protocol.values import writer_of
 
 Item = TypeVar("Item")
 

@@ -14,8 +14,8 @@ from enum import Enum
 from typing import Final, Generic, TypeVar
 
 from dualwrite.errors import ConfigurationError, TransactionAborted
-from dualwrite.protocol.process__protocol_process_redo import Redo, leaves_nothing, redo_after
-from dualwrite.protocol.values__protocol_allowed import DEFAULT_LIMITS, WriterLimits
+from dualwrite.protocol.process import Redo, leaves_nothing, redo_after
+from dualwrite.protocol.values import DEFAULT_LIMITS, WriterLimits
 
 Work = TypeVar("Work")
 

@@ -9,9 +9,8 @@ from itertools import count
 from typing import Final
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.protocol.lives__protocol_tables_lease_life import LeaseEvent, LeaseState
-from dualwrite.protocol.values__protocol_allowed import check_seconds
-from dualwrite.protocol.values__protocol_naming import member_id
+from dualwrite.protocol.lives import LeaseEvent, LeaseState
+from dualwrite.protocol.values import check_seconds, member_id
 
 _BEATS: Final = 6
 _LEAST_BEATS: Final = 3

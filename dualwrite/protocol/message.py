@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 
 from dualwrite.errors import TransactionAborted
-from dualwrite.protocol.prepared_state__protocol_partition_numbers import MAX_PARTITION
+from dualwrite.protocol.prepared_state import MAX_PARTITION
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -410,3 +410,26 @@ def no_partition(topic: str, partition: int, count: int, subject: str = "") -> U
     """The refusal of a partition that a topic does not have."""
     detail = f"{subject}topic {topic!r} has no partition {partition}, but {count} from 0"
     return Unsendable("UNKNOWN_TOPIC_OR_PARTITION", detail, NAME_A_PARTITION)
+
+
+# One message, as it is handed to a producer.
+
+
+class ProducerRecord(NamedTuple):
+    """One message as it is produced, by Kafka's name for it.
+
+    Attributes:
+        topic: Topic name.
+        value: Payload: what the topic's value serializer takes; without one, bytes, a string, or None.
+        key: Key, likewise.
+        headers: Headers, in order.
+        partition: The partition; None if Kafka chooses it.
+        timestamp_ms: The timestamp, in ms since 1970; None for the time at which it is produced.
+    """
+
+    topic: str
+    value: object = None
+    key: object = None
+    headers: Sequence[tuple[str, str | bytes | None]] = ()
+    partition: int | None = None
+    timestamp_ms: int | None = None

@@ -1,5 +1,9 @@
 """``PreparedTxnState``: the identity of one prepared Kafka transaction, and its text form.
 
+The text goes into the row in the same commit as the user's rows. That row is the decision, so the parser here is
+strict: what it does not understand exactly, it refuses. Sets of partition numbers, which the text contains, are written
+and read here too.
+
 KIP-939 identifies a prepared transaction by ``producer_id:epoch``. That is unique only if every transaction
 gets an epoch of its own (KIP-890, "TV2" clients). With librdkafka all transactions of one producer instance share
 one producer id and epoch, so the identity here also holds what the broker can show of a single transaction: the
@@ -16,21 +20,23 @@ transaction.
 
 The native engine's transactions do have an epoch each, so ``producer_id:epoch`` is their identity. Their text says so
 (``n``), and names every partition with its topic's id, but at most eight of them with an offset: these are evidence for
-the log's proof. The others follow as ranges or as a bitmap (:mod:`dualwrite.protocol.prepared_state__protocol_partition_numbers`)::
+the log's proof. The others follow as ranges or as a bitmap (:mod:`dualwrite.protocol.prepared_state`)::
 
     42:7;n;i=3;orders@c2FtcGxl:0=17,1=33,2-9999;payments@eFdRbTY3:~VVVVVVVVVVVVVVVV
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import zip_longest
+from typing import Final
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.protocol import prepared_state__protocol_partition_numbers
 
 MAX_TEXT_LENGTH = 1_000_000
 MAX_NATIVE_OFFSETS = 8
@@ -250,9 +256,7 @@ class PreparedTxnState:
         for first in self.first_offsets:
             by_topic.setdefault((first.topic, first.topic_id), []).append(f"{first.partition}={first.offset}")
         for more in self.further:
-            by_topic.setdefault((more.topic, more.topic_id), []).append(
-                prepared_state__protocol_partition_numbers.written(more.numbers)
-            )
+            by_topic.setdefault((more.topic, more.topic_id), []).append(written(more.numbers))
         named = sorted(by_topic.items(), key=lambda item: item[0][0]) if self.further else by_topic.items()
         for (topic, topic_id), items in named:
             parts.append(f"{topic if topic_id is None else f'{topic}@{topic_id}'}:" + ",".join(items))
@@ -332,7 +336,7 @@ def _parse_topic(text: str, part: str, at_most: int) -> tuple[list[FirstOffset],
     if count == len(pairs):
         return firsts, None
     try:
-        numbers = prepared_state__protocol_partition_numbers.parsed(",".join(pairs[count:]), at_most)
+        numbers = parsed(",".join(pairs[count:]), at_most)
     except ValueError as error:
         raise _malformed(text, str(error)) from error
     return firsts, FurtherPartitions(topic, topic_id, tuple(numbers))
@@ -352,3 +356,79 @@ def _malformed(text: str, why: str) -> ConfigurationError:
         f"not a prepared transaction state: {shown!r}: {why}",
         next_step="the row was not written by this library, or was edited: restore it before anything is settled",
     )
+
+
+# Sets of partition numbers as short text: ranges, or a bitmap where that is shorter.
+#
+# `2-9999` and `0,40-46` are ranges; `~VVU` is a bitmap in URL-safe base64 without padding, in which bit `n % 8` of byte
+# `n // 8` stands for partition `n`. Each set has one text: the shorter form, and ranges if both are equally long.
+
+MAX_PARTITION: Final = 2**31 - 1
+_BITMAP: Final = "~"
+_RANGE: Final = re.compile(r"(0|[1-9][0-9]{0,9})(?:-([1-9][0-9]{0,9}))?")
+_BASE64: Final = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def written(numbers: Sequence[int]) -> str:
+    """The text of a set of partition numbers.
+
+    Args:
+        numbers: At least one, in ascending order, none twice.
+    """
+    ranges = ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in _runs(numbers))
+    size = numbers[-1] // 8 + 1
+    if len(_BITMAP) + (size * 4 + 2) // 3 >= len(ranges):  # the length comes first: a bitmap may be huge
+        return ranges
+    bits = bytearray(size)
+    for number in numbers:
+        bits[number // 8] |= 1 << number % 8
+    return _BITMAP + base64.urlsafe_b64encode(bits).rstrip(b"=").decode()
+
+
+def parsed(text: str, at_most: int) -> list[int]:
+    """The numbers of a text, in its order. Does not require the shorter form: compare with :func:`written`.
+
+    Args:
+        text: The text.
+        at_most: The largest number of partitions to accept: a short text could name billions.
+
+    Raises:
+        ValueError: The text is not such a set, or names too many; the message says which.
+    """
+    if text.startswith(_BITMAP):
+        return _bitmap(text[len(_BITMAP) :], at_most)
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise ValueError("a part is not a range of partitions")
+        first = int(match[1])
+        last = first if match[2] is None else int(match[2])
+        if not first <= last <= MAX_PARTITION or (match[2] is not None and first == last):
+            raise ValueError("a part is not a range of partitions")
+        if len(numbers) + last - first + 1 > at_most:
+            raise ValueError("it names too many partitions")
+        numbers += range(first, last + 1)
+    return numbers
+
+
+def _bitmap(text: str, at_most: int) -> list[int]:
+    if not _BASE64.fullmatch(text):
+        raise ValueError("a bitmap is not base64")
+    try:
+        bits = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+    except binascii.Error as error:
+        raise ValueError("a bitmap is not base64") from error
+    if sum(byte.bit_count() for byte in bits) > at_most:
+        raise ValueError("it names too many partitions")
+    return [8 * index + bit for index, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1]
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    first = last = numbers[0]
+    for number in numbers[1:]:
+        if number != last + 1:
+            yield first, last
+            first = number
+        last = number
+    yield first, last

@@ -1,4 +1,7 @@
-"""Divides the rest of the broker's transaction timeout among the steps that end a dual write.
+"""Decisions of a writing process about its own dual writes: time, doubt, another attempt, health.
+
+How the rest of the broker's timeout is divided among the last steps; what the row, the database and the log say about a
+COMMIT whose answer is missing; whether work may run again after an error; and whether a writer is ready.
 
 ::
 
@@ -11,7 +14,25 @@ plus the margin must fit into the time left once the record is written.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from dualwrite.errors import (
+    CompletionPending,
+    ConfigurationError,
+    DecidedTransactionLost,
+    DualWriteError,
+    Fenced,
+    IllegalStateError,
+    OutcomeUnverifiable,
+    TransactionAborted,
+    TransactionInDoubt,
+    Unavailable,
+)
+from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.values import LogProof, Outcome
 
 
 @dataclass(frozen=True)
@@ -56,3 +77,203 @@ def allow(left_s: float, margin_s: float, ending_s: float) -> Allowance | None:
         answer_s=min(half_s, left_s - margin_s / 2),
         margin_s=margin_s,
     )
+
+
+# Resolves a COMMIT in doubt, whose answer is missing, by the row, the database and the log.
+#
+# The row is read under its lock on a fresh connection, which waits for the old backend: by then that backend has
+# committed or rolled back. A question remains only if *later* owners have overwritten the row, or if the dual write had
+# no messages: such a row names nothing of it, and only the database itself knows.
+
+
+class DatabaseVerdict(Enum):
+    """The database's own verdict on a transaction (on PostgreSQL, ``pg_xact_status``)."""
+
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+    UNKNOWN = "unknown"
+
+
+class DoubtStep(Enum):
+    """The next step about a COMMIT in doubt, or the verdict on it."""
+
+    ASK_DATABASE = "ask the database for the transaction's status"
+    ASK_RECORDS = "look up an incident recorded for it"
+    ASK_LOG = "read the log for the marker"
+    COMMITTED = "the database has committed"
+    ABORTED = "the database has rolled back"
+    LOST = "the database has committed and the broker aborted"
+    UNVERIFIABLE = "the database has committed, and what Kafka did cannot be known"
+    IN_DOUBT = "it cannot be known"
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """The facts known about one COMMIT in doubt.
+
+    Attributes:
+        ours: The state that the COMMIT would have recorded; empty for rows alone.
+        row: The row's state, read after the old backend released its lock.
+        verdict: The database's verdict; None if not asked.
+        records_asked: Whether ``incident`` was looked up.
+        incident: The loss recorded for ``ours``, if any.
+        proof: The log's proof about ``ours``; None if not asked.
+    """
+
+    ours: PreparedTxnState
+    row: PreparedTxnState
+    verdict: DatabaseVerdict | None = None
+    records_asked: bool = False
+    incident: Outcome | None = None
+    proof: LogProof | None = None
+
+
+_VERDICT = {
+    DatabaseVerdict.COMMITTED: DoubtStep.COMMITTED,
+    DatabaseVerdict.ABORTED: DoubtStep.ABORTED,
+    DatabaseVerdict.UNKNOWN: DoubtStep.IN_DOUBT,
+}
+_INCIDENT = {Outcome.LOST: DoubtStep.LOST, Outcome.UNVERIFIABLE: DoubtStep.UNVERIFIABLE}
+# Not the outcome of a decided transaction: whether it was decided is the question, and here an abort is no loss.
+_PROOF = {
+    LogProof.COMMITTED: DoubtStep.COMMITTED,
+    LogProof.PARTLY: DoubtStep.COMMITTED,
+    LogProof.ABORTED: DoubtStep.ABORTED,
+}
+
+
+def next_doubt_step(doubt: Doubt) -> DoubtStep:
+    """The next step about a COMMIT in doubt. Pure."""
+    if not doubt.ours.has_transaction:
+        return DoubtStep.ASK_DATABASE if doubt.verdict is None else _VERDICT[doubt.verdict]
+    if doubt.row == doubt.ours:
+        return DoubtStep.COMMITTED
+    if not doubt.row.has_transaction or (doubt.row.incarnation or 0) <= (doubt.ours.incarnation or 0):
+        return DoubtStep.ABORTED  # no later owner has overwritten the row, and it does not name our state
+    if doubt.verdict is None:
+        return DoubtStep.ASK_DATABASE
+    if doubt.verdict is DatabaseVerdict.ABORTED:
+        return DoubtStep.ABORTED
+    if not doubt.records_asked:
+        return DoubtStep.ASK_RECORDS
+    if doubt.incident in _INCIDENT:
+        return _INCIDENT[doubt.incident]
+    if doubt.verdict is DatabaseVerdict.COMMITTED:
+        return DoubtStep.COMMITTED  # the later owner settled it before overwriting the row, and recorded no incident
+    if doubt.proof is None:
+        return DoubtStep.ASK_LOG
+    return _PROOF.get(doubt.proof, DoubtStep.IN_DOUBT)
+
+
+# Whether the work of a dual write that ended with an error may run again, in a new transaction.
+
+
+class Redo(Enum):
+    """The advice after an error."""
+
+    AGAIN = "neither side changed, and another run may succeed"
+    USELESS = "neither side changed, and another run would fail, too"
+    UNSAFE = "a side may have changed"
+    FOREIGN = "not an error of the dual write"
+
+
+_BY_CLASS: Final[Mapping[type[DualWriteError], Redo]] = {
+    TransactionAborted: Redo.AGAIN,
+    Unavailable: Redo.AGAIN,
+    ConfigurationError: Redo.USELESS,
+    IllegalStateError: Redo.USELESS,
+    Fenced: Redo.USELESS,
+    TransactionInDoubt: Redo.UNSAFE,
+    CompletionPending: Redo.UNSAFE,
+    DecidedTransactionLost: Redo.UNSAFE,
+    OutcomeUnverifiable: Redo.UNSAFE,
+}
+"""A subclass is judged as its nearest class here; a class that is not here is unsafe."""
+_NOTHING_WRITTEN: Final = frozenset({"none", "aborted"})
+
+
+def redo_after(error: BaseException) -> Redo:
+    """Judge an error that has left a dual write.
+
+    The class alone is not enough: the outcome of this error may be less certain than that of its class.
+
+    Source: the design of transactional messaging in Kafka ("the producer should abort, and subsequently redo, the
+    transaction").
+    """
+    if not isinstance(error, DualWriteError):
+        return Redo.FOREIGN
+    rule = next((_BY_CLASS[kind] for kind in type(error).__mro__ if kind in _BY_CLASS), Redo.UNSAFE)
+    if error.outcome not in _NOTHING_WRITTEN:
+        return Redo.UNSAFE
+    if rule is Redo.AGAIN and isinstance(error, TransactionAborted) and not error.retryable:
+        return Redo.USELESS
+    return rule
+
+
+def leaves_nothing(error: BaseException) -> bool:
+    """Whether a dual write that ended with this error has certainly changed neither side."""
+    return redo_after(error) in {Redo.AGAIN, Redo.USELESS}
+
+
+# `Health`: what a writer knows of itself, and whether it is ready for the next dual write.
+
+
+@dataclass(frozen=True)
+class Health:
+    """A writer's knowledge of itself, gathered without asking a server.
+
+    Attributes:
+        writer: The writer's transactional id.
+        open: Whether it is open, in this process.
+        fenced: Whether another owner has taken over. It stays so: the process must be restarted, if that was not intended.
+        answered: Whether database and Kafka answered the last dual write, settling or probe.
+        lease_lost: Whether another member of its fleet has its id: it is about to take another one.
+        lease_expired: Whether its lease was not renewed in time, so that another member may take its id.
+        untold_losses: The number of losses that only the log has reported; see ``on_loss``.
+        max_lanes: The maximum number of lanes.
+        lanes: The number of lanes that exist.
+        used: The number of lanes that dual writes use now.
+        waiting: The number of dual writes that wait for a lane.
+        unsettled: The number of lanes that may have left a transaction open in Kafka. They are settled in the background.
+        stuck: The number of unsettled lanes for which settling has failed. It is retried.
+        unsettled_s: For how long the oldest of the unsettled lanes has been so, in seconds.
+        open_s: For how long the oldest of the running dual writes has held its lane, in seconds.
+        time_left_s: The time until the broker aborts the transaction that it aborts next, in seconds; None if no transaction
+            with a time limit is open.
+        problems: Why it is not ready, as short sentences; empty if it is ready.
+    """
+
+    writer: str
+    open: bool
+    fenced: bool = False
+    answered: bool = True
+    lease_lost: bool = False
+    lease_expired: bool = False
+    untold_losses: int = 0
+    max_lanes: int = 0
+    lanes: int = 0
+    used: int = 0
+    waiting: int = 0
+    unsettled: int = 0
+    stuck: int = 0
+    unsettled_s: float = 0.0
+    open_s: float = 0.0
+    time_left_s: float | None = None
+    problems: Sequence[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        wrong = {
+            "the writer is not open": not self.open,
+            "another owner has taken over": self.fenced,
+            "the database or Kafka did not answer last": not self.answered,
+            "its lease is lost: it is taking another id": self.lease_lost,
+            "its lease was not renewed in time": self.lease_expired,
+            f"lanes that could not be settled: {self.stuck}": self.stuck > 0,
+            f"losses that only the log has reported: {self.untold_losses}": self.untold_losses > 0,
+        }
+        object.__setattr__(self, "problems", tuple(text for text, applies in wrong.items() if applies))
+
+    @property
+    def ready(self) -> bool:
+        """Whether dual writes are expected to work now."""
+        return not self.problems

@@ -60,10 +60,14 @@ from enum import Enum
 from typing import Final
 
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.values import IN_TRANSITION, LogProof, Outcome, TransactionStatus, TransactionView
-from dualwrite.protocol.values__protocol_identity import (
+from dualwrite.protocol.values import (
+    IN_TRANSITION,
+    LogProof,
     OpenPlaces,
+    Outcome,
     Partition,
+    TransactionStatus,
+    TransactionView,
     own_among,
     own_partitions,
     shows_same_transaction,

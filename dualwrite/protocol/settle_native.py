@@ -91,10 +91,10 @@ from dualwrite.protocol.values import (
     LogProof,
     OpenTransaction,
     Outcome,
+    Partition,
     TransactionStatus,
     TransactionView,
 )
-from dualwrite.protocol.values__protocol_identity import Partition
 
 
 class NativeStep(Enum):

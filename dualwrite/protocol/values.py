@@ -1,10 +1,24 @@
-"""Observations of a Kafka transaction as plain values: the vocabulary of ports and protocol."""
+"""Values that every part of the protocol shares: what Kafka and the rows show, names, ids and what callers may give.
+
+What can be seen of a transaction comes first, then the rows as values, the names of writers, lanes and incarnations,
+the comparison of what is seen with a prepared state, the arguments that are refused, and the errors for a database and
+a cluster that do not belong together. They stand in one place because each decision of the protocol takes some and
+gives others.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from enum import Enum
 from typing import Final
+
+from dualwrite.errors import ConfigurationError, DatabaseWentBack
+from dualwrite.protocol.prepared_state import PreparedTxnState
 
 
 class TransactionStatus(Enum):
@@ -142,3 +156,495 @@ _OUTCOMES = {
     LogProof.ABORTED: Outcome.LOST,
     LogProof.UNKNOWABLE: Outcome.UNVERIFIABLE,
 }
+
+
+# The database's rows as values: the state of one id, a prepared database transaction, and a loss.
+
+
+@dataclass(frozen=True)
+class StateRow:
+    """One row of ``kafka_transaction_state``.
+
+    Attributes:
+        transactional_id: The user's name of the sequence of dual writes.
+        prepared: The newest decided transaction; the empty state if there was none.
+        namespace: Random text made with the row; part of every Kafka id.
+        incarnation: Raised by every claim. The last claimant is the owner.
+        settled_incarnation: This incarnation and all below it are complete.
+        completed: The outcome of ``prepared`` in Kafka, once recorded.
+        cluster_id: The Kafka cluster that the row belongs to.
+        owner: The name of the last claimant.
+        updated_at: When the row last changed, by the database's clock.
+        settle_fence: While the newest decision is a native transaction that is being settled: the producer epoch from which on
+            only settlers act under its Kafka id. None before that.
+    """
+
+    transactional_id: str
+    prepared: PreparedTxnState
+    namespace: str
+    incarnation: int
+    settled_incarnation: int
+    completed: Outcome | None
+    cluster_id: str
+    owner: str
+    updated_at: datetime
+    settle_fence: int | None = None
+
+    def kafka_id(self, incarnation: int) -> str:
+        """The Kafka ``transactional.id`` of an incarnation: it has exactly one writer, ever."""
+        return kafka_id(self.transactional_id, self.namespace, incarnation)
+
+
+@dataclass(frozen=True)
+class Participant:
+    """A database transaction that was prepared (``PREPARE TRANSACTION``), and waits for the decision on its row.
+
+    Attributes:
+        row: The row.
+        incarnation: The incarnation of the row that prepared it.
+        name: The database's name for it.
+        decided: Whether the row names the Kafka transaction that it was prepared with.
+        prepared_at: When it was prepared, by the database's clock.
+    """
+
+    row: StateRow
+    incarnation: int
+    name: str
+    decided: bool
+    prepared_at: datetime
+
+
+@dataclass(frozen=True)
+class Incident:
+    """One decided transaction that Kafka does not have, or whose outcome is unknown. It stays until a person has looked.
+
+    Attributes:
+        transactional_id: The id that the transaction ran under.
+        prepared_transaction_state: The transaction's text form: it names the partitions and the first offsets.
+        outcome: ``LOST`` or ``UNVERIFIABLE``.
+        detail: The evidence, for people to read.
+        detected_at: When it was recorded, by the database's clock.
+        acknowledged_at: When a person acknowledged it; None until then.
+        told_at: When it was reported to a caller, by an error or a report; None until then.
+    """
+
+    transactional_id: str
+    prepared_transaction_state: str
+    outcome: Outcome
+    detail: str
+    detected_at: datetime
+    acknowledged_at: datetime | None
+    told_at: datetime | None = None
+
+    @property
+    def state(self) -> PreparedTxnState:
+        """The transaction."""
+        return PreparedTxnState.from_string(self.prepared_transaction_state)
+
+
+# Names of a writer, its lanes and their incarnations, and of a batch's tasks, in the database and in Kafka.
+
+_KAFKA_ID: Final = re.compile(r"(.+)\.([^.]+)\.(0|[1-9][0-9]*)", re.DOTALL)
+_STREAM: Final = "stream "
+_NAMESPACE: Final = re.compile(r"[0-9a-f]{12}")
+
+
+def lane_id(name: str, number: int) -> str:
+    """The transactional id of a lane: the name itself for the first, ``name#number`` for the others."""
+    return name if number == 0 else f"{name}#{number}"
+
+
+def writer_of(transactional_id: str) -> str:
+    """The name of the writer, or of the pool, that an id belongs to: lanes and slots are ``name#number``."""
+    return transactional_id.partition("#")[0]
+
+
+def is_of_writer(writer: str, name: str) -> bool:
+    """Whether a transactional id, or the Kafka id of one of its incarnations, belongs to that writer."""
+    incarnation = parsed(name)
+    return writer in {writer_of(name), writer_of(incarnation[0]) if incarnation is not None else None}
+
+
+def member_id(fleet: str, number: int) -> str:
+    """The transactional id of one member of a fleet."""
+    return f"{fleet}-{number}"
+
+
+def kafka_id(transactional_id: str, namespace: str, incarnation: int) -> str:
+    """The Kafka ``transactional.id`` of an incarnation: it has exactly one writer, ever."""
+    return f"{transactional_id}.{namespace}.{incarnation}"
+
+
+def parsed(name: str) -> tuple[str, str, int] | None:
+    """The transactional id, namespace and incarnation of a Kafka ``transactional.id``; None if it has another form."""
+    match = _KAFKA_ID.fullmatch(name)
+    return None if match is None else (match[1], match[2], int(match[3]))
+
+
+def is_drawn(namespace: str) -> bool:
+    """Whether a namespace looks like one that this library has drawn. Other programs' transactional ids have none."""
+    return _NAMESPACE.fullmatch(namespace) is not None
+
+
+def pool_of_sink(sink: str) -> str:
+    """The name of a sink's pool of slots, which no `DualWriter` uses for its lanes by accident."""
+    return f"{sink}.spark"
+
+
+def owner_prefix(name: str, partition: int | None = None) -> str:
+    """The prefix of the names of a batch's or a stream's lease owners, or of those of one partition, and of no others."""
+    prefix = f"{json.dumps(name)} "
+    return prefix if partition is None else f"{prefix}partition {partition} "
+
+
+def stream_name(checkpoint_digest: str) -> str:
+    """The run name of a stream whose micro-batches are decided as one, made of the digest of its checkpoint location."""
+    return f"{_STREAM}{checkpoint_digest}"
+
+
+def may_own(lease_owner: str, batch_id: str) -> bool:
+    """Whether the lease owner may be a task of that batch. The names of a stream's lease owners do not show the batch."""
+    return lease_owner.startswith((owner_prefix(batch_id), f'"{_STREAM}'))
+
+
+# Which transaction it is: comparing what the servers show with what a prepared state names.
+#
+# librdkafka's transactions share producer id and epoch, so the partitions' first offsets tell them apart. A native
+# transaction has an epoch of its own, which names it.
+
+Partition = tuple[str, int]
+OpenPlaces = tuple[tuple[Partition, int], ...]
+"""Partitions, each with the offset at which its open transaction begins."""
+OFFSETS_TOPIC: Final = "__consumer_offsets"
+_LAST_EPOCH: Final = 32_766
+"""The coordinator gives a new producer id in place of an epoch above it."""
+
+
+def belongs(state: PreparedTxnState, incarnation: int) -> bool:
+    """Whether that incarnation prepared the state."""
+    return state.has_transaction and state.incarnation == incarnation
+
+
+def shows_same_transaction(view: TransactionView, state: PreparedTxnState) -> bool:
+    """Whether the coordinator's view may show the state's own transaction.
+
+    Compares producer id and epoch, which are enough for a native state, and, where both are known, start and partitions. The
+    view may show more partitions: see :func:`others_than`.
+    """
+    if (view.producer_id, view.epoch) != (state.producer_id, state.epoch):
+        return False
+    if state.is_native:
+        return True
+    if view.partitions and not own_partitions(state) <= set(view.partitions):
+        return False
+    return view.started_ms is None or state.started_ms is None or view.started_ms == state.started_ms
+
+
+def another_owner_since(seen: TransactionView, now: TransactionView) -> bool:
+    """Whether another producer of the id has been at work between two views of the coordinator's that are at rest.
+
+    The transaction that was seen open may have ended meanwhile, by its own producer or the broker: nothing is left to end then.
+    A producer that was initialised since shows an empty state first, and then transactions of another name; or, where those of
+    librdkafka share a name, of another start.
+
+    Args:
+        seen: The first view.
+        now: The later one.
+    """
+    if now.status is TransactionStatus.NO_SUCH_ID:
+        return False
+    same_ids = (seen.producer_id, seen.epoch) == (now.producer_id, now.epoch)
+    if seen.status is not TransactionStatus.ONGOING:
+        return not same_ids or seen.status is not now.status
+    if now.status is TransactionStatus.ONGOING:
+        return not same_ids or seen.started_ms != now.started_ms
+    # Its own end shows its epoch, or the next one: that of a native transaction, or of one that timed out. After the last epoch
+    # comes another producer id.
+    is_its_end = now.producer_id == seen.producer_id and now.epoch in {seen.epoch, seen.epoch + 1}
+    is_its_end = is_its_end or (now.epoch == 0 and seen.epoch == _LAST_EPOCH)
+    return now.status is TransactionStatus.EMPTY or not is_its_end
+
+
+def others_than(state: PreparedTxnState, view: TransactionView) -> frozenset[Partition]:
+    """The partitions that the coordinator shows besides those that the state's transaction has written.
+
+    Either they belong to another transaction, which then has something open there; or a late request of an earlier transaction
+    has added them, and nothing is open there. Consumer offsets may be part of any transaction, so they are left out.
+    """
+    return frozenset(key for key in view.partitions if key[0] != OFFSETS_TOPIC) - own_partitions(state)
+
+
+def own_partitions(state: PreparedTxnState) -> frozenset[Partition]:
+    """The partitions that the state names."""
+    return state.partitions
+
+
+def is_older(state: PreparedTxnState, than: PreparedTxnState) -> bool:
+    """Whether the state was certainly decided before ``than``, of the same transactional id; False if that is unknown.
+
+    Epochs of native transactions rise, and so do offsets in one partition of one topic.
+    """
+    if not than.has_transaction:
+        return False
+    if not state.has_transaction:
+        return True
+    if state.incarnation is not None and than.incarnation is not None and state.incarnation != than.incarnation:
+        return state.incarnation < than.incarnation
+    if state.is_native and than.is_native and state.producer_id == than.producer_id:
+        return state.epoch < than.epoch
+    firsts = {(first.topic_id, first.partition): first.offset for first in state.first_offsets}
+    return any(
+        first.topic_id is not None and firsts.get((first.topic_id, first.partition), first.offset) < first.offset
+        for first in than.first_offsets
+    )
+
+
+def is_open(
+    state: PreparedTxnState, open_offsets: Mapping[tuple[str, int], int | None], *, exactly: bool = False
+) -> bool:
+    """Whether the state's transaction is open in every partition that still exists, of which there must be at least one.
+
+    Partitions that are gone with their topic show nothing. One first offset identifies the transaction, as every later one
+    begins at another offset; if the others match too, no operator has ended it by hand in one of them. In a partition that is
+    open from an earlier offset on, the broker has forgotten to end an earlier transaction, and will end both.
+
+    Args:
+        state: The prepared state.
+        open_offsets: By (topic, partition), where the open transaction of the state's producer begins, or None. Partitions
+            that no longer exist are left out.
+        exactly: Whether a partition that is open from an earlier offset on does not count.
+    """
+    shown = [
+        (start := open_offsets[key]) == first.offset or (start is not None and start < first.offset and not exactly)
+        for first in state.first_offsets
+        if (key := (first.topic, first.partition)) in open_offsets
+    ]
+    return bool(shown) and all(shown)
+
+
+def own_among(state: PreparedTxnState, still_open: OpenPlaces) -> frozenset[Partition]:
+    """The partitions whose open transaction includes the records of the state's transaction."""
+    firsts = {(first.topic, first.partition): first.offset for first in state.first_offsets}
+    return frozenset(key for key, start in still_open if key in firsts and start <= firsts[key])
+
+
+# The rules for durations, counts, ids and prefixes that callers give: the same for the Python calls and for the
+# commands.
+#
+# A script passes an empty id or prefix when a variable is unset, and NaN when a computation has failed. Every id begins
+# with the empty prefix, and no comparison with NaN is true: both would select what nobody has asked for.
+
+LONGEST_S: Final = 100 * 365 * 86400.0
+"""A hundred years: more than threads can wait, and databases subtract from a time."""
+_LONGEST_NAME: Final = 240  # leaves room for a lane's number
+
+
+def check_seconds(name: str, seconds: float, *, zero: bool = False) -> None:
+    """Refuse a duration that is no time: NaN, infinite, negative.
+
+    Args:
+        name: The argument's name, for the message.
+        seconds: The duration.
+        zero: Whether it may be 0.
+
+    Raises:
+        ConfigurationError: It cannot be used.
+    """
+    if not math.isfinite(seconds) or not 0 <= seconds <= LONGEST_S or (seconds == 0 and not zero):
+        raise ConfigurationError(
+            f"{name} is {seconds:g} s",
+            next_step=f"give {'0 or more' if zero else 'more than 0'} seconds, and at most {LONGEST_S:g}, a hundred years",
+        )
+
+
+def check_not_empty(name: str, given: str, instead: str = "") -> None:
+    """Refuse an empty text.
+
+    Args:
+        name: What it is, for the message.
+        given: The text.
+        instead: How to ask for what the empty text may have meant.
+
+    Raises:
+        ConfigurationError: It is empty.
+    """
+    if not given:
+        raise ConfigurationError(f"{name} is empty", next_step=f"give one{instead}: an unset variable selects nothing")
+
+
+def check_selection(transactional_id: str | None, prefix: str | None) -> None:
+    """Refuse a selection of ids that is not an id, a prefix, or neither of the two, which selects every id.
+
+    Raises:
+        ConfigurationError: The id or the prefix is empty.
+        TypeError: Both are given.
+    """
+    if transactional_id is not None and prefix is not None:
+        raise TypeError("transactional_id and prefix cannot be combined")
+    if transactional_id is not None:
+        check_not_empty("the transactional id", transactional_id)
+    if prefix is not None:
+        check_not_empty("the prefix", prefix, ", or none at all (--all) for every id")
+
+
+def check_count(name: str, count: int, *, least: int = 1) -> None:
+    """Refuse a number that is too small.
+
+    Args:
+        name: The argument's name, for the message.
+        count: The number.
+        least: The smallest one that may be given.
+
+    Raises:
+        ConfigurationError: It is smaller.
+    """
+    if count < least:
+        raise ConfigurationError(f"{name} is {count}", next_step=f"give at least {least}")
+
+
+def check_writer_name(transactional_id: str) -> None:
+    """Refuse a name that no writer can have.
+
+    Raises:
+        ConfigurationError: It cannot.
+    """
+    if not 1 <= len(transactional_id) <= _LONGEST_NAME or "#" in transactional_id:
+        raise ConfigurationError(
+            f"{transactional_id!r} cannot be a transactional id",
+            next_step=f"use 1 to {_LONGEST_NAME} characters without '#', which separates the numbers of lanes",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriterLimits:
+    """The times and counts of a writer. Every one has a default: give those that you change.
+
+    A *unit* is the work of one caller of :meth:`DualWriter.submit`; a *group* is the units that commit in one dual write.
+
+    Args:
+        max_lanes: The maximum number of concurrent transactions. A consumer makes it of its ``workers``.
+        timeout_s: Limits opening, and each ending of a transaction, in seconds.
+        lane_timeout_s: How long a transaction waits for a free lane, and ``submit`` for a place, in seconds.
+        margin_s: The time that must be left of the broker's transaction timeout once the database has committed, in seconds; on
+            PostgreSQL also the longest pause between the decision and its COMMIT.
+        idle_after_s: After this time without a transaction the row records that its last one is complete, in seconds.
+        paused_owner_timeout_s: An owner that is paused inside a transaction loses its PostgreSQL session after this time, so
+            that it does not hold its row forever; None leaves the server's own setting. In seconds.
+        group_units: The maximum number of units in a group. PostgreSQL keeps up to 64 savepoints of a transaction in shared
+            memory; more of them slow down every query that meets their rows before the commit.
+        group_open_s: No unit begins later than this after the group's first one; the others wait for the next group. So the
+            first unit waits for the others no longer than this and the last unit take. A group never waits for units.
+        group_bytes: No unit begins once the messages of the group are larger than this: their keys and values, in bytes.
+        waiting_units: The maximum number of units that wait for a group. At that number ``submit`` lets its caller wait, first
+            come, first served.
+
+    Raises:
+        ConfigurationError: A limit cannot work.
+    """
+
+    max_lanes: int = 8
+    timeout_s: float = 60.0
+    lane_timeout_s: float = 30.0
+    margin_s: float = 10.0
+    idle_after_s: float = 60.0
+    paused_owner_timeout_s: float | None = 60.0
+    group_units: int = 64
+    group_open_s: float = 0.25
+    group_bytes: int = 16 * 1024 * 1024
+    waiting_units: int = 10_000
+
+    def __post_init__(self) -> None:
+        check_seconds("timeout_s", self.timeout_s)
+        if self.paused_owner_timeout_s is not None:
+            check_seconds("paused_owner_timeout_s", self.paused_owner_timeout_s)
+        # At 0 s the others still mean something: do not wait, need no margin, record at once, no second unit.
+        for name in ("lane_timeout_s", "margin_s", "idle_after_s", "group_open_s"):
+            check_seconds(name, getattr(self, name), zero=True)
+        for name in ("max_lanes", "group_units", "waiting_units"):
+            check_count(name, getattr(self, name))
+        check_count("group_bytes", self.group_bytes, least=0)
+
+
+DEFAULT_LIMITS: Final = WriterLimits()
+
+
+# Things that do not belong together: a database and a Kafka cluster that disagree, tables and a program of other
+# versions.
+#
+# The tables change in two kinds of steps, so that programs of neighbouring versions work side by side. A step that
+# *expands* only adds: tables, and columns that may be left out. The program before it does not see the difference. A
+# step that *contracts* takes away what only older programs use; its revision is named so (`0007_contract`), since they
+# cannot know it otherwise.
+
+_REVISION: Final = re.compile(r"([0-9]{4})(_contract)?")
+
+
+class TableFit(Enum):
+    """How the tables' version goes with the program's own."""
+
+    SAME = "the program was made for these tables"
+    OLDER = "the tables lack what the program's own step adds, and the program works without it"
+    NEWER = "the tables have more than the program knows, and it works as before"
+    TOO_OLD = "the tables are more than one step older"
+    TOO_NEW = "the tables are more than one step newer"
+    CONTRACTED = "the tables are one step newer, and that step has taken away what the program uses"
+
+
+def table_fit(found: str, own: str) -> TableFit:
+    """Whether a program may work with tables of another version: the one before its own, or the one after if that expands.
+
+    A program works with the tables before its own whichever kind its own step is: before a step that contracts is taken, all
+    programs must already be of the version that can do without.
+
+    Args:
+        found: The tables' revision.
+        own: The newest revision that the program knows.
+    """
+    if found == own:
+        return TableFit.SAME
+    theirs, ours = _REVISION.fullmatch(found), _REVISION.fullmatch(own)
+    if theirs is None or ours is None:
+        return TableFit.TOO_NEW  # named in a way that came later
+    steps = int(theirs[1]) - int(ours[1])
+    if steps == -1:
+        return TableFit.OLDER
+    if steps == 1:
+        return TableFit.NEWER if theirs[2] is None else TableFit.CONTRACTED
+    return TableFit.TOO_OLD if steps < 0 else TableFit.TOO_NEW
+
+
+def other_cluster(row_cluster_id: str, cluster_id: str, transactional_id: str) -> ConfigurationError:
+    """The row does not belong to the bootstrap servers' cluster: what is not found there must not be taken for gone."""
+    return ConfigurationError(
+        f"the row belongs to the Kafka cluster {row_cluster_id!r}, but bootstrap.servers leads to {cluster_id!r}",
+        transactional_id=transactional_id,
+        next_step="use the address of the right cluster; if the cluster was rebuilt, its messages are gone, and a "
+        "person must decide what to do with this row",
+    )
+
+
+def gone_back(
+    seen: str, transactional_id: str, forgotten: str | None = None, *, recorded: bool = False
+) -> DatabaseWentBack:
+    """The database has lost commits, or Kafka has followed a copy of it.
+
+    Args:
+        seen: The evidence, in words.
+        transactional_id: The row's id.
+        forgotten: The text form of a decision that the database has lost.
+        recorded: Whether that is already recorded as an incident, so that the next opening of the writer succeeds.
+    """
+    next_step = (
+        "messages newer than the database's state are visible in Kafka: stop what uses a copy, compare both; it is recorded "
+        "as an incident, and the next opening of the writer succeeds"
+        if recorded
+        else "messages newer than the database's state may be visible in Kafka: stop what uses a copy, compare both, "
+        "then run `dualwrite recover --after-restore`"
+    )
+    return DatabaseWentBack(
+        f"{seen}: the database has gone back in time (restored from a backup, or failed over to a copy that was behind), "
+        "or a copy of it is in use beside it",
+        transactional_id=transactional_id,
+        next_step=next_step,
+        state=forgotten,
+    )

@@ -16,14 +16,9 @@ from pathlib import Path
 from dualwrite import failpoints
 from dualwrite.clock import Deadline
 from dualwrite.errors import Fenced
-from dualwrite.interfaces import StateStore
-from dualwrite.interfaces__ports_coordinator import TransactionCoordinator
-from dualwrite.interfaces__ports_observer import NO_OBSERVER, Observer
+from dualwrite.interfaces import NO_OBSERVER, Observer, StateStore, TransactionCoordinator
 from dualwrite.protocol.leases import Place
-from dualwrite.protocol.values import TransactionStatus
-from dualwrite.protocol.values__protocol_mismatch import gone_back
-from dualwrite.protocol.values__protocol_naming import lane_id, writer_of
-from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.protocol.values import StateRow, TransactionStatus, gone_back, lane_id, writer_of
 from dualwrite.recovery.settle import settle
 
 logger = logging.getLogger(__name__)

@@ -1,19 +1,38 @@
-"""Tracks which losses were reported. If a process dies before it reports one, the next opening or recovery does."""
+"""Finds out what is in doubt: a COMMIT without an answer, an outcome that must be proved, a loss not yet reported.
+
+Each question ends with proof (a row, a record of the log) or with an honest error; silence is never an answer. A loss
+is reported once: the row says whether it was.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, DualWriteError, OutcomeUnverifiable
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_exponential
+
+from dualwrite.clock import Deadline, GrowingPause, pause
+from dualwrite.errors import (
+    CompletionPending,
+    ConfigurationError,
+    DatabaseWentBack,
+    DecidedTransactionLost,
+    DualWriteError,
+    OutcomeUnverifiable,
+    Unavailable,
+)
+from dualwrite.protocol.known_end import PendingStep, next_pending_step
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.values import Outcome
+from dualwrite.protocol.process import Doubt, DoubtStep, next_doubt_step
+from dualwrite.protocol.values import Outcome, StateRow
+from dualwrite.recovery.claim import OwnerContext
 
 if TYPE_CHECKING:
     from dualwrite.interfaces import StateStore
-    from dualwrite.protocol.values__protocol_rows import Incident
+    from dualwrite.protocol.values import Incident
 
 logger = logging.getLogger(__name__)
 
@@ -99,3 +118,141 @@ def _as_error(incident: Incident, *, others: int) -> DecidedTransactionLost | Ou
         transactional_id=incident.transactional_id,
         state=incident.prepared_transaction_state,
     )
+
+
+# Finds the outcome of an owner's decided transaction whose commit was not answered, and that could not be settled.
+
+
+def prove_committed(
+    context: OwnerContext, row: StateRow, state: PreparedTxnState, deadline: Deadline, unsettled: DualWriteError
+) -> None:
+    """Find out by reading alone how a transaction ended that could not be settled. Returns if it is committed.
+
+    Another owner may have claimed the id, but being fenced says nothing about the outcome. Or a server does not answer.
+
+    Args:
+        context: The servers.
+        row: The row as its owner knows it.
+        state: The transaction.
+        deadline: Limits the requests.
+        unsettled: Why it could not be settled, for people.
+
+    Raises:
+        CompletionPending: The next settler will commit it, or that is not known.
+        DecidedTransactionLost, OutcomeUnverifiable: The broker aborted it, or its outcome can no longer be known. It is
+            recorded.
+    """
+    kafka_id = row.kafka_id(state.incarnation or 0)
+    view = None
+    between = GrowingPause()
+    try:
+        while (
+            step := next_pending_step(context.coordinator.prove([state], deadline)[0], view, state)
+        ) is PendingStep.LOOK:
+            if view is not None:
+                between.wait(deadline)
+            view = context.coordinator.describe([kafka_id], deadline)[kafka_id]
+            if deadline.expired:
+                raise _pending(row, str(unsettled), known=False)
+    except CompletionPending:
+        raise
+    except DualWriteError as error:
+        raise _pending(row, f"{unsettled}; {error}", known=False) from error
+    if step is PendingStep.PENDING:
+        raise _pending(row, str(unsettled), known=True)
+    if step is not PendingStep.COMMITTED:
+        outcome = Outcome.LOST if step is PendingStep.LOST else Outcome.UNVERIFIABLE
+        raise _recorded(context, replace(row, prepared=state), outcome)
+
+
+def _recorded(context: OwnerContext, row: StateRow, outcome: Outcome) -> DualWriteError:
+    lost = outcome is Outcome.LOST
+    known = "aborted by the broker" if lost else "its records are no longer in the log"
+    detail = f"decided by the database; {known}"
+    try:
+        context.store.record_outcomes([(row, outcome, detail)])
+    except DualWriteError:
+        logger.exception(
+            "%s: could not record a loss; the next settling will: %s of %s", row.transactional_id, detail, row.prepared
+        )
+    kind = DecidedTransactionLost if lost else OutcomeUnverifiable
+    return kind(detail, transactional_id=row.transactional_id, state=str(row.prepared))
+
+
+def _pending(row: StateRow, why: str, *, known: bool) -> CompletionPending:
+    if known:
+        what = f"the database has committed, and Kafka has not yet: {why}"
+        return CompletionPending(what, transactional_id=row.transactional_id)
+    error = CompletionPending(
+        f"the database has committed, and what Kafka did is not known: {why}",
+        transactional_id=row.transactional_id,
+        next_step="do not run the work again: settling completes it, or finds and records that it is lost",
+    )
+    error.outcome = "unknown"
+    return error
+
+
+# Resolves a COMMIT in doubt: asks the row, the database, the records and the log, in this order.
+#
+# The cause of a broken connection often lasts: a restarting server, a failover, a replaced pooler. So the questions are
+# asked again until the deadline; only then does the COMMIT stay in doubt.
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 2.0
+_QUESTIONS: Final = frozenset({DoubtStep.ASK_DATABASE, DoubtStep.ASK_RECORDS, DoubtStep.ASK_LOG})
+
+
+def resolve_commit(
+    context: OwnerContext,
+    transactional_id: str,
+    ours: PreparedTxnState,
+    database_transaction: str | None,
+    deadline: Deadline,
+) -> DoubtStep:
+    """Find out whether the COMMIT that would have recorded ``ours``, empty for rows alone, has happened.
+
+    The row is read under its lock on a fresh connection, so the old backend has ended before the answer.
+
+    Returns:
+        A verdict, never a question.
+
+    Raises:
+        Unavailable: The database, or Kafka if the log had to be read, did not answer before the deadline.
+        ConfigurationError: The database refused us until the deadline, as a standby does that is not yet promoted.
+    """
+    named = str(ours) or "rows alone"
+
+    def note(attempt: RetryCallState) -> None:
+        error = attempt.outcome and attempt.outcome.exception()
+        logger.info("%s: COMMIT of %s is in doubt; asking the database again: %s", transactional_id, named, error)
+
+    retrying = Retrying(
+        retry=retry_if_exception_type((Unavailable, ConfigurationError)),
+        stop=lambda _: deadline.expired,
+        wait=wait_exponential(multiplier=_FIRST_WAIT_S, max=_LONGEST_WAIT_S),
+        sleep=lambda seconds: pause(min(seconds, deadline.remaining_s())),
+        before_sleep=note,
+        reraise=True,
+    )
+    step: DoubtStep = retrying(_verdict, context, transactional_id, ours, database_transaction, deadline)
+    logger.warning("%s: COMMIT of %s was in doubt: %s", transactional_id, named, step.value)
+    return step
+
+
+def _verdict(
+    context: OwnerContext,
+    transactional_id: str,
+    ours: PreparedTxnState,
+    database_transaction: str | None,
+    deadline: Deadline,
+) -> DoubtStep:
+    row = context.store.read_locked(transactional_id, deadline)
+    doubt = Doubt(ours=ours, row=row.prepared)
+    while (step := next_doubt_step(doubt)) in _QUESTIONS:
+        if step is DoubtStep.ASK_DATABASE:
+            doubt = replace(doubt, verdict=context.store.transaction_verdict(database_transaction))
+        elif step is DoubtStep.ASK_RECORDS:
+            doubt = replace(doubt, records_asked=True, incident=context.store.incident(transactional_id, ours))
+        else:
+            [proof] = context.coordinator.prove([ours], deadline)
+            doubt = replace(doubt, proof=proof)
+    return step

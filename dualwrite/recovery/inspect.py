@@ -1,25 +1,189 @@
-"""Inspects what is unsettled, by questions that change nothing but knowledge."""
+"""Inspects what is unsettled, by questions that change nothing but knowledge.
+
+All incarnations at the same step go together in *rounds*, so that a round asks each broker once, however many ids there
+are. Transactions of the native engine, whose producer id and epoch name them exactly, are asked about in their own way.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
 from types import MappingProxyType
+from typing import Final, Generic, Protocol, TypeVar
 
+from dualwrite import failpoints
 from dualwrite.clock import Deadline
-from dualwrite.errors import ConfigurationError
-from dualwrite.interfaces__ports_coordinator import TransactionCoordinator, native_of
+from dualwrite.errors import ConfigurationError, Unavailable
+from dualwrite.interfaces import NativeCoordinator, TransactionCoordinator, native_of
+from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import QUESTIONS, Knowledge, SettleStep, compared, initial, looked, next_step, proved
-from dualwrite.protocol.values import TransactionView
-from dualwrite.protocol.values__protocol_identity import Partition, belongs, is_open, others_than
-from dualwrite.protocol.values__protocol_rows import Participant, StateRow
-from dualwrite.recovery.inspect__recovery_settling_inspect_native import (
-    UnsettledNative,
-    inspect_native,
-    unsettled_native,
+from dualwrite.protocol.settle_native import NativeKnowledge, NativeStep, found_open
+from dualwrite.protocol.settle_native import initial as initial_native
+from dualwrite.protocol.settle_native import looked as looked_native
+from dualwrite.protocol.settle_native import next_step as next_native_step
+from dualwrite.protocol.settle_native import proved as proved_native
+from dualwrite.protocol.values import (
+    EndAnswer,
+    LogProof,
+    Outcome,
+    Participant,
+    Partition,
+    StateRow,
+    TransactionView,
+    belongs,
+    is_open,
+    others_than,
 )
-from dualwrite.recovery.inspect__recovery_settling_rounds import Incarnation, by_step
+
+# Rounds over many incarnations: all those at the same step go together, so that a round asks each broker once.
+
+
+class HasView(Protocol):
+    """Knowledge of an incarnation, whichever engine made its transactions."""
+
+    @property
+    def view(self) -> TransactionView | None:
+        """The coordinator's answer; None if it was not asked."""
+        ...
+
+
+Known = TypeVar("Known", bound=HasView)
+Step = TypeVar("Step", bound=Enum)
+
+
+@dataclass
+class Incarnation(Generic[Known]):
+    """One unsettled incarnation: the row it belongs to, and what is known of it."""
+
+    row: StateRow
+    incarnation: int
+    known: Known
+
+    @property
+    def kafka_id(self) -> str:
+        """The incarnation's Kafka transactional id."""
+        return self.row.kafka_id(self.incarnation)
+
+    @property
+    def ids(self) -> tuple[int, int]:
+        """The producer id and epoch that the coordinator shows. Only after it was asked."""
+        assert self.known.view is not None
+        return self.known.view.producer_id, self.known.view.epoch
+
+
+def with_reason(detail: str, row: StateRow, outcome: Outcome, lost_because: Mapping[str, str]) -> str:
+    """The detail of an outcome; of a loss that is expected, with the reason."""
+    why = lost_because.get(row.transactional_id) if outcome is Outcome.LOST else None
+    return detail if why is None else f"{detail}; {why}"
+
+
+def warn_if_deleted(item: Incarnation[Known], proof: LogProof | None, logger: logging.Logger) -> None:
+    """Warn of a committed transaction whose records are not in the log any more.
+
+    Retention deletes records of open transactions, too. No outcome shows that readers have never had them.
+    """
+    if proof is LogProof.UNKNOWABLE:
+        logger.warning(
+            "%s: %s is committed, but its first records are no longer in the log: if it was open until now, retention or "
+            "compaction has deleted messages before any reader could have them",
+            item.kafka_id,
+            item.row.prepared,
+        )
+
+
+Steps = Mapping[Step, Callable[[list[Incarnation[Known]]], None]]
+"""By step, what carries it out."""
+
+
+def by_step(
+    items: Iterable[Incarnation[Known]], next_step: Callable[[Known], Step], among: Collection[Step]
+) -> dict[Step, list[Incarnation[Known]]]:
+    """The incarnations by their next step, as far as it is among these."""
+    groups: dict[Step, list[Incarnation[Known]]] = {}
+    for item in items:
+        if (step := next_step(item.known)) in among:
+            groups.setdefault(step, []).append(item)
+    return groups
+
+
+def perform(
+    groups: Mapping[Step, list[Incarnation[Known]]], do: Steps[Step, Known], waiting: Step, deadline: Deadline
+) -> None:
+    """Carry out one round: each group's step. Those that wait get their turn when no other can move on.
+
+    Raises:
+        Unavailable: The deadline has come.
+    """
+    for step, group in groups.items():
+        if step is waiting and len(groups) > 1:
+            continue
+        if deadline.expired:
+            raise _too_late(group[0], step)
+        do[step](group)
+
+
+def _too_late(item: Incarnation[Known], step: Enum) -> Unavailable:
+    shown = item.known.view.status.value if item.known.view else "nothing yet"
+    return Unavailable(
+        f"settling incarnation {item.incarnation} did not finish in time: the coordinator shows {shown}, "
+        f"the next step is to {step.value}",
+        transactional_id=item.row.transactional_id,
+    )
+
+
+def repair(
+    items: Sequence[Incarnation[Known]],
+    to_end: Callable[[Known], tuple[frozenset[Partition], bool]],
+    end: Callable[[list[Incarnation[Known]], bool], None],
+    coordinator: TransactionCoordinator,
+    *,
+    deadline: Deadline,
+    logger: logging.Logger,
+) -> list[Incarnation[Known]]:
+    """End what the broker has forgotten to end, in a transaction of its own under the epoch that the coordinator shows.
+
+    Args:
+        items: The incarnations.
+        to_end: The partitions of one, and whether they end with commit.
+        end: Ends the transactions of these incarnations with commit, or with abort.
+        coordinator: Kafka.
+        deadline: Limits the requests.
+        logger: Tells which partitions it were.
+
+    Returns:
+        Those for which this was done. The id of the others has another epoch by now: another settler does the same.
+    """
+    failpoints.hit("repair.before")
+    ends = {item.kafka_id: to_end(item.known) for item in items}
+    for item in items:
+        partitions, committed = ends[item.kafka_id]
+        logger.warning(
+            "%s: the broker left a transaction open in %s (KAFKA-20734); ending it there now with %s",
+            item.kafka_id,
+            named(partitions),
+            "commit" if committed else "abort",
+        )
+    added = coordinator.add_partitions({item.kafka_id: (*item.ids, ends[item.kafka_id][0]) for item in items}, deadline)
+    failpoints.hit("repair.added")
+    mine = [item for item in items if added[item.kafka_id]]
+    for committed in (True, False):
+        if some := [item for item in mine if ends[item.kafka_id][1] is committed]:
+            end(some, committed)
+    failpoints.hit("repair.ended")
+    return mine
+
+
+def named(partitions: Iterable[Partition]) -> str:
+    """Partitions for people."""
+    return ", ".join(f"{topic}[{partition}]" for topic, partition in sorted(partitions))
+
+
+def beginnings(state: PreparedTxnState) -> str:
+    """The first offsets of a transaction for people."""
+    return ", ".join(f"{first.topic}[{first.partition}]@{first.offset}" for first in state.first_offsets)
+
 
 logger = logging.getLogger(__name__)
 
@@ -160,3 +324,87 @@ def _suspect_nothing(items: Iterable[Unsettled]) -> None:
     """A dry run need not query partitions of undecided transactions: they will be aborted regardless."""
     for item in items:
         item.known = replace(item.known, suspects=frozenset())
+
+
+# Inspects decided native transactions that are unsettled, by questions that change nothing but knowledge.
+
+UnsettledNative = Incarnation[NativeKnowledge]
+"""An incarnation that has decided a native transaction."""
+
+
+def unsettled_native(
+    row: StateRow, upto: int, undecided_in: Mapping[int, frozenset[Partition]] = MappingProxyType({})
+) -> UnsettledNative | None:
+    """The row's incarnation that has decided a native transaction and is not settled; None if there is none.
+
+    Args:
+        row: The row.
+        upto: The last incarnation that counts.
+        undecided_in: By incarnation, partitions that its owner knows of, besides those that the state names.
+    """
+    state, incarnation = row.prepared, row.prepared.incarnation
+    if not state.is_native or incarnation is None or not row.settled_incarnation < incarnation <= upto:
+        return None
+    return UnsettledNative(
+        row, incarnation, initial_native(state, row.completed, undecided_in.get(incarnation, frozenset()))
+    )
+
+
+class NativeInspection:
+    """The questions to Kafka, which change nothing but knowledge."""
+
+    def __init__(self, coordinator: NativeCoordinator, deadline: Deadline) -> None:
+        self._coordinator = coordinator
+        self._deadline = deadline
+        self.questions: dict[NativeStep, Callable[[list[UnsettledNative]], None]] = {
+            NativeStep.LOOK: self._look,
+            NativeStep.PROVE: self._prove,
+            NativeStep.LOOK_FOR_OPEN: self._look_for_open,
+        }
+
+    def _look(self, items: list[UnsettledNative]) -> None:
+        views = self._coordinator.describe([item.kafka_id for item in items], self._deadline)
+        for item in items:
+            item.known = looked_native(item.known, views[item.kafka_id])
+
+    def _prove(self, items: list[UnsettledNative]) -> None:
+        proofs = self._coordinator.prove([item.row.prepared for item in items], self._deadline)
+        for item, proof in zip(items, proofs, strict=True):
+            item.known = proved_native(item.known, proof)
+
+    def _look_for_open(self, items: list[UnsettledNative]) -> None:
+        asked = [(item.row.prepared, item.known.suspects) for item in items]
+        for item, found in zip(items, self._coordinator.open_transactions(asked, self._deadline), strict=True):
+            item.known = found_open(item.known, tuple(found))
+
+
+_AS_FOR_LIBRDKAFKA: Final = {
+    NativeStep.END: SettleStep.COMMIT,
+    NativeStep.WAIT: SettleStep.WAIT,
+    NativeStep.RECORD_COMMITTED: SettleStep.RECORD_COMMITTED,
+    NativeStep.RECORD_LOST: SettleStep.RECORD_LOST,
+    NativeStep.RECORD_UNVERIFIABLE: SettleStep.RECORD_UNVERIFIABLE,
+    NativeStep.ABORT: SettleStep.RETIRE,
+    NativeStep.READ_FENCE: SettleStep.RETIRE,
+    NativeStep.FINISH: SettleStep.FINISH,
+}
+"""The steps of a dry run, which never reads the fence, in the words of the other engine's."""
+
+
+def inspect_native(
+    items: Sequence[UnsettledNative], *, coordinator: NativeCoordinator, deadline: Deadline
+) -> list[SettleStep]:
+    """Find out what settling would do now with each of them. Changes nothing.
+
+    Ending a transaction that is not open any more changes nothing, so the questions after it can be asked without it.
+
+    Raises:
+        Unavailable: Kafka did not answer in time.
+    """
+    inspection = NativeInspection(coordinator, deadline)
+    for item in items:
+        item.known = replace(item.known, answer=EndAnswer.FENCED)
+    while groups := by_step(items, next_native_step, inspection.questions):
+        for step, group in groups.items():
+            inspection.questions[step](group)
+    return [_AS_FOR_LIBRDKAFKA[next_native_step(item.known)] for item in items]

@@ -1,4 +1,7 @@
-"""Ends an open transaction by force: KIP-939's ``forceTerminateTransaction``, which asks the database first.
+"""What an operator may do by hand: end transactions by force, delete ids, take an id over, find what blocks readers.
+
+These calls serve where recovery cannot know enough: a transaction of a program that has no row here, an id whose writer
+will never come back, a consumer that waits for an open transaction of unknown origin.
 
 KIP-939 aborts whatever is open under the id. Here the row says whether the database has decided it, and a decided
 transaction is refused: recovery commits it, which ends it as well. If an operator gives it up, the loss is an incident. The
@@ -8,36 +11,46 @@ abort comes first, and settling then finds the loss by its proof: if the process
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 from dualwrite import failpoints
 from dualwrite.clock import Deadline
-from dualwrite.errors import IllegalStateError
-from dualwrite.interfaces import StateStore
-from dualwrite.interfaces__ports_coordinator import TransactionCoordinator, native_of
-from dualwrite.interfaces__ports_observer import Observer
-from dualwrite.kafka.config__kafka_config import KafkaConfig
-from dualwrite.protocol.by_hand import TerminateStep, step_with_row
-from dualwrite.protocol.values import TransactionStatus
-from dualwrite.protocol.values__protocol_allowed import check_seconds, check_selection
-from dualwrite.protocol.values__protocol_naming import parsed
-from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.interfaces import Observer, StateStore, TransactionCoordinator, native_of
+from dualwrite.kafka.abandoned_transaction import AbandonedTransaction, Completion
+from dualwrite.kafka.cluster import internal_partition
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.log import HELD_BACK_S, BlockingTransaction
+from dualwrite.protocol.by_hand import Facts, TerminateStep, by_writer, reasons_to_keep, step_with_row, step_without_row
+from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.values import StateRow, TransactionStatus, check_seconds, check_selection, is_drawn, parsed
+from dualwrite.recovery import recover
 from dualwrite.recovery.claim import OwnerContext, claim_writers, unique_owner
 from dualwrite.recovery.in_doubt import note_told
-from dualwrite.recovery.operator__recovery_foreign import terminate_without_row
-from dualwrite.recovery.recover import inspect_rows
-from dualwrite.recovery.recover__recovery_plan import IdStatus
-from dualwrite.recovery.recover__recovery_servers import connected_coordinator, whole_writers
+from dualwrite.recovery.recover import (
+    IdStatus,
+    RecoveryReport,
+    connected_coordinator,
+    inspect_rows,
+    recover_rows,
+    rows_of,
+    tell,
+    whole_writers,
+)
 from dualwrite.recovery.settle import Loss, settle
 from dualwrite.stores.opening import opened
+from dualwrite.stores.sql.database import before
 from dualwrite.telemetry.loaded import observer_if_loaded
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
-    from dualwrite.interfaces__ports_database import Database
+    from dualwrite.interfaces import Database
 
 logger = logging.getLogger(__name__)
 
@@ -220,3 +233,284 @@ def _decided(name: str) -> IllegalStateError:
         transactional_id=name,
         next_step=f"run `dualwrite recover {name}`, which commits it; or pass lose_decided to lose its messages",
     )
+
+
+# Deletes ids whose writers will not come back, incidents acknowledged long ago, and runs that are long over.
+#
+# Every name ever used keeps its row, every loss its incident, and every batch of a Spark sink its run. Where names come
+# and go (one for each tenant, batch or host), the tables would grow forever.
+
+UNTOUCHED_FOR_S: Final = 30 * 86400.0
+_RUN_AT_LEAST_S: Final = 86400.0
+"""A run gives no sign of life before its tasks write; forgetting it then would only fail its job."""
+_ENDED: Final = frozenset(
+    {
+        TransactionStatus.EMPTY,
+        TransactionStatus.COMPLETE_COMMIT,
+        TransactionStatus.COMPLETE_ABORT,
+        TransactionStatus.NO_SUCH_ID,
+        TransactionStatus.DEAD,
+    }
+)
+
+
+@dataclass
+class ForgetReport:
+    """The result of :func:`forget`; of a dry run, its plan.
+
+    Attributes:
+        forgotten: The ids whose rows are deleted.
+        kept: The ids that stay, and why.
+        unsettled: The ids among those that recovery must settle first.
+        incidents: How many acknowledged incidents are deleted.
+        runs: How many runs of Spark batches are deleted.
+    """
+
+    forgotten: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    unsettled: list[str] = field(default_factory=list)
+    incidents: int = 0
+    runs: int = 0
+
+
+def forget(
+    transactional_id: str | None = None,
+    *,
+    kafka: Mapping[str, object],
+    database: Engine | Database | str,
+    schema: str | None = None,
+    prefix: str | None = None,
+    untouched_for_s: float = UNTOUCHED_FOR_S,
+    dry_run: bool = False,
+    timeout_s: float = 60.0,
+) -> ForgetReport:
+    """Delete the rows of ids that never come back, incidents acknowledged long ago, and runs that are long over.
+
+    An id stays, and all ids of its writer with it, if anything of it is unsettled, a loss of it is not acknowledged, a worker
+    holds it, or its row was written recently. May be called at any time. A writer that is still open, but has been idle that
+    long, is fenced: its next dual write aborts on both sides. A forgotten name may be used again. The ledger of Spark sinks
+    stays: it keeps batches from being written twice.
+
+    Args:
+        transactional_id: One writer's id, with its lanes; not together with ``prefix``.
+        kafka: librdkafka configuration.
+        database: A SQLAlchemy engine or a database URL. Its role needs ``DELETE``.
+        schema: The database schema of the library's tables.
+        prefix: All ids with this prefix; all ids if neither is given.
+        untouched_for_s: Delete only rows last written, incidents acknowledged and runs begun more than this many seconds ago.
+            Runs of the last day stay.
+        dry_run: Only find out what would be done.
+        timeout_s: Limits the questions to Kafka, in seconds.
+
+    Returns:
+        The report. Durable on return.
+
+    Raises:
+        ConfigurationError: An argument cannot be used: an empty id or prefix, a time that is NaN or infinite; or the
+            tables, a row, the cluster or a right is not as required.
+        Unavailable: A server does not answer in time.
+    """
+    check_selection(transactional_id, prefix)
+    check_seconds("untouched_for_s", untouched_for_s, zero=True)
+    check_seconds("timeout_s", timeout_s)
+    with opened(database, schema) as used:
+        store, forgetting = used.store(), used.forgetting()
+        now = forgetting.now()
+        rows = {row.transactional_id: row for row in rows_of(store, transactional_id, prefix)}
+        # Read before Kafka is asked: a row written since then is not deleted.
+        found = recover.status(transactional_id, kafka=kafka, database=used, prefix=prefix, timeout_s=timeout_s)
+        unsettled = {item.row.transactional_id for item in found if _is_unsettled(item)}
+        told = {incident.transactional_id for incident in store.incidents(transactional_id or prefix or "")}
+        leased = forgetting.leased()
+        facts = {
+            name: Facts(
+                untouched_for_s=(now - row.updated_at).total_seconds(),
+                unsettled=name in unsettled,
+                leased=name in leased,
+                has_open_incident=name in told,
+            )
+            for name, row in rows.items()
+        }
+        report = ForgetReport(kept=dict(reasons_to_keep(facts, untouched_for_s)), unsettled=sorted(unsettled))
+        for names in by_writer(rows.keys() - report.kept.keys()).values():
+            if dry_run or forgetting.forget([rows[name] for name in names]):
+                report.forgotten += names
+            else:
+                report.kept |= dict.fromkeys(names, "used just now")
+        report.incidents = forgetting.forget_incidents(
+            prefix or "", before(now, untouched_for_s), dry_run=dry_run, name=transactional_id
+        )
+        report.runs = forgetting.forget_runs(
+            prefix or "",
+            before(now, max(untouched_for_s, _RUN_AT_LEAST_S)),
+            dry_run=dry_run,
+            name=transactional_id,
+        )
+        return report
+
+
+def _is_unsettled(item: IdStatus) -> bool:
+    return item.needs_recovery or item.kafka_status not in _ENDED
+
+
+# Ends open transactions of ids that have no row: those of other programs, for which the operator stands in (KIP-939).
+
+
+def terminate_without_row(
+    kafka_id: str, coordinator: TransactionCoordinator, deadline: Deadline, *, lose_decided: bool
+) -> TerminateStep:
+    """Abort what is open under a Kafka id that no row names, by ``InitProducerId`` as KIP-939's admin client does.
+
+    Args:
+        kafka_id: Kafka's ``transactional.id``.
+        coordinator: Kafka.
+        deadline: Limits the requests.
+        lose_decided: Whether to abort also under an id of this library, whose row may be in another database.
+
+    Returns:
+        The step that was taken.
+
+    Raises:
+        IllegalStateError: The id is one of this library's, so that the row of another database may name the transaction.
+        Unavailable: No answer in time.
+    """
+    view = AbandonedTransaction(coordinator, kafka_id).look(deadline)
+    step = step_without_row(view.status, is_ours=_is_ours(kafka_id), lose_decided=lose_decided)
+    if step is TerminateStep.REFUSE:
+        raise IllegalStateError(
+            "dualwrite made this id, and no row was given that shows whether the database has decided its transaction",
+            transactional_id=kafka_id,
+            next_step="name its writer's database; if that is gone, pass lose_decided to lose what it decided",
+        )
+    if step is TerminateStep.ABORT:
+        logger.warning("%s: aborting producer %d:%d by force: no row names it", kafka_id, view.producer_id, view.epoch)
+        coordinator.retire([kafka_id], deadline)
+    return step
+
+
+def complete_prepared(
+    kafka_id: str, state: PreparedTxnState, *, kafka: Mapping[str, object], timeout_s: float = 60.0
+) -> Completion | None:
+    """KIP-939's recovery recipe for an id that this library did not make: commit what the state names, abort anything else.
+
+    Fences every producer of the id afterwards.
+
+    Args:
+        kafka_id: Kafka's ``transactional.id``.
+        state: The state that the other program's database holds; the empty state if it holds none.
+        kafka: librdkafka configuration.
+        timeout_s: Limits the whole call, in seconds.
+
+    Returns:
+        The outcome; None if Kafka does not know the id.
+
+    Raises:
+        ConfigurationError: The id is one of this library's: its row holds the state.
+        DecidedTransactionLost, OutcomeUnverifiable, Fenced, Unavailable: As `TransactionalProducer.complete_transaction`.
+
+    Source: KIP-939, "recovery recipe".
+    """
+    check_selection(kafka_id, None)
+    check_seconds("timeout_s", timeout_s)
+    if _is_ours(kafka_id):
+        raise ConfigurationError(
+            "dualwrite has made this id, and its row holds the state",
+            transactional_id=kafka_id,
+            next_step="name no state",
+        )
+    deadline = Deadline(timeout_s)
+    with connected_coordinator(kafka) as coordinator:
+        if coordinator.describe([kafka_id], deadline)[kafka_id].status is TransactionStatus.NO_SUCH_ID:
+            return None
+        natively = coordinator.transaction_version(deadline) >= 2  # noqa: PLR2004 - the version's own number
+        done = AbandonedTransaction(coordinator, kafka_id, natively=natively).complete(state, deadline)
+        coordinator.retire([kafka_id], deadline)
+        return done
+
+
+def _is_ours(kafka_id: str) -> bool:
+    named = parsed(kafka_id)
+    return named is not None and is_drawn(named[1])
+
+
+# Finds what holds back a consumer: open transactions in its topics, and in the offsets of its group.
+
+_OFFSETS: Final = "__consumer_offsets"
+
+
+def blocking_transactions(
+    kafka: Mapping[str, object],
+    *,
+    topics: Collection[str] = (),
+    group: str | None = None,
+    open_for_s: float = HELD_BACK_S,
+    timeout_s: float = 30.0,
+) -> Sequence[BlockingTransaction]:
+    """Find the open transactions that hold back ``read_committed`` consumers: Kafka does not tell consumers why they wait.
+
+    May be called at any time; it changes nothing.
+
+    Args:
+        kafka: librdkafka configuration.
+        topics: The topics that the consumer reads.
+        group: The consumer's group. Its committed offsets are held back by transactions that contain offsets. A transaction
+            found this way may hold offsets of another group in the same partition of ``__consumer_offsets``.
+        open_for_s: Leave out transactions that began less than this many seconds ago: their owners are at work.
+        timeout_s: Time limit, in seconds.
+
+    Returns:
+        One entry for each transaction and partition. As text, each says whose it is, since when it is open, and what to do.
+
+    Raises:
+        ConfigurationError: A topic does not exist, or a right is missing: Read on the topics, and with ``group`` on
+            ``__consumer_offsets``.
+        Unavailable: The brokers did not answer in time.
+
+    Source: KIP-664, ``DescribeProducers``, ``ListTransactions``, ``DescribeTransactions``.
+    """
+    check_seconds("open_for_s", open_for_s, zero=True)
+    check_seconds("timeout_s", timeout_s)
+    deadline = Deadline(timeout_s)
+    with closing(KafkaCoordinator(KafkaConfig.parse(kafka))) as coordinator:
+        asked = {*topics, _OFFSETS} if group is not None else set(topics)
+        counts = coordinator.partitions_of(asked, deadline)
+        if missing := sorted(set(topics) - counts.keys()):
+            raise ConfigurationError(f"there is no topic {', '.join(map(repr, missing))}")
+        places = [(topic, partition) for topic in topics for partition in range(counts[topic])]
+        if group is not None and _OFFSETS in counts:  # Kafka creates the topic with the first offset of any group
+            places.append((_OFFSETS, internal_partition(group, counts[_OFFSETS])))
+        return coordinator.blocking(places, deadline, open_for_s=open_for_s)
+
+
+# Takes over the id of a writer that counts as dead, so that nothing is left under it and nothing can come.
+
+
+def take_over(
+    transactional_id: str,
+    *,
+    kafka: Mapping[str, object],
+    database: Database,
+    timeout_s: float,
+    owner: str | None,
+    observer: Observer,
+) -> RecoveryReport:
+    """As `recover` for one writer, but claims it even if its owner has left nothing to settle.
+
+    An owner that was only paused can begin no transaction there from then on, and a late request of a dead one opens none.
+
+    Raises:
+        ConfigurationError, Unavailable: As `recover`.
+    """
+    store = database.store()
+    with observer.recovering():
+        report = recover_rows(
+            lambda: whole_writers(store, rows_of(store, transactional_id, None)),
+            store=store,
+            connect=partial(connected_coordinator, kafka),
+            claims_all=True,
+            deadline=Deadline(timeout_s),
+            owner=unique_owner(owner),
+            observer=observer,
+        )
+        tell(report, rows_of(store, transactional_id, None), store, observer)
+        return report

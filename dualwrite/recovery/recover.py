@@ -1,5 +1,9 @@
 """Recovery from outside the writer: settle ids whose owner is gone, and show what is open.
 
+``status`` asks and shows; ``recover`` acts on the same plan. The plan says, from rows and from what Kafka shows, which
+ids to settle and which to leave to owners that may be alive. How a call for people reaches both servers stands here
+too.
+
 For start-up hooks, commands and operators; works from any process and machine. Every settler claims, which fences an owner
 that is still alive. So recovery touches only ids that have something to settle and, if asked to, only those whose transaction
 has been open for some time.
@@ -9,36 +13,45 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import DatabaseWentBack
-from dualwrite.interfaces import StateStore
-from dualwrite.interfaces__ports_coordinator import TransactionCoordinator
-from dualwrite.interfaces__ports_observer import NO_OBSERVER, Observer
-from dualwrite.kafka.config__kafka_config import KafkaConfig
-from dualwrite.protocol.values__protocol_allowed import check_seconds, check_selection
-from dualwrite.protocol.values__protocol_mismatch import gone_back, other_cluster
-from dualwrite.protocol.values__protocol_naming import writer_of
-from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.interfaces import NO_OBSERVER, Observer, StateStore, TransactionCoordinator
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.protocol.settle import Knowledge, SettleStep
+from dualwrite.protocol.values import (
+    NEVER_MS,
+    Outcome,
+    StateRow,
+    TransactionStatus,
+    check_seconds,
+    check_selection,
+    gone_back,
+    lane_id,
+    other_cluster,
+    shows_same_transaction,
+    writer_of,
+)
 from dualwrite.recovery.claim import OwnerContext, claim_writers, unique_owner
 from dualwrite.recovery.in_doubt import note_told, untold
-from dualwrite.recovery.inspect import inspect
-from dualwrite.recovery.lost_decisions__recovery_after_restore import (
+from dualwrite.recovery.inspect import Unsettled, inspect
+from dualwrite.recovery.lost_decisions import (
     Forgotten,
     find_forgotten,
     next_incarnations,
     retire_without_rows,
     went_back,
 )
-from dualwrite.recovery.recover__recovery_plan import IdStatus, Plan, describe, longest_open_s
-from dualwrite.recovery.recover__recovery_servers import connected_coordinator, rows_of, whole_writers
 from dualwrite.recovery.settle import Loss, SettleReport, settle
 from dualwrite.stores.opening import opened
 from dualwrite.telemetry.loaded import observer_if_loaded
@@ -46,7 +59,7 @@ from dualwrite.telemetry.loaded import observer_if_loaded
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
-    from dualwrite.interfaces__ports_database import Database
+    from dualwrite.interfaces import Database
 
 logger = logging.getLogger(__name__)
 
@@ -410,3 +423,235 @@ def check_cluster(rows: Iterable[StateRow], cluster_id: str) -> None:
     for row in rows:
         if row.cluster_id != cluster_id:
             raise other_cluster(row.cluster_id, cluster_id, row.transactional_id)
+
+
+# Decides what a recovery settles and what it leaves alone, from what the rows and Kafka show. Pure, except for the
+# clock.
+
+_MATTERS: Final = frozenset(
+    {
+        SettleStep.COMMIT,
+        SettleStep.RECORD_LOST,
+        SettleStep.RECORD_UNVERIFIABLE,
+        SettleStep.WAIT,
+        SettleStep.REPAIR_MARKERS,
+    }
+)
+
+
+@dataclass(frozen=True)
+class IdStatus:
+    """One transactional id as the row and the coordinator show it.
+
+    Attributes:
+        row: The row.
+        incarnation: The unsettled incarnation: the owner's own, or one that the owner has not settled.
+        kafka_status: The coordinator's status of that incarnation.
+        open_for_s: Seconds since its Kafka transaction began; None if none is open.
+        step: The step that settling would take in Kafka.
+        needs_recovery: Whether settling would change anything in Kafka or in the database's tables, or would report a loss.
+        prepared_for_s: Seconds since that incarnation prepared a database transaction that has not ended; None if there is
+            none.
+        aborted_in_s: Seconds until the broker aborts its open Kafka transaction; None if none is open, or if the broker never
+            aborts it.
+        went_back: The evidence that the database has lost commits; None if there is none.
+        claim_lost: Whether it has lost a claim: then the id can only be claimed by a recovery with ``after_restore``.
+        decided_is_open: Whether its open Kafka transaction is the one that the database has decided.
+        has_no_time_limit: Whether the broker never aborts a transaction of this incarnation by itself: its producer asked for
+            two-phase commit, or for the timeout 2147483647 ms, which brokers keep as the same. None if the coordinator does not
+            know the incarnation.
+    """
+
+    row: StateRow
+    incarnation: int
+    kafka_status: TransactionStatus
+    open_for_s: float | None
+    step: SettleStep
+    needs_recovery: bool
+    prepared_for_s: float | None = None
+    aborted_in_s: float | None = None
+    went_back: str | None = None
+    claim_lost: bool = False
+    decided_is_open: bool = False
+    has_no_time_limit: bool | None = None
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether settling would undo what the owner has left behind: the row does not name it."""
+        prepared = self.row.prepared
+        is_named = prepared.has_transaction and prepared.incarnation == self.incarnation
+        return not is_named or self.row.completed is not None
+
+    @property
+    def waits_for_s(self) -> float | None:
+        """Seconds for which something of its owner's has been open on either side; None if nothing is."""
+        return self.prepared_for_s if self.open_for_s is None else self.open_for_s
+
+
+def describe(
+    item: Unsettled, step: SettleStep, prepared_at: datetime | None, back: tuple[str, bool] | None
+) -> IdStatus:
+    """Describe one unsettled incarnation, for people and for the plan.
+
+    Args:
+        item: The incarnation, and what is known of it.
+        step: The step that settling would take.
+        prepared_at: When it prepared a transaction in the database; None if none waits there.
+        back: The evidence that the database has lost commits of the id, and whether it has lost a claim.
+    """
+    view = item.known.view
+    assert view is not None
+    is_open = view.status is TransactionStatus.ONGOING
+    unfinished = item.known.is_pending or _left_unended(item.known)
+    matters = is_open or step in _MATTERS or (unfinished and step is SettleStep.RETIRE)
+    open_for_s = _seconds_since(view.started_ms / 1000) if view.started_ms is not None and is_open else None
+    timeout_s = None if view.timeout_ms in {None, NEVER_MS} else view.timeout_ms / 1000
+    return IdStatus(
+        row=item.row,
+        incarnation=item.incarnation,
+        kafka_status=view.status,
+        open_for_s=open_for_s,
+        step=step,
+        needs_recovery=matters or prepared_at is not None or back is not None,
+        prepared_for_s=None if prepared_at is None else _seconds_since(prepared_at.timestamp()),
+        aborted_in_s=None if open_for_s is None or timeout_s is None else max(0.0, timeout_s - open_for_s),
+        went_back=back[0] if back is not None else None,
+        claim_lost=back is not None and back[1],
+        has_no_time_limit=None if view.timeout_ms is None else view.timeout_ms == NEVER_MS,
+        decided_is_open=is_open and step is SettleStep.COMMIT and shows_same_transaction(view, item.row.prepared),
+    )
+
+
+def longest_open_s(items: Iterable[IdStatus]) -> float | None:
+    """The age of the oldest of their open Kafka transactions, in seconds; None if none is open."""
+    return max((item.open_for_s for item in items if item.open_for_s is not None), default=None)
+
+
+def _left_unended(known: Knowledge) -> bool:
+    """Whether the transaction is recorded as not committed: its finder may have died before it ended what the broker forgot."""
+    return known.recorded not in {None, Outcome.COMMITTED}
+
+
+def _seconds_since(instant: float) -> float:
+    return max(0.0, time.time() - instant)
+
+
+def is_young(item: IdStatus, open_for_s: float) -> bool:
+    """Whether its owner began something less than that many seconds ago, and so may be alive."""
+    return item.waits_for_s is not None and item.waits_for_s < open_for_s
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The ids that a recovery settles, and those that it leaves alone.
+
+    Attributes:
+        items: The incarnations to settle.
+        skipped: The ids that need recovery and are left alone.
+        went_back: The ids that cannot be claimed, with the evidence.
+        wanted: The ids that need settling or raising, or were asked for.
+        writers: The ids to claim, each writer with all its lanes.
+    """
+
+    items: list[IdStatus]
+    skipped: list[str]
+    went_back: list[tuple[str, str]]
+    wanted: frozenset[str]
+    writers: list[list[str]]
+
+    @classmethod
+    def of(
+        cls,
+        found: Iterable[IdStatus],
+        rows: Sequence[StateRow],
+        open_for_s: float,
+        raised: Collection[str] = (),
+        leased: Collection[str] = (),
+        *,
+        also: Collection[str] = (),
+    ) -> Plan:
+        """Decide writer by writer: one whose owner may be alive is left alone as a whole, the others are taken as a whole.
+
+        Args:
+            found: Everything that is unsettled.
+            rows: All rows that may be taken.
+            open_for_s: An owner that began something less than this many seconds ago may be alive.
+            raised: Ids whose incarnation a recovery after a restore raises, even if the database has lost their claim.
+            leased: Ids whose lease has not expired: their owners may be alive. Decided transactions are settled anyway.
+            also: Ids to take even if they need no settling.
+        """
+        names = {row.transactional_id for row in rows}
+
+        def group(name: str) -> str:
+            return writer if (writer := writer_of(name)) in names else name  # a pool's slots have no first lane
+
+        needing = [item for item in found if item.needs_recovery]
+        lost = {
+            item.row.transactional_id: item.went_back
+            for item in needing
+            if item.claim_lost and item.went_back is not None and item.row.transactional_id not in raised
+        }
+        young = {
+            group(item.row.transactional_id)
+            for item in needing
+            if is_young(item, open_for_s) or (item.is_undecided and item.row.transactional_id in leased)
+        }
+        blocked = {group(name) for name in lost}
+        items, skipped = [], []
+        for item in needing:
+            name = item.row.transactional_id
+            if group(name) in blocked:
+                continue
+            if group(name) in young:
+                skipped.append(name)
+            else:
+                items.append(item)
+        wanted = {item.row.transactional_id for item in items} | set(raised)
+        wanted |= {name for name in also if group(name) not in blocked}
+        taken = {group(name) for name in wanted}
+        writers: dict[str, list[str]] = {}
+        for name in sorted(names | wanted):
+            if group(name) in taken:
+                writers.setdefault(group(name), []).append(name)
+        return cls(items, list(dict.fromkeys(skipped)), sorted(lost.items()), frozenset(wanted), list(writers.values()))
+
+    def batches(self, size: int) -> list[list[list[str]]]:
+        """The writers, in batches of about that many ids."""
+        batches: list[list[list[str]]] = []
+        count = size
+        for writer in self.writers:
+            if count >= size:
+                batches.append([])
+                count = 0
+            batches[-1].append(writer)
+            count += len(writer)
+        return batches
+
+
+# The servers of a call for people: connections made from its arguments, and the rows that its arguments name.
+
+
+@contextmanager
+def connected_coordinator(kafka: Mapping[str, object]) -> Generator[KafkaCoordinator, None, None]:
+    """A coordinator for the block."""
+    coordinator = KafkaCoordinator(KafkaConfig.parse(kafka))
+    try:
+        yield coordinator
+    finally:
+        coordinator.close()
+
+
+def rows_of(store: StateStore, transactional_id: str | None, prefix: str | None) -> Sequence[StateRow]:
+    """The rows of one writer, or of all ids with a prefix, or all."""
+    if transactional_id is None:
+        return store.find(prefix or "")
+    return [*store.read([transactional_id]), *store.find(lane_id(transactional_id, 1)[:-1])]
+
+
+def whole_writers(store: StateStore, rows: Sequence[StateRow]) -> Sequence[StateRow]:
+    """The rows, and the other lanes of writers of which only some lanes were selected."""
+    names = {row.transactional_id for row in rows}
+    outside = {writer_of(name) for name in names} - names
+    firsts = store.read(list(outside)) if outside else []
+    lanes = [row for first in firsts for row in store.find(f"{first.transactional_id}#")]
+    return [*rows, *(row for row in [*firsts, *lanes] if row.transactional_id not in names)]

@@ -15,22 +15,20 @@ from types import MappingProxyType
 from dualwrite import failpoints
 from dualwrite.clock import Deadline, GrowingPause
 from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, DualWriteError, OutcomeUnverifiable
-from dualwrite.interfaces import StateStore
-from dualwrite.interfaces__ports_coordinator import TransactionCoordinator, native_of
-from dualwrite.interfaces__ports_observer import NO_OBSERVER, Observer
+from dualwrite.interfaces import NO_OBSERVER, Observer, StateStore, TransactionCoordinator, native_of
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import SettleStep, looked, next_step, retired, to_end
-from dualwrite.protocol.values import EndAnswer, Outcome
-from dualwrite.protocol.values__protocol_identity import Partition
-from dualwrite.protocol.values__protocol_mismatch import gone_back
-from dualwrite.protocol.values__protocol_rows import Participant, StateRow
-from dualwrite.recovery.inspect import Inspection, Unsettled, unsettled
-from dualwrite.recovery.inspect__recovery_settling_inspect_native import UnsettledNative, unsettled_native
-from dualwrite.recovery.inspect__recovery_settling_rounds import (
+from dualwrite.protocol.values import EndAnswer, Outcome, Participant, Partition, StateRow, gone_back
+from dualwrite.recovery.inspect import (
+    Inspection,
+    Unsettled,
+    UnsettledNative,
     beginnings,
     by_step,
     perform,
     repair,
+    unsettled,
+    unsettled_native,
     warn_if_deleted,
     with_reason,
 )

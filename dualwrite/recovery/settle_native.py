@@ -10,8 +10,7 @@ from typing import Protocol
 from dualwrite import failpoints
 from dualwrite.clock import Deadline, GrowingPause
 from dualwrite.errors import Unavailable
-from dualwrite.interfaces import Claims, Records
-from dualwrite.interfaces__ports_coordinator import NativeCoordinator
+from dualwrite.interfaces import Claims, NativeCoordinator, Records
 from dualwrite.protocol.settle_native import (
     NativeStep,
     acted,
@@ -23,10 +22,10 @@ from dualwrite.protocol.settle_native import (
     recorded,
     to_repair,
 )
-from dualwrite.protocol.values import EndAnswer, Outcome
-from dualwrite.protocol.values__protocol_rows import StateRow
-from dualwrite.recovery.inspect__recovery_settling_inspect_native import NativeInspection, UnsettledNative
-from dualwrite.recovery.inspect__recovery_settling_rounds import (
+from dualwrite.protocol.values import EndAnswer, Outcome, StateRow
+from dualwrite.recovery.inspect import (
+    NativeInspection,
+    UnsettledNative,
     beginnings,
     by_step,
     named,

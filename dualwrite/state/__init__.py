@@ -4,12 +4,10 @@ What belongs here: persistent stores with transactions (KIP-844), and what keeps
 ``dualwrite.writing`` and everything below it. RocksDB comes with the extra ``state``.
 """
 
-from dualwrite.state.entries import Scan
-from dualwrite.state.entries__state_committed import Committed
+from dualwrite.state.entries import Committed, Scan
 from dualwrite.state.standby import Standby
 from dualwrite.state.store import KeyValueStore
-from dualwrite.state.task import ProducerBlocks, StateTask
-from dualwrite.state.task__state_partitions import PartitionStores
+from dualwrite.state.task import PartitionStores, ProducerBlocks, StateTask
 from dualwrite.state.windows import Timestamped, TimestampedKeyValueStore, WindowStore
 
 __all__ = [

@@ -9,8 +9,7 @@ from typing import TypeAlias
 
 from dualwrite.clock import Deadline
 from dualwrite.failpoints import hit
-from dualwrite.state.changelog import Changelog
-from dualwrite.state.changelog__state_rolling import first_to_read, require_complete
+from dualwrite.state.changelog import Changelog, first_to_read, require_complete
 from dualwrite.state.store import KeyValueStore
 
 logger = logging.getLogger(__name__)

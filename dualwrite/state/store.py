@@ -1,27 +1,52 @@
-"""``KeyValueStore``: a persistent store whose writes become permanent together, at a commit."""
+"""``KeyValueStore``: one open transaction over what is committed, kept in RocksDB.
+
+Uncommitted writes stay in memory, or beside it where memory has no room; a commit writes them together with a note that
+says how far the changelog is contained.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 from weakref import WeakSet
 
-from dualwrite.errors import ChangelogDiffers, ConfigurationError, IllegalStateError
+from dualwrite.errors import (
+    ChangelogDiffers,
+    ConfigurationError,
+    DualWriteError,
+    IllegalStateError,
+    StoreInUse,
+    StoreUnreadable,
+    Unavailable,
+)
 from dualwrite.failpoints import hit
-from dualwrite.state.entries import Change, Entry, Item, Scan, end_of_prefix, merged, merged_changes
-from dualwrite.state.entries__state_committed import Committed, as_text, parsed
-from dualwrite.state.entries__state_uncommitted import UNCHANGED, Uncommitted
-from dualwrite.state.store__state_rocks import Rocks, disk_is_full, is_disk_full, put_all
-from dualwrite.state.store__state_spilled import Spilled, delete_discarded, delete_undecided, is_undecided
+from dualwrite.state.entries import (
+    UNCHANGED,
+    Change,
+    Committed,
+    Entry,
+    Item,
+    Scan,
+    Uncommitted,
+    as_text,
+    end_of_prefix,
+    merged,
+    merged_changes,
+    parsed,
+)
+from dualwrite.stores.keyed.rocksdb_client import is_open_elsewhere, opener_of, rocksdict_for
 
 if TYPE_CHECKING:
+    from rocksdict import Options, Rdict, WriteBatch
     from typing_extensions import Self
 
 _COPIED_AT_ONCE_BYTES: Final = 4 << 20
@@ -408,3 +433,238 @@ def hold(store: KeyValueStore, *, held: bool) -> None:
 def refuse_in_savepoints(store: KeyValueStore, in_savepoint: Callable[[], bool]) -> None:
     """Refuse writes while this says so, until the block ends: for the library alone."""
     store._in_savepoint = in_savepoint  # noqa: SLF001 - of this module
+
+
+# One RocksDB that holds entries and, apart from them, one note; a batch writes both atomically.
+
+logger = logging.getLogger(__name__)
+
+_NOTES: Final = "notes"
+_NOTE: Final = b"note"
+_FULL: Final = ("No space left on device", "Disk quota exceeded")
+
+
+class Rocks:
+    """An open RocksDB. One thread at a time uses it.
+
+    Args:
+        path: Its directory; created if missing.
+        read_only: Whether to read it alone, which needs no space on the disk, and no lock.
+
+    Raises:
+        StoreInUse: It is open elsewhere.
+        StoreUnreadable: RocksDB cannot open it.
+        Unavailable: Its disk is full.
+        ConfigurationError: The extra ``state`` is not installed.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self._rocksdict = rocksdict_for("state stores", "state")
+        self._path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            kinds = self._rocksdict.AccessType
+            access = kinds.read_only(False) if read_only else kinds.read_write()
+            self._db: Rdict = self._rocksdict.Rdict(
+                str(path), self._options(), {_NOTES: self._options()}, access_type=access
+            )
+        except Exception as refused:  # rocksdict raises Exception itself
+            if is_open_elsewhere(refused):
+                raise StoreInUse(
+                    f"the state store {path} is open elsewhere, in {opener_of(path, refused)}"
+                ) from refused
+            if is_disk_full(refused):
+                raise disk_is_full(path, refused) from refused
+            raise StoreUnreadable(f"the state store {path} cannot be opened: {refused}") from refused
+        self._notes: Rdict = self._db.get_column_family(_NOTES)
+        self._notes_handle = self._db.get_column_family_handle(_NOTES)
+
+    def _options(self) -> Options:
+        options: Options = self._rocksdict.Options(raw_mode=True)
+        options.create_if_missing(True)
+        options.create_missing_column_families(True)
+        options.set_keep_log_file_num(2)
+        return options
+
+    def get(self, key: bytes) -> bytes | None:
+        """The value; None if there is none."""
+        return cast("bytes | None", self._db.get(key))
+
+    def entries(self, lower: bytes | None, upper: bytes | None, *, reverse: bool = False) -> Iterator[Entry]:
+        """The entries with ``lower <= key < upper`` as they are now. Keeps the database open until dropped."""
+        # Begun here, not at the first step: a scan must not show what is written in between.
+        found = cast("Iterator[Entry]", self._db.items(backwards=reverse, from_key=upper if reverse else lower))
+        return _within(found, lower, upper, reverse=reverse)
+
+    def note(self) -> bytes | None:
+        """The note; None if there is none."""
+        return cast("bytes | None", self._notes.get(_NOTE))
+
+    def batch(self) -> WriteBatch:
+        """An empty batch, for `write`."""
+        batch: WriteBatch = self._rocksdict.WriteBatch(raw_mode=True)
+        return batch
+
+    def write(self, batch: WriteBatch, *, note: bytes | None = None) -> None:
+        """Write the batch, and the note with it if there is one: all or nothing, also in a crash.
+
+        With a note, this batch and all earlier ones are durable on return; without one, perhaps none is.
+        """
+        options = self._rocksdict.WriteOptions()
+        if note is not None:
+            batch.put(_NOTE, note, self._notes_handle)
+            options.sync = True
+        self._db.write(batch, options)
+
+    def erase_note(self) -> None:
+        """Erase the note, durably."""
+        batch = self.batch()
+        batch.delete(_NOTE, self._notes_handle)
+        options = self._rocksdict.WriteOptions()
+        options.sync = True
+        self._db.write(batch, options)
+
+    def approximate_count(self) -> int:
+        """RocksDB's estimate of the number of entries."""
+        return self._db.property_int_value("rocksdb.estimate-num-keys") or 0
+
+    def close(self) -> None:
+        """Close it and release its lock, unless an iterator over it is still alive. Never raises."""
+        # RocksDB flushes first, which a full disk refuses. What counts is in its log; the lock goes with the last reference.
+        notes, db = self._notes, self._db
+        del self._notes_handle, self._notes, self._db
+        for one in (notes, db):
+            try:
+                one.close()
+            except Exception as refused:  # noqa: BLE001 - rocksdict raises Exception itself
+                logger.warning("the state store %s was closed without a flush: %s", self._path, refused)
+
+
+def is_disk_full(refused: Exception) -> bool:
+    """Whether RocksDB, or the operating system, has no space left."""
+    return any(words in str(refused) for words in _FULL)
+
+
+def disk_is_full(path: Path, refused: Exception) -> Unavailable:
+    """The error for it: what was committed is safe, and the store continues once there is space."""
+    return Unavailable(
+        f"the disk of the state store {path} is full: {refused}", next_step="free space on it, and call again"
+    )
+
+
+def put_all(batch: WriteBatch, changes: list[Change]) -> None:
+    """Put changes into a batch: values as puts, None as deletions."""
+    for key, value in changes:
+        if value is None:
+            batch.delete(key)
+        else:
+            batch.put(key, value)
+
+
+def _within(
+    found: Iterator[Entry], lower: bytes | None, upper: bytes | None, *, reverse: bool
+) -> Generator[Entry, None, None]:
+    for key, value in found:
+        if reverse:
+            if lower is not None and key < lower:
+                return
+            if key == upper:  # RocksDB's bound belongs to the range
+                continue
+        elif upper is not None and key >= upper:
+            return
+        yield key, value
+
+
+# Uncommitted writes that do not fit in memory, in a second RocksDB beside the store's own.
+
+_DELETED: Final = b""
+_WRITTEN: Final = b"\x01"
+"""In front of each value, so that it differs from a deletion."""
+
+
+class Spilled:
+    """The spilled writes of one transaction of a store, which `discard` deletes.
+
+    Its note stands for the decision: once it is written, the writes belong to the store, and a crash before they are copied
+    does not lose them.
+
+    Args:
+        path: Its directory; what an earlier process left there is read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rocks = Rocks(path)
+
+    def add(self, changes: Iterable[Change]) -> None:
+        """Add these changes. Nothing is durable on return."""
+        batch = self._rocks.batch()
+        for key, value in changes:
+            batch.put(key, _DELETED if value is None else _WRITTEN + value)
+        self._rocks.write(batch)
+
+    def get(self, key: bytes) -> object:
+        """The value, None if the key was deleted, `UNCHANGED` if it was not written."""
+        found = self._rocks.get(key)
+        return UNCHANGED if found is None else _change(found)
+
+    def changes(
+        self, lower: bytes | None = None, upper: bytes | None = None, *, reverse: bool = False
+    ) -> Generator[Change, None, None]:
+        """The changes with ``lower <= key < upper``."""
+        return ((key, _change(found)) for key, found in self._rocks.entries(lower, upper, reverse=reverse))
+
+    @property
+    def decision(self) -> bytes | None:
+        """The note under which the changes were committed; None if they are uncommitted."""
+        return self._rocks.note()
+
+    def decide(self, note: bytes) -> None:
+        """Commit the changes under this note: it and they are durable on return."""
+        self._rocks.write(self._rocks.batch(), note=note)
+
+    def discard(self) -> None:
+        """Delete the changes and close. A crash in the middle leaves them uncommitted or deletes them.
+
+        Uncommitted changes, which may have filled the disk, are deleted without writing.
+        """
+        if self.decision is not None:
+            self._rocks.erase_note()  # first, so that nothing is copied again after the store has moved on
+        self.close()
+        delete_undecided(self._path)
+
+    def close(self) -> None:
+        """Close it; the changes stay on disk."""
+        self._rocks.close()
+
+
+def is_undecided(path: Path) -> bool:
+    """Whether a process has left writes there that it had not committed. Reads alone: they may have filled the disk."""
+    try:
+        found = Rocks(path, read_only=True)
+    except DualWriteError:  # it died while it made the directory, perhaps: to open it for writing shows more
+        return False
+    try:
+        return found.note() is None
+    finally:
+        found.close()
+
+
+def delete_undecided(path: Path) -> None:
+    """Delete a closed directory of writes that are not committed, or no longer needed."""
+    path.rename(_discarded(path))  # RocksDB cannot open a partly deleted database
+    delete_discarded(path)
+
+
+def delete_discarded(path: Path) -> None:
+    """Delete what an interrupted `Spilled.discard` of this directory has left behind."""
+    if (left := _discarded(path)).exists():
+        shutil.rmtree(left)
+
+
+def _discarded(path: Path) -> Path:
+    return path.with_name(f"{path.name}-discarded")
+
+
+def _change(found: bytes) -> bytes | None:
+    return None if found == _DELETED else found[len(_WRITTEN) :]

@@ -1,20 +1,31 @@
-"""``StateTask``: state, messages, offsets and rows that become permanent together."""
+"""``StateTask``: one transaction for output, offsets, rows and stores; a consumer's stores, one for each partition."""
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from dualwrite.errors import DualWriteError, IllegalStateError
+from dualwrite import waiting
+from dualwrite.errors import DualWriteError, IllegalStateError, Unavailable
+from dualwrite.failpoints import hit
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
+from dualwrite.protocol.lives import ProducerState
 from dualwrite.state.changelog import Changelog
-from dualwrite.state.standby import OnProgress, ignore_progress
-from dualwrite.state.store import KeyValueStore
-from dualwrite.state.task__state_logged import LoggedStore
-from dualwrite.writing.transaction import Transaction
+from dualwrite.state.standby import OnProgress, do_not_ask, ignore_progress, roll_forward
+from dualwrite.state.store import KeyValueStore, hold, refuse_in_savepoints
+from dualwrite.writing.transaction import Transaction, write_of
+
+if TYPE_CHECKING:
+    from confluent_kafka import KafkaError, Message
+    from typing_extensions import Self
 
 Tx = TypeVar("Tx", Transaction, TransactionalProducer)
 Tx_co = TypeVar("Tx_co", covariant=True)
@@ -147,3 +158,274 @@ class StateTask(Generic[Tx]):
             yield
         finally:
             self._in_use.release()
+
+
+# `PartitionStores`: the state of a consumer, one store for each partition that it reads.
+
+
+@dataclass
+class _Assigned:
+    """A partition's store, and the assignment under which it was restored."""
+
+    logged: LoggedStore
+    assignment: object
+
+
+class PartitionStores:
+    """The state of a member of a consumer group: a `KeyValueStore` for each partition of the topic that it reads.
+
+    Give it to `ExactlyOnceConsumer` or `AsyncExactlyOnceConsumer` as ``state``. Before the first messages of a partition are
+    handled, and after each rebalance and failure, the partition's store is brought to the end of its changelog: a partition's
+    new member takes over the former member's state. What the handler writes is produced to the changelog in the transaction of
+    the messages, and the store commits after it.
+
+    Each partition of the changelog belongs to the partition of the topic with the same number. A store stays open until
+    `close`; its directory stays, so that a partition which comes back is only rolled forward.
+
+    Args:
+        directory: Holds a directory for each partition. This member's own: another process cannot open the same stores.
+        kafka: librdkafka configuration.
+        changelog: A topic with ``cleanup.policy=compact`` and at least as many partitions as the one that is read.
+        max_memory_bytes: As for `KeyValueStore`, for each store.
+        timeout_s: Limits each attempt to restore, in seconds; the next attempt continues where one has stopped.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        kafka: Mapping[str, object],
+        changelog: str,
+        max_memory_bytes: int = 64 << 20,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._directory = Path(directory)
+        self._kafka = dict(kafka)
+        self._changelog = changelog
+        self._max_memory_bytes = max_memory_bytes
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._assigned: dict[int, _Assigned] = {}
+        self._in_block: set[int] = set()
+
+    def of(self, message: Message) -> KeyValueStore:
+        """Return the store of the message's partition. Call it in the handler, with one of the handler's messages.
+
+        Raises:
+            IllegalStateError: The message is not one of a handler that runs now.
+        """
+        partition = message.partition()
+        if partition is None or partition not in self._in_block:
+            raise IllegalStateError(
+                f"the store of partition {partition} belongs to no handler that runs",
+                next_step="call of() in the handler, with one of its messages; give these stores to the consumer as state=",
+            )
+        return self._assigned[partition].logged.store
+
+    @contextmanager
+    def _block(
+        self, assignments: Mapping[int, object], check: Callable[[], None]
+    ) -> Generator[Callable[[Transaction], Callable[[], None]], None, None]:
+        """Surround a transaction with messages of these partitions. Called by the consumer.
+
+        Args:
+            assignments: By partition, an object that stands for its assignment; each new assignment has a new one.
+            check: Called while a store is restored; raises to interrupt that.
+
+        Yields:
+            A function to call with the transaction when that has begun. It returns the one to call when the handler is done.
+
+        Raises:
+            DualWriteError: As `StateTask.restore`, before the transaction.
+        """
+        ready: list[LoggedStore] = []
+        try:
+            for partition, assignment in sorted(assignments.items(), key=lambda item: item[0]):
+                ready.append(waiting.elsewhere(partial(self._begun, partition, assignment, check)))
+            self._in_block.update(assignments)
+            yield partial(_join, ready)
+            for logged in ready:
+                waiting.elsewhere(logged.commit)
+        except BaseException:
+            for logged in ready:
+                logged.discard()
+            raise
+        finally:
+            self._in_block.difference_update(assignments)
+
+    def _begun(self, partition: int, assignment: object, check: Callable[[], None]) -> LoggedStore:
+        try:
+            found = self._opened(partition)
+            if found.assignment is not assignment:
+                found.logged.behind, found.assignment = True, assignment
+            found.logged.begin(check)
+        except Exception as refused:
+            if type(refused) is not Exception:  # rocksdict raises Exception itself
+                raise
+            # A full disk is no message's fault.
+            raise Unavailable(f"the state store of partition {partition} cannot be restored: {refused}") from refused
+        return found.logged
+
+    def _opened(self, partition: int) -> _Assigned:
+        with self._lock:
+            found = self._assigned.get(partition)
+            if found is None:
+                store = KeyValueStore(self._directory / str(partition), max_memory_bytes=self._max_memory_bytes)
+                changelog = Changelog(self._kafka, self._changelog, partition)
+                found = self._assigned[partition] = _Assigned(LoggedStore(store, changelog, self._timeout_s), None)
+            return found
+
+    def close(self) -> None:
+        """Close all stores, after the consumer has ended. Uncommitted writes are lost."""
+        with self._lock:
+            assigned, self._assigned = self._assigned, {}
+        for one in assigned.values():
+            one.logged.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<PartitionStores {self._directory} of {sorted(self._assigned)}>"
+
+
+def _join(stores: Sequence[LoggedStore], tx: Transaction) -> Callable[[], None]:
+    for logged in stores:
+        logged.join(tx)
+
+    def log() -> None:
+        for logged in stores:
+            logged.log(tx)
+
+    return log
+
+
+# One store in the transactions that carry its changelog: restored before each, logged in it, committed after it.
+
+logger = logging.getLogger(__name__)
+
+
+class LoggedStore:
+    """A store and its changelog across a sequence of transactions: `begin`, `join`, `log`, then `commit` or `discard`.
+
+    Args:
+        store: The store; nobody else writes to it.
+        changelog: Its changelog.
+        timeout_s: Limits `restore`, in seconds.
+
+    Attributes:
+        behind: Whether the store must be restored before the next transaction.
+    """
+
+    def __init__(self, store: KeyValueStore, changelog: Changelog, timeout_s: float) -> None:
+        self.store = store
+        self.behind = True
+        self._changelog = changelog
+        self._timeout_s = timeout_s
+        self._logged = _Logged()
+
+    def restore(self, on_progress: OnProgress = ignore_progress, check: Callable[[], None] = do_not_ask) -> int:
+        """Bring the store to the changelog's end. Returns the number of records applied.
+
+        Raises:
+            DualWriteError: As `StateTask.restore`.
+            Exception: Whatever ``check`` raises; it is called repeatedly.
+        """
+        hold(self.store, held=False)
+        applied = roll_forward(
+            self.store, self._changelog, self._timeout_s, wait_for_end=True, on_progress=on_progress, check=check
+        )
+        self.behind = False
+        return applied
+
+    def begin(self, check: Callable[[], None] = do_not_ask) -> None:
+        """Get ready for a transaction. Until `commit`, the store counts as behind; only `commit` and `discard` end its own.
+
+        Raises:
+            DualWriteError: As `restore`.
+            IllegalStateError: The store was written since the last transaction.
+        """
+        if self.behind:
+            self.restore(check=check)
+        elif self.store.has_uncommitted:
+            raise IllegalStateError(f"{self.store!r} was written outside of a block")
+        self.behind = True
+        hold(self.store, held=True)
+
+    def join(self, tx: Transaction | TransactionalProducer) -> None:
+        """Note that the transaction has begun: what is written inside its savepoints could not be taken back with them."""
+        if isinstance(tx, Transaction):
+            write = write_of(tx)
+            refuse_in_savepoints(self.store, lambda: write.in_savepoint)
+
+    def log(self, tx: Transaction | TransactionalProducer) -> None:
+        """Produce the store's changes to the changelog, as the last step before the transaction is decided."""
+        self._logged = logged = _Logged()
+        # The store's keys and values are bytes: the writer's serializers must not touch them.
+        raw = tx.without_serializers if isinstance(tx, Transaction) else tx
+        for key, value in self.store.uncommitted():
+            logged.produced += 1
+            raw.produce(
+                self._changelog.topic,
+                value,
+                key,
+                partition=self._changelog.partition,
+                on_delivery=logged.delivered,
+            )
+        hit("state.logged")
+
+    def commit(self) -> None:
+        """Commit the store, after the transaction has. If that fails, the store is behind, and the transaction stands."""
+        hit("state.before_commit")
+        hold(self.store, held=False)
+        logged = self._logged
+        if not logged.produced:
+            self.behind = False
+        elif not logged.is_complete:  # the changelog knows more than the producer does
+            logger.warning(
+                "state store %s: not every changelog offset was reported; the next block restores the store first",
+                self.store.path,
+            )
+        else:
+            try:
+                self.store.commit(logged.last + 1)
+            except Exception:
+                # If raised, it would look as though the transaction had failed, and its work would run again.
+                logger.exception(
+                    "state store %s: cannot commit; the next block restores the store first", self.store.path
+                )
+                self.discard()
+            else:
+                self.behind = False
+
+    def discard(self) -> None:
+        """Let reads after a failed transaction see what is committed. The next `begin` does so itself if this fails."""
+        hold(self.store, held=False)
+        try:
+            self.store.recover(0)
+        except Exception:
+            logger.exception("state store %s: cannot discard uncommitted writes yet", self.store.path)
+
+
+class _Logged:
+    """The deliveries of one transaction's changelog records."""
+
+    def __init__(self) -> None:
+        self.produced = 0
+        self._delivered = 0
+        self.last = -1
+
+    @property
+    def is_complete(self) -> bool:
+        return self._delivered == self.produced
+
+    def delivered(self, error: KafkaError | None, message: Message) -> None:
+        offset = message.offset()
+        if error is None and offset is not None and offset >= 0:
+            self._delivered += 1
+            self.last = max(self.last, offset)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final, cast
 from sqlalchemy import URL
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.interfaces__ports_database import Database
-from dualwrite.stores.sql.access__stores_sql_access_connecting import engine_of
+from dualwrite.interfaces import Database
+from dualwrite.stores.sql.access import engine_of
 from dualwrite.stores.sql.database import SqlDatabase
 
 if TYPE_CHECKING:

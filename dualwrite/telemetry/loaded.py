@@ -7,7 +7,7 @@ import sys
 from functools import cache
 from typing import Final
 
-from dualwrite.interfaces__ports_observer import NO_OBSERVER, Observer
+from dualwrite.interfaces import NO_OBSERVER, Observer
 
 logger = logging.getLogger(__name__)
 

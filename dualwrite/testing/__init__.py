@@ -11,17 +11,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dualwrite.protocol.message__protocol_producer_record import ProducerRecord
-    from dualwrite.testing.checker import Checker
-    from dualwrite.testing.checker__testing_follower import Follower
-    from dualwrite.testing.checker__testing_journal import History, Journal
-    from dualwrite.testing.checker__testing_verdict import Finding, Kind, Verdict
+    from dualwrite.protocol.message import ProducerRecord
+    from dualwrite.testing.checker import Checker, Finding, Follower, History, Journal, Kind, Verdict
     from dualwrite.testing.memory.async_writer import AsyncInMemoryWriter
     from dualwrite.testing.memory.failures import Place
-    from dualwrite.testing.memory.lane__testing_memory_log import RecordedTransaction, TransactionState
+    from dualwrite.testing.memory.lane import RecordedTransaction, TransactionState
     from dualwrite.testing.memory.writer import InMemoryWriter
-    from dualwrite.testing.proxy__testing_proxy_kafka import Api, KafkaProxy
-    from dualwrite.testing.proxy__testing_proxy_postgresql import PostgresProxy
+    from dualwrite.testing.proxy import Api, KafkaProxy, PostgresProxy
     from dualwrite.testing.reading import Record, read_committed
     from dualwrite.testing.servers.kafka import EmbeddedKafka
     from dualwrite.testing.servers.mariadb import EmbeddedMariaDB
@@ -54,27 +50,27 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Api": "dualwrite.testing.proxy__testing_proxy_kafka",
+    "Api": "dualwrite.testing.proxy",
     "AsyncInMemoryWriter": "dualwrite.testing.memory.async_writer",
     "Checker": "dualwrite.testing.checker",
     "EmbeddedKafka": "dualwrite.testing.servers.kafka",
     "EmbeddedMariaDB": "dualwrite.testing.servers.mariadb",
     "EmbeddedPostgres": "dualwrite.testing.servers.postgresql",
     "EmbeddedZooKeeper": "dualwrite.testing.servers.zookeeper",
-    "Finding": "dualwrite.testing.checker__testing_verdict",
-    "Follower": "dualwrite.testing.checker__testing_follower",
-    "History": "dualwrite.testing.checker__testing_journal",
+    "Finding": "dualwrite.testing.checker",
+    "Follower": "dualwrite.testing.checker",
+    "History": "dualwrite.testing.checker",
     "InMemoryWriter": "dualwrite.testing.memory.writer",
-    "Journal": "dualwrite.testing.checker__testing_journal",
-    "Kind": "dualwrite.testing.checker__testing_verdict",
-    "KafkaProxy": "dualwrite.testing.proxy__testing_proxy_kafka",
+    "Journal": "dualwrite.testing.checker",
+    "Kind": "dualwrite.testing.checker",
+    "KafkaProxy": "dualwrite.testing.proxy",
     "Place": "dualwrite.testing.memory.failures",
-    "PostgresProxy": "dualwrite.testing.proxy__testing_proxy_postgresql",
-    "ProducerRecord": "dualwrite.protocol.message__protocol_producer_record",
+    "PostgresProxy": "dualwrite.testing.proxy",
+    "ProducerRecord": "dualwrite.protocol.message",
     "Record": "dualwrite.testing.reading",
-    "RecordedTransaction": "dualwrite.testing.memory.lane__testing_memory_log",
-    "TransactionState": "dualwrite.testing.memory.lane__testing_memory_log",
-    "Verdict": "dualwrite.testing.checker__testing_verdict",
+    "RecordedTransaction": "dualwrite.testing.memory.lane",
+    "TransactionState": "dualwrite.testing.memory.lane",
+    "Verdict": "dualwrite.testing.checker",
     "read_committed": "dualwrite.testing.reading",
 }
 

@@ -1,26 +1,38 @@
-"""Compares the answers that writers got, the rows in the database, and the messages that consumers see."""
+"""Settles and compares after a run: journal, rows and messages; and a consumer that follows all the time.
+
+The journal holds the results that writers got, on disk before the next step. The verdict over it is pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import os
+import secrets
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from confluent_kafka import KafkaException
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient
 from sqlalchemy import Engine, create_engine, text
 
 from dualwrite.clock import Deadline
-from dualwrite.errors import DualWriteError, Unavailable
+from dualwrite.errors import ConfigurationError, DualWriteError, Unavailable
 from dualwrite.recovery.recover import RecoveryReport, recover
 from dualwrite.stores.sql.database import SqlDatabase
-from dualwrite.testing.checker__testing_follower import Follower
-from dualwrite.testing.checker__testing_journal import History, Journal
-from dualwrite.testing.checker__testing_verdict import Finding, Kind, Place, Verdict, compare, compare_readings
 from dualwrite.testing.reading import Record, read_committed, stable_ends
 
 if TYPE_CHECKING:
-    from dualwrite.protocol.values__protocol_rows import Incident, StateRow
+    from collections.abc import Generator
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from dualwrite.protocol.values import Incident, StateRow
 
 
 def value_as_text(record: Record) -> str:
@@ -179,3 +191,491 @@ class Checker:
         return compare_readings(
             seen, sight.messages, "the consumer that ran all the time, and one that reads afterwards"
         )
+
+
+# Compares the journal, the rows and the messages, and lists what is wrong. Pure: it queries no server.
+
+
+class Kind(Enum):
+    """The kinds of findings."""
+
+    LOST = "lost"
+    """Acknowledged, but missing on a side; or decided, and known to be lost."""
+    TORN = "torn"
+    """On one side only, or with some of its rows or messages missing."""
+    TWICE = "twice"
+    """Too many rows or messages."""
+    REORDERED = "reordered"
+    """A partition shows the operations of a stream in another order than they began."""
+    UNDONE = "undone"
+    """Reported as aborted, but present."""
+    FOREIGN = "foreign"
+    """Present on a side, but not in the journal."""
+    DISAGREEING = "disagreeing"
+    """Two consumers saw different messages."""
+    UNSTABLE = "unstable"
+    """Settling a second time changed something."""
+    HANGING = "hanging"
+    """A transaction stays open, or a step did not end in time."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One violation.
+
+    Attributes:
+        kind: Its kind.
+        subject: The operation, or the topic.
+        detail: The observation, for display.
+    """
+
+    kind: Kind
+    subject: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}: {self.subject}: {self.detail}"
+
+
+class Place(NamedTuple):
+    """The place where a consumer saw the message of an operation."""
+
+    topic: str
+    partition: int
+    offset: int
+    operation: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a check.
+
+    Attributes:
+        findings: The violations; empty if there are none.
+        operations: Number of operations begun.
+        acknowledged: Number of operations acknowledged.
+        aborted: Number of operations reported as aborted.
+        present: Number of operations on both sides.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    operations: int = 0
+    acknowledged: int = 0
+    aborted: int = 0
+    present: int = 0
+
+    def raise_findings(self) -> None:
+        """Fail if there is a finding, with all of them in the message.
+
+        Raises:
+            AssertionError: There is a finding.
+        """
+        if self.findings:
+            raise AssertionError("\n".join(map(str, self.findings)))
+
+
+def compare(
+    history: History,
+    rows: Iterable[str],
+    messages: Sequence[Place],
+    *,
+    rows_per_operation: int = 1,
+    messages_per_operation: int = 1,
+) -> list[Finding]:
+    """Compare the two sides with each other and with the journal.
+
+    Args:
+        history: The answers that the writers got.
+        rows: The operation of every row.
+        messages: Every committed message, in order of offset within a partition.
+        rows_per_operation: Rows that each operation inserts.
+        messages_per_operation: Messages that each operation publishes.
+    """
+    in_rows, in_messages = Counter(rows), Counter(message.operation for message in messages)
+    findings = []
+    for operation in sorted({*in_rows, *in_messages, *history.acknowledged, *history.lost}):
+        found_rows, found_messages = in_rows[operation], in_messages[operation]
+        detail = f"{found_rows} of {rows_per_operation} rows, {found_messages} of {messages_per_operation} messages"
+        missing = found_rows < rows_per_operation or found_messages < messages_per_operation
+        if operation not in history.begun:
+            findings.append(Finding(Kind.FOREIGN, operation, detail))
+        if found_rows > rows_per_operation or found_messages > messages_per_operation:
+            findings.append(Finding(Kind.TWICE, operation, detail))
+        if (operation in history.acknowledged and missing) or operation in history.lost:
+            findings.append(Finding(Kind.LOST, operation, detail))
+        elif missing:
+            findings.append(Finding(Kind.TORN, operation, detail))
+        if operation in history.aborted and (found_rows or found_messages):
+            findings.append(Finding(Kind.UNDONE, operation, detail))
+    return findings + _reordered(history, messages)
+
+
+def _reordered(history: History, messages: Sequence[Place]) -> list[Finding]:
+    position = {operation: number for number, operation in enumerate(history.begun)}
+    latest: dict[tuple[str, int, str], str] = {}
+    findings = []
+    for place in messages:
+        if not (stream := history.begun.get(place.operation)):
+            continue
+        key = (place.topic, place.partition, stream)
+        before = latest.get(key)
+        if before is not None and position[before] > position[place.operation]:
+            where = f"{place.topic}[{place.partition}]@{place.offset}"
+            findings.append(Finding(Kind.REORDERED, place.operation, f"at {where}, behind {before} of {stream}"))
+        latest[key] = place.operation
+    return findings
+
+
+def compare_readings(
+    before: Mapping[str, Sequence[Place]], after: Mapping[str, Sequence[Place]], which: str
+) -> list[Finding]:
+    """Compare the messages seen by two consumers.
+
+    Args:
+        before: By topic, the messages that the first saw.
+        after: By topic, the messages that the second saw.
+        which: Names the two consumers, for display.
+    """
+    findings = []
+    for topic in sorted({*before, *after}):
+        ones, others = _by_partition(before.get(topic, ())), _by_partition(after.get(topic, ()))
+        for partition in sorted({*ones, *others}):
+            if ones[partition] != others[partition]:
+                surplus = [place for place in ones[partition] if place not in set(others[partition])]
+                missing = [place for place in others[partition] if place not in set(ones[partition])]
+                detail = (
+                    f"{which}: {len(ones[partition])} and {len(others[partition])} messages; "
+                    f"only the first saw {surplus[:3]}, only the second {missing[:3]}"
+                )
+                findings.append(Finding(Kind.DISAGREEING, f"{topic}[{partition}]", detail))
+    return findings
+
+
+def _by_partition(places: Sequence[Place]) -> defaultdict[int, list[Place]]:
+    found: defaultdict[int, list[Place]] = defaultdict(list)
+    for place in places:
+        found[place.partition].append(place)
+    return found
+
+
+# A journal of the answers that writers got, on disk before the next step: half of every proof that nothing was lost.
+#
+# One line for each event of an operation, `word <tab> stream <tab> operation`. Each line is one `write` to a file
+# opened for appending, flushed to disk, so that many processes may share a journal and any of them may be killed at any
+# instant.
+
+
+class Word(Enum):
+    """An event of an operation."""
+
+    BEGUN = "begun"
+    ACKNOWLEDGED = "acknowledged"
+    ABORTED = "aborted"
+    IN_DOUBT = "in-doubt"
+    LOST = "lost"
+
+
+_WORD_OF_OUTCOME: Final = {
+    "none": Word.ABORTED,
+    "aborted": Word.ABORTED,
+    "decided": Word.ACKNOWLEDGED,
+    "unknown": Word.IN_DOUBT,
+    "lost": Word.LOST,
+}
+"""The event for each `DualWriteError.outcome`."""
+
+
+@dataclass
+class History:
+    """The contents of a journal, by operation.
+
+    Attributes:
+        begun: Every operation in the order in which it first began, with its stream (empty for none).
+        acknowledged: Operations reported to the writer as done on both sides, now or soon.
+        aborted: Operations last reported to the writer as done on neither side.
+        in_doubt: Operations last reported to the writer as in doubt.
+        lost: Operations reported to the writer as lost: the rows are committed and the messages are not.
+    """
+
+    begun: dict[str, str] = field(default_factory=dict)
+    acknowledged: set[str] = field(default_factory=set)
+    aborted: set[str] = field(default_factory=set)
+    in_doubt: set[str] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
+
+    def add(self, word: Word, operation: str, stream: str) -> None:
+        """Add the next event.
+
+        Raises:
+            ConfigurationError: An operation ends that never began.
+        """
+        if word is Word.BEGUN:
+            self.begun.setdefault(operation, stream)
+        elif operation not in self.begun:
+            raise ConfigurationError(f"the journal says {word.value} of {operation!r}, which was never begun")
+        # An operation may begin again, once a process has found that its first attempt did not happen.
+        self.aborted.discard(operation)
+        self.in_doubt.discard(operation)
+        sets = {
+            Word.ACKNOWLEDGED: self.acknowledged,
+            Word.ABORTED: self.aborted,
+            Word.IN_DOUBT: self.in_doubt,
+            Word.LOST: self.lost,
+        }
+        if word in sets:
+            sets[word].add(operation)
+
+
+class Journal:
+    """Records each operation's beginning and the answer that its writer got.
+
+    Threads may share one; processes share it by its path.
+
+    Args:
+        path: The file; created if missing, otherwise appended to.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def begun(self, operation: str, *, stream: str = "") -> None:
+        """Record that an operation begins, before any part of it is done.
+
+        The line is on disk on return.
+
+        Args:
+            operation: Its name, as in the row and in the messages. No tab, no line break.
+            stream: Operations of one stream begin one after the other, and consumers must see them in that order in
+                each partition. Empty: the order of this operation does not matter.
+
+        Raises:
+            ValueError: A name holds a tab or a line break, or is empty.
+        """
+        self._write(Word.BEGUN, operation, stream)
+
+    def acknowledged(self, operation: str) -> None:
+        """Record a reported success: the operation must be on both sides. The line is on disk on return."""
+        self._write(Word.ACKNOWLEDGED, operation)
+
+    def aborted(self, operation: str) -> None:
+        """Record a reported abort: neither side may have the operation. The line is on disk on return."""
+        self._write(Word.ABORTED, operation)
+
+    def in_doubt(self, operation: str) -> None:
+        """Record that the operation was reported as in doubt. The line is on disk on return."""
+        self._write(Word.IN_DOUBT, operation)
+
+    def lost(self, operation: str) -> None:
+        """Record that the operation was reported as lost. The line is on disk on return."""
+        self._write(Word.LOST, operation)
+
+    @contextmanager
+    def operation(self, operation: str, *, stream: str = "") -> Generator[None, None, None]:
+        """Journal one operation around a dual write: its beginning, and its outcome when the block ends.
+
+        A normal end is *acknowledged*. An error of this library carries the outcome (`DualWriteError.outcome`). After
+        any other exception the operation counts as *in doubt*; if your code left the block on purpose, before the dual
+        write's end, call `aborted` afterwards. The exception propagates.
+
+        Args:
+            operation: As for `begun`.
+            stream: As for `begun`.
+        """
+        self.begun(operation, stream=stream)
+        try:
+            yield
+        except DualWriteError as error:
+            self._write(_WORD_OF_OUTCOME[error.outcome], operation)
+            raise
+        except BaseException:
+            self.in_doubt(operation)
+            raise
+        self.acknowledged(operation)
+
+    def _write(self, word: Word, operation: str, stream: str = "") -> None:
+        if not operation or any(mark in operation + stream for mark in "\t\n\r"):
+            raise ValueError(f"{operation!r} of {stream!r} cannot be a line of the journal")
+        line = f"{word.value}\t{stream}\t{operation}\n".encode()
+        written = os.write(self._file, line)
+        if written != len(line):
+            raise OSError(f"only {written} of {len(line)} bytes were written to the journal {self.path}")
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    @staticmethod
+    def read(path: Path | str) -> History:
+        """Read a journal back. Writers may still be active: ignores a last line without its end.
+
+        Raises:
+            ConfigurationError: A line is malformed; its number is in the message.
+            OSError: The file cannot be read.
+        """
+        history = History()
+        *lines, _ = Path(path).read_text(encoding="utf-8").split("\n")
+        for number, line in enumerate(lines, 1):
+            word, *names = line.split("\t")
+            try:
+                stream, operation = names
+                history.add(Word(word), operation, stream)
+            except (ValueError, ConfigurationError) as error:
+                raise ConfigurationError(
+                    f"{path}, line {number}: {line!r} is not a line of a journal: {error}"
+                ) from error
+        return history
+
+
+# A `read_committed` consumer that runs throughout a test and all its outages, and records what it sees.
+
+AT_ONCE = 1_000
+
+
+class Follower:
+    """Follows topics from their beginning, in its own thread. A context manager.
+
+    A message once shown to a consumer cannot be taken back: a later reader must see the same, offset by offset.
+
+    Args:
+        config: Bootstrap servers and security settings for confluent-kafka.
+        topics: The topics. They must exist.
+
+    Raises:
+        confluent_kafka.KafkaException: The brokers refused, with their reason.
+    """
+
+    def __init__(self, config: Mapping[str, str], topics: Sequence[str]) -> None:
+        self._consumer = Consumer(
+            {
+                **config,
+                "group.id": f"dualwrite-following-{secrets.token_hex(8)}",
+                "isolation.level": "read_committed",
+                "enable.auto.commit": False,
+                "enable.partition.eof": True,
+                "fetch.wait.max.ms": 50,  # the end of a partition shows in an empty answer
+                "auto.offset.reset": "error",  # a missing offset is a finding, not a reason to skip ahead
+                "log_level": 0,  # outages of brokers are expected
+            }
+        )
+        self._seen: dict[str, list[Record]] = {topic: [] for topic in topics}
+        self._ends: dict[tuple[str, int], int] = {}
+        self._failure: KafkaException | None = None
+        self._moved = threading.Condition()
+        self._stopping = threading.Event()
+        metadata = AdminClient(dict(config)).list_topics(timeout=30).topics
+        self._partitions = {topic: sorted(metadata[topic].partitions) for topic in topics}
+        self._consumer.assign(
+            [TopicPartition(topic, number, 0) for topic in topics for number in self._partitions[topic]]
+        )
+        self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            first = self._consumer.poll(0.2)
+            if first is None:
+                continue
+            for message in [first, *self._consumer.consume(AT_ONCE, timeout=0)]:
+                topic, partition, offset, error = (
+                    message.topic(),
+                    message.partition(),
+                    message.offset(),
+                    message.error(),
+                )
+                if error is not None and error.code() != KafkaError._PARTITION_EOF:  # noqa: SLF001 - the public name
+                    if not (error.retriable() or error.code() in _PASSING):
+                        self._fail(KafkaException(error))
+                        return
+                    continue
+                assert topic is not None
+                assert partition is not None
+                assert offset is not None
+                with self._moved:
+                    if error is None:
+                        self._seen[topic].append(Record(partition, offset, message.key(), message.value()))
+                    else:
+                        self._ends[topic, partition] = offset
+                        self._moved.notify_all()
+
+    def _fail(self, failure: KafkaException) -> None:
+        with self._moved:
+            self._failure = failure
+            self._moved.notify_all()
+
+    def seen(self, ends: Mapping[str, Mapping[int, int]], *, timeout_s: float = 120.0) -> dict[str, list[Record]]:
+        """The messages seen, by topic, in order of arrival, once the consumer has reached these ends.
+
+        Args:
+            ends: By topic and partition, the offset after the last one.
+            timeout_s: Seconds to wait for that.
+
+        Raises:
+            Unavailable: It did not get there in time.
+            confluent_kafka.KafkaException: The consumer failed, with its reason.
+        """
+        deadline = Deadline(timeout_s)
+        wanted = {(topic, number): end for topic, found in ends.items() for number, end in found.items() if end > 0}
+
+        def behind() -> dict[tuple[str, int], int]:
+            return {place: end for place, end in wanted.items() if self._ends.get(place, -1) < end}
+
+        with self._moved:
+            while self._failure is None and behind():
+                if not self._moved.wait(deadline.remaining_s()):
+                    raise Unavailable(f"the consumer that ran all the time did not reach {behind()}")
+            if self._failure is not None:
+                raise self._failure
+            copied: defaultdict[str, list[Record]] = defaultdict(list)
+            for topic, records in self._seen.items():
+                copied[topic] = list(records)
+            return copied
+
+    def close(self) -> None:
+        """Stop. Idempotent."""
+        if not self._stopping.is_set():
+            self._stopping.set()
+            self._thread.join()
+            self._consumer.close()
+
+
+_PASSING = frozenset(
+    {
+        KafkaError._ALL_BROKERS_DOWN,  # noqa: SLF001 - the constants' public names
+        KafkaError._TRANSPORT,  # noqa: SLF001
+        KafkaError._TIMED_OUT,  # noqa: SLF001
+        KafkaError._RESOLVE,  # noqa: SLF001
+        KafkaError.UNKNOWN_TOPIC_OR_PART,  # a broker that has just started does not know its topics yet
+        KafkaError.NOT_LEADER_FOR_PARTITION,
+        KafkaError.LEADER_NOT_AVAILABLE,
+    }
+)
+"""Errors that a consumer reports while a broker is down or starting; it recovers by itself."""

@@ -6,14 +6,12 @@ but applications, sinks, testing and the command line.
 
 from typing import TYPE_CHECKING
 
-from dualwrite.units.image import Follower, Snapshot, UnitImage
-from dualwrite.units.image__units_image import KeyedImage
-from dualwrite.units.records import AbortTransaction, BeginTransaction, EndTransaction, UnitRecord
-from dualwrite.units.records__units_ranges import BatchRange
+from dualwrite.units.image import Follower, KeyedImage, Snapshot, UnitImage
+from dualwrite.units.records import AbortTransaction, BatchRange, BeginTransaction, EndTransaction, UnitRecord
 
 if TYPE_CHECKING:
     from dualwrite.units.batch_reader import BatchReader, BatchRecord, VisibleBatch
-    from dualwrite.units.log__units_reader import UnitReader
+    from dualwrite.units.log import UnitReader
     from dualwrite.units.writer import Unit, UnitWriter
 
 __all__ = [
@@ -38,7 +36,7 @@ _LAZY = {
     "BatchReader": "dualwrite.units.batch_reader",
     "BatchRecord": "dualwrite.units.batch_reader",
     "Unit": "dualwrite.units.writer",
-    "UnitReader": "dualwrite.units.log__units_reader",
+    "UnitReader": "dualwrite.units.log",
     "UnitWriter": "dualwrite.units.writer",
     "VisibleBatch": "dualwrite.units.batch_reader",
 }

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.protocol.lives__protocol_tables_unit_life import UnitEvent
+from dualwrite.protocol.lives import UnitEvent
 from dualwrite.units.log import PartitionLogs
-from dualwrite.units.records import event_of, shortened
-from dualwrite.units.records__units_ranges import BatchRange, following
+from dualwrite.units.records import BatchRange, event_of, following, shortened
 from dualwrite.units.writer import UnitWriter
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
-    from dualwrite.kafka.producer__kafka_producer_choice import EngineName
+    from dualwrite.kafka.producer import EngineName
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError
-from dualwrite.protocol.lives__protocol_tables_unit_life import Effect
+from dualwrite.protocol.lives import Effect
 from dualwrite.units.announcing import UNIT_PARTITION
 from dualwrite.units.image import Follower
 from dualwrite.units.log import PartitionLogs
-from dualwrite.units.records import UnitRecord
-from dualwrite.units.records__units_ranges import BatchRange
+from dualwrite.units.records import BatchRange, UnitRecord
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -18,15 +18,15 @@ from dualwrite.errors import (
     TransactionInDoubt,
     text_of,
 )
-from dualwrite.protocol.lives import Machine
-from dualwrite.protocol.lives__protocol_tables_unit_life import (
+from dualwrite.protocol.lives import (
     UNIT_WRITER_LIFE,
+    Machine,
     UnitWriterEvent,
     UnitWriterState,
+    WriteState,
     found_at_the_end,
 )
-from dualwrite.protocol.lives__protocol_tables_write_life import WriteState
-from dualwrite.protocol.values__protocol_allowed import WriterLimits
+from dualwrite.protocol.values import WriterLimits
 from dualwrite.units.log import PartitionLogs
 from dualwrite.units.records import (
     AbortTransaction,
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
     from typing_extensions import Self
 
-    from dualwrite.interfaces__ports_database import Database
-    from dualwrite.kafka.producer__kafka_producer_choice import EngineName
+    from dualwrite.interfaces import Database
+    from dualwrite.kafka.producer import EngineName
     from dualwrite.writing.transaction import Transaction
 
 logger = logging.getLogger(__name__)

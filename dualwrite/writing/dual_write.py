@@ -1,15 +1,23 @@
-"""The steps of one dual write, and the order in which it ends. The block drives it; users hold a ``Transaction``."""
+"""One dual write: its verbs, its messages on their way to the producer, and the order in which it ends.
+
+The order is the protocol: prepare, persist the decision with the user's rows, then complete. Messages are checked and
+serialized here, wait here for their savepoint, and go from here to the engine.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, TypedDict, TypeVar, cast
+
+from sqlalchemy import event
 
 from dualwrite import failpoints, waiting
 from dualwrite.clock import Deadline
 from dualwrite.errors import (
+    ConfigurationError,
     DatabaseWentBack,
     DecidedTransactionLost,
     DualWriteError,
@@ -20,23 +28,21 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
-from dualwrite.interfaces__ports_database import SQL, Traits
-from dualwrite.interfaces__ports_observer import NO_WRITE_OBSERVER, WriteObserver
-from dualwrite.protocol.lives import Machine
-from dualwrite.protocol.lives__protocol_tables_write_life import WRITE_LIFE, WriteEvent, WriteState
-from dualwrite.protocol.lives__protocol_tables_write_phases import Phase
+from dualwrite.interfaces import NO_WRITE_OBSERVER, SQL, Traits, WriteObserver
+from dualwrite.protocol.lives import WRITE_LIFE, Machine, Phase, WriteEvent, WriteState
+from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, Unsendable
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.process import Allowance, allow
-from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DoubtStep
-from dualwrite.recovery.in_doubt__recovery_commit_in_doubt import resolve_commit
-from dualwrite.writing.dual_write__writing_blocks_own_session import OwnSession
-from dualwrite.writing.dual_write__writing_blocks_sending import Sending
+from dualwrite.protocol.process import Allowance, DoubtStep, allow
+from dualwrite.recovery.in_doubt import resolve_commit
 
 if TYPE_CHECKING:
+    from confluent_kafka.serialization import SerializationContext
     from sqlalchemy import Connection
-    from sqlalchemy.orm import Session
+    from sqlalchemy.orm import Session, SessionTransaction
+    from typing_extensions import Self
 
-    from dualwrite.interfaces import Handle
+    from dualwrite.interfaces import Handle, SavepointWatch
+    from dualwrite.interfaces import Headers as ObservedHeaders
     from dualwrite.protocol.message import Sendable
     from dualwrite.recovery.claim import OwnerContext
     from dualwrite.writing.lane import Lane
@@ -462,3 +468,405 @@ class DualWrite:
 def _interruption(error: DualWriteError) -> BaseException | None:
     """The interruption behind this error, which must be passed on: a ``KeyboardInterrupt`` or the like, if any."""
     return None if isinstance(error.__cause__, Exception) else error.__cause__
+
+
+# The messages of one dual write on their way to the producer: at once, or when their savepoint is released.
+
+
+class Sending:
+    """Hands messages to the producer, and remembers the first error: a block that swallows it must not commit half its work.
+
+    Attributes:
+        begun: Whether a Kafka transaction has begun.
+        refusal: The first error in the block that must abort it, even if the block continues.
+        savepoints: The savepoints that messages wait for; None if none are used.
+        of_unit: Whether the messages are those of the only unit of a group. It must not wait for a topic: others wait for it.
+    """
+
+    def __init__(self, lane: Lane, observer: WriteObserver) -> None:
+        self._producer = lane.producer
+        self._engine = lane.engine
+        self._id = lane.transactional_id
+        self._observer = observer
+        self.begun = False
+        self.refusal: DualWriteError | None = None
+        self.savepoints: SavepointWatch | None = None
+        self.of_unit = False
+
+    def expect_session(self) -> None:
+        """Watch the savepoints of ORM sessions too, before the first one is made."""
+        if self.savepoints is not None:
+            self.savepoints.expect_session()
+
+    def refuse(self, error: DualWriteError) -> None:
+        """Note an error that must abort the block even if it continues; the first one counts."""
+        self.refusal = self.refusal or as_value(error)
+
+    @property
+    def max_message_bytes(self) -> int:
+        """The greatest size of a message."""
+        return self._engine.max_message_bytes
+
+    def refuse_callback(self) -> None:
+        """Refuse a delivery callback in bulk mode.
+
+        Raises:
+            IllegalStateError: The producer is in bulk mode.
+        """
+        self._engine.refuse_callback()
+
+    def hold(self, message: Sendable) -> int:
+        """Take a message inside the savepoint of a unit. It waits, so an error concerns nothing but the unit.
+
+        Returns:
+            The bytes of its key and value.
+
+        Raises:
+            TransactionAborted, ConfigurationError: It would be refused later; or no broker knows its topic; or its savepoint
+                cannot be known.
+            TypeError, UnicodeEncodeError: A part is of another type, or a text has a surrogate.
+        """
+        assert self.savepoints is not None
+        message = self._kept(message)
+        if message.topic is not None:
+            self._engine.require_topic(message.topic)
+        self.savepoints.add(message)
+        return message.payload
+
+    def _kept(self, message: Sendable) -> Sendable:
+        """The value that may wait: checked, and out of reach of its caller."""
+        if not isinstance(message, MessageBatch):
+            return message
+        try:
+            return message.checked(self._engine.max_message_bytes)
+        except Unsendable as error:
+            raise error.refusal(message.topic, self._id) from None
+
+    def send(self, message: Sendable) -> None:
+        """Take a message; see :meth:`dualwrite.writing.dual_write.DualWrite.send`."""
+        try:
+            if self.of_unit and message.topic is not None:
+                self._engine.require_topic(message.topic)
+            if self.savepoints is None or self.savepoints.direct:
+                self._hand_over(message)
+            else:
+                self.savepoints.add(self._kept(message) if self.savepoints.holds else message)
+                for released in self.savepoints.take():
+                    self._hand_over(released)
+        except IllegalStateError:
+            raise  # nothing was changed
+        except DualWriteError as error:
+            self.refuse(error)
+            raise
+
+    def finish(self) -> None:
+        """Hand over the messages that still wait. From then on only delivery callbacks may produce.
+
+        Raises:
+            TransactionAborted, Fenced, Unavailable, ConfigurationError: There was an error before, which the block swallowed;
+                or the producer refuses now; or a savepoint was rolled back unseen.
+        """
+        self._require_no_refusal()
+        if self.savepoints is not None:
+            watched, self.savepoints = self.savepoints, None
+            try:
+                watched.finish()
+            finally:
+                watched.stop()
+            # What delivery callbacks produce from here on goes to the producer at once: nobody watches savepoints any more.
+            if waiting := watched.take():
+                self._engine.corked = True
+                try:
+                    for message in waiting:
+                        self._hand_over(message)
+                finally:
+                    self._engine.corked = False
+
+    def prepare(self) -> PreparedTxnState:
+        """Prepare the Kafka transaction. Call :meth:`finish` first.
+
+        Raises:
+            DualWriteError: As :meth:`dualwrite.kafka.producer.TransactionalProducer.prepare_transaction`; or a
+                delivery callback has swallowed that a message of its own was refused.
+        """
+        if not self.begun:
+            return PreparedTxnState()
+        try:
+            return self._producer.prepare_transaction()
+        except IllegalStateError:
+            self._require_no_refusal()
+            raise
+
+    def take_callback_error(self) -> BaseException | None:
+        """The first exception of a delivery callback that no call has raised, once."""
+        return self._producer.take_callback_error() if self.begun else None
+
+    def stop(self) -> None:
+        """Stop watching savepoints."""
+        if self.savepoints is not None:
+            self.savepoints.stop()
+
+    def _hand_over(self, message: Sendable) -> None:
+        if not self.begun:
+            self._producer.begin_transaction()
+            self.begun = True
+        if isinstance(message, Message):
+            self._engine.send(message)
+        else:
+            self._engine.take(message)
+        if not isinstance(message, ConsumedOffsets):
+            self._observer.sent(message.topic, message.messages)
+
+    def _require_no_refusal(self) -> None:
+        if self.refusal is not None:
+            raise_aborted(self.refusal, self._id, "the block")
+
+
+def as_value(error: BaseException) -> DualWriteError:
+    """An error to keep until the end of a dual write: what it says, without its traceback and its causes.
+
+    Their frames hold what the caller has open. Through them, a session that was dropped after the error would stay alive as
+    long as its dual write, which ends when the session is collected: neither would ever end.
+    """
+    if isinstance(error, DualWriteError):
+        return copy(error)
+    return TransactionAborted(type(error).__name__, retryable=getattr(error, "retryable", False))
+
+
+def raise_aborted(refusal: DualWriteError, transactional_id: str, subject: str) -> NoReturn:
+    """Abort a dual write that continued after an error that it must not survive.
+
+    Args:
+        refusal: The first error.
+        transactional_id: The id of the dual write.
+        subject: The code that continued.
+
+    Raises:
+        TransactionAborted, Fenced: Always.
+    """
+    if isinstance(refusal, Fenced):
+        raise copy(refusal)  # raised itself, the kept one would get this traceback
+    raise TransactionAborted(
+        f"{subject} continued after an error: {refusal.what}",
+        transactional_id=transactional_id,
+        next_step=refusal.next_step,
+        retryable=isinstance(refusal, Unavailable) or getattr(refusal, "retryable", False),
+    ) from refusal
+
+
+# The ORM session of a dual write, or of one of its units: made at first use, on its connection, and on no other.
+
+
+class OwnSession:
+    """Makes the session, flushes and closes it.
+
+    Args:
+        connection: The connection.
+        factory: Makes the session, called with ``bind=connection``.
+        transactional_id: The id of the dual write.
+        refuse: Called with the error that must abort the work even if it continues.
+        savepoint: Whether the session works in a savepoint. SQLAlchemy rolls back what a session has joined if its flush fails.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        factory: Callable[..., Session],
+        transactional_id: str,
+        refuse: Callable[[DualWriteError], None],
+        *,
+        savepoint: bool = False,
+    ) -> None:
+        self._connection = connection
+        self._factory = factory
+        self._id = transactional_id
+        self._refuse = refuse
+        self._savepoint = savepoint
+        self._closing = False
+        self._made: Session | None = None
+
+    @property
+    def session(self) -> Session:
+        """The session."""
+        if self._made is None:
+            self._made = self._factory(bind=self._connection)
+            if self._savepoint:
+                self._made.join_transaction_mode = "create_savepoint"
+                event.listen(self._made, "after_soft_rollback", self._refuse_rollback)
+            event.listen(self._made, "after_begin", self._refuse_other_connection)
+        return self._made
+
+    def _refuse_other_connection(self, session: Session, transaction: object, connection: Connection) -> None:
+        """Refuse another connection: what a class bound to another engine wrote there would be rolled back in the end."""
+        del session, transaction
+        if connection is not self._connection:
+            error = ConfigurationError(
+                "the session began on another connection, not the dual write's",
+                transactional_id=self._id,
+                next_step="leave binds out of session_factory: a dual write is decided in one database",
+            )
+            self._refuse(error)
+            raise error
+
+    def _refuse_rollback(self, session: Session, transaction: SessionTransaction) -> None:
+        """Refuse further work: messages before the session's savepoint would outlive the rows in it."""
+        del session
+        if transaction.parent is None and not self._closing:
+            self._refuse(
+                TransactionAborted(
+                    "the session of the unit was rolled back",
+                    transactional_id=self._id,
+                    next_step="use begin_nested() for what may fail",
+                    retryable=False,
+                )
+            )
+
+    def flush(self) -> None:
+        """Flush the session, if there is one."""
+        if self._made is not None:
+            self._made.flush()
+
+    def close(self) -> None:
+        """Close the session, if there is one. Its objects stay readable."""
+        self._closing = True
+        if self._made is not None:
+            self._made.close()
+
+
+# Serializers: callables that make the bytes of keys and values, as confluent-kafka's `SerializingProducer` has them.
+
+Serializer: TypeAlias = Callable[[Any, "SerializationContext"], bytes | str | None]
+"""Makes a key or a value from an object: ``(object, SerializationContext) -> bytes``. It may add to the context's headers."""
+
+ByTopic: TypeAlias = Serializer | Mapping[str, Serializer] | None
+"""One for all topics, or one for each topic; the other topics then have none."""
+
+
+class Serializers(TypedDict, total=False):
+    """The serializers of a writer: ``{"key": ..., "value": ...}``, or one of the two.
+
+    Each is a callable ``(object, SerializationContext) -> bytes``, as those of confluent-kafka, or a dictionary with one for
+    each topic that has one. Many threads use them at once.
+    """
+
+    key: ByTopic
+    value: ByTopic
+
+
+Bytes: TypeAlias = bytes | str | None
+
+Called = TypeVar("Called")
+
+
+class Serializing:
+    """Makes the bytes of messages. Many threads use it, and its serializers, at once.
+
+    Args:
+        key: The serializers of keys.
+        value: The serializers of values.
+
+    Attributes:
+        none: Whether there is no serializer for any topic.
+
+    Raises:
+        ConfigurationError: One of them cannot be called.
+    """
+
+    def __init__(self, key: ByTopic = None, value: ByTopic = None) -> None:
+        for name, given in (("the key serializer", key), ("the value serializer", value)):
+            check_callable(name, given, "(object, SerializationContext) -> bytes")
+        self._key = key
+        self._value = value
+        self.none = key is None and value is None
+
+    @classmethod
+    def of(cls, given: Serializers | None) -> Self:
+        """Make it of what a writer was given.
+
+        Raises:
+            ConfigurationError: There is another entry than ``key`` and ``value``, or one of them cannot be called.
+        """
+        return cls(**key_and_value("serializers", given))
+
+    def message(
+        self, topic: str, key: object, value: object, headers: ObservedHeaders
+    ) -> tuple[Bytes, Bytes, ObservedHeaders]:
+        """The key, value and headers to produce. The caller's headers stay as they are. What has no serializer stays, too.
+
+        Raises:
+            KeySerializationError, ValueSerializationError: A serializer has failed. Nothing was produced.
+        """
+        key_by, value_by = for_topic(self._key, topic), for_topic(self._value, topic)
+        if key_by is None and value_by is None:
+            return cast("Bytes", key), cast("Bytes", value), headers
+        pairs = list(headers.items()) if isinstance(headers, Mapping) else list(headers or ())
+        made = _made(key_by, key, "key", topic, pairs), _made(value_by, value, "value", topic, pairs)
+        return *made, pairs or None
+
+    def many(
+        self, topic: str, keys: Sequence[object] | None, values: Sequence[object]
+    ) -> tuple[Sequence[Bytes] | None, Sequence[Bytes]]:
+        """The keys and values of many messages of one topic, whose serializers get no headers.
+
+        Raises:
+            KeySerializationError, ValueSerializationError: As :meth:`message`. Nothing was produced.
+        """
+        key_by, value_by = for_topic(self._key, topic), for_topic(self._value, topic)
+        return (
+            None if keys is None else [_made(key_by, one, "key", topic, None) for one in keys],
+            [_made(value_by, one, "value", topic, None) for one in values],
+        )
+
+
+def key_and_value(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The entries ``key`` and ``value`` of an argument.
+
+    Raises:
+        ConfigurationError: It is no dictionary, or has another entry.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or (given.keys() - {"key", "value"}):
+        raise ConfigurationError(f"{name} is {given!r}", next_step='give a dictionary: {"key": ..., "value": ...}')
+    return dict(given)
+
+
+def check_callable(name: str, given: object, signature: str) -> None:
+    """Refuse what is neither a callable, nor one for each topic, nor None.
+
+    Raises:
+        ConfigurationError: It cannot be called.
+    """
+    for one in given.values() if isinstance(given, Mapping) else [given]:
+        if one is not None and not callable(one):
+            raise ConfigurationError(
+                f"{name} cannot be called: {one!r}",
+                next_step=f"give a callable {signature}, or one for each topic in a dict",
+            )
+
+
+def for_topic(given: Called | Mapping[str, Called] | None, topic: str) -> Called | None:
+    """The callable of a topic: the one for all topics, or its own, if it has one."""
+    return given.get(topic) if isinstance(given, Mapping) else given
+
+
+def _made(
+    serializer: Serializer | None, given: object, field: str, topic: str, headers: list[tuple[str, Bytes]] | None
+) -> Bytes:
+    if serializer is None:
+        return cast("Bytes", given)
+    from confluent_kafka.error import KeySerializationError, ValueSerializationError  # noqa: PLC0415 - loads a driver
+    from confluent_kafka.serialization import MessageField, SerializationContext  # noqa: PLC0415 - as above
+
+    try:
+        made = serializer(given, SerializationContext(topic, MessageField(field), headers))
+        if made is None or isinstance(made, bytes | str):
+            return made
+        raise TypeError(
+            f"the {field} serializer of {topic} made {type(made).__name__}, neither bytes nor text nor None"
+        )
+    except Exception as error:
+        raise (KeySerializationError if field == "key" else ValueSerializationError)(error) from error
+
+
+NO_SERIALIZERS: Final = Serializing()

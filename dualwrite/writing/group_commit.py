@@ -1,4 +1,8 @@
-"""The groups of a writer that serves threads: the units that wait, and the threads that run them."""
+"""Group commit: the units that wait, the threads that run groups, and what a caller gets.
+
+Many callers share one dual write: one Kafka transaction and one COMMIT for all units of a group. A caller that finds
+nobody else waiting runs its unit itself, so that a lone caller pays for no other thread.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +11,46 @@ import heapq
 import itertools
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, overload
 
-from dualwrite import waiting
+from dualwrite import failpoints, waiting
 from dualwrite.clock import Deadline, now_s
-from dualwrite.protocol.grouping import Unit, Units
-from dualwrite.protocol.values__protocol_allowed import WriterLimits
-from dualwrite.writing import transaction__writing_entered
-from dualwrite.writing.group_commit__writing_group_alone import UnitFuture
-from dualwrite.writing.group_commit__writing_group_places import full_error, may_wait, note_running
-from dualwrite.writing.group_commit__writing_group_running import run_group
-from dualwrite.writing.retry import pause_after_s, refuse_not_run
+from dualwrite.errors import IllegalStateError, Unavailable
+from dualwrite.interfaces import SQL, Traits
+from dualwrite.protocol.grouping import Unit, Units, takes_no_more
+from dualwrite.protocol.lives import WriteState
+from dualwrite.protocol.values import WriterLimits
+from dualwrite.writing import transaction
+from dualwrite.writing import transaction as entered
+from dualwrite.writing.retry import Patience, pause_after_s, refuse_not_run, run_again
+from dualwrite.writing.transaction import write_of
 from dualwrite.writing.units_of_work import (
+    Divided,
     GroupRun,
+    RowUnit,
+    Told,
     check_within,
     closed_error,
     copied,
+    execute_rows,
     fail_left,
     late_error,
+    named,
     tell_all,
 )
-from dualwrite.writing.units_of_work__writing_group_row_unit import RowUnit
 
 if TYPE_CHECKING:
-    from dualwrite.interfaces__ports_database import Traits
+    import psycopg
+    from sqlalchemy import Connection
+
+    from dualwrite.stores.sql.access import DjangoConnection
+    from dualwrite.writing.dual_write import DualWrite
     from dualwrite.writing.transaction import Transaction
 
 logger = logging.getLogger(__name__)
@@ -234,7 +250,7 @@ class Groups:
         key: Hashable | None,
         within_s: float | None = None,
     ) -> Future[Any]:
-        """See :meth:`dualwrite.writing.group_commit__writing_group_submitting.Submitting.submit`."""
+        """See :meth:`dualwrite.writing.group_commit.Submitting.submit`."""
         check_within(within_s)
         future: UnitFuture[Any] = UnitFuture(self._run_here)
         task = Task(self._name, work, future, within_s)
@@ -348,7 +364,7 @@ class Groups:
 
         An interruption (``KeyboardInterrupt``) may come between any two lines; the group still ends.
         """
-        if self._running is not None or not waiting.in_own_thread() or transaction__writing_entered.entered_here():
+        if self._running is not None or not waiting.in_own_thread() or entered.entered_here():
             return
         mine: list[GroupRun] = []
         try:
@@ -430,12 +446,332 @@ class Groups:
                 self._may_begin.notify_all()
 
     def _call(self, task: Task, transaction: Transaction) -> object:
-        blocks = transaction__writing_entered.entered_here()
+        blocks = entered.entered_here()
 
         def call() -> object:
-            transaction__writing_entered.go_on_inside(blocks)
+            entered.go_on_inside(blocks)
             result = task.work(transaction)
             refuse_not_run(result, self._name)
             return result
 
         return task.context.copy().run(call)
+
+
+# `run` and `submit`: the ways to give a writer work, besides its blocks.
+
+Result = TypeVar("Result")
+
+
+class Submitting:
+    """The part of a writer that runs work. The writer sets its attributes."""
+
+    transactional_id: str
+    _groups: Groups
+    _traits: Traits = SQL
+
+    def run(
+        self,
+        work: Callable[[Transaction], Result],
+        *,
+        attempts: int = 5,
+        within_s: float | None = None,
+        longest_pause_s: float = 5.0,
+        connection: Connection | psycopg.Connection[object] | DjangoConnection | None = None,
+    ) -> Result:
+        """Run the work in a dual write, and again in a new one after an error that left nothing behind on either side.
+
+        It runs again after `TransactionAborted` with ``retryable`` (which includes deadlocks and serialization failures of
+        the work's own statements and of COMMIT) and after `Unavailable` while nothing was decided; never after an error that
+        leaves a side in doubt or committed, nor after an exception of the work itself. The pauses between attempts are random
+        and grow. The log names each attempt with its outcome.
+
+        Args:
+            work: Called with the transaction, once for each attempt. It repeats all that it does, its reads too; what it does
+                elsewhere happens once for each attempt.
+            attempts: The maximum number of attempts.
+            within_s: No attempt begins later than this after the call; None sets no limit. In seconds.
+            longest_pause_s: The longest pause between two attempts, in seconds.
+            connection: As for :meth:`transaction`.
+
+        Returns:
+            The result of the attempt that has committed. Both sides are durable, as after :meth:`transaction`.
+
+        Raises:
+            DualWriteError: As :meth:`transaction`, from the last attempt. Notes on the error name the earlier attempts.
+            ConfigurationError: An argument cannot work.
+            IllegalStateError: Also if the work is asynchronous, or a generator.
+
+        Every exception of the work is passed on unchanged, after the abort of both sides.
+        """
+        patience = Patience(attempts, within_s, longest_pause_s)
+        return run_again(lambda: self.transaction(connection), work, self.transactional_id, patience)
+
+    @overload
+    def submit(self, work: RowUnit, *, key: Hashable | None = None, within_s: float | None = None) -> Future[None]: ...
+
+    @overload
+    def submit(
+        self, work: Callable[[Transaction], Result], *, key: Hashable | None = None, within_s: float | None = None
+    ) -> Future[Result]: ...
+
+    def submit(
+        self,
+        work: Callable[[Transaction], Result] | RowUnit,
+        *,
+        key: Hashable | None = None,
+        within_s: float | None = None,
+    ) -> Future[Result] | Future[None]:
+        """Run the work as one unit of a group: many callers' units commit in one dual write. Returns at once.
+
+        Only if as many units wait as `WriterLimits.waiting_units`, it waits for a place, first come, first served.
+
+        A group begins as soon as the one before has run its units, with those that wait then. So a single caller waits for
+        nobody, and many callers share the cost of a commit. Each unit runs in a savepoint of its own, in a thread of the
+        writer, with the context variables of its caller; one that is alone runs without a savepoint, and in the thread that
+        waits for its result without a timeout, if there is one. A unit that raises is rolled back alone: its rows are gone,
+        its messages are never sent, and the others commit.
+
+        A unit may run more than once, by the rule of :meth:`run`: after a conflict of its own, and when its group was aborted
+        on both sides, up to five times. What it does elsewhere happens in each run. It never runs again after an error that
+        leaves a side in doubt or committed.
+
+        Args:
+            work: Called with a transaction, as the body of a block of :meth:`transaction`. It may neither commit nor roll back
+                the transaction of its group. Or a `RowUnit`: rows and messages as data, which is several times as fast with
+                many callers; its result is None.
+            key: Units with the same key run and commit in the order of the calls; by default those of one thread do.
+            within_s: No run of it begins later than this after the call: the future then fails at once, with `Unavailable` or
+                the error of its last run. A run that has begun ends with its group. None sets no limit. In seconds.
+
+        Returns:
+            The future of the result. It is done once both sides are durable, or nothing of the unit will ever be.
+            ``cancel()`` works until the unit begins. A unit that was cancelled never runs; one whose caller has only stopped
+            to wait (``result(timeout=...)``) does: cancel it, or give ``within_s``.
+
+            Its exception is what the work has raised; or, for every unit of a group that has failed, the error that
+            :meth:`transaction` would raise: after `TransactionInDoubt` and `CompletionPending` do not submit the work again.
+            If a unit has lost the database's connection, or has rolled back the transaction, it fails, and the others run
+            again.
+
+        Raises:
+            IllegalStateError: The writer is not open; or this thread is inside a transaction or a unit of this writer, which
+                would wait for itself; or the work is a `RowUnit`, and the database has no SQL.
+            Unavailable: There was no place for ``lane_timeout_s``; or there is none, and the caller must not wait, because its
+                thread runs an event loop, or calls back from a future of this writer. The work will not run.
+            ConfigurationError: ``within_s`` is not positive, or longer than a hundred years.
+        """
+        self._require_open()
+        entered.refuse_nested(self, self.transactional_id)
+        if isinstance(work, RowUnit) and self._traits.gives != SQL.gives:
+            raise IllegalStateError(
+                f"a RowUnit writes rows of SQL, and this writer's database is {self._traits.name}",
+                transactional_id=self.transactional_id,
+                next_step=f"submit a function instead, which has tx.{self._traits.gives}",
+            )
+        return self._groups.submit(work, key, within_s)
+
+    def transaction(
+        self, connection: Connection | psycopg.Connection[object] | DjangoConnection | None = None
+    ) -> AbstractContextManager[Transaction]:
+        """A block around one dual write."""
+        raise NotImplementedError
+
+    def _require_open(self) -> None:
+        raise NotImplementedError
+
+
+# Runs one group: its block, and its units one after the other, in savepoints unless there is only one.
+
+Call = Callable[[Any, "Transaction"], object]
+"""Calls the work of a task with the transaction of its unit."""
+
+
+def run_group(
+    group: GroupRun,
+    block: Callable[[], AbstractContextManager[Transaction]],
+    limits: WriterLimits,
+    call: Call,
+    all_run: Callable[[], None],
+) -> Sequence[Told]:
+    """Run a group to its end. Returns what to tell the callers; ``group.again`` are the units that run again.
+
+    Args:
+        group: The units.
+        block: The block of a new dual write.
+        limits: When no more units begin.
+        call: Calls the work of a unit; of a `RowUnit`, it produces the messages.
+        all_run: Called once the units have run, before the commit.
+    """
+    transaction: Transaction | None = None
+    try:
+        with block() as transaction:
+            if len(group.taken) == 1:
+                _run_one(group, group.taken[0], transaction, call)
+            else:
+                _Division(group, transaction, limits, call).run()
+            all_run()
+            group.require_any()
+            failpoints.hit("group.units_done")
+        failpoints.hit("group.committed")
+        return group.committed()
+    except BaseException as error:  # noqa: BLE001 - goes to the callers
+        return group.failed(error, aborted=transaction is not None and transaction.state is WriteState.ABORTED)
+
+
+def _run_one(group: GroupRun, unit: Unit[Any], transaction: Transaction, call: Call) -> None:
+    """The only unit of a group is the whole block: it needs no savepoint."""
+    cast("DualWrite", write_of(transaction)).sending.of_unit = True
+    if group.begins(unit):
+        group.ended(unit, _work(unit, transaction, call), None)
+
+
+def _work(unit: Unit[Any], transaction: Transaction, call: Call) -> object:
+    result = call(unit.work, transaction)
+    if (rows := unit.work.rows) is not None:
+        execute_rows([rows], transaction)
+    return result
+
+
+class _Division:
+    """Runs several units, as many as the limits allow: each in a savepoint, or in one with its neighbours."""
+
+    def __init__(self, group: GroupRun, transaction: Transaction, limits: WriterLimits, call: Call) -> None:
+        self._group = group
+        self._divided = Divided(transaction)
+        self._limits = limits
+        self._call = call
+        self._began = now_s()
+
+    @property
+    def _full(self) -> bool:
+        reached = takes_no_more(self._limits, seconds=now_s() - self._began, size=self._divided.size)
+        return bool(self._group.begun) and reached
+
+    def run(self) -> None:
+        waiting = deque(self._group.taken)
+        try:
+            while waiting and not self._full:
+                if len(waiting) > 1 and _go_together(waiting[0], waiting[1]):
+                    self._run_together(waiting)
+                else:
+                    self._run(waiting.popleft())
+        finally:
+            self._divided.give_up()  # after an error that ends the group
+
+    def _run(self, unit: Unit[Any]) -> None:
+        group, divided = self._group, self._divided
+        if not group.begins(unit):
+            return
+        given = divided.begin()
+        result: object = None
+        error: BaseException | None = None
+        try:
+            result = _work(unit, given, self._call)
+        except BaseException as raised:  # noqa: BLE001 - goes to the caller
+            error = named(raised, given.transactional_id)
+        divided.work_ended()
+        group.has_run(unit, error)
+        group.ended(unit, result, divided.end(error))
+
+    def _run_together(self, waiting: deque[Unit[Any]]) -> None:
+        """Run the first units, which have the same statement; one by one if that fails, so that only the failing one does."""
+        group, divided = self._group, self._divided
+        given = divided.begin()
+        tried: list[Unit[Any]] = []
+        error: BaseException | None = None
+        try:
+            first = waiting[0]
+            while waiting and _go_together(first, waiting[0]) and not self._full:
+                unit = waiting.popleft()
+                if group.begins(unit):
+                    tried.append(unit)
+                    self._call(unit.work, given)
+            if tried:
+                execute_rows([unit.work.rows for unit in tried], given)
+        except BaseException as raised:  # noqa: BLE001 - goes to the caller of the failing unit
+            error = named(raised, given.transactional_id)
+        divided.work_ended()
+        group.have_run(tried)
+        error = divided.end(error)
+        if error is None or len(tried) == 1:
+            for unit in tried:
+                group.ended(unit, None, error)
+            return
+        self._run(tried[0])
+        for unit in tried[1:]:
+            if not self._full:
+                self._run(unit)
+
+
+def _go_together(unit: Unit[Any], other: Unit[Any]) -> bool:
+    mine, others = unit.work.rows, other.work.rows
+    return mine is not None and others is not None and (unit is other or mine.goes_with(others))
+
+
+# Waiting for a place among the units that wait: which callers may, and the error of those that get none.
+
+_running: Final[ContextVar[tuple[object, int] | None]] = ContextVar("dualwrite_running_groups", default=None)
+"""The groups that this code runs, and its thread; callbacks of futures run there, too. Units have their caller's context."""
+
+
+def note_running(groups: object) -> None:
+    """Note that this thread runs a group of these, in this context."""
+    _running.set((groups, threading.get_ident()))
+
+
+def may_wait(groups: object) -> bool:
+    """Whether the caller may wait for a place. Not if all units would wait with it, or all tasks of an event loop.
+
+    Args:
+        groups: Those that it waits for.
+    """
+    return _running.get() != (groups, threading.get_ident()) and not transaction.would_block_a_loop()
+
+
+def full_error(name: str, limits: WriterLimits, *, waited: bool) -> Unavailable:
+    """The error of a unit for which there was no place.
+
+    Args:
+        name: The writer's transactional id.
+        limits: They say how many units may wait.
+        waited: Whether its caller has waited for a place.
+    """
+    why = (
+        "none has left its place in time"
+        if waited
+        else "a thread that runs an event loop or a group must not wait for one"
+    )
+    return Unavailable(
+        f"the queue of units is full (limit {limits.waiting_units}); {why}",
+        transactional_id=name,
+        next_step="submit it again later; wait for results before you submit more, or raise WriterLimits(waiting_units=...)",
+    )
+
+
+# The future of a unit: the thread that waits for it may run the unit, if it is alone.
+
+
+class UnitFuture(Future[Result]):
+    """The future of a unit. A thread that waits for it without a timeout may run the unit itself.
+
+    Args:
+        run_here: Runs the unit in this thread, if nothing else is to run with it or before it.
+    """
+
+    def __init__(self, run_here: Callable[[Future[Any]], None]) -> None:
+        super().__init__()
+        self._run_here = run_here
+
+    def result(self, timeout: float | None = None) -> Result:
+        """See :meth:`concurrent.futures.Future.result`."""
+        self._make_progress(timeout)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """See :meth:`concurrent.futures.Future.exception`."""
+        self._make_progress(timeout)
+        return super().exception(timeout)
+
+    def _make_progress(self, timeout: float | None) -> None:
+        if timeout is None and not self.done():
+            self._run_here(self)

@@ -1,8 +1,14 @@
-"""A lane: one claimed transactional id with the producer of its incarnation. One dual write at a time runs on it."""
+"""One lane: a claimed transactional id with its producer, which carries one dual write at a time.
+
+A lane is claimed, settled and started before it carries anything, and claimed again whenever its producer must not be
+reused. Losses that settling finds belong to earlier transactions, so they are recorded and reported, and never raised
+in the wrong block.
+"""
 
 from __future__ import annotations
 
 import logging
+import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,24 +18,19 @@ from typing import TYPE_CHECKING, Final
 from dualwrite import failpoints, waiting
 from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, DualWriteError, OutcomeUnverifiable, Unavailable
+from dualwrite.interfaces import NO_OBSERVER, Observer
 from dualwrite.kafka.producer import engine_of
 from dualwrite.kafka.transaction_ends import end_at_rest, know_end
 from dualwrite.protocol.batches import may_go_on
 from dualwrite.protocol.known_end import EndStep
-from dualwrite.protocol.lives import Machine
-from dualwrite.protocol.lives__protocol_tables_lane_life import LANE_LIFE, LaneEvent, LaneState
-from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
+from dualwrite.protocol.lives import LANE_LIFE, LaneEvent, LaneState, Machine, ProducerState
+from dualwrite.protocol.lost_decisions import contradiction
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.values import NEVER_MS, Outcome
-from dualwrite.protocol.values__protocol_identity import Partition, is_older
-from dualwrite.protocol.values__protocol_mismatch import gone_back
-from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.protocol.values import NEVER_MS, Outcome, Partition, StateRow, gone_back, is_older
 from dualwrite.recovery.claim import OwnerContext, claim_rows
-from dualwrite.recovery.in_doubt__recovery_unanswered import prove_committed
+from dualwrite.recovery.in_doubt import note_told, prove_committed
 from dualwrite.recovery.settle import settle
 from dualwrite.writing.fair_queue import NoTurn, Turns
-from dualwrite.writing.lane__writing_lanes_losses import Losses
-from dualwrite.writing.lane__writing_lanes_recorded_losses import RecordedLosses
 
 if TYPE_CHECKING:
     from dualwrite.kafka.engine import ProducerEngine
@@ -462,3 +463,134 @@ class Lane:
 
     def __repr__(self) -> str:
         return f"<Lane {self.transactional_id} {self._producer!r}>"
+
+
+# The losses found on one lane: recorded in the database, then reported.
+
+
+class RecordedLosses:
+    """Records what a lane finds lost, and reports it.
+
+    Args:
+        transactional_id: The lane's id.
+        context: The servers.
+        losses: Reports losses that do not belong to the current dual write.
+    """
+
+    def __init__(self, transactional_id: str, context: OwnerContext, losses: Losses) -> None:
+        self._id = transactional_id
+        self._context = context
+        self._losses = losses
+        self._forgotten: str | None = None
+
+    def tell(self, loss: FoundLoss) -> None:
+        """Report a loss that is recorded already, and note in the database whether a caller has got it."""
+        if self._losses.tell(loss) and loss.state is not None:
+            note_told(self._context.store, [(self._id, PreparedTxnState.from_string(loss.state))])
+
+    def record_came_back(self, row: StateRow) -> None:
+        """Record and report that the row's transaction, aborted on both sides, is committed in Kafka.
+
+        Raises:
+            ConfigurationError, Unavailable: It could not be recorded. It is not reported then.
+        """
+        detail = (
+            "aborted on both sides, but the log shows a commit: its messages are visible, and its rows are not there"
+        )
+        error = OutcomeUnverifiable(detail, transactional_id=self._id, state=str(row.prepared))
+        self._context.store.record_outcomes([(row, Outcome.UNVERIFIABLE, detail)])
+        self.tell(error)
+
+    def record_forgotten(self, row: StateRow, error: DatabaseWentBack) -> None:
+        """Record the decision on this row that the database has lost. Kafka has its messages."""
+        logger.error("%s", error)
+        if error.state is None:
+            return
+        self._forgotten = error.state
+        row = replace(row, prepared=PreparedTxnState.from_string(error.state))
+        detail = f"{error.what}; the messages of the forgotten decision may be visible in Kafka"
+        try:
+            self._context.store.record_outcomes([(row, Outcome.UNVERIFIABLE, detail)])
+        except DualWriteError:
+            logger.exception("%s: could not record a decision that the database has lost", self._id)
+
+    def compare(self, row: StateRow) -> None:
+        """Check whether the database has lost the decision that this row holds; record and report it once if so.
+
+        Args:
+            row: The row as its owner knows it.
+
+        Raises:
+            ConfigurationError, Unavailable: The row could not be read.
+        """
+        if not row.prepared.has_transaction or str(row.prepared) == self._forgotten:
+            return
+        found = next(iter(self._context.store.read([self._id])), None)
+        if found is None or found.namespace != row.namespace or found.prepared == row.prepared:
+            return  # deleted by hand, or only a claim was lost: the next owner finds that out
+        seen = contradiction(row.incarnation, row.prepared, found.incarnation, found.prepared)
+        if seen is not None:
+            recorded = found.incarnation == row.incarnation  # if the claim is lost too, no opening can succeed
+            error = gone_back(seen, self._id, str(row.prepared), recorded=recorded)
+            self.record_forgotten(row, error)
+            self.tell(error)
+
+
+# Reports losses of transactions that have ended for their callers; never raises them into another caller's block.
+
+FoundLoss = DecidedTransactionLost | OutcomeUnverifiable | DatabaseWentBack
+"""The errors that report a loss. ``transactional_id`` and ``state`` name the transaction, ``outcome`` what is known of it."""
+
+OnLoss = Callable[[FoundLoss], object]
+
+
+class Losses:
+    """Reports losses that settling finds. They are already in the table of incidents.
+
+    Every loss becomes one log record at level ``ERROR``, with the fields ``dualwrite_event`` (``loss``),
+    ``dualwrite_transactional_id``, ``dualwrite_state`` and ``dualwrite_outcome`` for log collectors.
+
+    Args:
+        on_loss: Called with each loss, in the thread that found it. An exception that it raises is logged, and the loss counts
+            as reported in the log alone.
+        observer: Observes each loss.
+    """
+
+    def __init__(self, on_loss: OnLoss | None = None, observer: Observer = NO_OBSERVER) -> None:
+        self._on_loss = on_loss
+        self._observer = observer
+        self._untold: queue.SimpleQueue[FoundLoss] = queue.SimpleQueue()
+
+    def tell(self, loss: FoundLoss) -> bool:
+        """Report one loss. Returns whether ``on_loss`` took it, besides the log."""
+        logger.error(
+            "a transaction was lost after its block had ended: %s",
+            loss,
+            extra={
+                "dualwrite_event": "loss",
+                "dualwrite_transactional_id": loss.transactional_id,
+                "dualwrite_state": loss.state,
+                "dualwrite_outcome": loss.outcome,
+            },
+        )
+        self._observer.lost(loss)
+        if self._on_loss is not None:
+            try:
+                self._on_loss(loss)
+            except Exception:
+                logger.exception("on_loss raised for the loss of %s", loss.transactional_id)
+            else:
+                return True
+        self._untold.put(loss)
+        return False
+
+    @property
+    def untold(self) -> int:
+        """The number of losses that only the log has reported."""
+        return self._untold.qsize()
+
+    def raise_untold(self) -> None:
+        """Raise the first loss that only the log has reported, if any. Each is raised at most once."""
+        untold = [self._untold.get_nowait() for _ in range(self._untold.qsize())]
+        if untold:
+            raise untold[0]

@@ -25,7 +25,7 @@ from tenacity.wait import WaitBaseT
 
 from dualwrite.clock import pause
 from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError
-from dualwrite.protocol.process__protocol_process_redo import Redo, redo_after
+from dualwrite.protocol.process import Redo, redo_after
 
 logger = logging.getLogger(__name__)
 

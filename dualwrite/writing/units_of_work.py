@@ -1,19 +1,163 @@
-"""One run of a group: the fate of each unit, the answer for its caller, and the units to run again."""
+"""Units of work within one dual write: each in a savepoint, each with a result of its own.
+
+A unit that fails is rolled back alone, with its messages; the others commit. ``RowUnit`` is a unit given as data:
+statement, parameters, messages.
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
-from dualwrite.errors import DualWriteError, IllegalStateError, Unavailable
+from sqlalchemy import TextClause, exc
+from sqlalchemy.sql.dml import UpdateBase
+
+from dualwrite import failpoints, waiting
+from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError, TransactionAborted, Unavailable
 from dualwrite.protocol.grouping import Fate, Unit, after_culprit, after_ending_group, after_group, after_unit
-from dualwrite.protocol.process__protocol_process_redo import leaves_nothing
-from dualwrite.protocol.values__protocol_allowed import check_seconds
+from dualwrite.protocol.lives import WriteState
+from dualwrite.protocol.message import ProducerRecord
+from dualwrite.protocol.process import leaves_nothing
+from dualwrite.protocol.values import check_seconds
+from dualwrite.writing.dual_write import as_value, raise_aborted
+from dualwrite.writing.transaction import Transaction, conflicts_named, unit_of, write_of
 
 if TYPE_CHECKING:
-    from dualwrite.writing.units_of_work__writing_group_row_unit import RowUnit
+    from sqlalchemy import Connection
+    from sqlalchemy.orm import Session
+
+    from dualwrite.interfaces import SavepointWatch, WriteObserver
+    from dualwrite.protocol.message import Sendable
+    from dualwrite.protocol.prepared_state import PreparedTxnState
+    from dualwrite.writing.dual_write import DualWrite
+
+# `RowUnit`: a unit of a group given as data, so that the rows of many units are written by one statement.
+
+_WRITES: Final = re.compile(r"\s*(?:insert|update|delete|merge|replace)\b", re.IGNORECASE)
+_RETURNS: Final = re.compile(r"\breturning\b", re.IGNORECASE)
+
+
+class RowUnit:
+    """Rows and messages of one caller, for ``submit``: a unit of work as data instead of code.
+
+    Consecutive units of a group with the same statement are executed at once (``executemany``), in one savepoint: with many
+    callers, several times as fast as functions. If that fails, each of them runs in a savepoint of its own, so that the
+    failing one alone gets its error.
+
+    Statements are the same if they are one object, or if each is a bare ``insert(table)``, and their parameters have the same
+    names. So make a statement once, and give what differs as parameters.
+
+    Args:
+        statement: ``insert()``, ``update()``, ``delete()``, or one of them as ``text()``. It must not return rows.
+        parameters: The parameters of the statement, as for SQLAlchemy's ``Connection.execute()``: a mapping, or a sequence of
+            mappings with the same names, for several rows.
+        messages: The messages that commit with the rows, in their order; none if not given. Their headers are copied.
+
+    The statement is executed without the context variables of the caller: column defaults that read them must be given as
+    parameters. Serializers and telemetry have them.
+
+    Raises:
+        ConfigurationError: The statement returns rows or is none of these; or the parameters or messages cannot be used.
+    """
+
+    __slots__ = ("_names", "messages", "rows", "statement")
+
+    def __init__(
+        self,
+        statement: UpdateBase | TextClause,
+        parameters: Mapping[str, object] | Sequence[Mapping[str, object]] | None = None,
+        *,
+        messages: Sequence[ProducerRecord] = (),
+    ) -> None:
+        _check_statement(statement)
+        self.statement: Final = statement
+        self.rows: Final = _rows_of(parameters)
+        self._names: Final = self.rows[0].keys()
+        self.messages: Final = tuple(map(_copied, messages))
+
+    def goes_with(self, other: RowUnit) -> bool:
+        """Whether one ``executemany`` can write the rows of both."""
+        if not self._names or self._names != other._names:
+            return False
+        mine, others = self.statement, other.statement
+        return mine is others or (type(mine) is type(others) and vars(mine) == vars(others))
+
+    def produce(self, transaction: Transaction) -> None:
+        """Produce its messages."""
+        for topic, value, key, headers, partition, timestamp_ms in self.messages:
+            transaction.produce(
+                topic, value, key, headers=headers or None, partition=partition, timestamp_ms=timestamp_ms
+            )
+
+    def __repr__(self) -> str:
+        return f"<RowUnit of {len(self.rows)} rows, {len(self.messages)} messages>"
+
+
+def execute_rows(units: Sequence[RowUnit], transaction: Transaction) -> None:
+    """Write the rows of units with the same statement.
+
+    Raises:
+        SQLAlchemyError: The database refuses one of them.
+    """
+    rows = [row for unit in units for row in unit.rows]
+    transaction.connection.execute(units[0].statement, rows[0] if len(rows) == 1 else rows)
+    failpoints.hit("group.rows_executed")
+
+
+def _copied(message: ProducerRecord) -> ProducerRecord:
+    """The message as it is now: its caller may use the same headers for the next one."""
+    if not isinstance(message, ProducerRecord):
+        raise ConfigurationError(
+            f"{type(message).__name__} is no message", next_step="give each as dualwrite.ProducerRecord(topic, value)"
+        )
+    given = message.headers
+    if not given:
+        return message
+    pairs = given.items() if isinstance(given, Mapping) else given
+    return message._replace(headers=tuple(tuple(pair) if isinstance(pair, list) else pair for pair in pairs))
+
+
+def _check_statement(statement: object) -> None:
+    if isinstance(statement, UpdateBase):
+        returns = bool(statement._returning)  # noqa: SLF001 - what is public takes 40 µs, and changes the statement
+    elif isinstance(statement, TextClause):
+        if _WRITES.match(statement.text) is None:
+            raise _not_a_write(f"text that begins with {statement.text.strip()[:20]!r}")
+        returns = _RETURNS.search(statement.text) is not None
+    else:
+        raise _not_a_write(type(statement).__name__)
+    if returns:
+        raise ConfigurationError(
+            "the statement of a RowUnit returns rows, which submit cannot give back",
+            next_step="leave out RETURNING, or submit a function, which can return them",
+        )
+
+
+def _not_a_write(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the statement of a RowUnit is {what}",
+        next_step="give insert(), update() or delete(), or one of them as text(); submit a function for anything else",
+    )
+
+
+def _rows_of(
+    parameters: Mapping[str, object] | Sequence[Mapping[str, object]] | None,
+) -> Sequence[Mapping[str, object]]:
+    if parameters is None:
+        return ({},)
+    rows = [dict(row) for row in ([parameters] if isinstance(parameters, Mapping) else parameters)]
+    if not rows:
+        raise ConfigurationError("a RowUnit has an empty sequence of parameters", next_step="give at least one mapping")
+    if any(row.keys() != rows[0].keys() for row in rows):
+        raise ConfigurationError(
+            "the rows of a RowUnit have parameters of different names", next_step="give each row the same names"
+        )
+    return rows
+
 
 logger = logging.getLogger(__name__)
 
@@ -293,3 +437,282 @@ def copied(error: BaseException) -> BaseException:
         vars(made)[_NOTES] = list(vars(made)[_NOTES])
     made.__cause__ = error.__cause__
     return made.with_traceback(error.__traceback__)
+
+
+# A dual write divided into units: each has its own savepoint, messages and session, and is kept or dropped by itself.
+
+
+class Uses:
+    """The uses of a unit by its code, each a block: those under way are waited for at its end, and later ones refused.
+
+    A part of the unit may run on in another task or thread: its statement, or its message, must not fall into the next unit.
+
+    Args:
+        transactional_id: For the error.
+    """
+
+    def __init__(self, transactional_id: str) -> None:
+        self._id = transactional_id
+        self._changed = waiting.Condition()
+        self._under_way = 0
+        self._ended = False
+        self._ended_by: object = None
+
+    def require(self) -> None:
+        """Raise if the unit has ended.
+
+        Raises:
+            IllegalStateError: It has.
+        """
+        if self._ended and (self._ended_by is None or self._ended_by != waiting.here().caller):
+            raise IllegalStateError(
+                "the unit of work has ended, and its connection and messages with it: nothing of this call was written",
+                transactional_id=self._id,
+                next_step="await or join all parts of a unit before it ends: asyncio.TaskGroup does, gather does not",
+            )
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self.require()
+            self._under_way += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._under_way -= 1
+            if not self._under_way:
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """Refuse later ones, and wait for those under way. Only the caller may continue, until :meth:`close`."""
+        with self._changed:
+            self._ended = True
+            while self._under_way:
+                self._changed.wait()
+        self._ended_by = waiting.here().caller
+
+    def close(self) -> None:
+        """Refuse all later ones."""
+        self._ended, self._ended_by = True, None
+
+
+class UnitWrite:
+    """One unit of a dual write. Implements :class:`dualwrite.writing.transaction.Write`.
+
+    Args:
+        write: The dual write.
+        connection: The connection of the unit.
+        uses: Entered for each use of the unit.
+
+    Attributes:
+        uses: As given.
+        size: The size of its messages, in bytes.
+        dropped: Whether it was rolled back.
+    """
+
+    def __init__(self, write: DualWrite, connection: Connection, uses: Uses) -> None:
+        self._write = write
+        self._connection = connection
+        self._session = write.new_session(self.refuse, connection)
+        self._refusal: DualWriteError | None = None
+        self.uses = uses
+        self.size = 0
+        self.dropped = False
+
+    def refuse(self, error: DualWriteError) -> None:
+        """See :class:`dualwrite.writing.transaction.Write`. It concerns this unit alone."""
+        self._refusal = self._refusal or as_value(error)
+
+    @property
+    def transactional_id(self) -> str:
+        """See :class:`dualwrite.writing.transaction.Write`."""
+        return self._write.transactional_id
+
+    @property
+    def state(self) -> WriteState:
+        """See :class:`dualwrite.writing.transaction.Write`. That of its group, unless the unit was rolled back."""
+        return WriteState.ABORTED if self.dropped else self._write.state
+
+    @property
+    def prepared(self) -> PreparedTxnState | None:
+        """See :class:`dualwrite.writing.transaction.Write`."""
+        return self._write.prepared
+
+    @property
+    def observer(self) -> WriteObserver:
+        """See :class:`dualwrite.writing.transaction.Write`."""
+        return self._write.observer
+
+    def given(self, name: str) -> Any:
+        """See :class:`dualwrite.writing.transaction.Write`."""
+        self.require_open()
+        return self._write.given(name)
+
+    @property
+    def connection(self) -> Connection:
+        """See :class:`dualwrite.writing.transaction.Write`."""
+        self.require_open()
+        return self._connection
+
+    @property
+    def session(self) -> Session:
+        """See :class:`dualwrite.writing.transaction.Write`."""
+        self.require_open()
+        self._write.sending.expect_session()
+        return self._session.session
+
+    @property
+    def in_savepoint(self) -> bool:
+        """See :class:`dualwrite.writing.transaction.Write`. The unit itself is one."""
+        return True
+
+    def require_open(self) -> None:
+        """See :class:`dualwrite.writing.transaction.Write`."""
+        self.uses.require()
+        self._write.require_open()
+
+    @property
+    def max_message_bytes(self) -> int:
+        """See :class:`dualwrite.writing.transaction.Write`."""
+        return self._write.max_message_bytes
+
+    def refuse_callback(self) -> None:
+        """See :class:`dualwrite.writing.transaction.Write`."""
+        self._write.refuse_callback()
+
+    def send(self, message: Sendable) -> None:
+        """See :class:`dualwrite.writing.transaction.Write`. An error concerns this unit alone."""
+        with self.uses:
+            self._write.require_open()
+            try:
+                self.size += self._write.sending.hold(message)
+            except IllegalStateError:
+                raise  # nothing was changed
+            except DualWriteError as error:
+                self.refuse(error)
+                raise
+        failpoints.hit("write.produced")
+
+    def finish(self) -> None:
+        """Flush its session, and release the savepoints that it has left open.
+
+        Raises:
+            TransactionAborted, Fenced: It continued after an error.
+            SQLAlchemyError: The database refuses what was flushed.
+        """
+        if self._refusal is not None:
+            raise_aborted(self._refusal, self.transactional_id, "the unit")
+        self._session.flush()
+        while (nested := self._connection.get_nested_transaction()) is not None:
+            nested.commit()
+
+    def close(self) -> None:
+        """Close its session. Its objects stay readable. Never raises: the connection may be lost, or refused to a late part."""
+        with suppress(exc.SQLAlchemyError, IllegalStateError):
+            self._session.close()
+
+
+class Divided:
+    """Begins and ends the units of one dual write, one at a time. The block of the dual write is around it.
+
+    Args:
+        transaction: The transaction of the block.
+
+    """
+
+    def __init__(self, transaction: Transaction) -> None:
+        self._transaction = transaction
+        self._write = cast("DualWrite", write_of(transaction))
+        self._unit: UnitWrite | None = None
+        self._kept_size = 0
+
+    @property
+    def size(self) -> int:
+        """The size of the messages of the units that were kept, and of the present one, in bytes."""
+        return self._kept_size + (0 if self._unit is None else self._unit.size)
+
+    @property
+    def _savepoints(self) -> SavepointWatch:
+        savepoints = self._write.sending.savepoints
+        assert savepoints is not None
+        return savepoints
+
+    def begin(self) -> Transaction:
+        """Begin a unit. Returns its transaction.
+
+        Raises:
+            DualWriteError: The group cannot continue.
+        """
+        uses = Uses(self._write.transactional_id)
+        self._unit = UnitWrite(self._write, self._savepoints.open_unit(uses), uses)
+        failpoints.hit("group.unit_begun")
+        return unit_of(self._transaction, self._unit)
+
+    def work_ended(self) -> None:
+        """End what the unit may do, also by parts that continue. Then make sure that the database has opened its savepoint.
+
+        Otherwise errors of its work are not its own.
+
+        Raises:
+            DualWriteError: The group cannot continue.
+        """
+        assert self._unit is not None
+        self._unit.uses.end()
+        self._savepoints.require_unit()
+
+    def end(self, error: BaseException | None) -> BaseException | None:
+        """End the unit: keep it, or roll it back if its work has failed.
+
+        Args:
+            error: The error of its work, if any.
+
+        Returns:
+            The error that it has failed with, or None if it is kept.
+
+        Raises:
+            DualWriteError: The group cannot continue.
+        """
+        unit, self._unit = self._unit, None
+        assert unit is not None
+        if error is None:
+            error = self._kept(unit)
+        if error is not None:
+            unit.dropped = True
+            unit.close()
+            unit.uses.close()
+            self._savepoints.drop_unit()
+            failpoints.hit("group.unit_dropped")
+            return named(error, unit.transactional_id)
+        unit.close()
+        unit.uses.close()
+        self._kept_size += unit.size
+        failpoints.hit("group.unit_kept")
+        return None
+
+    def give_up(self) -> None:
+        """Leave the present unit, if any, as it is: the group ends with an error. Never raises."""
+        if self._unit is not None:
+            self._unit.uses.close()
+
+    def _kept(self, unit: UnitWrite) -> BaseException | None:
+        try:
+            unit.finish()
+        except Exception as error:  # noqa: BLE001 - becomes the unit's own
+            return error
+        reason = self._savepoints.keep_unit()
+        if reason is None:
+            return None
+        return TransactionAborted(
+            reason,
+            transactional_id=unit.transactional_id,
+            next_step="after a failed statement, stop; or run it in a savepoint (begin_nested)",
+            retryable=False,
+        )
+
+
+def named(error: BaseException, transactional_id: str) -> BaseException:
+    """The error a block would raise: conflicts are mapped to ``TransactionAborted``."""
+    try:
+        with conflicts_named(transactional_id):
+            raise error
+    except BaseException as named:  # noqa: BLE001 - becomes the unit's own
+        return named

@@ -12,28 +12,24 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError, IllegalStateError
-from dualwrite.kafka.config__kafka_config import KafkaConfig
-from dualwrite.kafka.producer__kafka_producer_choice import EngineName, wanted_engine
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.producer import EngineName, wanted_engine
 from dualwrite.protocol.leases import LeaseTiming
-from dualwrite.protocol.values__protocol_allowed import DEFAULT_LIMITS, WriterLimits, check_writer_name
+from dualwrite.protocol.values import DEFAULT_LIMITS, WriterLimits, check_writer_name
 from dualwrite.recovery.claim import unique_owner
 from dualwrite.recovery.in_doubt import LOSSES, noting_told
 from dualwrite.stores.opening import database_of, is_made_here
 from dualwrite.stores.sql.access import permit_of
 from dualwrite.stores.sql.database import sql_of
 from dualwrite.telemetry.loaded import observer_if_loaded
-from dualwrite.writing import transaction__writing_entered
-from dualwrite.writing.dual_write__writing_blocks_serializing import Serializers, Serializing
+from dualwrite.writing import transaction as entered
+from dualwrite.writing.dual_write import Serializers, Serializing
 from dualwrite.writing.fair_queue import Ticket
-from dualwrite.writing.group_commit import Groups, limits_for, runners_for
-from dualwrite.writing.group_commit__writing_group_submitting import Submitting
+from dualwrite.writing.group_commit import Groups, Submitting, limits_for, runners_for
 from dualwrite.writing.health import Vitals
-from dualwrite.writing.lane import Lane
-from dualwrite.writing.lane__writing_lanes_losses import Losses, OnLoss
+from dualwrite.writing.lane import Lane, Losses, OnLoss
 from dualwrite.writing.lane_pool import Kept, Lanes
-from dualwrite.writing.transaction import Transaction
-from dualwrite.writing.transaction__writing_arguments import conflicts_named
-from dualwrite.writing.transaction__writing_blocks_block import dual_write, no_session, session_of_block
+from dualwrite.writing.transaction import Transaction, conflicts_named, dual_write, no_session, session_of_block
 from dualwrite.writing.writer_resources import Opened, ProducerSettings, require_opened
 
 if TYPE_CHECKING:
@@ -42,14 +38,11 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session, scoped_session, sessionmaker
     from typing_extensions import Self, Unpack
 
-    from dualwrite.interfaces import StateStore
-    from dualwrite.interfaces__ports_database import Database
-    from dualwrite.interfaces__ports_observer import Observer, WriteObserver
-    from dualwrite.protocol.process__protocol_process_health import Health
+    from dualwrite.interfaces import Database, Observer, StateStore, WriteObserver
+    from dualwrite.protocol.process import Health
     from dualwrite.stores.sql.access import DjangoConnection
-    from dualwrite.writing.sessions import Block
-    from dualwrite.writing.sessions__writing_sessions import BoundSessions
-    from dualwrite.writing.transaction__writing_arguments import WriterSettings
+    from dualwrite.writing.sessions import Block, BoundSessions
+    from dualwrite.writing.transaction import WriterSettings
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +251,7 @@ class DualWriter(Submitting):
         Raises:
             ConfigurationError: Its sessions are asynchronous or in two-phase mode, or it is no such factory.
         """
-        from dualwrite.writing.sessions__writing_sessions import BoundSessions  # noqa: PLC0415 - the ORM is large, and loaded where it is used
+        from dualwrite.writing.sessions import BoundSessions  # noqa: PLC0415 - the ORM is large, and loaded where it is used
 
         joins_first, block = self._joined()
         return BoundSessions(self.transactional_id, sessions, block, joins_first=joins_first)
@@ -277,8 +270,8 @@ class DualWriter(Submitting):
     ) -> Generator[Transaction, None, None]:
         """One dual write: in a transaction of its own, or in the one that the connection is in, with that store."""
         context = self._opened().context
-        transaction__writing_entered.refuse_blocking_a_loop(self.transactional_id)
-        transaction__writing_entered.refuse_nested(self, self.transactional_id)
+        entered.refuse_blocking_a_loop(self.transactional_id)
+        entered.refuse_nested(self, self.transactional_id)
         if joined is not None:
             context = replace(context, store=joined)
         database = self._database
@@ -286,7 +279,7 @@ class DualWriter(Submitting):
         with adopted as given:
             ticket = self._lanes.ticket()
             try:
-                transaction__writing_entered.enter(self, ticket)
+                entered.enter(self, ticket)
                 with (
                     self._observer.writing(self.transactional_id, database.traits.name.lower()) as observed,
                     self._taken(ticket, observed) as lane,

@@ -13,21 +13,20 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.protocol.values__protocol_naming import lane_id
+from dualwrite.protocol.values import lane_id
 from dualwrite.recovery.claim import OwnerContext, claim_lanes
 from dualwrite.recovery.in_doubt import telling_at_open
 from dualwrite.writing.end_watcher import EndWatcher
 from dualwrite.writing.fair_queue import Turns
-from dualwrite.writing.health__writing_probe import SeldomAsked
+from dualwrite.writing.health import SeldomAsked
 from dualwrite.writing.lane import Lane
 
 if TYPE_CHECKING:
-    from dualwrite.interfaces import StateStore
-    from dualwrite.interfaces__ports_observer import Observer
-    from dualwrite.kafka.config__kafka_config import KafkaConfig
-    from dualwrite.kafka.producer__kafka_producer_choice import EngineName
-    from dualwrite.protocol.values__protocol_rows import StateRow
-    from dualwrite.writing.lane__writing_lanes_losses import Losses
+    from dualwrite.interfaces import Observer, StateStore
+    from dualwrite.kafka.config import KafkaConfig
+    from dualwrite.kafka.producer import EngineName
+    from dualwrite.protocol.values import StateRow
+    from dualwrite.writing.lane import Losses
     from dualwrite.writing.lane_pool import Lanes
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class Opened:
     Attributes:
         context: The servers.
         longest_open_s: The age of the oldest transaction that is open in Kafka; see
-            :meth:`dualwrite.interfaces__ports_observer.Observer.opened`.
+            :meth:`dualwrite.interfaces.Observer.opened`.
     """
 
     def __init__(

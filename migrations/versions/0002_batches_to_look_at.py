@@ -6,7 +6,7 @@ import sqlalchemy as sa
 from alembic.operations import Operations
 
 from dualwrite.migrations.batch_view import create_batch_view, drop_batch_view
-from dualwrite.stores.sql.tables__stores_sql_tables_clock import UtcDateTime
+from dualwrite.stores.sql.tables import UtcDateTime
 
 revision = "0002"
 down_revision = "0001"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic.operations import Operations
 
-from dualwrite.stores.sql.tables__stores_sql_tables_clock import UtcDateTime
+from dualwrite.stores.sql.tables import UtcDateTime
 
 revision = "0003"
 down_revision = "0002"

@@ -10,8 +10,7 @@ import sqlalchemy as sa
 from alembic.operations import Operations
 
 from dualwrite.migrations.batch_view import create_batch_view, drop_batch_view
-from dualwrite.stores.sql.tables__stores_sql_tables_clock import UtcDateTime, row_made
-from dualwrite.stores.sql.tables__stores_sql_tables_column_types import ExactString, ExactText
+from dualwrite.stores.sql.tables import ExactString, ExactText, UtcDateTime, row_made
 
 revision = "0004"
 down_revision = "0003"

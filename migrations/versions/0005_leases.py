@@ -5,8 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic.operations import Operations
 
-from dualwrite.stores.sql.tables__stores_sql_tables_clock import UtcDateTime
-from dualwrite.stores.sql.tables__stores_sql_tables_column_types import ExactString, ExactText
+from dualwrite.stores.sql.tables import ExactString, ExactText, UtcDateTime
 
 revision = "0005"
 down_revision = "0004"

@@ -9,11 +9,10 @@ library but ``dualwrite.cli`` and ``dualwrite.testing``.
 from __future__ import annotations
 
 from dualwrite.sinks.spark.api import foreach_batch, foreach_partition, write_batch
-from dualwrite.sinks.spark.formats.protobuf__sinks_spark_formats_descriptors import descriptor_set
-from dualwrite.sinks.spark.options import SinkOptions, SinkSettings
-from dualwrite.sinks.spark.options__sinks_spark_options_source_options import SourceOptions
+from dualwrite.sinks.spark.formats.protobuf import descriptor_set
+from dualwrite.sinks.spark.options import SinkOptions, SinkSettings, SourceOptions
 from dualwrite.sinks.spark.per_partition import BatchReport
-from dualwrite.sinks.spark.plan__sinks_spark_driver_task_errors import JobFailed
+from dualwrite.sinks.spark.plan import JobFailed
 from dualwrite.sinks.spark.source import DualWriteDataSource, register
 
 __all__ = [

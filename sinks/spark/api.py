@@ -13,10 +13,9 @@ from dualwrite.sinks.spark.digests import may_mix, require_deterministic, requir
 from dualwrite.sinks.spark.options import SinkOptions, SinkSettings, settings_of
 from dualwrite.sinks.spark.partition_task import REPORT_SCHEMA, PartitionReport
 from dualwrite.sinks.spark.per_partition import BatchJob, BatchReport
-from dualwrite.sinks.spark.plan__sinks_spark_driver_spark_jobs import CONNECT, SparkJobs
-from dualwrite.sinks.spark.plan__sinks_spark_driver_task_errors import without_cause
+from dualwrite.sinks.spark.plan import CONNECT, SparkJobs, without_cause
 from dualwrite.sinks.spark.sendable import without_unused
-from dualwrite.sinks.spark.writing__sinks_spark_writing_progress import described
+from dualwrite.sinks.spark.writing import described
 
 if TYPE_CHECKING:
     from pyspark import RDD

@@ -1,20 +1,20 @@
-"""Every Spark SQL type: its form in each message format, and the columns of each database that take it.
+"""Which types of columns can be written where, and the target table as both sides see it.
 
 The documentation shows this table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import Final
 
 import pyarrow as pa
 from pyspark.sql import types as spark
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.sinks.spark.column_types__sinks_spark_columns_table import Table, TableColumn
 
 
 class Form(Enum):
@@ -380,3 +380,50 @@ def _parts(data_type: spark.DataType) -> Iterator[spark.DataType]:
     elif isinstance(data_type, spark.StructType):
         for inner in data_type.fields:
             yield from _parts(inner.dataType)
+
+
+# The target table, as the database's catalog describes it.
+
+
+@dataclass(frozen=True)
+class TableColumn:
+    """One column of the table.
+
+    Attributes:
+        name: Its name, as the catalog has it.
+        type_name: The internal name of its type in its database; for a domain, of the base type.
+        shown_type: Its type as people write it.
+        is_enum: Whether the type is an enumeration.
+        scale: The digits after the point that a ``numeric`` column, or an array of them, keeps; None if it keeps all.
+        longest: The characters that a ``varchar`` or ``char`` column of PostgreSQL keeps; None if it keeps all.
+        element_type: The internal name of an array's element type.
+        must_be_given: Whether a row without a value for it is refused.
+        generated: Whether the database computes it.
+    """
+
+    name: str
+    type_name: str
+    shown_type: str
+    is_enum: bool = False
+    scale: int | None = None
+    longest: int | None = None
+    element_type: str | None = None
+    must_be_given: bool = False
+    generated: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: its exact names, and its columns by name.
+
+    Attributes:
+        schema: The schema that it is in.
+        name: Its name.
+        columns: Its columns.
+        takes: By :attr:`TableColumn.type_name`, how values of a Spark type travel into columns of its database.
+    """
+
+    schema: str
+    name: str
+    columns: Mapping[str, TableColumn]
+    takes: Callable[[TypeRow], Mapping[str, Wire]] = attrgetter("postgresql")

@@ -11,11 +11,11 @@ from pyspark.sql import types as spark
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.column_types import Form, check_json, wire_for
-from dualwrite.sinks.spark.options__sinks_spark_options_message_formats import REGISTERED, Format
+from dualwrite.sinks.spark.options import REGISTERED, Format
 from dualwrite.sinks.spark.schema_parts import Given, Part, PartSchema, module_of
 
 if TYPE_CHECKING:
-    from dualwrite.sinks.spark.column_types__sinks_spark_columns_table import Table
+    from dualwrite.sinks.spark.column_types import Table
     from dualwrite.sinks.spark.options import SinkOptions
     from dualwrite.sinks.spark.registry import Registered
 

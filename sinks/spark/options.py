@@ -1,32 +1,57 @@
-"""The settings of a sink: names, addresses, and which column goes where. Checked on the driver, shipped to the tasks."""
+"""The settings of a sink: by keyword, by Spark's options, and those of a schema registry.
+
+A name that is close to a known one is suggested; no setting is ignored silently.
+"""
 
 from __future__ import annotations
 
+import difflib
+import hashlib
+import json
 import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from enum import Enum
 from functools import cache
 from types import UnionType
-from typing import TYPE_CHECKING, Final, NoReturn, TypedDict, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias, TypedDict, Union, get_args, get_origin, get_type_hints
 from urllib.parse import quote, unquote
 
 from sqlalchemy import exc, make_url
+from sqlalchemy.exc import ArgumentError
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.config__kafka_config import KafkaConfig
-from dualwrite.kafka.producer__kafka_producer_choice import EngineName, wanted_engine
-from dualwrite.protocol.values__protocol_allowed import check_seconds
-from dualwrite.protocol.values__protocol_naming import pool_of_sink
-from dualwrite.sinks.spark.options__sinks_spark_options_message_formats import KEY_FORMATS, REGISTERED, Format
-from dualwrite.sinks.spark.options__sinks_spark_options_near_names import did_you_mean
-from dualwrite.sinks.spark.options__sinks_spark_options_registry_settings import RegistrySettings
-from dualwrite.stores.sql.access__stores_sql_access_failures import shown_url
-from dualwrite.stores.sql.tables__stores_sql_tables_rows import check_name
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.producer import EngineName, wanted_engine
+from dualwrite.protocol.values import check_seconds, pool_of_sink, stream_name
+from dualwrite.stores.sql.access import shown_url
+from dualwrite.stores.sql.tables import check_name
 
 if TYPE_CHECKING:
     from sqlalchemy import URL
+
+# The formats of messages' keys and values.
+
+
+class Format(str, Enum):
+    """How a message's key or value is written."""
+
+    JSON = "json"
+    RAW = "raw"
+    AVRO = "avro"
+    JSON_SCHEMA = "jsonschema"
+    PROTOBUF = "protobuf"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+REGISTERED: Final = frozenset({Format.AVRO, Format.JSON_SCHEMA, Format.PROTOBUF})
+"""The formats that are written with a schema from the registry."""
+KEY_FORMATS: Final = tuple(str(item) for item in Format if item is not Format.JSON)
+
 
 _LONGEST_SINK_NAME: Final = 200
 _REFERENCE: Final = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -435,3 +460,336 @@ def _refuse_url() -> NoReturn:
         "url is not the URL of a PostgreSQL database through psycopg 3, or of MariaDB or MySQL through PyMySQL",
         next_step="write postgresql+psycopg://user:password@host:port/database, or mysql+pymysql://...",
     ) from None
+
+
+# The Data Source's options: Spark passes texts, which are checked and turned into the sink's settings.
+
+_KAFKA: Final = "kafka."
+_REGISTRY: Final = "schema.registry."
+OPTION_NAMES: Final = {
+    "sink": "sink",
+    "url": "url",
+    "dbtable": "table",
+    "topic": "topic",
+    "topicColumn": "topic_column",
+    "keyColumn": "key",
+    "valueColumn": "value",
+    "headersColumn": "headers",
+    "partitionColumn": "partition",
+    "timestampColumn": "timestamp",
+    "keyFormat": "key_format",
+    "valueFormat": "value_format",
+    "keySchema": "key_schema",
+    "valueSchema": "value_schema",
+    "keyMessage": "key_message",
+    "valueMessage": "value_message",
+    "descriptorFile": "descriptor",
+    "columns": "columns",
+    "stateSchema": "schema",
+    "maxSlots": "max_slots",
+    "leaseSeconds": "lease_s",
+    "timeoutSeconds": "timeout_s",
+    "marginSeconds": "margin_s",
+    "progressSeconds": "progress_s",
+    "decideWithinSeconds": "decide_within_s",
+    "databaseLeg": "database_leg",
+    "keepSlots": "keep_slots",
+    "producerEngine": "producer_engine",
+    "unitTopic": "unit_topic",
+}
+"""For each option, the setting of `SinkOptions` that it sets."""
+_OWN: Final = ("batchId", "upsertKeys", "truncate", "user", "password")
+_CHECKPOINT: Final = "checkpointlocation"
+_SPARKS: Final = frozenset({_CHECKPOINT, "queryname"})
+"""Options that Spark itself adds for a stream."""
+_WHOLE: Final = frozenset({"max_slots"})
+_SECONDS: Final = frozenset({"lease_s", "timeout_s", "margin_s", "progress_s", "decide_within_s"})
+_FLAGS: Final = {"true": True, "false": False}
+_NEEDED: Final = ("sink", "url", "dbtable", "kafka.bootstrap.servers")
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """The options of ``format("dualwrite")``, checked. Case does not matter in names, as everywhere in Spark.
+
+    Attributes:
+        sink: The sink's settings.
+        batch_id: Name of the batch; None if Spark names it.
+        upsert_keys: Key columns of the table; empty if rows are only added.
+        truncate: Whether mode("overwrite") empties the table by TRUNCATE.
+        stream: Names the stream, the same in each of Spark's processes; None for a batch, and for a stream whose checkpoint
+            is not among its options.
+    """
+
+    sink: SinkOptions
+    batch_id: str | None
+    upsert_keys: tuple[str, ...]
+    truncate: bool
+    stream: str | None
+
+    @classmethod
+    def parse(cls, given: Mapping[str, str]) -> SourceOptions:
+        """Check the options that Spark has passed.
+
+        Raises:
+            ConfigurationError: An option is missing, unknown or wrong. The error names it, and shows no value that may be
+                secret.
+        """
+        if not given:
+            raise ConfigurationError(
+                "there are no options: Spark passes those of a table of its catalog on to nobody "
+                "(INSERT INTO, insertInto, writeTo)",
+                next_step='write with df.write.format("dualwrite").options(...).mode("append").save()',
+            )
+        known = {name.lower(): name for name in (*OPTION_NAMES, *_OWN)}
+        options: dict[str, str] = {}
+        kafka: dict[str, object] = {}
+        registry: dict[str, object] = {}
+        for key, value in given.items():
+            lowered = key.lower()
+            if lowered.startswith(_KAFKA):
+                kafka[lowered[len(_KAFKA) :]] = value
+            elif lowered.startswith(_REGISTRY):
+                registry[lowered[len(_REGISTRY) :]] = value
+            elif lowered in known:
+                options[known[lowered]] = value
+            elif lowered not in _SPARKS:
+                _refuse(key, known)
+        present = {*options, *(f"{_KAFKA}{key}" for key in kafka)}
+        for name in _NEEDED:
+            if name not in present:
+                raise ConfigurationError(f"the option {name} is missing", next_step=f'add .option("{name}", ...)')
+        settings = {
+            setting: _value(name, setting, options[name]) for name, setting in OPTION_NAMES.items() if name in options
+        }
+        settings["url"] = _url(options)
+        return cls(
+            sink=SinkOptions(kafka=kafka, schema_registry=registry or None, **settings),  # type: ignore[arg-type] # by name; SinkOptions checks them
+            batch_id=options.get("batchId"),
+            upsert_keys=tuple(_listed(options.get("upsertKeys", ""))),
+            truncate=_flag("truncate", options.get("truncate", "false")),
+            stream=_stream(given),
+        )
+
+
+def _stream(given: Mapping[str, str]) -> str | None:
+    """Name the stream after its checkpoint, which is unique: Spark's processes share no other knowledge of a stream."""
+    checkpoint = {key.lower(): value for key, value in given.items()}.get(_CHECKPOINT)
+    return None if checkpoint is None else stream_name(hashlib.sha256(checkpoint.encode()).hexdigest())
+
+
+def _refuse(key: str, known: Mapping[str, str]) -> NoReturn:
+    every = f"the options are {', '.join(known.values())}, kafka.*, schema.registry.*"
+    raise ConfigurationError(f"there is no option {key!r}", next_step=did_you_mean(key.lower(), known, every))
+
+
+def _value(name: str, setting: str, text: str) -> object:
+    if setting in _WHOLE or setting in _SECONDS:
+        try:
+            return int(text) if setting in _WHOLE else float(text)
+        except ValueError:
+            raise ConfigurationError(f"the option {name} must be a number, not {text!r}") from None
+    if setting == "columns":
+        return _columns(text)
+    if setting == "keep_slots":
+        return _flag(name, text)
+    return text
+
+
+def _flag(name: str, text: str) -> bool:
+    if text.lower() not in _FLAGS:
+        raise ConfigurationError(f"the option {name} must be true or false, not {text!r}")
+    return _FLAGS[text.lower()]
+
+
+def _columns(text: str) -> Mapping[str, str] | Sequence[str]:
+    if not text.lstrip().startswith(("{", "[")):
+        return _listed(text)
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"the option columns is not JSON: {error}") from None
+    if not all(isinstance(target, str) for target in (found.values() if isinstance(found, dict) else found)):
+        raise ConfigurationError("the option columns must hold names of columns, or map them to names of columns")
+    return found  # type: ignore[no-any-return] # checked above
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _url(options: Mapping[str, str]) -> str:
+    text = options["url"]
+    if text.lower().startswith("jdbc:"):
+        raise ConfigurationError(
+            "the option url is a JDBC URL",
+            next_step="write postgresql+psycopg://host:port/database, with user and password as options of their own",
+        )
+    if "user" not in options and "password" not in options:
+        return text
+    try:
+        url = make_url(readable_url(text))
+    except (ArgumentError, ValueError):  # ValueError: the port is not a number
+        # Without its cause: SQLAlchemy's message repeats the URL, password included.
+        raise ConfigurationError("the option url is not a database URL") from None
+    url = url.set(username=options.get("user", url.username), password=options.get("password", url.password))
+    return url.render_as_string(hide_password=False)
+
+
+# The settings of the schema registry: an allow-list of names, none of which loads code.
+
+Setting: TypeAlias = str | int | float
+
+_SECRET: Final = frozenset(
+    {"basic.auth.user.info", "bearer.auth.token", "bearer.auth.client.secret", "ssl.key.password"}
+)
+_TEXTS: Final = _SECRET | {
+    "url",
+    "bearer.auth.credentials.source",
+    "bearer.auth.logical.cluster",
+    "bearer.auth.identity.pool.id",
+    "bearer.auth.client.id",
+    "bearer.auth.scope",
+    "bearer.auth.issuer.endpoint.url",
+    "ssl.ca.location",
+    "ssl.certificate.location",
+    "ssl.key.location",
+    "proxy",
+}
+_NUMBERS: Final = frozenset({"timeout", "max.retries", "retries.wait.ms", "retries.max.wait.ms"})
+_REGISTRY_FLAGS: Final = {"auto.register.schemas": True, "use.latest.version": False, "normalize.schemas": False}
+_STRATEGY: Final = "subject.name.strategy"
+_TOPICS: Final = "topics"
+REGISTRY_NAMES: Final = (*sorted(_TEXTS), *sorted(_NUMBERS), *_REGISTRY_FLAGS, _STRATEGY, _TOPICS)
+"""All names that may be set."""
+STRATEGIES: Final = ("topic", "record", "topic_record")
+_BEARERS: Final = frozenset({"OAUTHBEARER", "OAUTHBEARER_AZURE_IMDS", "STATIC_TOKEN"})
+_TIMEOUT_S: Final = 30  # confluent-kafka's own default is to wait forever
+
+
+@dataclass(frozen=True, repr=False)
+class RegistrySettings:
+    """The checked settings. Their ``repr`` shows no value.
+
+    Attributes:
+        client: For confluent-kafka's ``SchemaRegistryClient``.
+        auto_register: Whether the driver registers a schema that its subject does not have.
+        use_latest: Whether to write with the subject's latest schema.
+        normalize: Whether the registry normalizes schemas.
+        strategy: Names of subjects are built from ``topic``, ``record`` or ``topic_record``.
+        topics: With a topic column: the topics whose subjects the driver registers or looks up.
+    """
+
+    client: Mapping[str, Setting]
+    auto_register: bool
+    use_latest: bool
+    normalize: bool
+    strategy: str
+    topics: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, given: Mapping[str, object]) -> RegistrySettings:
+        """Check the settings. Connects nowhere and reads no file.
+
+        Raises:
+            ConfigurationError: A setting is unknown or wrong, or ``url`` is missing. The error names it, and shows no value.
+        """
+        for name in given:
+            if name not in REGISTRY_NAMES:
+                _refuse_registry_setting(name)
+        if not given.get("url"):
+            raise ConfigurationError(
+                "the schema registry's setting url is missing", next_step="give schema.registry.url"
+            )
+        _check_url(_text("url", given["url"]))
+        client: dict[str, Setting] = {name: _text(name, given[name]) for name in sorted(_TEXTS & given.keys())}
+        client |= {"timeout": _TIMEOUT_S}
+        client |= {name: _number(name, given[name]) for name in sorted(_NUMBERS & given.keys())}
+        if client.get("bearer.auth.credentials.source", "STATIC_TOKEN") not in _BEARERS:
+            raise ConfigurationError(
+                "the schema registry's setting bearer.auth.credentials.source is none of "
+                f"{', '.join(sorted(_BEARERS))}: others run code"
+            )
+        flags = {name: _registry_flag(name, given.get(name, default)) for name, default in _REGISTRY_FLAGS.items()}
+        if (
+            flags["use.latest.version"]
+            and given.get("auto.register.schemas") is not None
+            and flags["auto.register.schemas"]
+        ):
+            raise ConfigurationError("use.latest.version and auto.register.schemas cannot be combined")
+        strategy = _text(_STRATEGY, given.get(_STRATEGY, "topic")).lower()
+        if strategy not in STRATEGIES:
+            raise ConfigurationError(f"{_STRATEGY} must be one of {', '.join(STRATEGIES)}")
+        topics = given.get(_TOPICS, ())
+        listed = topics.split(",") if isinstance(topics, str) else topics
+        if not isinstance(listed, (list, tuple)):
+            raise ConfigurationError("the schema registry's setting topics must be a list of names, or a,b,c")
+        return cls(
+            client=client,
+            auto_register=flags["auto.register.schemas"] and not flags["use.latest.version"],
+            use_latest=flags["use.latest.version"],
+            normalize=flags["normalize.schemas"],
+            strategy=strategy,
+            topics=tuple(str(topic).strip() for topic in listed if str(topic).strip()),
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(<{len(self.client)} settings>)"
+
+
+def _check_url(text: str) -> None:
+    for part in text.split(","):
+        if not part.strip().startswith(("http://", "https://", "${env:")):
+            raise ConfigurationError("the schema registry's url must begin with http:// or https://")
+        if "@" in part:
+            # HTTP clients write whole addresses into their logs.
+            raise ConfigurationError(
+                "the schema registry's url holds a password", next_step="use schema.registry.basic.auth.user.info"
+            )
+
+
+def _refuse_registry_setting(name: str) -> None:
+    known = {known_name: known_name for known_name in REGISTRY_NAMES}
+    every = f"the settings are {', '.join(REGISTRY_NAMES)}"
+    raise ConfigurationError(
+        f"the schema registry has no setting {name!r}", next_step=did_you_mean(name, known, every, cutoff=0.5)
+    )
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ConfigurationError(f"the schema registry's setting {name} is not text but {type(value).__name__}")
+    return value
+
+
+def _number(name: str, value: object) -> float:
+    try:
+        number = float(str(value))
+    except ValueError:
+        number = -1
+    if not 0 <= number < float("inf"):
+        raise ConfigurationError(f"the schema registry's setting {name} must be a number, and not less than 0")
+    return int(number) if number.is_integer() else number
+
+
+def _registry_flag(name: str, value: object) -> bool:
+    text = str(value).lower()
+    if text not in {"true", "false"}:
+        raise ConfigurationError(f"the schema registry's setting {name} must be true or false")
+    return text == "true"
+
+
+# Suggestions for errors that refuse an unknown name.
+
+
+def did_you_mean(given: str, known: Mapping[str, str], otherwise: str, *, cutoff: float = 0.6) -> str:
+    """The next step for an error about an unknown name.
+
+    Args:
+        given: The unknown name.
+        known: The known names: as compared, mapped to as shown.
+        otherwise: The next step if no name is near.
+        cutoff: How near a name must be, from 0 to 1; see :func:`difflib.get_close_matches`.
+    """
+    near = difflib.get_close_matches(given, known, n=1, cutoff=cutoff)
+    return f"did you mean {known[near[0]]!r}?" if near else otherwise

@@ -23,18 +23,13 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
-from dualwrite.protocol.batches__protocol_batches_entry import Way
+from dualwrite.protocol.batches import Way
 from dualwrite.sinks.batches import RUN_AGAIN, pending
 from dualwrite.sinks.spark.digests import Fingerprint, Fingerprinted, hashed_columns, other_rows
-from dualwrite.sinks.spark.sendable import awaited, projected_batches
-from dualwrite.sinks.spark.sendable__sinks_spark_columns_from_rows import row_batches
-from dualwrite.sinks.spark.worker import Attempt
-from dualwrite.sinks.spark.worker__sinks_spark_worker_destinations import destination_of
-from dualwrite.sinks.spark.worker__sinks_spark_worker_worker_cache import servers
-from dualwrite.sinks.spark.writing__sinks_spark_writing_both_legs import write_rows
-from dualwrite.sinks.spark.writing__sinks_spark_writing_progress import Progress, shown
-from dualwrite.sinks.spark.writing__sinks_spark_writing_whole_input import whole_input
-from dualwrite.writing.transaction__writing_blocks_block import dual_write
+from dualwrite.sinks.spark.sendable import awaited, projected_batches, row_batches
+from dualwrite.sinks.spark.worker import Attempt, destination_of, servers
+from dualwrite.sinks.spark.writing import Progress, shown, whole_input, write_rows
+from dualwrite.writing.transaction import dual_write
 
 if TYPE_CHECKING:
     from pyspark.sql import Row
@@ -43,7 +38,7 @@ if TYPE_CHECKING:
 
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.options import SinkOptions
-    from dualwrite.stores.sql.ledger__stores_sql_jobs_runs import Run
+    from dualwrite.stores.sql.ledger import Run
     from dualwrite.writing.lane import Lane
 
 logger = logging.getLogger(__name__)

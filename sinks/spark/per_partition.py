@@ -16,15 +16,14 @@ from sqlalchemy import exc
 from dualwrite import failpoints
 from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError, Unavailable
-from dualwrite.protocol.batches__protocol_batches_entry import Way
+from dualwrite.protocol.batches import Way
 from dualwrite.sinks.batches import pending
 from dualwrite.sinks.spark.digests import Fingerprint, other_rows
 from dualwrite.sinks.spark.partition_task import PartitionReport, PartitionTask
-from dualwrite.sinks.spark.plan import DriverSide
-from dualwrite.sinks.spark.plan__sinks_spark_driver_task_errors import JOB_ERRORS, JobFailed, reason_of
-from dualwrite.sinks.spark.worker__sinks_spark_worker_destinations import destination_of
-from dualwrite.sinks.spark.writing__sinks_spark_writing_progress import shown
-from dualwrite.stores.sql.access__stores_sql_access_failures import map_database_error
+from dualwrite.sinks.spark.plan import JOB_ERRORS, DriverSide, JobFailed, reason_of
+from dualwrite.sinks.spark.worker import destination_of
+from dualwrite.sinks.spark.writing import shown
+from dualwrite.stores.sql.access import map_database_error
 from dualwrite.stores.sql.ledger import BEGUN
 
 if TYPE_CHECKING:
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
 
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.options import SinkOptions
-    from dualwrite.sinks.spark.plan__sinks_spark_driver_spark_jobs import SparkJobs
-    from dualwrite.stores.sql.ledger__stores_sql_jobs_runs import Run
+    from dualwrite.sinks.spark.plan import SparkJobs
+    from dualwrite.stores.sql.ledger import Run
 
 logger = logging.getLogger(__name__)
 

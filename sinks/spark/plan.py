@@ -1,14 +1,19 @@
-"""The driver's work for every entry point: checks the servers, settles what tasks have left, reports losses."""
+"""What both ways do on the driver: the plan of a batch, its Spark jobs, and the reason of a failure in one line."""
 
 from __future__ import annotations
 
 import logging
+import os
+import re
+import secrets
 from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
+from py4j.protocol import Py4JError, Py4JJavaError
+from pyspark.errors import PySparkException
 from sqlalchemy import exc
 
 from dualwrite import failpoints
@@ -23,36 +28,34 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.protocol.values import Outcome
-from dualwrite.protocol.values__protocol_naming import owner_prefix
+from dualwrite.protocol.values import Outcome, owner_prefix
 from dualwrite.recovery.claim import OwnerContext, unique_owner
 from dualwrite.recovery.settle import end_participants
 from dualwrite.sinks.batches import RUN_AGAIN
-from dualwrite.sinks.spark.databases.database__sinks_spark_databases_opening import open_database
-from dualwrite.sinks.spark.formats.serializing__sinks_spark_formats_registering import given_schemas, registered_layout
+from dualwrite.sinks.spark.databases.database import open_database
+from dualwrite.sinks.spark.formats.serializing import given_schemas, registered_layout
 from dualwrite.sinks.spark.layout import plan_layout
-from dualwrite.sinks.spark.worker__sinks_spark_worker_owners import settle_leases
-from dualwrite.stores.sql.access__stores_sql_access_failures import map_database_error
-from dualwrite.stores.sql.ledger import Ledger
-from dualwrite.stores.sql.ledger__stores_sql_jobs_batches import batch_in_part, newest_batch
-from dualwrite.stores.sql.ledger__stores_sql_jobs_runs import Runs
-from dualwrite.stores.sql.short_transactions__stores_sql_schema import check_schema
+from dualwrite.sinks.spark.worker import settle_leases
+from dualwrite.stores.sql.access import map_database_error
+from dualwrite.stores.sql.ledger import Ledger, Runs, batch_in_part, newest_batch
+from dualwrite.stores.sql.short_transactions import check_schema
 from dualwrite.stores.sql.slots import SlotPool
 from dualwrite.stores.sql.store import SqlStateStore
-from dualwrite.stores.sql.tables__stores_sql_tables_rows import check_name
+from dualwrite.stores.sql.tables import check_name
 from dualwrite.units.announcing import Written, announce_batch
 
 if TYPE_CHECKING:
+    from pyspark import SparkContext
     from pyspark.sql import types as spark
     from sqlalchemy import Engine
     from typing_extensions import Self
 
-    from dualwrite.interfaces__ports_coordinator import TransactionCoordinator
-    from dualwrite.protocol.values__protocol_rows import Incident, StateRow
+    from dualwrite.interfaces import TransactionCoordinator
+    from dualwrite.protocol.values import Incident, StateRow
     from dualwrite.sinks.spark.databases.database import Emptying, SinkDatabase
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.options import SinkOptions
-    from dualwrite.stores.sql.ledger__stores_sql_jobs_runs import Run
+    from dualwrite.stores.sql.ledger import Run
 
 logger = logging.getLogger(__name__)
 
@@ -358,3 +361,146 @@ def _read_layout(
 
 def _identity(incident: Incident) -> tuple[str, str]:
     return incident.transactional_id, incident.prepared_transaction_state
+
+
+# Puts the reason of a failed job first: Spark buries it in a hundred lines of its own.
+
+_OURS: Final = re.compile(r"^(?:[\w.]*: )*dualwrite\.errors\.(\w+): (.+)$", re.MULTILINE)
+_OTHER_PYTHON: Final = (
+    (
+        re.compile(r"No module named '(dualwrite|sqlalchemy|psycopg|pymysql|pgpq|confluent_kafka|kafka)"),
+        "Spark's workers run a Python in which dualwrite[spark] is not installed: no module named {}",
+    ),
+    (
+        re.compile(r"PYTHON_VERSION_MISMATCH\](.*)"),
+        "Spark's workers run another version of Python than the driver:{}",
+    ),
+)
+_RAISED: Final = re.compile(r"^  .*\n(\w\S*(?:: .*)?)$", re.MULTILINE)
+"""The last line of a traceback: it follows an indented one."""
+_CALLING: Final = "An error occurred while calling"
+_SET_PYTHON: Final = (
+    "let PYSPARK_PYTHON (spark.pyspark.python) name the driver's Python, or one of the same version with the same packages, "
+    "on every machine"
+)
+
+_HIDES_TRACEBACK: Final = "SPARK_HIDE_TRACEBACK"
+"""Spark's variable for ``spark.sql.execution.pyspark.udf.hideTraceback.enabled``; Spark reads it after an error has left us."""
+
+
+JOB_ERRORS: Final = (PySparkException, Py4JJavaError)
+"""The exceptions of a failed job; the call and the version of Spark decide which of them."""
+
+
+class JobFailed(PySparkException):
+    """A Spark job of this library failed, or was cancelled. ``__cause__`` is Spark's own exception.
+
+    The first line is the reason; the second line says which partitions are committed.
+    """
+
+
+def reason_of(error: Exception) -> str:
+    """The reason of a failed job, in one line: this library's error if there is one, otherwise what the task raised last.
+
+    Args:
+        error: Spark's exception. Its text includes the task's traceback.
+    """
+    text = str(error)
+    for pattern, words in _OTHER_PYTHON:
+        if found := pattern.search(text):
+            return f"{words.format(found[1])} ({_SET_PYTHON})"
+    if ours := _OURS.findall(text):
+        return "{}: {}".format(*ours[-1])
+    if raised := _RAISED.findall(text):
+        return str(raised[-1])
+    told = (line.removeprefix(": ") for line in text.splitlines() if line and not line.startswith(_CALLING))
+    return next(told, type(error).__name__)
+
+
+@contextmanager
+def without_cause() -> Generator[None, None, None]:
+    """Leave an error's causes to the log. A stream's own exception shows them all as text, and before the error itself.
+
+    Raises:
+        JobFailed, DualWriteError: The block's, without its cause.
+    """
+    try:
+        yield
+    except (JobFailed, DualWriteError) as error:
+        logger.exception("traceback of the error that the stream shows")
+        raise error from None
+
+
+@contextmanager
+def shown_first() -> Generator[None, None, None]:
+    """In a process of Spark's that ends with the block's error: let Spark show the error without a traceback before it.
+
+    The traceback goes to the log. Errors that are not this library's stay as they are.
+    """
+    try:
+        yield
+    except DualWriteError:
+        logger.exception("the traceback of the error that Spark shows")
+        # Harmless: a process that fails with an error runs nothing more, even if Spark reuses others.
+        os.environ[_HIDES_TRACEBACK] = "1"
+        raise
+
+
+# The Spark jobs of one batch: cancelled, and awaited until none of their tasks runs any more.
+#
+# For Spark's caller, a failed job is over while its other tasks still run. Until they end, they hold the locks of the
+# rows that they have copied.
+
+CONNECT: Final = "pyspark.sql.connect"
+"""Where the classes of Spark Connect stand, which has no driver in this process."""
+
+
+class SparkJobs:
+    """Jobs that this process has started, recognised by a tag of their own.
+
+    Args:
+        context: Where they run.
+    """
+
+    def __init__(self, context: SparkContext) -> None:
+        self._context = context
+        self._tag = f"dualwrite-{secrets.token_hex(8)}"
+
+    @contextmanager
+    def started(self) -> Generator[None, None, None]:
+        """Count the jobs that this thread starts in the block as ours."""
+        self._context.addJobTag(self._tag)
+        try:
+            yield
+        finally:
+            self._context.removeJobTag(self._tag)
+
+    def end(self, name: str, deadline: Deadline) -> None:
+        """Cancel running jobs, and wait until none of their tasks runs. Raises nothing: a failure of Spark must not stop us.
+
+        Args:
+            name: For the log.
+            deadline: Limits the wait.
+        """
+        try:
+            self._context.cancelJobsWithTag(self._tag)
+            while running := self._running():
+                if deadline.expired:
+                    logger.warning("%s: %d tasks still run, and may hold locks", name, running)
+                    return
+                pause(_LOOKS_AGAIN_S)
+        except Py4JError as error:  # usually, because Spark itself has ended
+            logger.warning(
+                "%s: cannot find out from Spark whether its tasks have ended: %s", name, type(error).__name__
+            )
+
+    def _running(self) -> int:
+        # Not PySpark's own tracker: it knows no tags, and makes a list for each stage.
+        tracker = self._context._jsc.sc().statusTracker()  # noqa: SLF001 - as PySpark's own tracker does
+        running = 0
+        for job in tracker.getJobIdsForTag(self._tag):
+            found = tracker.getJobInfo(job)
+            for stage in found.get().stageIds() if found.isDefined() else ():
+                shown = tracker.getStageInfo(stage)
+                running += shown.get().numActiveTasks() if shown.isDefined() else 0
+        return running

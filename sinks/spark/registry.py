@@ -21,11 +21,11 @@ from confluent_kafka.schema_registry.error import OAuthTokenError
 from confluent_kafka.serialization import MessageField, SerializationContext
 
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.sinks.spark.options__sinks_spark_options_message_formats import Format
+from dualwrite.sinks.spark.options import Format
 from dualwrite.sinks.spark.schema_parts import Given, PartSchema, Serialize, module_of
 
 if TYPE_CHECKING:
-    from dualwrite.sinks.spark.options__sinks_spark_options_registry_settings import RegistrySettings
+    from dualwrite.sinks.spark.options import RegistrySettings
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 from pyspark.sql import types as spark
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.sinks.spark.options__sinks_spark_options_message_formats import Format
+from dualwrite.sinks.spark.options import Format
 
 if TYPE_CHECKING:
     from confluent_kafka.schema_registry import Schema, SchemaRegistryClient

@@ -32,19 +32,11 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.sinks.spark.databases.database import Emptying
-from dualwrite.sinks.spark.options__sinks_spark_options_source_options import SourceOptions
-from dualwrite.sinks.spark.plan import present_run, read_plan
-from dualwrite.sinks.spark.plan__sinks_spark_driver_spark_jobs import CONNECT
-from dualwrite.sinks.spark.plan__sinks_spark_driver_task_errors import shown_first
-from dualwrite.sinks.spark.sendable import projected_batches
-from dualwrite.sinks.spark.sendable__sinks_spark_columns_from_rows import row_batches
-from dualwrite.sinks.spark.whole_batch import WholeBatch
-from dualwrite.sinks.spark.whole_batch__sinks_spark_whole_batch_prepared_partition import (
-    PreparedPartition,
-    prepare_partition,
-)
-from dualwrite.sinks.spark.writing__sinks_spark_writing_progress import log_to_stderr
-from dualwrite.sinks.spark.writing__sinks_spark_writing_whole_input import whole_input
+from dualwrite.sinks.spark.options import SourceOptions
+from dualwrite.sinks.spark.plan import CONNECT, present_run, read_plan, shown_first
+from dualwrite.sinks.spark.sendable import projected_batches, row_batches
+from dualwrite.sinks.spark.whole_batch import PreparedPartition, WholeBatch, prepare_partition
+from dualwrite.sinks.spark.writing import log_to_stderr, whole_input
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -54,7 +46,7 @@ if TYPE_CHECKING:
     from pyspark.sql import types as spark
 
     from dualwrite.sinks.spark.layout import Layout
-    from dualwrite.stores.sql.ledger__stores_sql_jobs_runs import Run
+    from dualwrite.stores.sql.ledger import Run
 
 try:
     from pyspark.sql.datasource import DataSourceStreamArrowWriter

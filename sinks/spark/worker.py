@@ -1,32 +1,41 @@
-"""One attempt of a task at its partition: its name, what is already written, and a lane to write in."""
+"""One attempt of a task: its name, slot and lane; what a reused worker keeps; what dead tasks left behind."""
 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
-from collections.abc import Generator
+import threading
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
-from dualwrite.clock import Deadline
-from dualwrite.errors import DualWriteError, TransactionAborted
-from dualwrite.protocol.values__protocol_naming import owner_prefix
-from dualwrite.recovery.claim import OwnerContext, default_owner
-from dualwrite.sinks.spark.worker__sinks_spark_worker_owners import settle_leases
-from dualwrite.sinks.spark.worker__sinks_spark_worker_slot import Slot, leased_slot
-from dualwrite.stores.sql.ledger import Ledger
-from dualwrite.stores.sql.ledger__stores_sql_jobs_runs import Runs
-from dualwrite.stores.sql.slots import SlotPool
+from pyspark import TaskContext
+
+from dualwrite.clock import Deadline, now_s
+from dualwrite.errors import DualWriteError, Fenced, TransactionAborted, Unavailable
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.protocol.batches import Destination, Way
+from dualwrite.protocol.values import owner_prefix
+from dualwrite.recovery.claim import OwnerContext, claim_rows, default_owner, unique_owner
+from dualwrite.recovery.settle import SettleReport, settle
+from dualwrite.sinks.spark.databases.database import open_database
+from dualwrite.stores.sql.ledger import Ledger, Runs
+from dualwrite.stores.sql.slots import Lease, SlotPool
+from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.writing.lane import Lane
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from dualwrite.recovery.settle import SettleReport
-    from dualwrite.sinks.spark.worker__sinks_spark_worker_worker_cache import WorkerCache
-    from dualwrite.stores.sql.ledger import WrittenPartition
-    from dualwrite.stores.sql.ledger__stores_sql_jobs_runs import Run
+    from dualwrite.protocol.values import StateRow
+    from dualwrite.sinks.spark.databases.database import SinkDatabase
+    from dualwrite.sinks.spark.layout import Layout
+    from dualwrite.sinks.spark.options import SinkOptions
+    from dualwrite.stores.sql.ledger import Run, WrittenPartition
 
 logger = logging.getLogger(__name__)
 
@@ -180,3 +189,297 @@ class Attempt:
                 lane.discard()
                 raise
             servers.keep(lane)
+
+
+# Keeps connections, and lanes with their producers, from task to task in a reused Python worker.
+#
+# A task then needs no claim and no new producer. Nothing relies on the cache: a lane continues only if its row says
+# that it may (`dualwrite.writing.lane.Lane.may_go_on`), and is claimed again otherwise. The cache ends with the
+# process, which Spark ends after the worker has been idle for a minute.
+
+_MOST_LANES: Final = 8
+_MOST_SINKS: Final = 4
+
+
+class WorkerCache:
+    """One sink's connections in this process, and the lanes that rest on them. For one task at a time.
+
+    Attributes:
+        options: The sink's settings.
+        database: The database.
+        engine: Its engine.
+        context: The two servers.
+
+    Raises:
+        ConfigurationError: A setting refers to an environment variable that is not set.
+    """
+
+    def __init__(self, options: SinkOptions) -> None:
+        self.options = options
+        self._config = options.kafka_config()
+        self.database = open_database(options)
+        self.engine = self.database.engine
+        store = SqlStateStore(self.engine, schema=options.schema)
+        self.context = OwnerContext(KafkaCoordinator(self._config), store, unique_owner())
+        self._resting: dict[str, Lane] = {}
+        self._pid = os.getpid()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process created it: a forked process must not use it."""
+        return self._pid == os.getpid()
+
+    @property
+    def outlives_its_task(self) -> bool:
+        """Whether it stays for the next task in this process."""
+        return self.options.keep_slots and TaskContext.get() is not None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more lane can rest here."""
+        return self.outlives_its_task and len(self._resting) < _MOST_LANES
+
+    def resting(self) -> tuple[str, ...]:
+        """The transactional ids of the lanes that rest here, the last one used first.
+
+        Discards lanes whose row another process has claimed: they would only get in the way of the new owner.
+
+        Raises:
+            ConfigurationError, Unavailable: The rows could not be read.
+        """
+        if self._resting:
+            found = {row.transactional_id: row for row in self.context.store.read(list(self._resting))}
+            for name, lane in list(self._resting.items()):
+                row = found.get(name)
+                if row is None or (row.namespace, row.incarnation) != (lane.row.namespace, lane.row.incarnation):
+                    self._resting.pop(name).discard()
+        return tuple(reversed(self._resting))
+
+    def take(self, transactional_id: str) -> Lane:
+        """Take the lane that rests here if it may continue; else create a new one, which must be claimed."""
+        lane = self._resting.pop(transactional_id, None)
+        if lane is None:
+            return self._new_lane(transactional_id)
+        try:
+            if lane.may_go_on():
+                return lane
+        except DualWriteError as error:
+            logger.info("%s: the row could not be read: %s", transactional_id, error)
+        lane.discard()
+        return self._new_lane(transactional_id)
+
+    def keep(self, lane: Lane) -> None:
+        """Let a lane rest here if there is room; else discard it."""
+        if self.has_room:
+            self._resting[lane.transactional_id] = lane
+        else:
+            lane.discard()
+
+    def close(self) -> None:
+        """Close everything. Transactions that were handed over stay open."""
+        for lane in self._resting.values():
+            lane.discard()
+        self._resting.clear()
+        self.context.coordinator.close()
+        self.engine.dispose()
+
+    def _new_lane(self, transactional_id: str) -> Lane:
+        return Lane(transactional_id, self.context, self._make_producer)
+
+    def _make_producer(self, row: StateRow) -> TransactionalProducer:
+        return TransactionalProducer(
+            self._config,
+            row.kafka_id(row.incarnation),
+            coordinator=self.context.coordinator,
+            incarnation=row.incarnation,
+            call_timeout_s=self.options.timeout_s,
+            bulk=True,
+            engine=self.options.producer_engine,
+        )
+
+
+_kept: Final[dict[str, WorkerCache]] = {}
+"""By pool; excludes those in use."""
+
+
+@contextmanager
+def servers(options: SinkOptions) -> Generator[WorkerCache, None, None]:
+    """The sink's connections and lanes: those that an earlier task left here, or new ones.
+
+    They are closed when the block ends: outside of a Spark task, if the sink keeps nothing, and after an error.
+
+    Raises:
+        ConfigurationError: As `WorkerCache`.
+    """
+    found = _taken(options) or WorkerCache(options)
+    try:
+        yield found
+    except BaseException:
+        found.close()
+        raise
+    if found.outlives_its_task:
+        _keep(found)
+    else:
+        found.close()
+
+
+def _taken(options: SinkOptions) -> WorkerCache | None:
+    found = _kept.pop(options.pool, None)
+    if found is None or not found.is_ours:
+        return None
+    if found.options != options:
+        found.close()
+        return None
+    return found
+
+
+def _keep(found: WorkerCache) -> None:
+    former = _kept.pop(found.options.pool, None)
+    if former is not None:  # left by a task that ran at the same time in this process
+        former.close()
+    _kept[found.options.pool] = found
+    if len(_kept) > _MOST_SINKS:
+        _kept.pop(next(iter(_kept))).close()
+
+
+# A slot in use: leased at the start, renewed while the task runs, returned after success.
+
+_RENEWALS_PER_LEASE = 3
+
+
+class Slot:
+    """A slot in use.
+
+    Attributes:
+        lease: The lease. Its id is the slot's transactional id.
+        leased_at: When it was leased, by the database's clock.
+        kept_until: See :meth:`keep_for`.
+        rests: Whether the worker will keep the lane that uses it.
+    """
+
+    def __init__(self, lease: Lease, leased_at: datetime) -> None:
+        self.lease = lease
+        self.leased_at = leased_at
+        self.kept_until: datetime | None = None
+        self.rests = False
+        self._leased_s = now_s()
+
+    def keep_for(self, seconds: float) -> None:
+        """Leave the slot leased after the block: the driver will decide on the part prepared in it.
+
+        The time counts from now, not from the block's end or from the database's update: the broker does not wait for a
+        paused worker.
+        """
+        self.kept_until = self.leased_at + timedelta(seconds=now_s() - self._leased_s + seconds)
+
+
+@contextmanager
+def leased_slot(
+    pool: SlotPool,
+    owner: str,
+    lease_s: float,
+    *,
+    preferred: Sequence[str] = (),
+    require: Callable[[Connection], None] = lambda _: None,
+    ended: Callable[[str], None] = lambda _: None,
+) -> Generator[Slot, None, None]:
+    """Lease a slot and keep the lease alive until the block ends.
+
+    Leaving the block normally returns the slot, unless :meth:`Slot.keep_for` was called. An exception leaves the lease as it
+    is: the driver settles what the task left behind, or the next holder of the slot does once the lease has ended. Losing
+    the lease meanwhile does no harm: the next holder claims the slot's id, and that fences us.
+
+    Args:
+        pool: The pool.
+        owner: Our name; see :meth:`SlotPool.lease`.
+        lease_s: How long a lease lasts, in seconds.
+        preferred: Slots that the worker could continue with.
+        require: See :meth:`SlotPool.lease`.
+        ended: See there.
+
+    Raises:
+        Unavailable, ConfigurationError: As :meth:`SlotPool.lease`.
+        Fenced: On leaving the block, if the slot should be kept: another process has leased it.
+        Unavailable: On leaving the block, if the slot should be kept: the database does not answer.
+    """
+    lease = pool.lease(owner, lease_s, preferred=preferred, require=require, ended=ended)
+    slot = Slot(lease, lease.until - timedelta(seconds=lease_s))
+    stop = threading.Event()
+    renewer = threading.Thread(
+        target=_renew, args=(pool, lease, lease_s, stop), name=f"lease of {lease.transactional_id}", daemon=True
+    )
+    renewer.start()
+    try:
+        yield slot
+    finally:
+        stop.set()
+        renewer.join(lease_s)  # a hanging database holds the task no longer than its lease
+    if slot.kept_until is not None:
+        if renewer.is_alive():
+            raise Unavailable(
+                "the lease could not be kept: a renewal of it may come later", transactional_id=lease.transactional_id
+            )
+        pool.keep(lease, slot.kept_until)
+        return
+    try:
+        pool.release({lease.transactional_id: lease.owner}, kept=slot.rests)
+    except DualWriteError as error:
+        logger.warning(
+            "%s: the slot was not given back; its lease will end by itself: %s", lease.transactional_id, error
+        )
+
+
+def _renew(pool: SlotPool, lease: Lease, lease_s: float, stop: threading.Event) -> None:
+    while not stop.wait(lease_s / _RENEWALS_PER_LEASE):
+        try:
+            pool.renew(lease, lease_s)
+        except Fenced as error:
+            logger.warning("the lease is lost, the write will be refused: %s", error)
+            return
+        except DualWriteError as error:
+            logger.warning("%s: the lease was not renewed; retrying: %s", lease.transactional_id, error)
+
+
+# Settles the slots that a batch's tasks have left.
+
+
+def settle_leases(
+    context: OwnerContext, pool: SlotPool, leases: Collection[Lease], deadline: Deadline, *, name: str, prefix: str
+) -> SettleReport:
+    """Take leases over, claim their slots, settle them, and free them. A task that still writes on one is fenced.
+
+    Args:
+        context: The two servers.
+        pool: The slots.
+        leases: As they were seen.
+        deadline: Limits the call.
+        name: For the log.
+        prefix: Beginning of our own name, so that later settlers find what we could not finish.
+
+    Returns:
+        What was settled. Its losses are recorded, and raised nowhere else.
+
+    Raises:
+        ConfigurationError, Unavailable: They could not be settled.
+    """
+    # Before the claim: a task that claims its slot after us then finds by its lease that it is too late.
+    taken = pool.take_over(leases, f"{prefix}settled by {context.owner}", deadline.remaining_s())
+    if not taken:
+        return SettleReport()
+    rows = claim_rows(context, sorted({lease.transactional_id for lease in taken}), deadline)
+    report = settle(rows, coordinator=context.coordinator, store=context.store, deadline=deadline)
+    pool.release({lease.transactional_id: lease.owner for lease in taken})
+    logger.info("%s: settled %d slots, %d transactions rolled forward", name, len(rows), len(report.rolled_forward))
+    return report
+
+
+# The destination of a batch, as the ledger records it.
+
+
+def destination_of(database: SinkDatabase, options: SinkOptions, layout: Layout, way: Way) -> Destination:
+    """The destination that the driver has planned: the driver and its tasks get the same one."""
+    topic = options.topic
+    if topic is None:
+        assert options.topic_column is not None
+        topic = Destination.topics_of_column(options.topic_column)
+    return Destination(way, database.quoted(layout.table), topic, layout.cluster_id)

@@ -1,23 +1,34 @@
-"""Arrow batches into Kafka messages: one for each row, in the dual write's Kafka transaction."""
+"""Both legs of one partition in one pass: messages, rows, progress, and whether the input was whole."""
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
+import time
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import repeat
-from types import NoneType
-from typing import TYPE_CHECKING, Final, cast
+from pathlib import PurePath
+from types import FrameType, NoneType
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyspark.serializers import SpecialLengths
 
-from dualwrite.errors import ConfigurationError
-from dualwrite.sinks.spark.digests__sinks_spark_columns_row_names import lists_with
+from dualwrite import failpoints
+from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted
+from dualwrite.sinks.spark.digests import RowNames, lists_with
+from dualwrite.sinks.spark.formats.serializing import serializing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from pyspark import SparkContext
 
-    from dualwrite.sinks.spark.digests__sinks_spark_columns_row_names import RowNames
+    from dualwrite.sinks.spark.databases.database import SinkDatabase
     from dualwrite.sinks.spark.formats.serializing import Serializing
     from dualwrite.sinks.spark.layout import Encoded, Layout, MessageColumns
+    from dualwrite.sinks.spark.options import SinkOptions
     from dualwrite.writing.transaction import Transaction
 
 _BYTES: Final = pa.binary()
@@ -141,3 +152,174 @@ def _headers(batch: pa.RecordBatch, number: int) -> list[list[tuple[str, bytes |
         None if entries is None else [(entry["key"], entry["value"]) for entry in entries]
         for entries in batch.column(number).to_pylist()
     ]
+
+
+# Shows people a batch while it is written: lines in the logs, and a name in Spark's web interface.
+
+logger = logging.getLogger(__name__)
+
+LEVEL_VARIABLE: Final = "DUALWRITE_LOG"
+_JOB_DESCRIPTION: Final = "spark.job.description"
+_OWN_LOGGER: Final = "dualwrite"
+_SINKS_LOGGER: Final = "dualwrite.sinks"
+
+
+class Progress:
+    """Counts the rows that one task has written so far, and logs the count from time to time.
+
+    Args:
+        name: The attempt's name.
+        every_s: Time between two lines, in seconds.
+
+    Attributes:
+        rows: Number of rows so far.
+        bytes: Their size in Arrow after the projection: the table's columns and the messages' parts.
+    """
+
+    def __init__(self, name: str, every_s: float) -> None:
+        self.rows = 0
+        self.bytes = 0
+        self._name = name
+        self._every_s = every_s
+        self._begun = self._told = time.monotonic()
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Count a batch that was written on both sides."""
+        self.rows += batch.num_rows
+        self.bytes += batch.nbytes
+        now = time.monotonic()
+        if now - self._told >= self._every_s:
+            self._told = now
+            rate = self.rows / (now - self._begun)
+            logger.info("%s: writing, %d rows, %s so far, %.0f rows/s", self._name, self.rows, shown(self.bytes), rate)
+
+
+def shown(size: int) -> str:
+    """A size for people."""
+    return f"{size / 2**20:.1f} MiB"
+
+
+@contextmanager
+def described(context: SparkContext, description: str) -> Generator[None, None, None]:
+    """Name the block's jobs in Spark's web interface, unless the caller or a stream has named them."""
+    if context.getLocalProperty(_JOB_DESCRIPTION):
+        yield
+        return
+    context.setLocalProperty(_JOB_DESCRIPTION, description)
+    try:
+        yield
+    finally:
+        context.setLocalProperty(_JOB_DESCRIPTION, None)  # type: ignore[arg-type] # None removes it
+
+
+def log_to_stderr() -> None:
+    """In a process that Spark has started beside the driver: send its log lines to the driver's standard error.
+
+    Users cannot configure logging there, and without a handler Python drops lines below WARNING. Does nothing if Spark
+    captures the lines itself (``spark.sql.pyspark.worker.logging.enabled``). Unless the environment asks for more, only the
+    sink's lines are sent, a few for each batch: claiming and settling log several for each partition.
+    """
+    own = logging.getLogger(_OWN_LOGGER)
+    if own.hasHandlers():
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    own.addHandler(handler)
+    asked = os.environ.get(LEVEL_VARIABLE, "").upper()
+    own.setLevel(asked or logging.WARNING)
+    logging.getLogger(_SINKS_LOGGER).setLevel(asked or logging.INFO)
+
+
+# Proves that a task's input was complete: Spark does not tell the function that consumes it.
+#
+# If no more rows can be computed (an error upstream, a cancelled job, an executor that dies), Spark closes the socket
+# to the Python worker. If that happens between two batches, the function sees its input end as if it were complete, and
+# would commit the rows so far as the whole partition. Spark writes an end marker only after the last row of a
+# partition, so the marker, waiting to be read after the input, is the proof.
+
+Item = TypeVar("Item")
+
+_END: Final = SpecialLengths.END_OF_STREAM.to_bytes(4, "big", signed=True)
+_WORKER: Final = ("pyspark", "worker.py")
+
+
+class _Buffered(Protocol):
+    """The part of a ``BufferedReader`` or ``BufferedRWPair`` that is used here."""
+
+    def peek(self, size: int, /) -> bytes:
+        """Return the next bytes without consuming them. Waits for at least one byte; empty at the end."""
+        ...
+
+
+def whole_input(items: Iterable[Item]) -> Iterator[Item]:
+    """The input of the running task. Must be consumed by the thread that runs the task.
+
+    Raises:
+        TransactionAborted: At its end: it is not the whole partition.
+        IllegalStateError: At its end: this version of Spark does not show whether it is.
+    """
+    yield from items
+    ahead = _worker_input().peek(len(_END))[: len(_END)]
+    # A part of the marker is proof enough: Spark writes nothing else after the last row.
+    if not ahead or not _END.startswith(ahead):
+        raise TransactionAborted(
+            "the rows of the partition ended before Spark's end marker: the job failed or was cancelled, or the executor died",
+            next_step="nothing of the partition was written; see the job's own error",
+        )
+
+
+def _worker_input() -> _Buffered:
+    """The stream that Spark's worker reads its input from: a local variable of the function that runs the task."""
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - Spark offers no other way to the stream
+    while frame is not None:
+        if frame.f_code.co_name == "main" and PurePath(frame.f_code.co_filename).parts[-2:] == _WORKER:
+            stream = frame.f_locals.get("infile")
+            if hasattr(stream, "peek"):
+                return cast("_Buffered", stream)
+        frame = frame.f_back
+    raise IllegalStateError(
+        "Spark's worker does not show where its input comes from, so an incomplete input would go unnoticed",
+        next_step="use a version of PySpark that this library is tested with",
+    )
+
+
+# Both legs in one pass: each batch of rows goes into the table and into Kafka before the next one is taken.
+
+
+def write_rows(
+    transaction: Transaction,
+    batches: Iterable[pa.RecordBatch],
+    layout: Layout,
+    table: tuple[str, str],
+    options: SinkOptions,
+    *,
+    database: SinkDatabase,
+    partition: int,
+    progress: Progress,
+) -> None:
+    """Write projected rows on both sides of a dual write, a batch at a time.
+
+    Args:
+        transaction: The dual write.
+        batches: The rows.
+        layout: Which column goes where.
+        table: Schema and name of the table that the rows go into: the target, or a staging table.
+        options: The sink's settings.
+        database: The database.
+        partition: Number of the partition.
+        progress: Counts each batch that is written.
+
+    Raises:
+        DualWriteError: One side refused a row, or is gone: leave the dual write, both sides abort.
+    """
+    names = RowNames(partition, layout)
+    with (
+        serializing(options, layout, names) as serializers,
+        database.writing(transaction.connection, layout, table, names) as into,
+    ):
+        for batch in batches:
+            names.add(batch)
+            into.write(batch)
+            produce_batch(transaction, batch, layout, options.topic, serializers, names=names)
+            progress.add(batch)
+    failpoints.hit("spark.rows_copied")

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, make_url
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedKafka, EmbeddedMariaDB, EmbeddedPostgres
 from dualwrite.testing.reading import read_committed
-from dualwrite.testing.servers import postgresql__testing_servers_postgresql_binaries
+from dualwrite.testing.servers import postgresql
 
 MARIADB_IN_THOROUGH_RUNS = (
     "test_batches.py",
@@ -82,7 +82,7 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Databas
 def postgres_16_url() -> Iterator[str]:
     """PostgreSQL 16, which the same wheel holds: the newest without ``transaction_timeout``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(postgresql__testing_servers_postgresql_binaries, "INSTALLATION", "pginstall")
+        patch.setattr(postgresql, "INSTALLATION", "pginstall")
         with EmbeddedPostgres({"max_prepared_transactions": "100"}) as server:
             yield server.create_database()
 

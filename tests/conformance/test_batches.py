@@ -19,13 +19,20 @@ from sqlalchemy import Engine, select
 
 from dualwrite.cli.group import commands
 from dualwrite.errors import ConfigurationError
-from dualwrite.protocol.batches__protocol_batches_entry import Destination, Way
-from dualwrite.protocol.values__protocol_naming import owner_prefix, pool_of_sink, stream_name
-from dualwrite.stores.sql.ledger import BEGUN, WHOLE_BATCH, Ledger
-from dualwrite.stores.sql.ledger__stores_sql_jobs_batches import Batch, newest_batch, read_batches, read_nobody_at_work
-from dualwrite.stores.sql.ledger__stores_sql_jobs_runs import Runs
+from dualwrite.protocol.batches import Destination, Way
+from dualwrite.protocol.values import owner_prefix, pool_of_sink, stream_name
+from dualwrite.stores.sql.ledger import (
+    BEGUN,
+    WHOLE_BATCH,
+    Batch,
+    Ledger,
+    Runs,
+    newest_batch,
+    read_batches,
+    read_nobody_at_work,
+)
 from dualwrite.stores.sql.slots import SlotPool
-from dualwrite.stores.sql.tables__stores_sql_tables_clock import database_now
+from dualwrite.stores.sql.tables import database_now
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import throughput

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, event
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Fenced
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.protocol.values import StateRow
 from dualwrite.stores.sql.store import SqlStateStore
 
 

@@ -31,9 +31,8 @@ from dualwrite import (
 )
 from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError
-from dualwrite.interfaces import StateStore
-from dualwrite.interfaces__ports_database import Database
-from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
+from dualwrite.interfaces import Database, StateStore
+from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.protocol.values import Outcome
 from dualwrite.stores import opening
 

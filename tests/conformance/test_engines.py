@@ -15,13 +15,13 @@ from harness.patience import PATIENCE_S
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, Unavailable
-from dualwrite.kafka import engine__kafka_producer_transaction_timeout
+from dualwrite.kafka import engine
 from dualwrite.kafka.abandoned_transaction import Completion
 from dualwrite.kafka.native import producer as native_instance
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
+from dualwrite.protocol.lives import ProducerState
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.testing.proxy__testing_proxy_kafka import Api, KafkaProxy
+from dualwrite.testing.proxy import Api, KafkaProxy
 
 
 def test_a_committed_transaction_is_visible_and_an_aborted_one_is_not(ready, dualwrite_topic, values):
@@ -135,7 +135,7 @@ def test_the_time_a_transaction_is_open_counts_from_its_first_message(ready, dua
 
 
 def test_the_brokers_maximum_is_asked_for_and_warned_of_when_it_is_short(make_producer, caplog, monkeypatch):
-    monkeypatch.setattr(engine__kafka_producer_transaction_timeout, "_warned", set())
+    monkeypatch.setattr(engine, "_warned", set())
     caplog.set_level(logging.INFO, "dualwrite.kafka.producer")
     for _ in range(2):
         producer = make_producer()

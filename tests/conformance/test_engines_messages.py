@@ -12,7 +12,7 @@ from harness.patience import PATIENCE_S, wait_until
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError, TransactionAborted
-from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
+from dualwrite.protocol.lives import ProducerState
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.testing.reading import read_committed
 

@@ -7,7 +7,7 @@ import pytest
 from harness.engines import answered, quick
 
 from dualwrite.errors import TransactionAborted
-from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
+from dualwrite.protocol.lives import ProducerState
 
 BINARY, LARGE = pa.binary(), b"x" * 1_000_001
 PAIRS = pa.list_(pa.struct([("key", pa.string()), ("value", BINARY)]))

@@ -19,7 +19,7 @@ from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError, Tran
 from dualwrite.kafka.abandoned_transaction import Completion
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.operations import terminate
-from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
+from dualwrite.protocol.lives import ProducerState
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.values import NEVER_MS, TransactionStatus
 from dualwrite.testing import EmbeddedKafka, read_committed

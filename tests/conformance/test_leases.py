@@ -14,10 +14,10 @@ from dualwrite import failpoints
 from dualwrite.errors import ConfigurationError
 from dualwrite.failpoints import FailpointError
 from dualwrite.protocol.leases import Lease
-from dualwrite.protocol.lives__protocol_tables_lease_life import LeaseState
+from dualwrite.protocol.lives import LeaseState
 from dualwrite.stores.sql import leases as module
 from dualwrite.stores.sql.leases import Leases, living_members, read_leases
-from dualwrite.stores.sql.tables__stores_sql_tables_clock import database_now_plus
+from dualwrite.stores.sql.tables import database_now_plus
 
 F, H, E = LeaseState.FREE, LeaseState.HELD, LeaseState.EXPIRED
 

@@ -10,7 +10,7 @@ from harness.databases import Database, Thread, wait_until_blocked
 from sqlalchemy import Connection, text
 
 from dualwrite.errors import ConfigurationError, TransactionAborted
-from dualwrite.protocol.batches__protocol_batches_entry import Destination, Way
+from dualwrite.protocol.batches import Destination, Way
 from dualwrite.stores.sql.ledger import WHOLE_BATCH, Ledger, WrittenPartition
 
 COUNTS = {"row_count": 10, "message_count": 20, "partition_count": 4}

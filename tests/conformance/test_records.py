@@ -9,8 +9,7 @@ from harness.databases import Database, prepared
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.values import Outcome
-from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.protocol.values import Outcome, StateRow
 from dualwrite.stores.sql.store import SqlStateStore
 
 

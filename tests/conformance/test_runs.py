@@ -6,9 +6,9 @@ import pytest
 from harness.databases import Database
 
 from dualwrite.errors import Fenced
-from dualwrite.protocol.values__protocol_naming import owner_prefix, pool_of_sink
-from dualwrite.stores.sql.database__stores_sql_forgetting import Forgetting, before
-from dualwrite.stores.sql.ledger__stores_sql_jobs_runs import Run, Runs
+from dualwrite.protocol.values import owner_prefix, pool_of_sink
+from dualwrite.stores.sql.database import Forgetting, before
+from dualwrite.stores.sql.ledger import Run, Runs
 from dualwrite.stores.sql.slots import SlotPool
 
 

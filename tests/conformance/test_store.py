@@ -20,7 +20,7 @@ from dualwrite.errors import (
     TransactionInDoubt,
 )
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
+from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.protocol.values import Outcome
 from dualwrite.stores.sql.savepoints import SavepointWatch
 from dualwrite.stores.sql.store import SqlStateStore
@@ -516,7 +516,7 @@ def test_no_database_error_escapes_unmapped(database: Database) -> None:
 def database_row() -> Any:
     from datetime import datetime, timezone
 
-    from dualwrite.protocol.values__protocol_rows import StateRow
+    from dualwrite.protocol.values import StateRow
 
     return StateRow("a", prepared(1), "n", 1, 0, None, "c", "me", datetime.now(timezone.utc))
 

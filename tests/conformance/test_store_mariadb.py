@@ -15,9 +15,9 @@ from sqlalchemy import Connection, create_engine, exc, make_url, text
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, TransactionInDoubt, Unavailable
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
+from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.stores.sql.consumed import NOTHING_YET, ClaimedOffset, ConsumedOffsets
-from dualwrite.stores.sql.database__stores_sql_joined import JoinedStore
+from dualwrite.stores.sql.database import JoinedStore
 from dualwrite.stores.sql.leases import Leases
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedMariaDB

@@ -17,8 +17,8 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Fenced, TransactionAborted, TransactionInDoubt, Unavailable
-from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
-from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.protocol.process import DatabaseVerdict
+from dualwrite.protocol.values import StateRow
 from dualwrite.stores.sql import access
 from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.stores.sql.short_transactions import ShortTransactions

@@ -15,7 +15,7 @@ from sqlalchemy.pool import StaticPool
 
 import dualwrite.migrations
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, TransactionInDoubt, Unavailable
-from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
+from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.stores.sql.store import SqlStateStore
 
 manual = pytest.mark.skipif(sys.version_info < (3, 12), reason="sqlite3 has autocommit= from Python 3.12 on")

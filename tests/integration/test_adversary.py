@@ -29,7 +29,7 @@ from dualwrite.errors import CompletionPending, DualWriteError, IllegalStateErro
 from dualwrite.failpoints import FailpointError
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.stores.sql.tables import declare_tables
-from dualwrite.testing.proxy__testing_proxy_kafka import Api, KafkaProxy
+from dualwrite.testing.proxy import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
 from dualwrite.writing.dual_write import DualWrite
 

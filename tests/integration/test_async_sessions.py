@@ -18,9 +18,9 @@ from sqlmodel import Field, SQLModel
 from sqlmodel.ext.asyncio.session import AsyncSession as SQLModelSession
 
 from dualwrite import AsyncDualWriter, ConfigurationError, TransactionAborted, WriterLimits
-from dualwrite.stores.sql.access__stores_sql_access_connecting import async_engine_of
+from dualwrite.stores.sql.access import async_engine_of
 from dualwrite.stores.sql.store import SqlStateStore
-from dualwrite.testing.proxy__testing_proxy_postgresql import PostgresProxy
+from dualwrite.testing.proxy import PostgresProxy
 
 pytest.importorskip("aiosqlite")
 

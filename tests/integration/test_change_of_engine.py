@@ -15,15 +15,15 @@ from sqlalchemy import create_engine, insert
 from dualwrite import DualWriter, Fenced, TransactionAborted, WriterLimits, failpoints
 from dualwrite.clock import Deadline
 from dualwrite.failpoints import FailpointError
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.protocol.values import Outcome
 from dualwrite.recovery.claim import OwnerContext, unique_owner
-from dualwrite.sinks.batches__sinks_jobs_complete import complete_handed_over
+from dualwrite.sinks.batches import complete_handed_over
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.writing.lane import Lane
-from dualwrite.writing.transaction__writing_blocks_block import Ending, dual_write
+from dualwrite.writing.transaction import Ending, dual_write
 
 both_ways = pytest.mark.parametrize(("former", "latter"), [("librdkafka", "native"), ("native", "librdkafka")])
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)

@@ -14,7 +14,7 @@ from sqlalchemy import create_engine, inspect
 from dualwrite.cli.group import COMMANDS, commands
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.values import Outcome
-from dualwrite.stores.sql.short_transactions__stores_sql_schema import check_schema
+from dualwrite.stores.sql.short_transactions import check_schema
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.stores.sql.tables import OWN_TABLES
 

@@ -10,7 +10,7 @@ from sqlalchemy import create_engine
 
 from dualwrite import DualWriter
 from dualwrite.clock import Deadline
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.migrations import upgrade
 from dualwrite.testing import read_committed

@@ -11,7 +11,7 @@ from harness.transactions import PlainProducer
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.protocol.values import EndAnswer, LogProof, TransactionStatus
 from dualwrite.testing import Api, KafkaProxy, read_committed

@@ -18,7 +18,7 @@ from kafka.structs import TopicPartition as Place
 from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.kafka import log
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.values import LogProof, TransactionStatus

@@ -20,9 +20,8 @@ from kafka.net.transport import KafkaTCPTransport
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.kafka.config__kafka_config import KafkaConfig
-from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.coordinator__kafka_coordinator_listing import list_transactions
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.coordinator import KafkaCoordinator, list_transactions
 from dualwrite.kafka.sockets import PlainSocket, address_of
 from dualwrite.protocol.values import LogProof, TransactionStatus
 from dualwrite.testing import EmbeddedKafka

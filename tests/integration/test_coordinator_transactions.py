@@ -14,7 +14,7 @@ from harness.transactions import PlainProducer, fresh_id
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.protocol.values import EndAnswer, LogProof, TransactionStatus, TransactionView
 from dualwrite.testing import read_committed
@@ -100,7 +100,7 @@ def test_another_process_commits_the_transaction_of_an_abandoned_producer(coordi
     script = """
 import json, sys
 from dualwrite.clock import Deadline
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.protocol.prepared_state import PreparedTxnState
 config, kafka_id, state = json.loads(sys.argv[1])

@@ -26,15 +26,14 @@ from dualwrite import (
 )
 from dualwrite.clock import Deadline
 from dualwrite.failpoints import FailpointError
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.protocol.values import EndAnswer, LogProof, TransactionStatus
 from dualwrite.recovery.lost_decisions import lost_decisions
 from dualwrite.recovery.recover import status
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.stores.sql.tables import declare_tables
-from dualwrite.testing.proxy__testing_proxy_kafka import Api, KafkaProxy
-from dualwrite.testing.proxy__testing_proxy_postgresql import PostgresProxy
+from dualwrite.testing.proxy import Api, KafkaProxy, PostgresProxy
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 STATE = declare_tables(None).state
@@ -332,7 +331,7 @@ def test_in_doubt_row_that_the_next_owner_has_overwritten_is_resolved_by_the_log
 ):
     """Only the database's status of the transaction, the recorded incidents and the log are left to tell."""
     if not verdict_known:
-        from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
+        from dualwrite.protocol.process import DatabaseVerdict
 
         monkeypatch.setattr(SqlStateStore, "transaction_verdict", lambda *_: DatabaseVerdict.UNKNOWN)
     with PostgresProxy(dualwrite_postgres) as proxy:

@@ -27,9 +27,9 @@ from dualwrite import (
 )
 from dualwrite.errors import IllegalStateError, OutcomeUnverifiable
 from dualwrite.failpoints import FailpointError
-from dualwrite.protocol.lives__protocol_tables_write_life import WriteState
+from dualwrite.protocol.lives import WriteState
 from dualwrite.testing import InMemoryWriter
-from dualwrite.testing.proxy__testing_proxy_postgresql import PostgresProxy
+from dualwrite.testing.proxy import PostgresProxy
 from dualwrite.testing.reading import read_committed
 from dualwrite.writing.lane import Lane
 

@@ -14,7 +14,7 @@ from harness.patience import PATIENCE_S
 
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
 from dualwrite.testing import EmbeddedKafka, read_committed
-from dualwrite.testing.servers.embedded__testing_servers_ports import accepts_connections
+from dualwrite.testing.servers.embedded import accepts_connections
 
 pytestmark = pytest.mark.kafka
 

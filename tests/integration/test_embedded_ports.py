@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from dualwrite.testing.servers.embedded__testing_servers_ports import LOOPBACK, ReservedPort, accepts_connections
+from dualwrite.testing.servers.embedded import LOOPBACK, ReservedPort, accepts_connections
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ports can be reserved on Linux only")
 

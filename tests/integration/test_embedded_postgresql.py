@@ -11,7 +11,7 @@ from sqlalchemy import create_engine, text
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.testing import EmbeddedPostgres
-from dualwrite.testing.servers.embedded__testing_servers_ports import accepts_connections
+from dualwrite.testing.servers.embedded import accepts_connections
 
 pytestmark = pytest.mark.postgresql
 

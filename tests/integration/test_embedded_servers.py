@@ -15,7 +15,7 @@ from harness import class_archive
 from harness.patience import PATIENCE_S
 
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
-from dualwrite.testing.servers.embedded__testing_servers_ports import accepts_connections
+from dualwrite.testing.servers.embedded import accepts_connections
 
 pytestmark = [pytest.mark.kafka, pytest.mark.postgresql]
 

@@ -30,7 +30,7 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import OutcomeUnverifiable
 from dualwrite.failpoints import FailpointError
 from dualwrite.kafka import engine as engine_port
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.librdkafka import evidence
 from dualwrite.kafka.librdkafka import producer as instance

@@ -12,7 +12,7 @@ from sqlalchemy import make_url, text
 from dualwrite import ConfigurationError, DualWriter, WriterLimits, recover
 from dualwrite.cli.group import commands
 from dualwrite.operations import forget
-from dualwrite.stores.sql.ledger__stores_sql_jobs_runs import Runs
+from dualwrite.stores.sql.ledger import Runs
 from dualwrite.stores.sql.slots import SlotPool
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing.reading import read_committed

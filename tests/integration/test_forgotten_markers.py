@@ -22,7 +22,7 @@ from dualwrite import DualWriter, TransactionAborted, Unavailable, WriterLimits,
 from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError
 from dualwrite.failpoints import FailpointError
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.engine import ProducerEngine
 from dualwrite.migrations import upgrade

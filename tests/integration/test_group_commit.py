@@ -29,7 +29,7 @@ from dualwrite import (
 )
 from dualwrite.errors import IllegalStateError
 from dualwrite.stores.sql.savepoints import _UNIT
-from dualwrite.testing.proxy__testing_proxy_postgresql import PostgresProxy
+from dualwrite.testing.proxy import PostgresProxy
 from dualwrite.testing.reading import read_committed
 
 

@@ -7,19 +7,19 @@ from sqlalchemy import insert, select, text
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.protocol.values import Outcome, TransactionStatus
 from dualwrite.recovery.claim import OwnerContext, claim_rows, unique_owner
 from dualwrite.recovery.settle import settle
-from dualwrite.sinks.batches__sinks_jobs_complete import complete_handed_over
+from dualwrite.sinks.batches import complete_handed_over
 from dualwrite.stores.sql.slots import SlotPool
 from dualwrite.stores.sql.store import SqlStateStore
-from dualwrite.testing.proxy__testing_proxy_kafka import Api, KafkaProxy
+from dualwrite.testing.proxy import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
 from dualwrite.writing.lane import Lane
-from dualwrite.writing.transaction__writing_blocks_block import Ending, dual_write
+from dualwrite.writing.transaction import Ending, dual_write
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 PATIENT = {"retry.backoff.ms": "10000", "retry.backoff.max.ms": "10000"}
@@ -229,7 +229,7 @@ def test_who_comes_after_a_decider_claims_what_it_has_decided(
     dualwrite_kafka, context_of, context, engine, lane, hand_over, decide, shown
 ):
     """As a driver does that finds a slot leased to a batch of another one: what that one has sent may be on its way."""
-    from dualwrite.sinks.spark.worker__sinks_spark_worker_owners import settle_leases  # imports PySpark
+    from dualwrite.sinks.spark.worker import settle_leases  # imports PySpark
 
     with KafkaProxy(dualwrite_kafka) as proxy:
         through = context_of(proxy.client_config())

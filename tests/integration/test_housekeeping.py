@@ -14,8 +14,7 @@ from dualwrite.errors import CompletionPending, Unavailable
 from dualwrite.failpoints import FailpointError
 from dualwrite.recovery.recover import status
 from dualwrite.stores.sql.store import SqlStateStore
-from dualwrite.testing.proxy__testing_proxy_kafka import Api, KafkaProxy
-from dualwrite.testing.proxy__testing_proxy_postgresql import PostgresProxy
+from dualwrite.testing.proxy import Api, KafkaProxy, PostgresProxy
 from dualwrite.writing.lane_pool import Lanes
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)

@@ -7,7 +7,7 @@ from dualwrite.clock import Deadline
 from dualwrite.state.changelog import Changelog
 from dualwrite.testing.reading import stable_ends
 from dualwrite.units.log import PartitionLogs
-from dualwrite.units.records__units_ranges import Offsets
+from dualwrite.units.records import Offsets
 
 pytestmark = pytest.mark.thorough
 

@@ -14,7 +14,7 @@ from sqlalchemy.orm import sessionmaker
 
 from dualwrite import AsyncDualWriter, ConfigurationError, DualWriter, TransactionAborted, WriterLimits, recover
 from dualwrite.errors import IllegalStateError
-from dualwrite.stores.sql.access__stores_sql_access_connecting import engine_of, fileno_of
+from dualwrite.stores.sql.access import engine_of, fileno_of
 from dualwrite.testing import EmbeddedMariaDB, read_committed
 
 _DRIVERS = ["mariadb", pytest.param("mariadb through mysqlclient", marks=pytest.mark.thorough)]

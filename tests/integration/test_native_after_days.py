@@ -13,7 +13,7 @@ from kafka.protocol.admin import DescribeProducersRequest
 
 from dualwrite import DecidedTransactionLost, DualWriter, recover
 from dualwrite.clock import Deadline
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.operations import blocking_transactions
 from dualwrite.protocol.values import NEVER_MS, Outcome, TransactionStatus

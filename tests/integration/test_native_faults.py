@@ -14,16 +14,16 @@ from dualwrite import DualWriter, WriterLimits
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, Unavailable
 from dualwrite.kafka.abandoned_transaction import Completion
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.native import producer as instance
 from dualwrite.kafka.native.coordination import CoordinatorRequests
 from dualwrite.kafka.native.sender import Sender
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
+from dualwrite.protocol.lives import ProducerState
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedKafka
-from dualwrite.testing.proxy__testing_proxy_kafka import Api, KafkaProxy
+from dualwrite.testing.proxy import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
 
 

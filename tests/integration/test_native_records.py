@@ -12,9 +12,8 @@ from harness.kafka_tools import NULL
 from harness.native import NativeProducer
 from harness.patience import PATIENCE_S
 
-from dualwrite.kafka.native.arrow__kafka_producer_native_records_columns import batches
-from dualwrite.kafka.native.records import RecordsBuilder
-from dualwrite.kafka.native.records__kafka_producer_native_records_compression import Codec
+from dualwrite.kafka.native.arrow import batches
+from dualwrite.kafka.native.records import Codec, RecordsBuilder
 from dualwrite.testing.reading import read_committed
 
 CODECS = ["none", "gzip", "snappy", "lz4", "zstd"]

@@ -13,11 +13,11 @@ from kafka.protocol.admin import AlterClientQuotasRequest, DescribeClientQuotasR
 
 from dualwrite.clock import Deadline
 from dualwrite.kafka.brokers import Brokers
-from dualwrite.kafka.config__kafka_config import KafkaConfig
-from dualwrite.kafka.native.coordination__kafka_producer_native_coordinating_offsets import Group, Offset, group_of
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.native.coordination import Group, Offset, group_of
 from dualwrite.kafka.native.error_meanings import Code
 from dualwrite.testing import read_committed
-from dualwrite.testing.proxy__testing_proxy_kafka import Api, KafkaProxy
+from dualwrite.testing.proxy import Api, KafkaProxy
 
 
 @pytest.fixture

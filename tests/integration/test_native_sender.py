@@ -7,15 +7,14 @@ import pytest
 from harness.patience import PATIENCE_S, wait_until
 
 from dualwrite.clock import Deadline, now_s
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.native.error_meanings import Code, Meaning
 from dualwrite.kafka.native.produce_state import Limits, ProduceCore, Refusal
-from dualwrite.kafka.native.records import RecordsBuilder
-from dualwrite.kafka.native.records__kafka_producer_native_records_compression import Codec
+from dualwrite.kafka.native.records import Codec, RecordsBuilder
 from dualwrite.kafka.native.sender import Sender
 from dualwrite.testing import read_committed
-from dualwrite.testing.proxy__testing_proxy_kafka import Api, KafkaProxy
+from dualwrite.testing.proxy import Api, KafkaProxy
 
 LIMITS = Limits(linger_s=0.0, topic_s=1.0)
 NUMBERS = [b"%d" % number for number in range(200)]

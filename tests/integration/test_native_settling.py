@@ -15,7 +15,7 @@ from harness.patience import wait_until
 from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.kafka.abandoned_transaction import AbandonedTransaction, Completion
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.kafka.transaction_ends import PendingEnd, ask_for_ends, know_end

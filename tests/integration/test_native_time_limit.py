@@ -10,10 +10,10 @@ from sqlalchemy import create_engine
 from dualwrite import DualWriter, WriterLimits
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka import engine__kafka_producer_transaction_timeout
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka import engine as transaction_timeout
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.engine__kafka_producer_transaction_timeout import BROKER_DEFAULT_MS
+from dualwrite.kafka.engine import BROKER_DEFAULT_MS
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.migrations import upgrade
 from dualwrite.protocol.values import NEVER_MS, EndAnswer, TransactionStatus
@@ -24,7 +24,7 @@ from dualwrite.testing import read_committed
 @pytest.fixture
 def log(caplog, monkeypatch):
     for told in ("_warned", "_told"):
-        monkeypatch.setattr(engine__kafka_producer_transaction_timeout, told, set())
+        monkeypatch.setattr(transaction_timeout, told, set())
     caplog.set_level(logging.INFO, "dualwrite.kafka.producer")
     return caplog
 

@@ -21,13 +21,13 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.kafka.abandoned_transaction import Completion
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.failures import Phase
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
+from dualwrite.protocol.lives import ProducerState
 from dualwrite.protocol.values import TransactionStatus
-from dualwrite.testing.proxy__testing_proxy_kafka import Api, KafkaProxy
+from dualwrite.testing.proxy import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
 
 # What may have been sent twice is known after 0.8 x this. Long enough for a busy machine to initialise a producer in less.

@@ -7,11 +7,11 @@ from confluent_kafka import Producer
 from harness.patience import patient
 
 from dualwrite.clock import Deadline
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.engine__kafka_producer_transaction_timeout import GREATEST_TIMEOUT_MS
+from dualwrite.kafka.engine import GREATEST_TIMEOUT_MS
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.testing.proxy__testing_proxy_kafka import Api, KafkaProxy
+from dualwrite.testing.proxy import Api, KafkaProxy
 
 HELD_S = 2.5  # librdkafka looks for requests that have timed out once a second
 

@@ -21,7 +21,7 @@ from harness.expanding import LATER
 from harness.patience import PATIENCE_S, wait_until
 from sqlalchemy import create_engine, text
 
-from dualwrite.stores.sql.short_transactions__stores_sql_schema import SCHEMA_REVISION
+from dualwrite.stores.sql.short_transactions import SCHEMA_REVISION
 from dualwrite.testing.reading import read_committed
 
 pytestmark = pytest.mark.thorough

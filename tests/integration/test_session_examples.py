@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from dualwrite import AsyncDualWriter, ConfigurationError, DualWriter, TransactionAborted, WriterLimits
 from dualwrite.errors import IllegalStateError
-from dualwrite.testing.proxy__testing_proxy_postgresql import PostgresProxy
+from dualwrite.testing.proxy import PostgresProxy
 from dualwrite.testing.reading import read_committed
 
 pytestmark = on_postgresql

@@ -19,7 +19,7 @@ from sqlmodel import Session as SQLModelSession
 
 from dualwrite import ConfigurationError, DualWriter, Fenced, TransactionAborted, WriterLimits
 from dualwrite.errors import IllegalStateError
-from dualwrite.testing.proxy__testing_proxy_postgresql import PostgresProxy
+from dualwrite.testing.proxy import PostgresProxy
 
 pytestmark = on_postgresql
 

@@ -14,7 +14,7 @@ from dualwrite.sinks.spark import foreach_partition, per_partition, write_batch
 from dualwrite.sinks.spark.options import SinkOptions
 from dualwrite.sinks.spark.partition_task import write_partition
 from dualwrite.sinks.spark.per_partition import BatchJob
-from dualwrite.sinks.spark.sendable__sinks_spark_columns_from_rows import row_batches
+from dualwrite.sinks.spark.sendable import row_batches
 
 TASK_POINTS = [
     "spark.task_started",

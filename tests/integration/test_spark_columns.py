@@ -15,7 +15,7 @@ from sqlalchemy import create_engine
 
 from dualwrite import ConfigurationError
 from dualwrite.sinks.spark import JobFailed, foreach_partition, register, write_batch
-from dualwrite.sinks.spark.databases.postgresql__sinks_spark_databases_postgresql_catalog import read_table
+from dualwrite.sinks.spark.databases.postgresql import read_table
 
 IDENTIFIER = uuid.UUID("0f0e0d0c-0b0a-0908-0706-050403020100")
 

@@ -7,7 +7,7 @@ from harness.spark import numbers as numbered
 from harness.spark_source import LEGS, nothing_is_left, write_by
 
 from dualwrite.sinks.spark import SinkOptions
-from dualwrite.sinks.spark.databases.database__sinks_spark_databases_opening import open_database
+from dualwrite.sinks.spark.databases.database import open_database
 from dualwrite.stores.sql.ledger import WHOLE_BATCH
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]

@@ -25,8 +25,7 @@ from pyspark.sql.types import StringType, StructField, StructType
 
 from dualwrite import ConfigurationError, Unavailable
 from dualwrite.sinks.spark import foreach_batch, foreach_partition, per_partition, register, write_batch
-from dualwrite.sinks.spark.options__sinks_spark_options_message_formats import Format
-from dualwrite.sinks.spark.options__sinks_spark_options_registry_settings import RegistrySettings
+from dualwrite.sinks.spark.options import Format, RegistrySettings
 from dualwrite.sinks.spark.registry import latest, registered, task_registry
 from dualwrite.sinks.spark.schema_parts import Given, Part, module_of
 

@@ -16,7 +16,7 @@ from sqlalchemy import create_engine, make_url, text
 
 from dualwrite import ConfigurationError, TransactionAborted
 from dualwrite.sinks.spark import SinkOptions, register, write_batch
-from dualwrite.sinks.spark.databases.database__sinks_spark_databases_opening import open_database
+from dualwrite.sinks.spark.databases.database import open_database
 
 pytestmark = [
     pytest.mark.spark,

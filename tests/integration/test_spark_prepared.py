@@ -20,7 +20,7 @@ from dualwrite import recover
 from dualwrite.errors import TransactionAborted
 from dualwrite.recovery.recover import status
 from dualwrite.sinks.spark import register
-from dualwrite.sinks.spark.databases.postgresql__sinks_spark_databases_postgresql_prepared import require_prepared
+from dualwrite.sinks.spark.databases.postgresql import require_prepared
 from dualwrite.stores.sql.store import SqlStateStore
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]

@@ -20,8 +20,8 @@ from dualwrite.clock import Deadline
 from dualwrite.sinks.spark import JobFailed, foreach_batch, register, write_batch
 from dualwrite.sinks.spark import per_partition as job_module
 from dualwrite.sinks.spark.per_partition import BatchJob
-from dualwrite.sinks.spark.plan__sinks_spark_driver_spark_jobs import SparkJobs
-from dualwrite.stores.sql.ledger__stores_sql_jobs_runs import Runs
+from dualwrite.sinks.spark.plan import SparkJobs
+from dualwrite.stores.sql.ledger import Runs
 from dualwrite.stores.sql.slots import SlotPool
 
 

@@ -27,7 +27,7 @@ from sqlalchemy import Column, MetaData, Table, Text, create_engine, select
 
 from dualwrite import DualWriteError, DualWriter, WriterLimits, failpoints, recover
 from dualwrite.clock import Deadline
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.migrations import upgrade
@@ -37,10 +37,10 @@ from dualwrite.recovery.recover import status
 from dualwrite.sinks.batches import Decision
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedKafka, History, Journal, read_committed
-from dualwrite.testing.checker__testing_verdict import Place, compare
+from dualwrite.testing.checker import Place, compare
 from dualwrite.writing import writer_resources as opened_module
 from dualwrite.writing.lane import Lane
-from dualwrite.writing.transaction__writing_blocks_block import Ending, dual_write
+from dualwrite.writing.transaction import Ending, dual_write
 
 pytestmark = [pytest.mark.kafka, pytest.mark.postgresql, pytest.mark.slow]
 

@@ -10,7 +10,7 @@ from dualwrite import CompletionPending, DecidedTransactionLost, DualWriter, Wri
 from dualwrite.errors import OutcomeUnverifiable
 from dualwrite.protocol.values import Outcome
 from dualwrite.stores.sql.store import SqlStateStore
-from dualwrite.testing.proxy__testing_proxy_kafka import KafkaProxy
+from dualwrite.testing.proxy import KafkaProxy
 
 pytestmark = on_postgresql
 

@@ -22,7 +22,7 @@ from dualwrite import ConfigurationError, DualWriter, Fenced, TransactionAborted
 from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError
 from dualwrite.failpoints import FailpointError
-from dualwrite.protocol.lives__protocol_tables_unit_life import UnitState, UnitWriterState
+from dualwrite.protocol.lives import UnitState, UnitWriterState
 from dualwrite.units import BatchReader, KeyedImage, UnitReader, UnitWriter
 from dualwrite.units.announcing import Written, announce_batch
 from dualwrite.units.log import PartitionLogs

@@ -12,7 +12,7 @@ from kazoo.exceptions import BadVersionError, NodeExistsError, NoNodeError
 from kazoo.security import make_digest_acl
 
 from dualwrite.errors import ConfigurationError, TransactionAborted, TransactionInDoubt, Unavailable
-from dualwrite.stores.keyed.store__stores_keyed_keys import Change
+from dualwrite.stores.keyed.store import Change
 from dualwrite.stores.keyed.zookeeper import ZooKeeperDatabase
 from dualwrite.testing import EmbeddedZooKeeper
 

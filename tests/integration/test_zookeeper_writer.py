@@ -29,7 +29,7 @@ from dualwrite.errors import DatabaseWentBack, IllegalStateError
 from dualwrite.failpoints import FailpointError
 from dualwrite.operations import forget, terminate
 from dualwrite.recovery.recover import status
-from dualwrite.stores.keyed.zookeeper__stores_zookeeper_session import Session
+from dualwrite.stores.keyed.zookeeper import Session
 from dualwrite.testing import EmbeddedZooKeeper, read_committed
 
 names = (f"/writer-{secrets.token_hex(4)}" for _ in itertools.count())

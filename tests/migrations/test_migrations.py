@@ -21,7 +21,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_u
 import dualwrite.migrations
 from dualwrite import migrations
 from dualwrite.errors import ConfigurationError
-from dualwrite.stores.sql.short_transactions__stores_sql_schema import SCHEMA_REVISION, FoundTables, check_schema
+from dualwrite.stores.sql.short_transactions import SCHEMA_REVISION, FoundTables, check_schema
 from dualwrite.stores.sql.tables import OWN_TABLES, VERSION_TABLE, declare_tables
 
 in_each = pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from harness.databases import Thread
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 
 from dualwrite import migrations
-from dualwrite.stores.sql.short_transactions__stores_sql_schema import SCHEMA_REVISION, check_schema
+from dualwrite.stores.sql.short_transactions import SCHEMA_REVISION, check_schema
 from dualwrite.stores.sql.tables import OWN_TABLES, VERSION_TABLE, declare_tables
 from dualwrite.testing import EmbeddedMariaDB
 

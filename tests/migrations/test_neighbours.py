@@ -19,7 +19,7 @@ from dualwrite import migrations
 from dualwrite.errors import ConfigurationError
 from dualwrite.protocol.values import Outcome
 from dualwrite.stores.sql.database import SqlDatabase
-from dualwrite.stores.sql.short_transactions__stores_sql_schema import SCHEMA_REVISION, check_schema
+from dualwrite.stores.sql.short_transactions import SCHEMA_REVISION, check_schema
 from dualwrite.stores.sql.tables import SINCE, VERSION_TABLE, declare_tables
 
 REVISIONS = [

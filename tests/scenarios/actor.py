@@ -20,7 +20,7 @@ from sqlalchemy import create_engine, insert, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from dualwrite import DualWriter, WriterLimits, failpoints, recover
-from dualwrite.kafka.producer__kafka_producer_choice import EngineName
+from dualwrite.kafka.producer import EngineName
 from dualwrite.units import UnitWriter
 from scenarios.rows import ROWS
 

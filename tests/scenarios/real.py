@@ -25,7 +25,7 @@ from kafka.structs import TopicPartition as Place
 from sqlalchemy import create_engine, delete, insert, select, text
 
 from dualwrite.clock import Deadline
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.migrations import upgrade
 from dualwrite.protocol.values import TransactionStatus
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from dualwrite.kafka.producer__kafka_producer_choice import EngineName
+    from dualwrite.kafka.producer import EngineName
     from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
-    from dualwrite.testing.proxy__testing_proxy_rules import Rule
+    from dualwrite.testing.proxy import Rule
 
 PATIENCE_S = 120.0
 TIMEOUT_MS = 6_000

@@ -1,25 +1,49 @@
-"""The evidence of a prepared transaction: its first offset in every partition that it wrote to."""
+"""What one librdkafka transaction has left behind: delivery reports, its offsets in each partition, its failures.
+
+librdkafka hides the producer's id, epoch and sequence numbers, so the evidence of a prepared transaction is read from
+the brokers: its first offset in every partition. After each call the producer is judged: whether it may be trusted
+further.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
+
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import ConfigurationError, DualWriteError, TransactionAborted
-from dualwrite.interfaces__ports_coordinator import TransactionCoordinator
-from dualwrite.kafka.engine import OLD_S
-from dualwrite.kafka.failures import ended_by_hand, not_open, other_producer
-from dualwrite.kafka.librdkafka.evidence__kafka_producer_librdkafka_sequences import Sequences
+from dualwrite.interfaces import TransactionCoordinator
+from dualwrite.kafka.engine import OLD_S, Callbacks, ProducerEngine, Transaction
+from dualwrite.kafka.failures import (
+    CONNECTING,
+    NO_PARTITION,
+    WITHIN_A_TRANSACTION,
+    Advice,
+    Code,
+    Failure,
+    Kind,
+    Phase,
+    advice_on,
+    ended_by_hand,
+    error_for,
+    not_answered,
+    not_open,
+    other_producer,
+)
+from dualwrite.kafka.librdkafka.handle import Handle, NoAnswer
 from dualwrite.protocol.known_end import Ended
+from dualwrite.protocol.lives import Machine, ProducerEvent, ProducerState
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.values import TransactionStatus, TransactionView
-from dualwrite.protocol.values__protocol_identity import OFFSETS_TOPIC
+from dualwrite.protocol.values import OFFSETS_TOPIC, TransactionStatus, TransactionView
+from dualwrite.waiting import elsewhere
 
 if TYPE_CHECKING:
-    from dualwrite.kafka.librdkafka.evidence__kafka_producer_librdkafka_doubt import OpenTransaction
+    from dualwrite.protocol.message import DeliveryCallback
 
 logger = logging.getLogger("dualwrite.kafka.producer")
 
@@ -223,3 +247,370 @@ class _TopicIds:
             ids = self._coordinator.topic_ids(stale, deadline)
             self._known.update({topic: (ids.get(topic), now + _TOPIC_ID_LIFE_S) for topic in stale})
         return {topic: self._known[topic][0] for topic in topics}
+
+
+# Calls to one librdkafka producer, each followed by a judgement of whether the producer can still be trusted.
+#
+# librdkafka may have sent a call twice if it took longer than the first silent retry; it resends an initialisation at
+# once if its connection breaks; a missing answer may still arrive. Each makes the producer doubtful, even after a
+# success.
+
+_PROBE_S: Final = 2.0
+
+INIT_MAY_COME: Final = "librdkafka asked for a producer id again before an answer; the first request may still arrive"
+
+
+class OpenTransaction(Transaction):
+    """The current transaction, with the deliveries of its messages."""
+
+    deliveries: Deliveries
+
+    def __init__(self) -> None:
+        super().__init__(Deliveries())
+        self.maybe_sent_twice = False
+
+    @property
+    def sent_to(self) -> frozenset[tuple[str, int]]:
+        """The partitions of its delivered and failed messages."""
+        return self.deliveries.partitions
+
+
+class JudgedProducer(ProducerEngine):
+    """A librdkafka instance and the state machine of its life. All calls go through here and move the machine.
+
+    Args:
+        transactional_id: Kafka's ``transactional.id``.
+        machine: The producer's life.
+        coordinator: Shows whether transactions have ended.
+        silent_retry_after_s: A call that takes longer may have been sent twice.
+        call_timeout_s, max_message_bytes, bulk: As for every engine.
+    """
+
+    transaction: OpenTransaction
+
+    def __init__(
+        self,
+        transactional_id: str,
+        machine: Machine[ProducerState, ProducerEvent],
+        coordinator: TransactionCoordinator,
+        *,
+        silent_retry_after_s: float,
+        call_timeout_s: float,
+        max_message_bytes: int,
+        bulk: bool,
+    ) -> None:
+        super().__init__(
+            transactional_id,
+            machine,
+            coordinator,
+            call_timeout_s=call_timeout_s,
+            max_message_bytes=max_message_bytes,
+            bulk=bulk,
+        )
+        self.transaction = OpenTransaction()
+        self._silent_retry_after_s = silent_retry_after_s
+        self._handle: Handle | None = None
+
+    @property
+    def _raw(self) -> Producer:
+        assert self._handle is not None
+        return self._handle.raw
+
+    def serve(self, timeout_s: float) -> int:
+        """Take delivery reports and log lines; returns 0 if there is no instance yet."""
+        if self._handle is None:
+            return 0
+        served = self._take_reports(timeout_s)
+        self.transaction.deliveries.raise_callback_error()
+        return served
+
+    def _take_reports(self, timeout_s: float) -> int:
+        """Take delivery reports. What a callback raises waits for the end: it must not hide why a message was refused."""
+        return self._served(self._raw.poll, timeout_s)
+
+    def _served(self, wait: Callable[[float], int], timeout_s: float) -> int:
+        """Poll or flush. Either may raise librdkafka's fatal error, whatever caused it."""
+        try:
+            return elsewhere(lambda: wait(timeout_s)) if timeout_s else wait(0)
+        except (KafkaException, SystemError, AttributeError) as error:
+            self._raise(self._failure(error, Phase.DELIVERY))
+
+    def _failure(self, error: KafkaException | SystemError | AttributeError, phase: Phase) -> Failure:
+        exception = kafka_exception_behind(error, ask=self._raw.begin_transaction)
+        return failure_of(exception, phase, transactional_id=self._id)
+
+    def _judge(self, phase: Phase, took_s: float) -> None:
+        assert self._handle is not None
+        if phase is not Phase.COMMIT:  # a commit has succeeded, whatever a poll raises
+            self._served(self._raw.poll, 0)
+        if took_s > self._silent_retry_after_s:
+            self.doubt(f"{phase.value} took {took_s:.3f} s, so it may have been sent twice")
+        elif self.transaction.maybe_sent_twice:
+            self.doubt("the consumer's offsets may have been sent twice")
+        elif self._handle.init_unanswered:
+            self.doubt(INIT_MAY_COME)
+
+    def _call(self, phase: Phase, function: Callable[[Producer, float], object], deadline: Deadline) -> float:
+        assert self._handle is not None
+        try:
+            return self._handle.timed(function, deadline)
+        except NoAnswer:
+            self._raise(not_answered(phase, transactional_id=self._id))
+        except (KafkaException, SystemError) as error:
+            self._raise(self._failure(error, phase))
+        except BaseException:
+            self.doubt(f"{phase.value} was interrupted")  # by a signal while waiting: the answer is missing too
+            raise
+
+    def _delivery_failure(self) -> Failure:
+        """The cause of failed messages. Where librdkafka only says that it dropped them, its transaction knows why."""
+        first = self.transaction.deliveries.first_failure
+        if first is None or first[0].code() in {KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT}:
+            reason = self._transaction_error()
+            if reason is not None:
+                return failure_of(reason, Phase.DELIVERY, transactional_id=self._id)
+        if first is None:
+            error = TransactionAborted("produce: librdkafka's transaction has failed", transactional_id=self._id)
+            return Failure(error, ProducerEvent.FAIL)
+        return failure_of(first[0], Phase.DELIVERY, transactional_id=self._id, subject=first[1])
+
+    def _transaction_error(self) -> KafkaException | None:
+        """The error of librdkafka's transaction: a begin fails with it, and changes nothing."""
+        assert self._handle is not None
+        try:
+            self._handle.timed(lambda producer, _: producer.begin_transaction(), Deadline(_PROBE_S))
+        except KafkaException as error:
+            return None if kafka_error(error).code() == KafkaError._STATE else error
+        except NoAnswer:
+            return None
+        raise AssertionError("librdkafka began a transaction inside a transaction")
+
+
+# Maps librdkafka's errors to ours, and to the state in which each leaves a producer.
+#
+# A confluent-kafka error carries a code and up to three flags: *fatal* (the instance is dead), *requires abort* (the
+# transaction is), *retriable*. Codes above 0 are the protocol's, those below are librdkafka's own.
+#
+# An error of a transactional call without any flag is treated as fatal: the client's view of the transaction and ours
+# disagree. A delivery report carries no flags; there the transaction must be aborted.
+
+_LOCAL: Final[Mapping[int, Advice]] = MappingProxyType(
+    {
+        KafkaError._FENCED: Advice(Kind.FENCED),
+        KafkaError._AUTHENTICATION: CONNECTING,
+        KafkaError._SSL: CONNECTING,
+        KafkaError._UNSUPPORTED_FEATURE: advice_on(Code.UNSUPPORTED_VERSION),
+        KafkaError._INVALID_ARG: Advice(Kind.SETTINGS, "correct the value that the message names"),
+        KafkaError._NOT_CONFIGURED: Advice(Kind.SETTINGS, "correct the setting that the message names"),
+        KafkaError._UNKNOWN_TOPIC: advice_on(Code.UNKNOWN_TOPIC_OR_PARTITION),
+        KafkaError._UNKNOWN_PARTITION: NO_PARTITION,
+    }
+)
+"""The advice on errors that librdkafka finds by itself."""
+_LOST, _HIDDEN = "without setting an exception", "'ClientLog' object has no attribute 'log'"
+
+
+def kafka_error(exception: KafkaException) -> KafkaError:
+    """The error inside a confluent-kafka exception."""
+    error = exception.args[0] if exception.args else None
+    return error if isinstance(error, KafkaError) else KafkaError(KafkaError._FAIL, str(exception))
+
+
+def kafka_exception_behind(
+    error: KafkaException | SystemError | AttributeError, ask: Callable[[], object]
+) -> KafkaException:
+    """Recover librdkafka's exception from the Python exception that hides it.
+
+    librdkafka raises a fatal error from inside ``poll`` and ``flush``. If a delivery callback runs after it, Python
+    raises a ``SystemError``: the callback returned with an exception set or, if confluent-kafka has lost the exception
+    by then, ``flush`` failed without one. If a log line follows it, the pending exception makes the look-up of the
+    logger's method fail. In these last two cases the fatal error itself is lost, but librdkafka keeps it.
+
+    Args:
+        error: What ``poll`` or ``flush`` has raised.
+        ask: A call that an instance with a fatal error answers with that error.
+
+    Raises:
+        SystemError, AttributeError: The error has another cause.
+    """
+    cause: BaseException | None = error
+    while isinstance(cause, SystemError) and not _is_lost(cause):
+        cause = cause.__cause__
+    if isinstance(cause, KafkaException):
+        return cause
+    if cause is not None and _is_lost(cause):
+        return _asked(ask) or KafkaException(
+            KafkaError(KafkaError._FATAL, "a fatal error that confluent-kafka lost", fatal=True)
+        )
+    raise error
+
+
+def _asked(ask: Callable[[], object]) -> KafkaException | None:
+    try:
+        ask()
+    except KafkaException as again:
+        return again if kafka_error(again).fatal() else None
+    return None
+
+
+def _is_lost(error: BaseException) -> bool:
+    if isinstance(error, AttributeError):
+        return str(error) == _HIDDEN
+    return error.__cause__ is None and _LOST in str(error)
+
+
+def failure_of(
+    cause: KafkaError | KafkaException, phase: Phase, *, transactional_id: str, subject: str | None = None
+) -> Failure:
+    """Map an error of confluent-kafka.
+
+    Args:
+        cause: The error, or the exception that carries it.
+        phase: The call that failed.
+        transactional_id: The producer's id.
+        subject: The topic or consumer group concerned, named in the hint for a missing right.
+    """
+    exception = cause if isinstance(cause, KafkaException) else KafkaException(cause)
+    cause = kafka_error(exception)
+    advice = _LOCAL.get(cause.code()) or advice_on(cause.code())
+    what = f"{cause.str()} ({cause.name()})"
+    error = error_for(advice, what, phase, transactional_id=transactional_id, subject=subject)
+    error.__cause__ = exception
+    return Failure(error, _event(cause, advice, phase))
+
+
+def _event(cause: KafkaError, advice: Advice, phase: Phase) -> ProducerEvent:
+    if cause.fatal() or advice.kind is Kind.FENCED or phase not in WITHIN_A_TRANSACTION:
+        return ProducerEvent.DOUBT
+    if phase is Phase.SEND_OFFSETS and not (cause.txn_requires_abort() or cause.retriable()):
+        return ProducerEvent.DOUBT
+    return ProducerEvent.FAIL
+
+
+# The delivery reports of one transaction: every message is known to be delivered, or the transaction must abort.
+
+_NEVER_SENT: Final = frozenset({KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNOWN_TOPIC, KafkaError._PURGE_QUEUE})
+
+
+class Deliveries(Callbacks):
+    """Counts the messages of one transaction and keeps the first offset by partition.
+
+    Each transaction has its own instance, so a late report cannot count towards the next one.
+
+    Attributes:
+        produced: How many messages librdkafka took.
+        delivered: How many of them the broker confirmed; stays 0 where only failures are reported.
+        failed: How many were reported as failed.
+        first_failure: The first failure's error and topic.
+        first_offsets: By (topic, partition), the smallest offset reported.
+        without_offset: Partitions with a confirmed message whose offset librdkafka did not know.
+        failed_in: Partitions of failed messages, which may be in the log nevertheless.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.produced = 0
+        self.delivered = 0
+        self.failed = 0
+        self.first_failure: tuple[KafkaError, str | None] | None = None
+        self.first_offsets: dict[tuple[str, int], int] = {}
+        self.without_offset: set[tuple[str, int]] = set()
+        self.failed_in: set[tuple[str, int]] = set()
+
+    def report(self, error: KafkaError | None, message: Message) -> None:
+        """Take one delivery report; librdkafka calls it from ``poll`` and ``flush``."""
+        if error is not None:
+            self.failed += 1
+            if error.code() in _NEVER_SENT:
+                pass
+            elif (failed_topic := message.topic()) is not None and (failed_partition := message.partition() or 0) >= 0:
+                self.failed_in.add((failed_topic, failed_partition))
+            if self.first_failure is None or _is_purge(self.first_failure[0]):
+                self.first_failure = (error, message.topic())
+            return
+        self.delivered += 1
+        topic, partition, offset = message.topic(), message.partition(), message.offset()
+        assert topic is not None
+        assert partition is not None
+        if offset is None or offset < 0:
+            # A retried batch that the broker already had: it is in the log, but the answer carried no offset.
+            self.without_offset.add((topic, partition))
+            return
+        known = self.first_offsets.get((topic, partition))
+        if known is None or offset < known:
+            self.first_offsets[(topic, partition)] = offset
+
+    def reporting_to(self, callback: DeliveryCallback) -> DeliveryCallback:
+        """A callback that takes the report and then calls the user's callback."""
+
+        def report(error: KafkaError | None, message: Message) -> None:
+            self.report(error, message)
+            self.call(callback, error, message)
+
+        return report
+
+    @property
+    def partitions(self) -> frozenset[tuple[str, int]]:
+        """The partitions reported, for delivered and failed messages alike."""
+        return frozenset({*self.first_offsets, *self.without_offset, *self.failed_in})
+
+
+def _is_purge(error: KafkaError) -> bool:
+    # librdkafka purges the rest after the failure that matters, and may report the purged messages first.
+    return error.code() in {KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT}
+
+
+# A transaction's records have unbroken sequence numbers; a gap before its first record shows that others were its own.
+#
+# A tool that writes an abort marker into a partition (`kafka-transactions.sh abort`) ends there what a producer has
+# written so far. The broker takes the producer's next message for the first of another transaction, and shows only that
+# one. In bulk mode librdkafka reports no offsets, so nothing else tells that there were earlier messages. But it
+# numbers the records of an epoch in each partition one by one.
+
+_SEQUENCES: Final = 2**31
+Partition = tuple[str, int]
+Span = tuple[int, int]
+"""The sequence numbers of a first and of a newest record."""
+
+
+class Sequences:
+    """The sequence numbers of one producer's last transaction in each partition."""
+
+    def __init__(self) -> None:
+        self._ids: tuple[int, int] | None = None
+        self._spans: dict[Partition, Span] = {}
+        self._knows_all = True
+        self._has_forgotten = False
+
+    def take(self, ids: tuple[int, int], shown: Mapping[Partition, Span | None]) -> Partition | None:
+        """Take the sequence numbers of a transaction whose messages are all delivered. It may be taken twice.
+
+        Args:
+            ids: Producer id and epoch. A new epoch numbers its records from 0.
+            shown: By partition, the sequence numbers of the first and the newest record; None where they are not known.
+
+        Returns:
+            A partition that holds earlier messages of the same transaction; None if there is no such gap.
+        """
+        if ids != self._ids:
+            # What was forgotten may have been written under these ids.
+            self._ids, self._spans, self._knows_all = ids, {}, not self._has_forgotten
+        self._has_forgotten = False
+        gaps = [key for key, span in shown.items() if span is not None and not self._follows(key, span)]
+        for key, span in shown.items():
+            if span is None:
+                self._spans.pop(key, None)
+                self._knows_all = False
+            else:
+                self._spans[key] = span
+        return min(gaps, default=None)
+
+    def _follows(self, key: Partition, span: Span) -> bool:
+        last = self._spans.get(key)
+        if last is None:
+            return span[0] == 0 or not self._knows_all
+        return span[0] in {last[0], (last[1] + 1) % _SEQUENCES}
+
+    def forget(self) -> None:
+        """Forget them all: a transaction ends whose messages are only partly known, such as one that is aborted."""
+        self._spans, self._knows_all, self._has_forgotten = {}, False, True

@@ -1,41 +1,53 @@
 """One librdkafka producer driven by the state machine: each verb is checked, carried out, judged, then applied.
 
+Columns of Arrow are sent row by row: librdkafka takes nothing else.
+
 The judgement covers side effects that the call's answer does not show: an abort with messages in flight may leave some
 behind; after a lost connection the broker may have forgotten a marker. Either makes the producer doubtful.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NoReturn
+from collections.abc import Iterable, Iterator
+from itertools import chain, count, repeat
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import DualWriteError, Fenced, TransactionAborted, Unavailable
-from dualwrite.kafka.engine import OLD_S, asking, whole
-from dualwrite.kafka.engine__kafka_producer_transaction_timeout import agree_on_transaction_timeout_ms
+from dualwrite.kafka.engine import OLD_S, agree_on_transaction_timeout_ms, asking, whole
 from dualwrite.kafka.failures import Failure, Phase, not_answered
-from dualwrite.kafka.librdkafka.evidence import Evidence
-from dualwrite.kafka.librdkafka.evidence__kafka_producer_librdkafka_doubt import (
+from dualwrite.kafka.librdkafka.evidence import (
     INIT_MAY_COME,
+    Evidence,
     JudgedProducer,
     OpenTransaction,
+    failure_of,
+    kafka_error,
 )
-from dualwrite.kafka.librdkafka.evidence__kafka_producer_librdkafka_failures import failure_of, kafka_error
-from dualwrite.kafka.librdkafka.handle import MakeHandle, producer_settings
-from dualwrite.kafka.librdkafka.handle__kafka_producer_librdkafka_bounded_call import NoAnswer
-from dualwrite.kafka.librdkafka.producer__kafka_producer_librdkafka_from_arrow import contents_of, messages_of
+from dualwrite.kafka.librdkafka.handle import MakeHandle, NoAnswer, producer_settings
 from dualwrite.kafka.transaction_ends import PendingEnd
 from dualwrite.protocol.known_end import Ended
-from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerEvent, ProducerState
-from dualwrite.protocol.message import ANY_PARTITION, ConsumedOffsets, Message, MessageBatch, MessageColumns, Unsendable
+from dualwrite.protocol.lives import ProducerEvent, ProducerState
+from dualwrite.protocol.message import (
+    ANY_PARTITION,
+    ConsumedOffsets,
+    Headers,
+    Message,
+    MessageBatch,
+    MessageColumns,
+    Unsendable,
+    nameless_header,
+)
 from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from confluent_kafka._types import HeadersType
 
-    from dualwrite.interfaces__ports_coordinator import TransactionCoordinator
-    from dualwrite.kafka.config__kafka_config import KafkaConfig
+    from dualwrite.interfaces import TransactionCoordinator
+    from dualwrite.kafka.config import KafkaConfig
     from dualwrite.protocol.lives import Machine
     from dualwrite.protocol.message import DeliveryCallback
 
@@ -356,3 +368,81 @@ def _connect(producer: Producer, left_s: float) -> None:
         except KafkaException as error:
             if kafka_error(error).code() != KafkaError._TIMED_OUT:
                 raise
+
+
+# The rows of Arrow's columns as librdkafka takes messages: one by one.
+
+
+def messages_of(columns: MessageColumns, max_bytes: int) -> Iterator[Message]:
+    """The messages of the rows, each checked as it is taken.
+
+    Args:
+        columns: The rows.
+        max_bytes: ``message.max.bytes``.
+
+    Raises:
+        TypeError: Values or keys are neither binary nor text, or numbers no integers.
+        Unsendable: A row cannot be sent.
+    """
+    topic, values, keys, headers, partitions, timestamps = columns
+    rows = zip(
+        contents_of(values),
+        repeat(None) if keys is None else contents_of(keys),
+        repeat(None) if headers is None else map(_pairs, count(), headers.to_pylist()),
+        _numbers(partitions, "partitions"),
+        _numbers(timestamps, "timestamps"),
+        strict=False,
+    )
+    for row, (value, key, pairs, partition, timestamp_ms) in enumerate(rows):
+        yield Message.checked(
+            topic,
+            value,
+            key,
+            partition=partition,
+            headers=pairs,
+            timestamp_ms=timestamp_ms,
+            max_bytes=max_bytes,
+            subject=f"row {row}",
+        )
+
+
+def contents_of(column: pa.Array | pa.ChunkedArray) -> list[bytes | None]:
+    """Keys or values; text as UTF-8.
+
+    Raises:
+        TypeError: They are neither binary nor text.
+    """
+    import pyarrow as pa  # noqa: PLC0415 - needed where columns are given, and not else
+
+    try:
+        cast = column.cast(pa.large_binary())
+    except pa.ArrowNotImplementedError:
+        raise TypeError(f"keys and values are binary or text, not {column.type}") from None
+    # Through numpy: five times as fast as to_pylist, which creates a scalar object for each value first.
+    chunks = cast.chunks if isinstance(cast, pa.ChunkedArray) else [cast]
+    return list(chain.from_iterable(chunk.to_numpy(zero_copy_only=False).tolist() for chunk in chunks))
+
+
+def _numbers(column: pa.Array | pa.ChunkedArray | None, name: str) -> Iterable[int | None]:
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    if column is None:
+        return repeat(None)
+    if not (pa.types.is_integer(column.type) or pa.types.is_null(column.type)):
+        raise TypeError(f"{name} are integers, not {column.type}")
+    numbers: list[int | None] = column.to_pylist()
+    return numbers
+
+
+def _pairs(row: int, entries: list[Any] | None) -> Headers | None:
+    if entries is None:
+        return None
+    pairs = []
+    for entry in entries:
+        name, value = (
+            entry if isinstance(entry, tuple) else (None, None) if entry is None else (entry["key"], entry["value"])
+        )
+        if name is None:
+            raise nameless_header(f"row {row}")
+        pairs.append((name, value))
+    return pairs

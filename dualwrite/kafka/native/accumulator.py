@@ -1,7 +1,12 @@
-"""Messages on their way into a transaction: each given a partition, and collected in that partition's batch."""
+"""Messages on their way into a transaction: each given a partition, and collected in that partition's batch.
+
+A message without a key goes where the last one went until the batch is full (sticky partitioning). Many messages at
+once may be built as columns, which loads numpy and pyarrow only then.
+"""
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,11 +16,11 @@ from typing import TYPE_CHECKING, Final
 
 from dualwrite.clock import now_s
 from dualwrite.kafka.cluster import Topic
-from dualwrite.kafka.native.accumulator__kafka_producer_native_filling_sticky import StickyPartitions
 from dualwrite.kafka.native.produce_state import ProduceCore
-from dualwrite.kafka.native.records__kafka_producer_native_records_partitioners import partitioner
+from dualwrite.kafka.native.records import partitioner
 from dualwrite.protocol.message import (
     ANY_PARTITION,
+    OVERHEAD,
     Content,
     Message,
     MessageBatch,
@@ -154,7 +159,7 @@ class Filling:
     def _as_columns(
         self, topic: str, values: Sequence[Content], keys: Sequence[Content] | None, timestamp_ms: int
     ) -> Iterator[None]:
-        from dualwrite.kafka.native.arrow__kafka_producer_native_filling_column_filling import column_of  # noqa: PLC0415 - imports pyarrow
+        from dualwrite.kafka.native.arrow import column_of  # noqa: PLC0415 - imports pyarrow
 
         for first in range(0, len(values), _ROWS_AT_ONCE):
             part = slice(first, first + _ROWS_AT_ONCE)
@@ -181,7 +186,7 @@ class Filling:
             TypeError: A column is of another type.
             ValueError: The columns differ in length.
         """
-        from dualwrite.kafka.native.arrow__kafka_producer_native_filling_column_filling import Columns  # noqa: PLC0415 - imports pyarrow
+        from dualwrite.kafka.native.arrow import Columns  # noqa: PLC0415 - imports pyarrow
 
         settings, topic = self._settings, columns.topic
         rows = Columns(columns, first_row=first_row)
@@ -223,3 +228,84 @@ def _columns_pay(messages: int, partitions: int) -> bool:
     if "pyarrow" in sys.modules:
         return True
     return messages >= _IMPORT_FROM and find_spec("pyarrow") is not None and find_spec("numpy") is not None
+
+
+# The partitions of messages that may go anywhere: one batch for one partition, and every partition in its turn.
+
+Choose = Callable[[Sequence[int]], int]
+
+
+@dataclass(slots=True)
+class _Stay:
+    partition: int
+    since: float
+    size: int = 0
+
+
+class StickyPartitions:
+    """Keeps messages without a key together, so that one of many partitions gets one large batch, not all small ones.
+
+    Messages stay in a partition until its batch is sent or full, or for ``sticky.partitioning.linger.ms``. Then they move
+    to another one, at random. Source: KIP-480, KIP-794, librdkafka's ``rd_kafka_msg_sticky_partition``.
+
+    Args:
+        sticky_s: ``sticky.partitioning.linger.ms``, in seconds; 0 chooses for each message.
+        batch_bytes: The greatest size of a batch.
+        choose: Chooses one of several partitions; for tests.
+    """
+
+    def __init__(self, sticky_s: float, batch_bytes: int, choose: Choose = random.choice) -> None:
+        self._sticky_s = sticky_s
+        self._batch_bytes = batch_bytes
+        self._choose: Final = choose
+        self._stays: dict[str, _Stay] = {}
+        self._sent_to: dict[str, dict[int, int]] = {}
+
+    def begin(self) -> None:
+        """A transaction begins: its batches are spread without regard to those of the last one."""
+        self._sent_to.clear()
+
+    def one_message(
+        self,
+        topic: str,
+        candidates: Sequence[int],
+        size: int,
+        now: float,
+        collects_in: Callable[[tuple[str, int]], bool],
+    ) -> int:
+        """The partition of one message.
+
+        Args:
+            topic: Its topic.
+            candidates: The partitions to choose from.
+            size: The bytes of its key and value.
+            now: The time, in seconds.
+            collects_in: Whether a batch is open in a partition.
+        """
+        stay = self._stays.get(topic)
+        size += OVERHEAD
+        if (
+            stay is None
+            or stay.size + size > self._batch_bytes
+            or now - stay.since >= self._sticky_s
+            or not collects_in((topic, stay.partition))
+        ):
+            left = None if stay is None or self._sticky_s <= 0 else stay.partition
+            others = [one for one in candidates if one != left]
+            stay = self._stays[topic] = _Stay(self._choose(others or candidates), now)
+        stay.size += size
+        return stay.partition
+
+    def whole_batch(self, topic: str, candidates: Sequence[int], size: int) -> int:
+        """The partition of a whole batch: one of those that got the fewest bytes of the transaction.
+
+        Args:
+            topic: Its topic.
+            candidates: The partitions to choose from.
+            size: Its bytes.
+        """
+        sent_to = self._sent_to.setdefault(topic, {})
+        least = min(sent_to.get(one, 0) for one in candidates)
+        partition = self._choose([one for one in candidates if sent_to.get(one, 0) == least])
+        sent_to[partition] = least + size
+        return partition

@@ -1,4 +1,7 @@
-"""A producer's requests to its coordinators: a new producer id, the end of a transaction, consumed offsets.
+"""A native producer's requests to its coordinators: a producer id, the end of a transaction, consumed offsets.
+
+The requests are built from values and answered with values; which answers are retried, and how long, is decided in one
+place.
 
 They go over the sender's connections, in the thread that uses it. What an answer means stands in
 :mod:`dualwrite.kafka.native.error_meanings`.
@@ -7,26 +10,26 @@ They go over the sender's connections, in the thread that uses it. What an answe
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import kafka.errors as kafka_errors
 from kafka.protocol.metadata import CoordinatorType
+from kafka.protocol.producer.transaction import EndTxnRequest, InitProducerIdRequest, TxnOffsetCommitRequest
 
 from dualwrite.clock import Deadline, GrowingPause
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.brokers import Brokers
 from dualwrite.kafka.cluster import find_coordinators
-from dualwrite.kafka.native.coordination__kafka_producer_native_coordinating_coordinator_messages import (
-    end_txn,
-    init_producer_id,
-    txn_offset_commit,
-)
-from dualwrite.kafka.native.coordination__kafka_producer_native_coordinating_offsets import Group, Offset
-from dualwrite.kafka.native.error_meanings import Code, Meaning, Request, meaning_of
+from dualwrite.kafka.config import TWO_PHASE_COMMIT
+from dualwrite.kafka.engine import choose_transaction_timeout_ms, tell_that_unlimited, warn_if_bounded
+from dualwrite.kafka.failures import Code
+from dualwrite.kafka.native.error_meanings import Meaning, Request, meaning_of
 from dualwrite.kafka.network import Message, NotYet
+from dualwrite.protocol.values import NEVER_MS
 
 logger = logging.getLogger("dualwrite.kafka.producer")
 
@@ -225,3 +228,288 @@ def _read_ids(response: Message) -> Answered:
 def _read_partitions(response: Message) -> Answered:
     codes = [partition.error_code for topic in response.topics for partition in topic.partitions]
     return Answered(max(codes, key=lambda code: _BY_WEIGHT.index(meaning_of(Request.TXN_OFFSET_COMMIT, code))))
+
+
+# Gets a producer its id under the longest time limit that the broker grants to a transaction.
+#
+# A transaction that the database has decided waits for its completion, and the broker must not abort it meanwhile. The
+# attempts, in this order:
+#
+# 1. Two-phase commit (KIP-939): no time limit, whatever `transaction.max.timeout.ms` is. Only brokers with unstable versions
+#    enabled offer the request. They refuse it where `transaction.two.phase.commit.enable` is off, or the user lacks the right
+#    TwoPhaseCommit on the transactional id.
+# 2. The timeout 2147483647 ms, which never expires (KIP-939), if `transaction.max.timeout.ms` allows it or cannot be read.
+# 3. The greatest timeout that the brokers allow, with a warning.
+#
+# The user's own `transaction.timeout.ms` overrides all of them; `transaction.two.phase.commit.enable` makes the first
+# the only one, or leaves it out. A refusal is an answer: the broker has done nothing, and the next attempt is safe.
+
+_REFUSED: Final = frozenset(
+    {Code.UNSUPPORTED_VERSION, Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, Code.INVALID_TRANSACTION_TIMEOUT}
+)
+"""Answers after which the next attempt may succeed. If a right is missing altogether, the last attempt is answered so, too."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One way to ask for a producer id.
+
+    Attributes:
+        timeout_ms: The time limit of each transaction; ``NEVER_MS`` for none.
+        two_phase: Whether to ask for two-phase commit.
+    """
+
+    timeout_ms: int
+    two_phase: bool = False
+
+
+_TWO_PHASE: Final = Attempt(NEVER_MS, two_phase=True)
+
+
+@dataclass(frozen=True)
+class Initialised:
+    """The result of the last attempt.
+
+    Attributes:
+        answered: The answer; None if none came, so that the request may still arrive.
+        granted: The attempt.
+    """
+
+    answered: Answered | None
+    granted: Attempt
+
+
+def attempts(
+    requested_ms: int | None, broker_maximum_ms: int | None, *, two_phase_commit: bool | None = None
+) -> Sequence[Attempt]:
+    """The attempts, in their order.
+
+    Args:
+        requested_ms: The user's ``transaction.timeout.ms``; None for the longest possible.
+        broker_maximum_ms: The broker's ``transaction.max.timeout.ms``; None if it cannot be read.
+        two_phase_commit: Whether the user requires two-phase commit, or forbids it; None for neither.
+
+    Raises:
+        ConfigurationError: The broker does not allow the user's value, or it is not a timeout, or it stands beside two-phase
+            commit.
+    """
+    if two_phase_commit:
+        if requested_ms is not None:
+            raise ConfigurationError(
+                f"a transaction timeout has no effect beside {TWO_PHASE_COMMIT}=true", next_step="leave one of them out"
+            )
+        return [_TWO_PHASE]
+    chosen = Attempt(choose_transaction_timeout_ms(requested_ms, broker_maximum_ms, greatest_ms=NEVER_MS))
+    if requested_ms is not None:
+        return [chosen]
+    return [*([_TWO_PHASE] if two_phase_commit is None else []), *_without_limit(broker_maximum_ms), chosen]
+
+
+def _without_limit(broker_maximum_ms: int | None) -> Sequence[Attempt]:
+    return [Attempt(NEVER_MS)] if broker_maximum_ms is None else []
+
+
+def refusal_of_two_phase(initialised: Initialised, transactional_id: str) -> ConfigurationError | None:
+    """The error if the user requires two-phase commit and the broker refuses it; None for any other answer."""
+    answered = initialised.answered
+    if not initialised.granted.two_phase or answered is None or answered.code not in _REFUSED:
+        return None
+    said = (
+        "the brokers do not offer it: set unstable.api.versions.enable=true on them"
+        if answered.code == Code.UNSUPPORTED_VERSION
+        else f"grant Write and TwoPhaseCommit on this transactional id, and set {TWO_PHASE_COMMIT}=true on the brokers"
+    )
+    return ConfigurationError(
+        "the brokers refuse two-phase commit, which the settings require",
+        transactional_id=transactional_id,
+        next_step=said,
+    )
+
+
+def initialise(requests: CoordinatorRequests, ways: Sequence[Attempt], deadline: Deadline) -> Initialised:
+    """Get a producer id; aborts what is open under the transactional id.
+
+    Args:
+        requests: The producer's requests.
+        ways: The attempts, at least one.
+        deadline: Limits the wait.
+
+    Raises:
+        ConfigurationError: The broker refuses our credentials.
+    """
+    for way in ways:
+        answered = requests.init_producer_id(way.timeout_ms, deadline, two_phase=way.two_phase)
+        if answered is None or answered.code not in _REFUSED:
+            break
+    return Initialised(answered, way)
+
+
+def tell_time_limit(
+    granted: Attempt, requested_ms: int | None, broker_maximum_ms: int | None, *, cluster_id: str, transactional_id: str
+) -> None:
+    """Log, once per process and cluster, whether transactions have a time limit that the user has not asked for."""
+    named = {"cluster_id": cluster_id, "transactional_id": transactional_id}
+    if granted.timeout_ms == NEVER_MS:
+        how = "two-phase commit" if granted.two_phase else f"transaction.timeout.ms={NEVER_MS}"
+        tell_that_unlimited(how, **named)
+    else:
+        warn_if_bounded(requested_ms, broker_maximum_ms, granted.timeout_ms, **named)
+
+
+# Consumed offsets, and the consumer group that commits them as a part of a transaction.
+
+_MAGIC: Final = b"CGMDv2:"
+"""How librdkafka marks its serialised group metadata: generation, group id, member id, and the instance id if there is one."""
+_GENERATION: Final = struct.Struct("=i")
+_NO_INSTANCE: Final = b"\1"
+_NO_EPOCH: Final = -1
+
+
+@dataclass(frozen=True)
+class Group:
+    """A consumer's membership in its group, as it stood when the offsets were consumed. Source: KIP-447.
+
+    Attributes:
+        group_id: The group's id.
+        generation: The group's generation, or the member's epoch (KIP-848); -1 for a consumer without a subscription.
+        member_id: The member's id; empty for a consumer without a subscription.
+        instance_id: The static member's ``group.instance.id``.
+    """
+
+    group_id: str
+    generation: int = -1
+    member_id: str = ""
+    instance_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Offset:
+    """An offset to commit for a partition.
+
+    Attributes:
+        offset: The next offset to consume.
+        leader_epoch: The leader epoch of the last record consumed; -1 if it is not known.
+        metadata: The application's own text.
+    """
+
+    offset: int
+    leader_epoch: int = _NO_EPOCH
+    metadata: str = ""
+
+
+class ConsumedOffset(Protocol):
+    """The attributes of ``confluent_kafka.TopicPartition`` that matter here."""
+
+    topic: str
+    partition: int
+    offset: int
+    leader_epoch: int | None
+    metadata: str | None
+
+
+def group_of(metadata: object) -> Group:
+    """The group of a consumer.
+
+    Args:
+        metadata: ``consumer_group_metadata()`` of confluent-kafka's consumer, or ``group_metadata()`` of kafka-python's.
+
+    Raises:
+        TypeError: It is neither, or that of a consumer without a group.
+    """
+    if isinstance(metadata, bytes) and metadata.startswith(_MAGIC):
+        return _of_librdkafka(metadata[len(_MAGIC) :])
+    group_id = getattr(metadata, "group_id", None)
+    if not isinstance(group_id, str):
+        raise TypeError(f"group_metadata must be what Consumer.consumer_group_metadata() returns, not {metadata!r}")
+    return Group(
+        group_id,
+        getattr(metadata, "generation_id", -1),
+        getattr(metadata, "member_id", "") or "",
+        getattr(metadata, "group_instance_id", None),
+    )
+
+
+def offsets_of(consumed: Iterable[ConsumedOffset]) -> dict[tuple[str, int], Offset]:
+    """By partition, the offset to commit. Leaves out what has no offset, as librdkafka does."""
+    return {
+        (one.topic, one.partition): Offset(
+            one.offset,
+            _NO_EPOCH if one.leader_epoch is None else one.leader_epoch,
+            one.metadata or "",
+        )
+        for one in consumed
+        if one.offset >= 0
+    }
+
+
+def _of_librdkafka(serialised: bytes) -> Group:
+    try:
+        (generation,) = _GENERATION.unpack_from(serialised)
+        group_id, member_id, instance = serialised[_GENERATION.size :].split(b"\0", 2)
+        if instance == _NO_INSTANCE:
+            return Group(group_id.decode(), generation, member_id.decode())
+        present, instance_id, end = instance.split(b"\0")
+        if present or end:
+            raise ValueError(instance)
+        return Group(group_id.decode(), generation, member_id.decode(), instance_id.decode())
+    except (ValueError, struct.error) as error:
+        raise TypeError("the consumer's group metadata is not as librdkafka 2 serialises it") from error
+
+
+# kafka-python's messages for what a producer asks its coordinators: built from values.
+
+_ASK_TWO_PHASE: Final = {"min_version": 6, "max_version": 6, "enable2_pc": True}
+"""KIP-939's version, which brokers offer only if they have unstable versions enabled."""
+_ASK_ONE_PHASE: Final = {"max_version": 5}
+_NAMED: Final = {"min_version": 5, "max_version": 5}
+"""The version that ends one transaction: it raises the epoch, and answers with the next transaction's."""
+_WITH_ITS_PARTITION: Final = {"min_version": 5, "max_version": 5}
+"""The version that adds the group's partition to the transaction by itself."""
+
+
+def init_producer_id(kafka_id: str, timeout_ms: int, *, two_phase: bool) -> Message:
+    """The InitProducerId request for a new producer."""
+    return InitProducerIdRequest(
+        transactional_id=kafka_id,
+        transaction_timeout_ms=timeout_ms,
+        producer_id=-1,
+        producer_epoch=-1,
+        **(_ASK_TWO_PHASE if two_phase else _ASK_ONE_PHASE),
+    )
+
+
+def end_txn(kafka_id: str, ids: tuple[int, int], *, committed: bool) -> Message:
+    """The EndTxn request for the one transaction of this producer id and epoch."""
+    producer_id, epoch = ids
+    return EndTxnRequest(
+        transactional_id=kafka_id, producer_id=producer_id, producer_epoch=epoch, committed=committed, **_NAMED
+    )
+
+
+def txn_offset_commit(
+    kafka_id: str, ids: tuple[int, int], group: Group, offsets: Mapping[tuple[str, int], Offset]
+) -> Message:
+    """The TxnOffsetCommit request for the offsets of a group."""
+    data = TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
+    topics: dict[str, list[Message]] = {}
+    for (topic, partition), offset in offsets.items():
+        topics.setdefault(topic, []).append(
+            data.TxnOffsetCommitRequestPartition(
+                partition_index=partition,
+                committed_offset=offset.offset,
+                committed_leader_epoch=offset.leader_epoch,
+                committed_metadata=offset.metadata,
+            )
+        )
+    producer_id, epoch = ids
+    return TxnOffsetCommitRequest(
+        transactional_id=kafka_id,
+        group_id=group.group_id,
+        producer_id=producer_id,
+        producer_epoch=epoch,
+        generation_id=group.generation,
+        member_id=group.member_id,
+        group_instance_id=group.instance_id,
+        topics=[data(name=topic, partitions=partitions) for topic, partitions in topics.items()],
+        **_WITH_ITS_PARTITION,
+    )

@@ -1,5 +1,8 @@
 """One native producer driven by the state machine: every transaction has a producer id and epoch of its own.
 
+It speaks Kafka's protocol itself (transaction version 2), so it knows the identity of each transaction, reports its
+deliveries and statistics, and maps what stopped it to our errors.
+
 The engine's rules, beside those of the port:
 
 - ``InitProducerId`` is the one request that could hit a later transaction: without an answer to it the producer is doubtful.
@@ -14,48 +17,63 @@ Everything happens in the thread that calls. Source: KIP-890, KIP-939.
 
 from __future__ import annotations
 
+import json
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.clock import Deadline, GrowingPause, now_s
-from dualwrite.errors import DualWriteError, Fenced, TransactionAborted, Unavailable
+from dualwrite.errors import ConfigurationError, DualWriteError, Fenced, TransactionAborted, Unavailable
 from dualwrite.kafka.brokers import Brokers
 from dualwrite.kafka.cluster import internal_partition
-from dualwrite.kafka.engine import OLD_S, ProducerEngine, asking, whole
-from dualwrite.kafka.failures import Failure, Phase
-from dualwrite.kafka.failures__kafka_producer_codes import Code
+from dualwrite.kafka.engine import OLD_S, Callbacks, IdLogger, ProducerEngine, Transaction, asking, whole
+from dualwrite.kafka.failures import (
+    Advice,
+    Code,
+    Failure,
+    Kind,
+    Phase,
+    advice_on,
+    code_name,
+    ended_by_hand,
+    error_for,
+    not_answered,
+    not_open,
+    other_producer,
+)
 from dualwrite.kafka.native.accumulator import Filling
-from dualwrite.kafka.native.coordination import CoordinatorRequests
-from dualwrite.kafka.native.coordination__kafka_producer_native_coordinating_initialising import (
+from dualwrite.kafka.native.coordination import (
+    CoordinatorRequests,
     attempts,
+    group_of,
     initialise,
+    offsets_of,
     refusal_of_two_phase,
     tell_time_limit,
 )
-from dualwrite.kafka.native.coordination__kafka_producer_native_coordinating_offsets import group_of, offsets_of
-from dualwrite.kafka.native.produce_state import Partition, ProduceCore
-from dualwrite.kafka.native.producer__kafka_producer_native_evidence import Evidence, OpenTransaction
-from dualwrite.kafka.native.producer__kafka_producer_native_failures import failure_of, refused
-from dualwrite.kafka.native.producer__kafka_producer_native_statistics import Statistics
+from dualwrite.kafka.native.error_meanings import Meaning, Request, meaning_of
+from dualwrite.kafka.native.produce_state import Partition, ProduceCore, Refusal
 from dualwrite.kafka.native.sender import Sender
 from dualwrite.kafka.native.settings import native_settings
 from dualwrite.kafka.transaction_ends import PendingEnd
 from dualwrite.protocol.known_end import Ended
-from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerEvent, ProducerState
+from dualwrite.protocol.lives import ProducerEvent, ProducerState
 from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, MessageColumns, Unsendable
 from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
-from dualwrite.protocol.values__protocol_identity import OFFSETS_TOPIC
+from dualwrite.protocol.values import OFFSETS_TOPIC, TransactionStatus
 from dualwrite.waiting import here
 
 if TYPE_CHECKING:
-    from dualwrite.interfaces__ports_coordinator import TransactionCoordinator
+    from dualwrite.interfaces import TransactionCoordinator
     from dualwrite.kafka.cluster import Topic
-    from dualwrite.kafka.config__kafka_config import KafkaConfig
+    from dualwrite.kafka.config import KafkaConfig
     from dualwrite.kafka.native.coordination import Answered
-    from dualwrite.kafka.native.settings import NativeSettings
+    from dualwrite.kafka.native.produce_state import Delivered
+    from dualwrite.kafka.native.settings import NativeSettings, StatisticsCallback
     from dualwrite.protocol.lives import Machine
 
 _EPOCHS: Final = 30_000
@@ -497,3 +515,311 @@ class NativeInstance(ProducerEngine):
         self.machine.apply(ProducerEvent.CLOSE)
         if self._wire is not None:
             self._wire.sender.close()
+
+
+# The evidence of a native transaction: the state that names it, and whether its brokers still show it open.
+
+
+class OpenTransaction(Transaction):
+    """The current transaction, with its messages on their way.
+
+    Attributes:
+        offsets_in: The partitions that hold its consumers' groups, as far as we may describe that topic.
+        late_offsets: Whether consumed offsets may still be on their way there.
+    """
+
+    deliveries: Deliveries
+
+    def __init__(self, core: ProduceCore) -> None:
+        super().__init__(Deliveries())
+        self.core = core
+        self.offsets_in: set[Partition] = set()
+        self.late_offsets = False
+
+    @property
+    def sent_to(self) -> frozenset[Partition]:
+        """The partitions that a batch or consumed offsets were sent to."""
+        return self.core.sent_to | self.offsets_in
+
+    @property
+    def first_offsets(self) -> dict[Partition, int | None]:
+        """Its first offset in each partition, as far as answers have named it or may still come."""
+        late: dict[Partition, int | None] = dict.fromkeys(self.offsets_in) if self.late_offsets else {}
+        return late | dict(self.core.first_offsets)
+
+
+class Evidence:
+    """Makes the states of one producer's transactions, and looks whether they are open.
+
+    Args:
+        transactional_id: Kafka's ``transactional.id``.
+        coordinator: Shows which transaction is open.
+        incarnation: Stamped into the states.
+    """
+
+    def __init__(self, transactional_id: str, coordinator: TransactionCoordinator, incarnation: int | None) -> None:
+        self._id = transactional_id
+        self._coordinator = coordinator
+        self._incarnation = incarnation
+        self._may_read_groups = True
+        self._log = IdLogger(transactional_id)
+
+    def state(
+        self,
+        transaction: OpenTransaction,
+        ids: tuple[int, int],
+        topic_ids: Mapping[str, str],
+        deadline: Deadline,
+    ) -> PreparedTxnState:
+        """The state of a transaction, with every partition that it was sent to.
+
+        Args:
+            transaction: The transaction.
+            ids: Its producer id and epoch.
+            topic_ids: The ids of the topics that it was sent to, as far as they are known.
+            deadline: Limits the requests.
+
+        Raises:
+            DualWriteError: As the coordinator's methods.
+        """
+        offsets = transaction.first_offsets
+        known = dict(topic_ids)
+        if transaction.sent_offsets:
+            of_groups = self._groups_offsets(ids, deadline)
+            offsets.update(of_groups)
+            if of_groups:
+                known.update(self._coordinator.topic_ids([OFFSETS_TOPIC], deadline))
+        if not offsets and not transaction.sent_offsets:
+            return PreparedTxnState()
+        return PreparedTxnState.native(*ids, self._incarnation, offsets, known)
+
+    def _groups_offsets(self, ids: tuple[int, int], deadline: Deadline) -> Mapping[Partition, int | None]:
+        """Where consumed offsets were written. Without the right to read that topic, what is left open there goes unnoticed."""
+        if not self._may_read_groups:
+            return {}
+        view = self._coordinator.describe([self._id], deadline)[self._id]
+        written = [key for key in view.partitions if key[0] == OFFSETS_TOPIC]
+        try:
+            return self._coordinator.producer_open_offsets(*ids, written, deadline)
+        except ConfigurationError as error:
+            self._may_read_groups = False
+            self._log.warning("cannot check whether its consumed offsets have ended: %s", error)
+            return {}
+
+    def require_open(self, state: PreparedTxnState, deadline: Deadline) -> None:
+        """Ask the coordinator, then the leaders: it does not show that an operator's tool ended it in one partition.
+
+        Raises:
+            TransactionAborted: The broker or an operator ended it.
+            Fenced: The coordinator shows another producer.
+            Unavailable: No answer in time.
+        """
+        view = self._coordinator.describe([self._id], deadline)[self._id]
+        if view.producer_id != state.producer_id or view.epoch > state.epoch + 1:
+            shown = (view.producer_id, view.epoch)
+            raise other_producer(shown, (state.producer_id, state.epoch), transactional_id=self._id)
+        if view.status is not TransactionStatus.ONGOING or view.epoch != state.epoch:
+            raise not_open(view.status, transactional_id=self._id)
+        firsts = {(first.topic, first.partition): first.offset for first in state.first_offsets}
+        found = self._coordinator.producer_open_offsets(state.producer_id, state.epoch, state.partitions, deadline)
+        for partition in sorted(found):
+            start = found[partition]
+            # It begins after its first message where a tool ended it in between.
+            if start is None or start > firsts.get(partition, start):
+                raise ended_by_hand(partition, transactional_id=self._id)
+
+    def given_up(
+        self,
+        transaction: OpenTransaction,
+        ids: tuple[int, int],
+        topic_ids: Mapping[str, str],
+        deadline: Deadline,
+        *,
+        prepared: PreparedTxnState | None,
+    ) -> Ended:
+        """A transaction that is about to be aborted. Where a late copy of a request may come, it is not known completely.
+
+        Args:
+            transaction: The transaction.
+            ids: Its producer id and epoch.
+            topic_ids: As for :meth:`state`.
+            deadline: Limits the requests.
+            prepared: Its state, if it is prepared.
+        """
+        complete = not transaction.core.late and not transaction.late_offsets
+        if prepared is not None:
+            return Ended(prepared, committed=False, complete=complete)
+        try:
+            state = self.state(transaction, ids, topic_ids, deadline)
+            return Ended(state, committed=False, complete=complete)
+        except DualWriteError as error:
+            self._log.info("aborting a transaction that is only partly known: %s", error)
+            state = PreparedTxnState.native(*ids, self._incarnation, transaction.first_offsets, topic_ids)
+            return Ended(state, committed=False, complete=False)
+
+
+# Calls `on_delivery` with the result of each message.
+
+_NO_OFFSET: Final = -1001
+"""The offset of a message that is not in the log, or whose offset the broker did not tell; as in librdkafka."""
+_CREATED: Final = 1
+
+
+class Deliveries(Callbacks):
+    """Calls the callbacks of one transaction. What waits with a batch for its acknowledgement is the message itself."""
+
+    def delivered(self, found: Iterable[Delivered]) -> int:
+        """Tell the callbacks of acknowledged batches; returns how many there were."""
+        told = 0
+        for one in found:
+            for index, awaited in one.batch.callbacks:
+                offset = one.base_offset + index if one.base_offset >= 0 else _NO_OFFSET
+                self._tell(awaited, one.partition, None, offset)
+                told += 1
+        return told
+
+    def failed(self, awaited: Iterable[tuple[Partition, object]], code: int) -> None:
+        """Tell the callbacks of messages that were not delivered."""
+        for partition, one in awaited:
+            self._tell(one, partition, code, _NO_OFFSET)
+
+    def _tell(self, awaited: object, partition: Partition, code: int | None, offset: int) -> None:
+        # Loaded where callbacks are used, and not else.
+        from confluent_kafka import KafkaError  # noqa: PLC0415 - as above
+        from confluent_kafka import Message as KafkaMessage  # noqa: PLC0415 - as above
+
+        assert isinstance(awaited, Message)
+        assert awaited.on_delivery is not None
+        error = None if code is None else KafkaError(code)
+        shown = KafkaMessage(
+            topic=partition[0],
+            partition=partition[1],
+            offset=offset,
+            value=awaited.value,
+            key=awaited.key,
+            headers=list(awaited.headers) or None,
+            timestamp=(_CREATED, awaited.timestamp_ms or 0),
+            error=error,
+        )
+        self.call(awaited.on_delivery, error, shown)
+
+
+# Maps what stopped a native transaction to our errors, and to the state in which it leaves the producer.
+#
+# The error and its advice are those of both engines. The state follows the wire's table: a producer may continue after
+# an answer whose meaning is to abort; where the incarnation must end, and where an answer is missing, it must be
+# discarded.
+
+_OWN: Final[Mapping[int, Advice]] = MappingProxyType(
+    {
+        Code.UNSUPPORTED_VERSION: Advice(
+            Kind.SETTINGS, 'the brokers do not serve transaction version 2: finalize it, or choose engine="librdkafka"'
+        ),
+    }
+)
+"""Where this engine needs other brokers than librdkafka's."""
+_REQUESTS: Final = MappingProxyType(
+    {
+        Phase.PRODUCE: Request.PRODUCE,
+        Phase.DELIVERY: Request.PRODUCE,
+        Phase.SEND_OFFSETS: Request.TXN_OFFSET_COMMIT,
+    }
+)
+"""The request of each step after which an abort may make the producer usable again."""
+_LATE: Final = Advice(Kind.PASSING)
+
+
+def failure_of(code: int | None, phase: Phase, *, transactional_id: str, subject: str | None = None) -> Failure:
+    """Map the answer to a step.
+
+    Args:
+        code: The error code of the answer, not 0; None if no answer came in time.
+        phase: The step that failed.
+        transactional_id: The producer's id.
+        subject: The topic or consumer group concerned, named in the hint for a missing right.
+    """
+    if code is None:
+        return not_answered(phase, transactional_id=transactional_id, subject=subject)
+    error = error_for(_advice_on(code), code_name(code), phase, transactional_id=transactional_id, subject=subject)
+    request = _REQUESTS.get(phase)
+    goes_on = request is not None and meaning_of(request, code) is not Meaning.END
+    return Failure(error, ProducerEvent.FAIL if goes_on else ProducerEvent.DOUBT)
+
+
+def refused(refusal: Refusal, phase: Phase, *, transactional_id: str) -> Failure:
+    """Map the refusal of a transaction's messages.
+
+    Args:
+        refusal: Why the core sends no more.
+        phase: The step that found it: ``PRODUCE`` or ``DELIVERY``.
+        transactional_id: The producer's id.
+    """
+    topic, number = refusal.partition
+    if refusal.code is None:
+        # An abort raises the epoch, so no late copy of the batch can be written behind it.
+        advice, what = _LATE, f"partition {number} did not acknowledge its messages in time"
+    else:
+        advice, what = _advice_on(refusal.code), f"partition {number}: {code_name(refusal.code)}"
+    error = error_for(advice, what, phase, transactional_id=transactional_id, subject=topic)
+    return Failure(error, ProducerEvent.FAIL if refusal.meaning is Meaning.ABORT else ProducerEvent.DOUBT)
+
+
+def _advice_on(code: int) -> Advice:
+    return _OWN.get(code) or advice_on(code)
+
+
+# Statistics of one producer, for `stats_cb`: librdkafka's names and units for those that mean the same here.
+
+logger = logging.getLogger(__name__)
+
+
+class Statistics:
+    """Counts what one producer sends, and calls ``stats_cb`` in the thread that uses the producer, whenever it is due.
+
+    Args:
+        transactional_id: Named in the statistics.
+        interval_s: The least time between two calls, in seconds.
+        callback: Called with JSON text.
+    """
+
+    def __init__(self, transactional_id: str, interval_s: float, callback: StatisticsCallback) -> None:
+        self._id = transactional_id
+        self._interval_s = interval_s
+        self._callback = callback
+        self._next_at: float | None = None
+        self._messages = self._bytes = self._batches = 0
+
+    def tell(self, delivered: Iterable[Delivered], core: ProduceCore, now: float) -> None:
+        """Count acknowledged batches, and call the callback if it is due. Its exceptions are logged.
+
+        Args:
+            delivered: What was acknowledged since the last call.
+            core: The current transaction's messages.
+            now: The time, in seconds on the producer's clock.
+        """
+        for one in delivered:
+            self._batches += 1
+            self._messages += one.batch.body.count
+            self._bytes += one.batch.body.size
+        if self._next_at is not None and now < self._next_at:
+            return
+        first, self._next_at = self._next_at is None, now + self._interval_s
+        if first:
+            return
+        found = {
+            "name": self._id,
+            "type": "producer",
+            "engine": "native",
+            "ts": int(now * 1_000_000),
+            "time": int(time.time()),
+            "msg_cnt": core.queued_messages,
+            "msg_size": core.queued_bytes,
+            "txmsgs": self._messages,
+            "txmsg_bytes": self._bytes,
+            "batches": self._batches,
+            "requests_in_flight": core.in_flight,
+        }
+        try:
+            self._callback(json.dumps(found))
+        except Exception:
+            logger.exception("%s: stats_cb raised", self._id)

@@ -11,7 +11,7 @@ from dualwrite.clock import Deadline, now_s
 from dualwrite.kafka.brokers import Brokers, until_answered
 from dualwrite.kafka.callers_network import CallersNetwork
 from dualwrite.kafka.cluster import Topic, Topics
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.native.messages import produce, produced
 from dualwrite.kafka.native.produce_state import Delivered, ProduceCore, ToSend
 from dualwrite.kafka.network import Message, Network, NotYet

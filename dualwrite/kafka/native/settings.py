@@ -1,4 +1,4 @@
-"""The native engine's settings: librdkafka's names, bounds and defaults, and the defaults that this library prefers.
+"""The native engine's settings, by librdkafka's names, and the values that each may have.
 
 One table has every setting of a producer that this engine takes; a setting that is not there is refused by name, so that none
 is silently without effect.
@@ -6,20 +6,83 @@ is silently without effect.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.config import CONNECTING, KERBEROS_TICKETS, TWO_PHASE_COMMIT, Setting
-from dualwrite.kafka.config__kafka_config import KafkaConfig
-from dualwrite.kafka.native import records__kafka_producer_native_records_partitioners
-from dualwrite.kafka.native.produce_state import Limits
-from dualwrite.kafka.native.produce_state__kafka_producer_native_wire_partition import MAX_IN_FLIGHT
-from dualwrite.kafka.native.records import RecordsBuilder
-from dualwrite.kafka.native.records__kafka_producer_native_records_compression import Codec
-from dualwrite.kafka.native.settings__kafka_producer_native_setting_values import Decimal, Function, Value, Whole, Words
+from dualwrite.kafka.config import CONNECTING, KERBEROS_TICKETS, TWO_PHASE_COMMIT, KafkaConfig, Setting
+from dualwrite.kafka.native import records
+from dualwrite.kafka.native.produce_state import MAX_IN_FLIGHT, Limits
+from dualwrite.kafka.native.records import Codec, RecordsBuilder
+
+# The kinds of values that a setting takes: how each is read, and what errors call it. Pure.
+
+Value: TypeAlias = Any  # of the type that the kind reads
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Whole numbers."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return f"a whole number from {self.least} to {self.most}"
+
+    def read(self, given: Setting) -> Value:
+        """The value; None if it is not one of these."""
+        text = str(given)
+        return int(text) if re.fullmatch(r"-?[0-9]{1,10}", text) and self.least <= int(text) <= self.most else None
+
+
+@dataclass(frozen=True)
+class Decimal:
+    """Numbers that may have decimal places."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return f"a number from {self.least} to {self.most}"
+
+    def read(self, given: Setting) -> Value:
+        """The value; None if it is not one of these."""
+        text = str(given)
+        fits = re.fullmatch(r"[0-9]{1,9}(\.[0-9]*)?", text) and self.least <= float(text) <= self.most
+        return float(text) if fits else None
+
+
+@dataclass(frozen=True)
+class Words:
+    """Some words, in lower or upper case; with ``exact``, only as they stand here."""
+
+    words: tuple[str, ...]
+    exact: bool = False
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.words)}" if len(self.words) > 1 else self.words[0]
+
+    def read(self, given: Setting) -> Value:
+        """The value; None if it is not one of these."""
+        word = str(given) if self.exact else str(given).lower()
+        return word if word in self.words else None
+
+
+@dataclass(frozen=True)
+class Function:
+    """Something to call."""
+
+    def __str__(self) -> str:
+        return "a function"
+
+    def read(self, given: Setting) -> Value:
+        """The value; None if it is not one of these."""
+        return given if callable(given) else None
+
 
 StatisticsCallback: TypeAlias = Callable[[str], object]
 
@@ -130,9 +193,9 @@ SETTINGS: Final = (
     Known(("compression.level",), Whole(-1, 12), "level of the codec; -1 is the codec's own default", default=-1),
     Known(
         ("partitioner",),
-        Words(records__kafka_producer_native_records_partitioners.NAMES, exact=True),
+        Words(records.NAMES, exact=True),
         "partition of a message that names none: where librdkafka puts it",
-        default=records__kafka_producer_native_records_partitioners.DEFAULT,
+        default=records.DEFAULT,
     ),
     Known(
         ("sticky.partitioning.linger.ms",),

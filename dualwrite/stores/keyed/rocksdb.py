@@ -1,25 +1,44 @@
-"""``RocksDatabase``: a RocksDB that decides dual writes."""
+"""RocksDB as the deciding database: the user's batch and the decision in one atomic write."""
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar, overload
 from urllib.parse import unquote, urlsplit
 
-from dualwrite.errors import ConfigurationError
-from dualwrite.interfaces__ports_database import Traits
-from dualwrite.stores.keyed.rocksdb__stores_rocksdb_batch import RocksHandle
-from dualwrite.stores.keyed.rocksdb__stores_rocksdb_forgetting import RocksForgetting
-from dualwrite.stores.keyed.rocksdb__stores_rocksdb_keys import RocksKeys
-from dualwrite.stores.keyed.rocksdb_client import Client
-from dualwrite.stores.keyed.rocksdb_client__stores_rocksdb_families import FAMILIES
-from dualwrite.stores.keyed.store__stores_keyed_database import KeyedDatabase
+from dualwrite.errors import (
+    ConfigurationError,
+    DualWriteError,
+    IllegalStateError,
+    TransactionAborted,
+    TransactionInDoubt,
+    Unavailable,
+)
+from dualwrite.interfaces import Traits
+from dualwrite.stores.keyed.rocksdb_client import FAMILIES, OWN, Client, WriteFailedError
+from dualwrite.stores.keyed.store import (
+    INCIDENT,
+    Change,
+    Entry,
+    Key,
+    KeyedDatabase,
+    KeyedHandle,
+    decode_incident,
+    decode_row,
+    state_key,
+)
 
 if TYPE_CHECKING:
-    from rocksdict import Rdict
+    from rocksdict import ColumnFamily, Rdict, WriteBatch
     from typing_extensions import Self
+
+    from dualwrite.protocol.values import Incident, StateRow
 
 _TRAITS: Final = Traits("RocksDB", "batch")
 
@@ -112,3 +131,395 @@ class RocksDatabase(KeyedDatabase):
 
     def __repr__(self) -> str:
         return f"<RocksDatabase {self._client.path}>"
+
+
+# `tx.batch`: what one dual write puts into the user's RocksDB.
+
+Default = TypeVar("Default")
+Plain = bytes | str | int | float | bool
+_Place = tuple[str | None, type, Plain]
+_PLAIN: Final = (bytes, str, int, float, bool)
+_DELETED: Final = object()
+
+
+class RocksBatch:
+    """The writes of one dual write. They become durable together with its decision, in one synced ``WriteBatch``.
+
+    Nothing is in the database before the block ends. Used by the block's thread, until the block ends.
+
+    Keys and values are bytes; where the database is not in rocksdict's raw mode also ``str``, ``int``, ``float`` and ``bool``.
+    Encode other objects yourself.
+    """
+
+    def __init__(self, writes: Writes) -> None:
+        self._writes = writes
+
+    def put(self, key: Plain, value: Plain, column_family: str | None = None) -> None:
+        """Write the value. Not durable, and not visible to others, before the block has ended.
+
+        Args:
+            key: The key.
+            value: The value.
+            column_family: Its column family by name; the default one if not given.
+
+        Raises:
+            TypeError: The key or the value is of a type that cannot be stored.
+            ConfigurationError: There is no such column family, or it is the library's own.
+            IllegalStateError: The block has ended.
+        """
+        self._writes.put(key, value, column_family)
+
+    def delete(self, key: Plain, column_family: str | None = None) -> None:
+        """Delete the key, if it is there. Raises as :meth:`put`."""
+        self._writes.delete(key, column_family)
+
+    @overload
+    def get(self, key: Plain, default: None = None, column_family: str | None = None) -> object: ...
+    @overload
+    def get(self, key: Plain, default: Default, column_family: str | None = None) -> object | Default: ...
+    def get(self, key: Plain, default: object = None, column_family: str | None = None) -> object:
+        """The value that this block has written, or else the newest one in the database.
+
+        Another block may change it before this one commits; see :meth:`get_for_update`.
+
+        Raises:
+            Unavailable: RocksDB does not answer.
+            TypeError, ConfigurationError, IllegalStateError: As :meth:`put`.
+        """
+        found = self._writes.get(key, column_family)
+        return default if found is None else found
+
+    def get_for_update(self, key: Plain, default: object = None, column_family: str | None = None) -> object:
+        """Like :meth:`get`; in addition, the block commits only if the key still has that value then.
+
+        Otherwise it ends with a retryable `TransactionAborted`, and :meth:`dualwrite.DualWriter.run` runs it again.
+
+        Raises:
+            TypeError: As :meth:`put`; or the stored value is of another type, and cannot be compared.
+        """
+        self._writes.expect(key, column_family)
+        return self.get(key, default, column_family)
+
+    def __len__(self) -> int:
+        """The number of keys that this block has written or deleted."""
+        return len(self._writes.written)
+
+
+class Writes:
+    """The contents of a block's batch, and the values that it expects in the database. Users get `RocksBatch` alone.
+
+    Attributes:
+        written: The newest value of each key that the block has written or deleted.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._ended = False
+        self._batch = client.new_batch()
+        self.written: dict[_Place, object] = {}
+        self._expected: dict[_Place, object] = {}
+
+    def put(self, key: Plain, value: Plain, column_family: str | None) -> None:
+        """See :meth:`RocksBatch.put`."""
+        place = self._place(key, column_family)
+        self._check(value, "value")
+        self._batch.put(key, value, self._family(column_family))
+        self.written[place] = value
+
+    def delete(self, key: Plain, column_family: str | None) -> None:
+        """See :meth:`RocksBatch.delete`."""
+        place = self._place(key, column_family)
+        self._batch.delete(key, self._family(column_family))
+        self.written[place] = _DELETED
+
+    def get(self, key: Plain, column_family: str | None) -> object:
+        """The value that this block sees; None if there is none."""
+        place = self._place(key, column_family)
+        found = self.written[place] if place in self.written else self._stored(place)
+        return None if found is _DELETED else found
+
+    def expect(self, key: Plain, column_family: str | None) -> None:
+        """Commit only if the key then has the value that it has now, or had at the first call."""
+        place = self._place(key, column_family)
+        if place not in self._expected:
+            stored = self._stored(place)
+            if stored is not None:
+                self._check(stored, "value")
+            self._expected[place] = stored
+
+    def _family(self, name: str | None) -> ColumnFamily | None:
+        return None if name is None else self._client.family(name)
+
+    def _place(self, key: Plain, column_family: str | None) -> _Place:
+        if self._ended:
+            raise IllegalStateError("the block has ended: its batch can no longer be used")
+        self._check(key, "key")
+        if column_family in OWN:
+            raise IllegalStateError(f"the column family {column_family} is the library's own")
+        return column_family, type(key), key
+
+    def _check(self, given: object, what: str) -> None:
+        allowed = (bytes,) if self._client.raw else _PLAIN
+        if not isinstance(given, allowed):
+            names = ", ".join(one.__name__ for one in allowed)
+            raise TypeError(f"a {what} in this RocksDB is {names}, not {type(given).__name__}: encode it first")
+
+    def _stored(self, place: _Place) -> object:
+        column_family, _, key = place
+        found: object = self._client.get(key, column_family)
+        return found
+
+    def check_expectations(self) -> None:
+        """Compare what :meth:`get_for_update` has returned with what is in the database now.
+
+        Raises:
+            TransactionAborted: It is not the same.
+            Unavailable: RocksDB does not answer.
+        """
+        for place, expected in self._expected.items():
+            if not _same(self._stored(place), expected):
+                raise TransactionAborted(f"the value of {place[2]!r} has changed since get_for_update")
+
+    def take(self) -> WriteBatch:
+        """All writes, for RocksDB to write. Once; the batch is empty then."""
+        batch = self._batch
+        self._batch = self._client.new_batch()
+        return batch
+
+    def clear(self) -> None:
+        """Forget all writes and expectations."""
+        self._batch = self._client.new_batch()
+        self.written.clear()
+        self._expected.clear()
+
+    def end(self) -> None:
+        """Refuse any further use."""
+        self.clear()
+        self._ended = True
+
+
+class RocksHandle(KeyedHandle):
+    """The batch of one dual write, with the changes of the library.
+
+    Attributes:
+        batch: The user's part.
+        writes: What is in it.
+    """
+
+    def __init__(self, client: Client) -> None:
+        super().__init__()
+        self.writes = Writes(client)
+        self.batch = RocksBatch(self.writes)
+
+    def clear(self) -> None:
+        """Forget all that the user has put."""
+        self.writes.clear()
+
+    def end(self) -> None:
+        """Refuse further use: the block is over."""
+        self.writes.end()
+
+
+def _same(one: object, other: object) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
+        return math.isnan(other)
+    return one == other
+
+
+# The library's rows as keys and values of two column families, written under a condition, or with the user's batch.
+
+
+class RocksKeys:
+    """Implements :class:`dualwrite.stores.keyed.store.Keys`. Thread-safe.
+
+    One writes at a time: RocksDB has no conditional write, so the condition is checked under a lock of this process, which is
+    the only one that has the database open.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def get(self, keys: Sequence[Key]) -> Mapping[Key, Entry]:
+        """See the port."""
+        found = {key: self._read(key) for key in keys}
+        return {key: entry for key, entry in found.items() if entry is not None}
+
+    def scan(self, table: str, prefix: str) -> Mapping[Key, Entry]:
+        """See the port."""
+        found = self._client.items(FAMILIES[table], prefix.encode())
+        return {(table, name.decode()): _entry((table, name.decode()), value) for name, value in found}
+
+    def write(self, changes: Sequence[Change]) -> bool:
+        """See the port."""
+        with self._client.locks.writing:
+            if not self._as_expected(changes):
+                return False
+            batch = self._client.new_batch()
+            self._put(batch, changes)
+            self._write(batch)
+        return True
+
+    def _write(self, batch: WriteBatch) -> None:
+        try:
+            self._client.write(batch)
+        except WriteFailedError as error:
+            raise Unavailable(f"RocksDB could not write: {error}") from error
+
+    def erase(self, found: Mapping[Key, Entry]) -> bool:
+        """Delete these keys, if all of them are as they were read. Durable on return.
+
+        Raises:
+            Unavailable: As :meth:`write`.
+        """
+        batch = self._client.new_batch()
+        with self._client.locks.writing:
+            if not self._as_expected([Change(key, entry, None) for key, entry in found.items()]):
+                return False
+            for table, name in found:
+                batch.delete(name.encode(), self._client.family(FAMILIES[table]))
+            self._write(batch)
+        return True
+
+    def commit(self, handle: KeyedHandle, changes: Sequence[Change], *, answer_s: float | None) -> bool:
+        """See the port. An fsync that has begun is waited for, however long it takes."""
+        assert isinstance(handle, RocksHandle)
+        with self._writing(answer_s):
+            try:
+                handle.writes.check_expectations()
+                if not self._as_expected(changes):
+                    return False
+                batch = handle.writes.take()
+                self._put(batch, changes)
+            except TransactionAborted:
+                raise
+            except DualWriteError as error:
+                raise TransactionAborted(error.what, next_step=error.next_step) from error
+            try:
+                self._client.write(batch)
+            except WriteFailedError as error:
+                raise TransactionInDoubt(f"RocksDB could not write: {error}") from error.__cause__
+            except DualWriteError as error:
+                raise TransactionAborted(error.what, next_step=error.next_step) from error
+            except BaseException as interruption:
+                raise TransactionInDoubt("interrupted while RocksDB wrote") from interruption
+        return True
+
+    def locked(self, keys: Sequence[Key], within_s: float) -> AbstractContextManager[None]:
+        """See the port."""
+        return self._client.locks.held(keys, within_s)
+
+    @contextmanager
+    def _writing(self, within_s: float | None) -> Generator[None, None, None]:
+        writing = self._client.locks.writing
+        if not writing.acquire(timeout=-1 if within_s is None else within_s):
+            raise TransactionAborted(f"RocksDB was still writing after {within_s:.1f} s")
+        try:
+            yield
+        finally:
+            writing.release()
+
+    def _read(self, key: Key) -> Entry | None:
+        table, name = key
+        value = self._client.get(name.encode(), FAMILIES[table])
+        return None if value is None else _entry(key, value)
+
+    def _as_expected(self, changes: Sequence[Change]) -> bool:
+        for change in changes:
+            found = self._read(change.key)
+            if (found is None) is not (change.expected is None):
+                return False
+            if found is not None and change.expected is not None and found.version != change.expected.version:
+                return False
+        return True
+
+    def _put(self, batch: WriteBatch, changes: Sequence[Change]) -> None:
+        for change in changes:
+            if change.value is not None:
+                table, name = change.key
+                batch.put(name.encode(), packed(change.value), self._client.family(FAMILIES[table]))
+
+
+def _entry(key: Key, value: object) -> Entry:
+    try:
+        content = unpacked(value)
+    except ValueError as error:
+        table, name = key
+        raise ConfigurationError(
+            f"bad value of {name!r} in {FAMILIES[table]}: {error}",
+            transactional_id=name if table == "state" else None,
+            next_step="upgrade dualwrite if a newer version has written it; otherwise restore it before anything is settled",
+        ) from error
+    return Entry(content, version=content)  # no two values are the same
+
+
+# Deletes rows of ids that never come back, and incidents acknowledged long ago.
+
+
+class RocksForgetting:
+    """Implements :class:`dualwrite.interfaces.Forgetting`. There are no leases and no runs."""
+
+    def __init__(self, keys: RocksKeys) -> None:
+        self._keys = keys
+
+    def now(self) -> datetime:
+        """This process's time, as that of all rows."""
+        return datetime.now(timezone.utc)
+
+    def leased(self) -> set[str]:
+        """None: RocksDB keeps no leases."""
+        return set()
+
+    def forget(self, rows: Sequence[StateRow]) -> bool:
+        """See the port. A writer that is still open is thereby fenced."""
+        found = self._keys.get([state_key(row.transactional_id) for row in rows])
+        if [decode_row(entry.value).row for entry in found.values()] != list(rows):
+            return False
+        return self._keys.erase(found)
+
+    def forget_incidents(self, prefix: str, before: datetime, /, *, dry_run: bool, name: str | None = None) -> int:
+        """See the port."""
+
+        def is_old(incident: Incident) -> bool:
+            owner = incident.transactional_id
+            chosen = owner.startswith(prefix) if name is None else owner == name or owner.startswith(f"{name}#")
+            return chosen and incident.acknowledged_at is not None and incident.acknowledged_at < before
+
+        found = self._keys.scan(INCIDENT, prefix if name is None else name)
+        old = {key: entry for key, entry in found.items() if is_old(decode_incident(entry.value))}
+        if dry_run:
+            return len(old)
+        return sum(self._keys.erase({key: entry}) for key, entry in old.items())
+
+    def forget_runs(self, prefix: str, before: datetime, /, *, dry_run: bool, name: str | None = None) -> int:
+        """None: there are no runs of Spark batches."""
+        del prefix, before, dry_run, name
+        return 0
+
+
+# The form of the library's values: one line that names the format and its version, then JSON. Pure.
+
+_NAME: Final = b"dualwrite"
+_FORMAT: Final = b"1"
+
+
+def packed(content: bytes) -> bytes:
+    """The value to store, of JSON."""
+    return b"%b %b\n%b" % (_NAME, _FORMAT, content)
+
+
+def unpacked(value: object) -> bytes:
+    """The content of a stored value.
+
+    Raises:
+        ValueError: This version of the library cannot have written it.
+    """
+    line, separator, content = value.partition(b"\n") if isinstance(value, bytes) else (b"", b"", b"")
+    name, _, form = line.partition(b" ")
+    if not separator or name != _NAME:
+        raise ValueError("dualwrite has not written it")
+    if form != _FORMAT:
+        shown = form.decode(errors="replace")[:20]
+        raise ValueError(f"it has format {shown!r}, and this version of dualwrite reads {_FORMAT.decode()!r}")
+    return content

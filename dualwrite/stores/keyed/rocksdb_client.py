@@ -1,22 +1,27 @@
-"""One RocksDB of this process: synced writes, one at a time, and what a failed one leaves behind."""
+"""One RocksDB, opened with the settings that a decision needs, and shared by everything in the process.
+
+The write-ahead log must be on and synced: a decision that a crash can lose is none.
+"""
 
 from __future__ import annotations
 
+import importlib
+import json
 import logging
 import os
+import re
 import threading
-from collections.abc import Collection, Generator, Hashable, Iterable
+from collections.abc import Collection, Generator, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakValueDictionary
 
 from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError, Unavailable
-from dualwrite.stores.keyed.rocksdb_client__stores_rocksdb_config import restore_config
-from dualwrite.stores.keyed.rocksdb_client__stores_rocksdb_opening import is_open_elsewhere, opener_of, rocksdict_for
-from dualwrite.stores.keyed.rocksdb_client__stores_rocksdb_settings import parse, refusals
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from rocksdict import ColumnFamily, Rdict, WriteBatch
 
 logger = logging.getLogger(__name__)
@@ -172,7 +177,7 @@ class Client:
         logger.warning("opened the RocksDB %s again after a failed write: %s", self.path, failed)
 
     def check_settings(self, families: Collection[str]) -> None:
-        """Refuse settings with which a decision may be lost; see :mod:`dualwrite.stores.keyed.rocksdb_client__stores_rocksdb_settings`.
+        """Refuse settings with which a decision may be lost; see :mod:`dualwrite.stores.keyed.rocksdb_client`.
 
         Raises:
             ConfigurationError: One is found, or RocksDB has not written down which it uses.
@@ -302,3 +307,173 @@ def _is_raw(db: Rdict) -> bool:
     except KeyError:
         return True
     return False
+
+
+# The settings with which a RocksDB could lose a decision. Pure.
+
+Sections = Mapping[str, Mapping[str, str]]
+
+_SECTION: Final = re.compile(r'\[([^\s\]]+)(?: "(.*)")?\]')
+_FATAL: Final[Mapping[tuple[str, str], tuple[str, str]]] = {
+    ("wal_recovery_mode", "kSkipAnyCorruptedRecords"): (
+        "skips damaged records of the write-ahead log and keeps later ones: a decision could be lost unseen",
+        "use DBRecoveryMode.tolerate_corrupted_tail_records(), or point_in_time()",
+    ),
+    ("manual_wal_flush", "true"): ("leaves written records in the process's memory", "open it without"),
+    ("paranoid_checks", "false"): (
+        "continues after a failed write, on a damaged log: what is synced later may be lost in a crash",
+        "leave set_paranoid_checks(True), the default",
+    ),
+    ("avoid_flush_during_recovery", "true"): (
+        "shows records of the log after a crash that were never synced: the next crash may take them back",
+        "open it without",
+    ),
+    ("best_efforts_recovery", "true"): (
+        "opens an older state if files are missing, without an error",
+        "open it without",
+    ),
+}
+"""Settings of the database that are refused, with the reason and the advice."""
+
+
+def parse(text: str) -> Sections:
+    """The sections of a RocksDB ``OPTIONS`` file: ``DBOptions``, and ``CFOptions NAME`` for each column family."""
+    sections: dict[str, dict[str, str]] = {}
+    inside: dict[str, str] = {}
+    for line in map(str.strip, text.splitlines()):
+        if (begun := _SECTION.fullmatch(line)) is not None:
+            inside = sections.setdefault(" ".join(part for part in begun.groups() if part), {})
+        elif "=" in line and not line.startswith("#"):
+            name, _, value = line.partition("=")
+            inside[name] = value
+    return sections
+
+
+def refusals(sections: Sections, families: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Each setting that is refused: why, and what to do.
+
+    Args:
+        sections: As RocksDB has written them.
+        families: The column families that hold the state.
+    """
+    database = sections.get("DBOptions", {})
+    for (name, value), (why, advice) in _FATAL.items():
+        if database.get(name) == value:
+            yield f"{name}={value} {why}", advice
+    for family in families:
+        options = sections.get(f"CFOptions {family}", {})
+        if options.get("compaction_style") == "kCompactionStyleFIFO":
+            yield f"FIFO compaction deletes the oldest rows of {family}", "create that column family without it"
+        if any(_is_set(options.get(name)) for name in ("compaction_filter", "compaction_filter_factory")):
+            yield (
+                f"a compaction filter, such as that of a time to live, deletes rows of {family}",
+                "open the database without AccessType.with_ttl()",
+            )
+
+
+def _is_set(value: str | None) -> bool:
+    return value not in {None, "", "nullptr"}
+
+
+# rocksdict, loaded where it is used, and who else has a RocksDB open.
+
+_LOCKED_HERE: Final = "lock hold by current process"
+_LOCKED_ELSEWHERE: Final = "While lock file"
+"""How RocksDB's messages name a lock that another opener holds."""
+
+
+def rocksdict_for(user: str, extra: str) -> ModuleType:
+    """The package rocksdict.
+
+    Raises:
+        ConfigurationError: It is not installed.
+    """
+    try:
+        return importlib.import_module("rocksdict")
+    except ImportError as missing:
+        raise ConfigurationError(f"{user} need rocksdict", next_step=f"pip install 'dualwrite[{extra}]'") from missing
+
+
+def is_open_elsewhere(refused: Exception) -> bool:
+    """Whether RocksDB refuses to open a directory because it is open already, in this process or in another one."""
+    return any(words in str(refused) for words in (_LOCKED_HERE, _LOCKED_ELSEWHERE))
+
+
+def opener_of(path: Path, refused: Exception) -> str:
+    """The process that has the directory open, for people; the operating system may not say which."""
+    if _LOCKED_HERE in str(refused):
+        return "this process"
+    holder = _holder_of(path / "LOCK")
+    if holder is None:
+        return "another process"
+    try:
+        name = Path(f"/proc/{holder}/comm").read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return f"process {holder}"
+    return f"process {holder} ({name})"
+
+
+def _holder_of(lock: Path) -> int | None:
+    """The id of the process that holds a lock on the file; Linux lists them.
+
+    Never opens the file: a process gives up its own lock on a file as soon as it closes any descriptor of it.
+    """
+    try:
+        inode = str(lock.stat().st_ino)
+        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for fields in map(str.split, lines):  # 1: POSIX ADVISORY WRITE 4711 fe:00:1234 0 EOF
+        if len(fields) > 5 and fields[5].rpartition(":")[2] == inode and fields[4].isdigit() and int(fields[4]) > 0:  # noqa: PLR2004 - see above
+            return int(fields[4])
+    return None
+
+
+# Restores the file by which rocksdict knows whether keys and values are bytes alone.
+#
+# rocksdict writes its `rocksdict-config.json` at every opening, in place. If the process is killed meanwhile the file
+# is empty, and the next opening takes the database for one of bytes, writes that down, and fails. RocksDB's own
+# options, which are replaced atomically, name the comparator, and databases of other values have one of their own.
+
+_NAME: Final = "rocksdict-config.json"
+_RAW: Final = {"rocksdict": False, "leveldb.BytewiseComparator": True}
+
+
+def restore_config(path: Path) -> None:
+    """Rewrite the file if it contradicts the database, before that is opened.
+
+    Args:
+        path: The database's directory; nobody has it open.
+    """
+    raw = _raw_of(path)
+    found = _read(path / _NAME)
+    if raw is None or found.get("raw_mode") is raw:
+        return
+    partial = path / f"{_NAME}.partial"
+    partial.write_text(json.dumps({"prefix_extractors": {}, **found, "raw_mode": raw}), encoding="utf-8")
+    partial.replace(path / _NAME)
+    logger.info("rewrote %s in %s: a process had died while writing it", _NAME, path)
+
+
+def _raw_of(path: Path) -> bool | None:
+    """Whether keys and values are bytes alone, by RocksDB's newest options; None if they do not say."""
+    files = [(int(found[1]), one) for one in path.iterdir() if (found := re.fullmatch(r"OPTIONS-(\d+)", one.name))]
+    if not files:
+        return None
+    newest = max(files)[1].read_text(encoding="utf-8", errors="replace")
+    return _RAW.get(parse(newest).get("CFOptions default", {}).get("comparator", ""))
+
+
+def _read(file: Path) -> dict[str, object]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# The column families of the library's rows.
+
+FAMILIES: Final[Mapping[str, str]] = {"state": "kafka_transaction_state", "incident": "dualwrite_incident"}
+"""By table."""
+OWN: Final = frozenset(FAMILIES.values())

@@ -1,4 +1,7 @@
-"""``KeyedStore``: the state store over five primitives. No call waits for a lock: each write names the values it comes from.
+"""The state store over databases of keys and values: entries, conditions and the changes that they need.
+
+RocksDB and ZooKeeper decide by one atomic write of several entries under conditions. Everything above these five
+primitives (claims, decisions, incidents) stands here once.
 
 A claim writes the row, so the commit of a former owner, which names the row as it was, is refused. For the same reason a
 commit whose answer is lost can be settled: :meth:`KeyedStore.read_locked` writes the row again, and whatever is still on its
@@ -7,37 +10,386 @@ way can no longer happen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+import json
+import secrets
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from typing import Final, Protocol, TypeAlias, TypeVar, cast
 
-from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted
-from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
-from dualwrite.protocol.values__protocol_rows import Participant, StateRow
-from dualwrite.stores.keyed import store__stores_keyed_changes as rules
-from dualwrite.stores.keyed.store__stores_keyed_attempts import Conflict, until_unchanged
-from dualwrite.stores.keyed.store__stores_keyed_encoding import (
-    Stored,
-    decode_row,
-    encode_incident,
-    encode_row,
-    incident_key,
-    state_key,
-)
-from dualwrite.stores.keyed.store__stores_keyed_incidents import Incidents, now
-from dualwrite.stores.keyed.store__stores_keyed_keys import STATE, Change, Entry, Key, Keys
-from dualwrite.stores.sql.tables__stores_sql_tables_rows import (
+from tenacity import Retrying, retry_if_exception_type, wait_random_exponential
+
+from dualwrite.clock import Deadline, pause
+from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, Unavailable
+from dualwrite.interfaces import PAUSED_OWNER_TIMEOUT_S, Database
+from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.process import DatabaseVerdict
+from dualwrite.protocol.values import Incident, Outcome, Participant, StateRow
+from dualwrite.stores.sql.tables import (
+    check_claimed,
     check_decidable,
     check_guard,
     check_name,
     check_not_gone_back,
+    digest,
+    parse_state_row,
 )
 
-if TYPE_CHECKING:
-    from dualwrite.clock import Deadline
-    from dualwrite.protocol.prepared_state import PreparedTxnState
-    from dualwrite.protocol.values import Outcome
-    from dualwrite.stores.keyed.store__stores_keyed_handle import KeyedHandle
+# Rows and incidents as JSON, and back. Columns are called as in SQL.
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A row, and what SQL databases keep track of by themselves.
+
+    Attributes:
+        row: The row.
+        transaction: The name of the newest transaction that was committed on it; None if there was none.
+    """
+
+    row: StateRow
+    transaction: str | None = None
+
+
+def state_key(transactional_id: str) -> Key:
+    """The key of a row."""
+    return STATE, transactional_id
+
+
+def incident_key(transactional_id: str, state: PreparedTxnState) -> Key:
+    """The key of an incident."""
+    return INCIDENT, f"{transactional_id}/{digest(state)}"
+
+
+def encode_row(stored: Stored) -> bytes:
+    """The row's value. Two values are never equal, so that a value can serve as its own version."""
+    row = stored.row
+    return _encode(
+        {
+            "transactional_id": row.transactional_id,
+            "prepared_transaction_state": str(row.prepared),
+            "namespace": row.namespace,
+            "incarnation": row.incarnation,
+            "settled_incarnation": row.settled_incarnation,
+            "completed": None if row.completed is None else row.completed.value,
+            "cluster_id": row.cluster_id,
+            "owner": row.owner,
+            "updated_at": row.updated_at.isoformat(),
+            "settle_fence": row.settle_fence,
+            "transaction": stored.transaction,
+        }
+    )
+
+
+def decode_row(value: bytes) -> Stored:
+    """The row of a value.
+
+    Raises:
+        ConfigurationError: This library cannot have written it.
+    """
+    found = _decode(STATE, value)
+    try:
+        moment = datetime.fromisoformat(cast("str", found["updated_at"]))
+        row = parse_state_row(STATE, {**found, "updated_at": moment})
+        return Stored(row, cast("str | None", found["transaction"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise _bad(STATE, f"{error!r}") from error
+
+
+def encode_incident(incident: Incident) -> bytes:
+    """The incident's value, likewise."""
+    return _encode(
+        {
+            "transactional_id": incident.transactional_id,
+            "prepared_transaction_state": incident.prepared_transaction_state,
+            "outcome": incident.outcome.value,
+            "detail": incident.detail,
+            "detected_at": incident.detected_at.isoformat(),
+            "acknowledged_at": _text(incident.acknowledged_at),
+            "told_at": _text(incident.told_at),
+        }
+    )
+
+
+def decode_incident(value: bytes) -> Incident:
+    """The incident of a value.
+
+    Raises:
+        ConfigurationError: This library cannot have written it.
+    """
+    found = _decode(INCIDENT, value)
+    try:
+        return Incident(
+            cast("str", found["transactional_id"]),
+            cast("str", found["prepared_transaction_state"]),
+            Outcome(found["outcome"]),
+            cast("str", found["detail"]),
+            datetime.fromisoformat(cast("str", found["detected_at"])),
+            _moment(found["acknowledged_at"]),
+            _moment(found["told_at"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise _bad(INCIDENT, f"{error!r}") from error
+
+
+def _encode(values: dict[str, object]) -> bytes:
+    return json.dumps({**values, "written": secrets.token_hex(8)}, separators=(",", ":")).encode()
+
+
+def _decode(table: str, value: bytes) -> dict[str, object]:
+    try:
+        found = json.loads(value)
+    except ValueError as error:
+        raise _bad(table, "it is not JSON") from error
+    if not isinstance(found, dict):
+        raise _bad(table, "it is not an object")
+    return found
+
+
+def _text(moment: datetime | None) -> str | None:
+    return None if moment is None else moment.isoformat()
+
+
+def _moment(text: object) -> datetime | None:
+    return None if text is None else datetime.fromisoformat(cast("str", text))
+
+
+def _bad(table: str, cause: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"bad value in {table}: {cause}",
+        next_step="it was not written by this library, or was edited: restore it before anything is settled",
+    )
+
+
+# The five primitives of which a database without SQL gets its state store.
+
+Key: TypeAlias = tuple[str, str]
+"""A table, and a name in it: at most 320 characters, none of them a control character."""
+
+STATE: Final = "state"
+INCIDENT: Final = "incident"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A value as it was read.
+
+    Attributes:
+        value: JSON.
+        version: Differs from that of every earlier value of the key.
+    """
+
+    value: bytes
+    version: Hashable
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key of an atomic write.
+
+    Attributes:
+        key: The key.
+        expected: As it was read, which is the condition; None if it must not exist.
+        value: The new value; None to leave it, and only state the condition: then ``expected`` is given.
+    """
+
+    key: Key
+    expected: Entry | None
+    value: bytes | None
+
+
+class Keys(Protocol):
+    """Keys and values of one database, for all processes that use it. Thread-safe. No key is ever deleted."""
+
+    def get(self, keys: Sequence[Key]) -> Mapping[Key, Entry]:
+        """The newest committed values; missing keys are left out.
+
+        Raises:
+            Unavailable: The database does not answer.
+        """
+        ...
+
+    def scan(self, table: str, prefix: str) -> Mapping[Key, Entry]:
+        """All keys of the table whose name begins with the prefix, with their newest committed values.
+
+        Raises:
+            Unavailable: The database does not answer.
+        """
+        ...
+
+    def write(self, changes: Sequence[Change]) -> bool:
+        """Write all changes or none. Durable on return.
+
+        Returns:
+            False if a key was not as expected: nothing was written.
+
+        Raises:
+            Unavailable: The database does not answer. It may have been written.
+        """
+        ...
+
+    def commit(self, handle: KeyedHandle, changes: Sequence[Change], *, answer_s: float | None) -> bool:
+        """Write what the user has put into the handle, and the changes, all or nothing: the decision. Durable on return.
+
+        Args:
+            handle: The handle of a dual write.
+            changes: The library's own changes.
+            answer_s: How long to wait for the answer, in seconds; None waits forever.
+
+        Returns:
+            False if a key of ``changes`` was not as expected: nothing was written.
+
+        Raises:
+            TransactionAborted: It was certainly not written, for instance because a condition of the user's own does not hold.
+            TransactionInDoubt: The answer is missing.
+        """
+        ...
+
+    def locked(self, keys: Sequence[Key], within_s: float) -> AbstractContextManager[None]:
+        """Hold a lock on these keys across processes. It need not stop :meth:`write` or :meth:`commit`.
+
+        Raises:
+            Unavailable: They were not free within ``within_s`` seconds, or the database does not answer.
+        """
+        ...
+
+
+# The incidents of databases without SQL.
+
+
+class Incidents:
+    """The part of :class:`~dualwrite.stores.keyed.store.KeyedStore` that reads and acknowledges recorded incidents."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+
+    def incident(self, transactional_id: str, state: PreparedTxnState) -> Outcome | None:
+        """See :meth:`dualwrite.interfaces.StateStore.incident`."""
+        key = incident_key(transactional_id, state)
+        entry = self._keys.get([key]).get(key)
+        return None if entry is None else decode_incident(entry.value).outcome
+
+    def incidents(self, prefix: str = "", *, acknowledged: bool = False) -> Sequence[Incident]:
+        """See :meth:`dualwrite.interfaces.StateStore.incidents`."""
+        found = map(decode_incident, (entry.value for entry in self._keys.scan(INCIDENT, prefix).values()))
+        return _by_age(
+            one
+            for one in found
+            if one.transactional_id.startswith(prefix) and (acknowledged or one.acknowledged_at is None)
+        )
+
+    def incidents_of(self, transactional_ids: Collection[str]) -> Sequence[Incident]:
+        """See :meth:`dualwrite.interfaces.StateStore.incidents_of`."""
+        return _by_age(
+            one
+            for name in sorted(set(transactional_ids))
+            for one in self.incidents(name, acknowledged=True)
+            if one.transactional_id == name
+        )
+
+    def note_told(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
+        """See :meth:`dualwrite.interfaces.StateStore.note_told`."""
+        self._change_incidents(losses, lambda one: None if one.told_at is not None else replace(one, told_at=now()))
+
+    def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:
+        """See :meth:`dualwrite.interfaces.StateStore.acknowledge`."""
+        changed = self._change_incidents(
+            [(transactional_id, state)],
+            lambda one: None if one.acknowledged_at is not None else replace(one, acknowledged_at=now()),
+        )
+        return changed > 0
+
+    def _change_incidents(
+        self, losses: Collection[tuple[str, PreparedTxnState]], change: Callable[[Incident], Incident | None]
+    ) -> int:
+        keys = [incident_key(name, state) for name, state in losses]
+
+        def attempt() -> int:
+            entries = self._keys.get(keys)
+            changed = {key: change(decode_incident(entry.value)) for key, entry in entries.items()}
+            values = {key: encode_incident(one) for key, one in changed.items() if one is not None}
+            self._write(Change(key, entries[key], value) for key, value in values.items())
+            return len(values)
+
+        return until_unchanged(attempt) if keys else 0
+
+    def _write(self, changes: Iterable[Change]) -> None:
+        """Write all changes.
+
+        Raises:
+            Conflict: A key is not as expected.
+        """
+        wanted = list(changes)
+        if wanted and not self._keys.write(wanted):
+            raise Conflict
+
+
+def _by_age(incidents: Iterable[Incident]) -> Sequence[Incident]:
+    return sorted(incidents, key=lambda one: (one.detected_at, one.transactional_id))
+
+
+def now() -> datetime:
+    """The time, by the clock of this process."""
+    return datetime.now(timezone.utc)
+
+
+# Retries an attempt whose input changed underneath it.
+
+_WITHIN_S: Final = 30.0
+
+
+class Conflict(Exception):
+    """A key had changed since it was read: nothing was written."""
+
+
+def until_unchanged(attempt: Callable[[], Result], deadline: Deadline | None = None) -> Result:
+    """Run the attempt until it ends without a conflict.
+
+    Args:
+        attempt: Reads, computes and writes. After a conflict it runs again from the start, so it must have no other effect.
+        deadline: No attempt begins later than this; half a minute if not given.
+
+    Raises:
+        Unavailable: The conflicts did not end.
+    """
+    until = deadline or Deadline(_WITHIN_S)
+    retrying = Retrying(
+        retry=retry_if_exception_type(Conflict),
+        stop=lambda _: until.expired,
+        wait=wait_random_exponential(multiplier=0.005, max=0.25),
+        sleep=lambda seconds: pause(min(seconds, until.remaining_s())),
+        reraise=True,
+    )
+    try:
+        result: Result = retrying(attempt)
+    except Conflict as error:
+        raise Unavailable("other processes keep changing the same rows", next_step="try again") from error
+    return result
+
+
+# The handle on which one dual write works in a database without SQL.
+
+
+class KeyedHandle:
+    """The user's part of a dual write, and the library's own changes. A subclass holds the user's part. Used by one thread.
+
+    Attributes:
+        begun: Whether a dual write has begun on it, and not ended.
+        changes: The library's own changes, which commit with the user's part.
+    """
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.changes: list[Change] = []
+
+    def clear(self) -> None:
+        """Forget all that the user has put. Called as a dual write begins, and once it has ended, in any way."""
+
+    def end(self) -> None:
+        """Refuse any further use by the user: the block has ended."""
+
 
 Result = TypeVar("Result")
 
@@ -110,7 +462,7 @@ class KeyedStore(Incidents):
             transactional_id,
             incarnation,
             namespace,
-            lambda found, name: rules.decided(found, state, name, now()),
+            lambda found, name: decided(found, state, name, now()),
         )
 
     def hold(
@@ -146,9 +498,9 @@ class KeyedStore(Incidents):
         key = state_key(transactional_id)
         entry = self._keys.get([key]).get(key)
         found = None if entry is None else decode_row(entry.value)
-        if found is None or not rules.is_ours(found, incarnation, namespace):
+        if found is None or not is_ours(found, incarnation, namespace):
             return False, None
-        name = rules.transaction_name(transactional_id, incarnation)
+        name = transaction_name(transactional_id, incarnation)
         handle.changes.append(Change(key, entry, encode_row(change(found, name))))
         return True, name
 
@@ -212,7 +564,7 @@ class KeyedStore(Incidents):
             moment = now()
             found = {name: _stored_of(entries.get(state_key(name))) for name in ids}
             claimed = [
-                rules.claimed(
+                claimed_row(
                     found[name], name, owner=owner, cluster_id=cluster_id, at_least=floors.get(name, 0), now=moment
                 )
                 for name in ids
@@ -274,11 +626,11 @@ class KeyedStore(Incidents):
             moment, values, latest = now(), dict[Key, bytes](), dict[Key, Stored]()
             for (row, outcome, detail), (key, noted) in zip(outcomes, keys, strict=True):
                 found = latest.get(key) or _stored_of(entries.get(key))
-                changed = rules.completed(found, row.prepared, outcome, moment)
+                changed = completed(found, row.prepared, outcome, moment)
                 if changed is not None:
                     latest[key], values[key] = changed, encode_row(changed)
-                if rules.is_news(found, row.prepared, outcome) and noted not in entries:
-                    values[noted] = encode_incident(rules.loss(row, outcome, detail, moment))
+                if is_news(found, row.prepared, outcome) and noted not in entries:
+                    values[noted] = encode_incident(loss(row, outcome, detail, moment))
             self._write(Change(key, entries.get(key), value) for key, value in values.items())
 
         until_unchanged(attempt)
@@ -289,7 +641,7 @@ class KeyedStore(Incidents):
         def attempt() -> None:
             moment, entries = now(), self._entries(incarnations)
             changed = [
-                (entry, rules.settled(found, incarnations[found.row.transactional_id], moment))
+                (entry, settled(found, incarnations[found.row.transactional_id], moment))
                 for entry in entries.values()
                 for found in [decode_row(entry.value)]
             ]
@@ -303,7 +655,7 @@ class KeyedStore(Incidents):
 
         def attempt() -> bool:
             entry = self._keys.get([key]).get(key)
-            changed = rules.fenced(_stored_of(entry), row, fence, now())
+            changed = fenced(_stored_of(entry), row, fence, now())
             if changed is None:
                 return False
             self._write([Change(key, entry, encode_row(changed))])
@@ -323,7 +675,7 @@ class KeyedStore(Incidents):
         """See :meth:`dualwrite.interfaces.StateStore.transaction_verdict`. Call :meth:`read_locked` before."""
         if transaction is None:
             return DatabaseVerdict.UNKNOWN
-        return rules.verdict(self._stored(rules.id_in(transaction)), transaction)
+        return verdict(self._stored(id_in(transaction)), transaction)
 
     def _stored(self, transactional_id: str) -> Stored | None:
         key = state_key(transactional_id)
@@ -351,3 +703,129 @@ def _row_of(entry: Entry | None) -> StateRow | None:
 
 def _rows(entries: Iterable[Entry]) -> Sequence[StateRow]:
     return sorted((decode_row(entry.value).row for entry in entries), key=lambda row: row.transactional_id)
+
+
+# The changes that each call makes to a row: pure, from the row as it was read.
+
+
+def claimed_row(
+    found: Stored | None, transactional_id: str, *, owner: str, cluster_id: str, at_least: int, now: datetime
+) -> Stored:
+    """The row after a claim.
+
+    Raises:
+        ConfigurationError: It belongs to another cluster, or names an incarnation that it had not reached.
+    """
+    before = found or Stored(
+        StateRow(transactional_id, PreparedTxnState(), secrets.token_hex(6), 0, 0, None, cluster_id, owner, now)
+    )
+    row = before.row
+    raised = replace(row, incarnation=max(row.incarnation + 1, at_least), owner=owner, updated_at=now)
+    check_claimed(raised, cluster_id, "state")
+    return replace(before, row=raised)
+
+
+def transaction_name(transactional_id: str, incarnation: int) -> str:
+    """A new name for a transaction on the row of that id."""
+    return f"{incarnation}/{secrets.token_hex(8)}/{transactional_id}"
+
+
+def id_in(transaction: str) -> str:
+    """The id in a transaction's name."""
+    return transaction.split("/", 2)[2]
+
+
+def verdict(found: Stored | None, transaction: str) -> DatabaseVerdict:
+    """The row's verdict on a transaction that can no longer commit: only later incarnations replace its name."""
+    if found is None:
+        return DatabaseVerdict.UNKNOWN
+    if found.transaction == transaction:
+        return DatabaseVerdict.COMMITTED
+    if found.transaction is None or _incarnation(found.transaction) <= _incarnation(transaction):
+        return DatabaseVerdict.ABORTED
+    return DatabaseVerdict.UNKNOWN
+
+
+def _incarnation(transaction: str) -> int:
+    return int(transaction.partition("/")[0])
+
+
+def is_ours(found: Stored | None, incarnation: int, namespace: str | None) -> bool:
+    """Whether the row still names that incarnation, in that namespace if given."""
+    return found is not None and found.row.incarnation == incarnation and namespace in {None, found.row.namespace}
+
+
+def decided(found: Stored, state: PreparedTxnState, transaction: str, now: datetime) -> Stored:
+    """The row after a decision."""
+    row = replace(found.row, prepared=state, completed=None, settle_fence=None, updated_at=now)
+    return Stored(row, transaction)
+
+
+def completed(found: Stored | None, prepared: PreparedTxnState, outcome: Outcome, now: datetime) -> Stored | None:
+    """The row after the outcome of that transaction is recorded; None if it does not change."""
+    if found is None or str(found.row.prepared) != str(prepared) or found.row.completed is not None:
+        return None
+    return replace(found, row=replace(found.row, completed=outcome, updated_at=now))
+
+
+def is_news(found: Stored | None, prepared: PreparedTxnState, outcome: Outcome) -> bool:
+    """Whether the outcome is an incident: not UNVERIFIABLE if a settler that saw more of the log knew better."""
+    if outcome is not Outcome.UNVERIFIABLE:
+        return outcome is Outcome.LOST
+    same = found is not None and str(found.row.prepared) == str(prepared)
+    return not (same and found is not None and found.row.completed not in {None, outcome})
+
+
+def loss(row: StateRow, outcome: Outcome, detail: str, now: datetime) -> Incident:
+    """The incident of a loss."""
+    return Incident(row.transactional_id, str(row.prepared), outcome, detail, now, None)
+
+
+def fenced(found: Stored | None, row: StateRow, fence: int, now: datetime) -> Stored | None:
+    """The row with the fence of its transaction; None if it is no longer as it was read."""
+    if (
+        found is None
+        or found.row.namespace != row.namespace
+        or str(found.row.prepared) != str(row.prepared)
+        or found.row.settle_fence != row.settle_fence
+    ):
+        return None
+    return replace(found, row=replace(found.row, settle_fence=fence, updated_at=now))
+
+
+def settled(found: Stored | None, incarnation: int, now: datetime) -> Stored | None:
+    """The row with at least that settled incarnation; None if it does not change."""
+    if found is None or found.row.settled_incarnation >= incarnation:
+        return None
+    return replace(found, row=replace(found.row, settled_incarnation=incarnation, updated_at=now))
+
+
+# `KeyedDatabase`: a database without SQL, as the one that decides.
+
+
+class KeyedDatabase(Database):
+    """A subclass adds the primitives, the handle, and what :class:`Database` asks of every kind."""
+
+    @property
+    @abstractmethod
+    def keys(self) -> Keys:
+        """The primitives."""
+
+    @abstractmethod
+    def new_handle(self) -> KeyedHandle:
+        """A new handle, for one dual write."""
+
+    def store(self, *, paused_owner_timeout_s: float | None = PAUSED_OWNER_TIMEOUT_S) -> KeyedStore:
+        """See :meth:`Database.store`. A paused owner holds no lock that a server would have to take from it."""
+        del paused_owner_timeout_s
+        return KeyedStore(self.keys, self.traits.name)
+
+    @contextmanager
+    def connect(self) -> Generator[KeyedHandle, None, None]:
+        """See :meth:`Database.connect`."""
+        handle = self.new_handle()
+        try:
+            yield handle
+        finally:
+            handle.clear()
+            handle.end()

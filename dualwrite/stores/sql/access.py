@@ -1,4 +1,7 @@
-"""The connection of a block: one of the engine's, the user's own, or one made over a connection of psycopg's or of Django's.
+"""Reaching a SQL database: connections and pools, what its failures mean, and the rights that the library needs.
+
+A failure is mapped to what is known afterwards: nothing happened, or the outcome is unknown. Connections that came
+through a fork are left to the parent.
 
 Each unit of a group gets a :class:`UnitConnection` over that of its block.
 
@@ -10,15 +13,17 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import socket
 import sqlite3
 import sys
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
-from sqlalchemy import Connection, CursorResult, Engine, StaticPool, exc
+from sqlalchemy import URL, Connection, CursorResult, Dialect, Engine, StaticPool, create_engine, event, exc, make_url
 
 from dualwrite.errors import (
     CompletionPending,
@@ -28,13 +33,194 @@ from dualwrite.errors import (
     IllegalStateError,
     OutcomeUnverifiable,
     TransactionAborted,
+    Unavailable,
 )
-from dualwrite.stores.sql.access__stores_sql_access_connecting import fileno_of
-from dualwrite.stores.sql.access__stores_sql_access_failures import map_database_error
+from dualwrite.stores.sql.tables import (
+    BATCH_VIEW,
+    CONSUMED_TABLE,
+    INCIDENT_TABLE,
+    LEASE_TABLE,
+    LEDGER_TABLE,
+    MYSQL,
+    RUN_TABLE,
+    SLOT_TABLE,
+    STATE_TABLE,
+    VERSION_TABLE,
+)
 
 if TYPE_CHECKING:
     import psycopg
     from sqlalchemy import PoolProxiedConnection
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+# Makes engines from database URLs.
+
+LIVENESS: Final[Mapping[str, int]] = {
+    "connect_timeout": 10,
+    "keepalives": 1,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,
+}
+"""libpq settings that detect the loss of a server's machine or network within half a minute, not hours."""
+
+_TCP: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
+
+_AWAITED: Final = {("postgresql", "psycopg"), ("sqlite", "aiosqlite")}
+_AWAITING: Final = {"sqlite": "sqlite+aiosqlite", "sqlite+pysqlite": "sqlite+aiosqlite"}
+_CLIENTS: Final = {"Rdict": "RocksDatabase", "KazooClient": "ZooKeeperDatabase"}
+"""By the class of another database's client, what a writer takes in its place."""
+_BLOCKING: Final = {"sqlite+aiosqlite": "sqlite", "postgresql+psycopg_async": "postgresql+psycopg"}
+
+
+def engine_of(engine: Engine | URL | str) -> Engine:
+    """The engine itself, or a new one for a URL.
+
+    A new engine connects on first use and detects lost servers; the caller disposes of it.
+
+    Raises:
+        ConfigurationError: The argument is neither (an ``AsyncEngine``, say), or the URL's driver is not installed.
+    """
+    if isinstance(engine, Engine):
+        return engine
+    if not isinstance(engine, (str, URL)):
+        raise _no_engine(engine)
+    with _refused():
+        return new_engine(make_url(engine))
+
+
+def new_engine(url: URL, *, connect_args: Mapping[str, Any] | None = None, **options: Any) -> Engine:
+    """A new engine, which connects on first use and detects lost servers; the caller disposes of it.
+
+    Args:
+        url: Where to.
+        connect_args: Arguments of the driver, beside those that every engine of the library has.
+        options: More of SQLAlchemy's.
+
+    Raises:
+        SQLAlchemyError, ImportError: The driver is not installed.
+    """
+    given = {**liveness_of(url), **_unprepared(url), **(connect_args or {})}
+    made = create_engine(url, connect_args=given, **options)
+    if url.get_backend_name() in MYSQL:
+        event.listen(made, "connect", _keep_alive)
+    return made
+
+
+def _keep_alive(driver: Any, _: object) -> None:
+    """As :data:`LIVENESS`, for MySQL's drivers, which have no settings for it and leave it to the system: hours."""
+    with socket.socket(fileno=os.dup(fileno_of(driver))) as own:
+        if own.family not in {socket.AF_INET, socket.AF_INET6}:
+            return
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _TCP.items():
+            if hasattr(socket, name):
+                own.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def fileno_of(driver: Any) -> int:
+    """The descriptor of the socket of a connection of PyMySQL or mysqlclient."""
+    return int(driver.fileno() if hasattr(driver, "fileno") else driver._sock.fileno())  # noqa: SLF001 - PyMySQL has no other way
+
+
+def async_engine_of(engine: object) -> AsyncEngine:
+    """The engine itself, or a new one for a URL, as :func:`engine_of`.
+
+    Raises:
+        ConfigurationError: The argument is neither (an ``Engine``, say), the URL's driver is not installed, or the engine's
+            driver is not supported.
+    """
+    from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine  # noqa: PLC0415 - for those that use it
+
+    if isinstance(engine, (str, URL)):
+        with _refused():
+            url = _with_driver(make_url(engine), _AWAITING)
+            if url.get_backend_name() in MYSQL:
+                raise _not_awaited(url.get_backend_name(), url.get_driver_name())
+            engine = create_async_engine(url, connect_args={**liveness_of(url), **_unprepared(url)})
+    if not isinstance(engine, AsyncEngine):
+        kind = type(engine).__name__
+        raise ConfigurationError(
+            f"{kind} is not an asynchronous engine",
+            next_step="give create_async_engine() the same database with postgresql+psycopg:// or sqlite+aiosqlite://"
+            if isinstance(engine, Engine)
+            else "give a SQLAlchemy AsyncEngine or a database URL",
+        )
+    if (found := (engine.dialect.name, engine.dialect.driver)) not in _AWAITED:
+        raise _not_awaited(*found)
+    return engine
+
+
+def _not_awaited(database: str, driver: str) -> ConfigurationError:
+    step = "use postgresql+psycopg://... (psycopg 3) or sqlite+aiosqlite:///..."
+    if database in MYSQL:
+        step = "use a DualWriter with mysql+pymysql://... in a thread (asyncio.to_thread)"
+    return ConfigurationError(f"{database}+{driver} is not supported by an AsyncDualWriter", next_step=step)
+
+
+def blocking_twin(engine: AsyncEngine) -> Engine:
+    """An engine for threads, which connects to the same URL. The caller disposes of it."""
+    return engine_of(_with_driver(engine.url, _BLOCKING))
+
+
+def _with_driver(url: URL, drivers: Mapping[str, str]) -> URL:
+    name = drivers.get(url.drivername)
+    return url if name is None else url.set(drivername=name)
+
+
+def _unprepared(url: URL) -> Mapping[str, None]:
+    """Turn off named prepared statements, which no URL can do: a pooler may switch connections between transactions."""
+    return {"prepare_threshold": None} if url.get_driver_name().startswith("psycopg") else {}
+
+
+def liveness_of(url: URL) -> Mapping[str, int]:
+    """The :data:`LIVENESS` settings that the URL does not set. Empty if it names a service, whose file may set them."""
+    if url.get_backend_name() != "postgresql" or "service" in url.query:
+        return {}
+    return {name: value for name, value in LIVENESS.items() if name not in url.query}
+
+
+def _no_engine(given: object) -> ConfigurationError:
+    kind = type(given).__name__
+    if hasattr(given, "sync_engine"):  # SQLAlchemy's asyncio part may not be installed
+        return ConfigurationError(
+            f"{kind} cannot be used by a writer for threads",
+            next_step="give it to AsyncDualWriter; or give create_engine() the same database with postgresql+psycopg:// or "
+            "sqlite://",
+        )
+    made_of = _CLIENTS.get(kind)
+    return ConfigurationError(
+        f"{kind} is not an engine",
+        next_step="give a SQLAlchemy Engine or a database URL" if made_of is None else f"give a {made_of} made of it",
+    )
+
+
+def kind_of(url: URL | str) -> Dialect:
+    """The kind of database that a URL names. Works without its driver.
+
+    Raises:
+        ConfigurationError: The argument is not a URL, or SQLAlchemy does not know that kind of database.
+    """
+    with _refused():
+        return make_url(url).get_dialect()()
+
+
+@contextmanager
+def _refused() -> Generator[None, None, None]:
+    try:
+        yield
+    except (exc.ArgumentError, ValueError, ImportError) as error:
+        absent = (error.name or "its driver") if isinstance(error, ImportError) else None
+        why = f"{absent} is not installed" if absent else "it cannot be read"
+        # "from None": SQLAlchemy's message may repeat the URL, password included.
+        raise ConfigurationError(
+            f"the database URL cannot be used: {why}",
+            next_step="write postgresql+psycopg://user@host/name (pip install 'dualwrite[postgresql]'), "
+            "mysql+pymysql://user@host/name (MariaDB and MySQL; pip install 'dualwrite[mariadb]') or sqlite:///file; in a "
+            "password, @ is %40 and : is %3A",
+        ) from None
+
 
 logger = logging.getLogger(__name__)
 
@@ -401,3 +587,332 @@ def _psycopg_of(given: DjangoConnection) -> psycopg.Connection[Any]:
             next_step="use Django's PostgreSQL backend with psycopg 3",
         )
     return cast("psycopg.Connection[Any]", given.connection)
+
+
+# Maps database errors to ours: the class says what the caller must do, the text names the command or the GRANT.
+#
+# Maps only errors of the library's own statements; errors of the user's statements are left to the user. No message
+# holds a password: addresses appear without password and query, and only the first line of the driver's message is
+# shown.
+
+
+class Meaning(Enum):
+    """The meaning of a database error."""
+
+    SCHEMA = "a table or a column is missing"
+    PRIVILEGE = "a right is missing"
+    READ_ONLY = "the database cannot be written to"
+    LOGIN = "the database refuses us"
+    REJECTED = "the database rejects the statement"
+    CONFLICT = "another transaction was in the way"
+    FAILED_TRANSACTION = "an earlier statement of the transaction had failed"
+    BUSY = "a lock was not free in time"
+    POOL = "the engine's pool had no free connection"
+    POOLER = "a pooler between us and the database shares connections by statement"
+    GONE = "the connection is lost, or was not made"
+    FULL = "there is no space or memory left"
+    OTHER = "the database failed"
+
+
+# By SQLSTATE; the longest prefix wins. Source: PostgreSQL manual, appendix A.
+_BY_SQLSTATE: Final = {
+    "42P01": Meaning.SCHEMA,
+    "42703": Meaning.SCHEMA,
+    "3F000": Meaning.SCHEMA,
+    "42501": Meaning.PRIVILEGE,
+    "25006": Meaning.READ_ONLY,
+    "28": Meaning.LOGIN,
+    "3D000": Meaning.LOGIN,
+    "40": Meaning.CONFLICT,
+    "25P02": Meaning.FAILED_TRANSACTION,
+    "25P03": Meaning.GONE,
+    "25P04": Meaning.GONE,
+    "55P03": Meaning.BUSY,
+    "57014": Meaning.BUSY,
+    "57": Meaning.GONE,
+    "08": Meaning.GONE,
+    "53300": Meaning.BUSY,
+    "53": Meaning.FULL,
+    "0A": Meaning.REJECTED,
+    "22": Meaning.REJECTED,
+    "23": Meaning.REJECTED,
+    "42": Meaning.REJECTED,
+}
+
+# By SQLite's message: Python 3.10 does not expose the error code.
+_BY_SQLITE_MESSAGE: Final = {
+    "no such table": Meaning.SCHEMA,
+    "no such column": Meaning.SCHEMA,
+    "has no column": Meaning.SCHEMA,
+    "unknown database": Meaning.SCHEMA,
+    "attempt to write a readonly database": Meaning.READ_ONLY,
+    "unable to open database file": Meaning.LOGIN,
+    "database is locked": Meaning.BUSY,
+    "database table is locked": Meaning.BUSY,
+    "database schema is locked": Meaning.BUSY,
+    "database or disk is full": Meaning.FULL,
+}
+
+# By the error numbers of MariaDB and MySQL: their drivers give no SQLSTATE.
+_BY_NUMBER: Final = {
+    **dict.fromkeys((1146, 1054), Meaning.SCHEMA),
+    **dict.fromkeys((1044, 1142, 1143, 1227, 1370), Meaning.PRIVILEGE),
+    **dict.fromkeys((1290, 1792, 1836), Meaning.READ_ONLY),
+    **dict.fromkeys((1045, 1049, 1130, 1698, 2005, 2061), Meaning.LOGIN),
+    **dict.fromkeys((1020, 1213, 1412, 1614, 3101), Meaning.CONFLICT),  # 1412: a migration came after the snapshot
+    **dict.fromkeys((1040, 1203, 1205, 1226, 1317, 1969, 3024, 3572), Meaning.BUSY),
+    **dict.fromkeys((1021, 1037, 1038, 1041, 1114), Meaning.FULL),
+    **dict.fromkeys((1264, 1366, 1406, 3819, 4025), Meaning.REJECTED),
+    **dict.fromkeys((1053, 1077, 1079, 1152, 1153, 1158, 1159, 1160, 1161, 1184, 1927), Meaning.GONE),
+    **dict.fromkeys((2002, 2003, 2006, 2013, 2014, 2045, 2055, 4031), Meaning.GONE),
+}
+
+# PgBouncer's refusal of BEGIN shows in its text only: its SQLSTATE (08P01) has many meanings.
+_POOLER_WORDS: Final = "transaction blocks not allowed in statement pooling mode"
+
+_MYSQL_DRIVERS: Final = frozenset({"pymysql", "MySQLdb"})
+
+# Django's errors, which wrap the driver's without its SQLSTATE.
+_DJANGO: Final = "django.db.utils"
+
+# libpq gives no SQLSTATE for a refused connection.
+_LOGIN_WORDS: Final = ("authentication failed", "no password supplied", "no pg_hba.conf entry", "does not exist")
+
+
+def sqlstate_of(error: BaseException | None) -> str | None:
+    """The SQLSTATE of a driver's error; None if it has none (SQLite, or libpq itself)."""
+    state = getattr(error, "sqlstate", None)
+    return state if isinstance(state, str) else None
+
+
+def number_of(error: BaseException | None) -> int | None:
+    """The number of an error of PyMySQL or mysqlclient; None for errors of other drivers."""
+    if error is None or type(error).__module__.partition(".")[0] not in _MYSQL_DRIVERS:
+        return None
+    number = error.args[0] if error.args else None
+    return number if isinstance(number, int) else None
+
+
+def meaning_of(error: exc.SQLAlchemyError) -> Meaning:
+    """The meaning of an error, by its code."""
+    if isinstance(error, exc.TimeoutError):
+        return Meaning.POOL
+    if not isinstance(error, exc.DBAPIError):
+        return Meaning.OTHER
+    if isinstance(error.orig, sqlite3.Error):
+        return _sqlite_meaning(error.orig)
+    if _POOLER_WORDS in str(error.orig):
+        return Meaning.POOLER
+    if type(error.orig).__module__.partition(".")[0] in _MYSQL_DRIVERS:
+        return _mysql_meaning(error)
+    state = sqlstate_of(error.orig)
+    if state is None:
+        if error.connection_invalidated or isinstance(error, (exc.OperationalError, exc.InterfaceError)):
+            return Meaning.LOGIN if any(words in str(error.orig) for words in _LOGIN_WORDS) else Meaning.GONE
+        return Meaning.REJECTED
+    for length in (5, 2):
+        if state[:length] in _BY_SQLSTATE:
+            return _BY_SQLSTATE[state[:length]]
+    return Meaning.OTHER
+
+
+def _sqlite_meaning(error: sqlite3.Error) -> Meaning:
+    text = str(error)
+    for words, meaning in _BY_SQLITE_MESSAGE.items():
+        if words in text:
+            return meaning
+    return Meaning.REJECTED if isinstance(error, (sqlite3.IntegrityError, sqlite3.ProgrammingError)) else Meaning.OTHER
+
+
+def _mysql_meaning(error: exc.DBAPIError) -> Meaning:
+    number = number_of(error.orig)
+    if number in _BY_NUMBER:
+        return _BY_NUMBER[number]
+    if error.connection_invalidated or isinstance(error, exc.InterfaceError):
+        return Meaning.GONE
+    rejected = (exc.IntegrityError, exc.ProgrammingError, exc.DataError, exc.NotSupportedError)
+    return Meaning.REJECTED if isinstance(error, rejected) else Meaning.OTHER
+
+
+def conflict_behind(error: BaseException, transactional_id: str) -> TransactionAborted | None:
+    """A retryable error to replace one of the user's statement, which ended a dual write that aborted on both sides.
+
+    Returns:
+        The error for a deadlock, a serialization failure, or a busy SQLite lock, even if the statement ran on the
+        driver's own connection, or through Django; None for everything else: the user's error stays.
+    """
+    if type(error).__module__ == _DJANGO and error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, exc.DBAPIError):
+        meaning = meaning_of(error)
+        of_sqlite = isinstance(error.orig, sqlite3.Error)
+    else:
+        conflict = (sqlstate_of(error) or "").startswith("40") or _BY_NUMBER.get(
+            number_of(error) or 0
+        ) is Meaning.CONFLICT
+        meaning = Meaning.CONFLICT if conflict else Meaning.OTHER
+        of_sqlite = False
+    if meaning is not Meaning.CONFLICT and not (of_sqlite and meaning is Meaning.BUSY):
+        return None
+    return TransactionAborted(
+        f"{meaning.value}: {driver_words(error)}",
+        transactional_id=transactional_id,
+        next_step="run the same work again",
+    )
+
+
+def ended_inside(by: str, next_step: str) -> IllegalStateError:
+    """The error for a dual write whose database transaction was ended inside it. Nothing was decided.
+
+    Args:
+        by: What ends one.
+        next_step: The advice.
+    """
+    error = IllegalStateError(
+        f"the database transaction of the dual write was ended inside it, {by}: no message is sent; if it was committed, "
+        "what was written before that stays, and what was written after it may stay",
+        next_step=next_step,
+    )
+    error.outcome = "unknown"
+    return error
+
+
+def driver_words(error: BaseException) -> str:
+    """The driver's message in one line, without details, which may hold values of rows."""
+    orig = error.orig if isinstance(error, exc.DBAPIError) and error.orig is not None else error
+    primary = getattr(getattr(orig, "diag", None), "message_primary", None)
+    if number_of(orig) is not None and len(orig.args) > 1:
+        primary = f"{orig.args[1]} ({orig.args[0]})"
+    text = primary if isinstance(primary, str) else str(orig)
+    return text.strip().partition("\n")[0] or type(orig).__name__
+
+
+def shown_url(url: URL | str) -> str:
+    """The address to show: no password, and no query, which may hold one too."""
+    return make_url(url).set(query={}).render_as_string(hide_password=True)
+
+
+def migrate_command(url: URL | str, schema: str | None) -> str:
+    """The exact command that makes or upgrades the tables, with ``***`` for the password."""
+    words = ["dualwrite", "migrate", "--url", shown_url(url)]
+    return shlex.join([*words, "--schema", schema] if schema is not None else words)
+
+
+def migrate_advice(url: URL | str | None, schema: str | None) -> str:
+    """How to make or upgrade the tables: as their owner, since the application's role need not create tables."""
+    if url is None:
+        return "run: dualwrite migrate"
+    shown = make_url(url)
+    if shown.get_backend_name() == "sqlite":  # it has no roles
+        return f"run: {migrate_command(url, schema)}"
+    role = repr(shown.username) if shown.username else "the application's role"
+    owner = shown.set(username="OWNER")
+    return f"as the role that owns the tables, which {role} need not be: {migrate_command(owner, schema)}"
+
+
+def map_database_error(
+    error: exc.SQLAlchemyError,
+    engine: Engine | None = None,
+    schema: str | None = None,
+    *,
+    transactional_id: str | None = None,
+) -> DualWriteError:
+    """The error to raise, ``from error``, for a database error of one of our own statements.
+
+    Not for errors of COMMIT: :func:`dualwrite.stores.sql.dialect.commit` handles those.
+
+    Args:
+        error: SQLAlchemy's error.
+        engine: The engine that raised it, to name the exact command.
+        schema: The schema of the library's tables.
+        transactional_id: The id that the statement concerned.
+
+    Returns:
+        ``ConfigurationError`` if a person must change something; ``TransactionAborted`` if another run may succeed
+        (serialisation failure, deadlock), and if the transaction had already failed; ``Unavailable`` for the rest.
+    """
+    meaning = meaning_of(error)
+    what = f"{meaning.value}: {driver_words(error)}"
+    if meaning is Meaning.SCHEMA:
+        return ConfigurationError(
+            what,
+            transactional_id=transactional_id,
+            next_step=migrate_advice(None if engine is None else engine.url, schema),
+        )
+    if meaning is Meaning.PRIVILEGE:
+        return ConfigurationError(
+            what,
+            transactional_id=transactional_id,
+            next_step=grants_to_work(None if engine is None else engine.url, schema),
+        )
+    if meaning in _ADVICE:
+        return ConfigurationError(what, transactional_id=transactional_id, next_step=_ADVICE[meaning])
+    if meaning is Meaning.CONFLICT:
+        return TransactionAborted(what, transactional_id=transactional_id, next_step="run the same work again")
+    if meaning is Meaning.FAILED_TRANSACTION:
+        return TransactionAborted(
+            what,
+            transactional_id=transactional_id,
+            next_step="stop after a failed statement, or run it in a savepoint (begin_nested)",
+            retryable=False,
+        )
+    if meaning is Meaning.POOL:
+        return Unavailable(what, transactional_id=transactional_id, next_step=_POOL_STEP)
+    if isinstance(error, exc.ResourceClosedError):
+        return IllegalStateError("the connection is closed", transactional_id=transactional_id)
+    return Unavailable(what, transactional_id=transactional_id)
+
+
+_POOL_STEP: Final = (
+    "raise the engine's pool_size or max_overflow: each dual write holds one connection, and needs another one for a moment "
+    "when it settles; or find the code that keeps connections"
+)
+
+_ADVICE: Final = {
+    Meaning.READ_ONLY: "connect to the primary, with a role and a file that may be written to",
+    Meaning.LOGIN: "check the database's address, user and password",
+    Meaning.POOLER: "a transaction needs one connection to its end: use pool_mode=transaction or session (PgBouncer)",
+    Meaning.REJECTED: "the tables or the values do not fit this version of the library: check them",
+}
+
+
+# The statements that give the application's role the rights it lacks.
+
+
+def grants_to_delete(url: URL, schema: str | None) -> str:
+    """The GRANTs for deleting rows."""
+    deleted = (STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, RUN_TABLE, LEASE_TABLE)
+    return _said(url, schema, [("SELECT, DELETE", deleted), ("UPDATE", (RUN_TABLE,))], "the role")
+
+
+def grants_to_work(url: URL | None, schema: str | None) -> str:
+    """The GRANTs for everything but deleting."""
+    written = (STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, LEDGER_TABLE, RUN_TABLE, CONSUMED_TABLE, LEASE_TABLE)
+    rights = [("SELECT, INSERT, UPDATE", written), ("SELECT", (VERSION_TABLE, BATCH_VIEW))]
+    return _said(url, schema, rights, '"the application"', works=True)
+
+
+def _said(
+    url: URL | None,
+    schema: str | None,
+    rights: list[tuple[str, tuple[str, ...]]],
+    nobody: str,
+    *,
+    works: bool = False,
+) -> str:
+    if url is not None and url.get_backend_name() in MYSQL:
+        return "as the owner of the tables: " + "; ".join(_on_mysql(url, schema, rights, works=works))
+    role = nobody if url is None or url.username is None else f'"{url.username}"'
+    prefix = f'"{schema}".' if schema is not None else ""
+    usage = f'GRANT USAGE ON SCHEMA "{schema}" TO {role}; ' if schema is not None and works else ""
+    granted = [f"GRANT {what} ON {', '.join(f'{prefix}{name}' for name in names)} TO {role}" for what, names in rights]
+    return f"as the owner of the tables: {usage}{'; '.join(granted)}"
+
+
+def _on_mysql(url: URL, schema: str | None, rights: list[tuple[str, tuple[str, ...]]], *, works: bool) -> list[str]:
+    """One statement for each table: there, GRANT takes only one. Witnesses of savepoints need a temporary table."""
+    prefix = f"`{schema}`." if schema is not None else ""
+    user = f"'{url.username or 'app'}'@'%'"
+    database = f"`{url.database}`" if url.database else "*"
+    granted = [f"GRANT {what} ON {prefix}{name} TO {user}" for what, names in rights for name in names]
+    return [*granted, f"GRANT CREATE TEMPORARY TABLES ON {database}.* TO {user}"] if works else granted

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import ColumnElement, and_, bindparam, case, select, update
 
 from dualwrite.stores.sql.short_transactions import ShortTransactions, dialect_of
-from dualwrite.stores.sql.tables import declare_tables
-from dualwrite.stores.sql.tables__stores_sql_tables_clock import database_now
-from dualwrite.stores.sql.tables__stores_sql_tables_rows import check_name
+from dualwrite.stores.sql.tables import check_name, database_now, declare_tables
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine

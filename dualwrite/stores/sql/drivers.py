@@ -1,4 +1,7 @@
-"""Limits the wait for a database's answer by shutting the connection when the time is up.
+"""What the library must know of a driver's connection, below SQLAlchemy: its statements, implicit commits, its end.
+
+A statement that ends the transaction behind the library's back would commit rows without their messages, so each is
+noticed. A watchdog cuts a connection whose statement outlives its deadline.
 
 libpq waits for an answer as long as the connection lives, and neither keepalives nor ``tcp_user_timeout`` end a
 connection to a server or pooler that is alive but does not answer.
@@ -8,14 +11,30 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from weakref import WeakSet
+
+from sqlalchemy import AdaptedConnection, Connection, Engine, event, exc
+from sqlalchemy.util.concurrency import in_greenlet
 
 from dualwrite.clock import Deadline
+from dualwrite.stores.sql.access import sqlstate_of
+from dualwrite.stores.sql.tables import digest
+
+if TYPE_CHECKING:
+    import sqlite3
+
+    from sqlalchemy import CursorResult, Executable
+    from sqlalchemy.engine.interfaces import DBAPIConnection, Dialect, ExceptionContext
+
+    from dualwrite.protocol.prepared_state import PreparedTxnState
 
 
 @dataclass(eq=False)
@@ -87,3 +106,317 @@ class Watchdog:
 
 WATCHDOG: Final = Watchdog()
 os.register_at_fork(after_in_child=WATCHDOG.begin)
+
+
+# Statements by which MariaDB and MySQL end the transaction in which they are executed: DDL, and COMMIT by any name.
+#
+# For refusing them before they are sent. What the text does not show (procedures, prepared statements) only the server
+# can tell.
+
+_COMMENT: Final = re.compile(r"\s+|#[^\n]*(?:\n|$)|--(?=\s|$)[^\n]*(?:\n|$)|/\*(?!M?!).*?\*/|/\*M?!\d*", re.DOTALL)
+"""All that may stand before a statement. The server executes what stands in ``/*! ... */`` and ``/*M! ... */``."""
+_DDL: Final = re.compile(
+    r"""
+      alter | (?:create|drop)(?!\s+(?:or\s+replace\s+)?temporary\s+table\b) | rename | truncate
+    | grant | revoke | set\s+(?:password|default\s+role) | (?:un)?install | backup
+    | (?:analyze|check|optimize|repair)\s+(?:no_write_to_binlog\s+|local\s+)?tables?
+    | (?:un)?lock\s+tables? | cache\s+index | load\s+index | flush | reset | change | start\s+(?:slave|replica|all|group) | stop
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+_END: Final = re.compile(
+    r"""
+      commit | begin(?!\s+not\b) | start\s+transaction | rollback(?!\s+(?:work\s+)?to\b)
+    | set\s+(?:[^;]*,\s*)?(?:session\s+|local\s+|@@(?:session\.|local\.)?)?autocommit\s*:?=(?!\s*(?:0|off|false)\b)
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+_AROUND: Final = re.compile(
+    r"(?:set\s+statement|execute\s+immediate|begin\s+not|if|case|for|while|repeat|loop)\b", re.IGNORECASE
+)
+"""Statements that contain others."""
+_CONTAINED: Final = re.compile(r"(?:;|\b(?:atomic|then|else|do|repeat|loop|for|immediate)\b)[\s'\"]*", re.IGNORECASE)
+"""All that may stand before one of them."""
+_SAVEPOINTS: Final = re.compile(r"(?:savepoint|release|rollback)\b", re.IGNORECASE)
+_SAVEPOINT_WORDS: Final = re.compile(r"savepoint|release|rollback", re.IGNORECASE)
+_UNREADABLE: Final = re.compile(r"call\b|execute\b|begin\b", re.IGNORECASE)
+
+
+def _beginning(statement: str, at: int = 0) -> int:
+    while (match := _COMMENT.match(statement, at)) is not None and match.end() > at:
+        at = match.end()
+    return at
+
+
+def _words(pattern: re.Pattern[str], statement: str) -> str | None:
+    first = _beginning(statement)
+    places = [first]
+    if _AROUND.match(statement, first):
+        places += [_beginning(statement, found.end()) for found in _CONTAINED.finditer(statement, first)]
+    for at in places:
+        match = pattern.match(statement, at)
+        if match is None:
+            continue
+        if match.group().endswith("="):
+            return "SET AUTOCOMMIT"
+        if not statement[match.end() : match.end() + 1].isidentifier():
+            return " ".join(match.group().upper().split())
+    return None
+
+
+def ddl_in(statement: str) -> str | None:
+    """The words with which a statement begins that commits the open transaction, such as ``ALTER``; None for others."""
+    return _words(_DDL, statement)
+
+
+def end_in(statement: str) -> str | None:
+    """The words with which a statement begins that ends the transaction by itself, such as ``COMMIT``; None for others."""
+    return _words(_END, statement)
+
+
+def without_comments(statement: str) -> str:
+    """The statement from its first word on."""
+    return statement[_beginning(statement) :]
+
+
+def moves_savepoints(statement: str) -> bool:
+    """Whether it is a statement about savepoints."""
+    return _SAVEPOINTS.match(statement, _beginning(statement)) is not None
+
+
+def may_hide_savepoints(statement: str) -> bool:
+    """Whether a statement may set or roll back to savepoints that its beginning does not show: it contains others."""
+    at = _beginning(statement)
+    if _UNREADABLE.match(statement, at) is not None or "#" in statement[:at] or "!" in statement[:at]:
+        return True
+    contains = ";" in statement or _AROUND.match(statement, at) is not None
+    return contains and _SAVEPOINT_WORDS.search(statement, at) is not None
+
+
+# The statements that every dual write executes, compiled once.
+
+_TRANSLATED: Final = "schema_translate_map"
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """A statement as the driver takes it.
+
+    Attributes:
+        dialect: The dialect that it was compiled for.
+        template: The text.
+        order: The names of its values, if the driver takes them by position.
+        constants: Values that the statement itself contains.
+        names: The names of all values, each once.
+        name: A name for the text, the same in every process: a pooler's sessions are shared.
+    """
+
+    dialect: Dialect
+    template: str
+    order: tuple[str, ...] | None
+    constants: Mapping[str, Any]
+    names: tuple[str, ...]
+    name: str
+
+
+class CompiledOnce:
+    """A statement whose text is made at its first execution, and sent as it is from then on.
+
+    For each execution of a statement object SQLAlchemy makes its cache key, and prepares the types of its values and results.
+    That takes as much of the processor as all that follows it.
+
+    Args:
+        statement: The statement. Its values are bound parameters with names; neither they nor its results are converted.
+    """
+
+    def __init__(self, statement: Executable) -> None:
+        self._statement = statement
+        self._compiled: OwnText | None = None
+
+    def text(self, connection: Connection) -> OwnText | None:
+        """The text for this connection; None if it has a ``schema_translate_map``: each connection may have another one."""
+        if _TRANSLATED in connection.get_execution_options():
+            return None
+        compiled = self._compiled
+        if compiled is None or compiled.dialect is not connection.dialect:
+            compiled = self._compiled = _compiled(self._statement, connection.dialect)
+        return compiled
+
+    def execute(self, connection: Connection, bound: Mapping[str, Any]) -> CursorResult[Any]:
+        """Execute it with these values. Events, logs and errors of the execution are SQLAlchemy's.
+
+        Raises:
+            SQLAlchemyError: The database failed.
+        """
+        compiled = self.text(connection)
+        if compiled is None:
+            return connection.execute(self._statement, dict(bound))
+        values = {**compiled.constants, **bound} if compiled.constants else dict(bound)
+        if compiled.order is None:
+            return connection.exec_driver_sql(compiled.template, values)
+        return connection.exec_driver_sql(compiled.template, tuple(values[name] for name in compiled.order))
+
+
+def _compiled(statement: Executable, dialect: Dialect) -> OwnText:
+    compiled = statement.compile(dialect=dialect)  # type: ignore[attr-defined]
+    constants = {name: value for name, value in compiled.params.items() if value is not None}
+    order = compiled.positiontup
+    template = str(compiled)
+    return OwnText(
+        dialect,
+        template,
+        None if order is None else tuple(order),
+        constants,
+        tuple(compiled.params),
+        f"dualwrite_{sha256(template.encode()).hexdigest()[:16]}",
+    )
+
+
+# Listeners to connections: on their engine where we know it, as SQLAlchemy takes longer to add a listener than to call
+# it.
+
+Listened = TypeVar("Listened", Connection, Engine)
+
+
+class Listeners:
+    """Functions that SQLAlchemy calls for every connection of an engine. They stay; each looks whether it is meant.
+
+    Args:
+        functions: By the names of events.
+    """
+
+    def __init__(self, functions: Mapping[str, Callable[..., object]]) -> None:
+        self._functions: Final = functions
+        self._engines: Final[WeakSet[Engine]] = WeakSet()
+        self._connections: Final[WeakSet[Connection]] = WeakSet()
+
+    def expect(self, engine: Engine) -> None:
+        """Have them called for all connections of this engine. Call it early: others may listen there, too."""
+        self._listen(_root(engine), self._engines)
+
+    def require(self, connection: Connection) -> None:
+        """Have them called for this connection, if they are not."""
+        if _root(connection.engine) not in self._engines:
+            self._listen(connection, self._connections)
+
+    def _listen(self, target: Listened, known: WeakSet[Listened]) -> None:
+        if target not in known:
+            for name, function in self._functions.items():
+                event.listen(target, name, function)
+            known.add(target)
+
+
+def listens(target: Any, name: str, function: Callable[..., object]) -> bool:
+    """Whether the function is called for this event of a pool, an engine or a connection.
+
+    ``event.contains`` finds targets by their addresses, and keeps that of a pool which ``Engine.dispose()`` has replaced: it
+    says yes for the next pool at that address, where nobody listens.
+    """
+    return function in list(getattr(target.dispatch, name))
+
+
+def _root(engine: Engine) -> Engine:
+    """The engine behind those that ``execution_options()`` has made of it: its listeners are called for theirs."""
+    while isinstance(proxied := getattr(engine, "_proxied", None), Engine):
+        engine = proxied
+    return engine
+
+
+# Gives locks back before SQLAlchemy closes a connection because one of its statements was interrupted or cancelled.
+
+
+def roll_back_before_closing(engine: Engine) -> None:
+    """Roll back SQLite's connections before SQLAlchemy closes them because a statement was interrupted or cancelled.
+
+    SQLite ends a closed connection once its last statement is gone, which the traceback of the interruption may hold: until
+    then nobody else could write.
+    """
+    if engine.dialect.name == "sqlite" and not listens(engine.pool, "invalidate", _roll_back):
+        event.listen(engine, "handle_error", _end_statement)
+        event.listen(engine, "invalidate", _roll_back)
+
+
+def _end_statement(context: ExceptionContext) -> None:
+    if (
+        context.execution_context is not None
+        and not isinstance(context.original_exception, Exception)
+        and (cursor := context.execution_context.cursor) is not None
+    ):
+        cursor.close()
+
+
+def _roll_back(driver: DBAPIConnection, record: object, error: BaseException | None) -> None:
+    del record, error
+    if in_greenlet() or not is_awaited(driver):
+        with suppress(Exception):  # it is closed in any case
+            driver.rollback()
+
+
+# The drivers' own connections behind those that SQLAlchemy adapts from an asynchronous driver.
+#
+# Statements need none of this: on such a connection they await by themselves, in the greenlet that runs them.
+
+T = TypeVar("T")
+
+
+def is_awaited(driver: object) -> bool:
+    """Whether this is an asynchronous driver's connection, adapted by SQLAlchemy."""
+    return isinstance(driver, AdaptedConnection)
+
+
+def own_connection(driver: DBAPIConnection | sqlite3.Connection) -> object:
+    """The driver's own connection, synchronous or not."""
+    return driver.driver_connection if isinstance(driver, AdaptedConnection) else driver
+
+
+def ask(driver: object, question: Callable[[sqlite3.Connection], T]) -> T:
+    """Call ``question`` with the connection of ``sqlite3``, in the one thread that may use it."""
+    if not isinstance(driver, AdaptedConnection):
+        return question(cast("sqlite3.Connection", driver))
+
+    def awaitable(connection: Any) -> Awaitable[T]:
+        answer: Awaitable[T] = connection._execute(lambda: question(connection._conn))  # noqa: SLF001 - no public method runs a function there
+        return answer
+
+    return driver.run_async(awaitable)
+
+
+# Names prepared transactions, and ends them.
+#
+# PostgreSQL always flushes PREPARE TRANSACTION and COMMIT PREPARED, whatever the session's `synchronous_commit`.
+
+PREFIX: Final = "dualwrite:"
+_UNDEFINED_OBJECT: Final = "42704"
+_DIGEST_LENGTH: Final = 32
+_PARTS: Final = 3
+
+
+def name_of(namespace: str, state: PreparedTxnState) -> str:
+    """The name of the database transaction prepared together with a Kafka transaction: one decision covers both.
+
+    A row's namespace is unique across all databases.
+    """
+    return f"{PREFIX}{namespace}:{state.incarnation}:{digest(state)[:_DIGEST_LENGTH]}"
+
+
+def parse(name: str) -> tuple[str, int] | None:
+    """Namespace and incarnation from a name made by :func:`name_of`; None for any other name."""
+    parts = name[len(PREFIX) :].rsplit(":", 2)
+    if len(parts) < _PARTS or not parts[1].isdecimal():
+        return None
+    return parts[0], int(parts[1])
+
+
+def end(engine: Engine, name: str, *, committed: bool) -> None:
+    """Commit or roll back a prepared transaction; does nothing if none has that name.
+
+    Raises:
+        SQLAlchemyError: The database failed.
+    """
+    verb = "COMMIT" if committed else "ROLLBACK"
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        try:
+            connection.exec_driver_sql(f"{verb} PREPARED '{name}'")
+        except exc.DBAPIError as error:
+            if sqlstate_of(error.orig) != _UNDEFINED_OBJECT:
+                raise

@@ -15,13 +15,11 @@ from sqlalchemy import ColumnElement, Connection, Engine, and_, exc, null, or_, 
 from dualwrite import failpoints
 from dualwrite.errors import Unavailable
 from dualwrite.protocol.leases import Lease, check_fleet, numbers_to_try, place_of
-from dualwrite.protocol.lives__protocol_tables_lease_life import LeaseState
-from dualwrite.protocol.values__protocol_naming import member_id, writer_of
-from dualwrite.stores.sql.access__stores_sql_access_failures import map_database_error
+from dualwrite.protocol.lives import LeaseState
+from dualwrite.protocol.values import member_id, writer_of
+from dualwrite.stores.sql.access import map_database_error
 from dualwrite.stores.sql.short_transactions import ShortTransactions, dialect_of
-from dualwrite.stores.sql.tables import Tables, declare_tables
-from dualwrite.stores.sql.tables__stores_sql_tables_clock import database_now, database_now_plus
-from dualwrite.stores.sql.tables__stores_sql_tables_rows import in_chunks
+from dualwrite.stores.sql.tables import Tables, database_now, database_now_plus, declare_tables, in_chunks
 
 Result = TypeVar("Result")
 _MORE: Final = 1000

@@ -1,23 +1,40 @@
-"""The ledger: the partitions that a job has already written. Its primary key decides which attempt counts."""
+"""The ledger of batches: which runs exist, what each part has written, and what people see of it.
+
+Each part of a batch records in its own commit that it is done; so a run that is repeated skips it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping
+import secrets
+from collections import defaultdict
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from sqlalchemy import ColumnElement, Connection, Engine, bindparam, exc, exists, func, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    and_,
+    bindparam,
+    exc,
+    exists,
+    func,
+    or_,
+    select,
+    tuple_,
+    update,
+)
 
 from dualwrite import failpoints
-from dualwrite.protocol.batches__protocol_batches_entry import Destination, Entry, Recorded, Way, next_entry
-from dualwrite.stores.sql.access__stores_sql_access_failures import map_database_error
-from dualwrite.stores.sql.ledger__stores_sql_jobs_batch_refusals import check_partition_count, other_destination
-from dualwrite.stores.sql.short_transactions import dialect_of
-from dualwrite.stores.sql.tables import declare_tables
-from dualwrite.stores.sql.tables__stores_sql_tables_clock import database_now, database_now_plus
-from dualwrite.stores.sql.tables__stores_sql_tables_rows import check_name
+from dualwrite.errors import ConfigurationError, Fenced
+from dualwrite.protocol.batches import Destination, Entry, Recorded, Way, mismatch_of, next_entry, nobody_since
+from dualwrite.protocol.values import may_own, pool_of_sink
+from dualwrite.stores.sql.access import map_database_error
+from dualwrite.stores.sql.short_transactions import ShortTransactions, dialect_of
+from dualwrite.stores.sql.tables import check_name, database_now, database_now_plus, declare_tables, in_chunks
 
 WHOLE_BATCH: Final = -1
 """The partition id of a batch that is written as a whole."""
@@ -393,3 +410,325 @@ class Ledger:
         except exc.SQLAlchemyError as error:
             engine = database if isinstance(database, Engine) else database.engine
             raise map_database_error(error, engine, self._schema) from error
+
+
+# Runs: which run of a batch may still write. Beginning the next run, or giving one up, replaces the run's token.
+#
+# A task checks its run's token in the transactions that matter: when it leases a slot, and in the last statement before
+# its rows are decided, or stay in the database undecided. It keeps a lock on the run until that transaction ends, or
+# until it is resolved if it ends prepared. So the token is replaced only once every task that passed the check has
+# ended its transaction, and the replacing process sees what those left; all later tasks are refused. Otherwise a task
+# slower than its job's failure would commit behind its back, or leave locks, tables and open transactions behind.
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a batch, as its tasks know it. Pickles.
+
+    Attributes:
+        sink: Name of the sink.
+        name: The batch within the sink; or a stream, whose batches follow each other.
+        token: Unique to this run.
+    """
+
+    sink: str
+    name: str
+    token: str
+
+
+class Runs:
+    """The runs in one database.
+
+    Args:
+        engine: The database.
+        schema: The database schema of the library's tables; None for the default one.
+
+    Raises:
+        ConfigurationError: The database is not supported.
+    """
+
+    def __init__(self, engine: Engine, schema: str | None = None) -> None:
+        self._engine = engine
+        self._schema = schema
+        self._dialect = dialect_of(engine)
+        tables = declare_tables(schema)
+        self._run = tables.run
+        self._own = ShortTransactions(engine, self._dialect, tables)
+
+    def present(self, sink: str, name: str) -> Run:
+        """The run that may write; begins one if there is none. Ends no other run.
+
+        Raises:
+            ConfigurationError, Unavailable: As :meth:`replace`.
+        """
+        run = self._run
+        statement = select(run.c.token).where(run.c.sink == sink, run.c.name == name)
+
+        def work(connection: Connection) -> str:
+            self._add(connection, sink, name)
+            token: str = connection.execute(statement).scalar_one()
+            return token
+
+        return Run(sink, name, self._own.run(work))
+
+    def replace(self, sink: str, name: str) -> Run | None:
+        """Begin the next run, after which :meth:`require` refuses tasks of earlier runs. Does not wait.
+
+        Returns:
+            The new run. None if a task that :meth:`require` let through still has a transaction open or prepared:
+            nothing has changed. Settle what is prepared, and call again.
+
+        Raises:
+            ConfigurationError: The table or a right is missing, a name cannot be a key, the database is read-only.
+            Unavailable: The database does not answer.
+        """
+        run = self._run
+        of_batch = (run.c.sink == sink, run.c.name == name)
+        free = select(run.c.token).where(*of_batch).with_for_update(skip_locked=True)
+        token = secrets.token_hex(16)
+
+        def work(connection: Connection) -> bool:
+            self._add(connection, sink, name)
+            if connection.execute(free).one_or_none() is None:
+                return False
+            connection.execute(update(run).where(*of_batch).values(token=token, begun_at=database_now()))
+            return True
+
+        return Run(sink, name, token) if self._own.run(work) else None
+
+    def require(self, connection: Connection, run: Run) -> None:
+        """Let a task continue if it belongs to this run. Call it inside the task's transaction.
+
+        Until that transaction ends, and beyond if it is prepared, the run cannot be replaced.
+
+        Raises:
+            Fenced: Another run has begun, or this one was given up.
+            ConfigurationError, Unavailable, TransactionAborted: The transaction has failed.
+        """
+        table = self._run
+        statement = (
+            select(table.c.token)
+            .where(and_(table.c.sink == run.sink, table.c.name == run.name, table.c.token == run.token))
+            .with_for_update(read=True)
+        )
+        try:
+            found = connection.execute(statement).one_or_none()
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, self._engine, self._schema) from error
+        if found is None:
+            raise Fenced(
+                f"this run of {run.name!r} of sink {run.sink!r} was given up, or another one has begun",
+                next_step="nothing of this task counts; look for the job's own error, or for another job that writes the same",
+            )
+
+    def _add(self, connection: Connection, sink: str, name: str) -> None:
+        check_name(sink, "the name of a sink")
+        check_name(name, "the name of a batch")
+        row = {"sink": sink, "name": name, "token": secrets.token_hex(16)}
+        connection.execute(self._dialect.insert_if_missing(self._run).values(begun_at=database_now()), row)
+
+
+# The ledger batch by batch, from the view `dualwrite_batch`: for people and charts. The protocol never reads it.
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch of one sink. All times are by the database's clock.
+
+    Attributes:
+        sink: Name of the sink.
+        batch_id: Name of the batch.
+        phase: ``writing``; ``decided``: all of it is committed in the database; ``completed``: Kafka has all of it, and
+            the driver has recorded that; ``failed``: a part is missing, and the last run that ended failed. A batch
+            that another process completed (``dualwrite recover``) stays ``decided``; one whose driver was killed stays
+            ``writing``; see :func:`read_nobody_at_work`.
+        partition_count: Number of partitions. A batch decided as a whole does not count those without rows, and shows 1
+            until it is decided.
+        written_partitions: Number of committed partitions.
+        row_count: Committed rows.
+        message_count: Messages in decided transactions.
+        started_at: When its first task, or its driver, began; None if no table shows it.
+        decided_at: When its last part was committed; None while a part is missing.
+        completed_at: When the driver saw that Kafka has all of it; None if that was not recorded.
+        decided_after_s: Seconds from its start until it was decided.
+        completed_after_s: Seconds from its start until it was completed.
+        failed_at: When its last run failed; None while a run is active, and once all of it is written.
+    """
+
+    sink: str
+    batch_id: str
+    phase: str
+    partition_count: int
+    written_partitions: int
+    row_count: int
+    message_count: int
+    started_at: datetime | None
+    decided_at: datetime | None
+    completed_at: datetime | None
+    decided_after_s: float | None
+    completed_after_s: float | None
+    failed_at: datetime | None
+
+
+def read_batches(
+    engine: Engine, *, sink: str | None = None, limit: int | None = None, schema: str | None = None
+) -> Sequence[Batch]:
+    """The newest batches, in the order in which they began.
+
+    Args:
+        engine: The database.
+        sink: Only batches of this sink.
+        limit: Only this many, the newest.
+        schema: The database schema of the library's tables.
+
+    Raises:
+        ConfigurationError: The view, or the right to read it, is missing.
+        Unavailable: The database does not answer.
+    """
+    view = declare_tables(schema).batch
+    newest_first = [by for at in (view.c.started_at, view.c.decided_at) for by in (at.is_(None), at.desc())]
+    statement = select(view).order_by(*newest_first, view.c.sink, view.c.batch_id).limit(limit)
+    if sink is not None:
+        statement = statement.where(view.c.sink == sink)
+    try:
+        with engine.connect() as connection:
+            found = [Batch(**row) for row in connection.execute(statement).mappings()]
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, engine, schema) from error
+    return found[::-1]
+
+
+def batch_in_part(engine: Engine, sink: str, but: str, *, schema: str | None = None) -> str | None:
+    """A batch of the sink that has some of its partitions written and others not; None if there is none.
+
+    Args:
+        engine: The database.
+        sink: Name of the sink.
+        but: The batch that does not count.
+        schema: The database schema of the library's tables.
+
+    Raises:
+        ConfigurationError, Unavailable: As :func:`read_batches`.
+    """
+    view = declare_tables(schema).batch
+    statement = select(view.c.batch_id).where(
+        view.c.sink == sink,
+        view.c.batch_id != but,
+        view.c.written_partitions > 0,
+        view.c.written_partitions < view.c.partition_count,
+    )
+    try:
+        with engine.connect() as connection:
+            return connection.execute(statement.limit(1)).scalar()
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, engine, schema) from error
+
+
+def newest_batch(engine: Engine, sink: str, topic: str, *, schema: str | None = None) -> str | None:
+    """The batch whose messages are the newest that the sink has written to the topic; None if it has written none.
+
+    Args:
+        engine: The database.
+        sink: Name of the sink.
+        topic: The topic.
+        schema: The database schema of the library's tables.
+
+    Raises:
+        ConfigurationError, Unavailable: As :func:`read_batches`.
+    """
+    part = declare_tables(schema).ledger
+    begun = part.alias()
+    of_batch = and_(begun.c.sink == part.c.sink, begun.c.batch_id == part.c.batch_id, begun.c.partition_id == BEGUN)
+    # Older versions recorded no destination.
+    to_topic = or_(
+        begun.c.destination.is_(None), begun.c.destination.contains(Destination.text_of(topic), autoescape=True)
+    )
+    statement = (
+        select(part.c.batch_id)
+        .join_from(part, begun, of_batch, isouter=True)
+        .where(part.c.sink == sink, part.c.message_count > 0, to_topic)
+        .order_by(part.c.written_at.desc())
+    )
+    try:
+        with engine.connect() as connection:
+            return connection.execute(statement.limit(1)).scalar()
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, engine, schema) from error
+
+
+def read_nobody_at_work(
+    engine: Engine, batches: Collection[Batch], *, schema: str | None = None
+) -> Mapping[tuple[str, str], datetime]:
+    """For batches being written that show no active worker: the time since when, by sink and batch id.
+
+    Either their drivers were killed, or their tasks compute for long before they write, which the database cannot see.
+
+    Args:
+        engine: The database.
+        batches: The result of :func:`read_batches`.
+        schema: The database schema of the library's tables.
+
+    Raises:
+        ConfigurationError: A table, or the right to read it, is missing.
+        Unavailable: The database does not answer.
+    """
+    tables = declare_tables(schema)
+    ledger, run, slot = tables.ledger, tables.run, tables.slot
+    names = [(batch.sink, batch.batch_id) for batch in batches if batch.phase == "writing"]
+    changes: dict[tuple[str, str], list[datetime]] = defaultdict(list)
+    leases: dict[str, list[tuple[str, datetime]]] = defaultdict(list)
+    if not names:
+        return {}
+    try:
+        with engine.connect() as connection:
+            for some in in_chunks(names):
+                for table, name, moment in (
+                    (ledger, ledger.c.batch_id, ledger.c.written_at),
+                    (run, run.c.name, run.c.begun_at),
+                ):
+                    statement = select(table.c.sink, name, moment).where(tuple_(table.c.sink, name).in_(some))
+                    for sink, batch_id, changed_at in connection.execute(statement):
+                        changes[sink, batch_id].append(changed_at)
+            for pools in in_chunks({pool_of_sink(sink) for sink, _ in names}):
+                held = select(slot.c.pool, slot.c.lease_owner, slot.c.lease_until).where(
+                    slot.c.pool.in_(pools), slot.c.lease_owner.is_not(None)
+                )
+                for pool, owner, until in connection.execute(held):
+                    leases[pool].append((owner, until))
+            now: datetime = connection.execute(select(database_now())).scalar_one()
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, engine, schema) from error
+    found = {}
+    for sink, batch_id in names:
+        ends = [until for owner, until in leases[pool_of_sink(sink)] if may_own(owner, batch_id)]
+        since = nobody_since(changes[sink, batch_id], ends, now)
+        if since is not None:
+            found[sink, batch_id] = since
+    return found
+
+
+# Errors for batches that do not continue as they were begun.
+
+
+def check_partition_count(sink: str, batch_id: str, recorded: int | None, present: int) -> None:
+    """Refuse a batch whose number of partitions changed since it began: rows may have moved between partitions.
+
+    Raises:
+        ConfigurationError: The numbers differ.
+    """
+    if recorded is not None and recorded != present:
+        raise ConfigurationError(
+            f"batch {batch_id!r} of sink {sink!r} was begun with {recorded} partitions and now has {present}: a partition "
+            "that is already written may hold other rows now",
+            next_step=f"run it with {recorded} partitions again, made the same way (repartition({recorded}, ...) by a key, "
+            "or a checkpointed input); or, to discard what it wrote, undo its rows and use a new batch id",
+        )
+
+
+def other_destination(sink: str, batch_id: str, recorded: Recorded, present: Destination) -> ConfigurationError:
+    """The error for a batch whose destination differs from its previous run's."""
+    return ConfigurationError(
+        f"batch {batch_id!r} of sink {sink!r} {mismatch_of(recorded, present)}: nothing was written now",
+        next_step="give each table, topic and way its own sink name, even if one foreachBatch writes to several; or "
+        "run the batch again where it was begun",
+    )

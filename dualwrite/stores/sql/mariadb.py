@@ -19,27 +19,18 @@ from sqlalchemy import Boolean, ColumnElement, exc, literal_column, select, text
 from sqlalchemy.dialects import mysql
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
-from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN
-from dualwrite.stores.sql.access__stores_sql_access_connecting import fileno_of
-from dualwrite.stores.sql.access__stores_sql_access_failures import driver_words, number_of
-from dualwrite.stores.sql.dialect import Identity, Standing
-from dualwrite.stores.sql.dialect__stores_sql_dialects_committing import driver_of
+from dualwrite.protocol.process import DatabaseVerdict
+from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, driver_words, fileno_of, number_of
+from dualwrite.stores.sql.dialect import Identity, Standing, driver_of
 from dualwrite.stores.sql.drivers import WATCHDOG
 from dualwrite.stores.sql.mariadb_server import FACTS, Server, check_facts, is_mariadb, rolls_back_on_timeout
-from dualwrite.stores.sql.savepoint_probe__stores_sql_drivers_queries import (
-    IN_TRANSACTION,
-    QueryWitness,
-    ended_inside,
-    queries_of,
-    status_of,
-)
+from dualwrite.stores.sql.savepoint_probe import IN_TRANSACTION, QueryWitness, ended_inside, queries_of, status_of
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Insert, Table, Update
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
-    from dualwrite.stores.sql.drivers__stores_sql_drivers_compiled import CompiledOnce
+    from dualwrite.stores.sql.drivers import CompiledOnce
     from dualwrite.stores.sql.savepoint_probe import Follower, Witness
     from dualwrite.stores.sql.tables import Tables
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from psycopg import AsyncConnection, Connection
     from psycopg.pq.abc import PGresult
 
-    from dualwrite.stores.sql.drivers__stores_sql_drivers_compiled import OwnText
+    from dualwrite.stores.sql.drivers import OwnText
 
 _KEPT: Final = "dualwrite_session"
 _DONE: Final = frozenset({1, 2})  # COMMAND_OK, TUPLES_OK

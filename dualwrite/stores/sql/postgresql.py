@@ -29,14 +29,11 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql
 
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted
-from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
-from dualwrite.stores.sql import dialect__stores_sql_dialects_committing, pipelined_statement
-from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, Begun, begun_on
-from dualwrite.stores.sql.access__stores_sql_access_failures import ended_inside, sqlstate_of
+from dualwrite.protocol.process import DatabaseVerdict
+from dualwrite.stores.sql import dialect, pipelined_statement
+from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, Begun, begun_on, ended_inside, sqlstate_of
 from dualwrite.stores.sql.dialect import Identity, Standing
-from dualwrite.stores.sql.drivers import WATCHDOG
-from dualwrite.stores.sql.drivers__stores_sql_drivers_awaited import is_awaited, own_connection
-from dualwrite.stores.sql.drivers__stores_sql_participants import PREFIX
+from dualwrite.stores.sql.drivers import PREFIX, WATCHDOG, is_awaited, own_connection
 from dualwrite.stores.sql.pipelined_statement import session_of
 from dualwrite.stores.sql.savepoint_probe import PsycopgWitness
 
@@ -44,7 +41,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Insert, Table, Update
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
-    from dualwrite.stores.sql.drivers__stores_sql_drivers_compiled import CompiledOnce, OwnText
+    from dualwrite.stores.sql.drivers import CompiledOnce, OwnText
     from dualwrite.stores.sql.savepoint_probe import Follower, Witness
     from dualwrite.stores.sql.tables import Tables
 
@@ -282,7 +279,7 @@ def _raise(
     try:
         connection._handle_dbapi_exception(error, _IMMEDIATE, None, None, None)  # noqa: SLF001 - as above
     except exc.SQLAlchemyError as mapped:
-        raise dialect__stores_sql_dialects_committing.deferred_failed(mapped, deferred_of) from mapped
+        raise dialect.deferred_failed(mapped, deferred_of) from mapped
 
 
 def _ask_by_sqlalchemy(
@@ -292,7 +289,7 @@ def _ask_by_sqlalchemy(
         try:
             connection.exec_driver_sql(_IMMEDIATE)
         except exc.SQLAlchemyError as error:
-            raise dialect__stores_sql_dialects_committing.deferred_failed(error, deferred_of) from error
+            raise dialect.deferred_failed(error, deferred_of) from error
     return statement.execute(connection, bound).one_or_none()
 
 

@@ -14,11 +14,10 @@ from sqlalchemy import Connection, event, exc
 
 from dualwrite.errors import IllegalStateError, TransactionAborted, TransactionInDoubt, Unavailable
 from dualwrite.protocol.savepoints import Move, NotUnderstood, Savepoints, moves_of
-from dualwrite.stores.sql import dialect__stores_sql_dialects_committing
-from dualwrite.stores.sql.access import UnitConnection
-from dualwrite.stores.sql.access__stores_sql_access_failures import map_database_error, number_of, sqlstate_of
+from dualwrite.stores.sql import dialect as committing
+from dualwrite.stores.sql.access import UnitConnection, map_database_error, number_of, sqlstate_of
 from dualwrite.stores.sql.dialect import Standing
-from dualwrite.stores.sql.drivers__stores_sql_drivers_listening import Listeners
+from dualwrite.stores.sql.drivers import Listeners
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,7 +88,7 @@ def _open_savepoints(connection: Connection) -> Sequence[str]:
 
 
 class SavepointWatch:
-    """Watches one connection during one dual write. Implements :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`."""
+    """Watches one connection during one dual write. Implements :class:`dualwrite.interfaces.SavepointWatch`."""
 
     def __init__(self, connection: Connection, dialect: Dialect, transactional_id: str) -> None:
         self._connection = connection
@@ -111,13 +110,13 @@ class SavepointWatch:
         _watched[connection] = self
 
     def expect_session(self) -> None:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`."""
+        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         watch_sessions()
         self._sees_sessions = True
 
     @property
     def direct(self) -> bool:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`."""
+        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         if not self._sees_sessions and _has_sessions():
             # A session made since then may have begun a savepoint that it has not sent yet.
             self.expect_session()
@@ -131,16 +130,16 @@ class SavepointWatch:
 
     @property
     def holds(self) -> bool:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`."""
+        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         return self._savepoints.holds
 
     @property
     def may_roll_back(self) -> bool:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`."""
+        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         return self._savepoints.may_roll_back
 
     def add(self, message: Sendable) -> None:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`."""
+        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         self._require_track()
         if self._witness.doubtful or (self._savepoints.needs_witness and not self._witness.shown_all):
             self._renew_witness()
@@ -165,7 +164,7 @@ class SavepointWatch:
             self._require_track()
 
     def open_unit(self, uses: AbstractContextManager[object]) -> Connection:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`. Its answer comes with that to the unit's first statement.
+        """See :class:`dualwrite.interfaces.SavepointWatch`. Its answer comes with that to the unit's first statement.
 
         The witness is renewed with it, so that no message of the unit needs a statement of its own for that.
         """
@@ -179,16 +178,16 @@ class SavepointWatch:
         return self._unit
 
     def require_unit(self) -> None:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`."""
+        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         try:
             self._witness.settle(self._connection)
         except exc.SQLAlchemyError as error:
             raise self._gone(error) from error
 
     def keep_unit(self) -> str | None:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`. The next unit, or COMMIT, releases it in the database."""
+        """See :class:`dualwrite.interfaces.SavepointWatch`. The next unit, or COMMIT, releases it in the database."""
         self._require_transaction()
-        driver = dialect__stores_sql_dialects_committing.driver_of(self._connection)
+        driver = committing.driver_of(self._connection)
         if driver is not None and self._dialect.standing(driver) is Standing.FAILED:
             return "a statement failed, and the unit continued"
         try:
@@ -203,7 +202,7 @@ class SavepointWatch:
         return None
 
     def drop_unit(self) -> None:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`."""
+        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         self._require_transaction()
         # Whatever the unit did is undone, if its savepoint is still there.
         self._unanswered = self._lost_track = None
@@ -212,7 +211,7 @@ class SavepointWatch:
 
     def _require_transaction(self) -> None:
         """Raise if the unit has ended the transaction through SQLAlchemy, or lost its connection."""
-        driver = dialect__stores_sql_dialects_committing.driver_of(self._connection)
+        driver = committing.driver_of(self._connection)
         if driver is None or self._dialect.standing(driver) is Standing.BROKEN:
             raise Unavailable("a unit of the group has lost the database connection", transactional_id=self._id)
         self._dialect.require_not_rolled_back(
@@ -252,11 +251,11 @@ class SavepointWatch:
         return self._mapped(error)
 
     def take(self) -> Sequence[Sendable]:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`."""
+        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         return self._savepoints.take()
 
     def finish(self) -> None:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`."""
+        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         self._judge_unanswered()
         self._require_track()
         if self._unit_kept:
@@ -282,7 +281,7 @@ class SavepointWatch:
             _watched.pop(unit, None)
 
     def stop(self) -> None:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`."""
+        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         self._unwatch_unit()
         if _watched.get(self._connection) is self:
             del _watched[self._connection]

@@ -1,26 +1,49 @@
-"""The store's own transactions: short, on separate connections to the primary, retried after a conflict."""
+"""Short transactions of the library's own, whether the tables fit, and whether two engines reach one database.
+
+Each is retried after what passes by itself, and bounded by the caller's deadline.
+"""
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from sqlalchemy import exc
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    Table,
+    column,
+    exc,
+    func,
+    literal,
+    literal_column,
+    select,
+    table,
+)
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from dualwrite.errors import ConfigurationError, DualWriteError, Unavailable
-from dualwrite.interfaces__ports_database import PAUSED_OWNER_TIMEOUT_S
-from dualwrite.stores.sql.access import begin_on
-from dualwrite.stores.sql.access__stores_sql_access_failures import Meaning, map_database_error, meaning_of
-from dualwrite.stores.sql.dialect__stores_sql_dialects_committing import rollback
-from dualwrite.stores.sql.tables__stores_sql_tables_column_types import MYSQL
+from dualwrite.interfaces import PAUSED_OWNER_TIMEOUT_S
+from dualwrite.protocol.values import TableFit, table_fit
+from dualwrite.stores.sql.access import (
+    Meaning,
+    begin_on,
+    map_database_error,
+    meaning_of,
+    migrate_advice,
+    migrate_command,
+    shown_url,
+)
+from dualwrite.stores.sql.dialect import rollback
+from dualwrite.stores.sql.tables import MYSQL, SINCE, VERSION_TABLE
 from dualwrite.waiting import elsewhere
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Engine
-
-    from dualwrite.stores.sql.dialect import Dialect
+    from dualwrite.stores.sql.dialect import Dialect, Identity
     from dualwrite.stores.sql.tables import Tables
 
 Result = TypeVar("Result")
@@ -150,3 +173,158 @@ class ShortTransactions:
             return Unavailable(mapped.what, next_step="another session holds the lock: try again when it has ended")
         # No transaction of the caller's was aborted.
         return Unavailable(mapped.what) if meaning_of(error) is Meaning.CONFLICT else mapped
+
+
+# Finds the library's tables in the database, and checks that they have the version that this library needs.
+
+logger = logging.getLogger(__name__)
+
+SCHEMA_REVISION: Final = "0005"
+"""The migration that makes the tables as declared. Migrations are numbered so that later ones compare greater."""
+
+
+# search_path may list several schemas: the table itself knows its own. Its name in the FROM clause may be qualified.
+_OF_POSTGRESQL: Final[ColumnElement[Any]] = literal_column(
+    "(SELECT nspname FROM pg_namespace WHERE oid = (SELECT relnamespace FROM pg_class WHERE oid = own.tableoid))"
+)
+
+
+@dataclass(frozen=True)
+class FoundTables:
+    """The library's tables in a database.
+
+    Attributes:
+        schema: The schema that they are in, for :func:`declare_tables`. Statements that name it reach the same tables whatever
+            ``search_path`` a block sets, or ``USE``. None on SQLite, where no statement changes what a table's name means.
+        revision: Their version.
+    """
+
+    schema: str | None
+    revision: str
+
+    def has(self, table: Table) -> bool:
+        """Whether the table is there: the newest migration may not have been run yet."""
+        since: str = table.info.get(SINCE, "")
+        return since <= self.revision
+
+
+def check_schema(engine: Engine, schema: str | None = None) -> FoundTables:
+    """Refuse to work on tables of a version that does not go with ours. Call it before any claim; reads one row.
+
+    Args:
+        engine: The user's database.
+        schema: The database schema of the library's tables; None for the default one.
+
+    Returns:
+        Where they are, and their version.
+
+    Raises:
+        ConfigurationError: The tables are missing, older, newer, or unreadable to us; the message names the command.
+        Unavailable: The database does not answer.
+    """
+    dialect_of(engine)
+    command, advice = migrate_command(engine.url, schema), migrate_advice(engine.url, schema)
+    found = _find_tables(engine, schema)
+    where = "the database" if schema is None else f"schema {schema!r}"
+    if found is None:
+        raise ConfigurationError(f"dualwrite's tables are not in {where}", next_step=advice)
+    fit = table_fit(found.revision, SCHEMA_REVISION)
+    shown = f"dualwrite's tables in {where} are of version {found.revision}"
+    if fit is TableFit.OLDER:
+        logger.warning(
+            "%s: this library, of version %s, works without what that adds; %s", shown, SCHEMA_REVISION, advice
+        )
+    if fit in {TableFit.SAME, TableFit.OLDER, TableFit.NEWER}:
+        return found
+    if fit is TableFit.TOO_OLD:
+        raise ConfigurationError(
+            f"{shown}; they are older than this library, which needs {SCHEMA_REVISION}, or the version before",
+            next_step=advice,
+        )
+    why = "they lack what it uses" if fit is TableFit.CONTRACTED else "it takes those of the next version at most"
+    raise ConfigurationError(
+        f"{shown}; this library is older, it knows only {SCHEMA_REVISION}: {why}",
+        next_step="install the library's newer version; or go back with the newer one: "
+        f"{command} --downgrade --revision {SCHEMA_REVISION}",
+    )
+
+
+def _find_tables(engine: Engine, schema: str | None) -> FoundTables | None:
+    try:
+        with engine.connect() as connection:
+            return find_tables(connection, schema)
+    except exc.SQLAlchemyError as error:
+        if meaning_of(error) is Meaning.SCHEMA:
+            return None
+        raise map_database_error(error, engine, schema) from error
+
+
+def find_tables(connection: Connection, schema: str | None) -> FoundTables | None:
+    """The tables that the connection finds, in one statement; None if no revision is recorded.
+
+    Raises:
+        SQLAlchemyError: There is no version table, or the database failed.
+    """
+    own = table(VERSION_TABLE, column("version_num"), schema=schema).alias("own")
+    found: ColumnElement[Any] = literal(schema)
+    if connection.dialect.name == "postgresql":
+        found = _OF_POSTGRESQL
+    elif connection.dialect.name in MYSQL:
+        found = func.coalesce(found, func.database())
+    row = connection.execute(select(own.c.version_num, found)).one_or_none()
+    return None if row is None else FoundTables(row[1], row[0])
+
+
+# Checks that the user's connection leads to the same database as the writer's engine.
+
+_COMPARED: Final = "dualwrite.compared"
+
+
+class SameDatabase:
+    """Compares connections with an engine: no settler would find a decision made in another database.
+
+    A connection of the engine's own pool costs nothing; any other costs two statements the first time.
+    """
+
+    def __init__(self, engine: Engine, dialect: Dialect, tables: Tables, own: ShortTransactions) -> None:
+        self._engine = engine
+        self._dialect = dialect
+        self._tables = tables
+        self._own = own
+
+    def check(self, connection: Connection) -> None:
+        """Refuse a connection to another database. A transaction that it is in continues.
+
+        Raises:
+            ConfigurationError: It leads to another database, or to other tables there.
+            Unavailable: A database does not answer.
+        """
+        if connection.engine.pool is self._engine.pool:
+            return
+        try:
+            # The mark lives as long as the driver's connection, which leads to one server all its life.
+            if connection.info.get(_COMPARED) is self._engine.pool:
+                return
+            given = self._identity_of(connection)
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, connection.engine) from error
+        found = self._own.read(lambda own: self._dialect.identity(own, self._tables))
+        if given == found:
+            connection.info[_COMPARED] = self._engine.pool
+            return
+        which = "another database than" if given is None or given.database != found.database else "other tables than"
+        raise ConfigurationError(
+            f"the connection ({shown_url(connection.engine.url)}) leads to {which} the writer's engine "
+            f"({shown_url(self._engine.url)})",
+            next_step="give a connection of the writer's engine: a dual write is decided in one database",
+        )
+
+    def _identity_of(self, connection: Connection) -> Identity | None:
+        if connection.dialect.name != self._dialect.name:
+            return None
+        joined = connection.in_transaction()
+        try:
+            return self._dialect.identity(connection, self._tables)
+        finally:
+            if not joined:
+                connection.rollback()

@@ -31,12 +31,16 @@ from sqlalchemy import (
 
 from dualwrite import failpoints
 from dualwrite.errors import ConfigurationError, Fenced, Unavailable
-from dualwrite.stores.sql.access__stores_sql_access_connecting import engine_of
-from dualwrite.stores.sql.access__stores_sql_access_failures import map_database_error
+from dualwrite.stores.sql.access import engine_of, map_database_error
 from dualwrite.stores.sql.short_transactions import ShortTransactions, dialect_of
-from dualwrite.stores.sql.tables import MAX_ID_LENGTH, declare_tables
-from dualwrite.stores.sql.tables__stores_sql_tables_clock import database_now, database_now_plus
-from dualwrite.stores.sql.tables__stores_sql_tables_rows import check_name, in_chunks
+from dualwrite.stores.sql.tables import (
+    MAX_ID_LENGTH,
+    check_name,
+    database_now,
+    database_now_plus,
+    declare_tables,
+    in_chunks,
+)
 
 _ROOM_FOR_NUMBER: Final = 11
 _ATTEMPTS_TO_ADD: Final = 1000

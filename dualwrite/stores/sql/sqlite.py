@@ -19,18 +19,17 @@ from sqlalchemy import exc, literal_column, update
 from sqlalchemy.dialects import sqlite
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
-from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN
-from dualwrite.stores.sql.access__stores_sql_access_failures import ended_inside
+from dualwrite.protocol.process import DatabaseVerdict
+from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, ended_inside
 from dualwrite.stores.sql.dialect import Identity, Standing
-from dualwrite.stores.sql.drivers__stores_sql_drivers_awaited import ask, is_awaited, own_connection
+from dualwrite.stores.sql.drivers import ask, is_awaited, own_connection
 from dualwrite.stores.sql.savepoint_probe import SqliteWitness
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Insert, Table, Update
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
-    from dualwrite.stores.sql.drivers__stores_sql_drivers_compiled import CompiledOnce
+    from dualwrite.stores.sql.drivers import CompiledOnce
     from dualwrite.stores.sql.savepoint_probe import Follower, Witness
     from dualwrite.stores.sql.tables import Tables
 

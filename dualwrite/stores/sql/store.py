@@ -1,44 +1,49 @@
-"""``SqlStateStore``: the state store over SQLAlchemy Core, in the user's own database."""
+"""``SqlStateStore``: the rows of writers in the user's SQL database: claims, decisions, records of what was settled.
+
+A decision is one UPDATE in the user's own transaction. Everything else happens in short transactions of the library's
+own, with a bound on how long each waits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from sqlalchemy import exc, literal, select
+from sqlalchemy import Integer, String, bindparam, exc, func, literal, null, or_, select, update
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.interfaces__ports_database import PAUSED_OWNER_TIMEOUT_S
-from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
-from dualwrite.protocol.values__protocol_rows import Participant
-from dualwrite.stores.sql import dialect__stores_sql_dialects_committing, drivers__stores_sql_participants, savepoints
-from dualwrite.stores.sql.access import begin_on, begun_on, keep, let_go
-from dualwrite.stores.sql.access__stores_sql_access_connecting import engine_of
-from dualwrite.stores.sql.access__stores_sql_access_failures import map_database_error
-from dualwrite.stores.sql.drivers__stores_sql_drivers_closing import roll_back_before_closing
-from dualwrite.stores.sql.short_transactions import LOCK_TIMEOUT_S, ShortTransactions, dialect_of
-from dualwrite.stores.sql.short_transactions__stores_sql_same_database import SameDatabase
-from dualwrite.stores.sql.store__stores_sql_claims import Claim
-from dualwrite.stores.sql.store__stores_sql_decisions import Decisions
-from dualwrite.stores.sql.store__stores_sql_records import Records
-from dualwrite.stores.sql.tables import declare_tables
-from dualwrite.stores.sql.tables__stores_sql_tables_rows import (
+from dualwrite.interfaces import PAUSED_OWNER_TIMEOUT_S
+from dualwrite.protocol.process import DatabaseVerdict
+from dualwrite.protocol.values import Incident, Outcome, Participant
+from dualwrite.stores.sql import dialect, drivers, savepoints
+from dualwrite.stores.sql.access import begin_on, begun_on, engine_of, keep, let_go, map_database_error
+from dualwrite.stores.sql.drivers import CompiledOnce, roll_back_before_closing
+from dualwrite.stores.sql.short_transactions import LOCK_TIMEOUT_S, SameDatabase, ShortTransactions, dialect_of
+from dualwrite.stores.sql.tables import (
+    check_claimed,
     check_decidable,
+    check_guard,
     check_name,
     check_not_gone_back,
+    database_now,
+    declare_tables,
+    digest,
+    in_chunks,
     parse_rows,
     read_rows,
 )
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Engine
+    from sqlalchemy import Connection, Engine, Row, Select
 
     from dualwrite.clock import Deadline
     from dualwrite.protocol.prepared_state import PreparedTxnState
-    from dualwrite.protocol.values import Outcome
-    from dualwrite.protocol.values__protocol_rows import Incident, StateRow
+    from dualwrite.protocol.values import StateRow
+    from dualwrite.stores.sql.dialect import Dialect
+    from dualwrite.stores.sql.tables import Tables
 
 Result = TypeVar("Result")
 _ANSWER_S: Final = 2.0
@@ -117,10 +122,10 @@ class SqlStateStore:
                 begin_on(connection, lambda: self._dialect.begin(connection, self._tables))
             except BaseException:
                 if connection.in_transaction():  # otherwise the transaction was begun below SQLAlchemy, and is not ours
-                    dialect__stores_sql_dialects_committing.rollback(connection)
+                    dialect.rollback(connection)
                     self._dialect.restore(connection)
                 raise
-            dialect__stores_sql_dialects_committing.refuse_commits(connection, keep(connection))
+            dialect.refuse_commits(connection, keep(connection))
 
     @staticmethod
     def _decided(connection: Connection) -> str | None:
@@ -213,14 +218,12 @@ class SqlStateStore:
 
     def run_deferred(self, connection: Connection, transactional_id: str | None = None) -> None:
         """See :meth:`dualwrite.interfaces.StateStore.run_deferred`."""
-        dialect__stores_sql_dialects_committing.run_deferred(connection, self._dialect, transactional_id)
+        dialect.run_deferred(connection, self._dialect, transactional_id)
 
     def commit(self, connection: Connection, *, answer_s: float | None = None) -> None:
         """See :meth:`dualwrite.interfaces.StateStore.commit`."""
         try:
-            dialect__stores_sql_dialects_committing.commit(
-                connection, self._dialect, self._decided(connection), answer_s=answer_s
-            )
+            dialect.commit(connection, self._dialect, self._decided(connection), answer_s=answer_s)
         finally:
             let_go(connection)
             self._dialect.restore(connection)
@@ -229,23 +232,21 @@ class SqlStateStore:
         self, connection: Connection, row: StateRow, state: PreparedTxnState, *, answer_s: float | None = None
     ) -> None:
         """See :meth:`dualwrite.interfaces.StateStore.prepare`."""
-        name = drivers__stores_sql_participants.name_of(row.namespace, state)
+        name = drivers.name_of(row.namespace, state)
         try:
-            dialect__stores_sql_dialects_committing.commit(
-                connection, self._dialect, row.transactional_id, prepare_as=name, answer_s=answer_s
-            )
+            dialect.commit(connection, self._dialect, row.transactional_id, prepare_as=name, answer_s=answer_s)
         finally:
             let_go(connection)
 
     def rollback(self, connection: Connection) -> None:
         """See :meth:`dualwrite.interfaces.StateStore.rollback`."""
-        dialect__stores_sql_dialects_committing.rollback(connection)
+        dialect.rollback(connection)
         let_go(connection)
         self._dialect.restore(connection)
 
     def discard(self, connection: Connection) -> None:
         """See :meth:`dualwrite.interfaces.StateStore.discard`."""
-        dialect__stores_sql_dialects_committing.discard(connection)
+        dialect.discard(connection)
         let_go(connection)
 
     @contextmanager
@@ -354,11 +355,11 @@ class SqlStateStore:
                 row,
                 incarnation,
                 name=name,
-                decided=name == drivers__stores_sql_participants.name_of(namespace, row.prepared),
+                decided=name == drivers.name_of(namespace, row.prepared),
                 prepared_at=prepared_at,
             )
             for name, prepared_at in found
-            if (parsed := drivers__stores_sql_participants.parse(name)) is not None
+            if (parsed := drivers.parse(name)) is not None
             for namespace, incarnation in [parsed]
             if (row := by_namespace.get(namespace)) is not None
         ]
@@ -366,7 +367,7 @@ class SqlStateStore:
     def end_participant(self, participant: Participant, *, committed: bool) -> None:
         """See :meth:`dualwrite.interfaces.StateStore.end_participant`."""
         with self._mapped(participant.row.transactional_id):
-            drivers__stores_sql_participants.end(self._engine, participant.name, committed=committed)
+            drivers.end(self._engine, participant.name, committed=committed)
 
     def incident(self, transactional_id: str, state: PreparedTxnState) -> Outcome | None:
         """See :meth:`dualwrite.interfaces.StateStore.incident`."""
@@ -403,7 +404,7 @@ class SqlStateStore:
 def listen_to(engine: Engine) -> None:
     """Have the library notice what happens on the engine's connections. Call it before others use them; may be repeated."""
     roll_back_before_closing(engine)
-    dialect__stores_sql_dialects_committing.LISTENERS.expect(engine)
+    dialect.LISTENERS.expect(engine)
     if engine.dialect.name == "sqlite":  # its driver shows no statements
         savepoints.LISTENERS.expect(engine)
 
@@ -419,3 +420,365 @@ def refuse_transaction(connection: Connection) -> None:
             "the connection is already in a transaction",
             next_step="end it first (SQLAlchemy begins one with the first statement, also with a SELECT)",
         )
+
+
+# The SQL of the records made after a decision: outcomes, incidents, settled incarnations.
+
+
+class Records:
+    """Outcomes and incidents, written inside the caller's transaction.
+
+    Writes rows in order of id, so that two settlers cannot deadlock.
+    """
+
+    def __init__(self, tables: Tables, dialect: Dialect) -> None:
+        self._dialect = dialect
+        self._state = state = tables.state
+        self._incident = tables.incident
+        self._complete = (
+            update(state)
+            .where(
+                state.c.transactional_id == bindparam("id_"),
+                state.c.prepared_transaction_state == bindparam("state_"),
+                state.c.completed.is_(None),
+            )
+            .values(completed=bindparam("outcome_"), updated_at=database_now())
+        )
+        self._settle = (
+            update(state)
+            .where(state.c.transactional_id == bindparam("id_"), state.c.settled_incarnation < bindparam("mark_"))
+            .values(settled_incarnation=bindparam("mark_"), updated_at=database_now())
+        )
+        self._fence = (
+            update(state)
+            .where(
+                state.c.transactional_id == bindparam("id_"),
+                state.c.namespace == bindparam("namespace_"),
+                state.c.prepared_transaction_state == bindparam("state_"),
+                state.c.settle_fence.is_not_distinct_from(bindparam("known_", type_=Integer())),
+            )
+            .values(settle_fence=bindparam("fence_"), updated_at=database_now())
+        )
+
+    def record(self, connection: Connection, outcomes: Sequence[tuple[StateRow, Outcome, str]]) -> None:
+        """Write each outcome into its row, if the row still holds that state without an outcome; record the losses."""
+        ordered = sorted(outcomes, key=lambda item: item[0].transactional_id)
+        connection.execute(
+            self._complete,
+            [
+                {"id_": row.transactional_id, "state_": str(row.prepared), "outcome_": outcome.value}
+                for row, outcome, _ in ordered
+            ],
+        )
+        for row, outcome, detail in ordered:
+            if outcome is not Outcome.COMMITTED and self._is_news(connection, row, outcome):
+                self._note(connection, row, outcome, detail)
+
+    def _is_news(self, connection: Connection, row: StateRow, outcome: Outcome) -> bool:
+        """Whether to record an incident: not for UNVERIFIABLE if a settler that saw more of the log knew better."""
+        if outcome is Outcome.LOST:
+            return True
+        state = self._state
+        better = connection.scalar(
+            select(func.count()).where(
+                state.c.transactional_id == row.transactional_id,
+                state.c.prepared_transaction_state == str(row.prepared),
+                state.c.completed != outcome.value,
+            )
+        )
+        return not better
+
+    def _note(self, connection: Connection, row: StateRow, outcome: Outcome, detail: str) -> None:
+        connection.execute(
+            self._dialect.insert_if_missing(self._incident),
+            {
+                "transactional_id": row.transactional_id,
+                "state_sha256": digest(row.prepared),
+                "prepared_transaction_state": str(row.prepared),
+                "outcome": outcome.value,
+                "detail": detail.replace("\x00", "?"),
+            },
+        )
+
+    def mark_settled(self, connection: Connection, incarnations: Mapping[str, int]) -> None:
+        """Raise the settled incarnation of each id; never lower it."""
+        marks = [
+            {"id_": transactional_id, "mark_": incarnations[transactional_id]}
+            for transactional_id in sorted(incarnations)
+        ]
+        connection.execute(self._settle, marks)
+
+    def raise_fence(self, connection: Connection, row: StateRow, fence: int) -> bool:
+        """Set the fence of the row's transaction if the row is as it was read; see :meth:`StateStore.raise_fence`."""
+        values = {
+            "id_": row.transactional_id,
+            "namespace_": row.namespace,
+            "state_": str(row.prepared),
+            "known_": row.settle_fence,
+            "fence_": fence,
+        }
+        return connection.execute(self._fence, values).rowcount == 1
+
+    def incident(self, connection: Connection, transactional_id: str, state: PreparedTxnState) -> Outcome | None:
+        """The outcome recorded in that state's incident; None if there is none."""
+        incident = self._incident
+        found = connection.scalar(
+            select(incident.c.outcome).where(
+                incident.c.transactional_id == transactional_id, incident.c.state_sha256 == digest(state)
+            )
+        )
+        return None if found is None else Outcome(found)
+
+    def incidents(self, connection: Connection, prefix: str, *, acknowledged: bool) -> Sequence[Incident]:
+        """The incidents of ids with that prefix, oldest first."""
+        statement = self._incidents().where(self._dialect.begins_with(self._incident.c.transactional_id, prefix))
+        if not acknowledged:
+            statement = statement.where(self._incident.c.acknowledged_at.is_(None))
+        return _by_age(connection.execute(statement).all())
+
+    def incidents_of(self, connection: Connection, ids: Collection[str]) -> Sequence[Incident]:
+        """All incidents of these ids, oldest first."""
+        name = self._incident.c.transactional_id
+        return _by_age(
+            row
+            for chunk in in_chunks(sorted(ids))
+            for row in connection.execute(self._incidents().where(name.in_(chunk)))
+        )
+
+    def _incidents(self) -> Select[Any]:
+        incident = self._incident
+        return select(
+            incident.c.transactional_id,
+            incident.c.prepared_transaction_state,
+            incident.c.outcome,
+            incident.c.detail,
+            incident.c.detected_at,
+            incident.c.acknowledged_at,
+            incident.c.told_at,
+        )
+
+    def note_told(self, connection: Connection, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
+        """Record that these losses are now reported to a caller, unless they already were."""
+        incident = self._incident
+        keys = sorted((transactional_id, digest(state)) for transactional_id, state in losses)
+        for transactional_id, key in keys:
+            connection.execute(
+                update(incident)
+                .where(
+                    incident.c.transactional_id == transactional_id,
+                    incident.c.state_sha256 == key,
+                    incident.c.told_at.is_(None),
+                )
+                .values(told_at=database_now())
+            )
+
+    def acknowledge(self, connection: Connection, transactional_id: str, state: PreparedTxnState) -> bool:
+        """Record that a person has looked at the incident. Returns whether there was one to acknowledge."""
+        incident = self._incident
+        result = connection.execute(
+            update(incident)
+            .where(
+                incident.c.transactional_id == transactional_id,
+                incident.c.state_sha256 == digest(state),
+                incident.c.acknowledged_at.is_(None),
+            )
+            .values(acknowledged_at=database_now())
+        )
+        return result.rowcount > 0
+
+
+def _by_age(rows: Iterable[Row[Any]]) -> Sequence[Incident]:
+    found = [
+        Incident(
+            row.transactional_id,
+            row.prepared_transaction_state,
+            Outcome(row.outcome),
+            row.detail,
+            row.detected_at,
+            row.acknowledged_at,
+            row.told_at,
+        )
+        for row in rows
+    ]
+    return sorted(found, key=lambda item: (item.detected_at, item.transactional_id))
+
+
+# The SQL of a claim: one short transaction, all rows or none.
+
+
+class Claim:
+    """One claim. Run it inside a transaction at READ COMMITTED.
+
+    Args:
+        tables: The library's tables.
+        dialect: The adapter for the database.
+        owner: The new owner.
+        cluster_id: The current Kafka cluster.
+        raise_to: The least incarnation for some ids.
+    """
+
+    def __init__(
+        self, tables: Tables, dialect: Dialect, *, owner: str, cluster_id: str, raise_to: Mapping[str, int]
+    ) -> None:
+        self._tables = tables
+        self._state = tables.state
+        self._dialect = dialect
+        self._owner = owner
+        self._cluster_id = cluster_id
+        self._raise_to = raise_to
+
+    def check_guard(self, connection: Connection, transactional_id: str, incarnation: int, *, claimed: bool) -> None:
+        """Lock the guard's row until the claim has committed, provided that our owner still holds it.
+
+        Args:
+            connection: Inside the claim's transaction.
+            transactional_id: The guard.
+            incarnation: The incarnation of our newest known claim of it.
+            claimed: Whether the claim includes the guard. It then takes the stronger lock at once: two claims that hold
+                the weaker one and want the stronger would deadlock.
+
+        Raises:
+            Fenced: Another owner has claimed the row, or the row is gone.
+            ConfigurationError: The row has an older incarnation.
+        """
+        state = self._state
+        statement = select(state.c.incarnation, state.c.owner).where(state.c.transactional_id == transactional_id)
+        row = connection.execute(statement.with_for_update(read=not claimed)).one_or_none()
+        check_guard(None if row is None else (row.incarnation, row.owner), transactional_id, self._owner, incarnation)
+
+    def run(self, connection: Connection, ids: Sequence[str]) -> Sequence[StateRow]:
+        """Insert missing rows, raise all incarnations, and return the rows in order of id.
+
+        Raises:
+            ConfigurationError: A row cannot be parsed, or belongs to another cluster. Roll back.
+        """
+        for chunk in in_chunks(ids):
+            self._lock_or_insert(connection, chunk)
+            self._raise(connection, chunk)
+        # Read only after taking the locks: a newer decision may have replaced a state that was read earlier.
+        rows = read_rows(self._tables, ids, connection)
+        for row in rows:
+            check_claimed(row, self._cluster_id, self._state.fullname)
+        return rows
+
+    def _lock_or_insert(self, connection: Connection, ids: Sequence[str]) -> None:
+        state = self._state
+        # Lock in a fixed order, so that two claims of the same ids cannot deadlock.
+        present = select(state.c.transactional_id).where(state.c.transactional_id.in_(ids))
+        locked = set(connection.scalars(present.order_by(state.c.transactional_id).with_for_update()))
+        new = [
+            {
+                "transactional_id": transactional_id,
+                "namespace": secrets.token_hex(6),
+                "incarnation": 0,
+                "settled_incarnation": 0,
+                "cluster_id": self._cluster_id,
+                "owner": self._owner,
+            }
+            for transactional_id in ids
+            if transactional_id not in locked
+        ]
+        if new:
+            connection.execute(self._dialect.insert_if_missing(state), new)
+
+    def _raise(self, connection: Connection, ids: Sequence[str]) -> None:
+        state = self._state
+        connection.execute(
+            update(state)
+            .where(state.c.transactional_id.in_(ids))
+            .values(incarnation=state.c.incarnation + 1, owner=self._owner, updated_at=database_now())
+        )
+        for transactional_id in sorted(self._raise_to.keys() & set(ids)):
+            at_least = self._raise_to[transactional_id]
+            connection.execute(
+                update(state)
+                .where(state.c.transactional_id == transactional_id, state.c.incarnation < at_least)
+                .values(incarnation=at_least)
+            )
+
+
+# The SQL of a dual write's own statements: the row read at its beginning, and the decision at its end.
+
+
+class Decisions:
+    """Reads and decides a row inside the caller's transaction. The statements are made once: each dual write runs two."""
+
+    def __init__(self, tables: Tables, dialect: Dialect) -> None:
+        self._dialect = dialect
+        state = tables.state
+        namespace = bindparam("namespace_", type_=String())
+        is_row = (
+            state.c.transactional_id == bindparam("id_"),
+            or_(namespace.is_(None), state.c.namespace == namespace),
+        )
+        # In the statement itself: one that stands alone, since the transaction was ended unseen, must match nothing.
+        is_ours = (*is_row, state.c.incarnation == bindparam("incarnation_"), *dialect.is_begun())
+        incarnation = select(state.c.incarnation).where(*is_row).scalar_subquery()
+        prepared = select(state.c.prepared_transaction_state).where(*is_row).scalar_subquery()
+        self._start = CompiledOnce(select(incarnation, prepared, *dialect.start_columns()))
+        decide = dialect.deciding(
+            update(state)
+            .where(*is_ours)
+            .values(
+                prepared_transaction_state=bindparam("state_"),
+                completed=null(),
+                settle_fence=null(),
+                updated_at=database_now(),
+            ),
+            idle_ms=bindparam("idle_ms_", type_=Integer()),
+            within_ms=bindparam("within_ms_", type_=Integer()),
+        )
+        self._decide = CompiledOnce(decide)
+        hold = select(*dialect.end_columns()).select_from(state).where(*is_ours).with_for_update(read=True)
+        self._hold = CompiledOnce(hold)
+
+    def start(self, connection: Connection, transactional_id: str, namespace: str | None) -> Sequence[Any]:
+        """The row's incarnation and prepared state, both None if there is no such row; then the dialect's start columns."""
+        bound = {"id_": transactional_id, "namespace_": namespace}
+        return self._dialect.read_first(connection, self._start, bound)
+
+    def decide(
+        self,
+        connection: Connection,
+        transactional_id: str,
+        incarnation: int,
+        state: str,
+        *,
+        namespace: str | None,
+        idle_s: float | None,
+        within_s: float | None,
+        deferred: bool,
+    ) -> Sequence[Any] | None:
+        """Write the prepared state into the row.
+
+        Returns:
+            The dialect's end columns; None if the row is no longer ours, or the transaction is not the one that was begun.
+        """
+        bound = {
+            "id_": transactional_id,
+            "incarnation_": incarnation,
+            "namespace_": namespace,
+            "state_": state,
+            "idle_ms_": _milliseconds(idle_s),
+            "within_ms_": _milliseconds(within_s),
+            **self._dialect.begun(connection),
+        }
+        first = transactional_id if deferred else None
+        return self._dialect.ask_last(connection, self._decide, bound, decides=True, deferred_of=first)
+
+    def hold(
+        self, connection: Connection, transactional_id: str, incarnation: int, *, namespace: str | None, deferred: bool
+    ) -> Sequence[Any] | None:
+        """Lock the row as it is. Returns as :meth:`decide`."""
+        bound = {
+            "id_": transactional_id,
+            "incarnation_": incarnation,
+            "namespace_": namespace,
+            **self._dialect.begun(connection),
+        }
+        first = transactional_id if deferred else None
+        return self._dialect.ask_last(connection, self._hold, bound, decides=False, deferred_of=first)
+
+
+def _milliseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else max(1, int(seconds * 1000))  # 0 would be no limit

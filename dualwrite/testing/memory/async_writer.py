@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.pool import StaticPool
 
-from dualwrite.asyncio.transaction import Sessions, session_of_block
-from dualwrite.asyncio.writer import AsyncDualWriter
-from dualwrite.asyncio.writer__apps_task_writer import OfTasks
+from dualwrite.asyncio.transaction import Sessions
+from dualwrite.asyncio.transaction import session_of_block as async_session_of_block
+from dualwrite.asyncio.writer import AsyncDualWriter, OfTasks
 from dualwrite.errors import ConfigurationError
-from dualwrite.protocol.values__protocol_allowed import DEFAULT_LIMITS, WriterLimits
-from dualwrite.stores.sql.access__stores_sql_access_connecting import async_engine_of
-from dualwrite.stores.sql.drivers__stores_sql_drivers_closing import roll_back_before_closing
+from dualwrite.protocol.values import DEFAULT_LIMITS, WriterLimits
+from dualwrite.stores.sql.access import async_engine_of
+from dualwrite.stores.sql.drivers import roll_back_before_closing
 from dualwrite.testing.memory.writer import InMemoryWriter
 
 if TYPE_CHECKING:
-    from dualwrite.asyncio.writer__apps_task_writer import TaskWriter
+    from dualwrite.asyncio.writer import TaskWriter
     from dualwrite.errors import DualWriteError
-    from dualwrite.protocol.message__protocol_producer_record import ProducerRecord
+    from dualwrite.protocol.message import ProducerRecord
     from dualwrite.testing.memory.failures import Place
-    from dualwrite.testing.memory.lane__testing_memory_log import RecordedTransaction
-    from dualwrite.writing.dual_write__writing_blocks_serializing import Serializers
+    from dualwrite.testing.memory.lane import RecordedTransaction
+    from dualwrite.writing.dual_write import Serializers
 
 
 class AsyncInMemoryWriter(AsyncDualWriter):
@@ -49,13 +49,13 @@ class AsyncInMemoryWriter(AsyncDualWriter):
         *,
         database: AsyncEngine | str | None = None,
         limits: WriterLimits = DEFAULT_LIMITS,
-        session_factory: Callable[..., AsyncSession] = session_of_block,
+        session_factory: Callable[..., AsyncSession] = async_session_of_block,
         bulk: bool = False,
         serializers: Serializers | None = None,
         max_message_bytes: int = 1_000_000,
     ) -> None:
         self._owns_engine = not isinstance(database, AsyncEngine)
-        self._engine = _new_database() if database is None else async_engine_of(database)
+        self._engine = _new_async_database() if database is None else async_engine_of(database)
         self._makes_own = False
         self._limits = limits
         self._memory = _ForTasks(
@@ -135,7 +135,7 @@ class AsyncInMemoryWriter(AsyncDualWriter):
 
 
 class _ForTasks(OfTasks, InMemoryWriter):
-    """An `InMemoryWriter` for greenlets, as :class:`dualwrite.asyncio.writer__apps_task_writer.ForTasks` is a `DualWriter`."""
+    """An `InMemoryWriter` for greenlets, as :class:`dualwrite.asyncio.writer.ForTasks` is a `DualWriter`."""
 
     def __init__(self, transactional_id: str, asynchronous: AsyncEngine, **settings: Any) -> None:
         super().__init__(transactional_id, database=asynchronous.sync_engine, **settings)
@@ -143,5 +143,5 @@ class _ForTasks(OfTasks, InMemoryWriter):
         roll_back_before_closing(asynchronous.sync_engine)
 
 
-def _new_database() -> AsyncEngine:
+def _new_async_database() -> AsyncEngine:
     return create_async_engine("sqlite+aiosqlite://", poolclass=StaticPool)

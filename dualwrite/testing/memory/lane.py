@@ -1,29 +1,48 @@
-"""A lane in memory: one transactional id with a producer that writes into the log."""
+"""The lane, the store and the log behind a writer in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from dualwrite.errors import CompletionPending, IllegalStateError
-from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, MessageColumns, Unsendable
-from dualwrite.protocol.message__protocol_producer_record import ProducerRecord
+from sqlalchemy import exc, literal_column, select
+from sqlalchemy.pool import StaticPool
+
+from dualwrite.errors import CompletionPending, DualWriteError, IllegalStateError, TransactionAborted
+from dualwrite.protocol.message import (
+    ConsumedOffsets,
+    Message,
+    MessageBatch,
+    MessageColumns,
+    ProducerRecord,
+    Unsendable,
+)
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.values import NEVER_MS
-from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.protocol.values import NEVER_MS, StateRow
 from dualwrite.recovery.claim import OwnerContext
+from dualwrite.stores.sql import dialect as committing
+from dualwrite.stores.sql.access import keep, let_go, map_database_error
+from dualwrite.stores.sql.dialect import Identity
+from dualwrite.stores.sql.savepoints import SavepointWatch
+from dualwrite.stores.sql.short_transactions import SameDatabase, ShortTransactions, dialect_of
+from dualwrite.stores.sql.sqlite import SQLite
+from dualwrite.stores.sql.store import refuse_transaction
+from dualwrite.stores.sql.tables import declare_tables
 from dualwrite.testing.memory.failures import Place
-from dualwrite.testing.memory.lane__testing_memory_store import JoinedMemoryStore, MemoryStore
 
 if TYPE_CHECKING:
-    from sqlalchemy import Engine
+    from sqlalchemy import Connection, Engine
 
     from dualwrite.clock import Deadline
     from dualwrite.protocol.message import DeliveryCallback, Sendable
     from dualwrite.stores.sql.dialect import Dialect
-    from dualwrite.testing.memory.failures__testing_memory_planted import Planted
-    from dualwrite.testing.memory.lane__testing_memory_log import Log, RecordedTransaction
+    from dualwrite.stores.sql.tables import Tables
+    from dualwrite.testing.memory.failures import Planted
 
 _INCARNATION: Final = 1
 _OWNER: Final = "in memory"
@@ -117,7 +136,7 @@ class MemoryProducer:
     def _messages(self, held: MessageBatch | MessageColumns) -> Iterator[Message]:
         if isinstance(held, MessageColumns):
             # Loads Kafka's clients: the product's own reading of columns.
-            from dualwrite.kafka.librdkafka.producer__kafka_producer_librdkafka_from_arrow import messages_of  # noqa: PLC0415 - as above
+            from dualwrite.kafka.librdkafka.producer import messages_of  # noqa: PLC0415 - as above
 
             yield from messages_of(held, self.max_message_bytes)
         else:
@@ -264,3 +283,254 @@ class MemoryLane:
 
     def compare_with_row(self) -> None:
         """Nothing: there is no row."""
+
+
+# A Kafka that is a list: the transactions of one writer, with their messages and offsets.
+
+
+class TransactionState(Enum):
+    """The states of a Kafka transaction."""
+
+    ONGOING = "ongoing"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+@dataclass(eq=False)
+class RecordedTransaction:
+    """One dual write.
+
+    Attributes:
+        transactional_id: The id that it ran under.
+        messages: Its messages that were handed to the producer.
+        offsets: The consumed offsets in it: for each call the offsets and the group's metadata, as they were given.
+        rows_committed: Whether the database has committed its rows.
+        state: The state of its Kafka transaction: while it is ongoing, nobody sees the messages.
+    """
+
+    transactional_id: str
+    messages: list[ProducerRecord] = field(default_factory=list)
+    offsets: list[tuple[Sequence[object], object]] = field(default_factory=list)
+    rows_committed: bool = False
+    state: TransactionState = TransactionState.ONGOING
+
+
+class Log:
+    """The transactions in the order in which they began, and those committed in the order of their commits. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._began: list[RecordedTransaction] = []
+        self._committed: list[RecordedTransaction] = []
+        self._lock = threading.Lock()
+
+    def begin(self, transactional_id: str) -> RecordedTransaction:
+        """A new transaction."""
+        transaction = RecordedTransaction(transactional_id)
+        with self._lock:
+            self._began.append(transaction)
+        return transaction
+
+    def end(self, transaction: RecordedTransaction, *, committed: bool) -> None:
+        """Commit or abort it. Does nothing if it has ended."""
+        with self._lock:
+            if transaction.state is not TransactionState.ONGOING:
+                return
+            transaction.state = TransactionState.COMMITTED if committed else TransactionState.ABORTED
+            if committed:
+                self._committed.append(transaction)
+
+    @property
+    def transactions(self) -> list[RecordedTransaction]:
+        """All transactions, in the order in which they began."""
+        with self._lock:
+            return list(self._began)
+
+    @property
+    def committed(self) -> list[RecordedTransaction]:
+        """The committed ones, in the order of their commits."""
+        with self._lock:
+            return list(self._committed)
+
+
+# The database's part of a dual write on the user's own engine, without the library's tables.
+
+
+class SQLiteInMemory(SQLite):
+    """SQLite for tests: also in memory, and without the library's tables."""
+
+    def _check_settings(self, connection: Connection, tables: Tables) -> None:
+        del connection, tables
+
+    def _lock_by_write(self, connection: Connection, tables: Tables) -> None:
+        del connection, tables
+
+    def identity(self, connection: Connection, tables: Tables) -> Identity:
+        """Databases in memory have no file: those of one pool are the same."""
+        found = super().identity(connection, tables)
+        return found if any(found.database) else Identity((id(connection.engine.pool),), None)
+
+
+def is_shared(engine: Engine) -> bool:
+    """Whether all connections of the engine are one, so that only one dual write can use it at a time."""
+    return isinstance(engine.pool, StaticPool)
+
+
+def dialect_for_tests(engine: Engine) -> Dialect:
+    """The adapter for the engine's database.
+
+    Raises:
+        ConfigurationError: The database or driver is not supported.
+    """
+    return SQLiteInMemory() if engine.dialect.name == "sqlite" else dialect_of(engine)
+
+
+class MemoryStore:
+    """The dual writes' calls of :class:`dualwrite.interfaces.StateStore`, for one lane: the decision is kept in memory.
+
+    Args:
+        engine: The user's engine.
+        dialect: The adapter for its database.
+        planted: The planted failures.
+        lane: The lane, which knows the current transaction.
+    """
+
+    def __init__(self, engine: Engine, dialect: Dialect, planted: Planted, lane: MemoryLane) -> None:
+        self._engine = engine
+        self._dialect = dialect
+        self._planted = planted
+        self._lane = lane
+        self._tables = declare_tables(None)
+        own = ShortTransactions(engine, dialect, self._tables)
+        self._same_database = SameDatabase(engine, dialect, self._tables, own)
+
+    def check_same_database(self, connection: Connection) -> None:
+        """See the port."""
+        refuse_transaction(connection)
+        self._same_database.check(connection)
+
+    def begin(self, connection: Connection) -> None:
+        """See the port."""
+        refuse_transaction(connection)
+        self._planted.reach(Place.BEGIN)
+        with self._mapped():
+            try:
+                self._dialect.begin(connection, self._tables)
+            except BaseException:
+                if connection.in_transaction():
+                    committing.rollback(connection)
+                raise
+            committing.refuse_commits(connection, keep(connection))
+
+    def watch_savepoints(self, connection: Connection, transactional_id: str) -> SavepointWatch:
+        """See the port."""
+        return SavepointWatch(connection, self._dialect, transactional_id)
+
+    def read_incarnation(
+        self,
+        connection: Connection,
+        transactional_id: str,
+        *,
+        namespace: str | None = None,
+        known: StateRow | None = None,
+    ) -> int:
+        """See the port. Another owner has raised it if a planted failure has fenced the writer."""
+        del namespace, known
+        with self._mapped(transactional_id):
+            _, *values = connection.execute(select(literal_column("1"), *self._dialect.start_columns())).one()
+        self._dialect.check_start(connection, values)
+        return self._lane.row.incarnation + self._planted.fenced
+
+    def decide(
+        self, connection: Connection, transactional_id: str, incarnation: int, state: PreparedTxnState, **limits: Any
+    ) -> tuple[bool, str | None]:
+        """See the port."""
+        del state
+        return self.hold(connection, transactional_id, incarnation, **limits)
+
+    def hold(
+        self, connection: Connection, transactional_id: str, incarnation: int, **limits: Any
+    ) -> tuple[bool, str | None]:
+        """See the port."""
+        del incarnation, limits
+        self._planted.reach(Place.DECIDE)
+        with self._mapped(transactional_id):
+            statement = select(*self._dialect.end_columns()).where(*self._dialect.is_begun())
+            found = connection.execute(statement, self._dialect.begun(connection)).one_or_none()
+            if found is None:
+                self._dialect.require_begun(connection)
+                return False, None
+            return True, self._dialect.check_end(connection, tuple(found))
+
+    def run_deferred(self, connection: Connection, transactional_id: str | None = None) -> None:
+        """See the port."""
+        committing.run_deferred(connection, self._dialect, transactional_id)
+
+    def commit(self, connection: Connection, *, answer_s: float | None = None) -> None:
+        """See the port."""
+        failure = self._planted.take(Place.COMMIT)
+        if failure is not None and (isinstance(failure.error, TransactionAborted) or not failure.rows_committed):
+            self.rollback(connection)
+            raise failure.error
+        try:
+            self._commit(connection, answer_s)
+        finally:
+            let_go(connection)
+        self._lane.note_rows_committed()
+        if failure is not None:
+            raise failure.error
+
+    def _commit(self, connection: Connection, answer_s: float | None) -> None:
+        committing.commit(connection, self._dialect, self._lane.transactional_id, answer_s=answer_s)
+
+    def rollback(self, connection: Connection) -> None:
+        """See the port."""
+        committing.rollback(connection)
+        let_go(connection)
+
+    def discard(self, connection: Connection) -> None:
+        """Roll back. The driver's connection stays: a database in memory would be gone with it."""
+        self.rollback(connection)
+
+    def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:
+        """See the port. Asked for only after a COMMIT in doubt, which stays so.
+
+        Raises:
+            DualWriteError: Always.
+        """
+        del deadline
+        raise DualWriteError("the database does not say how the COMMIT ended", transactional_id=transactional_id)
+
+    def note_told(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
+        """See the port. There is no table of incidents."""
+        del losses
+
+    @contextmanager
+    def _mapped(self, transactional_id: str | None = None) -> Generator[None, None, None]:
+        try:
+            yield
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, self._engine, transactional_id=transactional_id) from error
+
+
+class JoinedMemoryStore(MemoryStore):
+    """As :class:`dualwrite.stores.sql.database.JoinedStore`: other code begins and ends the transactions."""
+
+    def check_same_database(self, connection: Connection) -> None:
+        """See the port. The transaction continues."""
+        self._same_database.check(connection)
+
+    def begin(self, connection: Connection) -> None:
+        """Join the transaction."""
+        self._planted.reach(Place.BEGIN)
+        with self._mapped():
+            joined_late = self._dialect.join(connection, self._tables)
+        keep(connection, joined_late=joined_late)
+
+    def _commit(self, connection: Connection, answer_s: float | None) -> None:
+        name = self._lane.transactional_id
+        committing.commit(connection, self._dialect, name, answer_s=answer_s, joined=True)
+
+    def rollback(self, connection: Connection) -> None:
+        """See the port."""
+        committing.rollback_joined(connection)
+        let_go(connection)

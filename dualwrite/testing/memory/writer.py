@@ -12,25 +12,25 @@ from sqlalchemy.pool import StaticPool
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError, IllegalStateError
-from dualwrite.protocol.message__protocol_producer_record import ProducerRecord
-from dualwrite.protocol.values__protocol_allowed import DEFAULT_LIMITS, WriterLimits, check_writer_name
-from dualwrite.protocol.values__protocol_naming import lane_id
-from dualwrite.stores.sql.access import borrowed, permit_of, usable
-from dualwrite.stores.sql.access__stores_sql_access_connecting import engine_of
+from dualwrite.protocol.message import ProducerRecord
+from dualwrite.protocol.values import DEFAULT_LIMITS, WriterLimits, check_writer_name, lane_id
+from dualwrite.stores.sql.access import borrowed, engine_of, permit_of, usable
 from dualwrite.stores.sql.database import SqlDatabase
-from dualwrite.testing.memory.failures import Place
-from dualwrite.testing.memory.failures__testing_memory_planted import Planted
-from dualwrite.testing.memory.lane import MemoryLane
-from dualwrite.testing.memory.lane__testing_memory_log import Log, RecordedTransaction, TransactionState
-from dualwrite.testing.memory.lane__testing_memory_store import dialect_for_tests, is_shared
-from dualwrite.writing import transaction__writing_entered
-from dualwrite.writing.dual_write__writing_blocks_serializing import Serializers, Serializing
-from dualwrite.writing.group_commit import Groups, runners_for
-from dualwrite.writing.group_commit__writing_group_submitting import Submitting
+from dualwrite.testing.memory.failures import Place, Planted
+from dualwrite.testing.memory.lane import (
+    Log,
+    MemoryLane,
+    RecordedTransaction,
+    TransactionState,
+    dialect_for_tests,
+    is_shared,
+)
+from dualwrite.writing import transaction as entered
+from dualwrite.writing.dual_write import Serializers, Serializing
+from dualwrite.writing.group_commit import Groups, Submitting, runners_for
 from dualwrite.writing.health import Vitals
 from dualwrite.writing.lane_pool import Kept, Lanes
-from dualwrite.writing.transaction__writing_arguments import conflicts_named
-from dualwrite.writing.transaction__writing_blocks_block import dual_write, session_of_block
+from dualwrite.writing.transaction import conflicts_named, dual_write, session_of_block
 
 if TYPE_CHECKING:
     import psycopg
@@ -38,12 +38,11 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session, scoped_session, sessionmaker
     from typing_extensions import Self
 
-    from dualwrite.protocol.process__protocol_process_health import Health
+    from dualwrite.protocol.process import Health
     from dualwrite.stores.sql.access import DjangoConnection
     from dualwrite.writing.fair_queue import Ticket
     from dualwrite.writing.lane import Lane
-    from dualwrite.writing.sessions import Block
-    from dualwrite.writing.sessions__writing_sessions import BoundSessions
+    from dualwrite.writing.sessions import Block, BoundSessions
     from dualwrite.writing.transaction import Transaction
 
 Result = TypeVar("Result")
@@ -214,7 +213,7 @@ class InMemoryWriter(Submitting):
 
     def bind(self, sessions: sessionmaker[SessionT] | scoped_session[SessionT] | type[SessionT]) -> BoundSessions:
         """See :meth:`DualWriter.bind`."""
-        from dualwrite.writing.sessions__writing_sessions import BoundSessions  # noqa: PLC0415 - the ORM is large, and loaded where it is used
+        from dualwrite.writing.sessions import BoundSessions  # noqa: PLC0415 - the ORM is large, and loaded where it is used
 
         joins_first, block = self._joined()
         return BoundSessions(self.transactional_id, sessions, block, joins_first=joins_first)
@@ -228,8 +227,8 @@ class InMemoryWriter(Submitting):
         self, connection: Connection | psycopg.Connection[object] | DjangoConnection | None, *, joined: bool = False
     ) -> Generator[Transaction, None, None]:
         self._require_open()
-        transaction__writing_entered.refuse_blocking_a_loop(self.transactional_id)
-        transaction__writing_entered.refuse_nested(self, self.transactional_id)
+        entered.refuse_blocking_a_loop(self.transactional_id)
+        entered.refuse_nested(self, self.transactional_id)
         with nullcontext() if connection is None else usable(connection, self._engine) as given:
             if given is not None:
                 first = cast("MemoryLane", self._lanes.first)
@@ -237,7 +236,7 @@ class InMemoryWriter(Submitting):
             ticket = self._lanes.ticket()
             try:
                 try:
-                    transaction__writing_entered.enter(self, ticket)
+                    entered.enter(self, ticket)
                     with (
                         self._taken(ticket) as lane,
                         conflicts_named(lane.transactional_id),

@@ -1,10 +1,17 @@
-"""The common part of embedded servers: a database is one process; a cluster has members, one of which can be chosen."""
+"""What the embedded servers have in common: one process, its port, its folder, its end."""
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+import shutil
 import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
@@ -13,8 +20,6 @@ from sqlalchemy.engine import make_url
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
-from dualwrite.testing.servers.embedded__testing_servers_ports import LOOPBACK, ReservedPort
-from dualwrite.testing.servers.embedded__testing_servers_server_process import ServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +27,144 @@ if TYPE_CHECKING:
 
     from sqlalchemy.engine import URL
     from typing_extensions import Self
+
+# One server process that cannot outlive the test process.
+
+WARDEN = Path(__file__).with_name("_warden.py")
+
+
+class ServerProcess:
+    """A directory, and at most one server process that runs in it.
+
+    Both go away when this object is closed, and when this process dies in any way, SIGKILL included: a small separate
+    process (``_warden.py``) ensures that. A stopped or killed server may be started again in the same directory.
+
+    Args:
+        name: Names the server in errors and in the temporary directory's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.directory = Path(tempfile.mkdtemp(prefix=f"dualwrite-{name}-"))
+        self.log = self.directory / "server.log"
+        self.pid: int | None = None
+        self._owner = os.getpid()
+        self._talking = threading.Lock()
+        self._warden = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(WARDEN), str(os.getpid()), str(self.directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,  # so that closing the pipe has nothing left to write
+            start_new_session=True,
+        )
+
+    def _ask(self, do: str, **request: object) -> dict[str, object]:
+        if os.getpid() != self._owner:
+            raise IllegalStateError(f"the embedded {self.name} belongs to the process that started it, not to a fork")
+        warden_in, warden_out = self._warden.stdin, self._warden.stdout
+        assert warden_in is not None
+        assert warden_out is not None
+        with self._talking:
+            if warden_in.closed:
+                raise IllegalStateError(f"the embedded {self.name} is closed")
+            try:
+                warden_in.write(json.dumps({"do": do, **request}).encode() + b"\n")
+                line = warden_out.readline()
+            except BrokenPipeError:
+                line = b""
+        if not line:
+            raise IllegalStateError(f"the process that holds the embedded {self.name} was killed")
+        answer: dict[str, object] = json.loads(line)
+        if "error" in answer:
+            raise OSError(f"{self.name}: {answer['error']}")
+        return answer
+
+    def start(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+    ) -> None:
+        """Start the server, appending its output to ``log``.
+
+        Args:
+            argv: Program and arguments.
+            env: Environment; this process's own if not given.
+            user: Operating system user to run as; only root can choose one.
+
+        Raises:
+            IllegalStateError: It is running already.
+            OSError: The program could not be started.
+        """
+        if self.running:
+            raise IllegalStateError(f"the embedded {self.name} is already running")
+        answer = self._ask(
+            "start",
+            argv=list(argv),
+            log=str(self.log),
+            cwd=str(self.directory),
+            env=dict(os.environ if env is None else env),
+            user=user,
+        )
+        assert isinstance(answer["pid"], int)
+        self.pid = answer["pid"]
+
+    @property
+    def running(self) -> bool:
+        """Whether the server process exists (a suspended one does)."""
+        return self.exit_code(0.0) is None and self.pid is not None
+
+    def exit_code(self, timeout_s: float) -> int | None:
+        """Wait for the server's exit. Returns its exit code, or None if it still runs (or never did).
+
+        On Linux, everything that the server had started has ended too when this returns a number.
+        """
+        deadline = Deadline(timeout_s)
+        while True:
+            # Wait in slices, so that another thread can send a signal in between.
+            answer = self._ask("wait", seconds=min(0.1, deadline.remaining_s()))
+            if not answer["running"]:
+                self.pid = None
+                code = answer["exit"]
+                assert code is None or isinstance(code, int)
+                return code
+            if deadline.expired:
+                return None
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send the server a signal.
+
+        Raises:
+            IllegalStateError: No server runs.
+        """
+        if not self._ask("signal", number=int(number))["sent"]:
+            raise IllegalStateError(f"the embedded {self.name} is not running")
+
+    def kill(self) -> None:
+        """SIGKILL the server, and return when it is gone."""
+        self.signal(signal.SIGKILL)
+        self.exit_code(30.0)
+
+    def log_tail(self, lines: int = 50) -> str:
+        """The last lines that the server wrote."""
+        if not self.log.exists():
+            return ""
+        return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+    def close(self) -> None:
+        """Kill the server if it runs, and delete the directory. Idempotent."""
+        if os.getpid() != self._owner:
+            return
+        with self._talking:
+            assert self._warden.stdin is not None
+            assert self._warden.stdout is not None
+            self._warden.stdin.close()
+            self._warden.wait()
+            self._warden.stdout.close()
+        if self.directory.exists():  # the warden was killed before it could delete it
+            shutil.rmtree(self.directory)
+        self.pid = None
 
 
 class Embedded(ABC):
@@ -322,3 +465,38 @@ def stop_process(
     process.signal(by)
     if process.exit_code(timeout_s) is None:
         raise Unavailable(f"{who} still runs {timeout_s} s after {how}:\n{process.log_tail()}")
+
+
+# TCP ports on the loopback interface, reserved while we hold them.
+
+LOOPBACK = "127.0.0.1"
+
+
+class ReservedPort:
+    """A free port that stays ours, even while the server that listens on it is killed and restarted.
+
+    On Linux a bound socket that does not listen keeps the kernel from giving the port to a process that asks for any
+    free one, yet a server may listen on it by number (with SO_REUSEADDR, as servers do). Other systems would refuse
+    that server, so there the port is not held: it was free a moment ago.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind((LOOPBACK, 0))
+        self.number: int = self._socket.getsockname()[1]
+        if not sys.platform.startswith("linux"):
+            self._socket.close()
+
+    def release(self) -> None:
+        """Release the port. Idempotent."""
+        self._socket.close()
+
+
+def accepts_connections(port: int) -> bool:
+    """Whether a server listens on this port of the loopback interface."""
+    try:
+        with socket.create_connection((LOOPBACK, port), timeout=1.0):
+            return True
+    except OSError:
+        return False

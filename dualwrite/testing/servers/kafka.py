@@ -1,28 +1,272 @@
-"""A real Apache Kafka for tests: one or more KRaft brokers on free ports of the loopback interface."""
+"""``EmbeddedKafka``: real brokers in processes of their own, their properties, and what tests do with them."""
 
 from __future__ import annotations
 
 import base64
 import secrets
 import signal
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from confluent_kafka import KafkaException
-from confluent_kafka.admin import AdminClient
+from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka.admin import (
+    AclBinding,
+    AclBindingFilter,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    ResourcePatternType,
+    ResourceType,
+)
+from confluent_kafka.cimpl import NewTopic
 
 from dualwrite.clock import Deadline
-from dualwrite.errors import ConfigurationError
-from dualwrite.testing.servers import kafka__testing_servers_kafka_admin
-from dualwrite.testing.servers.embedded import EmbeddedCluster, stop_process, wait_until_ready
-from dualwrite.testing.servers.jars import kafka_jars
-from dualwrite.testing.servers.kafka__testing_servers_kafka_broker import WHO, Broker
-from dualwrite.testing.servers.kafka__testing_servers_kafka_properties import ADMIN, server_properties
+from dualwrite.errors import ConfigurationError, Unavailable
+from dualwrite.testing.servers.embedded import (
+    LOOPBACK,
+    EmbeddedCluster,
+    ReservedPort,
+    ServerProcess,
+    accepts_connections,
+    stop_process,
+    wait_until_ready,
+)
+from dualwrite.testing.servers.jars import java, kafka_jars
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from confluent_kafka.admin import TopicMetadata
+
+# The settings of the embedded Kafka broker.
+
+ADMIN = "admin"
+FORBIDDEN_IN_NAMES = frozenset('",=[]\\; \n')
+"""Characters with a special meaning in the two notations that define the broker's users."""
+
+
+class Ports:
+    """The ports of one broker, reserved until released.
+
+    Args:
+        proxies: Number of proxies to reserve ports for.
+    """
+
+    def __init__(self, proxies: int) -> None:
+        self.client = ReservedPort()
+        self.internal = ReservedPort()
+        self.controller = ReservedPort()
+        self.proxied = [ReservedPort() for _ in range(proxies)]
+        self.proxy = [ReservedPort() for _ in range(proxies)]
+
+    def release(self) -> None:
+        """Release all ports. Idempotent."""
+        for port in (self.client, self.internal, self.controller, *self.proxied, *self.proxy):
+            port.release()
+
+
+def proxied_listener(number: int) -> str:
+    """The name of the listener behind a proxy; the first is number 0."""
+    return f"PROXIED{number + 1}" if number else "PROXIED"
+
+
+def server_properties(
+    directory: Path,
+    ports: Ports,
+    *,
+    node_id: int,
+    controllers: Mapping[int, ReservedPort],
+    users: Mapping[str, str],
+    admin_password: str,
+    more: Mapping[str, str],
+) -> dict[str, str]:
+    """The complete ``server.properties`` of a node.
+
+    The broker talks to itself over ``INTERNAL``, so that a proxy in front of ``PROXIED`` sees only clients' requests;
+    ``CLIENTS`` bypasses the proxies.
+
+    Args:
+        directory: The parent of the data directory.
+        ports: The node's ports.
+        node_id: The node's number.
+        controllers: The controller port of each node of the cluster.
+        users: Names and passwords; if empty, there is no authentication and no authoriser.
+        admin_password: The password of the super user, which the broker itself also uses.
+        more: Settings to add or to override.
+
+    Raises:
+        ConfigurationError: A user's name or password cannot be represented in the broker's settings.
+    """
+    protocol = "SASL_PLAINTEXT" if users else "PLAINTEXT"
+    replicas = min(3, len(controllers))
+    in_sync = max(1, replicas - 1)
+    proxied = {proxied_listener(number): port for number, port in enumerate(ports.proxied)}
+    proxy = {proxied_listener(number): port for number, port in enumerate(ports.proxy)}
+    listening = {"CLIENTS": ports.client, **proxied, "INTERNAL": ports.internal, "CONTROLLER": ports.controller}
+    advertised = {"CLIENTS": ports.client, **proxy, "INTERNAL": ports.internal}
+    settings = {
+        "process.roles": "broker,controller",
+        "node.id": str(node_id),
+        "controller.quorum.voters": ",".join(f"{node}@{LOOPBACK}:{port.number}" for node, port in controllers.items()),
+        "controller.listener.names": "CONTROLLER",
+        "inter.broker.listener.name": "INTERNAL",
+        "listeners": _addresses(listening),
+        "advertised.listeners": _addresses(advertised),
+        "listener.security.protocol.map": ",".join(f"{name}:{protocol}" for name in listening),
+        "log.dirs": str(directory / "data"),
+        # Three replicas, or as many as there are nodes.
+        "default.replication.factor": str(replicas),
+        "min.insync.replicas": str(in_sync),
+        "offsets.topic.replication.factor": str(replicas),
+        "transaction.state.log.replication.factor": str(replicas),
+        "transaction.state.log.min.isr": str(in_sync),
+        "share.coordinator.state.topic.replication.factor": str(replicas),
+        "share.coordinator.state.topic.min.isr": str(in_sync),
+        # Small: test runs start brokers on machines that do other work too.
+        "offsets.topic.num.partitions": "2",
+        "transaction.state.log.num.partitions": "4",
+        "share.coordinator.state.topic.num.partitions": "2",
+        "num.network.threads": "2",
+        "num.io.threads": "4",
+        "log.cleaner.dedupe.buffer.size": "16777216",
+        "group.initial.rebalance.delay.ms": "0",
+        # A consumer may ask for a session of less than 6 s; with KIP-848 the broker sets its heartbeat, 5 s by default.
+        "group.min.session.timeout.ms": "1000",
+        "group.consumer.min.heartbeat.interval.ms": "100",
+        "group.consumer.heartbeat.interval.ms": "500",
+        # After a SIGKILL the restarted node waits until its old session expires: 9 s by default. Among several
+        # nodes, one that is merely slow must not lose its leadership.
+        "broker.session.timeout.ms": "1500" if len(controllers) == 1 else "4000",
+        "broker.heartbeat.interval.ms": "300",
+        # A lone node has no follower that it must tell twice a second that nothing has changed: a quarter of its idle work.
+        "metadata.max.idle.interval.ms": "10000" if len(controllers) == 1 else "500",
+        # Leadership that moved away from a killed node stays there.
+        "auto.leader.rebalance.enable": "false",
+        # A misspelt topic is an error, as it is in production.
+        "auto.create.topics.enable": "false",
+    }
+    if users:
+        settings |= _security(users, admin_password, listening)
+    return {**settings, **more}
+
+
+def _addresses(ports: Mapping[str, ReservedPort]) -> str:
+    return ",".join(f"{name}://{LOOPBACK}:{port.number}" for name, port in ports.items())
+
+
+def _security(users: Mapping[str, str], admin_password: str, listeners: Iterable[str]) -> dict[str, str]:
+    for name, password in users.items():
+        if name == ADMIN or not name or not password or FORBIDDEN_IN_NAMES & set(name + password):
+            raise ConfigurationError(f"{name!r} cannot be a user of the embedded broker: its name or password")
+    everybody = {**users, ADMIN: admin_password}
+    plain = (
+        f'org.apache.kafka.common.security.plain.PlainLoginModule required username="{ADMIN}" '
+        f'password="{admin_password}" ' + " ".join(f'user_{name}="{password}"' for name, password in everybody.items())
+    )
+    scram = "org.apache.kafka.common.security.scram.ScramLoginModule required;"
+    settings = {
+        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+        "super.users": f"User:{ADMIN}",
+        "sasl.enabled.mechanisms": "PLAIN,SCRAM-SHA-512",
+        "sasl.mechanism.inter.broker.protocol": "PLAIN",
+        "sasl.mechanism.controller.protocol": "PLAIN",
+    }
+    for listener in map(str.lower, listeners):
+        settings[f"listener.name.{listener}.plain.sasl.jaas.config"] = f"{plain};"
+        settings[f"listener.name.{listener}.scram-sha-512.sasl.jaas.config"] = scram
+    return settings
+
+
+def render(settings: Mapping[str, str]) -> str:
+    """The settings as a Java properties file."""
+    return "".join(f"{key}={value}\n" for key, value in settings.items())
+
+
+# One node of the embedded Kafka cluster: a process with a directory and ports.
+
+WHO = "the broker"
+"""Its name in errors."""
+JVM_OPTIONS = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData", "-Xshare:auto")
+
+
+class Broker:
+    """A broker that is also a controller. Closing it deletes its directory.
+
+    Args:
+        node_id: From 1.
+        proxies: Number of proxies that it supports.
+        heap: The JVM's maximum heap.
+    """
+
+    def __init__(self, node_id: int, *, proxies: int, heap: str) -> None:
+        self.node_id = node_id
+        self.process = ServerProcess("kafka")
+        self.ports = Ports(proxies)
+        self._heap = heap
+
+    @property
+    def address(self) -> str:
+        """Where clients connect, as ``host:port``."""
+        return f"{LOOPBACK}:{self.ports.client.number}"
+
+    def format(
+        self, jars: Path, cluster_id: str, settings: Mapping[str, str], passwords: Mapping[str, str], deadline: Deadline
+    ) -> None:
+        """Write its settings, and create its data directory.
+
+        Raises:
+            ConfigurationError: The storage tool refuses the settings.
+        """
+        directory = self.process.directory
+        (directory / "server.properties").write_text(render(settings), encoding="utf-8")
+        (directory / "tmp").mkdir()
+        arguments = ["format", "--cluster-id", cluster_id, "--config", "server.properties"]
+        for name, password in passwords.items():
+            arguments += ["--add-scram", f"SCRAM-SHA-512=[name={name},password={password}]"]
+        self.process.start(self._command(jars, "kafka.tools.StorageTool", arguments))
+        code = self.process.exit_code(deadline.remaining_s())
+        if code != 0:
+            raise ConfigurationError(f"Kafka's storage tool ended with {code}:\n{self.process.log_tail()}")
+
+    def start(self, jars: Path) -> None:
+        """Start the process.
+
+        Raises:
+            IllegalStateError: It is running already.
+        """
+        self.process.start(self._command(jars, "kafka.Kafka", ["server.properties"]))
+
+    def wait_until_it_listens(self, deadline: Deadline) -> None:
+        """Wait until clients can connect.
+
+        Raises:
+            ConfigurationError: It exited while starting.
+            Unavailable: It took too long.
+        """
+        port = self.ports.client.number
+        wait_until_ready(self.process, WHO, lambda: accepts_connections(port), deadline)
+
+    def close(self) -> None:
+        """Kill it if it runs, delete its directory, release its ports."""
+        self.process.close()
+        self.ports.release()
+
+    def _command(self, jars: Path, main: str, arguments: Sequence[str]) -> list[str]:
+        return [
+            java(),
+            f"-Xmx{self._heap}",
+            *JVM_OPTIONS,
+            f"-Djava.io.tmpdir={self.process.directory / 'tmp'}",  # native libraries unpacked there are deleted with it
+            f"-Dlog4j2.configurationFile={Path(__file__).with_name('log4j2.xml')}",
+            "-cp",
+            f"{jars}/*",
+            main,
+            *arguments,
+        ]
+
 
 SERVERS_VARIABLE = "DUALWRITE_TEST_KAFKA"
 Mechanism = Literal["SCRAM-SHA-512", "PLAIN"]
@@ -278,7 +522,7 @@ class EmbeddedKafka(EmbeddedCluster[Broker]):
             confluent_kafka.KafkaException: The broker refused, with its reason.
             Unavailable: Some partitions had no leader in time.
         """
-        kafka__testing_servers_kafka_admin.create(self._admin(), name, partitions, config or {}, Deadline(timeout_s))
+        create(self._admin(), name, partitions, config or {}, Deadline(timeout_s))
         return name
 
     def delete_topic(self, name: str, *, timeout_s: float = 120.0) -> None:
@@ -288,7 +532,7 @@ class EmbeddedKafka(EmbeddedCluster[Broker]):
             confluent_kafka.KafkaException: The broker refused, with its reason.
             Unavailable: It was still there after ``timeout_s``.
         """
-        kafka__testing_servers_kafka_admin.delete(self._admin(), name, Deadline(timeout_s))
+        delete(self._admin(), name, Deadline(timeout_s))
 
     def allow(
         self,
@@ -318,9 +562,7 @@ class EmbeddedKafka(EmbeddedCluster[Broker]):
         if not self._users:
             raise ConfigurationError("this broker allows every operation: it was started without users")
         admin = self._admin()  # keep it until the answer: without its handle, librdkafka cancels the request
-        kafka__testing_servers_kafka_admin.allow(
-            admin, user, operation, resource_type, resource, prefixed=prefixed, deadline=Deadline(timeout_s)
-        )
+        allow(admin, user, operation, resource_type, resource, prefixed=prefixed, deadline=Deadline(timeout_s))
 
 
 def _joined(admin: AdminClient, deadline: Deadline) -> set[int]:
@@ -328,3 +570,78 @@ def _joined(admin: AdminClient, deadline: Deadline) -> set[int]:
         return set(admin.list_topics(timeout=max(0.1, min(5.0, deadline.remaining_s()))).brokers)
     except KafkaException:  # the broker listens, but has not joined its cluster yet
         return set()
+
+
+# Creates and deletes topics, allows users operations, and waits until the brokers show what the controller promised.
+
+
+def create(admin: AdminClient, name: str, partitions: int, config: Mapping[str, str], deadline: Deadline) -> None:
+    """Create a topic, and return when every partition has a leader.
+
+    Raises:
+        confluent_kafka.KafkaException: The broker refused, with its reason.
+        Unavailable: Some partitions had no leader in time.
+    """
+    topic = NewTopic(name, num_partitions=partitions, replication_factor=-1, config=dict(config))
+    admin.create_topics([topic])[name].result(deadline.remaining_s())
+    while True:
+        found = _described(admin, name, deadline).partitions
+        if len(found) == partitions and all(partition.leader >= 0 for partition in found.values()):
+            return
+        _wait(deadline, f"topic {name} has no leaders")
+
+
+def delete(admin: AdminClient, name: str, deadline: Deadline) -> None:
+    """Delete a topic, and return once the brokers no longer know it.
+
+    Raises:
+        confluent_kafka.KafkaException: The broker refused, with its reason.
+        Unavailable: It was still there at the deadline.
+    """
+    admin.delete_topics([name])[name].result(deadline.remaining_s())
+    while True:
+        error = _described(admin, name, deadline).error
+        if error is not None and error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
+            return
+        _wait(deadline, f"topic {name} is still there")
+
+
+def allow(
+    admin: AdminClient,
+    user: str,
+    operation: str,
+    resource_type: str,
+    resource: str,
+    *,
+    prefixed: bool,
+    deadline: Deadline,
+) -> None:
+    """Allow a user one operation, and return once a broker applies it; the other brokers follow.
+
+    Raises:
+        confluent_kafka.KafkaException: The broker refused, with its reason.
+        Unavailable: It was not in force at the deadline.
+    """
+    described = (
+        ResourceType[resource_type.upper()],
+        resource,
+        ResourcePatternType.PREFIXED if prefixed else ResourcePatternType.LITERAL,
+        f"User:{user}",
+        "*",
+        AclOperation[operation.upper()],
+        AclPermissionType.ALLOW,
+    )
+    binding = AclBinding(*described)
+    admin.create_acls([binding])[binding].result(deadline.remaining_s())
+    while not admin.describe_acls(AclBindingFilter(*described)).result(deadline.remaining_s()):
+        _wait(deadline, f"{user!r} may not {operation} {resource_type} {resource!r} yet")
+
+
+def _described(admin: AdminClient, name: str, deadline: Deadline) -> TopicMetadata:
+    return admin.list_topics(name, timeout=max(0.1, deadline.remaining_s())).topics[name]
+
+
+def _wait(deadline: Deadline, what_is_wrong: str) -> None:
+    if deadline.expired:
+        raise Unavailable(f"{what_is_wrong}, and the time is up")
+    time.sleep(0.01)

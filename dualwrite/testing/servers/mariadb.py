@@ -19,15 +19,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from sqlalchemy.engine import URL
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.testing.servers.embedded import EmbeddedDatabase, stop_process
-from dualwrite.testing.servers.embedded__testing_servers_ports import LOOPBACK
+from dualwrite.testing.servers.embedded import LOOPBACK, EmbeddedDatabase, stop_process
 from dualwrite.testing.servers.jars import fetched_jars
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dualwrite.clock import Deadline
-    from dualwrite.testing.servers.embedded__testing_servers_server_process import ServerProcess
+    from dualwrite.testing.servers.embedded import ServerProcess
 
 SERVER_VARIABLE: Final = "DUALWRITE_TEST_MARIADB"
 _DRIVER: Final = "mysql+pymysql"

@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError
-from dualwrite.testing.servers.embedded import EmbeddedCluster, stop_process, wait_until_ready
-from dualwrite.testing.servers.embedded__testing_servers_ports import LOOPBACK, ReservedPort
-from dualwrite.testing.servers.embedded__testing_servers_server_process import ServerProcess
+from dualwrite.testing.servers.embedded import (
+    LOOPBACK,
+    EmbeddedCluster,
+    ReservedPort,
+    ServerProcess,
+    stop_process,
+    wait_until_ready,
+)
 from dualwrite.testing.servers.jars import fetched_jars, java
 
 if TYPE_CHECKING:

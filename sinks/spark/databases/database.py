@@ -1,4 +1,4 @@
-"""The sinks' interface to a database, and the parts that all kinds of databases share."""
+"""What the sinks ask of a kind of database, and the one behind a URL."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from dualwrite.errors import ConfigurationError, TransactionAborted
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from sqlalchemy import Connection, Engine
+    from sqlalchemy import URL, Connection, Engine
 
-    from dualwrite.sinks.spark.column_types__sinks_spark_columns_table import Table
-    from dualwrite.sinks.spark.digests__sinks_spark_columns_row_names import RowNames
+    from dualwrite.sinks.spark.column_types import Table
+    from dualwrite.sinks.spark.digests import RowNames
     from dualwrite.sinks.spark.layout import Copied, Layout
+    from dualwrite.sinks.spark.options import SinkOptions
 
 _COMMENT: Final = "made by dualwrite, dropped by it: "
 STAGING_PREFIX: Final = "dualwrite_staging_"
@@ -419,3 +420,42 @@ def require_planned(present: Mapping[str, str], planned: Mapping[str, str], show
                 f"{present.get(name, 'gone')} now",
                 next_step="run the batch again: it makes a new plan",
             )
+
+
+# The sink's database: connected the same way on the driver and in the tasks.
+
+
+def open_database(options: SinkOptions) -> SinkDatabase:
+    """The sink's database. It connects at first use; the caller disposes of its engine.
+
+    Raises:
+        ConfigurationError: The URL refers to an environment variable that is not set, or its driver is not installed here.
+    """
+    url = options.database_url()
+    try:
+        return _KINDS[url.get_backend_name()](url)
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"the database's driver is not installed: no module named {error.name!r}",
+            next_step="on the driver and on the executors: pip install 'dualwrite[spark]'; for MariaDB and MySQL, "
+            "'dualwrite[spark,mariadb]'",
+        ) from error
+
+
+def _postgresql(url: URL) -> SinkDatabase:
+    from dualwrite.sinks.spark.databases.postgresql import PostgreSQL  # noqa: PLC0415 - each needs its own driver
+
+    return PostgreSQL(url)
+
+
+def _mariadb(url: URL) -> SinkDatabase:
+    from dualwrite.sinks.spark.databases.mariadb import MariaDB  # noqa: PLC0415 - as above
+
+    return MariaDB(url)
+
+
+_KINDS: Final[dict[str, Callable[[URL], SinkDatabase]]] = {
+    "postgresql": _postgresql,
+    "mysql": _mariadb,
+    "mariadb": _mariadb,
+}

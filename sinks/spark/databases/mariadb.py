@@ -1,4 +1,7 @@
-"""Staging tables of MariaDB and MySQL: hold the rows that tasks have brought in until the driver moves them into the target.
+"""MariaDB and MySQL as a sink's database: target table, staging tables, INSERTs of many rows, literals, names.
+
+Values go as literals, because a driver's parameters would cost a conversion for each; each literal is checked to come
+back unchanged.
 
 DDL commits the transaction in which it runs, so each table is created and dropped on a connection of its own. A table whose
 task has failed stays until the batch ends: its comment names the slot, the incarnation and the lease's holder that created
@@ -8,12 +11,20 @@ it, and tells when no process can decide on its rows any more. A first column nu
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, cast
+import re
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, cast
 
-from sqlalchemy import Connection, exc, text
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pymysql.err import MySQLError
+from sqlalchemy import Connection, event, exc, text
 
 from dualwrite.errors import ConfigurationError, TransactionAborted
+from dualwrite.sinks.spark.column_types import Table, TableColumn
 from dualwrite.sinks.spark.databases.database import (
     KEY_TWICE_STEP,
     STAGING_PREFIX,
@@ -22,36 +33,29 @@ from dualwrite.sinks.spark.databases.database import (
     StagingTable,
     can_be_dropped,
     require_all_taken,
+    require_kept,
     require_key,
+    require_planned,
     rows_lost,
     still_referred_to,
 )
-from dualwrite.sinks.spark.databases.mariadb__sinks_spark_databases_mariadb_quoting import (
-    execute,
-    listed,
-    quoted,
-    table_name,
-    text_literal,
-)
-from dualwrite.sinks.spark.databases.mariadb__sinks_spark_databases_mariadb_refusals import is_about_rows, refused
-from dualwrite.sinks.spark.digests__sinks_spark_columns_row_names import row_name
-from dualwrite.stores.sql.access__stores_sql_access_failures import (
-    Meaning,
-    driver_words,
-    map_database_error,
-    meaning_of,
-    number_of,
-)
+from dualwrite.sinks.spark.digests import row_name
+from dualwrite.stores.sql.access import Meaning, driver_words, map_database_error, meaning_of, new_engine, number_of
 from dualwrite.stores.sql.mariadb_server import is_mariadb
 
 if TYPE_CHECKING:
-    from sqlalchemy import Engine
+    from contextlib import AbstractContextManager
+
+    from sqlalchemy import URL, CursorResult, Engine
+
+    from dualwrite.sinks.spark.digests import RowNames
+    from dualwrite.sinks.spark.layout import Copied, Layout
 
 logger = logging.getLogger(__name__)
 
 _DROP_LOCK_TIMEOUT_S: Final = 2
 _NUMBER: Final = "dualwrite_row"
-_FIND: Final = text(
+_FIND_STAGING: Final = text(
     "SELECT table_schema, table_name, table_comment FROM information_schema.tables "
     "WHERE table_schema = :schema AND left(table_name, :length) = :prefix ORDER BY table_name"
 )
@@ -272,7 +276,7 @@ def drop_dead_staging(
     """See :meth:`SinkDatabase.drop_dead_staging`."""
     with engine.connect() as connection:
         where = {"schema": schema, "prefix": STAGING_PREFIX, "length": len(STAGING_PREFIX)}
-        found = [StagingTable.found(*row) for row in connection.execute(_FIND, where)]
+        found = [StagingTable.found(*row) for row in connection.execute(_FIND_STAGING, where)]
     held = holders() if found else {}
     dead = [one for one in found if one is not None and can_be_dropped(one, incarnations, held)]
     return sum(_drop(engine, one) for one in dead)
@@ -310,3 +314,516 @@ def empty(connection: Connection, table: tuple[str, str]) -> None:
 
 def _count(connection: Connection, staged: StagingTable) -> int:
     return cast("int", execute(connection, f"SELECT count(*) FROM {table_name(staged.table)}").scalar_one())
+
+
+# MariaDB and MySQL, as the sinks use them.
+
+SESSION: Final = (
+    "SET SESSION time_zone = '+00:00', SESSION sql_mode = "
+    "'STRICT_TRANS_TABLES,STRICT_ALL_TABLES,NO_ZERO_DATE,NO_ZERO_IN_DATE,NO_AUTO_VALUE_ON_ZERO,NO_ENGINE_SUBSTITUTION'"
+)
+"""The literals rely on these settings, under which the server refuses values that it would otherwise change."""
+
+
+class MariaDB:
+    """See :class:`~dualwrite.sinks.spark.databases.database.SinkDatabase`."""
+
+    def __init__(self, url: URL) -> None:
+        self.engine = new_engine(
+            url,
+            isolation_level="READ COMMITTED",  # as on PostgreSQL; and no gaps are locked
+            hide_parameters=True,
+            pool_pre_ping=True,  # a reused worker may find its connection gone
+        )
+        event.listen(self.engine, "connect", _set_session)
+
+    def quoted(self, table: tuple[str, str]) -> str:
+        """See the protocol."""
+        return table_name(table)
+
+    def read_table(self, connection: Connection, name: str) -> Table:
+        """See the protocol."""
+        return read_table(connection, name)
+
+    def require_types(
+        self, connection: Connection, table: tuple[str, str], planned: Mapping[str, str], *, shown_name: str
+    ) -> None:
+        """See the protocol."""
+        require_types(connection, table, planned, shown_name=shown_name)
+
+    def writing(
+        self, connection: Connection, layout: Layout, table: tuple[str, str], names: RowNames | None = None
+    ) -> AbstractContextManager[Inserts]:
+        """See the protocol."""
+        return inserting(connection, layout, table, names)
+
+    def choose_staging(self, wanted: str, schema: str, *, moves: bool) -> bool:
+        """See the protocol. Always: there is no other way."""
+        del schema, moves
+        if wanted == "prepared":
+            raise _not_prepared()
+        return True
+
+    def create_staging(
+        self, connection: Connection, made: StagingTable, target: tuple[str, str], columns: Sequence[str]
+    ) -> None:
+        """See the protocol."""
+        del connection  # DDL would commit its transaction
+        create_staging(self.engine, made, target, columns)
+
+    def take_over(
+        self,
+        connection: Connection,
+        parts: Sequence[Staged],
+        target: tuple[str, str],
+        columns: Sequence[str],
+        *,
+        key: Sequence[str] = (),
+        upsert: Sequence[str] = (),
+    ) -> None:
+        """See the protocol."""
+        take_over(connection, parts, target, columns, key=key, upsert=upsert)
+
+    def drop_staging(self, tables: Collection[StagingTable]) -> None:
+        """See the protocol."""
+        drop_staging(self.engine, tables)
+
+    def drop_dead_staging(
+        self, schema: str, incarnations: Mapping[str, int], holders: Callable[[], Mapping[str, str]]
+    ) -> int:
+        """See the protocol."""
+        return drop_dead_staging(self.engine, schema, incarnations, holders)
+
+    def require_replaceable(
+        self, connection: Connection, target: tuple[str, str], *, empty: Emptying | None, upsert: Sequence[str]
+    ) -> None:
+        """See the protocol."""
+        require_replaceable(connection, target, empty=empty, upsert=upsert)
+
+    def empty(self, connection: Connection, table: tuple[str, str], how: Emptying) -> None:
+        """See the protocol. Not by TRUNCATE, which would commit: `require_replaceable` has refused it."""
+        del how
+        empty(connection, table)
+
+    def before_prepared(self, connection: Connection) -> None:
+        """See the protocol. Refused."""
+        del connection
+        raise _not_prepared()
+
+    def require_prepared(self, connection: Connection, names: Collection[str], name: str) -> None:
+        """See the protocol. Refused."""
+        del connection, names, name
+        raise _not_prepared()
+
+    def had_no_room(self, error: BaseException) -> TransactionAborted | None:
+        """None: this database prepares nothing."""
+        del error
+        return None
+
+    def waited_in_vain(self, error: BaseException) -> bool:
+        """False: nothing prepared holds locks here."""
+        del error
+        return False
+
+
+def _set_session(driver: Any, _: object) -> None:
+    with closing(driver.cursor()) as cursor:
+        cursor.execute(SESSION)
+
+
+def _not_prepared() -> ConfigurationError:
+    return ConfigurationError(
+        "MariaDB and MySQL have no PREPARE TRANSACTION, and their XA is not used: a batch is decided as one by staging tables",
+        next_step='leave databaseLeg out, or set it to "staging"',
+    )
+
+
+# The target table in the catalog of MariaDB and MySQL.
+
+_TABLES: Final = frozenset({"BASE TABLE", "SYSTEM VERSIONED"})
+_FIND_TARGET: Final = text(
+    "SELECT table_schema, table_name, table_type, engine, @@lower_case_table_names FROM information_schema.tables "
+    "WHERE table_schema = coalesce(:schema, database()) AND table_name = :name"
+)
+_COLUMNS: Final = text(
+    "SELECT column_name, data_type, column_type, numeric_scale, is_nullable, column_default, extra, generation_expression, "
+    "privileges FROM information_schema.columns WHERE table_schema = :schema AND table_name = :table ORDER BY ordinal_position"
+)
+# MariaDB's JSON is an alias of longtext, with such a check.
+_JSON: Final = text(
+    "SELECT check_clause FROM information_schema.check_constraints "
+    "WHERE constraint_schema = :schema AND table_name = :table AND check_clause LIKE 'json_valid(%'"
+)
+_JSON_COLUMN: Final = re.compile(r"json_valid\(`((?:[^`]|``)+)`\)")
+_UNSIGNED: Final = "unsigned"
+_WHOLE: Final = frozenset({"tinyint", "smallint", "mediumint", "int", "bigint"})
+
+
+def read_table(connection: Connection, name: str) -> Table:
+    """See :meth:`SinkDatabase.read_table`."""
+    parsed = parsed_name(name)
+    if parsed is None:
+        raise ConfigurationError(
+            f"{name!r} is not the name of a table", next_step="write it as in SQL: orders, sales.orders, or `my orders`"
+        )
+    try:
+        row = _found(connection.execute(_FIND_TARGET, {"schema": parsed[0], "name": parsed[1]}).all(), parsed[1])
+        if row is None:
+            raise ConfigurationError(
+                f"there is no table {name!r}",
+                next_step="create it, or check its database, its upper and lower case, and the user's rights",
+            )
+        schema, table, kind, engine = row
+        where = {"schema": schema, "table": table}
+        columns = connection.execute(_COLUMNS, where).all()
+        clauses = connection.execute(_JSON, where).scalars().all() if is_mariadb(connection) else []
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, connection.engine) from error
+    if kind not in _TABLES:
+        raise ConfigurationError(f"{name!r} is not a table but a {str(kind).lower()}")
+    if engine != "InnoDB":
+        raise ConfigurationError(
+            f"{name!r} is in the engine {engine}, whose rows do not belong to the transaction",
+            next_step=f"ALTER TABLE {name} ENGINE=InnoDB",
+        )
+    # By its place: MySQL names its catalog's columns in capitals.
+    if not any("insert" in str(column[-1]) for column in columns):
+        raise ConfigurationError(
+            f"rows may not be inserted into {name!r}",
+            next_step=f"as its owner: GRANT INSERT ON {name} TO the user {connection.engine.url.username!r}",
+        )
+    json_columns = {match[1].replace("``", "`") for clause in clauses if (match := _JSON_COLUMN.search(str(clause)))}
+    found = [_column(row, is_json=row[0] in json_columns) for row in columns]
+    return Table(schema, table, {column.name: column for column in found}, takes=attrgetter("mariadb"))
+
+
+def _found(rows: Sequence[Sequence[object]], name: str) -> tuple[str, str, object, object] | None:
+    """The catalog compares names case-insensitively, even where table names are case-sensitive."""
+    for schema, table, kind, engine, any_case in rows:
+        if any_case or table == name:
+            return str(schema), str(table), kind, engine
+    return None
+
+
+def _column(row: Sequence[object], *, is_json: bool) -> TableColumn:
+    name, data_type, column_type, scale, nullable, default, extra, generated, _ = row
+    kind, shown = str(data_type).lower(), str(column_type)
+    counts, may_be_null = "auto_increment" in str(extra), nullable == "YES"
+    if is_json:
+        kind = "json"
+    elif kind in _WHOLE and _UNSIGNED in shown:
+        kind = f"{kind} {_UNSIGNED}"
+    return TableColumn(
+        name=str(name),
+        type_name=kind,
+        shown_type=shown + (NULL_REPLACED if counts or (kind == "timestamp" and not may_be_null) else ""),
+        scale=int(str(scale)) if kind == "decimal" else None,
+        must_be_given=not may_be_null and default is None and not counts,
+        generated=bool(generated),
+    )
+
+
+def require_types(
+    connection: Connection, table: tuple[str, str], planned: Mapping[str, str], *, shown_name: str
+) -> None:
+    """See :meth:`SinkDatabase.require_types`. A statement locks the table's definition until the transaction ends."""
+    try:
+        rows = connection.execute(_COLUMNS, {"schema": table[0], "table": table[1]}).all()
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, connection.engine) from error
+    present = {str(row[0]): str(row[2]) for row in rows}
+    # A staging table has the types alone.
+    require_planned(present, {name: shown.removesuffix(NULL_REPLACED) for name, shown in planned.items()}, shown_name)
+
+
+# Arrow batches into MariaDB or MySQL by INSERTs of many rows, inside the dual write's own database transaction.
+#
+# `LOAD DATA LOCAL INFILE` takes about three quarters of the time (`make bench ONLY=mariadb`), but needs `local_infile`,
+# which MySQL switches off, and turns errors into warnings.
+
+MOST_BYTES: Final = 2**20
+"""The size of one INSERT: larger ones are no faster, and every server takes this one by default."""
+_LONGEST_CHARACTER: Final = 4
+_CHANGED: Final = frozenset({1264, 1265, 1292, 1366, 1406})
+"""Warnings that a value was changed. In strict mode these are errors, but not for all types."""
+
+
+class Inserts:
+    """Writes rows into one table.
+
+    Attributes:
+        sent_rows: Number of rows sent so far.
+        taken_rows: Number of rows that the server has counted.
+    """
+
+    def __init__(self, connection: Connection, layout: Layout, table: tuple[str, str], names: RowNames | None) -> None:
+        self.sent_rows = 0
+        self.taken_rows = 0
+        self._layout = layout
+        self._names = names
+        self._cursor: Any = cast("Any", connection.connection.dbapi_connection).cursor()
+        self._into = f"INSERT INTO {table_name(table)} ({listed(layout.table_column_names)}) VALUES "
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """See :class:`~dualwrite.sinks.spark.databases.database.RowWriter`."""
+        columns = self._layout.table_columns
+        rows = literal_rows(columns, [batch.column(one.source) for one in columns], self._name)
+        for start, end in statements(rows, MOST_BYTES):
+            if end - start == 1 and len(rows[start]) > MOST_BYTES // _LONGEST_CHARACTER:
+                self._require_packet(rows[start], start)
+            try:
+                self._insert(rows[start:end])
+            except MySQLError as error:
+                failed = wrapped(error)
+                bad = self._first_refused(rows[start:end]) if is_about_rows(failed) else None
+                name = None if bad is None else self._name(start + bad)
+                raise refused(f"table {self._layout.table[1]!r} does not take the rows", failed, name) from error
+        self.sent_rows += batch.num_rows
+
+    def _require_packet(self, row: str, index: int) -> None:
+        """Refuse a row that is larger than the server accepts: it would close the connection without an explanation."""
+        self._cursor.execute("SELECT @@max_allowed_packet")
+        [most] = self._cursor.fetchone()
+        size = len(self._into) + len(row.encode()) + 3
+        if size >= most:
+            raise ConfigurationError(
+                f"a row takes {size} bytes as an INSERT, and the server's max_allowed_packet is {most} ({self._name(index)})",
+                next_step="raise max_allowed_packet on the server; a byte of a binary value takes two",
+            )
+
+    def _insert(self, rows: Sequence[str]) -> None:
+        # Not through SQLAlchemy, which would look for parameters in the values.
+        self.taken_rows += self._cursor.execute(f"{self._into}({'),('.join(rows)})")
+        if self._cursor.warning_count:
+            self._refuse_changes(len(rows))
+
+    def _refuse_changes(self, rows: int) -> None:
+        self._cursor.execute("SHOW WARNINGS")
+        for _, number, words in self._cursor.fetchall():
+            if number in _CHANGED:
+                raise TransactionAborted(
+                    f"table {self._layout.table[1]!r} would change a value of these {rows} rows: {words}",
+                    next_step="nothing of the partition was written on either side: change the value, or the column's type",
+                    retryable=False,
+                )
+
+    def _first_refused(self, rows: Sequence[str]) -> int | None:
+        """The first row that the table refuses, if it can be found.
+
+        Not every server says which it was. A failed statement is undone, and the transaction continues; it is aborted later.
+        """
+        first, last = 0, len(rows)
+        while last - first > 1:
+            middle = (first + last) // 2
+            try:
+                self._insert(rows[first:middle])
+                first = middle
+            except MySQLError as error:
+                if not is_about_rows(wrapped(error)):
+                    return None
+                last = middle
+        return first
+
+    def _name(self, index: int) -> str:
+        return f"row {index + 1}" if self._names is None else self._names.in_batch(index)
+
+    def close(self) -> None:
+        """Give up the cursor."""
+        self._cursor.close()
+
+
+@contextmanager
+def inserting(
+    connection: Connection, layout: Layout, table: tuple[str, str], names: RowNames | None = None
+) -> Generator[Inserts, None, None]:
+    """See :meth:`SinkDatabase.writing`."""
+    with closing(Inserts(connection, layout, table, names)) as inserts:
+        yield inserts
+    require_all_taken(layout.table[1], sent=inserts.sent_rows, taken=inserts.taken_rows)
+    require_types(connection, table, layout.table_types, shown_name=layout.table[1])
+
+
+# Arrow columns as the literals of an INSERT, computed column by column; and values that a column would change, refused.
+#
+# The literals suit a session whose character set is utf8mb4, whose time zone is UTC, and whose SQL mode is that of
+# `dualwrite.sinks.spark.databases.mariadb.SESSION`: backslashes escape.
+
+NULL_REPLACED: Final = " NOT NULL"
+"""Ends the shown type of a column in which the server replaces NULL by a value of its own."""
+
+_TYPE: Final = re.compile(r"(\w+)(?:\((.*)\))?")
+_MEMBER: Final = re.compile(r"'((?:[^']|'')*)'")
+_MOST_DIGITS: Final = 6
+_FIRST: Final = {pa.date32(): -719162, pa.timestamp("us"): -62135596800000000}
+_AFTER: Final = {pa.date32(): 2932897, pa.timestamp("us"): 253402300800000000}
+"""The years 1 to 9999, in days and in microseconds since 1970."""
+
+
+def literal_rows(columns: Sequence[Copied], arrays: Sequence[pa.Array], name_row: Callable[[int], str]) -> list[str]:
+    """Each row's literals, with commas between.
+
+    Args:
+        columns: The table's columns.
+        arrays: Their values.
+        name_row: Names a row, counted from 0, for errors.
+
+    Raises:
+        ConfigurationError: A column would change a value, or has no place for it.
+    """
+    texts = [_literals(column, array, name_row) for column, array in zip(columns, arrays, strict=True)]
+    rows: list[str] = pc.binary_join_element_wise(*texts, ",").to_pylist()
+    return rows
+
+
+def _literals(column: Copied, array: pa.Array, name_row: Callable[[int], str]) -> pa.Array:
+    require_kept(column, _changes(column, array), name_row)
+    return pc.fill_null(_as_text(array), "NULL")
+
+
+def _as_text(array: pa.Array) -> pa.Array:
+    kind = array.type
+    if pa.types.is_boolean(kind):
+        return array.cast(pa.int8()).cast(pa.string())
+    if pa.types.is_integer(kind):
+        return array.cast(pa.string())
+    if pa.types.is_binary(kind):
+        found = [None if value is None else f"X'{value.hex()}'" for value in array.to_pylist()]
+        return pa.array(found, pa.string())
+    if pa.types.is_timestamp(kind):
+        array = array.cast(pa.timestamp("us"))  # without its zone, in UTC
+    texts = array.cast(pa.string())
+    if pa.types.is_string(kind):
+        texts = pc.replace_substring(pc.replace_substring(texts, "\\", "\\\\"), "'", "\\'")
+    return pc.binary_join_element_wise("'", texts, "'", "")
+
+
+def _changes(column: Copied, array: pa.Array) -> list[tuple[str, pa.Array]]:
+    """Values that the server would change without an error, even in strict mode: words for each kind, and the rows."""
+    found = []
+    kind, given = _parsed(column.shown_type)
+    if column.shown_type.endswith(NULL_REPLACED):
+        found.append(("NULL, which the server would replace", array.is_null()))
+    if pa.types.is_floating(array.type):
+        found.append(("it is not a finite number", pc.invert(pc.is_finite(array))))
+    if kind in {"date", "datetime", "timestamp"}:
+        plain = pa.date32() if kind == "date" else pa.timestamp("us")
+        since = array.cast(plain).cast(pa.int32() if kind == "date" else pa.int64())
+        outside = pc.or_(pc.less(since, _FIRST[plain]), pc.greater_equal(since, _AFTER[plain]))
+        found.append(("its year is not one of 1 to 9999", outside))
+    if kind in {"datetime", "timestamp", "time"} and (digits := int(given or 0)) < _MOST_DIGITS:
+        micros = array.cast(pa.int64()).fill_null(0).to_numpy()
+        found.append(
+            (f"it has more than {digits} digits of a second", pa.array(micros % 10 ** (_MOST_DIGITS - digits) != 0))
+        )
+    if kind == "binary":
+        found.append((f"it is not {given} bytes long", pc.not_equal(pc.binary_length(array), int(given or 1))))
+    if kind == "char":
+        found.append(("it ends with a space", pc.ends_with(array, pattern=" ")))
+    if kind == "enum":
+        members = pa.array([one.replace("''", "'") for one in _MEMBER.findall(given)], pa.string())
+        found.append(
+            ("the column does not list it", pc.and_(array.is_valid(), pc.invert(pc.is_in(array, value_set=members))))
+        )
+    return [(words, pc.fill_null(bad, False)) for words, bad in found]
+
+
+def _parsed(shown_type: str) -> tuple[str, str]:
+    """The name of a type, and what stands in its parentheses."""
+    match = _TYPE.match(shown_type)
+    return (match[1], match[2] or "") if match else ("", "")
+
+
+def statements(rows: Sequence[str], most_bytes: int) -> list[tuple[int, int]]:
+    """Divide rows into INSERTs of a bounded size: the first row of each, and the one after its last.
+
+    Args:
+        rows: The rows' literals.
+        most_bytes: The most that the literals of one INSERT may take, unless it has one row only.
+    """
+    ends = np.cumsum([len(row.encode()) + 3 for row in rows])  # with parentheses and a comma
+    found, start, sent = [], 0, 0
+    while start < len(rows):
+        end = max(start + 1, int(np.searchsorted(ends, sent + most_bytes, side="right")))
+        found.append((start, end))
+        start, sent = end, int(ends[end - 1])
+    return found
+
+
+# Names and texts in the SQL of MariaDB and MySQL.
+
+_ONE: Final = r"(?:`((?:[^`]|``)+)`|([\w$]+))"
+_NAME: Final = re.compile(rf"(?:{_ONE}\.)?{_ONE}")
+
+
+def quoted(name: str) -> str:
+    """A name in backticks."""
+    return "`" + name.replace("`", "``") + "`"
+
+
+def table_name(table: tuple[str, str]) -> str:
+    """A table's schema and name."""
+    return ".".join(map(quoted, table))
+
+
+def listed(names: Sequence[str], of: str = "") -> str:
+    """Names of columns, with commas between.
+
+    Args:
+        names: The names.
+        of: The alias of their table.
+    """
+    return ", ".join(f"{of}.{quoted(name)}" if of else quoted(name) for name in names)
+
+
+def text_literal(text: str) -> str:
+    """A text as a literal, where backslashes escape."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def parsed_name(name: str) -> tuple[str | None, str] | None:
+    """Schema and name from a table's name, written as in SQL; None if it is none."""
+    match = _NAME.fullmatch(name.strip())
+    if match is None:
+        return None
+    schema, table = (
+        plain if in_ticks is None else in_ticks.replace("``", "`")
+        for in_ticks, plain in ((match[1], match[2]), (match[3], match[4]))
+    )
+    return schema, cast("str", table)
+
+
+def execute(connection: Connection, statement: str) -> CursorResult[tuple[object, ...]]:
+    """Execute a statement that has no parameters."""
+    return connection.exec_driver_sql(statement.replace("%", "%%"))
+
+
+# Errors of statements that write users' rows, on MariaDB and MySQL.
+
+_PASSING: Final = frozenset({Meaning.CONFLICT, Meaning.BUSY, Meaning.GONE, Meaning.FULL})
+"""The same rows may be taken later."""
+_OTHER_CAUSE: Final = _PASSING | {Meaning.READ_ONLY, Meaning.LOGIN, Meaning.PRIVILEGE, Meaning.SCHEMA}
+_VALUE: Final = re.compile(r"(value: ?)'.*'(?= for column)", re.DOTALL)
+
+
+def wrapped(error: MySQLError) -> exc.DBAPIError:
+    """The driver's error as SQLAlchemy's, without the statement: it holds rows."""
+    found = exc.DBAPIError.instance(None, None, error, MySQLError)
+    return found if isinstance(found, exc.DBAPIError) else exc.DBAPIError(None, None, error)
+
+
+def is_about_rows(error: exc.DBAPIError) -> bool:
+    """Whether the database refuses just these rows."""
+    return meaning_of(error) not in _OTHER_CAUSE
+
+
+def refused(what: str, error: exc.DBAPIError, row: str | None = None) -> TransactionAborted:
+    """The error for rows that a table refuses; it says whether a retry with the same rows may succeed.
+
+    Args:
+        what: First words of the message: what failed.
+        error: The database's error.
+        row: The name of the row, if it is known.
+    """
+    place = f" ({row})" if row is not None else ""
+    words = _VALUE.sub(r"\1...", driver_words(error))  # no log may show values that are not a key
+    return TransactionAborted(f"{what}: {words}{place}", retryable=meaning_of(error) in _PASSING)

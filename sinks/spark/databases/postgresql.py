@@ -1,4 +1,4 @@
-"""PostgreSQL's staging tables: hold the rows that tasks have brought into it until the driver moves them into the target.
+"""PostgreSQL as a sink's database: target table, staging tables, binary COPY, prepared transactions.
 
 Each attempt at a partition fills a table of its own. The table is unlogged: written once, read once, and useless after a
 crash of the database, which empties it. The driver compares the number of rows with the task's count before it moves them,
@@ -12,15 +12,23 @@ table is dropped.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, cast
+import re
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import psycopg
 import psycopg.errors
+import pyarrow as pa
+import pyarrow.compute as pc
+from pgpq import ArrowToPostgresBinaryEncoder
+from pgpq.encoders import StringEncoderBuilder
+from pgpq.schema import Jsonb
 from psycopg import sql
 from sqlalchemy import Connection, CursorResult, exc, text
 
 from dualwrite.errors import ConfigurationError, TransactionAborted
+from dualwrite.sinks.spark.column_types import Table, TableColumn
 from dualwrite.sinks.spark.databases.database import (
     KEY_TWICE_STEP,
     STAGING_PREFIX,
@@ -29,21 +37,28 @@ from dualwrite.sinks.spark.databases.database import (
     StagingTable,
     can_be_dropped,
     require_all_taken,
+    require_kept,
     require_key,
+    require_planned,
     rows_lost,
     still_referred_to,
 )
-from dualwrite.sinks.spark.databases.postgresql__sinks_spark_databases_postgresql_copying import refused
-from dualwrite.sinks.spark.digests__sinks_spark_columns_row_names import row_name
-from dualwrite.stores.sql.access__stores_sql_access_failures import driver_words, map_database_error
+from dualwrite.sinks.spark.digests import lists_with, row_name
+from dualwrite.stores.sql.access import driver_words, map_database_error, new_engine, sqlstate_of
 
 if TYPE_CHECKING:
-    from sqlalchemy import Engine, RowMapping
+    from contextlib import AbstractContextManager
+
+    from psycopg import Copy, Cursor
+    from sqlalchemy import URL, Engine, RowMapping
+
+    from dualwrite.sinks.spark.digests import RowNames
+    from dualwrite.sinks.spark.layout import Copied, Layout
 
 logger = logging.getLogger(__name__)
 
 _DROP_LOCK_TIMEOUT: Final = "2s"
-_FIND: Final = text(
+_FIND_STAGING: Final = text(
     "SELECT n.nspname, c.relname, obj_description(c.oid, 'pg_class') FROM pg_class c "
     "JOIN pg_namespace n ON n.oid = c.relnamespace "
     "WHERE c.relkind = 'r' AND starts_with(c.relname, :prefix) AND n.nspname = :schema ORDER BY c.relname"
@@ -255,7 +270,8 @@ def drop_dead_staging(
     dropped = 0
     with engine.connect() as connection:
         found = [
-            StagingTable.found(*row) for row in connection.execute(_FIND, {"prefix": STAGING_PREFIX, "schema": schema})
+            StagingTable.found(*row)
+            for row in connection.execute(_FIND_STAGING, {"prefix": STAGING_PREFIX, "schema": schema})
         ]
         connection.rollback()
         held = holders() if found else {}
@@ -314,3 +330,489 @@ def _count(connection: Connection, staged: StagingTable) -> int:
 
 def _execute(connection: Connection, statement: sql.Composed) -> CursorResult[tuple[object, ...]]:
     return connection.exec_driver_sql(statement.as_string().replace("%", "%%"))
+
+
+# PostgreSQL, as the sinks use it.
+
+
+class PostgreSQL:
+    """See :class:`~dualwrite.sinks.spark.databases.database.SinkDatabase`."""
+
+    def __init__(self, url: URL) -> None:
+        self.engine = new_engine(
+            url,
+            # Binary COPY sends text as UTF-8, whatever the database's own encoding is.
+            connect_args={"client_encoding": "utf8"},
+            # Reads the ledger and the catalog as they are now, not as of the transaction's start.
+            isolation_level="READ COMMITTED",
+            hide_parameters=True,
+            pool_pre_ping=True,  # a reused worker may find its connection gone
+        )
+
+    def quoted(self, table: tuple[str, str]) -> str:
+        """See the protocol."""
+        return sql.Identifier(*table).as_string()
+
+    def read_table(self, connection: Connection, name: str) -> Table:
+        """See the protocol."""
+        return read_table(connection, name)
+
+    def require_types(
+        self, connection: Connection, table: tuple[str, str], planned: Mapping[str, str], *, shown_name: str
+    ) -> None:
+        """See the protocol."""
+        require_types(connection, table, planned, shown_name=shown_name)
+
+    def writing(
+        self, connection: Connection, layout: Layout, table: tuple[str, str], names: RowNames | None = None
+    ) -> AbstractContextManager[TableCopy]:
+        """See the protocol."""
+        return copying(connection, layout, table, names)
+
+    def choose_staging(self, wanted: str, schema: str, *, moves: bool) -> bool:
+        """See the protocol."""
+        return choose_staging(self.engine, wanted, schema, moves=moves)
+
+    def create_staging(
+        self, connection: Connection, made: StagingTable, target: tuple[str, str], columns: Sequence[str]
+    ) -> None:
+        """See the protocol."""
+        create_staging(connection, made, target, columns)
+
+    def take_over(
+        self,
+        connection: Connection,
+        parts: Sequence[Staged],
+        target: tuple[str, str],
+        columns: Sequence[str],
+        *,
+        key: Sequence[str] = (),
+        upsert: Sequence[str] = (),
+    ) -> None:
+        """See the protocol."""
+        for part in parts:
+            take_over(connection, part, target, columns, key=key, upsert=upsert)
+
+    def drop_staging(self, tables: Collection[StagingTable]) -> None:
+        """See the protocol."""
+        drop_staging(self.engine, tables)
+
+    def drop_dead_staging(
+        self, schema: str, incarnations: Mapping[str, int], holders: Callable[[], Mapping[str, str]]
+    ) -> int:
+        """See the protocol."""
+        return drop_dead_staging(self.engine, schema, incarnations, holders)
+
+    def require_replaceable(
+        self, connection: Connection, target: tuple[str, str], *, empty: Emptying | None, upsert: Sequence[str]
+    ) -> None:
+        """See the protocol."""
+        require_replaceable(connection, target, empty=empty, upsert=upsert)
+
+    def empty(self, connection: Connection, table: tuple[str, str], how: Emptying) -> None:
+        """See the protocol."""
+        empty(connection, table, how)
+
+    def before_prepared(self, connection: Connection) -> None:
+        """See the protocol."""
+        require_room(connection)
+        bound_waiting(connection)
+
+    def require_prepared(self, connection: Connection, names: Collection[str], name: str) -> None:
+        """See the protocol."""
+        require_prepared(connection, names, name)
+
+    def had_no_room(self, error: BaseException) -> TransactionAborted | None:
+        """See the protocol."""
+        return ran_out(error)
+
+    def waited_in_vain(self, error: BaseException) -> bool:
+        """See the protocol."""
+        return waited_in_vain(error)
+
+
+# The target table in PostgreSQL's catalog.
+
+_BAD_NAME: Final = frozenset({"42601", "42602", "22023", "0A000", "42939"})
+
+_FIND_TARGET: Final = text(
+    "SELECT c.oid, n.nspname, c.relname, c.relkind::text, has_any_column_privilege(c.oid, 'INSERT') "
+    "FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = to_regclass(:name)"
+)
+# A domain has the binary form of its base type, which may be a domain itself.
+_COLUMNS: Final = text(
+    """
+    WITH RECURSIVE base AS (
+        SELECT a.attnum, t.oid, t.typbasetype, t.typtype::text AS typtype, t.typname, t.typelem,
+               t.typcategory::text AS typcategory,
+               CASE WHEN t.typtype = 'd' AND t.typtypmod >= 0 THEN t.typtypmod ELSE a.atttypmod END AS typmod
+        FROM pg_attribute a JOIN pg_type t ON t.oid = a.atttypid
+        WHERE a.attrelid = :table AND a.attnum > 0 AND NOT a.attisdropped
+      UNION ALL
+        SELECT base.attnum, t.oid, t.typbasetype, t.typtype::text, t.typname, t.typelem, t.typcategory::text,
+               CASE WHEN t.typtype = 'd' AND t.typtypmod >= 0 THEN t.typtypmod ELSE base.typmod END
+        FROM base JOIN pg_type t ON t.oid = base.typbasetype WHERE base.typtype = 'd'
+    )
+    SELECT a.attname, base.typname, base.typtype = 'e', format_type(a.atttypid, a.atttypmod), base.typmod,
+           CASE WHEN base.typcategory = 'A' THEN e.typname END,
+           a.attnotnull AND NOT (a.atthasdef OR a.attidentity <> ''), a.attgenerated <> ''
+    FROM base JOIN pg_attribute a ON a.attrelid = :table AND a.attnum = base.attnum
+         LEFT JOIN pg_type e ON e.oid = base.typelem
+    WHERE base.typtype <> 'd' ORDER BY a.attnum
+    """
+)
+
+_BOUNDED: Final = frozenset({"varchar", "bpchar"})
+_HEADER: Final = 4
+"""Added to the length in these types' modifier (``VARHDRSZ``)."""
+
+_TYPES: Final = text(
+    "SELECT a.attname, format_type(a.atttypid, a.atttypmod) FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid "
+    "JOIN pg_namespace n ON n.oid = c.relnamespace "
+    "WHERE n.nspname = :schema AND c.relname = :table AND a.attnum > 0 AND NOT a.attisdropped"
+)
+
+_KINDS: Final = {
+    "v": "a view",
+    "m": "a materialized view",
+    "f": "a foreign table: what another server keeps does not belong to the transaction",
+    "i": "an index",
+    "S": "a sequence",
+    "c": "a composite type",
+}
+
+
+def read_table(connection: Connection, name: str) -> Table:
+    """Look the table up as PostgreSQL itself would: search path, quotes, upper and lower case.
+
+    Args:
+        connection: Any connection to the database.
+        name: The table's name, written as in SQL.
+
+    Raises:
+        ConfigurationError: There is no such table, it is not a table, or may not be written to.
+        Unavailable: The database does not answer.
+    """
+    try:
+        found = connection.execute(_FIND_TARGET, {"name": name}).one_or_none()
+        if found is None:
+            raise ConfigurationError(
+                f"there is no table {name!r}",
+                next_step="create it, or check its schema and search path; a name with upper case needs double quotes",
+            )
+        oid, schema, table, kind, may_insert = found
+        rows = connection.execute(_COLUMNS, {"table": oid}).all()
+    except exc.SQLAlchemyError as error:
+        if sqlstate_of(getattr(error, "orig", None)) in _BAD_NAME:
+            raise ConfigurationError(
+                f"{name!r} is not the name of a table: {driver_words(error)}",
+                next_step='write it as in SQL: orders, sales.orders, or "Order" in double quotes',
+            ) from error
+        raise map_database_error(error, connection.engine) from error
+    if kind not in {"r", "p"}:
+        raise ConfigurationError(f"{name!r} is not a table but {_KINDS.get(kind, 'something else')}")
+    if not may_insert:
+        raise ConfigurationError(
+            f"rows may not be inserted into {name!r}",
+            next_step=f'as its owner: GRANT INSERT ON {name} TO "{connection.engine.url.username}"',
+        )
+    columns = [
+        TableColumn(
+            name=column,
+            type_name=type_name,
+            shown_type=shown,
+            is_enum=is_enum,
+            scale=_scale(element or type_name, typmod),
+            longest=typmod - _HEADER if type_name in _BOUNDED and typmod >= _HEADER else None,
+            element_type=element,
+            must_be_given=must_be_given,
+            generated=generated,
+        )
+        for column, type_name, is_enum, shown, typmod, element, must_be_given, generated in rows
+    ]
+    return Table(schema, table, {column.name: column for column in columns})
+
+
+def require_types(
+    connection: Connection, table: tuple[str, str], planned: Mapping[str, str], *, shown_name: str
+) -> None:
+    """See :meth:`SinkDatabase.require_types`.
+
+    Binary COPY takes a number for another one of the same width, and INSERT rounds.
+    """
+    try:
+        rows = connection.execute(_TYPES, {"schema": table[0], "table": table[1]}).all()
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, connection.engine) from error
+    require_planned({str(name): str(shown) for name, shown in rows}, planned, shown_name)
+
+
+def _scale(type_name: str, typmod: int) -> int | None:
+    """The scale in a numeric's modifier: eleven bits with a sign (``numeric_typmod_scale`` in PostgreSQL's numeric.c)."""
+    if type_name != "numeric" or typmod < 0:
+        return None
+    return (((typmod - 4) & 0x7FF) ^ 0x400) - 0x400
+
+
+# Arrow batches into PostgreSQL by binary COPY, inside the dual write's own database transaction, with bounded memory.
+
+_UUID_BYTES: Final = 16
+_UUID: Final = pa.binary(_UUID_BYTES)
+_NAMES_KEY: Final = frozenset({"23503", "23505", "23P01"})
+"""SQLSTATEs whose detail names a key: missing in another table, duplicate, or in conflict with an exclusion constraint."""
+_KEY: Final = re.compile(r"Key \(.*?\)=\(.*?\)")
+_LINE: Final = re.compile(r", line ([0-9]+)")
+"""In the first line of the context, which may name a staging table; in binary COPY it holds no values."""
+_DATA_CLASSES: Final = frozenset({"21", "22", "23", "42"})
+"""SQLSTATE classes that the same rows cause again: duplicate keys, bad values, violated constraints, missing rights."""
+
+
+_DAYS: Final = (-2440588, 2145042905)
+_MICROSECONDS: Final = (-210866803200000000, 2**63 - 1)
+"""From 4713 BC, in days and in microseconds since 1970, to what each type holds (``IS_VALID_DATE``, ``IS_VALID_TIMESTAMP`` in
+PostgreSQL's timestamp.h). Numbers outside stand for its infinities, or have no binary form.
+"""
+
+
+class _Driver(Protocol):
+    """The part of a ``psycopg.Connection`` that is used here."""
+
+    def cursor(self) -> Cursor[tuple[object, ...]]:
+        """A new cursor."""
+        ...
+
+
+class TableCopy:
+    """A running COPY. Batches may be written until the block ends.
+
+    Attributes:
+        sent_rows: Number of rows sent so far.
+    """
+
+    def __init__(self, copy: Copy, layout: Layout, names: RowNames | None = None) -> None:
+        self.sent_rows = 0
+        self._names = names
+        self._copy = copy
+        self._columns = layout.table_columns
+        schema = pa.schema([(f"c{number}", _wire_type(layout, one)) for number, one in enumerate(self._columns)])
+        self._schema = schema
+        self._encoder = ArrowToPostgresBinaryEncoder.new_with_encoders(
+            schema,
+            {
+                field.name: StringEncoderBuilder.new_with_output(field, Jsonb())
+                if column.encoding == "jsonb"
+                else ArrowToPostgresBinaryEncoder.infer_encoder(field)
+                for field, column in zip(schema, self._columns, strict=True)
+            },
+        )
+        copy.write(self._encoder.write_header())
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Send the rows of one projected batch. They are in the table once the transaction commits.
+
+        Raises:
+            ConfigurationError: A text in a ``uuid`` column is no UUID, or a column would change a value.
+            psycopg.Error: The database refuses a row, or is gone; `copying` maps it.
+        """
+        arrays = []
+        for one in self._columns:
+            array = batch.column(one.source)
+            require_kept(one, _changes(one, array), self._name)
+            arrays.append(self._uuids(one.name, array) if one.encoding == "uuid" else array)
+        self._copy.write(self._encoder.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema)))
+        self.sent_rows += batch.num_rows
+
+    def _uuids(self, name: str, texts: pa.Array) -> pa.Array:
+        found: list[bytes | None] = []
+        try:
+            found.extend(None if text is None else bytes.fromhex(text.replace("-", "")) for text in texts.to_pylist())
+            return pa.array(found, _UUID)
+        except (ValueError, pa.ArrowInvalid) as error:
+            # A text that is not hexadecimal ends the list; a number of the wrong length is an entry of it.
+            index = next(
+                (index for index, one in enumerate(found) if one is not None and len(one) != _UUID_BYTES), len(found)
+            )
+            raise ConfigurationError(
+                f"a value for column {name!r} of type uuid is not a UUID: {self._name(index)}"
+            ) from error
+
+    def _name(self, index: int) -> str:
+        return f"row {index + 1}" if self._names is None else self._names.in_batch(index)
+
+    def finish(self) -> None:
+        """Send the end of the data."""
+        self._copy.write(self._encoder.finish())
+
+
+@contextmanager
+def copying(
+    connection: Connection, layout: Layout, table: tuple[str, str], names: RowNames | None = None
+) -> Generator[TableCopy, None, None]:
+    """COPY the layout's table columns into a table; an exception in the block cancels it.
+
+    Args:
+        connection: Inside the dual write.
+        layout: Which column goes where.
+        table: Schema and name of the table.
+        names: Names a row that the database refuses.
+
+    Raises:
+        TransactionAborted: The database refused a row, left one out, or is gone, or the table's types are no longer those of
+            the plan: leave the dual write, both sides abort.
+    """
+    driver = cast("_Driver", connection.connection.dbapi_connection)
+    statement = sql.SQL("COPY {} ({}) FROM STDIN (FORMAT BINARY)").format(
+        sql.Identifier(*table),
+        sql.SQL(", ").join(map(sql.Identifier, layout.table_column_names)),
+    )
+    try:
+        with driver.cursor() as cursor:
+            with cursor.copy(statement) as copy:
+                table_copy = TableCopy(copy, layout, names)
+                yield table_copy
+                table_copy.finish()
+            taken = cursor.rowcount  # known once the COPY has ended, and until the cursor is closed
+    except psycopg.Error as error:
+        line = _LINE.search((error.diag.context or "").partition("\n")[0])
+        row = names.of(int(line[1])) if line and names is not None else None
+        raise refused(f"table {layout.table[1]!r} does not take the rows", error, row) from error
+    require_all_taken(layout.table[1], sent=table_copy.sent_rows, taken=taken)
+    require_types(connection, table, layout.table_types, shown_name=layout.table[1])
+
+
+def refused(what: str, error: psycopg.Error, row: str | None = None) -> TransactionAborted:
+    """The error for rows that a table refuses; it says whether a retry with the same rows may succeed.
+
+    Args:
+        what: First words of the message: what failed.
+        error: The database's error.
+        row: The name of the row, if it is known.
+    """
+    shown = []
+    # Only this detail: others show the values of whole rows.
+    if error.sqlstate in _NAMES_KEY and (key := _KEY.match(error.diag.message_detail or "")):
+        shown.append(key[0])
+    if column := error.diag.column_name:
+        shown.append(f"column {column!r}")
+    if row is not None:
+        shown.append(row)
+    place = f" ({', '.join(shown)})" if shown else ""
+    return TransactionAborted(
+        f"{what}: {driver_words(error)}{place}", retryable=(error.sqlstate or "")[:2] not in _DATA_CLASSES
+    )
+
+
+def _changes(column: Copied, array: pa.Array) -> Iterator[tuple[str, pa.Array]]:
+    """Values that PostgreSQL would change without an error, or that have no binary form: words, and which rows have one."""
+    if column.longest is not None:
+        # What is too long by spaces alone is cut, as the SQL standard says.
+        too_long = pc.greater(pc.utf8_length(array), column.longest)
+        yield f"it has more than {column.longest} characters", pc.fill_null(too_long, False)
+    is_list = pa.types.is_list(array.type)
+    inner = array.flatten() if is_list else array
+    if pa.types.is_date(inner.type):
+        numbers, (first, last) = inner.cast(pa.int32()), _DAYS
+    elif pa.types.is_timestamp(inner.type):
+        numbers, (first, last) = inner.cast(pa.int64()), _MICROSECONDS
+    else:
+        return
+    outside = pc.fill_null(pc.or_(pc.less(numbers, first), pc.greater(numbers, last)), False)
+    yield "it is not in the years that the type has", lists_with(array, outside) if is_list else outside
+
+
+def _wire_type(layout: Layout, column: Copied) -> pa.DataType:
+    return _UUID if column.encoding == "uuid" else layout.projected[column.source].arrow
+
+
+# The database leg by prepared transactions: tasks load the target and prepare; one decision commits or aborts all of
+# them.
+#
+# Prepared rows keep their locks, and stay invisible, until the settler of their slot ends the transaction
+# (`dualwrite.recovery.settle.end_participants`): the driver right after its decision, or the next driver.
+
+_LONGEST_WAIT: Final = "30s"
+_PRESENT: Final = text(
+    "SELECT count(*) FROM pg_prepared_xacts WHERE database = current_database() AND gid = ANY(:names)"
+)
+_ROOM: Final = text(
+    "SELECT current_setting('max_prepared_transactions')::int, (SELECT count(*) FROM pg_prepared_xacts)"
+)
+_NO_ROOM: Final = "prepared transactions"
+_MORE_PREPARED: Final = (
+    "set max_prepared_transactions to at least the number of partitions of all batches that are written at once, and restart "
+    "the database; or end those that nobody decides on (dualwrite recover), write fewer partitions, or set databaseLeg to "
+    '"staging"'
+)
+_ALLOWED: Final = text(
+    "SELECT has_schema_privilege(:schema, 'CREATE'), current_setting('max_prepared_transactions')::int"
+)
+
+
+def choose_staging(engine: Engine, wanted: str, schema: str, *, moves: bool) -> bool:
+    """See :meth:`SinkDatabase.choose_staging`."""
+    try:
+        with engine.connect() as connection:
+            may_create, most_prepared = connection.execute(_ALLOWED, {"schema": schema}).one()
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, engine) from error
+    if wanted == "staging" or (wanted == "auto" and may_create):
+        return True
+    if moves:
+        raise ConfigurationError(
+            "rows that replace others, and a table that is emptied first, need staging tables",
+            next_step=f'set databaseLeg to "staging"; the user needs CREATE on the schema {schema!r}',
+        )
+    if most_prepared == 0:
+        raise ConfigurationError(
+            "the database takes no prepared transactions",
+            next_step=f"{_MORE_PREPARED} (which needs CREATE on the schema {schema!r})",
+        )
+    return False
+
+
+def require_room(connection: Connection) -> None:
+    """Make sure, before rows are written, that the database takes one more prepared transaction.
+
+    Raises:
+        ConfigurationError: It does not. (Another task may still take the last place before us; see :func:`ran_out`.)
+    """
+    most, present = connection.execute(_ROOM).one()
+    if present >= most:
+        raise ConfigurationError(
+            f"the database takes {most} prepared transactions, and has {present}", next_step=_MORE_PREPARED
+        )
+
+
+def ran_out(error: BaseException | None) -> TransactionAborted | None:
+    """The error for a PREPARE TRANSACTION that exceeded ``max_prepared_transactions``; None if `error` has another cause."""
+    while error is not None:
+        if isinstance(error, psycopg.errors.OutOfMemory) and _NO_ROOM in str(error):
+            return TransactionAborted(
+                "the database takes no more prepared transactions", next_step=_MORE_PREPARED, retryable=False
+            )
+        error = error.__cause__
+    return None
+
+
+def bound_waiting(connection: Connection) -> None:
+    """Limit the lock waits of this transaction: another attempt's prepared rows may hold the same keys forever."""
+    connection.execute(text(f"SET LOCAL lock_timeout = '{_LONGEST_WAIT}'"))
+
+
+def waited_in_vain(error: BaseException | None) -> bool:
+    """Whether a lock was not free in time."""
+    while error is not None:
+        if isinstance(error, psycopg.errors.LockNotAvailable):
+            return True
+        error = error.__cause__
+    return False
+
+
+def require_prepared(connection: Connection, names: Collection[str], name: str) -> None:
+    """See :meth:`SinkDatabase.require_prepared`."""
+    present: int = connection.execute(_PRESENT, {"names": list(names)}).scalar_one() if names else 0
+    if present != len(names):
+        raise TransactionAborted(
+            f"{name}: of {len(names)} prepared database transactions {present} are there: the others have been ended",
+            next_step="run the batch again",
+        )

@@ -15,7 +15,7 @@ from pyspark.sql import types as spark
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.column_types import row_of
-from dualwrite.sinks.spark.options__sinks_spark_options_message_formats import Format
+from dualwrite.sinks.spark.options import Format
 from dualwrite.sinks.spark.schema_parts import (
     Given,
     Part,
@@ -26,7 +26,7 @@ from dualwrite.sinks.spark.schema_parts import (
     refused,
     rows_of,
 )
-from dualwrite.sinks.spark.sendable__sinks_spark_columns_from_rows import unless_null, variant_json
+from dualwrite.sinks.spark.sendable import unless_null, variant_json
 
 if TYPE_CHECKING:
     from confluent_kafka.schema_registry import SchemaRegistryClient

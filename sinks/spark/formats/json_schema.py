@@ -18,7 +18,7 @@ from pyspark.sql import types as spark
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.column_types import row_of
-from dualwrite.sinks.spark.options__sinks_spark_options_message_formats import Format
+from dualwrite.sinks.spark.options import Format
 from dualwrite.sinks.spark.schema_parts import (
     Given,
     Part,
@@ -29,7 +29,7 @@ from dualwrite.sinks.spark.schema_parts import (
     refused,
     rows_of,
 )
-from dualwrite.sinks.spark.sendable__sinks_spark_columns_from_rows import json_converter, variant_json
+from dualwrite.sinks.spark.sendable import json_converter, variant_json
 
 if TYPE_CHECKING:
     from confluent_kafka.schema_registry import SchemaRegistryClient

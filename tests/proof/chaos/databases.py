@@ -31,7 +31,7 @@ from chaos.plan import ABORTING, LEFT_BY, NEEDS_DECIDED, SETTLING, WRITING
 from chaos.results import Results
 from chaos.tables import MOMENT
 from dualwrite import status
-from dualwrite.interfaces__ports_database import Database
+from dualwrite.interfaces import Database
 from dualwrite.migrations import upgrade
 from dualwrite.stores.keyed.rocksdb import RocksDatabase
 from dualwrite.stores.opening import database_of

@@ -32,11 +32,11 @@ from dualwrite import (
 )
 from dualwrite.clock import Deadline
 from dualwrite.errors import OutcomeUnverifiable
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.migrations import upgrade
-from dualwrite.protocol.lives__protocol_tables_lease_life import LeaseState
+from dualwrite.protocol.lives import LeaseState
 from dualwrite.recovery.claim import OwnerContext, default_owner
 from dualwrite.stores.sql.leases import read_leases
 from dualwrite.stores.sql.ledger import Ledger
@@ -45,7 +45,7 @@ from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.stores.sql.tables import declare_tables
 from dualwrite.testing import Checker, Follower, Journal
 from dualwrite.writing.lane import Lane
-from dualwrite.writing.transaction__writing_blocks_block import dual_write
+from dualwrite.writing.transaction import dual_write
 
 Tell = Callable[[str], None]
 

@@ -38,7 +38,7 @@ from chaos.tables import MOMENT
 from chaos.units_page import FIGURES
 from dualwrite import Unavailable
 from dualwrite.failpoints import FAILPOINTS
-from dualwrite.protocol.lives__protocol_tables_unit_life import UnitState
+from dualwrite.protocol.lives import UnitState
 from dualwrite.units import UnitReader
 
 TOPIC = "units"

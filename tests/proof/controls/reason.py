@@ -21,7 +21,7 @@ from controls.running import Servers, servers
 from controls.ways import METADATA, OPERATIONS, WAYS
 from dualwrite.migrations import upgrade
 from dualwrite.testing import Journal, read_committed
-from dualwrite.testing.checker__testing_verdict import Kind, Place, compare
+from dualwrite.testing.checker import Kind, Place, compare
 
 RESULTS: Final = Path(__file__).parent / "reason.json"
 PAGE: Final = Path(__file__).parents[3] / "docs" / "why.md"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dualwrite.testing.proxy__testing_proxy_rules import Choice, Rule
+from dualwrite.testing.proxy import Choice, Rule
 from faults.cells import COMMIT, KEYS, TWO_PHASE, Cell, Draw, Fault, Phase
 from faults.stage import Owner, Result, Slot, Stage
 

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterable
 
 from dualwrite.testing import Api
-from dualwrite.testing.proxy__testing_proxy_rules import Rule
+from dualwrite.testing.proxy import Rule
 from faults.stage import Owner, Slot, Stage
 from faults.work import BOTH, MESSAGES, Operation
 

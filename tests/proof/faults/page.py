@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dualwrite.kafka.producer__kafka_producer_choice import EngineName
+from dualwrite.kafka.producer import EngineName
 from faults.cells import COMMIT, Fault, Phase, cells_of, requests_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "proof-faults.md"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from dualwrite.testing import Api
-from dualwrite.testing.proxy__testing_proxy_kafka import KafkaRequest
+from dualwrite.testing.proxy import KafkaRequest
 
 _NAMES = {
     Api.PRODUCE: "Produce",

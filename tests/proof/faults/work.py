@@ -28,8 +28,7 @@ from dualwrite import (
     failpoints,
 )
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.kafka.producer__kafka_producer_choice import EngineName
+from dualwrite.kafka.producer import EngineName, TransactionalProducer
 
 OPERATIONS = Table(
     "operations",

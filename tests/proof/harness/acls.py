@@ -8,7 +8,7 @@ from kafka.protocol.admin.acl import CreateAclsRequest, DescribeAclsRequest
 
 from dualwrite.clock import Deadline, GrowingPause
 from dualwrite.kafka.brokers import Brokers
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from harness.patience import PATIENCE_S
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Generator
 from functools import partial
 from typing import Any
 
-from dualwrite.protocol.lives__protocol_tables_write_life import WriteState
+from dualwrite.protocol.lives import WriteState
 
 Cancel = Callable[["asyncio.Task[Any]", "asyncio.Future[Any] | None"], object]
 """Cancels a task that awaits a future, or, without one, its next turn."""

@@ -18,7 +18,7 @@ from sqlalchemy import create_engine, inspect, select
 from dualwrite.failpoints import ENVIRONMENT
 from dualwrite.stores.keyed.rocksdb import RocksDatabase
 from dualwrite.testing import History, Journal, read_committed
-from dualwrite.testing.checker__testing_verdict import Place, compare
+from dualwrite.testing.checker import Place, compare
 from harness.forking import processes
 from harness.patience import PATIENCE_S, wait_until
 from harness.places import PROOF

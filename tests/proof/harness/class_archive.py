@@ -9,18 +9,18 @@ import shlex
 from pathlib import Path
 
 from dualwrite.testing import EmbeddedKafka
-from dualwrite.testing.servers import kafka__testing_servers_kafka_broker
+from dualwrite.testing.servers import kafka as kafka_broker
 from dualwrite.testing.servers.jars import POM
 
 ARCHIVE = Path(__file__).parents[3] / ".cache" / "broker.jsa"
-OPTIONS = kafka__testing_servers_kafka_broker.JVM_OPTIONS
+OPTIONS = kafka_broker.JVM_OPTIONS
 _QUIET = ("-Xlog:cds=off", "-Xlog:cds+dynamic=off")
 
 
 def use() -> None:
     """Let the brokers that this process starts from now on read it, if there is one."""
     if ARCHIVE.exists():
-        kafka__testing_servers_kafka_broker.JVM_OPTIONS = (*OPTIONS, *_reading())
+        kafka_broker.JVM_OPTIONS = (*OPTIONS, *_reading())
 
 
 def environment() -> dict[str, str]:
@@ -34,14 +34,14 @@ def make() -> None:
         return
     ARCHIVE.parent.mkdir(exist_ok=True)
     unfinished = ARCHIVE.with_suffix(".new")
-    kafka__testing_servers_kafka_broker.JVM_OPTIONS = (*OPTIONS, f"-XX:ArchiveClassesAtExit={unfinished}", *_QUIET)
+    kafka_broker.JVM_OPTIONS = (*OPTIONS, f"-XX:ArchiveClassesAtExit={unfinished}", *_QUIET)
     try:
         # A setting of its own: not the servers of the environment.
         with EmbeddedKafka({"auto.create.topics.enable": "false"}) as kafka:
             kafka.create_topic("any")
             kafka.stop()
     finally:
-        kafka__testing_servers_kafka_broker.JVM_OPTIONS = OPTIONS
+        kafka_broker.JVM_OPTIONS = OPTIONS
     unfinished.replace(ARCHIVE)
 
 

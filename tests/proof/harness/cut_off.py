@@ -10,8 +10,8 @@ import pytest
 
 from dualwrite.testing import EmbeddedKafka
 from dualwrite.testing.servers import kafka as embedded
-from dualwrite.testing.servers.embedded__testing_servers_ports import LOOPBACK
-from dualwrite.testing.servers.kafka__testing_servers_kafka_properties import server_properties
+from dualwrite.testing.servers.embedded import LOOPBACK
+from dualwrite.testing.servers.kafka import server_properties
 from harness.relay import Relay
 
 

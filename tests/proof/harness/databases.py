@@ -17,7 +17,7 @@ from sqlalchemy.schema import CreateSchema, DropSchema
 
 import dualwrite.migrations
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.protocol.values import StateRow
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.stores.sql.tables import BATCH_VIEW, OWN_TABLES, VERSION_TABLE, Tables, declare_tables
 from harness import patience

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from sqlalchemy import NullPool, create_engine, text
 
-from dualwrite.interfaces__ports_database import Database
+from dualwrite.interfaces import Database
 from dualwrite.stores.opening import database_of
 from harness.databases import CLUSTER, emptied, prepare, prepare_mariadb, prepared, sqlite_url
 from harness.dictionary import DictionaryDatabase

@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from dualwrite.errors import IllegalStateError, TransactionAborted, Unavailable
-from dualwrite.interfaces__ports_database import Traits
-from dualwrite.stores.keyed.store__stores_keyed_database import KeyedDatabase
-from dualwrite.stores.keyed.store__stores_keyed_handle import KeyedHandle
-from dualwrite.stores.keyed.store__stores_keyed_keys import Change, Entry, Key
+from dualwrite.interfaces import Traits
+from dualwrite.stores.keyed.store import Change, Entry, Key, KeyedDatabase, KeyedHandle
 
 
 class Puts:
@@ -41,7 +39,7 @@ class DictionaryHandle(KeyedHandle):
 
 
 class Dictionary:
-    """Implements :class:`dualwrite.stores.keyed.store__stores_keyed_keys.Keys`.
+    """Implements :class:`dualwrite.stores.keyed.store.Keys`.
 
     Attributes:
         pairs: What users have committed.

@@ -13,8 +13,7 @@ import pytest
 from dualwrite.clock import Deadline
 from dualwrite.kafka.librdkafka.producer import ProducerInstance
 from dualwrite.kafka.native.producer import NativeInstance
-from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.kafka.producer__kafka_producer_choice import EngineName
+from dualwrite.kafka.producer import EngineName, TransactionalProducer
 from dualwrite.protocol.message import Message
 from harness.patience import PATIENCE_S
 

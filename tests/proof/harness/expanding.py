@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import Connection, text
 
-from dualwrite.stores.sql.short_transactions__stores_sql_schema import SCHEMA_REVISION
+from dualwrite.stores.sql.short_transactions import SCHEMA_REVISION
 from dualwrite.stores.sql.tables import OWN_TABLES, VERSION_TABLE
 
 LATER = f"{int(SCHEMA_REVISION[:4]) + 1:04}"

@@ -8,8 +8,7 @@ from dualwrite.kafka.cluster import Leader, Topic
 from dualwrite.kafka.native.accumulator import Filling
 from dualwrite.kafka.native.error_meanings import Code
 from dualwrite.kafka.native.produce_state import Limits, ProduceCore
-from dualwrite.kafka.native.records import RecordsBuilder
-from dualwrite.kafka.native.records__kafka_producer_native_records_compression import Codec
+from dualwrite.kafka.native.records import Codec, RecordsBuilder
 from dualwrite.protocol.message import Message
 
 NOW_MS = 1_767_225_600_000

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dualwrite.testing.servers.jars import fetched_jars, java, kafka_jars
-from dualwrite.testing.servers.kafka__testing_servers_kafka_broker import JVM_OPTIONS
+from dualwrite.testing.servers.kafka import JVM_OPTIONS
 from harness.patience import PATIENCE_S
 
 NULL = "<null>"

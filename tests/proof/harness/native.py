@@ -14,10 +14,8 @@ from kafka.protocol.producer.transaction import EndTxnRequest, InitProducerIdReq
 from dualwrite.clock import Deadline
 from dualwrite.kafka.brokers import Brokers, until_answered
 from dualwrite.kafka.cluster import Coordinators, Topics
-from dualwrite.kafka.config__kafka_config import KafkaConfig
-from dualwrite.kafka.native.records import RecordsBuilder
-from dualwrite.kafka.native.records__kafka_producer_native_records_body import RecordsBody
-from dualwrite.kafka.native.records__kafka_producer_native_records_compression import Codec
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.native.records import Codec, RecordsBody, RecordsBuilder
 from dualwrite.kafka.network import NotYet
 from dualwrite.protocol.values import NEVER_MS
 from harness.patience import wait_until

@@ -3,12 +3,11 @@
 import secrets
 
 from dualwrite.clock import Deadline, now_s
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.native.coordination import CoordinatorRequests
 from dualwrite.kafka.native.error_meanings import Code
 from dualwrite.kafka.native.produce_state import Limits, ProduceCore
-from dualwrite.kafka.native.records import RecordsBuilder
-from dualwrite.kafka.native.records__kafka_producer_native_records_compression import Codec
+from dualwrite.kafka.native.records import Codec, RecordsBuilder
 from dualwrite.kafka.native.sender import Sender
 from harness.patience import PATIENCE_S
 

@@ -11,9 +11,8 @@ from dualwrite.sinks.spark import SinkOptions
 from dualwrite.sinks.spark.partition_task import write_partition
 from dualwrite.sinks.spark.per_partition import BatchJob
 from dualwrite.sinks.spark.sendable import projected_batches
-from dualwrite.sinks.spark.whole_batch import WholeBatch
-from dualwrite.sinks.spark.whole_batch__sinks_spark_whole_batch_prepared_partition import prepare_partition
-from dualwrite.stores.sql.ledger__stores_sql_jobs_runs import Runs
+from dualwrite.sinks.spark.whole_batch import WholeBatch, prepare_partition
+from dualwrite.stores.sql.ledger import Runs
 
 SCHEMA = StructType().add("id", LongType()).add("name", StringType())
 ROWS = 100

@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 from dualwrite.testing import EmbeddedMariaDB
-from dualwrite.testing.servers.embedded__testing_servers_server_process import ServerProcess
+from dualwrite.testing.servers.embedded import ServerProcess
 from dualwrite.testing.servers.jars import fetched_jars
 from dualwrite.testing.servers.mariadb import SERVER_VARIABLE
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from sqlalchemy import make_url
 
 from dualwrite.clock import Deadline, pause
-from dualwrite.testing.servers.embedded__testing_servers_ports import LOOPBACK
-from dualwrite.testing.servers.postgresql__testing_servers_postgresql_binaries import unprivileged_user
+from dualwrite.testing.servers.embedded import LOOPBACK
+from dualwrite.testing.servers.postgresql import unprivileged_user
 from harness.patience import PATIENCE_S
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from simulator.state import OFFSETS_TOPIC
 
 from dualwrite.clock import Deadline
 from dualwrite.kafka.brokers import Brokers
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 
 NOT_YET = {6, 14, 15, 16}  # the leader or coordinator is elsewhere, loading, or not there yet
 UNKNOWN_IDS = 1_000_000_000  # real producer ids are far below

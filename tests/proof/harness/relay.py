@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 
-from dualwrite.testing.servers.embedded__testing_servers_ports import LOOPBACK
+from dualwrite.testing.servers.embedded import LOOPBACK
 
 
 class Relay:

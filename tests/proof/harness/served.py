@@ -20,9 +20,9 @@ from simulator.scheduler import Simulation
 from simulator.state import new_broker
 
 from dualwrite.clock import Deadline
-from dualwrite.kafka.log__kafka_coordinator_blocking import BlockingTransaction
+from dualwrite.kafka.log import BlockingTransaction
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.recovery import recover__recovery_servers
+from dualwrite.recovery import recover
 from dualwrite.writing import writer_resources
 
 SETTINGS: Final = {"bootstrap.servers": "simulated:9092"}
@@ -59,7 +59,7 @@ class ServedKafka(Simulation):
     def plant(self, patch: pytest.MonkeyPatch) -> None:
         """Let every writer and every recovery of this process use this Kafka."""
         patch.setattr(writer_resources, "KafkaCoordinator", lambda _, **_like: _Coordinator(self))
-        patch.setattr(recover__recovery_servers, "KafkaCoordinator", lambda _: _Coordinator(self))
+        patch.setattr(recover, "KafkaCoordinator", lambda _: _Coordinator(self))
         patch.setattr(
             writer_resources, "TransactionalProducer", partial(TransactionalProducer, make_handle=make_handle(self))
         )

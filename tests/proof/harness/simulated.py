@@ -17,14 +17,11 @@ from simulator.state import new_broker
 from simulator.store import SimulatedStore
 
 from dualwrite.clock import Deadline
-from dualwrite.kafka.producer__kafka_producer_choice import EngineName
-from dualwrite.protocol.values import Outcome
-from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.kafka.producer import EngineName
+from dualwrite.protocol.values import Outcome, StateRow
 from dualwrite.recovery.claim import OwnerContext
-from dualwrite.writing.lane import Lane
-from dualwrite.writing.lane__writing_lanes_losses import FoundLoss, Losses
-from dualwrite.writing.transaction import Transaction
-from dualwrite.writing.transaction__writing_blocks_block import Ending, dual_write
+from dualwrite.writing.lane import FoundLoss, Lane, Losses
+from dualwrite.writing.transaction import Ending, Transaction, dual_write
 
 __all__ = ["TIMEOUT_S", "TOPIC", "Here", "NotReached", "Running", "Servers", "simulated"]
 

@@ -23,7 +23,7 @@ from simulator.state import topic_id
 
 from dualwrite.clock import Deadline
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.protocol.values import StateRow
 from dualwrite.recovery.claim import claim_rows
 from dualwrite.recovery.settle import SettleReport, settle
 from harness.simulated import TIMEOUT_S, TOPIC, Here, Servers

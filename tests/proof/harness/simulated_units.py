@@ -25,7 +25,7 @@ from dualwrite import DualWriteError, Unavailable
 from dualwrite.clock import Deadline, pause
 from dualwrite.units import UnitRecord, announcing, batch_reader, writer
 from dualwrite.units.log import PartitionLogs
-from dualwrite.units.records__units_ranges import Offsets, Partition
+from dualwrite.units.records import Offsets, Partition
 from harness.simulated import TIMEOUT_S, Here, Running, Servers, simulated
 
 UNIT_TOPIC = "units"

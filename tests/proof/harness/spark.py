@@ -21,7 +21,7 @@ from sqlalchemy import create_engine, text
 
 from dualwrite import failpoints
 from dualwrite.sinks.spark.partition_task import PartitionTask
-from dualwrite.stores.sql.ledger__stores_sql_jobs_batches import Batch, read_batches
+from dualwrite.stores.sql.ledger import Batch, read_batches
 from dualwrite.testing.reading import read_committed
 from dualwrite.testing.servers.jars import fetched_jars
 from harness import spark_archive

@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 from dualwrite import ConfigurationError
 from dualwrite.clock import Deadline
 from dualwrite.sinks.spark import foreach_batch, per_partition, register
-from dualwrite.sinks.spark.plan__sinks_spark_driver_spark_jobs import SparkJobs
+from dualwrite.sinks.spark.plan import SparkJobs
 from harness.patience import PATIENCE_S
 from harness.sinks import Sink
 from harness.spark import SPARKS_ERRORS, ArmedTask, SparkCase, numbers

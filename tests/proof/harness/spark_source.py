@@ -10,8 +10,8 @@ from pyspark import TaskContext
 
 from dualwrite import failpoints
 from dualwrite.sinks.spark import DualWriteDataSource, foreach_partition, register, write_batch
-from dualwrite.sinks.spark.databases import postgresql__sinks_spark_databases_postgresql_prepared
-from dualwrite.sinks.spark.options__sinks_spark_options_source_options import OPTION_NAMES
+from dualwrite.sinks.spark.databases import postgresql
+from dualwrite.sinks.spark.options import OPTION_NAMES
 from dualwrite.sinks.spark.source import DataSourceArrowWriter, DataSourceStreamWriter  # not every PySpark has them
 from harness.spark import attempt_number, leave_group
 
@@ -103,7 +103,7 @@ class ArmedSource(DualWriteDataSource):
             int(options.pop("attempts", "1")),
             options.pop("counter", ""),
             options.pop("pidFile", ""),
-            options.pop("waits", postgresql__sinks_spark_databases_postgresql_prepared._LONGEST_WAIT),
+            options.pop("waits", postgresql._LONGEST_WAIT),
         )
         super().__init__(options)
 
@@ -133,9 +133,7 @@ class _Armed:
             if self.armed.pid_file:
                 leave_group(self.armed.pid_file)
             failpoints.arm(point)
-        with mock.patch.object(
-            postgresql__sinks_spark_databases_postgresql_prepared, "_LONGEST_WAIT", self.armed.waits
-        ):
+        with mock.patch.object(postgresql, "_LONGEST_WAIT", self.armed.waits):
             return self.inner.write(iterator)
 
     def commit(self, *arguments):

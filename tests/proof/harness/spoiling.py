@@ -9,8 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from dualwrite.testing import EmbeddedKafka
-from dualwrite.testing.proxy__testing_proxy_kafka import KafkaCodec, KafkaProxy, KafkaRequest
-from dualwrite.testing.proxy__testing_proxy_units import Answer, Unit
+from dualwrite.testing.proxy import Answer, KafkaCodec, KafkaProxy, KafkaRequest, Unit
 
 Spoil = Callable[[bytes], bytes]
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from dualwrite.testing import EmbeddedZooKeeper
-from dualwrite.testing.proxy__testing_proxy_rules import Choice
-from dualwrite.testing.proxy__testing_proxy_tcp import Proxy
-from dualwrite.testing.proxy__testing_proxy_units import Answer, Unit
-from dualwrite.testing.servers.embedded__testing_servers_ports import LOOPBACK
+from dualwrite.testing.proxy import Answer, Choice, Proxy, Unit
+from dualwrite.testing.servers.embedded import LOOPBACK
 
 CREATE, GET, SYNC, MULTI = 1, 4, 9, 14
 _OPENING = 0

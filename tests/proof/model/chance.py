@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from simulator.database import Kind
 from simulator.process import Server
 
-from dualwrite.writing.transaction__writing_blocks_block import Ending
+from dualwrite.writing.transaction import Ending
 from model.consuming import INPUTS, reader_of
 from model.owners import TOPIC
 from model.world import PARTITIONS, Cluster, World
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from simulator.process import Process
 
-    from dualwrite.kafka.producer__kafka_producer_choice import EngineName
+    from dualwrite.kafka.producer import EngineName
 
 HANDED_OVER_FROM = 1_000_000_000_000
 NATIVE_FROM = 2 * HANDED_OVER_FROM

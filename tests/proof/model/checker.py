@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from simulator.scheduler import Simulation
 
-    from dualwrite.protocol.values__protocol_rows import StateRow
+    from dualwrite.protocol.values import StateRow
     from model.owners import Told, Write
 
 

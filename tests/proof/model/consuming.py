@@ -21,18 +21,15 @@ from simulator.requests import DescribeGroup, DescribeGroupResponse, OffsetFetch
 from simulator.store import SimulatedStore
 
 from dualwrite.clock import Deadline, pause
-from dualwrite.consumer.partitions import Partitions
-from dualwrite.consumer.partitions__apps_consumer_offsets import KafkaOffsets, Offsets, RowOffsets
-from dualwrite.consumer.reading import Reading
-from dualwrite.consumer.reading__apps_consumer_peers import Peers
+from dualwrite.consumer.partitions import KafkaOffsets, Offsets, Partitions, RowOffsets
+from dualwrite.consumer.reading import Peers, Reading
 from dualwrite.consumer.working import CurrentWriter, Working
 from dualwrite.errors import DualWriteError, Unavailable
 from dualwrite.protocol.consuming import Step, member_id, member_prefix
 from dualwrite.recovery.claim import OwnerContext, claim_lanes
 from dualwrite.recovery.recover import inspect_rows, recover_rows
-from dualwrite.writing.lane import Lane
-from dualwrite.writing.lane__writing_lanes_losses import Losses
-from dualwrite.writing.transaction__writing_blocks_block import dual_write
+from dualwrite.writing.lane import Lane, Losses
+from dualwrite.writing.transaction import dual_write
 from model.checker import Finding, decided_writes
 from model.owners import OF_THE_USERS_STATEMENT, TIMEOUT_S, TOPIC, CodeFailed, Told, Write, make_producer
 
@@ -42,9 +39,8 @@ if TYPE_CHECKING:
     from simulator.process import Process
     from simulator.scheduler import Simulation
 
-    from dualwrite.kafka.producer__kafka_producer_choice import EngineName
-    from dualwrite.recovery.recover import RecoveryReport
-    from dualwrite.recovery.recover__recovery_plan import IdStatus
+    from dualwrite.kafka.producer import EngineName
+    from dualwrite.recovery.recover import IdStatus, RecoveryReport
     from dualwrite.writing.transaction import Transaction
 
 GROUP: Final = "group"
@@ -298,7 +294,7 @@ class ConsumingMember:
     # Its worker
 
     def work(self, process: Process) -> None:
-        """Perform a unit on each command, as :meth:`dualwrite.consumer.consumer__apps_consumer_member.Member._work` does."""
+        """Perform a unit on each command, as :meth:`dualwrite.consumer.consumer.Member._work` does."""
         while process.await_command() == WORK and not self.partitions.closed:
             unit = self.partitions.take()
             if unit is None:

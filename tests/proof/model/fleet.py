@@ -16,10 +16,10 @@ from simulator.leases import SimulatedLeases
 from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError
 from dualwrite.protocol.leases import LeaseTiming, Place, holder_has_died
-from dualwrite.protocol.lives__protocol_tables_lease_life import LeaseState
-from dualwrite.protocol.values__protocol_naming import writer_of
+from dualwrite.protocol.lives import LeaseState
+from dualwrite.protocol.values import writer_of
 from dualwrite.recovery.recover import recover_rows
-from dualwrite.writing.leased__writing_lease_keeper import LeaseKeeper
+from dualwrite.writing.leased import LeaseKeeper
 from model.checker import Finding
 from model.grouped import GroupingOwner
 from model.owners import TIMEOUT_S
@@ -179,7 +179,7 @@ class Member(GroupingOwner):
         return True
 
     def _settle(self, context: OwnerContext, lease: Lease) -> None:
-        """Settle what a dead member has left, as :func:`dualwrite.recovery.operator__recovery_take_over.take_over` does."""
+        """Settle what a dead member has left, as :func:`dualwrite.recovery.operator.take_over` does."""
         owner, name = self._new_owner(context), lease.transactional_id
         try:
             if not self._leases.adopt(lease, owner, TIMING.timeout_s):

@@ -10,8 +10,8 @@ from dualwrite import WriterLimits
 from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError, Fenced, TransactionAborted
 from dualwrite.protocol.grouping import Unit, Units
-from dualwrite.writing.group_commit__writing_group_running import run_group
-from dualwrite.writing.transaction__writing_blocks_block import dual_write
+from dualwrite.writing.group_commit import run_group
+from dualwrite.writing.transaction import dual_write
 from dualwrite.writing.units_of_work import GroupRun
 from model.checker import Finding
 from model.owners import MEANING, NAME, OF_THE_USERS_STATEMENT, TIMEOUT_S, TOPIC, CodeFailed, Owner, Write

@@ -17,14 +17,13 @@ from simulator.store import SimulatedStore
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError, TransactionAborted, Unavailable
-from dualwrite.protocol.lives__protocol_tables_batch_life import BatchState
+from dualwrite.protocol.lives import BatchState
 from dualwrite.recovery.claim import OwnerContext, claim_rows
 from dualwrite.recovery.settle import settle
 from dualwrite.sinks.batches import Decision
-from dualwrite.stores.sql.drivers__stores_sql_participants import name_of
-from dualwrite.writing.lane import Lane
-from dualwrite.writing.lane__writing_lanes_losses import Losses
-from dualwrite.writing.transaction__writing_blocks_block import Ending, dual_write
+from dualwrite.stores.sql.drivers import name_of
+from dualwrite.writing.lane import Lane, Losses
+from dualwrite.writing.transaction import Ending, dual_write
 from model.owners import OF_THE_USERS_STATEMENT, TIMEOUT_S, TOPIC, CodeFailed, Write, make_producer
 
 if TYPE_CHECKING:
@@ -33,9 +32,9 @@ if TYPE_CHECKING:
     from simulator.process import Process
     from simulator.scheduler import Simulation
 
-    from dualwrite.kafka.producer__kafka_producer_choice import EngineName
+    from dualwrite.kafka.producer import EngineName
     from dualwrite.protocol.prepared_state import PreparedTxnState
-    from dualwrite.protocol.values__protocol_rows import StateRow
+    from dualwrite.protocol.values import StateRow
     from model.owners import Told
 
 _LOOKS = 3

@@ -30,14 +30,13 @@ from dualwrite.errors import (
     IllegalStateError,
     OutcomeUnverifiable,
 )
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.protocol.values__protocol_naming import lane_id
+from dualwrite.protocol.values import lane_id
 from dualwrite.recovery.claim import OwnerContext, claim_lanes
 from dualwrite.recovery.recover import recover_rows
-from dualwrite.writing.lane import Lane
-from dualwrite.writing.lane__writing_lanes_losses import Losses
-from dualwrite.writing.transaction__writing_blocks_block import Ending, dual_write
+from dualwrite.writing.lane import Lane, Losses
+from dualwrite.writing.transaction import Ending, dual_write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,8 +44,8 @@ if TYPE_CHECKING:
     from simulator.process import Process
     from simulator.scheduler import Simulation
 
-    from dualwrite.kafka.producer__kafka_producer_choice import EngineName
-    from dualwrite.protocol.values__protocol_rows import StateRow
+    from dualwrite.kafka.producer import EngineName
+    from dualwrite.protocol.values import StateRow
 
 NAME = "orders"
 TOPIC = "events"

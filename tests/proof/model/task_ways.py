@@ -18,7 +18,7 @@ from sqlalchemy.orm import sessionmaker
 from dualwrite import AsyncDualWriter, DualWriter, ProducerRecord, RowUnit, WriterLimits
 from dualwrite.errors import DualWriteError
 from dualwrite.failpoints import FailpointError
-from dualwrite.protocol.lives__protocol_tables_write_life import WriteState
+from dualwrite.protocol.lives import WriteState
 
 if TYPE_CHECKING:
     from harness.stepped import SteppedLoop

@@ -10,7 +10,7 @@ from simulator.store import SimulatedStore
 from dualwrite.kafka.librdkafka.producer import ProducerInstance
 from dualwrite.protocol.batches import CompletionStep, next_completion_step
 from dualwrite.recovery.settle import _Settling
-from dualwrite.sinks import batches__sinks_jobs_complete as completing
+from dualwrite.sinks import batches as completing
 from dualwrite.writing.lane import Lane
 from model.checker import Finding
 from model.schedule import Impossible, run_lines, text_lines

@@ -8,7 +8,7 @@ from harness.served import SETTINGS, TOPIC
 from harness.stepped import SteppedKafka
 
 from dualwrite import AsyncDualWriter, WriterLimits
-from dualwrite.asyncio.writer__apps_task_writer import THREADS
+from dualwrite.asyncio.writer import THREADS
 from model import tasks
 
 FIRST = 1_000_000

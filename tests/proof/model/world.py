@@ -23,7 +23,7 @@ from simulator.scheduler import Held, Simulation
 from simulator.state import create_topic, new_broker, transaction
 
 from dualwrite import WriterLimits
-from dualwrite.writing.transaction__writing_blocks_block import Ending
+from dualwrite.writing.transaction import Ending
 from model.checker import Finding, check, decided_writes
 from model.consuming import (
     GROUP,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from simulator.partition import Partition, ProducerEntry
     from simulator.state import Broker
 
-    from dualwrite.kafka.producer__kafka_producer_choice import EngineName
+    from dualwrite.kafka.producer import EngineName
 
 PARTITIONS = 2
 ENDINGS = {Ending.COMMIT: "", Ending.HAND_OVER: ", to hand over", Ending.PREPARE: ", to hand over prepared"}

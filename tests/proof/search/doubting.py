@@ -1,12 +1,11 @@
-"""A COMMIT without an answer, step by step: ``dualwrite.recovery.in_doubt__recovery_commit_in_doubt``, ``Transaction._resolve``."""
+"""A COMMIT without an answer, step by step: ``dualwrite.recovery.in_doubt``, ``Transaction._resolve``."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerEvent
-from dualwrite.protocol.lives__protocol_tables_write_life import WriteEvent
-from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict, Doubt
+from dualwrite.protocol.lives import ProducerEvent, WriteEvent
+from dualwrite.protocol.process import DatabaseVerdict, Doubt
 from search.stepping import Step
 from search.values import name
 

@@ -21,8 +21,7 @@ from simulator import requests as sim
 from simulator.partition import producer
 from simulator.state import Broker, partition, transaction
 
-from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
-from dualwrite.protocol.lives__protocol_tables_write_life import WriteState
+from dualwrite.protocol.lives import ProducerState, WriteState
 from dualwrite.protocol.prepared_state import Engine
 from search.process import Walk
 from search.values import DONE, NOTHING, PLACES, STOPPED, Database, Process

@@ -7,10 +7,8 @@ from datetime import datetime, timezone
 
 from dualwrite.errors import DualWriteError
 from dualwrite.protocol.known_end import EndStep
-from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerEvent
-from dualwrite.protocol.lives__protocol_tables_write_life import WRITE_LIFE, WriteEvent, WriteState
-from dualwrite.protocol.values import Outcome
-from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.protocol.lives import WRITE_LIFE, ProducerEvent, WriteEvent, WriteState
+from dualwrite.protocol.values import Outcome, StateRow
 from search.stepping import Step, again, committed, recorded
 from search.values import DONE, NOTHING, Database, Lock, Process, name
 

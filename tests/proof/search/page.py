@@ -24,7 +24,7 @@ HEAD = """\
 A test tries what its author thought of. This search tries everything: every order in which the steps of several processes,
 the broker, the database and late requests can happen, within bounds, each state once, the nearest first.
 
-What decides is the product itself: `dualwrite.protocol.settle.next_step`, `dualwrite.protocol.process__protocol_settling_commit_in_doubt.next_doubt_step`, the
+What decides is the product itself: `dualwrite.protocol.settle.next_step`, `dualwrite.protocol.process.next_doubt_step`, the
 tables of producers and dual writes, the scan of the log in `dualwrite.kafka.log`. Of native transactions:
 `settle_native.next_step`, `known_end.next_native_end_step`, `native_step_at_rest` and `left_undecided` in `dualwrite.protocol.settle`, and the tables of
 answers in `dualwrite.kafka.native` (`wire.answers`, `failures`). The broker is the simulated one, which

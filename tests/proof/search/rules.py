@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dualwrite.protocol import (
-    known_end,
-    process__protocol_settling_commit_in_doubt,
-    settle,
-    settle_native,
-    values__protocol_identity,
-)
+from dualwrite.protocol import known_end, process, settle, settle_native, values
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import Knowledge
-from dualwrite.protocol.values import Outcome
-from dualwrite.protocol.values__protocol_identity import Partition
-from dualwrite.stores.sql.tables__stores_sql_tables_rows import check_not_gone_back
+from dualwrite.protocol.values import Outcome, Partition
+from dualwrite.stores.sql.tables import check_not_gone_back
 from search import views
 
 
@@ -24,15 +17,15 @@ class Rules:
 
     sentence = ""
     next_step = staticmethod(settle.next_step)
-    next_doubt_step = staticmethod(process__protocol_settling_commit_in_doubt.next_doubt_step)
+    next_doubt_step = staticmethod(process.next_doubt_step)
     next_end_step = staticmethod(known_end.next_end_step)
     next_native_step = staticmethod(settle_native.next_step)
     next_native_end_step = staticmethod(known_end.next_native_end_step)
     native_step_at_rest = staticmethod(known_end.native_step_at_rest)
     to_repair = staticmethod(settle_native.to_repair)
-    belongs = staticmethod(values__protocol_identity.belongs)
-    is_open = staticmethod(values__protocol_identity.is_open)
-    is_older = staticmethod(values__protocol_identity.is_older)
+    belongs = staticmethod(values.belongs)
+    is_open = staticmethod(values.is_open)
+    is_older = staticmethod(values.is_older)
     prove = staticmethod(views.prove)
     check_not_gone_back = staticmethod(check_not_gone_back)
 

@@ -7,12 +7,11 @@ from typing import Any
 
 from simulator import requests as sim
 
-from dualwrite.protocol.lives__protocol_tables_write_life import WriteState
+from dualwrite.protocol.lives import WriteState
 from dualwrite.protocol.settle import Knowledge, SettleStep, compared, looked, proved, to_end
 from dualwrite.protocol.settle import retired as after_retiring
 from dualwrite.protocol.settle_native import NativeKnowledge, NativeStep
-from dualwrite.protocol.values import LogProof, Outcome, TransactionStatus
-from dualwrite.protocol.values__protocol_identity import others_than
+from dualwrite.protocol.values import LogProof, Outcome, TransactionStatus, others_than
 from search.stepping import LATER, OK, Step, again, recorded
 from search.values import DONE, PLACES, Database, Lock, Process
 from search.views import describe, open_offset, still_open
@@ -73,7 +72,7 @@ class Settling(Step):
         self.go(f"claims incarnation {mine}, and the answer is lost", unanswered, claimed, spends="claim")
 
     def fenced_renewal(self) -> None:
-        """The row has another owner. What is decided is then proved by the log: ``dualwrite.recovery.in_doubt__recovery_unanswered``."""
+        """The row has another owner. What is decided is then proved by the log: ``dualwrite.recovery.in_doubt``."""
         if self.p.write is not WriteState.DECIDED:
             self.go("finds another owner and stops", DONE)
             return

@@ -10,13 +10,11 @@ from simulator.requests import ErrorCode
 from simulator.state import Broker
 
 from dualwrite.protocol import known_end, settle_native
-from dualwrite.protocol.lives__protocol_tables_producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
-from dualwrite.protocol.lives__protocol_tables_write_life import WRITE_LIFE, WriteEvent, WriteState
+from dualwrite.protocol.lives import PRODUCER_LIFE, WRITE_LIFE, ProducerEvent, ProducerState, WriteEvent, WriteState
 from dualwrite.protocol.prepared_state import Engine
 from dualwrite.protocol.settle import Knowledge, SettleStep
 from dualwrite.protocol.settle_native import NativeKnowledge, NativeStep
-from dualwrite.protocol.values import LogProof, Outcome
-from dualwrite.protocol.values__protocol_identity import Partition
+from dualwrite.protocol.values import LogProof, Outcome, Partition
 from search.values import DONE, NOTHING, Database, Decision, Process, name
 from search.views import prove
 

@@ -11,8 +11,7 @@ from simulator.database import ALWAYS
 from simulator.state import new_broker
 
 from dualwrite.protocol.settle import SettleStep
-from dualwrite.protocol.values import Outcome
-from dualwrite.protocol.values__protocol_rows import Incident
+from dualwrite.protocol.values import Incident, Outcome
 from dualwrite.recovery import settle as recipes
 from search.batches import lab
 from search.batches.configurations import BATCHES

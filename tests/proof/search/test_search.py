@@ -7,7 +7,7 @@ import pytest
 from simulator import requests as sim
 
 from dualwrite.errors import DatabaseWentBack
-from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DoubtStep
+from dualwrite.protocol.process import DoubtStep
 from dualwrite.protocol.settle import SettleStep
 from search import views
 from search.configurations import CONFIGURATIONS

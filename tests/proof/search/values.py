@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dualwrite.protocol.known_end import Ended
-from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
-from dualwrite.protocol.lives__protocol_tables_write_life import WriteState
+from dualwrite.protocol.lives import ProducerState, WriteState
 from dualwrite.protocol.prepared_state import Engine, FirstOffset, PreparedTxnState
-from dualwrite.protocol.process__protocol_settling_commit_in_doubt import Doubt
+from dualwrite.protocol.process import Doubt
 from dualwrite.protocol.settle import Knowledge
 from dualwrite.protocol.settle_native import NativeKnowledge
-from dualwrite.protocol.values import Outcome
-from dualwrite.protocol.values__protocol_identity import Partition
+from dualwrite.protocol.values import Outcome, Partition
 
 Label = tuple[int, int]
 """A transaction: its incarnation, and its number there."""

@@ -12,8 +12,14 @@ from simulator.state import Broker
 
 from dualwrite.kafka.log import Scan, combined
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.values import LogProof, OpenTransaction, ShownProducer, TransactionStatus, TransactionView
-from dualwrite.protocol.values__protocol_identity import OpenPlaces
+from dualwrite.protocol.values import (
+    LogProof,
+    OpenPlaces,
+    OpenTransaction,
+    ShownProducer,
+    TransactionStatus,
+    TransactionView,
+)
 
 OpenTransactions = tuple[OpenTransaction, ...]
 

@@ -9,8 +9,7 @@ from functools import partial
 from simulator import requests as sim
 
 from dualwrite.protocol.known_end import Ended, EndStep
-from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerEvent, ProducerState
-from dualwrite.protocol.lives__protocol_tables_write_life import WriteEvent
+from dualwrite.protocol.lives import ProducerEvent, ProducerState, WriteEvent
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from search.owning import Owning
 from search.stepping import LATER, OK

@@ -11,10 +11,9 @@ from simulator.requests import ErrorCode, TopicPartition
 from dualwrite.kafka.failures import Phase
 from dualwrite.kafka.native.error_meanings import Meaning, Request, meaning_of
 from dualwrite.kafka.native.produce_state import Refusal
-from dualwrite.kafka.native.producer__kafka_producer_native_failures import failure_of, refused
+from dualwrite.kafka.native.producer import failure_of, refused
 from dualwrite.protocol.known_end import Ended, EndStep
-from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerEvent, ProducerState
-from dualwrite.protocol.lives__protocol_tables_write_life import WriteEvent
+from dualwrite.protocol.lives import ProducerEvent, ProducerState, WriteEvent
 from dualwrite.protocol.values import TransactionStatus
 from search.owning import Owning
 from search.values import PLACES, Process, name, prepared_state

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, TypeVar, cast
 from confluent_kafka import KafkaError, KafkaException
 
 from dualwrite.clock import Deadline, pause
-from dualwrite.kafka.native.coordination__kafka_producer_native_coordinating_offsets import group_of
+from dualwrite.kafka.native.coordination import group_of
 from simulator.process import Unanswered
 from simulator.requests import (
     AddOffsetsToTxn,
@@ -39,7 +39,7 @@ from simulator.scheduler import Simulation
 if TYPE_CHECKING:
     from confluent_kafka import Message
 
-    from dualwrite.kafka.native.coordination__kafka_producer_native_coordinating_offsets import ConsumedOffset
+    from dualwrite.kafka.native.coordination import ConsumedOffset
 
 Answer = TypeVar("Answer")
 Report = Callable[["KafkaError | None", "Message"], None]

@@ -12,8 +12,8 @@ from enum import Enum
 from typing import Final, TypeVar, cast
 
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
-from dualwrite.protocol.values__protocol_rows import Incident, StateRow
+from dualwrite.protocol.process import DatabaseVerdict
+from dualwrite.protocol.values import Incident, StateRow
 from dualwrite.stores.sql.consumed import ClaimedOffset
 
 _WHOLE: Final = "*"

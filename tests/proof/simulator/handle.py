@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, cast
 from confluent_kafka import KafkaException
 
 from dualwrite.clock import Deadline, now_s
-from dualwrite.kafka.librdkafka.handle__kafka_producer_librdkafka_bounded_call import NoAnswer
+from dualwrite.kafka.librdkafka.handle import NoAnswer
 from simulator.client import SimulatedProducer
 from simulator.scheduler import Simulation
 

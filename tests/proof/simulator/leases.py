@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final, TypeVar, cast
 from dualwrite import failpoints
 from dualwrite.errors import Unavailable
 from dualwrite.protocol.leases import Lease, numbers_to_try, place_of
-from dualwrite.protocol.lives__protocol_tables_lease_life import LeaseState
-from dualwrite.protocol.values__protocol_naming import member_id
+from dualwrite.protocol.lives import LeaseState
+from dualwrite.protocol.values import member_id
 from simulator.database import ConnectionLost
 
 if TYPE_CHECKING:

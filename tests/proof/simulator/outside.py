@@ -11,9 +11,8 @@ from typing import Final, NamedTuple, TypeVar, cast
 
 from dualwrite.clock import Deadline, GrowingPause
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.cluster__kafka_coordinator_partitions import Place
-from dualwrite.kafka.log import Scan, combined
-from dualwrite.kafka.log__kafka_coordinator_later import joined, scans_of
+from dualwrite.kafka.cluster import Place
+from dualwrite.kafka.log import Scan, combined, joined, scans_of
 from dualwrite.protocol.lost_decisions import Later
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.values import (
@@ -64,7 +63,7 @@ Answer = TypeVar("Answer")
 
 
 class SimulatedCoordinator:
-    """Implements :class:`~dualwrite.interfaces__ports_coordinator.NativeCoordinator` over the simulated broker."""
+    """Implements :class:`~dualwrite.interfaces.NativeCoordinator` over the simulated broker."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation

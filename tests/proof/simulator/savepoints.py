@@ -19,7 +19,7 @@ _UNIT = "unit"
 
 
 class SimulatedSavepoints:
-    """:class:`~dualwrite.interfaces__ports_savepoints.SavepointWatch` over the simulated database.
+    """:class:`~dualwrite.interfaces.SavepointWatch` over the simulated database.
 
     Args:
         connection: The connection of the dual write.
@@ -37,28 +37,28 @@ class SimulatedSavepoints:
 
     @property
     def direct(self) -> bool:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`."""
+        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         return self._savepoints.idle
 
     @property
     def holds(self) -> bool:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`."""
+        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         return self._savepoints.holds
 
     @property
     def may_roll_back(self) -> bool:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`."""
+        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         return self._savepoints.may_roll_back
 
     def expect_session(self) -> None:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`."""
+        """See :class:`dualwrite.interfaces.SavepointWatch`."""
 
     def add(self, message: Sendable) -> None:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`."""
+        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         self._savepoints.add(message)
 
     def open_unit(self, uses: object) -> SimulatedConnection:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`. Releases the savepoint of a unit that was kept before."""
+        """See :class:`dualwrite.interfaces.SavepointWatch`. Releases the savepoint of a unit that was kept before."""
         del uses  # users' code waits for all that it does
         self._unit_kept = False
         self._savepoints.apply(Move.OPEN, _UNIT)
@@ -66,10 +66,10 @@ class SimulatedSavepoints:
         return self._connection
 
     def require_unit(self) -> None:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`. The simulated database has answered."""
+        """See :class:`dualwrite.interfaces.SavepointWatch`. The simulated database has answered."""
 
     def keep_unit(self) -> str | None:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`."""
+        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         self._require_transaction()
         if self._connection.has_failed:
             return "a statement failed, and the unit continued"
@@ -78,7 +78,7 @@ class SimulatedSavepoints:
         return None
 
     def drop_unit(self) -> None:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`."""
+        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         self._require_transaction()
         self._run(self._connection, "ROLLBACK TO SAVEPOINT", self._database.roll_back_to_savepoint)
         self._savepoints.apply(Move.ROLL_BACK, _UNIT)
@@ -93,11 +93,11 @@ class SimulatedSavepoints:
             )
 
     def take(self) -> Sequence[Sendable]:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`."""
+        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         return self._savepoints.take()
 
     def finish(self) -> None:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`."""
+        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         if not self._connection.is_broken:
             self._require_transaction()  # the product's witness is gone with the transaction
         if self._unit_kept:
@@ -105,4 +105,4 @@ class SimulatedSavepoints:
         self._savepoints.end()
 
     def stop(self) -> None:
-        """See :class:`dualwrite.interfaces__ports_savepoints.SavepointWatch`."""
+        """See :class:`dualwrite.interfaces.SavepointWatch`."""

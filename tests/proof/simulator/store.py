@@ -15,11 +15,9 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
-from dualwrite.protocol.values import Outcome
-from dualwrite.protocol.values__protocol_mismatch import gone_back
-from dualwrite.protocol.values__protocol_rows import Incident, Participant, StateRow
-from dualwrite.stores.sql.drivers__stores_sql_participants import name_of, parse
-from dualwrite.stores.sql.tables__stores_sql_tables_rows import check_not_gone_back
+from dualwrite.protocol.values import Incident, Outcome, Participant, StateRow, gone_back
+from dualwrite.stores.sql.drivers import name_of, parse
+from dualwrite.stores.sql.tables import check_not_gone_back
 from simulator.connection import SimulatedConnection
 from simulator.database import (
     ALWAYS,
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 
     from dualwrite.clock import Deadline
     from dualwrite.protocol.prepared_state import PreparedTxnState
-    from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DatabaseVerdict
+    from dualwrite.protocol.process import DatabaseVerdict
     from simulator.process import Process
     from simulator.scheduler import Simulation
 

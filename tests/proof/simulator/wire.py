@@ -45,7 +45,7 @@ from simulator.scheduler import Simulation
 from simulator.state import topic_id
 
 if TYPE_CHECKING:
-    from dualwrite.kafka.config__kafka_config import KafkaConfig
+    from dualwrite.kafka.config import KafkaConfig
 
 Message = Any
 

@@ -13,12 +13,7 @@ from dualwrite import AsyncDualWriter, failpoints
 
 pytest.importorskip("aiosqlite")
 INSERT = "INSERT INTO orders (id) VALUES (1)"
-_WAYS_IN = (
-    "dualwrite.asyncio",
-    "dualwrite.clock",
-    "dualwrite.writing.sessions",
-    "dualwrite.writing.sessions__writing_sessions",
-)
+_WAYS_IN = ("dualwrite.asyncio", "dualwrite.clock", "dualwrite.writing.sessions", "dualwrite.writing.sessions")
 """The ways to a dual write, and to wait in it, differ."""
 
 

@@ -23,9 +23,9 @@ from dualwrite import (
     WriterLimits,
 )
 from dualwrite.errors import IllegalStateError
-from dualwrite.protocol.lives__protocol_tables_write_life import WriteState
-from dualwrite.stores.sql.access__stores_sql_access_connecting import async_engine_of
-from dualwrite.stores.sql.database__stores_sql_joined import JoinedStore
+from dualwrite.protocol.lives import WriteState
+from dualwrite.stores.sql.access import async_engine_of
+from dualwrite.stores.sql.database import JoinedStore
 from dualwrite.waiting import here
 from dualwrite.writing.lane_pool import Lanes
 

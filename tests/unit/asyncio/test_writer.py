@@ -11,7 +11,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from dualwrite import AsyncDualWriter, ConfigurationError, DualWriter, TransactionAborted, WriterLimits
 from dualwrite.errors import IllegalStateError
-from dualwrite.protocol.lives__protocol_tables_write_life import WriteState
+from dualwrite.protocol.lives import WriteState
 
 pytest.importorskip("aiosqlite")
 

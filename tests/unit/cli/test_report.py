@@ -11,9 +11,8 @@ from dualwrite.cli.report import lease_json, lease_table, status_json, status_ta
 from dualwrite.protocol.leases import Lease
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import SettleStep
-from dualwrite.protocol.values import TransactionStatus
-from dualwrite.protocol.values__protocol_rows import StateRow
-from dualwrite.recovery.recover__recovery_plan import IdStatus, longest_open_s
+from dualwrite.protocol.values import StateRow, TransactionStatus
+from dualwrite.recovery.recover import IdStatus, longest_open_s
 
 SHARED = PreparedTxnState.from_string("7:0;i=1;orders:0=3")
 NATIVE = PreparedTxnState.from_string("7:0;n;i=1;orders@c2FtcGxl:0=3")

@@ -6,8 +6,7 @@ from harness.served import TOPIC
 
 from dualwrite import Transaction
 from dualwrite.consumer import working
-from dualwrite.consumer.partitions import Partitions
-from dualwrite.consumer.partitions__apps_consumer_offsets import PartitionLost
+from dualwrite.consumer.partitions import PartitionLost, Partitions
 from dualwrite.consumer.working import CurrentWriter, Working
 
 from .messages import read

@@ -7,7 +7,8 @@ import pytest
 from harness.served import SETTINGS, TOPIC
 
 from dualwrite import AsyncExactlyOnceConsumer, TransactionAborted
-from dualwrite.consumer import consumer__apps_consumer_member, working
+from dualwrite.consumer import consumer as member
+from dualwrite.consumer import working
 from dualwrite.errors import IllegalStateError
 from dualwrite.writing.dual_write import DualWrite
 
@@ -75,12 +76,12 @@ class Input:
 @pytest.fixture
 def make(shop, monkeypatch):
     """Makes consumers of two messages."""
-    monkeypatch.setattr(consumer__apps_consumer_member, "KafkaCoordinator", Coordinator)
+    monkeypatch.setattr(member, "KafkaCoordinator", Coordinator)
     monkeypatch.setattr(working, "pause_s", lambda _: 0.0)
 
     def make(handler, **options):
         source = Input(2)
-        monkeypatch.setattr(consumer__apps_consumer_member, "Reading", source)
+        monkeypatch.setattr(member, "Reading", source)
         url = shop.engine.url.render_as_string(False)
         given = {"kafka": SETTINGS, "database": url, "offsets": "database", **options}
         found = AsyncExactlyOnceConsumer("group", "0", topics=["input"], handler=handler, **given)

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 import pytest
 from confluent_kafka import OFFSET_INVALID, KafkaError, KafkaException
 
-from dualwrite.consumer.partitions import Partition, Unit
-from dualwrite.consumer.partitions__apps_consumer_offsets import KafkaOffsets, PartitionLost, RowOffsets
+from dualwrite.consumer.partitions import KafkaOffsets, Partition, PartitionLost, RowOffsets, Unit
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.kafka.native.coordination__kafka_producer_native_coordinating_offsets import Group, group_of
+from dualwrite.kafka.native.coordination import Group, group_of
 from dualwrite.stores.sql.consumed import NOTHING_YET, ClaimedOffset
 
 AT = ("input", 0)

@@ -5,8 +5,8 @@ from sqlalchemy.exc import OperationalError
 
 from dualwrite import CompletionPending, Fenced
 from dualwrite.consumer import working
-from dualwrite.consumer.partitions__apps_consumer_offsets import PartitionLost
-from dualwrite.consumer.working__apps_consumer_dead_letters import dead_letter_headers
+from dualwrite.consumer.partitions import PartitionLost
+from dualwrite.consumer.working import dead_letter_headers
 from dualwrite.errors import IllegalStateError, TransactionAborted, TransactionInDoubt, Unavailable
 
 from .members import LETTERS

@@ -9,7 +9,7 @@ import pytest
 from kafka.net.inet import KafkaNetSocket
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.security import KEYS as TLS_KEYS
 
 SERVERS = {"bootstrap.servers": "one:9092,two:9093"}

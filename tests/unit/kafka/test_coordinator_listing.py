@@ -11,10 +11,11 @@ from kafka.protocol.admin.transactions import DescribeTransactionsRequest, ListT
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
-from dualwrite.kafka import brokers, coordinator__kafka_coordinator_listing
+from dualwrite.kafka import brokers
 from dualwrite.kafka import coordinator as client
+from dualwrite.kafka import coordinator as listing
 from dualwrite.kafka.cluster import Leader, internal_partition
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 
 NODES, PARTITIONS = (1, 2), 3
@@ -261,7 +262,7 @@ def test_without_evidence_the_list_is_taken_as_it_is_and_a_warning_names_the_rig
     assert ids_in(cluster) == ["p0", "p2"]
     [warning] = caplog.messages
     assert TOPIC in warning
-    assert coordinator__kafka_coordinator_listing.PROBES in warning
+    assert listing.PROBES in warning
 
 
 def happening(cluster, events):
@@ -294,18 +295,18 @@ def test_no_id_is_missing_however_partitions_move(earlier, during):
     cluster.events += [no_event] * 8 + [Cluster.settle]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(brokers, "LONGEST_PAUSE_S", 0.0)
-        found = coordinator__kafka_coordinator_listing.list_ids(cluster, "p", Deadline(30))
+        found = listing.list_ids(cluster, "p", Deadline(30))
     assert known <= set(found)
 
 
 def test_the_ids_of_producers_come_from_a_complete_list():
     cluster = Cluster([no_event] * 20 + [lambda cluster: cluster.load(2, 1)])
     del cluster.brokers[2].loaded[1]
-    assert coordinator__kafka_coordinator_listing.ids_of(cluster, [hash("p1")], Deadline(30))[hash("p1")] == "p1"
+    assert listing.ids_of(cluster, [hash("p1")], Deadline(30))[hash("p1")] == "p1"
 
 
 @pytest.mark.parametrize("count", [1, 50, 200])
 def test_each_partition_has_a_probe(count):
-    probes = coordinator__kafka_coordinator_listing._probe_ids(count)
+    probes = listing._probe_ids(count)
     assert [internal_partition(probe, count) for probe in probes] == list(range(count))
-    assert all(probe.startswith(coordinator__kafka_coordinator_listing.PROBES) for probe in probes)
+    assert all(probe.startswith(listing.PROBES) for probe in probes)

@@ -7,12 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka import engine__kafka_producer_transaction_timeout
-from dualwrite.kafka.engine__kafka_producer_transaction_timeout import (
-    GREATEST_TIMEOUT_MS,
-    choose_transaction_timeout_ms,
-    warn_if_bounded,
-)
+from dualwrite.kafka import engine
+from dualwrite.kafka.engine import GREATEST_TIMEOUT_MS, choose_transaction_timeout_ms, warn_if_bounded
 from dualwrite.protocol.values import NEVER_MS
 
 
@@ -53,7 +49,7 @@ def test_what_is_chosen_is_never_above_what_the_broker_allows(requested, maximum
 
 @pytest.fixture
 def warnings(caplog, monkeypatch):
-    monkeypatch.setattr(engine__kafka_producer_transaction_timeout, "_warned", set())
+    monkeypatch.setattr(engine, "_warned", set())
     caplog.set_level(logging.WARNING, "dualwrite.kafka.producer")
     return caplog
 

@@ -11,7 +11,7 @@ from dualwrite.clock import Deadline
 from dualwrite.kafka.listed_offsets import list_offsets
 from dualwrite.state.changelog import Changelog
 from dualwrite.units.log import PartitionLogs
-from dualwrite.units.records__units_ranges import Offsets
+from dualwrite.units.records import Offsets
 
 NAME = "events", 0
 

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from dualwrite.kafka import log__kafka_coordinator_blocking
-from dualwrite.kafka.cluster__kafka_coordinator_partitions import Place
-from dualwrite.kafka.log__kafka_coordinator_blocking import HELD_BACK_S, BlockingTransaction, HeldBack, find_blocking
+from dualwrite.kafka import log
+from dualwrite.kafka.cluster import Place
+from dualwrite.kafka.log import HELD_BACK_S, BlockingTransaction, HeldBack, find_blocking
 from dualwrite.protocol.values import TransactionStatus, TransactionView
 
 T0, T1 = Place("t", 0), Place("t", 1)
@@ -72,7 +72,7 @@ def test_what_belongs_to_no_writer_has_another_way_on():
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(log__kafka_coordinator_blocking, "now_s", lambda: now[0])
+    monkeypatch.setattr(log, "now_s", lambda: now[0])
     return now
 
 

@@ -16,7 +16,7 @@ from kafka.protocol.metadata import MetadataRequest
 from dualwrite.clock import Deadline
 from dualwrite.kafka.brokers import Brokers
 from dualwrite.kafka.callers_network import CallersNetwork
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.network import Network, NotYet, _Files, quieten_logs
 from dualwrite.kafka.sockets import PlainSocket, TlsSocket, address_of
 

@@ -9,9 +9,9 @@ from simulator.outside import SimulatedCoordinator
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka import producer__kafka_producer_choice
-from dualwrite.kafka.config__kafka_config import KafkaConfig
-from dualwrite.kafka.producer__kafka_producer_choice import choose_engine, wanted_engine
+from dualwrite.kafka import producer
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.producer import choose_engine, wanted_engine
 from dualwrite.protocol.prepared_state import Engine
 
 SERVERS = {"bootstrap.servers": "nowhere:1"}
@@ -30,7 +30,7 @@ class Cluster(SimulatedCoordinator):
 @pytest.fixture(autouse=True)
 def undecided(monkeypatch):
     monkeypatch.setenv("DUALWRITE_PRODUCER_ENGINE", "auto")
-    monkeypatch.setattr(producer__kafka_producer_choice, "_logged", set())
+    monkeypatch.setattr(producer, "_logged", set())
 
 
 def chosen(name, version, settings=SERVERS):

@@ -10,7 +10,7 @@ from simulator.environment import expire_producer, resume, suspend
 from dualwrite.clock import Deadline, now_s
 from dualwrite.kafka.transaction_ends import EARLY_S, PendingEnd, ask_for_ends, know_end
 from dualwrite.protocol.known_end import Ended, EndStep
-from dualwrite.writing.transaction__writing_blocks_block import Ending
+from dualwrite.writing.transaction import Ending
 
 
 @pytest.fixture

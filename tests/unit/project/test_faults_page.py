@@ -8,7 +8,7 @@ from faults.cells import cells_of
 from faults.late import hit_by_a_late_request
 from faults.sent import by_version, not_native
 
-from dualwrite.testing.proxy__testing_proxy_kafka import KafkaRequest
+from dualwrite.testing.proxy import KafkaRequest
 
 
 def test_the_page_is_that_of_the_results():

@@ -12,9 +12,8 @@ import pytest
 import typing_extensions
 from harness.places import ROOT
 
-from dualwrite.interfaces__ports_database import Database
-from dualwrite.interfaces__ports_observer import Observer
-from dualwrite.stores.keyed.store__stores_keyed_database import KeyedDatabase
+from dualwrite.interfaces import Database, Observer
+from dualwrite.stores.keyed.store import KeyedDatabase
 
 PAGE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
 ENTRY = re.compile(r"^\.\. auto(?:class|exception|function):: ([\w.]+)(\(\))?\n((?:   :.*\n)*)", re.MULTILINE)

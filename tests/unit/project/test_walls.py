@@ -21,16 +21,13 @@ PLANTED = {
     "recovery: settling over looking": ("recovery/settling/look_back", "dualwrite.recovery.settle"),
     "a process: groups over what may run again": ("protocol/process/redo", "dualwrite.protocol.grouping"),
     "writing: the writer over one dual write over lanes": ("writing/lanes/turns", "dualwrite.writing.writer"),
-    "a block: its transaction over one dual write": (
-        "writing/blocks/sending",
-        "dualwrite.writing.transaction__writing_blocks_block",
-    ),
+    "a block: its transaction over one dual write": ("writing/blocks/sending", "dualwrite.writing.transaction"),
     "the consumer: one loop over reading and working": (
         "apps/consumer/offsets",
         "dualwrite.consumer.reading",
     ),
     "tasks run the protocol that threads run": ("apps/async_writer", "dualwrite.protocol.settle"),
-    "units: images over records": ("units/records", "dualwrite.units.image__units_image"),
+    "units: images over records": ("units/records", "dualwrite.units.image"),
     "the rules of units are pure": ("units/image", "time"),
     "telemetry: the observer over what it records": ("telemetry/names", "dualwrite.telemetry.observer"),
     "group: who waits over one group's units": ("writing/group/results", "dualwrite.writing.group_commit"),
@@ -53,7 +50,7 @@ PLANTED = {
     ),
     "wire: a transaction over its partitions over the meaning of answers": (
         "kafka/producer/native/wire/answers",
-        "dualwrite.kafka.native.produce_state__kafka_producer_native_wire_partition",
+        "dualwrite.kafka.native.produce_state",
     ),
     "the rules of the wire are pure": ("kafka/producer/native/wire/partition", "threading"),
     "records: batches over their bytes": (
@@ -63,10 +60,7 @@ PLANTED = {
     "records need no Arrow": ("kafka/producer/native/records/varints", "numpy"),
     "records are bytes alone": ("kafka/producer/native/records/body", "socket"),
     "kafka: questions over connections": ("kafka/coordinator/network", "dualwrite.kafka.coordinator"),
-    "stores: each kind of database over what they share": (
-        "stores/keyed/keys",
-        "dualwrite.stores.keyed.rocksdb__stores_rocksdb_batch",
-    ),
+    "stores: each kind of database over what they share": ("stores/keyed/keys", "dualwrite.stores.keyed.rocksdb"),
     "SQL: the state and the rows of batches over one database": (
         "stores/sql/participants",
         "dualwrite.stores.sql.store",
@@ -77,29 +71,23 @@ PLANTED = {
     ),
     "drivers: what a connection shows over its statements": (
         "stores/sql/drivers/awaited",
-        "dualwrite.stores.sql.drivers__stores_sql_drivers_closing",
+        "dualwrite.stores.sql.drivers",
     ),
-    "access: connections over failures": (
-        "stores/sql/access/grants",
-        "dualwrite.stores.sql.access__stores_sql_access_failures",
-    ),
-    "tables: rows over what is declared": (
-        "stores/sql/tables/clock",
-        "dualwrite.stores.sql.tables__stores_sql_tables_rows",
-    ),
+    "access: connections over failures": ("stores/sql/access/grants", "dualwrite.stores.sql.access"),
+    "tables: rows over what is declared": ("stores/sql/tables/clock", "dualwrite.stores.sql.tables"),
     "zookeeper: the database over its requests": (
         "stores/zookeeper/session",
-        "dualwrite.stores.keyed.zookeeper__stores_zookeeper_keys",
+        "dualwrite.stores.keyed.zookeeper",
     ),
-    "sinks: engines over the decision on a batch": ("sinks/batches__sinks_jobs_complete", "dualwrite.sinks.spark.api"),
+    "sinks: engines over the decision on a batch": ("sinks/batches", "dualwrite.sinks.spark.api"),
     "the decision on a batch needs no writer": ("sinks/batches", "dualwrite.writing.lane"),
     "the Spark sinks: two ways over what both share": (
-        "sinks/spark/options__sinks_spark_options_near_names",
+        "sinks/spark/options",
         "dualwrite.sinks.spark.schema_parts",
     ),
     "the Spark sinks: each kind of database over what they share": (
-        "sinks/spark/databases/postgresql__sinks_spark_databases_postgresql_catalog",
-        "dualwrite.sinks.spark.databases.mariadb__sinks_spark_databases_mariadb_catalog",
+        "sinks/spark/databases/postgresql",
+        "dualwrite.sinks.spark.databases.mariadb",
     ),
     "the pure core imports no driver and does no I/O": ("protocol/settling/settle", "sqlalchemy"),
     "the ports import no driver": ("ports/store", "psycopg"),

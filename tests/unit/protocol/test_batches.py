@@ -17,8 +17,7 @@ from dualwrite.protocol.batches import (
 )
 from dualwrite.protocol.known_end import EndStep
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.values import EndAnswer, LogProof, Outcome, TransactionStatus, TransactionView
-from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.protocol.values import EndAnswer, LogProof, Outcome, StateRow, TransactionStatus, TransactionView
 
 S = PreparedTxnState(42, 3, 7, (FirstOffset("events", 0, 17), FirstOffset("events", 1, 33)), 1000)
 Status = TransactionStatus

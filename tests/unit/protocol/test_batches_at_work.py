@@ -2,8 +2,8 @@
 
 from datetime import datetime, timedelta, timezone
 
-from dualwrite.protocol.batches__protocol_batches_at_work import QUIET_S, nobody_since
-from dualwrite.protocol.values__protocol_naming import may_own, owner_prefix, stream_name
+from dualwrite.protocol.batches import QUIET_S, nobody_since
+from dualwrite.protocol.values import may_own, owner_prefix, stream_name
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
 

@@ -5,14 +5,7 @@ from itertools import product
 
 import pytest
 
-from dualwrite.protocol.batches__protocol_batches_entry import (
-    Destination,
-    Entry,
-    Recorded,
-    Way,
-    mismatch_of,
-    next_entry,
-)
+from dualwrite.protocol.batches import Destination, Entry, Recorded, Way, mismatch_of, next_entry
 
 ORDERS = Destination(Way.WHOLE, '"public"."orders"', "orders", "cluster")
 OTHERS = [

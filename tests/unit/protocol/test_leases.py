@@ -17,7 +17,7 @@ from dualwrite.protocol.leases import (
     numbers_to_try,
     place_of,
 )
-from dualwrite.protocol.lives__protocol_tables_lease_life import LeaseEvent, LeaseState
+from dualwrite.protocol.lives import LeaseEvent, LeaseState
 
 FREE, HELD, EXPIRED = (None, None), ("a member", 12.5), ("a member", -0.001)
 

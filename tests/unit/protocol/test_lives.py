@@ -4,13 +4,25 @@ import pytest
 from harness.places import ROOT
 
 from dualwrite.errors import IllegalStateError
-from dualwrite.protocol import lives__protocol_tables_diagram
-from dualwrite.protocol.lives import Machine
-from dualwrite.protocol.lives__protocol_tables_batch_life import BATCH_LIFE, BatchEvent, BatchState
-from dualwrite.protocol.lives__protocol_tables_lane_life import LANE_LIFE, LaneEvent, LaneState
-from dualwrite.protocol.lives__protocol_tables_lease_life import LEASE_LIFE, LeaseEvent, LeaseState
-from dualwrite.protocol.lives__protocol_tables_producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
-from dualwrite.protocol.lives__protocol_tables_write_life import WRITE_LIFE, WriteEvent, WriteState
+from dualwrite.protocol import lives
+from dualwrite.protocol.lives import (
+    BATCH_LIFE,
+    LANE_LIFE,
+    LEASE_LIFE,
+    PRODUCER_LIFE,
+    WRITE_LIFE,
+    BatchEvent,
+    BatchState,
+    LaneEvent,
+    LaneState,
+    LeaseEvent,
+    LeaseState,
+    Machine,
+    ProducerEvent,
+    ProducerState,
+    WriteEvent,
+    WriteState,
+)
 
 W, E = WriteState, WriteEvent
 WRITE_ARROWS = {
@@ -163,4 +175,4 @@ def test_every_state_has_a_row_and_cannot_be_changed(table, states):
 
 def test_the_documented_diagrams_are_those_of_the_tables():
     documented = (ROOT / "docs" / "state-diagrams.md").read_text()
-    assert documented == lives__protocol_tables_diagram.page()
+    assert documented == lives.page()

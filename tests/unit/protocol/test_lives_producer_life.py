@@ -5,8 +5,7 @@ import itertools
 import pytest
 
 from dualwrite.errors import IllegalStateError
-from dualwrite.protocol.lives import Machine
-from dualwrite.protocol.lives__protocol_tables_producer_life import PRODUCER_LIFE, WAY_ON, ProducerEvent, ProducerState
+from dualwrite.protocol.lives import PRODUCER_LIFE, WAY_ON, Machine, ProducerEvent, ProducerState
 
 S, E = ProducerState, ProducerEvent
 

@@ -5,12 +5,12 @@ import itertools
 import pytest
 
 from dualwrite.errors import IllegalStateError
-from dualwrite.protocol.lives import Machine
-from dualwrite.protocol.lives__protocol_tables_unit_life import (
+from dualwrite.protocol.lives import (
     EFFECTS,
     UNIT_LIFE,
     UNIT_WRITER_LIFE,
     Effect,
+    Machine,
     UnitEvent,
     UnitState,
     UnitWriterEvent,

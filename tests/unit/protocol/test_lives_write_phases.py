@@ -12,8 +12,7 @@ from dualwrite import (
     Unavailable,
 )
 from dualwrite.errors import DatabaseWentBack, IllegalStateError, OutcomeUnverifiable
-from dualwrite.protocol.lives__protocol_tables_write_life import WRITE_LIFE, WriteEvent, WriteState
-from dualwrite.protocol.lives__protocol_tables_write_phases import PHASE_FROM, WriteOutcome, outcome_of
+from dualwrite.protocol.lives import PHASE_FROM, WRITE_LIFE, WriteEvent, WriteOutcome, WriteState, outcome_of
 
 S, O = WriteState, WriteOutcome  # noqa: E741 - as the tables name their columns
 ERRORS = [

@@ -18,9 +18,10 @@ from dualwrite.protocol.prepared_state import (
     FirstOffset,
     FurtherPartitions,
     PreparedTxnState,
+    parsed,
+    written,
 )
-from dualwrite.protocol.prepared_state__protocol_partition_numbers import parsed, written
-from dualwrite.stores.sql.tables__stores_sql_tables_rows import digest
+from dualwrite.stores.sql.tables import digest
 
 ARCHITECTURE = (Path(__file__).parents[3] / "docs/architecture.md").read_text(encoding="utf-8")
 

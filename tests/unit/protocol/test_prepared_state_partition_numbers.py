@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualwrite.protocol.prepared_state__protocol_partition_numbers import MAX_PARTITION, parsed, written
+from dualwrite.protocol.prepared_state import MAX_PARTITION, parsed, written
 
 SMALL = st.sets(st.integers(0, 200), min_size=1)
 ANY = SMALL | st.sets(st.integers(0, MAX_PARTITION), min_size=1, max_size=5)

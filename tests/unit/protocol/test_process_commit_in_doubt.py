@@ -4,12 +4,7 @@ from dataclasses import replace
 from itertools import product
 
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.process__protocol_settling_commit_in_doubt import (
-    DatabaseVerdict,
-    Doubt,
-    DoubtStep,
-    next_doubt_step,
-)
+from dualwrite.protocol.process import DatabaseVerdict, Doubt, DoubtStep, next_doubt_step
 from dualwrite.protocol.values import LogProof, Outcome
 
 

@@ -21,7 +21,7 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
-from dualwrite.protocol.process__protocol_process_redo import Redo, redo_after
+from dualwrite.protocol.process import Redo, redo_after
 
 OUTCOMES = ["none", "aborted", "decided", "lost", "unknown"]
 EXPECTED = {

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from dualwrite.kafka.cluster__kafka_coordinator_partitions import Place
+from dualwrite.kafka.cluster import Place
 from dualwrite.kafka.log import combined
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.settle import (
@@ -19,8 +19,7 @@ from dualwrite.protocol.settle import (
     retired,
     to_end,
 )
-from dualwrite.protocol.values import LogProof, Outcome, TransactionStatus, TransactionView
-from dualwrite.protocol.values__protocol_identity import own_among
+from dualwrite.protocol.values import LogProof, Outcome, TransactionStatus, TransactionView, own_among
 
 S = PreparedTxnState(42, 3, 7, (FirstOffset("orders", 0, 17), FirstOffset("orders", 1, 33)), 1000)
 P0, P1, ELSEWHERE = ("orders", 0), ("orders", 1), ("payments", 4)

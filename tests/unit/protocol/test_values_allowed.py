@@ -9,14 +9,8 @@ from click.testing import CliRunner
 from dualwrite import ConfigurationError, DualWriter, PreparedTxnState, WriterLimits, recover, status
 from dualwrite.cli.group import commands
 from dualwrite.operations import blocking_transactions, forget, terminate
-from dualwrite.protocol.values__protocol_allowed import (
-    LONGEST_S,
-    check_not_empty,
-    check_seconds,
-    check_selection,
-    check_writer_name,
-)
-from dualwrite.recovery.operator__recovery_foreign import complete_prepared
+from dualwrite.protocol.values import LONGEST_S, check_not_empty, check_seconds, check_selection, check_writer_name
+from dualwrite.recovery.operator import complete_prepared
 
 NOWHERE = {"kafka": {"bootstrap.servers": "127.0.0.1:1"}, "database": "postgresql+psycopg://127.0.0.1:1/nowhere"}
 NO_TIMES = [math.nan, math.inf, -math.inf, -0.001, 1e308]

@@ -6,8 +6,9 @@ from itertools import permutations, product
 import pytest
 
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.values import TransactionStatus, TransactionView
-from dualwrite.protocol.values__protocol_identity import (
+from dualwrite.protocol.values import (
+    TransactionStatus,
+    TransactionView,
     another_owner_since,
     belongs,
     is_older,

@@ -3,7 +3,7 @@
 import pytest
 
 from dualwrite.errors import ConfigurationError, DatabaseWentBack
-from dualwrite.protocol.values__protocol_mismatch import TableFit, gone_back, other_cluster, table_fit
+from dualwrite.protocol.values import TableFit, gone_back, other_cluster, table_fit
 
 
 def test_another_cluster_is_refused_by_both_names_as_nothing_was_changed():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dualwrite.protocol.values__protocol_naming import (
+from dualwrite.protocol.values import (
     is_drawn,
     is_of_writer,
     kafka_id,

@@ -6,9 +6,7 @@ import pytest
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.values import Outcome
-from dualwrite.protocol.values__protocol_naming import parsed
-from dualwrite.protocol.values__protocol_rows import Incident, StateRow
+from dualwrite.protocol.values import Incident, Outcome, StateRow, parsed
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
 STATE = PreparedTxnState(42, 0, 3, (FirstOffset("orders", 0, 17, "c2FtcGxl"),), 1000)

@@ -13,8 +13,7 @@ from dualwrite.errors import (
     OutcomeUnverifiable,
     Unavailable,
 )
-from dualwrite.protocol.values import Outcome
-from dualwrite.protocol.values__protocol_rows import Incident
+from dualwrite.protocol.values import Incident, Outcome
 from dualwrite.recovery.in_doubt import note_told, noting_told, telling_at_open, untold
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)

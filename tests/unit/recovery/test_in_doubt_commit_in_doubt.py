@@ -5,10 +5,10 @@ from harness.databases import prepared
 
 from dualwrite.clock import Deadline, running_on
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DoubtStep
-from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.protocol.process import DoubtStep
+from dualwrite.protocol.values import StateRow
 from dualwrite.recovery.claim import OwnerContext
-from dualwrite.recovery.in_doubt__recovery_commit_in_doubt import resolve_commit
+from dualwrite.recovery.in_doubt import resolve_commit
 
 OURS = prepared(1)
 

@@ -9,11 +9,10 @@ from search import native as small
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError
-from dualwrite.interfaces__ports_coordinator import native_of
+from dualwrite.interfaces import native_of
 from dualwrite.protocol.settle import SettleStep
 from dualwrite.protocol.values import Outcome, TransactionStatus
-from dualwrite.recovery.inspect import inspect
-from dualwrite.recovery.inspect__recovery_settling_inspect_native import unsettled_native
+from dualwrite.recovery.inspect import inspect, unsettled_native
 from unit.recovery.test_settle_native import HUNG, KNOWN, TIMED_OUT, SmallCoordinator, row_of
 
 GONE = replace(KNOWN, status=TransactionStatus.NO_SUCH_ID)

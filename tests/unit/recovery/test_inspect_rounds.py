@@ -10,7 +10,7 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.values import LogProof, TransactionStatus, TransactionView
-from dualwrite.recovery.inspect__recovery_settling_rounds import Incarnation, by_step, perform, repair, warn_if_deleted
+from dualwrite.recovery.inspect import Incarnation, by_step, perform, repair, warn_if_deleted
 from unit.recovery.test_settle_native import row_of
 
 

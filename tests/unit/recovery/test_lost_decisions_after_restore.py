@@ -7,9 +7,8 @@ from harness.simulated import TIMEOUT_S
 
 from dualwrite.clock import Deadline
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.values import TransactionStatus, TransactionView
-from dualwrite.protocol.values__protocol_rows import StateRow
-from dualwrite.recovery.lost_decisions__recovery_after_restore import (
+from dualwrite.protocol.values import StateRow, TransactionStatus, TransactionView
+from dualwrite.recovery.lost_decisions import (
     Forgotten,
     find_forgotten,
     next_incarnations,

@@ -3,9 +3,9 @@
 import pytest
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.log__kafka_coordinator_blocking import HELD_BACK_S
-from dualwrite.recovery import operator__recovery_blocking
-from dualwrite.recovery.operator__recovery_blocking import blocking_transactions
+from dualwrite.kafka.log import HELD_BACK_S
+from dualwrite.recovery import operator
+from dualwrite.recovery.operator import blocking_transactions
 
 
 class Kafka:
@@ -33,7 +33,7 @@ class Kafka:
 @pytest.fixture
 def kafka(monkeypatch):
     found = Kafka({"orders": 2, "payments": 1, "__consumer_offsets": 50})
-    monkeypatch.setattr(operator__recovery_blocking, "KafkaCoordinator", found)
+    monkeypatch.setattr(operator, "KafkaCoordinator", found)
     return found
 
 

@@ -7,8 +7,8 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.by_hand import TerminateStep
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.recovery import operator__recovery_foreign
-from dualwrite.recovery.operator__recovery_foreign import complete_prepared, terminate_without_row
+from dualwrite.recovery import operator
+from dualwrite.recovery.operator import complete_prepared, terminate_without_row
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_what_another_program_has_open_is_aborted_once(servers, kafka_id):
 
 
 def test_an_id_of_ours_is_refused_unless_it_is_given_up(servers, kafka_id, monkeypatch):
-    monkeypatch.setattr(operator__recovery_foreign, "is_drawn", lambda _: True)
+    monkeypatch.setattr(operator, "is_drawn", lambda _: True)
     before = servers.shown()
     with pytest.raises(IllegalStateError, match="no row was given"):
         servers.run(terminating(kafka_id), "T")

@@ -7,8 +7,8 @@ from harness.served import SETTINGS, TOPIC, ServedKafka
 from dualwrite import ConfigurationError, Fenced, Unavailable, WriterLimits, failpoints
 from dualwrite.protocol.values import Outcome
 from dualwrite.recovery import recover
-from dualwrite.recovery.operator__recovery_forget import forget
-from dualwrite.stores.sql.ledger__stores_sql_jobs_runs import Runs
+from dualwrite.recovery.operator import forget
+from dualwrite.stores.sql.ledger import Runs
 from dualwrite.stores.sql.slots import SlotPool
 
 DAY_S = 86400.0

@@ -5,8 +5,8 @@ from harness.served import SETTINGS
 
 from dualwrite import DualWriter, Fenced, WriterLimits, failpoints
 from dualwrite.failpoints import FailpointError
-from dualwrite.interfaces__ports_observer import NO_OBSERVER
-from dualwrite.recovery.operator__recovery_take_over import take_over
+from dualwrite.interfaces import NO_OBSERVER
+from dualwrite.recovery.operator import take_over
 
 
 @pytest.fixture

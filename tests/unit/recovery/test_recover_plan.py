@@ -9,11 +9,9 @@ import pytest
 from dualwrite.cli.report import report_console, status_table, will_do
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import SettleStep, initial, looked, next_step
-from dualwrite.protocol.values import NEVER_MS, Outcome, TransactionStatus, TransactionView
-from dualwrite.protocol.values__protocol_identity import own_partitions
-from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.protocol.values import NEVER_MS, Outcome, StateRow, TransactionStatus, TransactionView, own_partitions
 from dualwrite.recovery.inspect import Unsettled
-from dualwrite.recovery.recover__recovery_plan import describe
+from dualwrite.recovery.recover import describe
 
 STATE = PreparedTxnState.from_string("7:0;i=1;orders:0=3")
 ROW = StateRow(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualwrite.recovery.recover__recovery_servers import rows_of, whole_writers
+from dualwrite.recovery.recover import rows_of, whole_writers
 
 
 @pytest.fixture

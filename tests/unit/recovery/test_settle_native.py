@@ -19,8 +19,7 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import DecidedTransactionLost, Unavailable
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle_native import initial
-from dualwrite.protocol.values import EndAnswer, Outcome, TransactionStatus
-from dualwrite.protocol.values__protocol_rows import StateRow
+from dualwrite.protocol.values import EndAnswer, Outcome, StateRow, TransactionStatus
 from dualwrite.recovery.settle import settle
 
 Status = TransactionStatus

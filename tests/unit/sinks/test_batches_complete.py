@@ -11,8 +11,8 @@ from dualwrite.clock import Deadline
 from dualwrite.protocol.values import Outcome
 from dualwrite.recovery.claim import claim_rows
 from dualwrite.recovery.settle import settle
-from dualwrite.sinks.batches__sinks_jobs_complete import complete_handed_over
-from dualwrite.writing.transaction__writing_blocks_block import Ending
+from dualwrite.sinks.batches import complete_handed_over
+from dualwrite.writing.transaction import Ending
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import pytest
 
 from dualwrite import ConfigurationError
 from dualwrite.errors import ChangelogDiffers, StoreTooOld
-from dualwrite.state.changelog__state_rolling import Log, first_to_read, require_complete
-from dualwrite.state.entries__state_committed import Committed
+from dualwrite.state.changelog import Log, first_to_read, require_complete
+from dualwrite.state.entries import Committed
 
 HOUR = 3_600_000
 DAY = 24 * HOUR

@@ -4,7 +4,8 @@ import shutil
 
 import pytest
 
-from dualwrite.state import KeyValueStore, store__state_spilled
+from dualwrite.state import KeyValueStore
+from dualwrite.state import store as spilled
 
 pytest.importorskip("rocksdict", reason="the extra 'state' is not installed")
 
@@ -61,7 +62,7 @@ def test_a_process_that_dies_while_it_deletes_spilled_writes_leaves_a_store_that
         store.commit(3)
         store.put(b"changed", b"new")
         with monkeypatch.context() as dying:
-            dying.setattr(store__state_spilled.shutil, "rmtree", die)
+            dying.setattr(spilled.shutil, "rmtree", die)
             with pytest.raises(Died):
                 store.commit(7) if committed else store.recover(0)
     for _ in range(2):
@@ -73,7 +74,7 @@ def test_a_process_that_dies_while_it_deletes_spilled_writes_leaves_a_store_that
 
 def test_a_deleted_directory_that_a_power_failure_brings_back_is_not_committed_again(tmp_path, monkeypatch):
     """A file system need not keep the order in which directories and files become durable."""
-    real = store__state_spilled.shutil.rmtree
+    real = spilled.shutil.rmtree
 
     def keep(directory):
         shutil.copytree(directory, tmp_path / "kept")
@@ -81,7 +82,7 @@ def test_a_deleted_directory_that_a_power_failure_brings_back_is_not_committed_a
 
     with KeyValueStore(tmp_path / "store", max_memory_bytes=0) as store:
         store.put(b"changed", b"old")
-        monkeypatch.setattr(store__state_spilled.shutil, "rmtree", keep)
+        monkeypatch.setattr(spilled.shutil, "rmtree", keep)
         store.commit(3)
         monkeypatch.undo()
         store.put(b"changed", b"new")

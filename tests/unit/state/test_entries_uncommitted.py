@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualwrite.state.entries__state_uncommitted import UNCHANGED, Uncommitted
+from dualwrite.state.entries import UNCHANGED, Uncommitted
 
 KEYS = st.binary(max_size=2)
 WRITES = st.lists(st.tuples(KEYS, st.none() | st.binary(max_size=3)))

@@ -10,8 +10,7 @@ from dualwrite import Unavailable
 from dualwrite.clock import Deadline
 from dualwrite.errors import ChangelogDiffers
 from dualwrite.state import KeyValueStore, changelog, standby
-from dualwrite.state.changelog import Changelog
-from dualwrite.state.changelog__state_rolling import Log
+from dualwrite.state.changelog import Changelog, Log
 from dualwrite.state.standby import ignore_progress, roll_forward
 
 pytest.importorskip("rocksdict", reason="the extra 'state' is not installed")

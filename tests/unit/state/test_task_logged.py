@@ -4,8 +4,8 @@ import pytest
 
 from dualwrite import failpoints
 from dualwrite.errors import IllegalStateError
-from dualwrite.state import KeyValueStore, task__state_logged
-from dualwrite.state.task__state_logged import LoggedStore
+from dualwrite.state import KeyValueStore, task
+from dualwrite.state.task import LoggedStore
 
 pytest.importorskip("rocksdict", reason="the extra 'state' is not installed")
 
@@ -46,7 +46,7 @@ def of_store(tmp_path, monkeypatch, broker):
         store.commit(len(changelog.records))
         return 0
 
-    monkeypatch.setattr(task__state_logged, "roll_forward", roll_forward)
+    monkeypatch.setattr(task, "roll_forward", roll_forward)
     with KeyValueStore(tmp_path / "store", max_memory_bytes=0) as store:
         yield LoggedStore(store, broker, 60)
 

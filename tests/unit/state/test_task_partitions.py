@@ -4,7 +4,7 @@ import pytest
 
 from dualwrite import Unavailable
 from dualwrite.errors import IllegalStateError
-from dualwrite.state import PartitionStores, task__state_logged, task__state_partitions
+from dualwrite.state import PartitionStores, task
 
 pytest.importorskip("rocksdict", reason="the extra 'state' is not installed")
 
@@ -28,8 +28,8 @@ def restored(monkeypatch):
         seen.append(int(store.path.name))
         return 0
 
-    monkeypatch.setattr(task__state_logged, "roll_forward", roll_forward)
-    monkeypatch.setattr(task__state_partitions, "Changelog", lambda *_: None)
+    monkeypatch.setattr(task, "roll_forward", roll_forward)
+    monkeypatch.setattr(task, "Changelog", lambda *_: None)
     return seen
 
 
@@ -85,6 +85,6 @@ def test_a_disk_that_cannot_be_written_is_waited_for(stores, monkeypatch, restor
     def full(*_, **__):
         raise Exception("No space left on device")  # noqa: TRY002 - as rocksdict
 
-    monkeypatch.setattr(task__state_logged, "roll_forward", full)
+    monkeypatch.setattr(task, "roll_forward", full)
     with pytest.raises(Unavailable, match="No space left"), stores._block({0: object()}, go_on):
         pytest.fail("the block began")

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from dualwrite.interfaces__ports_observer import NO_OBSERVER
+from dualwrite.interfaces import NO_OBSERVER
 from dualwrite.telemetry import loaded, observer
 
 
@@ -25,7 +25,7 @@ def test_nothing_observes_before_and_a_writer_does_not_load_it():
     code = (
         "import sys; from dualwrite import DualWriter; "
         "writer = DualWriter('orders', kafka={'bootstrap.servers': 'x'}, database='sqlite://'); "
-        "from dualwrite.interfaces__ports_observer import NO_OBSERVER; assert writer._observer is NO_OBSERVER; "
+        "from dualwrite.interfaces import NO_OBSERVER; assert writer._observer is NO_OBSERVER; "
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

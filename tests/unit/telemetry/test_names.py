@@ -3,7 +3,7 @@
 import pytest
 from harness.places import ROOT
 
-from dualwrite.protocol.lives__protocol_tables_write_phases import Phase, WriteOutcome
+from dualwrite.protocol.lives import Phase, WriteOutcome
 from dualwrite.telemetry import names
 
 PAGE = (ROOT / "docs" / "telemetry.md").read_text(encoding="utf-8")

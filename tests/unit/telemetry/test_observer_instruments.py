@@ -8,9 +8,9 @@ from harness.patience import wait_until
 
 from dualwrite import WriterLimits, failpoints
 from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable
-from dualwrite.protocol.lives__protocol_tables_write_phases import Phase
+from dualwrite.protocol.lives import Phase
 from dualwrite.telemetry import names
-from dualwrite.telemetry.observer__telemetry_instruments import Instruments
+from dualwrite.telemetry.observer import Instruments
 from dualwrite.types import Health
 
 
@@ -70,7 +70,7 @@ def test_open_writers_are_read_and_closed_ones_are_not(shop, recorded):
 def test_the_oldest_transaction_in_kafka_is_shown_as_it_was_when_the_brokers_were_asked_last(
     shop, recorded, monkeypatch
 ):
-    monkeypatch.setattr("dualwrite.writing.health__writing_probe.EVERY_S", 0.0)
+    monkeypatch.setattr("dualwrite.writing.health.EVERY_S", 0.0)
     with shop.writer(telemetry=recorded.telemetry) as writer:
         assert recorded.values(names.KAFKA_OPEN_TIME) == {}  # the first look has them asked
         wait_until(lambda: recorded.values(names.KAFKA_OPEN_TIME) == {("orders",): 0})

@@ -26,11 +26,11 @@ from dualwrite import (
 from dualwrite.clock import Deadline
 from dualwrite.errors import OutcomeUnverifiable
 from dualwrite.failpoints import FailpointError
-from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DoubtStep
+from dualwrite.protocol.process import DoubtStep
 from dualwrite.recovery.claim import OwnerContext
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.telemetry import names
-from dualwrite.writing import dual_write, transaction__writing_blocks_block
+from dualwrite.writing import dual_write, transaction
 from dualwrite.writing.lane import Lane
 
 
@@ -317,6 +317,6 @@ def leave_decided(shop):
         failpoints.watched(die),
         pytest.raises(FailpointError),
         shop.engine.connect() as connection,
-        transaction__writing_blocks_block.dual_write(lane, context, connection, margin_s=10.0, timeout_s=60.0) as tx,
+        transaction.dual_write(lane, context, connection, margin_s=10.0, timeout_s=60.0) as tx,
     ):
         shop.put(tx, 1)

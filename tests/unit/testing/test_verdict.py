@@ -3,8 +3,7 @@
 import pytest
 
 from dualwrite.testing import History, Kind, Verdict
-from dualwrite.testing.checker__testing_journal import Word
-from dualwrite.testing.checker__testing_verdict import Place, compare, compare_readings
+from dualwrite.testing.checker import Place, Word, compare, compare_readings
 
 
 def history(**words):

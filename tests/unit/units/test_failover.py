@@ -10,15 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from dualwrite import ConfigurationError, TransactionAborted
-from dualwrite.protocol.lives import Machine
-from dualwrite.protocol.lives__protocol_tables_unit_life import (
-    UNIT_WRITER_LIFE,
-    UnitState,
-    UnitWriterEvent,
-    UnitWriterState,
-)
+from dualwrite.protocol.lives import UNIT_WRITER_LIFE, Machine, UnitState, UnitWriterEvent, UnitWriterState
 from dualwrite.units import Follower, UnitWriter, writer
-from dualwrite.units.records__units_ranges import Offsets
+from dualwrite.units.records import Offsets
 
 LONGEST = 7
 

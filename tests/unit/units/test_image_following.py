@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from dualwrite import ConfigurationError
-from dualwrite.protocol.lives__protocol_tables_unit_life import Effect, UnitState
+from dualwrite.protocol.lives import Effect, UnitState
 from dualwrite.units import AbortTransaction, BeginTransaction, EndTransaction, Follower, KeyedImage, UnitRecord
 from dualwrite.units.records import marker_record, part_of_unit
 

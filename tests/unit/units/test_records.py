@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from dualwrite import ConfigurationError
-from dualwrite.protocol.lives__protocol_tables_unit_life import UnitEvent
+from dualwrite.protocol.lives import UnitEvent
 from dualwrite.units import AbortTransaction, BeginTransaction, EndTransaction
 from dualwrite.units.records import (
     HEADER,

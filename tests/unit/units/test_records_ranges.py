@@ -8,7 +8,7 @@ from hypothesis import strategies as some
 
 from dualwrite import ConfigurationError
 from dualwrite.units import BatchRange
-from dualwrite.units.records__units_ranges import Offsets, following
+from dualwrite.units.records import Offsets, following
 
 names = some.tuples(some.sampled_from(["t", "u"]), some.integers(0, 2))
 

@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dualwrite import CompletionPending, DualWriteError, Fenced, TransactionAborted, TransactionInDoubt, Unavailable
 from dualwrite.errors import IllegalStateError
-from dualwrite.protocol.lives__protocol_tables_unit_life import UnitWriterState
-from dualwrite.protocol.lives__protocol_tables_write_life import WriteState
+from dualwrite.protocol.lives import UnitWriterState, WriteState
 from dualwrite.units import Follower, KeyedImage, UnitRecord, UnitWriter, writer
 from dualwrite.units.records import event_of
 

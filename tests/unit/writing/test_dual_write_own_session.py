@@ -5,7 +5,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.orm import Session
 
 from dualwrite import ConfigurationError
-from dualwrite.writing.dual_write__writing_blocks_own_session import OwnSession
+from dualwrite.writing.dual_write import OwnSession
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError, TransactionAborted, Unavailable
-from dualwrite.interfaces__ports_observer import NO_WRITE_OBSERVER
+from dualwrite.interfaces import NO_WRITE_OBSERVER
 from dualwrite.protocol.message import Message, MessageBatch
-from dualwrite.writing.dual_write__writing_blocks_sending import Sending
+from dualwrite.writing.dual_write import Sending
 
 
 class Producer:

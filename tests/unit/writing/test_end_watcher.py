@@ -8,7 +8,7 @@ from harness.databases import Thread, prepared
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.log__kafka_coordinator_blocking import BlockingTransaction
+from dualwrite.kafka.log import BlockingTransaction
 from dualwrite.kafka.transaction_ends import PendingEnd
 from dualwrite.protocol.known_end import Ended, EndStep
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState

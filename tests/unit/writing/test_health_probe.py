@@ -6,8 +6,8 @@ import pytest
 from harness.patience import wait_until
 
 from dualwrite import Unavailable
-from dualwrite.writing import health__writing_probe
-from dualwrite.writing.health__writing_probe import Probe, SeldomAsked
+from dualwrite.writing import health
+from dualwrite.writing.health import Probe, SeldomAsked
 
 
 class Clock:
@@ -21,7 +21,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(health__writing_probe, "now_s", clock)
+    monkeypatch.setattr(health, "now_s", clock)
     return clock
 
 
@@ -65,7 +65,7 @@ def test_the_last_answer_is_kept_until_it_is_old_and_errors_are_passed_on(clock)
     assert look() is None  # the first look has it asked
     assert done.acquire(timeout=60)
     wait_until(lambda: look() == 7.0)
-    wait_until(lambda: look._probe._next_at == clock.now + health__writing_probe.EVERY_S)
+    wait_until(lambda: look._probe._next_at == clock.now + health.EVERY_S)
     clock.now += 180
     assert look() == 7.0
     assert done.acquire(timeout=60)

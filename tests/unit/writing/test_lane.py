@@ -10,12 +10,11 @@ from simulator.environment import time_out
 from dualwrite.clock import Deadline
 from dualwrite.errors import CompletionPending, DatabaseWentBack, DecidedTransactionLost, Fenced, Unavailable
 from dualwrite.protocol.known_end import EndStep
-from dualwrite.protocol.lives__protocol_tables_lane_life import LaneEvent
-from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
+from dualwrite.protocol.lives import LaneEvent, ProducerState
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.values import LogProof, Outcome
 from dualwrite.writing.lane import Lane
-from dualwrite.writing.transaction__writing_blocks_block import Ending
+from dualwrite.writing.transaction import Ending
 
 
 class Producer:

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable
-from dualwrite.writing.lane__writing_lanes_losses import Losses
+from dualwrite.writing.lane import Losses
 
 LOST = DecidedTransactionLost("aborted by the broker", transactional_id="orders#1", state="42:0;i=1")
 

@@ -9,10 +9,8 @@ from harness.simulated import TOPIC
 
 from dualwrite.errors import DatabaseWentBack, OutcomeUnverifiable, Unavailable
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.values import Outcome
-from dualwrite.protocol.values__protocol_rows import StateRow
-from dualwrite.writing.lane__writing_lanes_losses import Losses
-from dualwrite.writing.lane__writing_lanes_recorded_losses import RecordedLosses
+from dualwrite.protocol.values import Outcome, StateRow
+from dualwrite.writing.lane import Losses, RecordedLosses
 
 STATE = PreparedTxnState.native(7, 3, 1, {(TOPIC, 0): 5}, {TOPIC: "id"})
 ROW = StateRow("orders", STATE, "space", 1, 0, None, "cluster", "me", datetime(2026, 1, 1, tzinfo=timezone.utc))

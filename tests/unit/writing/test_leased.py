@@ -25,12 +25,13 @@ from dualwrite import (
 from dualwrite.asyncio.writer import AsyncDualWriter
 from dualwrite.errors import IllegalStateError
 from dualwrite.failpoints import FailpointError
-from dualwrite.recovery.operator__recovery_forget import forget
-from dualwrite.stores.sql.database__stores_sql_forgetting import Forgetting
+from dualwrite.recovery.operator import forget
+from dualwrite.stores.sql.database import Forgetting
 from dualwrite.stores.sql.leases import read_leases
-from dualwrite.writing import lane_pool, leased, leased__writing_lease_keeper
+from dualwrite.writing import lane_pool, leased
+from dualwrite.writing import leased as lease_keeper
 from dualwrite.writing.lane import Lane
-from dualwrite.writing.transaction__writing_arguments import AsyncWriterSettings, WriterSettings
+from dualwrite.writing.transaction import AsyncWriterSettings, WriterSettings
 
 
 @pytest.fixture
@@ -338,7 +339,7 @@ def test_an_error_of_another_writer_in_the_block_says_nothing_about_this_one(sho
 def test_a_lease_that_was_not_renewed_in_time_makes_it_unready_until_it_is(shop, member, monkeypatch):
     with member() as one:
         with monkeypatch.context() as patch:
-            patch.setattr(leased__writing_lease_keeper, "now_s", lambda: 1e12)
+            patch.setattr(lease_keeper, "now_s", lambda: 1e12)
             assert one.health().problems == ("its lease was not renewed in time",)
         assert one.ready
 

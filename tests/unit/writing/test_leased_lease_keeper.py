@@ -9,11 +9,11 @@ from harness.databases import prepare, sqlite_url
 
 from dualwrite import Unavailable
 from dualwrite.protocol.leases import LeaseTiming, Place
-from dualwrite.protocol.lives__protocol_tables_lease_life import LeaseState
+from dualwrite.protocol.lives import LeaseState
 from dualwrite.recovery.claim import lease_owner, place_of_this_process
 from dualwrite.stores.sql.leases import Leases, read_leases
-from dualwrite.writing import leased__writing_lease_keeper
-from dualwrite.writing.leased__writing_lease_keeper import LeaseKeeper
+from dualwrite.writing import leased
+from dualwrite.writing.leased import LeaseKeeper
 
 RARELY = LeaseTiming(3600.0)
 """No heartbeat comes by itself while a test runs."""
@@ -165,12 +165,12 @@ def test_a_heartbeat_that_fails_is_logged_and_the_lease_is_known_to_be_over_in_t
     leases, keeper, seen, monkeypatch, caplog
 ):
     keeper.take("member")
-    now = leased__writing_lease_keeper.now_s()
+    now = leased.now_s()
     monkeypatch.setattr(leases, "renew", no_answer)
     assert not keeper.beat_once()
     assert "retrying" in caplog.text
     assert keeper.state is LeaseState.HELD
-    monkeypatch.setattr(leased__writing_lease_keeper, "now_s", lambda: now + 3600)
+    monkeypatch.setattr(leased, "now_s", lambda: now + 3600)
     assert keeper.state is LeaseState.EXPIRED, "without a heartbeat that says so"
     assert not keeper.beat_once()
     monkeypatch.undo()

@@ -11,7 +11,7 @@ from sqlalchemy import create_engine, exc
 from dualwrite import CompletionPending, ConfigurationError, Fenced, TransactionAborted, TransactionInDoubt, Unavailable
 from dualwrite.clock import running_on
 from dualwrite.errors import IllegalStateError
-from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DoubtStep
+from dualwrite.protocol.process import DoubtStep
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.writing import dual_write
 from dualwrite.writing.lane import Lane

@@ -26,10 +26,10 @@ from dualwrite import (
 from dualwrite.errors import IllegalStateError
 from dualwrite.failpoints import FailpointError
 from dualwrite.kafka.librdkafka.producer import ProducerInstance
-from dualwrite.protocol.lives__protocol_tables_write_life import WriteState
-from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DoubtStep
+from dualwrite.protocol.lives import WriteState
+from dualwrite.protocol.process import DoubtStep
 from dualwrite.stores.sql import savepoints
-from dualwrite.stores.sql.database__stores_sql_joined import JoinedStore
+from dualwrite.stores.sql.database import JoinedStore
 from dualwrite.writing import dual_write, sessions
 from dualwrite.writing.lane import Lane
 from dualwrite.writing.lane_pool import Lanes

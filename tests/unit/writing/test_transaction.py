@@ -9,9 +9,9 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from dualwrite import AsyncTransaction, ConfigurationError, Transaction, TransactionAborted, WriterLimits
 from dualwrite.databases import RocksBatch
 from dualwrite.errors import IllegalStateError
-from dualwrite.protocol.lives__protocol_tables_write_life import WriteState
+from dualwrite.protocol.lives import WriteState
 from dualwrite.state import PartitionStores
-from dualwrite.stores.keyed.zookeeper__stores_zookeeper_multi import Multi
+from dualwrite.stores.keyed.zookeeper import Multi
 from dualwrite.types import AsyncBoundSessions, BoundSessions
 from dualwrite.units import Unit
 

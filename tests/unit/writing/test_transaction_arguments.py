@@ -5,7 +5,7 @@ import pytest
 from sqlalchemy import exc
 
 from dualwrite.errors import TransactionAborted
-from dualwrite.writing.transaction__writing_arguments import conflicts_named
+from dualwrite.writing.transaction import conflicts_named
 
 
 def test_a_deadlock_that_leaves_the_block_is_an_abort_that_may_be_run_again():

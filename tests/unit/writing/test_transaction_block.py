@@ -19,8 +19,8 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
-from dualwrite.protocol.lives__protocol_tables_write_life import WriteState
-from dualwrite.writing.transaction__writing_blocks_block import Ending, session_of_block
+from dualwrite.protocol.lives import WriteState
+from dualwrite.writing.transaction import Ending, session_of_block
 
 
 class Refused(Exception):

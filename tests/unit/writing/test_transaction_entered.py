@@ -8,7 +8,7 @@ import pytest
 
 from dualwrite.errors import IllegalStateError
 from dualwrite.writing.fair_queue import Turns
-from dualwrite.writing.transaction__writing_entered import enter, refuse_nested
+from dualwrite.writing.transaction import enter, refuse_nested
 
 
 class Writer:

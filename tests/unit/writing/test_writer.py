@@ -30,7 +30,7 @@ from dualwrite.recovery.claim import OwnerContext, claim_rows
 from dualwrite.recovery.settle import settle
 from dualwrite.stores.sql.tables import VERSION_TABLE
 from dualwrite.writing.lane import Lane
-from dualwrite.writing.transaction__writing_blocks_block import dual_write
+from dualwrite.writing.transaction import dual_write
 
 
 class Refused(Exception):

@@ -8,11 +8,10 @@ from confluent_kafka import TopicPartition
 from sqlalchemy import select, update
 
 from dualwrite.asyncio import consumer
-from dualwrite.consumer import partitions__apps_consumer_offsets, working
-from dualwrite.consumer.partitions import Partitions, Unit
-from dualwrite.consumer.partitions__apps_consumer_offsets import KafkaOffsets, PartitionLost, RowOffsets
-from dualwrite.consumer.reading__apps_consumer_peers import Peers
-from dualwrite.consumer.working__apps_consumer_deserializing import Deserializing
+from dualwrite.consumer import partitions, working
+from dualwrite.consumer.partitions import KafkaOffsets, PartitionLost, Partitions, RowOffsets, Unit
+from dualwrite.consumer.reading import Peers
+from dualwrite.consumer.working import Deserializing
 from dualwrite.stores.sql.consumed import ClaimedOffset, ConsumedOffsets
 from harness.mistakes.registry import Check, mistake
 
@@ -55,7 +54,7 @@ def dead_members_left_alone(patch: pytest.MonkeyPatch) -> None:
 )
 def offsets_outside_the_log_reset(patch: pytest.MonkeyPatch) -> None:
     """A member whose offset in the database is outside the log reads from elsewhere, and says nothing."""
-    patch.setattr(partitions__apps_consumer_offsets, "_require_in_log", lambda *_: None)
+    patch.setattr(partitions, "_require_in_log", lambda *_: None)
 
 
 @mistake(Check(f"{_PAUSED}[eager-kafka-consume.handled:2:stop-postgresql]", "assert Counter"))

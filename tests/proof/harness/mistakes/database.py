@@ -6,15 +6,13 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import bindparam, exc, null, update
 
-from dualwrite.stores.sql import postgresql, store, store__stores_sql_claims
+from dualwrite.stores.sql import postgresql, store
 from dualwrite.stores.sql.dialect import Standing
 from dualwrite.stores.sql.mariadb import MariaDB
 from dualwrite.stores.sql.postgresql import PostgreSQL
 from dualwrite.stores.sql.sqlite import SQLite
-from dualwrite.stores.sql.store import SqlStateStore
-from dualwrite.stores.sql.store__stores_sql_records import Records
-from dualwrite.stores.sql.tables__stores_sql_tables_clock import database_now
-from dualwrite.stores.sql.tables__stores_sql_tables_rows import check_decidable
+from dualwrite.stores.sql.store import Records, SqlStateStore
+from dualwrite.stores.sql.tables import check_decidable, database_now
 from harness.mistakes.registry import Check, mistake, performed
 
 
@@ -152,7 +150,7 @@ def _without_namespace(real):
 )
 def another_cluster_accepted(patch: pytest.MonkeyPatch) -> None:
     """A claim does not ask whether the bootstrap servers lead to the cluster that the row belongs to."""
-    patch.setattr(store__stores_sql_claims, "check_claimed", lambda *_: None)
+    patch.setattr(store, "check_claimed", lambda *_: None)
 
 
 @mistake(

@@ -11,8 +11,7 @@ from dualwrite.protocol import message
 from dualwrite.protocol.grouping import Fate, Unit
 from dualwrite.protocol.savepoints import Savepoints
 from dualwrite.writing import transaction, units_of_work
-from dualwrite.writing.units_of_work import GroupRun
-from dualwrite.writing.units_of_work__writing_group_divided import Uses
+from dualwrite.writing.units_of_work import GroupRun, Uses
 from harness.mistakes.registry import Check, mistake
 
 _GROUPS = "unit/writing/group/test_groups.py::"

@@ -6,11 +6,10 @@ import pytest
 
 from dualwrite.errors import DualWriteError
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
-from dualwrite.protocol.values import Outcome
-from dualwrite.protocol.values__protocol_identity import belongs
+from dualwrite.protocol.lives import ProducerState
+from dualwrite.protocol.values import Outcome, belongs
 from dualwrite.recovery import settle
-from dualwrite.sinks.batches__sinks_jobs_complete import complete_handed_over
+from dualwrite.sinks.batches import complete_handed_over
 from dualwrite.writing import lane
 from dualwrite.writing.lane import Lane
 from harness.mistakes.registry import Check, mistake
@@ -72,13 +71,9 @@ def claiming_nothing_decided(claim):
 @mistake(Check(f"{_TESTS}::test_who_comes_after_a_decider_claims_what_it_has_decided[postgresql]", "the owner went on"))
 def decided_by_another_completed_without_a_claim(patch: pytest.MonkeyPatch) -> None:
     """A driver completes without a claim what another one has decided, and perhaps begun to complete."""
-    from dualwrite.sinks.spark import worker__sinks_spark_worker_owners
+    from dualwrite.sinks.spark import worker
 
-    patch.setattr(
-        worker__sinks_spark_worker_owners,
-        "claim_rows",
-        claiming_nothing_decided(worker__sinks_spark_worker_owners.claim_rows),
-    )
+    patch.setattr(worker, "claim_rows", claiming_nothing_decided(worker.claim_rows))
 
 
 @mistake(

@@ -6,7 +6,7 @@ import pytest
 from kafka.protocol.producer.transaction import InitProducerIdRequest
 
 from dualwrite.kafka import abandoned_transaction, log
-from dualwrite.kafka.cluster__kafka_coordinator_partitions import Place
+from dualwrite.kafka.cluster import Place
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.engine import ProducerEngine
 from dualwrite.kafka.librdkafka.evidence import Evidence
@@ -15,7 +15,7 @@ from dualwrite.kafka.librdkafka.producer import ProducerInstance
 from dualwrite.kafka.log import Scan
 from dualwrite.protocol.values import LogProof
 from dualwrite.recovery import inspect
-from dualwrite.stores.sql import store, tables__stores_sql_tables_rows
+from dualwrite.stores.sql import store, tables
 from dualwrite.writing.lane import Lane
 from harness.mistakes.registry import MISTAKES, Check, mistake, performed
 
@@ -29,7 +29,7 @@ def state_without_first_offsets(patch: pytest.MonkeyPatch) -> None:
         return replace(real(self, *args, **kwargs), first_offsets=(), started_ms=None)
 
     patch.setattr(Evidence, "state_of", state_of)
-    patch.setattr(tables__stores_sql_tables_rows, "_incomplete", lambda *_: None)
+    patch.setattr(tables, "_incomplete", lambda *_: None)
     patch.setattr(store, "check_decidable", lambda _, __, prepared: str(prepared))
     patch.setattr(inspect, "is_open", lambda *_: True)
     patch.setattr(inspect, "others_than", lambda *_: frozenset())

@@ -8,13 +8,12 @@ import pytest
 from sqlalchemy import Connection, null, select, true, update
 
 from dualwrite.protocol.leases import Lease, place_of
-from dualwrite.protocol.lives__protocol_tables_lease_life import LeaseEvent, LeaseState
-from dualwrite.recovery import operator__recovery_take_over
+from dualwrite.protocol.lives import LeaseEvent, LeaseState
+from dualwrite.recovery import operator
 from dualwrite.stores.sql import leases
 from dualwrite.stores.sql.leases import Leases
-from dualwrite.writing import leased__writing_lease_keeper
-from dualwrite.writing.leased import LeasedWriter
-from dualwrite.writing.leased__writing_lease_keeper import LeaseKeeper
+from dualwrite.writing import leased
+from dualwrite.writing.leased import LeasedWriter, LeaseKeeper
 from harness.mistakes.registry import Check, mistake
 
 _LEASES = "conformance/test_leases.py::"
@@ -60,7 +59,7 @@ def lease_given_back_whoever_holds_it(patch: pytest.MonkeyPatch) -> None:
 )
 def lost_lease_taken_for_renewed(patch: pytest.MonkeyPatch) -> None:
     """A heartbeat that has renewed nothing counts as one that has: the member does not notice that its id was taken."""
-    patch.setattr(leased__writing_lease_keeper, "heard", lambda *_: LeaseEvent.RENEW)
+    patch.setattr(leased, "heard", lambda *_: LeaseEvent.RENEW)
 
 
 @mistake(
@@ -94,12 +93,8 @@ def dead_members_left_to_newcomers(patch: pytest.MonkeyPatch) -> None:
 )
 def dead_members_id_left_unclaimed(patch: pytest.MonkeyPatch) -> None:
     """A member claims the id of a dead one only if something is left there; one that was only paused goes on under a free id."""
-    real = operator__recovery_take_over.recover_rows
-    patch.setattr(
-        operator__recovery_take_over,
-        "recover_rows",
-        lambda *given, **more: real(*given, **{**more, "claims_all": False}),
-    )
+    real = operator.recover_rows
+    patch.setattr(operator, "recover_rows", lambda *given, **more: real(*given, **{**more, "claims_all": False}))
 
 
 @mistake(
@@ -121,17 +116,13 @@ def lease_not_asked_for_after_the_claim(patch: pytest.MonkeyPatch) -> None:
 )
 def member_that_died_beside_left_to_its_lease(patch: pytest.MonkeyPatch) -> None:
     """Nobody looks at the processes beside its own: readers wait until the lease of a killed worker expires."""
-    patch.setattr(leased__writing_lease_keeper, "has_ended", lambda _: False)
+    patch.setattr(leased, "has_ended", lambda _: False)
 
 
 @mistake(Check(f"{_KEEPER}test_a_member_that_is_suspended_beside_this_one_keeps_its_lease", "'orders-0' == 'orders-1'"))
 def suspended_member_taken_for_dead(patch: pytest.MonkeyPatch) -> None:
     """A process that is stopped for a moment loses its id to those beside it."""
-    patch.setattr(
-        leased__writing_lease_keeper,
-        "has_ended",
-        lambda pid: psutil.Process(pid).status() in {psutil.STATUS_STOPPED, "zombie"},
-    )
+    patch.setattr(leased, "has_ended", lambda pid: psutil.Process(pid).status() in {psutil.STATUS_STOPPED, "zombie"})
 
 
 @mistake(
@@ -143,7 +134,7 @@ def suspended_member_taken_for_dead(patch: pytest.MonkeyPatch) -> None:
 def process_of_another_container_looked_for_here(patch: pytest.MonkeyPatch) -> None:
     """A member looks for the process of a holder in another container among its own processes, and does not find it."""
     patch.setattr(
-        leased__writing_lease_keeper,
+        leased,
         "holder_has_died",
         lambda lease, _, has_ended: (place := place_of(lease.owner)) is not None and has_ended(place.pid),
     )

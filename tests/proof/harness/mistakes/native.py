@@ -3,14 +3,14 @@
 import pytest
 
 from dualwrite.kafka.abandoned_transaction import AbandonedTransaction
-from dualwrite.kafka.engine__kafka_producer_transaction_timeout import GREATEST_TIMEOUT_MS
-from dualwrite.kafka.native import coordination, coordination__kafka_producer_native_coordinating_initialising
+from dualwrite.kafka.engine import GREATEST_TIMEOUT_MS
+from dualwrite.kafka.native import coordination
 from dualwrite.kafka.native.coordination import CoordinatorRequests
 from dualwrite.protocol import known_end
 from dualwrite.protocol.batches import CompletionStep, next_native_completion_step
 from dualwrite.protocol.lost_decisions import Lookup
 from dualwrite.recovery import lost_decisions
-from dualwrite.sinks import batches__sinks_jobs_complete
+from dualwrite.sinks import batches
 from dualwrite.writing import lane
 from harness.mistakes.registry import Check, mistake
 
@@ -67,7 +67,7 @@ def native_completed_on_the_coordinators_word(patch: pytest.MonkeyPatch) -> None
         step = next_native_completion_step(known)
         return CompletionStep.RECORD if step is CompletionStep.LOOK else step
 
-    patch.setattr(batches__sinks_jobs_complete, "next_native_completion_step", next_step)
+    patch.setattr(batches, "next_native_completion_step", next_step)
 
 
 @mistake(
@@ -154,4 +154,4 @@ def offsets_judged_by_the_first_partition(patch: pytest.MonkeyPatch) -> None:
 )
 def librdkafkas_time_limit_for_native_transactions(patch: pytest.MonkeyPatch) -> None:
     """The native engine asks for librdkafka's greatest timeout: after 24.8 days the broker aborts what the database has decided."""
-    patch.setattr(coordination__kafka_producer_native_coordinating_initialising, "NEVER_MS", GREATEST_TIMEOUT_MS)
+    patch.setattr(coordination, "NEVER_MS", GREATEST_TIMEOUT_MS)

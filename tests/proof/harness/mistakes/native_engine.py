@@ -9,15 +9,12 @@ import pytest
 from dualwrite.kafka import producer
 from dualwrite.kafka.engine import ProducerEngine
 from dualwrite.kafka.native import producer as native_producer
-from dualwrite.kafka.native import producer__kafka_producer_native_evidence
 from dualwrite.kafka.native.coordination import Answered, CoordinatorRequests
 from dualwrite.kafka.native.error_meanings import Code, Meaning
-from dualwrite.kafka.native.produce_state import ProduceCore
-from dualwrite.kafka.native.produce_state__kafka_producer_native_wire_partition import Batch, PartitionQueue
-from dualwrite.kafka.native.producer import NativeInstance
-from dualwrite.kafka.native.producer__kafka_producer_native_evidence import Evidence
+from dualwrite.kafka.native.produce_state import Batch, PartitionQueue, ProduceCore
+from dualwrite.kafka.native.producer import Evidence, NativeInstance
 from dualwrite.kafka.native.sender import Sender
-from dualwrite.protocol.lives__protocol_tables_producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
+from dualwrite.protocol.lives import PRODUCER_LIFE, ProducerEvent, ProducerState
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.recovery.settle_native import NativeSettling
 from dualwrite.writing.lane import Lane
@@ -256,7 +253,7 @@ def old_transaction_decided_without_a_look(patch: pytest.MonkeyPatch) -> None:
 def only_the_coordinator_asked_before_a_decision(patch: pytest.MonkeyPatch) -> None:
     """Before a decision the coordinator is asked, and not the leaders, which an operator's tool has asked, too."""
     patch.setattr(
-        producer__kafka_producer_native_evidence, "sorted", lambda _shown: (), raising=False
+        native_producer, "sorted", lambda _shown: (), raising=False
     )  # it goes through their answers in this order
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualwrite.stores.keyed.rocksdb__stores_rocksdb_keys import RocksKeys
+from dualwrite.stores.keyed.rocksdb import RocksKeys
 from dualwrite.stores.keyed.rocksdb_client import Client
 from harness.mistakes.registry import Check, mistake
 

@@ -8,18 +8,10 @@ import pytest
 from dualwrite.protocol import settle as rules
 from dualwrite.protocol.by_hand import TerminateStep
 from dualwrite.protocol.settle import Knowledge, SettleStep
-from dualwrite.protocol.values import TransactionStatus
-from dualwrite.protocol.values__protocol_identity import is_open, others_than
-from dualwrite.protocol.values__protocol_rows import StateRow
-from dualwrite.recovery import (
-    claim,
-    in_doubt,
-    lost_decisions,
-    operator,
-    recover,
-    recover__recovery_plan,
-    recover__recovery_servers,
-)
+from dualwrite.protocol.values import StateRow, TransactionStatus, is_open, others_than
+from dualwrite.recovery import claim, in_doubt, lost_decisions, operator, recover
+from dualwrite.recovery import recover as plan
+from dualwrite.recovery import recover as servers
 from dualwrite.recovery import settle as settling
 from harness.mistakes.registry import Check, mistake, performed
 
@@ -211,7 +203,7 @@ def recorded_taken_for_told(patch: pytest.MonkeyPatch) -> None:
 )
 def recorded_loss_taken_for_settled(patch: pytest.MonkeyPatch) -> None:
     """A recovery takes a recorded loss for settled, though its finder may have died before it ended what the broker forgot."""
-    patch.setattr(recover__recovery_plan, "_left_unended", lambda _: False)
+    patch.setattr(plan, "_left_unended", lambda _: False)
 
 
 @mistake(
@@ -223,7 +215,7 @@ def recorded_loss_taken_for_settled(patch: pytest.MonkeyPatch) -> None:
 )
 def recovery_takes_a_lane_alone(patch: pytest.MonkeyPatch) -> None:
     """A recovery claims the lane that has something open, and leaves the others to an owner that lives."""
-    for module in (recover__recovery_plan, claim, recover__recovery_servers):
+    for module in (plan, claim, servers):
         patch.setattr(module, "writer_of", lambda name: name)
 
 

@@ -60,7 +60,7 @@ _REFUSED = "integration/test_spark_refused.py::"
 )
 def destination_not_compared(patch: pytest.MonkeyPatch) -> None:
     """A batch that is for another table than its former run, under the same names, counts as begun there."""
-    from dualwrite.protocol.batches__protocol_batches_entry import Entry
+    from dualwrite.protocol.batches import Entry
     from dualwrite.stores.sql import ledger
 
     patch.setattr(ledger, "next_entry", lambda recorded, _: Entry.GO_ON if recorded.begun else Entry.FIRST)
@@ -79,13 +79,9 @@ def _without(name, function, *arguments, **options):
 @mistake(Check(f"{_GOES_ON}[staging-write.prepared]", "left: (staging tables|leases)"))
 def run_not_checked_at_the_hand_over(patch: pytest.MonkeyPatch) -> None:
     """A task hands its rows over without a look whether its run was given up meanwhile."""
-    from dualwrite.sinks.spark import whole_batch__sinks_spark_whole_batch_prepared_partition
+    from dualwrite.sinks.spark import whole_batch
 
-    patch.setattr(
-        whole_batch__sinks_spark_whole_batch_prepared_partition,
-        "dual_write",
-        partial(_without, "permit", whole_batch__sinks_spark_whole_batch_prepared_partition.dual_write),
-    )
+    patch.setattr(whole_batch, "dual_write", partial(_without, "permit", whole_batch.dual_write))
 
 
 _STREAMS = "integration/test_spark_streams.py::"
@@ -161,10 +157,10 @@ def slot_claimed_after_it_was_settled(patch: pytest.MonkeyPatch) -> None:
 def left_out_rows_not_counted(patch: pytest.MonkeyPatch) -> None:
     """A task takes the rows that it has sent for the rows that the table has taken."""
     from dualwrite.sinks.spark import per_partition
-    from dualwrite.sinks.spark.databases import postgresql__sinks_spark_databases_postgresql_copying
+    from dualwrite.sinks.spark.databases import postgresql
     from harness.spark import SameTask
 
-    patch.setattr(postgresql__sinks_spark_databases_postgresql_copying, "require_all_taken", lambda *_, **__: None)
+    patch.setattr(postgresql, "require_all_taken", lambda *_, **__: None)
     patch.setattr(per_partition, "PartitionTask", SameTask)
 
 
@@ -178,7 +174,7 @@ def run_replaced_while_a_task_hands_over(patch: pytest.MonkeyPatch) -> None:
     """Giving up does not wait for a task that was let through, and looks for what it leaves before it is there."""
     from sqlalchemy.sql.selectable import Select
 
-    from dualwrite.stores.sql.ledger__stores_sql_jobs_runs import Runs
+    from dualwrite.stores.sql.ledger import Runs
 
     real = Runs.require
 

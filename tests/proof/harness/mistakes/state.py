@@ -4,12 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from dualwrite.state import changelog, standby, store, task__state_logged
-from dualwrite.state.entries__state_committed import Committed, as_text
-from dualwrite.state.store import KeyValueStore
-from dualwrite.state.store__state_rocks import Rocks
-from dualwrite.state.store__state_spilled import Spilled
-from dualwrite.state.task__state_logged import LoggedStore
+from dualwrite.state import changelog, standby, store, task
+from dualwrite.state.entries import Committed, as_text
+from dualwrite.state.store import KeyValueStore, Rocks, Spilled
+from dualwrite.state.task import LoggedStore
 from harness.mistakes.registry import Check, mistake
 
 _TASKS = "integration/test_state_tasks.py::"
@@ -100,4 +98,4 @@ def restored_by_the_offset_alone(patch: pytest.MonkeyPatch) -> None:
 )
 def store_outlives_a_savepoint(patch: pytest.MonkeyPatch) -> None:
     """A state store is written inside a savepoint, and keeps the write when that is rolled back with its rows and messages."""
-    patch.setattr(task__state_logged, "refuse_in_savepoints", lambda *_: None)
+    patch.setattr(task, "refuse_in_savepoints", lambda *_: None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dualwrite.protocol.lives__protocol_tables_unit_life import UnitWriterEvent
+from dualwrite.protocol.lives import UnitWriterEvent
 from dualwrite.units import announcing, writer
 from dualwrite.units.announcing import Written
 from dualwrite.units.image import Follower

@@ -10,21 +10,19 @@ from dualwrite import waiting
 from dualwrite.asyncio import transaction
 from dualwrite.clock import Deadline
 from dualwrite.errors import CompletionPending, DualWriteError, Fenced
-from dualwrite.protocol.process import Allowance
-from dualwrite.protocol.process__protocol_process_redo import Redo
-from dualwrite.protocol.process__protocol_settling_commit_in_doubt import Doubt, DoubtStep
+from dualwrite.protocol.process import Allowance, Doubt, DoubtStep, Redo
 from dualwrite.protocol.values import Outcome
-from dualwrite.recovery import claim, in_doubt__recovery_commit_in_doubt, recover
+from dualwrite.recovery import claim, in_doubt, recover
 from dualwrite.recovery.settle import SettleReport
 from dualwrite.stores.sql import access, postgresql
 from dualwrite.stores.sql.savepoint_probe import PsycopgWitness
 from dualwrite.stores.sql.savepoints import SavepointWatch
 from dualwrite.stores.sql.store import SqlStateStore
-from dualwrite.writing import dual_write, dual_write__writing_blocks_sending, lane, retry, sessions, writer
+from dualwrite.writing import dual_write, lane, retry, sessions, writer
+from dualwrite.writing import dual_write as sending
 from dualwrite.writing.dual_write import DualWrite
 from dualwrite.writing.fair_queue import Turns
-from dualwrite.writing.lane import Lane
-from dualwrite.writing.lane__writing_lanes_losses import Losses
+from dualwrite.writing.lane import Lane, Losses
 from harness.mistakes.registry import Check, mistake, performed
 
 
@@ -102,7 +100,7 @@ def commits_after_a_pause(patch: pytest.MonkeyPatch) -> None:
 )
 def doubt_left_at_the_first_error(patch: pytest.MonkeyPatch) -> None:
     """An owner whose COMMIT was not answered gives up when the database cannot be reached at once."""
-    patch.setattr(dual_write, "resolve_commit", in_doubt__recovery_commit_in_doubt._verdict)
+    patch.setattr(dual_write, "resolve_commit", in_doubt._verdict)
 
 
 @mistake(
@@ -132,15 +130,15 @@ def lost_commit_answer_taken_for_no(patch: pytest.MonkeyPatch) -> None:
 @mistake(performed("row_in_doubt_was_overwritten", "told TransactionAborted"))
 def overwritten_row_taken_for_aborted(patch: pytest.MonkeyPatch) -> None:
     """An owner whose COMMIT was not answered finds another's state in the row, and takes its own for rolled back."""
-    from dualwrite.recovery import in_doubt__recovery_commit_in_doubt
+    from dualwrite.recovery import in_doubt
 
-    real = in_doubt__recovery_commit_in_doubt.next_doubt_step
+    real = in_doubt.next_doubt_step
 
     def next_step(doubt: Doubt) -> DoubtStep:
         return DoubtStep.COMMITTED if doubt.row == doubt.ours else DoubtStep.ABORTED
 
     assert real is not next_step
-    patch.setattr(in_doubt__recovery_commit_in_doubt, "next_doubt_step", next_step)
+    patch.setattr(in_doubt, "next_doubt_step", next_step)
 
 
 @mistake(performed("owner_finds_its_loss", "told None, not DecidedTransactionLost"))
@@ -444,7 +442,7 @@ def cancelled_after_the_decision(patch: pytest.MonkeyPatch) -> None:
 )
 def errors_kept_with_their_frames(patch: pytest.MonkeyPatch) -> None:
     """A dual write keeps the error that it must not survive, and through its traceback the session that was dropped after it."""
-    for module in (sessions, dual_write__writing_blocks_sending):
+    for module in (sessions, sending):
         patch.setattr(module, "as_value", lambda error: error)
 
 

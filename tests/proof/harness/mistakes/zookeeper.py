@@ -8,9 +8,7 @@ from kazoo.exceptions import ConnectionLoss
 from kazoo.protocol.serialization import CheckVersion, SetData
 
 from dualwrite.stores.keyed.store import KeyedStore
-from dualwrite.stores.keyed.zookeeper__stores_zookeeper_handle import ZooKeeperHandle
-from dualwrite.stores.keyed.zookeeper__stores_zookeeper_keys import ZooKeeperKeys
-from dualwrite.stores.keyed.zookeeper__stores_zookeeper_session import Session
+from dualwrite.stores.keyed.zookeeper import Session, ZooKeeperHandle, ZooKeeperKeys
 from harness.mistakes.registry import Check, mistake
 
 

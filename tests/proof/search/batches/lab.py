@@ -20,7 +20,7 @@ from simulator.requests import Request
 from simulator.scheduler import Simulation
 from simulator.state import Broker
 
-from dualwrite.protocol.values__protocol_rows import Incident, StateRow
+from dualwrite.protocol.values import Incident, StateRow
 
 Number = int
 Breaking = Callable[[pytest.MonkeyPatch], None]

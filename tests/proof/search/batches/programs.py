@@ -18,14 +18,14 @@ from simulator.database import Session
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError
-from dualwrite.kafka.producer__kafka_producer_choice import EngineName
-from dualwrite.protocol.lives__protocol_tables_batch_life import BatchState
+from dualwrite.kafka.producer import EngineName
+from dualwrite.protocol.lives import BatchState
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.recovery.claim import claim_rows
 from dualwrite.recovery.settle import settle
 from dualwrite.sinks.batches import Decision
 from dualwrite.writing.lane import Lane
-from dualwrite.writing.transaction__writing_blocks_block import Ending
+from dualwrite.writing.transaction import Ending
 from search.batches.lab import Recipe
 
 SLOTS: Final = ("a", "b")

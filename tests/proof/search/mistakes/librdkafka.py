@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dualwrite.protocol import process__protocol_settling_commit_in_doubt, settle
-from dualwrite.protocol.process__protocol_settling_commit_in_doubt import Doubt, DoubtStep
+from dualwrite.protocol import process, settle
+from dualwrite.protocol.process import Doubt, DoubtStep
 from dualwrite.protocol.settle import Knowledge, SettleStep
-from dualwrite.protocol.values import TransactionStatus
-from dualwrite.protocol.values__protocol_identity import shows_same_transaction
+from dualwrite.protocol.values import TransactionStatus, shows_same_transaction
 from search.mistakes.planting import OWNER_AND_SETTLER, TWO_OWNERS, budget, within
 from search.rules import Rules
 from search.world import Bounds
@@ -158,9 +157,7 @@ class RecordedLossTakenForARollback(Rules):
 
     @staticmethod
     def next_doubt_step(known: Doubt) -> DoubtStep:
-        return process__protocol_settling_commit_in_doubt.next_doubt_step(
-            replace(known, records_asked=True, incident=None)
-        )
+        return process.next_doubt_step(replace(known, records_asked=True, incident=None))
 
 
 # --- claiming and settling

@@ -3,7 +3,7 @@
 import pytest
 from confluent_kafka import KafkaError, Message
 
-from dualwrite.kafka.librdkafka.evidence__kafka_producer_librdkafka_deliveries import Deliveries
+from dualwrite.kafka.librdkafka.evidence import Deliveries
 
 
 def message(partition=0, offset=0, topic="orders"):

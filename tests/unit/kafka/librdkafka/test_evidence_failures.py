@@ -8,13 +8,9 @@ from confluent_kafka import KafkaError, KafkaException
 
 from dualwrite.errors import CompletionPending, ConfigurationError, Fenced, TransactionAborted, Unavailable
 from dualwrite.kafka.failures import Phase
-from dualwrite.kafka.librdkafka.evidence__kafka_producer_librdkafka_failures import (
-    failure_of,
-    kafka_error,
-    kafka_exception_behind,
-)
+from dualwrite.kafka.librdkafka.evidence import failure_of, kafka_error, kafka_exception_behind
 from dualwrite.kafka.librdkafka.handle import ClientLog
-from dualwrite.protocol.lives__protocol_tables_producer_life import PRODUCER_LIFE, ProducerEvent, ProducerState
+from dualwrite.protocol.lives import PRODUCER_LIFE, ProducerEvent, ProducerState
 
 CODES = sorted({value for name in dir(KafkaError) if isinstance(value := getattr(KafkaError, name), int)})
 FLAGS = [

@@ -1,6 +1,6 @@
 """A gap in the sequence numbers before a transaction's first record shows that earlier ones were its own."""
 
-from dualwrite.kafka.librdkafka.evidence__kafka_producer_librdkafka_sequences import Sequences
+from dualwrite.kafka.librdkafka.evidence import Sequences
 
 IDS, NEXT_EPOCH = (7, 0), (7, 1)
 HERE, THERE = ("orders", 0), ("orders", 1)

@@ -3,8 +3,8 @@
 import pytest
 from confluent_kafka import Producer
 
-from dualwrite.kafka.config__kafka_config import KafkaConfig
-from dualwrite.kafka.engine__kafka_producer_transaction_timeout import GREATEST_TIMEOUT_MS
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.engine import GREATEST_TIMEOUT_MS
 from dualwrite.kafka.librdkafka.handle import producer_settings
 
 NOWHERE = {"bootstrap.servers": "127.0.0.1:1"}

@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 from dualwrite.clock import Deadline
-from dualwrite.kafka.librdkafka.handle__kafka_producer_librdkafka_bounded_call import BoundedCaller, NoAnswer
+from dualwrite.kafka.librdkafka.handle import BoundedCaller, NoAnswer
 
 LONG_S = 30.0
 

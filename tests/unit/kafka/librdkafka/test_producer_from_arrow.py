@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pytest
 
-from dualwrite.kafka.librdkafka.producer__kafka_producer_librdkafka_from_arrow import contents_of, messages_of
+from dualwrite.kafka.librdkafka.producer import contents_of, messages_of
 from dualwrite.protocol.message import MessageColumns
 
 ENTRY = pa.struct([("key", pa.string()), ("value", pa.binary())])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.cluster import Topic
-from dualwrite.kafka.native.records__kafka_producer_native_records_partitioners import NAMES, partitioner
+from dualwrite.kafka.native.records import NAMES, partitioner
 from dualwrite.protocol.message import Unsendable
 
 

@@ -4,7 +4,7 @@ import itertools
 import random
 from collections import Counter
 
-from dualwrite.kafka.native.accumulator__kafka_producer_native_filling_sticky import StickyPartitions
+from dualwrite.kafka.native.accumulator import StickyPartitions
 from dualwrite.protocol.message import OVERHEAD
 
 ALL = (0, 1, 2, 3)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualwrite.kafka.cluster import Topic
-from dualwrite.kafka.native import arrow__kafka_producer_native_filling_column_filling
+from dualwrite.kafka.native import arrow
 from dualwrite.kafka.native.accumulator import _COLUMNS_FROM
-from dualwrite.kafka.native.records__kafka_producer_native_records_partitioners import NAMES
+from dualwrite.kafka.native.records import NAMES
 from dualwrite.protocol.message import MessageBatch, MessageColumns, Unsendable
 
 HEADERS = pa.map_(pa.string(), pa.binary())
@@ -108,7 +108,7 @@ def test_batches_are_made_one_by_one():
 
 
 def test_large_columns_are_worked_on_in_pieces(monkeypatch):
-    monkeypatch.setattr(arrow__kafka_producer_native_filling_column_filling, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(arrow, "_PIECE_BYTES", 1000)
     to, made = filling()
     values = [b"%04d" % number + b"x" * 90 for number in range(1000)]
     keys = [b"%d" % (number % 17) for number in range(1000)]
@@ -133,7 +133,7 @@ def test_large_columns_are_worked_on_in_pieces(monkeypatch):
 )  # fmt: skip
 @pytest.mark.parametrize("piece_bytes", [100, 1_000_000])
 def test_a_row_that_cannot_be_sent_is_named(monkeypatch, column, code, detail, piece_bytes):
-    monkeypatch.setattr(arrow__kafka_producer_native_filling_column_filling, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(arrow, "_PIECE_BYTES", piece_bytes)
     to, made = filling(Settings(max_message_bytes=1000))
     keys = pa.array([b"%d" % number for number in range(30)])
     columns = {"values": pa.array([b"v"] * 30), "keys": keys, **column}

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualwrite.kafka.native.arrow__kafka_producer_native_records_column_hashes import hashes
-from dualwrite.kafka.native.records__kafka_producer_native_records_partitioners import fnv1a, murmur2, partitioner
+from dualwrite.kafka.native.arrow import hashes
+from dualwrite.kafka.native.records import fnv1a, murmur2, partitioner
 
 DRAW = random.Random(1)
 KEYS = [DRAW.randbytes(size) for size in [*range(300)] * 3]

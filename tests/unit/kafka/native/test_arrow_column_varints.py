@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualwrite.kafka.native.arrow__kafka_producer_native_records_column_varints import rows, sizes
-from dualwrite.kafka.native.records__kafka_producer_native_records_varints import varint
+from dualwrite.kafka.native.arrow import rows, sizes
+from dualwrite.kafka.native.records import varint
 
 LENGTHS = st.integers(-1, 300) | st.integers(-(2**63), 2**63 - 1)
 

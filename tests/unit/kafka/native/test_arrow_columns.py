@@ -9,15 +9,8 @@ from harness.records import NOW_MS, PRODUCER, contents, headers, read, timestamp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualwrite.kafka.native.arrow__kafka_producer_native_records_columns import (
-    ANYWHERE,
-    RowTooLarge,
-    batches,
-    partition_rows,
-)
-from dualwrite.kafka.native.records import RecordsBuilder
-from dualwrite.kafka.native.records__kafka_producer_native_records_compression import Codec
-from dualwrite.kafka.native.records__kafka_producer_native_records_partitioners import NAMES, partitioner
+from dualwrite.kafka.native.arrow import ANYWHERE, RowTooLarge, batches, partition_rows
+from dualwrite.kafka.native.records import NAMES, Codec, RecordsBuilder, partitioner
 from dualwrite.protocol.message import OVERHEAD, size_of
 
 NO_LIMIT = 2**31 - 1

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from dualwrite.clock import Deadline, running_on
-from dualwrite.kafka.native.coordination import Answered, CoordinatorRequests
-from dualwrite.kafka.native.coordination__kafka_producer_native_coordinating_offsets import Group, Offset
+from dualwrite.kafka.native.coordination import Answered, CoordinatorRequests, Group, Offset
 from dualwrite.kafka.native.error_meanings import MEANINGS, Code, Meaning, Request
 from dualwrite.kafka.network import NotYet
 

@@ -6,11 +6,11 @@ import pytest
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka import engine__kafka_producer_transaction_timeout
-from dualwrite.kafka.engine__kafka_producer_transaction_timeout import GREATEST_TIMEOUT_MS
-from dualwrite.kafka.failures__kafka_producer_codes import Code
-from dualwrite.kafka.native.coordination import Answered
-from dualwrite.kafka.native.coordination__kafka_producer_native_coordinating_initialising import (
+from dualwrite.kafka import engine
+from dualwrite.kafka.engine import GREATEST_TIMEOUT_MS
+from dualwrite.kafka.failures import Code
+from dualwrite.kafka.native.coordination import (
+    Answered,
     Attempt,
     Initialised,
     attempts,
@@ -120,7 +120,7 @@ def test_a_right_that_is_missing_altogether_is_the_last_answer():
 @pytest.fixture
 def log(caplog, monkeypatch):
     for told in ("_warned", "_told"):
-        monkeypatch.setattr(engine__kafka_producer_transaction_timeout, told, set())
+        monkeypatch.setattr(engine, told, set())
     caplog.set_level(logging.INFO, "dualwrite.kafka.producer")
     return caplog
 

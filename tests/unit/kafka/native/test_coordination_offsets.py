@@ -7,12 +7,7 @@ import pytest
 from confluent_kafka import OFFSET_INVALID, Consumer, TopicPartition
 from kafka import ConsumerGroupMetadata
 
-from dualwrite.kafka.native.coordination__kafka_producer_native_coordinating_offsets import (
-    Group,
-    Offset,
-    group_of,
-    offsets_of,
-)
+from dualwrite.kafka.native.coordination import Group, Offset, group_of, offsets_of
 
 UNUSED = {"bootstrap.servers": "127.0.0.1:1", "log_level": 0}
 

@@ -5,8 +5,7 @@ from base64 import urlsafe_b64encode
 
 from dualwrite.kafka.native.messages import produce
 from dualwrite.kafka.native.produce_state import Limits, ProduceCore
-from dualwrite.kafka.native.records import RecordsBuilder
-from dualwrite.kafka.native.records__kafka_producer_native_records_compression import Codec
+from dualwrite.kafka.native.records import Codec, RecordsBuilder
 
 TOPIC = uuid.uuid4()
 

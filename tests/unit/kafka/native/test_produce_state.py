@@ -5,10 +5,8 @@ from random import Random
 import pytest
 
 from dualwrite.kafka.native.error_meanings import Code, Meaning
-from dualwrite.kafka.native.produce_state import Limits, ProduceCore, Refusal
-from dualwrite.kafka.native.produce_state__kafka_producer_native_wire_partition import MAX_IN_FLIGHT
-from dualwrite.kafka.native.records import RecordsBuilder
-from dualwrite.kafka.native.records__kafka_producer_native_records_compression import Codec
+from dualwrite.kafka.native.produce_state import MAX_IN_FLIGHT, Limits, ProduceCore, Refusal
+from dualwrite.kafka.native.records import Codec, RecordsBuilder
 
 HERE, THERE = ("t", 0), ("t", 1)
 LIMITS = Limits(linger_s=0.0, delivery_s=60.0, topic_s=5.0, first_backoff_s=1.0, longest_backoff_s=8.0)

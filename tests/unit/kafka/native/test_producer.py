@@ -34,10 +34,10 @@ from dualwrite.errors import (
     TransactionAborted,
     Unavailable,
 )
-from dualwrite.kafka.config__kafka_config import KafkaConfig
+from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.native import producer as instance
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerState
+from dualwrite.protocol.lives import ProducerState
 from dualwrite.protocol.prepared_state import Engine
 
 KAFKA_ID = "orders.n.1"

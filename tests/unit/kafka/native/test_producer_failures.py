@@ -6,13 +6,12 @@ import pytest
 from confluent_kafka import KafkaError
 
 from dualwrite.errors import CompletionPending, ConfigurationError, Fenced, TransactionAborted, Unavailable
-from dualwrite.kafka.failures import ADVICE, WITHIN_A_TRANSACTION, Kind, Phase
-from dualwrite.kafka.failures__kafka_producer_codes import Code
-from dualwrite.kafka.librdkafka import evidence__kafka_producer_librdkafka_failures as librdkafka
+from dualwrite.kafka.failures import ADVICE, WITHIN_A_TRANSACTION, Code, Kind, Phase
+from dualwrite.kafka.librdkafka import evidence as librdkafka
 from dualwrite.kafka.native.error_meanings import MEANINGS, Meaning, Request, meaning_of
 from dualwrite.kafka.native.produce_state import Refusal
-from dualwrite.kafka.native.producer__kafka_producer_native_failures import failure_of, refused
-from dualwrite.protocol.lives__protocol_tables_producer_life import ProducerEvent
+from dualwrite.kafka.native.producer import failure_of, refused
+from dualwrite.protocol.lives import ProducerEvent
 
 NOT_IN_OUR_TABLES = 999
 CODES = [*(code for code in Code if code is not Code.NONE), NOT_IN_OUR_TABLES]

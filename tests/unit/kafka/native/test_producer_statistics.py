@@ -7,11 +7,9 @@ import logging
 
 import pytest
 
-from dualwrite.kafka.native.produce_state import Delivered, Limits, ProduceCore
-from dualwrite.kafka.native.produce_state__kafka_producer_native_wire_partition import Batch
-from dualwrite.kafka.native.producer__kafka_producer_native_statistics import Statistics
-from dualwrite.kafka.native.records import RecordsBuilder
-from dualwrite.kafka.native.records__kafka_producer_native_records_compression import Codec
+from dualwrite.kafka.native.produce_state import Batch, Delivered, Limits, ProduceCore
+from dualwrite.kafka.native.producer import Statistics
+from dualwrite.kafka.native.records import Codec, RecordsBuilder
 
 
 def builder():

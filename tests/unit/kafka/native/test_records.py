@@ -5,8 +5,7 @@ from harness.records import NOW_MS, PRODUCER, by_kafka_python, read, rows
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualwrite.kafka.native.records import RecordsBuilder
-from dualwrite.kafka.native.records__kafka_producer_native_records_compression import Codec
+from dualwrite.kafka.native.records import Codec, RecordsBuilder
 
 NONE = Codec()
 NO_LIMIT = 2**31 - 1

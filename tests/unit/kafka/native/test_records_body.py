@@ -6,7 +6,7 @@ from harness.records import NOW_MS, PRODUCER, crc32c_bit_by_bit
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualwrite.kafka.native.records__kafka_producer_native_records_body import HEADER_SIZE, RecordsBody
+from dualwrite.kafka.native.records import HEADER_SIZE, RecordsBody
 
 BODY = RecordsBody(3, 4, NOW_MS, NOW_MS + 9, b"compressed records", 77)
 

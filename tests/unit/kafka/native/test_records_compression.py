@@ -7,7 +7,7 @@ import pytest
 from harness.records import UNCOMPRESS
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.native.records__kafka_producer_native_records_compression import Codec
+from dualwrite.kafka.native.records import Codec
 
 TEXT = b"".join(b'{"id":%d,"name":"customer %d"}' % (number, number * number % 97) for number in range(20_000))
 NAMES = ["none", "gzip", "snappy", "lz4", "zstd"]

@@ -8,12 +8,7 @@ from harness import librdkafka
 from kafka.partitioner.default import murmur2 as kafka_pythons_murmur2
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.native.records__kafka_producer_native_records_partitioners import (
-    DEFAULT,
-    NAMES,
-    murmur2,
-    partitioner,
-)
+from dualwrite.kafka.native.records import DEFAULT, NAMES, murmur2, partitioner
 
 COUNTS = (1, 3, 7, 12, 100)
 DRAW = random.Random(1)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kafka.record.util import decode_varint, encode_varint
 
-from dualwrite.kafka.native.records__kafka_producer_native_records_varints import MINUS_ONE, SHORT, varint
+from dualwrite.kafka.native.records import MINUS_ONE, SHORT, varint
 
 
 @given(st.integers(-(2**63), 2**63 - 1) | st.integers(-70, 20_000))

@@ -8,14 +8,21 @@ from confluent_kafka import KafkaException, Producer
 from harness.places import ROOT
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.config import CONNECTING
-from dualwrite.kafka.config__kafka_config import KafkaConfig
-from dualwrite.kafka.engine__kafka_producer_transaction_timeout import GREATEST_TIMEOUT_MS
+from dualwrite.kafka.config import CONNECTING, KafkaConfig
+from dualwrite.kafka.engine import GREATEST_TIMEOUT_MS
 from dualwrite.kafka.librdkafka.handle import producer_settings
 from dualwrite.kafka.native.produce_state import Limits
-from dualwrite.kafka.native.records__kafka_producer_native_records_compression import Codec
-from dualwrite.kafka.native.settings import REFUSED, SETTINGS, NativeSettings, native_settings
-from dualwrite.kafka.native.settings__kafka_producer_native_setting_values import Decimal, Function, Whole, Words
+from dualwrite.kafka.native.records import Codec
+from dualwrite.kafka.native.settings import (
+    REFUSED,
+    SETTINGS,
+    Decimal,
+    Function,
+    NativeSettings,
+    Whole,
+    Words,
+    native_settings,
+)
 
 NOWHERE = {"bootstrap.servers": "127.0.0.1:1"}
 OTHER_ENGINE = 'choose engine="librdkafka" (producer_engine in the writer and in Spark)'

@@ -8,7 +8,7 @@ import pytest
 from dualwrite import ConfigurationError
 from dualwrite.sinks.spark import SinkOptions, foreach_partition, write_batch
 from dualwrite.sinks.spark.per_partition import BatchJob
-from dualwrite.sinks.spark.writing__sinks_spark_writing_whole_input import whole_input
+from dualwrite.sinks.spark.writing import whole_input
 
 SETTINGS = {
     "sink": "orders",

@@ -14,11 +14,10 @@ from pyspark.sql import types as spark
 from pyspark.sql.types import StructField, StructType
 
 from dualwrite import ConfigurationError
-from dualwrite.sinks.spark.column_types import TYPE_TABLE, Form, row_of
-from dualwrite.sinks.spark.column_types__sinks_spark_columns_table import Table, TableColumn
+from dualwrite.sinks.spark.column_types import TYPE_TABLE, Form, Table, TableColumn, row_of
 from dualwrite.sinks.spark.layout import WHOLE_ROW, plan_layout
 from dualwrite.sinks.spark.options import SinkOptions
-from dualwrite.sinks.spark.sendable__sinks_spark_columns_from_rows import row_batches
+from dualwrite.sinks.spark.sendable import row_batches
 
 DOCUMENTATION = ROOT / "docs" / "spark.md"
 SQL_NAMES = {

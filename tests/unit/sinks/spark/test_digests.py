@@ -7,8 +7,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import types as spark
 
-from dualwrite.sinks.spark.column_types import Form
-from dualwrite.sinks.spark.column_types__sinks_spark_columns_table import Table, TableColumn
+from dualwrite.sinks.spark.column_types import Form, Table, TableColumn
 from dualwrite.sinks.spark.digests import Fingerprint, Fingerprinted, hashed_columns, may_mix, other_rows, row_hashes
 from dualwrite.sinks.spark.layout import WHOLE_ROW, plan_layout
 from dualwrite.sinks.spark.options import SinkOptions

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 
-from dualwrite.sinks.spark import digests__sinks_spark_columns_row_names
+from dualwrite.sinks.spark import digests
 from dualwrite.sinks.spark.column_types import Form
-from dualwrite.sinks.spark.digests__sinks_spark_columns_row_names import RowNames, table_key
+from dualwrite.sinks.spark.digests import RowNames, table_key
 from dualwrite.sinks.spark.layout import Copied, MessageColumns, Projected
 
 
@@ -42,7 +42,7 @@ def test_rows_are_counted_over_all_batches_and_named_by_key():
 
 
 def test_keys_are_kept_up_to_a_limit(monkeypatch):
-    monkeypatch.setattr(digests__sinks_spark_columns_row_names, "_MOST_BYTES", 10)
+    monkeypatch.setattr(digests, "_MOST_BYTES", 10)
     names = RowNames(0, layout(0))
     for keys in (("a" * 20, "b"), ("c", "d")):
         names.add(batch(*keys))

@@ -7,9 +7,7 @@ import pytest
 from harness.places import ROOT
 
 from dualwrite import ConfigurationError
-from dualwrite.sinks.spark.options import SinkOptions, SinkSettings, settings_of
-from dualwrite.sinks.spark.options__sinks_spark_options_registry_settings import NAMES
-from dualwrite.sinks.spark.options__sinks_spark_options_source_options import SourceOptions
+from dualwrite.sinks.spark.options import REGISTRY_NAMES, SinkOptions, SinkSettings, SourceOptions, settings_of
 
 CANARY = "canary-7f3a91"
 KAFKA = {
@@ -286,4 +284,4 @@ def test_the_data_source_has_options_of_the_same_names():
 
 def test_every_setting_of_the_registry_is_documented():
     text = (ROOT / "docs" / "spark.md").read_text(encoding="utf-8")
-    assert [name for name in NAMES if f"`{name}`" not in text] == []
+    assert [name for name in REGISTRY_NAMES if f"`{name}`" not in text] == []

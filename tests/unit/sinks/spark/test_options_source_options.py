@@ -3,7 +3,7 @@
 import pytest
 
 from dualwrite import ConfigurationError
-from dualwrite.sinks.spark.options__sinks_spark_options_source_options import SourceOptions
+from dualwrite.sinks.spark.options import SourceOptions
 
 GIVEN = {
     "sink": "s",

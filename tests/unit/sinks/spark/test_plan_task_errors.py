@@ -6,7 +6,7 @@ pytest.importorskip("pyspark")
 
 from pyspark.errors import PySparkException
 
-from dualwrite.sinks.spark.plan__sinks_spark_driver_task_errors import reason_of
+from dualwrite.sinks.spark.plan import reason_of
 
 SHOWN = """\
 An error occurred while calling o81.collectToPython.

@@ -13,8 +13,7 @@ from pyspark.sql import types as spark
 
 from dualwrite import ConfigurationError
 from dualwrite.sinks.spark.schema_parts import natural_arrow
-from dualwrite.sinks.spark.sendable__sinks_spark_columns_from_rows import json_converter
-from dualwrite.sinks.spark.sendable__sinks_spark_columns_json_texts import json_rows, json_texts
+from dualwrite.sinks.spark.sendable import json_converter, json_rows, json_texts
 
 texts = st.text(st.characters(codec="utf-8"), max_size=6) | st.sampled_from(['"', "\\", '",', "\n\x00", "\x7f", "😀"])
 micros = st.datetimes()

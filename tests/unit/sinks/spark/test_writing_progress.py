@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from dualwrite.sinks.spark.per_partition import what_stays
-from dualwrite.sinks.spark.writing__sinks_spark_writing_progress import Progress
+from dualwrite.sinks.spark.writing import Progress
 
 BATCH = pa.RecordBatch.from_pydict({"id": pa.array(range(1000), pa.int64())})
 
@@ -35,7 +35,7 @@ def test_nothing_is_told_before_it_is_time(caplog):
 # One new process imports, and forks the others: that takes a second.
 LOGGING = """
 import json, logging, os, sys
-from dualwrite.sinks.spark.writing__sinks_spark_writing_progress import log_to_stderr
+from dualwrite.sinks.spark.writing import log_to_stderr
 for environment, sets_up in json.loads(sys.argv[1]):
     child = os.fork()
     if child == 0:

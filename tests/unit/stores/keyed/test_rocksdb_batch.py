@@ -3,8 +3,7 @@
 import pytest
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.stores.keyed.rocksdb import RocksDatabase
-from dualwrite.stores.keyed.rocksdb__stores_rocksdb_batch import RocksHandle
+from dualwrite.stores.keyed.rocksdb import RocksDatabase, RocksHandle
 
 rocksdict = pytest.importorskip("rocksdict", reason="the extra 'rocksdb' is not installed")
 

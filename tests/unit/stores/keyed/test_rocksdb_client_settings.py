@@ -4,7 +4,7 @@ import pytest
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.stores.keyed.rocksdb import RocksDatabase
-from dualwrite.stores.keyed.rocksdb_client__stores_rocksdb_settings import parse, refusals
+from dualwrite.stores.keyed.rocksdb_client import parse, refusals
 
 rocksdict = pytest.importorskip("rocksdict", reason="the extra 'rocksdb' is not installed")
 

@@ -6,10 +6,8 @@ import pytest
 from harness.failing_rocksdb import Failing
 
 from dualwrite.errors import ConfigurationError, TransactionAborted, TransactionInDoubt, Unavailable
-from dualwrite.stores.keyed.rocksdb import RocksDatabase
-from dualwrite.stores.keyed.rocksdb__stores_rocksdb_batch import RocksHandle
-from dualwrite.stores.keyed.rocksdb__stores_rocksdb_keys import RocksKeys
-from dualwrite.stores.keyed.store__stores_keyed_keys import Change, Entry
+from dualwrite.stores.keyed.rocksdb import RocksDatabase, RocksHandle, RocksKeys
+from dualwrite.stores.keyed.store import Change, Entry
 
 rocksdict = pytest.importorskip("rocksdict", reason="the extra 'rocksdb' is not installed")
 

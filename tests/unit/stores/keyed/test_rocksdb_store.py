@@ -10,10 +10,10 @@ from harness.failing_rocksdb import Failing
 from dualwrite.clock import Deadline
 from dualwrite.errors import TransactionAborted, TransactionInDoubt
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.process__protocol_settling_commit_in_doubt import DoubtStep
+from dualwrite.protocol.process import DoubtStep
 from dualwrite.protocol.values import Outcome
 from dualwrite.recovery.claim import OwnerContext
-from dualwrite.recovery.in_doubt__recovery_commit_in_doubt import resolve_commit
+from dualwrite.recovery.in_doubt import resolve_commit
 from dualwrite.stores.keyed.rocksdb import RocksDatabase
 
 rocksdict = pytest.importorskip("rocksdict", reason="the extra 'rocksdb' is not installed")

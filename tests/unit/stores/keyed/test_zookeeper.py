@@ -55,7 +55,7 @@ def test_a_maxbuffer_without_room_is_refused() -> None:
 
 
 def test_without_kazoo_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [one for one in sys.modules if one.startswith("dualwrite.stores.keyed.zookeeper__stores_zookeeper")]:
+    for name in [one for one in sys.modules if one.startswith("dualwrite.stores.keyed.zookeeper")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "kazoo", None)
     with pytest.raises(ConfigurationError, match=r"dualwrite\[zookeeper\]"):

@@ -7,8 +7,7 @@ from kazoo import exceptions
 from kazoo.handlers.threading import KazooTimeoutError
 
 from dualwrite.errors import ConfigurationError, DualWriteError, Unavailable
-from dualwrite.stores.keyed.zookeeper__stores_zookeeper_failures import requests
-from dualwrite.stores.keyed.zookeeper__stores_zookeeper_session import first_failure
+from dualwrite.stores.keyed.zookeeper import first_failure, requests
 
 
 @pytest.mark.parametrize(

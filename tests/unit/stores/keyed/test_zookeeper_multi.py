@@ -7,9 +7,7 @@ from kazoo.client import KazooClient
 from kazoo.protocol.serialization import CheckVersion, Create, Delete, SetData
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.stores.keyed.zookeeper__stores_zookeeper_multi import JUTE_MAXBUFFER, LEAST_MAXBUFFER, Multi, Operations
-from dualwrite.stores.keyed.zookeeper__stores_zookeeper_paths import Paths
-from dualwrite.stores.keyed.zookeeper__stores_zookeeper_session import Session, size_of
+from dualwrite.stores.keyed.zookeeper import JUTE_MAXBUFFER, LEAST_MAXBUFFER, Multi, Operations, Paths, Session, size_of
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.stores.keyed.zookeeper__stores_zookeeper_paths import Paths, packed, quoted, unpacked, unquoted
+from dualwrite.stores.keyed.zookeeper import Paths, packed, quoted, unpacked, unquoted
 
 PATHS = Paths("/app/kafka")
 

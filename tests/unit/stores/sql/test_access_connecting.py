@@ -6,7 +6,7 @@ from sqlalchemy import make_url
 
 from dualwrite.cli.group import commands
 from dualwrite.errors import ConfigurationError
-from dualwrite.stores.sql.access__stores_sql_access_connecting import LIVENESS, engine_of, liveness_of
+from dualwrite.stores.sql.access import LIVENESS, engine_of, liveness_of
 
 
 def test_a_url_that_says_nothing_gets_all_of_it():

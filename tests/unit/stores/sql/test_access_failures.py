@@ -13,11 +13,11 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session
 
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, Unavailable
-from dualwrite.stores.sql.access__stores_sql_access_connecting import engine_of
-from dualwrite.stores.sql.access__stores_sql_access_failures import (
+from dualwrite.stores.sql.access import (
     Meaning,
     conflict_behind,
     driver_words,
+    engine_of,
     map_database_error,
     meaning_of,
     migrate_advice,

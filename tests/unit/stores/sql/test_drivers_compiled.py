@@ -4,8 +4,8 @@ import pytest
 from sqlalchemy import Integer, String, bindparam, create_engine, event, literal, select, text
 from sqlalchemy.pool import StaticPool
 
-from dualwrite.stores.sql import drivers__stores_sql_drivers_compiled
-from dualwrite.stores.sql.drivers__stores_sql_drivers_compiled import CompiledOnce
+from dualwrite.stores.sql import drivers
+from dualwrite.stores.sql.drivers import CompiledOnce
 from dualwrite.stores.sql.tables import declare_tables
 
 STATE = declare_tables(None).state
@@ -19,10 +19,8 @@ def connect():
 def times(monkeypatch):
     """The number of times that a statement was compiled."""
     found = []
-    compile_ = drivers__stores_sql_drivers_compiled._compiled
-    monkeypatch.setattr(
-        drivers__stores_sql_drivers_compiled, "_compiled", lambda *given: found.append(1) or compile_(*given)
-    )
+    compile_ = drivers._compiled
+    monkeypatch.setattr(drivers, "_compiled", lambda *given: found.append(1) or compile_(*given))
     return found
 
 

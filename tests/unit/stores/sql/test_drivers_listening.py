@@ -3,7 +3,7 @@
 import pytest
 from sqlalchemy import create_engine
 
-from dualwrite.stores.sql.drivers__stores_sql_drivers_listening import Listeners
+from dualwrite.stores.sql.drivers import Listeners
 
 
 class Heard:

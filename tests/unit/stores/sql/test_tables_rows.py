@@ -11,14 +11,7 @@ import pytest
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.values import Outcome
-from dualwrite.stores.sql.tables__stores_sql_tables_rows import (
-    check_decidable,
-    check_name,
-    digest,
-    in_chunks,
-    parse_rows,
-    parse_state_row,
-)
+from dualwrite.stores.sql.tables import check_decidable, check_name, digest, in_chunks, parse_rows, parse_state_row
 
 STATE = PreparedTxnState(42, 0, 3, (FirstOffset("orders", 0, 17),), 1767225600000)
 ROW: dict[str, Any] = {

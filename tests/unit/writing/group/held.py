@@ -4,7 +4,7 @@ import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-from dualwrite.protocol.lives__protocol_tables_write_life import WriteState
+from dualwrite.protocol.lives import WriteState
 from dualwrite.writing.transaction import Transaction
 
 

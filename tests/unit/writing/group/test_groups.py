@@ -20,8 +20,8 @@ from dualwrite import (
     failpoints,
 )
 from dualwrite.errors import IllegalStateError
-from dualwrite.protocol.values__protocol_allowed import LONGEST_S
-from dualwrite.stores.sql import dialect__stores_sql_dialects_committing
+from dualwrite.protocol.values import LONGEST_S
+from dualwrite.stores.sql import dialect
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.writing import group_commit
 from dualwrite.writing import writer as writer_module
@@ -342,7 +342,7 @@ def test_in_doubt_reaches_every_unit_and_none_runs_again(shop, held, monkeypatch
 
     with held.together():
         futures = [held.writer.submit(lambda tx, n=n: unit(tx, n), key=n) for n in (1, 2, 3)]
-        monkeypatch.setattr(dialect__stores_sql_dialects_committing, "commit", in_doubt)
+        monkeypatch.setattr(dialect, "commit", in_doubt)
         monkeypatch.setattr("dualwrite.writing.dual_write.resolve_commit", in_doubt)
     errors = [future.exception(30) for future in futures]
     assert [type(error) for error in errors] == [TransactionInDoubt, Refused, TransactionInDoubt]

@@ -11,7 +11,7 @@ from sqlalchemy import Column, Integer, MetaData, Table, bindparam, delete, even
 from sqlalchemy.exc import IntegrityError
 
 from dualwrite import ConfigurationError, ProducerRecord, RowUnit, TransactionAborted, WriterLimits, failpoints
-from dualwrite.writing import group_commit__writing_group_running
+from dualwrite.writing import group_commit
 from unit.writing.group.held import Held, Refused
 
 ORDERS = Table("orders", MetaData(), Column("id", Integer, primary_key=True))
@@ -203,7 +203,7 @@ def test_a_unit_given_up_before_is_left_out(shop, held, executed):
 
 def test_a_conflict_of_their_statement_runs_each_alone_and_again(shop, held, monkeypatch):
     """As after a deadlock: the savepoint takes back all of them, and the one that is still its victim runs again."""
-    real, runs = group_commit__writing_group_running.execute_rows, []
+    real, runs = group_commit.execute_rows, []
 
     def execute(units, transaction):
         runs.append([unit.rows[0]["id"] for unit in units])
@@ -211,7 +211,7 @@ def test_a_conflict_of_their_statement_runs_each_alone_and_again(shop, held, mon
             raise TransactionAborted("a deadlock")
         real(units, transaction)
 
-    monkeypatch.setattr(group_commit__writing_group_running, "execute_rows", execute)
+    monkeypatch.setattr(group_commit, "execute_rows", execute)
     with held.together():
         futures = rows(held, 1, 2, 3)
     for future in futures.values():
@@ -232,7 +232,7 @@ def test_a_group_that_was_aborted_runs_again_each_alone(shop, held):
 def test_a_unit_that_ended_its_transaction_leaves_no_row(shop, held, monkeypatch, caplog):
     """Nobody knows which unit it was: all of them run again, and the second time each alone."""
     caplog.set_level(logging.INFO)
-    real, failures = group_commit__writing_group_running.execute_rows, []
+    real, failures = group_commit.execute_rows, []
 
     def execute(units, transaction):
         real(units, transaction)
@@ -240,7 +240,7 @@ def test_a_unit_that_ended_its_transaction_leaves_no_row(shop, held, monkeypatch
             failures.append(len(units))
             transaction.connection.rollback()
 
-    monkeypatch.setattr(group_commit__writing_group_running, "execute_rows", execute)
+    monkeypatch.setattr(group_commit, "execute_rows", execute)
     with held.together():
         futures = rows(held, 1, 2, 3)
     found = [future.exception(30) for future in futures.values()]

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 from dualwrite import WriterLimits
 from dualwrite.protocol.grouping import Unit
-from dualwrite.writing.group_commit__writing_group_running import run_group
+from dualwrite.writing.group_commit import run_group
 from dualwrite.writing.units_of_work import GroupRun
 from unit.writing.group.held import transaction_of_nothing
 from unit.writing.group.test_results import Caller, tell

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from dualwrite import ConfigurationError
-from dualwrite.sinks.spark.databases.mariadb__sinks_spark_databases_mariadb_literals import literal_rows, statements
+from dualwrite.sinks.spark.databases.mariadb import literal_rows, statements
 from dualwrite.sinks.spark.layout import Copied
 
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.databases.database import require_kept
-from dualwrite.sinks.spark.databases.postgresql__sinks_spark_databases_postgresql_copying import _changes
+from dualwrite.sinks.spark.databases.postgresql import _changes
 from dualwrite.sinks.spark.layout import Copied
 
 UTC = pa.timestamp("us", "UTC")

@@ -14,9 +14,9 @@ from pyspark.sql.types import StructField, StructType
 from dualwrite import ConfigurationError
 from dualwrite.sinks.spark import descriptor_set, schema_parts
 from dualwrite.sinks.spark.column_types import TYPE_TABLE, Form
-from dualwrite.sinks.spark.options__sinks_spark_options_message_formats import Format
+from dualwrite.sinks.spark.options import Format
 from dualwrite.sinks.spark.schema_parts import Given, Part, module_of, natural_arrow
-from dualwrite.sinks.spark.sendable__sinks_spark_columns_from_rows import converter
+from dualwrite.sinks.spark.sendable import converter
 
 LONG, STRING = spark.LongType(), spark.StringType()
 ROW = StructType([StructField("x", LONG)])
