@@ -1,6 +1,6 @@
 """Kafka adapters: the transactional producer (librdkafka or the native engine) and access to coordinators (kafka-python).
 
-What belongs here: code that talks to brokers, and the configuration of every client. May use: the ports and the protocol.
+What belongs here: code that talks to brokers, and the configuration of every client. May use: the interfaces and the protocol.
 """
 
 import warnings

@@ -13,15 +13,6 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import quote, unquote, urlsplit
 
-from kazoo import exceptions as kazoo_errors
-from kazoo.client import KazooClient
-from kazoo.exceptions import NodeExistsError
-from kazoo.handlers.threading import KazooTimeoutError
-from kazoo.protocol.serialization import Create, Transaction
-from kazoo.recipe.lock import Lock
-from kazoo.retry import KazooRetry
-from kazoo.security import OPEN_ACL_UNSAFE
-
 from dualwrite.clock import Deadline
 from dualwrite.errors import (
     ConfigurationError,
@@ -43,6 +34,18 @@ from dualwrite.stores.keyed.store import (
     decode_row,
     state_key,
 )
+
+try:
+    from kazoo import exceptions as kazoo_errors
+    from kazoo.client import KazooClient
+    from kazoo.exceptions import NodeExistsError
+    from kazoo.handlers.threading import KazooTimeoutError
+    from kazoo.protocol.serialization import Create, Transaction
+    from kazoo.recipe.lock import Lock
+    from kazoo.retry import KazooRetry
+    from kazoo.security import OPEN_ACL_UNSAFE
+except ImportError as missing:
+    raise ConfigurationError("ZooKeeper needs kazoo", next_step="pip install 'dualwrite[zookeeper]'") from missing
 
 if TYPE_CHECKING:
     from kazoo.client import TransactionRequest
@@ -870,13 +873,3 @@ class ZooKeeperHandle(KeyedHandle):
         """Refuse further operations."""
         super().end()
         self.operations.end()
-
-
-# ZooKeeper as the database: entries as znodes, and the decision in one `multi`, through kazoo.
-#
-# What belongs here: paths, requests, the user's operations. May use: `stores.keyed`, kazoo.
-
-try:
-    import kazoo as _kazoo  # noqa: F401 - it comes with an extra
-except ImportError as missing:
-    raise ConfigurationError("ZooKeeper needs kazoo", next_step="pip install 'dualwrite[zookeeper]'") from missing

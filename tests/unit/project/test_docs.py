@@ -5,7 +5,6 @@ import inspect
 import re
 import sys
 import textwrap
-from collections import Counter
 
 import pytest
 from harness.places import ROOT
@@ -27,7 +26,6 @@ PUBLIC_MODULES = (
 )
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-MODULES_OF_A_FOLDER = 15
 CODE = [path for name in ("dualwrite", "sinks", "migrations") for path in sorted((ROOT / name).rglob("*.py"))]
 
 KINDS_OF_CHANGE = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
@@ -77,11 +75,6 @@ def test_every_package_says_what_belongs_there_and_what_it_may_use(path):
     assert re.search(r"\b[Mm]ay use\b", text)
 
 
-def test_no_folder_has_more_modules_than_a_reader_can_keep_in_mind():
-    modules = Counter(path.parent for path in CODE if path.name != "__init__.py")
-    assert max(modules.values()) <= MODULES_OF_A_FOLDER, modules.most_common(3)
-
-
 @pytest.mark.parametrize("name", failpoints.FAILPOINTS)
 def test_fail_point_is_documented_with_its_meaning(name):
     assert f"| `{name}` | {failpoints.FAILPOINTS[name]} |" in text_of("testing.md")
@@ -121,29 +114,6 @@ def test_every_environment_variable_is_in_the_configuration_page():
     named = set(re.findall(r"\bDUALWRITE_[A-Z_]+\b", code))
     assert named
     assert {name for name in named if not is_mentioned(name, text_of("configuration.md"))} == set()
-
-
-def named_modules():
-    """The modules in the tables of the architecture page: behind a full name, bare ones are its neighbours."""
-    for names in re.findall(r"^\| (`dualwrite\.[^|]*)", text_of("architecture.md"), re.MULTILINE):
-        full, *neighbours = re.findall(r"`([\w.]+)`", names)
-        yield full
-        yield from (f"{full.rpartition('.')[0]}.{name}" if name.isidentifier() else name for name in neighbours)
-
-
-def modules():
-    """The library's modules, without the helpers for tests, which the page names in part."""
-    for path in CODE:
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        if not name.endswith("__init__") and not name.startswith(
-            ("dualwrite.testing", "dualwrite.cli", "migrations.versions")
-        ):
-            yield re.sub("^(sinks|migrations)", r"dualwrite.\1", name)
-
-
-def test_the_architecture_page_names_every_module_and_no_other():
-    named = {name for name in named_modules() if not name.startswith("dualwrite.testing")}
-    assert named == {*modules(), "dualwrite.cli", "dualwrite.migrations.versions"}
 
 
 def test_every_page_is_in_the_table_of_contents():

@@ -11,86 +11,25 @@ from harness.places import PROOF, ROOT
 
 LINT = "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports_command; lint_imports_command()"
 PLANTED = {
-    "the rooms point one way": ("errors", "dualwrite.clock"),
-    "runtime: deadlines over waits": ("runtime/waiting", "dualwrite.clock"),
-    "the protocol: batches and decisions over values, tables on their own": (
-        "protocol/naming",
-        "dualwrite.protocol.settle",
+    "the floors point one way": ("errors", "dualwrite.clock"),
+    "the protocol is pure": ("protocol/settle", "sqlalchemy"),
+    "the interfaces import no driver": ("interfaces", "psycopg"),
+    "tasks run the protocol that threads run": ("asyncio/writer", "dualwrite.protocol.settle"),
+    "recovery: calls for people over recipes over looking": ("recovery/lost_decisions", "dualwrite.recovery.settle"),
+    "writing: the writer over a transaction over one dual write over its lane": (
+        "writing/lane",
+        "dualwrite.writing.writer",
     ),
-    "recovery: calls for people over recipes": ("recovery/reported", "dualwrite.recovery.recover"),
-    "recovery: settling over looking": ("recovery/settling/look_back", "dualwrite.recovery.settle"),
-    "a process: groups over what may run again": ("protocol/process/redo", "dualwrite.protocol.grouping"),
-    "writing: the writer over one dual write over lanes": ("writing/lanes/turns", "dualwrite.writing.writer"),
-    "a block: its transaction over one dual write": ("writing/blocks/sending", "dualwrite.writing.transaction"),
-    "the consumer: one loop over reading and working": (
-        "apps/consumer/offsets",
-        "dualwrite.consumer.reading",
-    ),
-    "tasks run the protocol that threads run": ("apps/async_writer", "dualwrite.protocol.settle"),
-    "units: images over records": ("units/records", "dualwrite.units.image"),
-    "the rules of units are pure": ("units/image", "time"),
-    "telemetry: the observer over what it records": ("telemetry/names", "dualwrite.telemetry.observer"),
-    "group: who waits over one group's units": ("writing/group/results", "dualwrite.writing.group_commit"),
-    "state: the store over its databases over what is pure": ("state/uncommitted", "dualwrite.state.store"),
-    "scans and uncommitted writes are pure": ("state/scans", "os"),
-    "lanes: the pool over lanes": ("writing/lanes/losses", "dualwrite.writing.lane"),
-    "kafka: producers over what looks at them from outside": ("kafka/config", "dualwrite.kafka.coordinator"),
-    "kafka: verbs over engines": ("kafka/producer/ends", "dualwrite.kafka.producer"),
-    "native: the rules of the wire over the bytes of batches": (
-        "kafka/producer/native/records/partitioners",
-        "dualwrite.kafka.native.produce_state",
-    ),
-    "filling: messages over their contents": (
-        "kafka/producer/native/filling/sticky",
-        "dualwrite.kafka.native.accumulator",
-    ),
-    "coordinating: producer ids over requests over their messages": (
-        "kafka/producer/native/coordinating/offsets",
-        "dualwrite.kafka.native.coordination",
-    ),
-    "wire: a transaction over its partitions over the meaning of answers": (
-        "kafka/producer/native/wire/answers",
-        "dualwrite.kafka.native.produce_state",
-    ),
-    "the rules of the wire are pure": ("kafka/producer/native/wire/partition", "threading"),
-    "records: batches over their bytes": (
-        "kafka/producer/native/records/compression",
-        "dualwrite.kafka.native.records",
-    ),
-    "records need no Arrow": ("kafka/producer/native/records/varints", "numpy"),
-    "records are bytes alone": ("kafka/producer/native/records/body", "socket"),
-    "kafka: questions over connections": ("kafka/coordinator/network", "dualwrite.kafka.coordinator"),
-    "stores: each kind of database over what they share": ("stores/keyed/keys", "dualwrite.stores.keyed.rocksdb"),
-    "SQL: the state and the rows of batches over one database": (
-        "stores/sql/participants",
-        "dualwrite.stores.sql.store",
-    ),
-    "dialects: each database over what they share": (
-        "stores/sql/dialects/dialect",
+    "kafka: the producer's verbs over engines over requests": ("kafka/config", "dualwrite.kafka.coordinator"),
+    "the native engine's rules are pure": ("kafka/native/produce_state", "threading"),
+    "record batches are bytes alone, and need no Arrow": ("kafka/native/records", "numpy"),
+    "stores: the state over each database's ways over connections over tables": (
+        "stores/sql/dialect",
         "dualwrite.stores.sql.sqlite",
     ),
-    "drivers: what a connection shows over its statements": (
-        "stores/sql/drivers/awaited",
-        "dualwrite.stores.sql.drivers",
-    ),
-    "access: connections over failures": ("stores/sql/access/grants", "dualwrite.stores.sql.access"),
-    "tables: rows over what is declared": ("stores/sql/tables/clock", "dualwrite.stores.sql.tables"),
-    "zookeeper: the database over its requests": (
-        "stores/zookeeper/session",
-        "dualwrite.stores.keyed.zookeeper",
-    ),
-    "sinks: engines over the decision on a batch": ("sinks/batches", "dualwrite.sinks.spark.api"),
-    "the decision on a batch needs no writer": ("sinks/batches", "dualwrite.writing.lane"),
-    "the Spark sinks: two ways over what both share": (
-        "sinks/spark/options",
-        "dualwrite.sinks.spark.schema_parts",
-    ),
-    "the Spark sinks: each kind of database over what they share": (
-        "sinks/spark/databases/postgresql",
-        "dualwrite.sinks.spark.databases.mariadb",
-    ),
-    "the pure core imports no driver and does no I/O": ("protocol/settling/settle", "sqlalchemy"),
-    "the ports import no driver": ("ports/store", "psycopg"),
+    "images of units and entries of state stores are pure": ("units/image", "time"),
+    "the decision on a batch needs no writer and no engine": ("sinks/batches", "dualwrite.writing.lane"),
+    "the Spark sinks: two ways over what both share": ("sinks/spark/options", "dualwrite.sinks.spark.schema_parts"),
     "the simulated broker is pure": ("../simulator/broker", "time"),
 }
 
