@@ -42,7 +42,7 @@ def _system_sleep(seconds: float) -> None:
     waiting.here().sleep(seconds)
 
 
-# Two functions, not an object with two methods: a dual write reads the clock many times, and each frame would show.
+# Two functions, not an object with two methods: a dual write reads the clock often, and each extra frame costs time.
 _read: Callable[[], float] = _system_clock()
 _sleep: Callable[[float], None] = _system_sleep
 
@@ -94,7 +94,8 @@ class Deadline:
 
 FIRST_PAUSE_S: Final = 0.002
 LONGEST_PAUSE_S: Final = 0.2
-"""Between polls of a broker: it answers many within milliseconds, and a long wait must not load it."""
+"""The first and the longest pause between polls of a broker: many answers come within milliseconds, and a long wait must not
+load it."""
 
 
 class GrowingPause:

@@ -64,7 +64,7 @@ class SavepointWatch(Protocol):
 
     @property
     def may_roll_back(self) -> bool:
-        """Whether what is done now may be rolled back to a savepoint, as far as savepoints were seen. Asks nobody."""
+        """Whether a savepoint that was seen may take back what is done now. Sends nothing."""
         ...
 
     def expect_session(self) -> None:
@@ -147,7 +147,7 @@ class SavepointWatch(Protocol):
 
 
 Handle: TypeAlias = Any
-"""A dual write works on it: a connection of SQLAlchemy's, or what another database has instead.
+"""The object that a dual write works on: a SQLAlchemy connection, or the counterpart of another database.
 
 :meth:`dualwrite.interfaces.Database.connect` makes it, and only the store of the same database looks inside.
 """
@@ -269,7 +269,7 @@ class Records(Protocol):
         ...
 
     def note_told(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
-        """Note that these incidents, by id and transaction, are reported to a caller now. Skips those that do not exist."""
+        """Record that these incidents, by id and transaction, are reported to a caller now. Skips missing ones."""
         ...
 
     def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:
@@ -842,7 +842,7 @@ class WriteObserver:
     """Observes one dual write, inside whose ``with`` block everything happens."""
 
     def lane(self, transactional_id: str) -> None:
-        """It has a lane, ready for use: the id that it runs under. The database's transaction is next."""
+        """The dual write has a lane, whose id it runs under. It begins the database's transaction next."""
 
     def enter(self, phase: Phase) -> None:
         """A phase begins, and the one before has ended."""

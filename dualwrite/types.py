@@ -1,4 +1,4 @@
-"""The types of what calls return, for annotations: nobody makes these objects.
+"""The types of objects that calls return, for annotations. Applications never create them themselves.
 
 `Transaction` and `AsyncTransaction`, which nearly every function of an application takes, are in ``dualwrite`` itself. Each
 name loads what it needs at first use.

@@ -1,7 +1,7 @@
-"""How a caller waits: its thread blocks; or, where it runs in a greenlet of an event loop, its task awaits.
+"""How a caller waits: its thread blocks, or, in a greenlet of an event loop, its task awaits.
 
-Everything between a block and the servers that may wait does so through here. So the same code serves threads and
-tasks. Never wait while you hold a ``threading.Lock``: another task of the same thread would wait for it forever.
+Whatever waits between a block and the servers waits through this module, so the same code serves threads and tasks. Never wait
+while you hold a ``threading.Lock``: another task of the same thread would wait for it forever.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LONGEST_WAIT_S: Final = 3600.0
 
 
 class Event:
-    """Something that happens once. Any thread may set it, even a finalizer in the middle of any line.
+    """Something that happens once. Any thread may set it, even a finalizer that interrupts another line of code.
 
     Attributes:
         is_set: Whether it has happened.
@@ -70,7 +70,7 @@ class Condition:
         self._lock.release()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Let go, wait until it is notified or the time is over, and hold it again. A task may be interrupted meanwhile."""
+        """Release it, wait until notified or until the time is over, and hold it again. May be interrupted meanwhile."""
         event = Event()
         self._waiting.append(event)
         self._lock.release()
@@ -91,7 +91,7 @@ class Waiting(Protocol):
     """One form of waiting."""
 
     cancelled: tuple[type[BaseException], ...]
-    """The interruptions that come out of waits alone: whatever does not wait is done as a whole."""
+    """The interruptions that only a wait can raise: code that does not wait is never interrupted."""
 
     @property
     def caller(self) -> object:
@@ -121,9 +121,9 @@ class Waiting(Protocol):
         ...
 
     def interruptible(self, allowed: bool) -> AbstractContextManager[object]:  # noqa: FBT001 - its only argument
-        """Whether an interruption may come out of waits in the block; if not, it comes after the block, or after an outer one.
+        """Whether waits in the block may raise an interruption; if not, it is raised after the block, or after an outer one.
 
-        Only interruptions of tasks can be put off: ``KeyboardInterrupt`` comes between any two lines.
+        Only interruptions of tasks can be deferred: ``KeyboardInterrupt`` comes between any two lines.
         """
         ...
 
@@ -163,7 +163,7 @@ def install(form: Callable[[], Waiting | None]) -> None:
     """Add a form of waiting.
 
     Args:
-        form: Returns it if the present code runs under it, else None. Called forevery wait.
+        form: Returns the form of waiting if this code runs under it, else None. Called for every wait.
     """
     _forms.append(form)
 
@@ -189,7 +189,7 @@ def blocks_a_loop() -> bool:
 
 
 def in_own_thread() -> bool:
-    """Whether the code that calls this has its thread for itself: no event loop runs there."""
+    """Whether the code that calls this has its thread to itself: no event loop runs there."""
     return here() is _blocking and not blocks_a_loop()
 
 

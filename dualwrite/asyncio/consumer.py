@@ -48,8 +48,8 @@ class AsyncExactlyOnceConsumer:
         member: As for `ExactlyOnceConsumer`.
         topics: As for `ExactlyOnceConsumer`.
         handler: ``async def handler(tx, messages)``, called with an `AsyncTransaction` and a list of confluent-kafka's
-            messages, in the order of each partition. It must not commit, and must not send offsets. It must have awaited all
-            that it sends when it returns.
+            messages, in the order of each partition. It must not commit, and must not send offsets. It must await everything
+            that it sends before it returns.
         kafka: As for `ExactlyOnceConsumer`.
         database: An ``AsyncEngine`` (psycopg or aiosqlite) or a database URL. The tables must exist: ``dualwrite migrate``.
         own_engine: An engine for the consumer's own short transactions, which run in threads; see `AsyncDualWriter`.
@@ -124,7 +124,7 @@ class AsyncExactlyOnceConsumer:
         """Make :meth:`run` end after the transactions under way. Called in the event loop; a signal handler of it may, too.
 
         Returns:
-            Await it for the end of :meth:`run`, but not in the handler, whose own end it would wait for.
+            An awaitable for the end of :meth:`run`. Do not await it in the handler: it would wait for itself.
         """
         self._member.stop()
         if self._ended is None:

@@ -1,7 +1,7 @@
 """Runs blocking functions in the task that awaits them: each in a greenlet, which hands its waits to the event loop.
 
-So tasks run the very code that threads run. SQLAlchemy's asynchronous engines work the same way, and their connections
-await in these greenlets too.
+So tasks run the same code as threads. SQLAlchemy's asynchronous engines work in the same way, and their connections can await
+in these greenlets, too.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def awaited(awaitable: Awaitable[T]) -> T:
 
 
 def says_more(error: BaseException) -> bool:
-    """Whether the caller must see this error even if it was cancelled: its work must not be run again."""
+    """Whether the caller must see this error even if it was cancelled, because the work must not run again."""
     return isinstance(error, DualWriteError) and error.outcome in _SAYS_MORE
 
 

@@ -101,9 +101,9 @@ class _Task:
             self.answered.set_result(None)
 
     async def outcome(self, cancelled: asyncio.CancelledError | None) -> Any:
-        """Wait for the result. A caller that is cancelled, or whose coroutine is closed, waits no longer.
+        """Wait for the result. A caller that is cancelled, or whose coroutine is closed, stops waiting.
 
-        Work that has not begun, or whose group was aborted, does not run then. What runs ends with its group.
+        Its work then does not run if it has not begun, or if its group was aborted. Work that is running ends with its group.
 
         Args:
             cancelled: A cancellation that came before this call.
@@ -211,7 +211,7 @@ class AsyncGroups:
         fail_left(self._units.drain(), self._name)
 
     def _start(self) -> None:
-        """Start the next group, if it may run. Its task takes units when it begins, those that came until then included."""
+        """Start the next group, if it may run. Its task takes all units that wait when it begins."""
         if self._units.ready and self._running is None and len(self._tasks) < self._runners:
             self._running = token = object()
             # Its own context: the units have theirs.

@@ -64,7 +64,7 @@ class Sessions:
 
 
 class OneByOne:
-    """Lets tasks work at one dual write one by one.
+    """Lets only one task at a time work at a dual write.
 
     Attributes:
         ended: Whether later sends are refused: they could meet the decision.
@@ -78,7 +78,7 @@ class OneByOne:
     def do(self, work: Callable[[], T]) -> T:
         """Do the work while no other task works. Called in a greenlet.
 
-        A task that is already working continues: an error that it meets may end the dual write at once.
+        If this task is already the one that works, it continues: an error may make it end the dual write at once.
         """
         caller = here().caller
         if caller is self._worker:

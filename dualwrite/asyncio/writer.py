@@ -419,8 +419,8 @@ def _sync_connection_of(connection: object) -> Connection:
 # The writer behind the asynchronous classes: its blocks run in greenlets, on connections that await.
 
 THREADS: Final = 4
-"""In addition to one for each lane: for work that can only block, which with the native engine is only claiming and
-settling."""
+"""In addition to one thread for each lane: for work that can only block. With the native engine, only claiming and settling
+do."""
 
 
 class _Writer(Protocol):

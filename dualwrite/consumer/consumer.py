@@ -329,7 +329,7 @@ class Member:
             self._database.check()
             offsets = self._make_offsets(later)
             self._working.offsets = offsets
-            # Opened before the member joins: peers must not see a member that left something unsettled in its last life.
+            # Opened before the member joins: peers must not find something unsettled under the name of a member of the group.
             later.callback(workers.call, self._working.writer.close)
             workers.call(self._working.writer.get)
             peers = Peers(self._group, self.transactional_id, kafka=self._kafka, database=self._database)

@@ -29,7 +29,8 @@ Name = tuple[str, int]
 _FULL: Final = 8
 """A partition is paused when it holds this many times the messages of a unit. Pausing discards what was fetched."""
 _ALL_FULL: Final = 8
-"""When all partitions together hold this many times as much, those pause that hold a unit's messages: memory is bounded."""
+"""When all partitions together hold this many times as much, every partition that holds a unit's messages is paused, which
+bounds the memory."""
 
 
 @dataclass(eq=False)
@@ -42,7 +43,7 @@ class Partition:
         claimed: Its row, where offsets are rows.
         waiting: Messages that no unit has taken.
         busy: Whether a unit works on it: one at a time keeps the order.
-        leaving: Whether it is being taken from us: units begin no further transaction with it.
+        leaving: Whether it is being revoked: units begin no further transaction with it.
         lost: Whether it is no longer ours: a transaction with it must not commit.
         rewind: Whether its position must be set back before anything else is read.
         paused: Whether the consumer does not fetch it.
@@ -211,7 +212,7 @@ class Partitions:
             self._changed.notify_all()
 
     def rewind(self, partition: Partition, first: int) -> None:
-        """Drop what was read from it: it is read again from the committed offset, or from ``first`` if there is none."""
+        """Drop its messages. They are read again from the committed offset, or from ``first`` without one."""
         with self._changed:
             if partition.next_offset is None:
                 partition.next_offset = first
@@ -408,7 +409,7 @@ class RowOffsets:
                 one.claimed = ClaimedOffset(one.claimed.epoch, to[one.name])
 
     def committed(self, consumer: Consumer, partitions: Sequence[Partition]) -> Mapping[Name, int]:
-        """See :class:`Offsets`. Claims again: what an earlier transaction of ours may still commit is then refused."""
+        """See :class:`Offsets`. Claims again, which refuses an earlier transaction of ours that may still commit."""
         del consumer
         claimed = self._claim(partitions)
         found = {one.name: claimed[one.name].next_offset for one in partitions}

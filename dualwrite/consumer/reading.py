@@ -77,7 +77,7 @@ class Reading:
         self._peers = peers
         self._stop = stop
         max_poll_s = float(str(settings.get("max.poll.interval.ms", _DEFAULT_MAX_POLL_MS))) / 1000
-        # The rest is for what a callback does besides, and for the poll that follows.
+        # The rest of the time is for the callback's other work, and for the poll that follows.
         self._revoke_s = max_poll_s / 2
         self._rebalances = 0
         # librdkafka keeps a pause while the partition is another member's: it would never be fetched again here.
@@ -174,7 +174,7 @@ class Reading:
         logger.info("revoked: %s", _shown(revoked))
         began = now_s()
         self._partitions.remove([(one.topic, one.partition) for one in revoked], self._revoke_s)
-        # Nothing is read meanwhile, of other partitions neither: a person who looks for the reason must find it here.
+        # Nothing is read meanwhile, not even from other partitions. A person who looks for the reason must find it in the log.
         if (took_s := now_s() - began) >= _STALLED_S:
             logger.warning("transactions under way with %s held up reading for %.0f s", _shown(revoked), took_s)
 
@@ -222,7 +222,7 @@ class Reading:
     # Peers
 
     def _look_for_stalled(self) -> None:
-        """Look for dead members again, ever less often, while a partition yields nothing although its log holds more."""
+        """Look for dead members again, less and less often, while a partition yields nothing and its log holds more."""
         if now_s() < self._look_at:
             return
         self._look_at = now_s() + self._stalled_s

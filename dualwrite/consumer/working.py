@@ -305,7 +305,7 @@ class _Part:
 
 @dataclass
 class _Stage:
-    """How far an attempt has come: what an error means depends on it."""
+    """How far an attempt has come, which decides the meaning of an error."""
 
     writer: DualWriter | None = None
     handling: bool = False
@@ -378,7 +378,8 @@ class Working:
     def _reopen(self) -> None:
         """Settle what our old writer left: until then the committed offsets are pending, and nobody gets them.
 
-        Also if partitions of the unit go to another member meanwhile: no peer settles a member of the group.
+        This is also needed if partitions of the unit go to another member meanwhile: no peer settles what a member of the
+        group left.
         """
         failures = 0
         while not self.partitions.closed:

@@ -52,7 +52,7 @@ def unique_owner(name: str | None = None) -> str:
 
 
 def lease_owner(name: str | None = None) -> str:
-    """As :func:`unique_owner`, and where this process runs: so that those beside it see at once that it has died."""
+    """As :func:`unique_owner`, with the place of this process: processes beside it then see at once that it has died."""
     owner, here = unique_owner(name), place_of_this_process()
     return owner if here is None else here.sign(owner)
 
@@ -61,8 +61,8 @@ def place_of_this_process() -> Place | None:
     """Where this process runs; None if the system does not say it. Only Linux does.
 
     Each container has a namespace of process ids of its own, and so is a place of its own. Two copies of a running virtual
-    machine are one place: a process of one may count as dead because that of the other has ended. It is fenced then, as one
-    whose lease has expired.
+    machine look like one place: a process of one copy may count as dead because its twin in the other has ended. It is then
+    fenced, as if its lease had expired.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -73,7 +73,7 @@ def place_of_this_process() -> Place | None:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether the process of this place with that id has ended, also if its parent has not asked for its end yet.
+    """Whether the process of this place with that id has ended, even if its parent has not reaped it yet.
 
     False if that cannot be known, and if another process has the id by now.
     """

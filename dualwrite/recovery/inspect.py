@@ -82,7 +82,7 @@ def with_reason(detail: str, row: StateRow, outcome: Outcome, lost_because: Mapp
 def warn_if_deleted(item: Incarnation[Known], proof: LogProof | None, logger: logging.Logger) -> None:
     """Warn of a committed transaction whose records are not in the log any more.
 
-    Retention deletes records of open transactions, too. No outcome shows that readers have never had them.
+    Retention deletes records of open transactions, too, and no outcome shows that readers never got them.
     """
     if proof is LogProof.UNKNOWABLE:
         logger.warning(
@@ -111,7 +111,7 @@ def by_step(
 def perform(
     groups: Mapping[Step, list[Incarnation[Known]]], do: Steps[Step, Known], waiting: Step, deadline: Deadline
 ) -> None:
-    """Carry out one round: each group's step. Those that wait get their turn when no other can move on.
+    """Carry out one round: each group's step. Incarnations that must wait take their step when no other can proceed.
 
     Raises:
         Unavailable: The deadline has come.

@@ -23,7 +23,7 @@ from dualwrite.recovery.inspect import beginnings
 logger = logging.getLogger(__name__)
 
 _LONGEST_S: Final = 10.0
-"""Limits the reading of logs: settling, for which consumers wait, comes after it."""
+"""Limits the reading of logs. Settling comes after it, and consumers wait for that."""
 
 
 def lost_decisions(
@@ -85,8 +85,8 @@ def _named(rows: Collection[StateRow], store: StateStore) -> dict[str, list[Prep
 def _fences(items: Sequence[tuple[StateRow, int]], known: Sequence[Known], store: StateStore) -> Sequence[int | None]:
     """The fences of incarnations with a native transaction, read after the coordinator was asked.
 
-    A settler writes the fence before it raises the coordinator's epoch. Where the row names another transaction by now, a newer
-    owner has settled this one: as if it had been fenced from the beginning.
+    A settler writes the fence before it raises the coordinator's epoch. If the row names another transaction by now, a newer
+    owner has settled this one; it counts as fenced from the beginning.
     """
     native = {row.transactional_id for (row, _), one in zip(items, known, strict=True) if _is_native(one)}
     rows = {row.transactional_id: row for row in store.read(sorted(native))} if native else {}

@@ -87,8 +87,9 @@ def terminate(
 ) -> TerminationReport:
     """Abort the open transaction of one id, unless the database has decided it.
 
-    May be called at any time, and repeated. Does nothing if nothing is open. Otherwise it fences the owner: one that is
-    alive must open its writer again. Of a writer of this library, all lanes are settled as by :func:`dualwrite.recover`.
+    May be called at any time, and repeated. Does nothing if nothing is open. Otherwise it fences the owner: one that is alive
+    must open its writer again. If a writer of this library owns the id, all its lanes are settled, as
+    :func:`dualwrite.recover` settles them.
 
     An id that this library did not make has no row, so nothing shows whether another program has decided its transaction: it is
     aborted, as KIP-939 has it. Ask that program's own coordinator first.
@@ -459,7 +460,8 @@ def blocking_transactions(
         timeout_s: Time limit, in seconds.
 
     Returns:
-        One entry for each transaction and partition. As text, each says whose it is, since when it is open, and what to do.
+        One entry for each transaction and partition. As text, each names the owner, and says since when it is open, and what
+        to do.
 
     Raises:
         ConfigurationError: A topic does not exist, or a right is missing: Read on the topics, and with ``group`` on
@@ -482,7 +484,7 @@ def blocking_transactions(
         return coordinator.blocking(places, deadline, open_for_s=open_for_s)
 
 
-# Takes over the id of a writer that counts as dead, so that nothing is left under it and nothing can come.
+# Takes over the id of a writer that counts as dead: settles what it left, and lets no late request of it open anything.
 
 
 def take_over(

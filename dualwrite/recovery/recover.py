@@ -136,8 +136,8 @@ def status_and_longest(
 ) -> tuple[list[IdStatus], float | None]:
     """As :func:`status`; besides, the age of the oldest open Kafka transaction in seconds, None if none is open.
 
-    That is one of the ids that were asked for, or, if neither an id nor a prefix was given, any that the brokers list for us:
-    those of other programs, too, which have no row here.
+    The transaction belongs to one of the ids that were asked for. If neither an id nor a prefix was given, it may be any that
+    the brokers list for us, also of other programs, which have no row here.
     """
     check_selection(transactional_id, prefix)
     check_seconds("timeout_s", timeout_s)
@@ -266,7 +266,7 @@ def _asked_for(store: StateStore, transactional_id: str | None, prefix: str | No
 
 
 def tell(report: RecoveryReport, rows: Sequence[StateRow], store: StateStore, observer: Observer) -> None:
-    """Tell of all losses; also of those found by other processes that ended before they reported them."""
+    """Report all losses, including those that other processes found and did not report before they ended."""
     by_id = {row.transactional_id: row for row in rows}
     reported = {(loss.row.transactional_id, loss.row.prepared) for loss in report.losses}
     for found in untold(store.incidents_of(by_id.keys())):
@@ -415,7 +415,7 @@ def inspect_rows(
 
 
 def check_cluster(rows: Iterable[StateRow], cluster_id: str) -> None:
-    """Refuse rows of another cluster: what is not found in this one would be taken for gone.
+    """Refuse rows of another cluster: their transactions are not found in this one, and would count as gone.
 
     Raises:
         ConfigurationError: A row belongs to another cluster.
@@ -528,7 +528,7 @@ def longest_open_s(items: Iterable[IdStatus]) -> float | None:
 
 
 def _left_unended(known: Knowledge) -> bool:
-    """Whether the transaction is recorded as not committed: its finder may have died before it ended what the broker forgot."""
+    """Whether it is recorded as not committed; then the recorder may have died before it ended what the broker forgot."""
     return known.recorded not in {None, Outcome.COMMITTED}
 
 

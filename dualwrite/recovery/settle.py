@@ -338,7 +338,7 @@ def end_participants(store: StateStore, participants: Iterable[Participant]) -> 
 
 
 def _timeouts_ms(items: Iterable[Unsettled]) -> Mapping[str, int]:
-    """A retired id under which a decided transaction must still be ended gets as much time as its owner had."""
+    """The timeout for a retired id under which a decided transaction must still be ended: as long as its owner had."""
     return {
         item.kafka_id: view.timeout_ms
         for item in items

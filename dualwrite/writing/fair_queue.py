@@ -1,8 +1,8 @@
 """Things that one caller uses at a time: first come, first served, and never lost to an interrupted caller.
 
-``KeyboardInterrupt`` comes between any two lines. So one assignment gives a thing away (`Place.holder`) and one gives it back
-(the ticket has ended); everything else follows from these two, and the next call does what an interruption left undone. A
-ticket without references has ended, too.
+``KeyboardInterrupt`` comes between any two lines. Handing out (`Place.holder`) and returning (the ticket has ended) are each a
+single assignment, so an interrupt cannot leave a thing half-owned; the next call does what an interrupt left undone. A ticket
+that nobody refers to any more has ended, too.
 """
 
 from __future__ import annotations

@@ -79,15 +79,16 @@ if TYPE_CHECKING:
 _EPOCHS: Final = 30_000
 """The epoch at which a producer is replaced; the protocol's last one is 32,767."""
 _DRAIN_S: Final = 1.0
-"""How long an abort waits for answers to what was sent: the more is known, the less has to be settled."""
+"""How long an abort waits for outstanding answers. Each one that arrives saves settling a partition."""
 _ASK_S: Final = 2.0
 """Limits the requests before an abort: an abort must not wait for a broker that is down."""
 _WHOLE_BETWEEN_WAITS: Final = frozenset({"begin", "require_topic", "produce", "send_many", "send_columns", "prepare"})
-"""Verbs that wait between two steps alone. Of the others the broker may still carry out a request."""
+"""Verbs that an interruption can stop only between two steps. After stopping another verb, the broker may still carry out a
+request."""
 _LOOK_UP_S: Final = 0.5
 """Limits the look-up of a unit's topic: without an answer, the end of its group looks again."""
 _ASKED_ENOUGH_S: Final = 0.5
-"""A topic that was missing is not looked up again sooner."""
+"""A missing topic is looked up again only after this time."""
 _FORGOTTEN_S: Final = 60.0
 """A topic that nobody has asked for so long is given time again to appear."""
 _MOST_MISSING: Final = 1000

@@ -33,7 +33,7 @@ _REFRESH_S: Final = 300.0
 class Sender:
     """Connects a :class:`ProduceCore` to the brokers. Used by one thread at a time.
 
-    Between calls only those bytes move that a call has given to the kernel: call :meth:`pump` now and then.
+    There is no background thread: nothing is sent or received between calls. Call :meth:`pump` regularly.
 
     Args:
         config: How to connect.
