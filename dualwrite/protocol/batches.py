@@ -1,13 +1,13 @@
-"""Decisions about batches of many participants: may a run continue, does a process work on it, is a part complete.
+"""Decisions about batches of many participants: whether a run may continue, is being worked on, or is complete in part.
 
 The participants are the tasks of an engine such as Spark. Each hands over a prepared transaction, one database commit
 decides on all of them, and a run that dies is continued by the next one.
 
-The owner keeps the same producer afterwards, so its next transaction has the same producer id and epoch: a late
-request of the decider's would end that one. Two rules prevent this.
+The owner keeps its producer afterwards, so its next transaction has the same producer id and epoch: a late request of the
+decider would end that one. Two rules prevent this.
 
 The decider records "completed" in the row only if :func:`next_completion_step` says so: it sent its ``EndTxn`` once, and got
-an answer. It leaves everything else to a claim, after which no owner can use that producer:
+an answer. It leaves everything else to a claim; after a claim, no owner can use that producer any more:
 
 =============================  ============================  =======  ==============================================
 the one ``EndTxn(commit)``     coordinator                   proof    step
@@ -154,7 +154,7 @@ def may_go_on(known: StateRow, found: StateRow, handed_over: PreparedTxnState | 
     return handed_over is None or (found.prepared == handed_over and found.completed is Outcome.COMMITTED)
 
 
-# Decides whether a run of a batch may continue from earlier runs' records, or would take another batch's rows for its
+# Decides whether a run of a batch may continue from the records of earlier runs, or would mistake another batch's rows for its
 # own.
 #
 # The ledger names a batch by its sink and its id. Without this rule, a run that uses the same two names for another
@@ -272,7 +272,8 @@ def mismatch_of(recorded: Recorded, present: Destination) -> str:
 # Detects batches that were begun but that no process works on: drivers give no sign of life, their tasks' leases do.
 
 QUIET_S: Final = 300.0
-"""Seconds without any event before a batch counts as deserted: tasks start after the plan, rows arrive after a shuffle."""
+"""Seconds without any event before a batch counts as deserted: its tasks start only after the plan, and get rows only after a
+shuffle."""
 
 
 def nobody_since(changes: Collection[datetime], lease_ends: Collection[datetime], now: datetime) -> datetime | None:

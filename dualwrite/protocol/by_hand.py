@@ -18,8 +18,8 @@ the name is ours
 there is none          Ongoing            any                abort it: only its own application could tell
 =====================  =================  =================  ==============================================
 
-The transaction of another program may have been decided elsewhere. KIP-939 leaves that to the operator, and so does this
-table: such a transaction has no row that could say so.
+The transaction of another program may have been decided elsewhere, and no row here could say so. So this table leaves it to
+the operator, as KIP-939 does.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def around(items: Sequence[Item], index: int) -> list[Sequence[Item]]:
 
 
 def failures_left_over(messages: int, attempts: int) -> int:
-    """The failures that a half begins with: several messages get one more attempt, a single one gets them all."""
+    """The failures that a half begins with: several messages get one more attempt, a single message gets all."""
     return attempts - 1 if messages > 1 else 0
 
 

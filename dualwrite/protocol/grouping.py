@@ -1,8 +1,8 @@
 """Group commit: which units of work go into the next group, when a group takes no more, and what follows a failed one.
 
 A *unit* is the work of one caller; a *group* is the units that commit together. Units of one key keep their order: while some
-of them are in a group, the others wait. The number of those that wait is bounded; the callers of the others stand in line.
-Units that run again rest first, by themselves: the others continue.
+of them are in a group, the others wait. A limited number of units wait; further callers stand in line. A unit that must run
+again pauses first, while the others continue.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Units(Generic[Work]):
         self._busy: dict[Hashable, deque[Unit[Work]]] = {}
         self._resting: set[Hashable] = set()
         self._in_line: OrderedDict[Unit[Work], None] = OrderedDict()
-        self._at_most = 0  # this many wait; fewer if an interruption came before it was counted down
+        self._at_most = 0  # an upper bound: an interruption may have come before it was counted down
 
     @property
     def ready(self) -> bool:
@@ -164,7 +164,7 @@ class Units(Generic[Work]):
             if waiting is not None and unit not in waiting:
                 self._at_most += 1
                 waiting.appendleft(unit)
-        self._resting.update(keys_of(rest))  # now that they wait: drain() takes all units of a key that rests
+        self._resting.update(keys_of(rest))  # only once they wait: drain() takes all units of a key that rests
         self._free(key for key in keys_of(taken) if key not in self._resting)
         self._first(again)
 

@@ -96,8 +96,8 @@ def holder_has_died(lease: Lease, here: Place | None, has_ended: Callable[[int],
 def numbers_to_try(leases: Iterable[Lease], has_died: Callable[[Lease], bool]) -> Iterator[int]:
     """The numbers that nobody holds, lowest first, without an end: a newcomer takes the first one that it gets.
 
-    A lease that has expired, or whose holder has died, comes at its place among the free ones: so numbers stay small, and a
-    dead member's id is settled soon.
+    A lease that has expired, or whose holder has died, takes its place among the free ones. So numbers stay small, and a dead
+    member's id is settled soon.
     """
     held = {lease.number for lease in leases if lease.state is LeaseState.HELD and not has_died(lease)}
     return (number for number in count() if number not in held)
@@ -113,7 +113,7 @@ class LeaseTiming:
     """How long a lease lasts, and how often it is renewed, in seconds.
 
     Args:
-        timeout_s: A lease that was not renewed for so long is taken by others.
+        timeout_s: Others take a lease that was not renewed for this long.
         heartbeat_s: The mean time between two heartbeats; a sixth of the timeout if not given.
 
     Raises:
@@ -142,7 +142,7 @@ class LeaseTiming:
         """The pause before the next heartbeat, shorter if the last one failed.
 
         Args:
-            drawn: A random number from 0 to 1: members that started together do not ask together.
+            drawn: A random number from 0 to 1, so that members that started together do not ask at the same time.
             failed: Whether the last heartbeat failed.
         """
         return self.beat_s * (0.75 + 0.5 * drawn) * (_RETRY if failed else 1.0)

@@ -83,9 +83,9 @@ class Machine(Generic[State, Event]):
 
 # The life of one transactional producer, with KIP-939's gating.
 #
-# `prepare_transaction` waits until every message is acknowledged, those too that delivery callbacks produce meanwhile.
-# The producer is *flushed* then, and nothing more may be produced: the name of the transaction lists what it wrote.
-# Once it has its name it is prepared, and only commit, abort and complete are allowed.
+# `prepare_transaction` waits until every message is acknowledged, including those that delivery callbacks produce meanwhile.
+# Then the producer is *flushed*, and nothing more may be produced, because the name of the transaction lists what it wrote.
+# Once the transaction has its name it is prepared, and only commit, abort and complete are allowed.
 #
 # `init_transactions(keep_prepared_txn=True)` keeps an open transaction until one of the three is called. A request that
 # may have been sent twice, or whose answer is missing, leaves the producer *doubtful*: a delayed copy of the request
@@ -448,7 +448,7 @@ LEASE_LIFE: Mapping[LeaseState, Mapping[LeaseEvent, LeaseState]] = MappingProxyT
             _OF_LEASE.LOSE: _LEASE.TAKEN,
             _OF_LEASE.GIVE_BACK: _LEASE.FREE,
         },
-        # Renewed late, but not too late: nobody has taken it. After an outage of the database all members are here at once.
+        # Renewed late, but in time: nobody has taken it. After an outage of the database, all members come here at once.
         _LEASE.EXPIRED: {
             _OF_LEASE.RENEW: _LEASE.HELD,
             _OF_LEASE.EXPIRE: _LEASE.EXPIRED,

@@ -28,7 +28,7 @@ DeliveryCallback: TypeAlias = Callable[[Any, Any], None]
 """Called with ``(error or None, message)``: confluent-kafka's ``KafkaError`` and ``Message``."""
 
 OVERHEAD: Final = 36
-"""librdkafka adds so much to each message before it compares it with ``message.max.bytes``: the longest varints."""
+"""librdkafka adds this much to each message before it compares it with ``message.max.bytes``: the longest varints."""
 ANY_PARTITION: Final = -1
 """Stands for no partition, as in librdkafka."""
 STEPS: Final[Mapping[str, str]] = MappingProxyType(
@@ -47,7 +47,7 @@ _MAX_TIMESTAMP_MS: Final = 2**63 - 1
 
 
 class Unsendable(Exception):
-    """A message that no broker would take: nothing of it was handed on.
+    """A message that no broker would take. Nothing of it was handed on.
 
     Attributes:
         code: The protocol's name of the error with which a broker would refuse it.
@@ -135,7 +135,7 @@ class Message(NamedTuple):
             UnicodeEncodeError: A text has a surrogate.
         """
         check_topic(topic)
-        # Most are bytes already, or not there: a call for each part would cost more than the check.
+        # Most parts are bytes already, or missing: a call for each part would cost more than the check.
         value_bytes = value if value is None or type(value) is bytes else as_bytes(value, "value")
         key_bytes = key if key is None or type(key) is bytes else as_bytes(key, "key")
         encoded: Sequence[Header] = as_headers(headers) if headers else ()

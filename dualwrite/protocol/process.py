@@ -188,7 +188,7 @@ _BY_CLASS: Final[Mapping[type[DualWriteError], Redo]] = {
     DecidedTransactionLost: Redo.UNSAFE,
     OutcomeUnverifiable: Redo.UNSAFE,
 }
-"""A subclass is judged as its nearest class here; a class that is not here is unsafe."""
+"""A subclass is judged like its nearest base class in this table. A class that is not in it is unsafe."""
 _NOTHING_WRITTEN: Final = frozenset({"none", "aborted"})
 
 
@@ -225,7 +225,7 @@ class Health:
     Attributes:
         writer: The writer's transactional id.
         open: Whether it is open, in this process.
-        fenced: Whether another owner has taken over. It stays so: the process must be restarted, if that was not intended.
+        fenced: Whether another owner has taken over. This is final: restart the process if the takeover was not intended.
         answered: Whether database and Kafka answered the last dual write, settling or probe.
         lease_lost: Whether another member of its fleet has its id: it is about to take another one.
         lease_expired: Whether its lease was not renewed in time, so that another member may take its id.

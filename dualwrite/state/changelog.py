@@ -158,7 +158,7 @@ class Changelog:
         consumer = Consumer(
             {
                 **self._settings,
-                "group.id": f"dualwrite-state-{secrets.token_hex(8)}",  # librdkafka wants one; nothing is committed
+                "group.id": f"dualwrite-state-{secrets.token_hex(8)}",  # librdkafka requires a group; nothing is committed
                 "isolation.level": "read_committed",
                 "enable.auto.commit": False,
                 "enable.partition.eof": True,
@@ -215,9 +215,9 @@ def _bytes(given: bytes | str) -> bytes:
 
 # Whether a store may be rolled forward from its changelog. Pure.
 #
-# A compacted log keeps the newest value of each key forever, but a deletion only for a while: after
-# `delete.retention.ms` the broker may remove the tombstone. A store that read the key before and comes back later would
-# keep it forever. A store that has only been quiet loses nothing: what follows its commit was all written a moment ago.
+# A compacted log keeps the newest value of each key forever, but a deletion only for a while: after `delete.retention.ms` the
+# broker may remove the tombstone. A store that read the key before and comes back later would keep it forever. A store that
+# has only been quiet loses nothing: everything after its commit was written a moment ago.
 
 _REBUILD = "move the store's directory away: the next start builds the store from the whole changelog"
 
@@ -284,9 +284,9 @@ def first_to_read(committed: Committed, log: Log, now_ms: int) -> int:
             f"the changelog {log.name} begins at {log.start}: records from {offset} on, which the store needs, were deleted",
             next_step="restore a newer copy of the store" if offset else "nothing can build this store: restore a copy",
         )
-    # A commit's own marker stands at its offset: nothing else can have been written and removed below that.
+    # A commit's own marker stands at its offset, so nothing else can have been written and removed below it.
     follows = log.end > offset + 1
-    # If the first recent record stands there too, nothing older follows, and no tombstone can be gone yet.
+    # If the first recent record stands there, too, nothing older follows, so no tombstone can be gone yet.
     may_miss = follows and log.recent > offset + 1
     if may_miss and committed.at_ms and "compact" in log.policy and now_ms - committed.at_ms > log.delete_retention_ms:
         hours = (now_ms - committed.at_ms) / 3_600_000

@@ -239,7 +239,7 @@ class Writes:
         return None if found is _DELETED else found
 
     def expect(self, key: Plain, column_family: str | None) -> None:
-        """Commit only if the key then has the value that it has now, or had at the first call."""
+        """Commit only if the key still has the value that it has now, or that it had at the first call."""
         place = self._place(key, column_family)
         if place not in self._expected:
             stored = self._stored(place)
@@ -383,7 +383,7 @@ class RocksKeys:
         return True
 
     def commit(self, handle: KeyedHandle, changes: Sequence[Change], *, answer_s: float | None) -> bool:
-        """See the port. An fsync that has begun is waited for, however long it takes."""
+        """See the port. Waits for an fsync that has begun, however long it takes."""
         assert isinstance(handle, RocksHandle)
         with self._writing(answer_s):
             try:

@@ -32,7 +32,7 @@ _REOPEN: Final = (
 
 
 class WriteFailedError(Exception):
-    """RocksDB could not write a batch. Whether it is there shows once the database is open again."""
+    """RocksDB could not write a batch. Only opening the database again shows whether it was written."""
 
 
 class _Locks:
@@ -78,7 +78,7 @@ def _locks_of(path: Path) -> _Locks:
 
 
 class Client:
-    """An open RocksDB. Any number of threads may use it.
+    """An open RocksDB, for any number of threads.
 
     Args:
         given: Its directory, or an ``Rdict`` that the caller has opened, and closes.
@@ -127,7 +127,7 @@ class Client:
             else:
                 restore_config(self.path)
                 options, families = self._rocksdict.Options.load_latest(str(self.path))
-            # The default, point in time, drops what follows a damaged record, synced or not.
+            # The default, point in time, drops everything after a damaged record, synced or not.
             mode = self._rocksdict.DBRecoveryMode.tolerate_corrupted_tail_records()
             options.set_wal_recovery_mode(mode)
             opened: Rdict = self._rocksdict.Rdict(str(self.path), options, families)
@@ -252,7 +252,7 @@ class Client:
         try:
             db.write(batch, self._synced)
         except Exception as error:
-            # RocksDB shows what was there before, and its log may hold the batch: a reader would be misled.
+            # RocksDB still shows the old values, but its log may hold the batch: a reader would be misled.
             self._failed = error
             raise WriteFailedError(str(error)) from error
 

@@ -42,7 +42,7 @@ from dualwrite.stores.sql.tables import (
 
 @dataclass(frozen=True)
 class Stored:
-    """A row, and what SQL databases keep track of by themselves.
+    """A row, with what SQL databases keep track of by themselves.
 
     Attributes:
         row: The row.
@@ -574,8 +574,8 @@ class KeyedStore(Incidents):
                 try:
                     verify(rows)
                 except ConfigurationError:
-                    # The error counts only while the rows are as we have read them: an owner that has claimed them since
-                    # makes itself known to Kafka under the same incarnation.
+                    # The error counts only if the rows are still as we read them: an owner that has claimed them since then
+                    # appears in Kafka under the same incarnation.
                     if self._entries(ids) != {key: entries[key] for key in map(state_key, ids) if key in entries}:
                         raise Conflict from None
                     raise
@@ -816,7 +816,7 @@ class KeyedDatabase(Database):
         """A new handle, for one dual write."""
 
     def store(self, *, paused_owner_timeout_s: float | None = PAUSED_OWNER_TIMEOUT_S) -> KeyedStore:
-        """See :meth:`Database.store`. A paused owner holds no lock that a server would have to take from it."""
+        """See :meth:`Database.store`. A paused owner holds no lock, so no server has to take one from it."""
         del paused_owner_timeout_s
         return KeyedStore(self.keys, self.traits.name)
 

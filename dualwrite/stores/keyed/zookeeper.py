@@ -1,6 +1,6 @@
 """ZooKeeper as the deciding database: entries as znodes, and the decision in one ``multi``, through kazoo.
 
-A request whose answer is missing may have been carried out: the entry's version tells.
+A request whose answer is missing may have been carried out; the entry's version shows it.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Multi:
 
 
 class Operations:
-    """The operations of a ``Multi`` on their way to the request that decides: for the library alone.
+    """The operations of a ``Multi`` on their way to the request that decides. Only the library uses it.
 
     Attributes:
         names: Each of them, for people.
