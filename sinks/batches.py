@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RUN_AGAIN: Final = "run the batch again with the same batch id, or start the stream again: nothing is written twice"
-"""The advice on every batch whose end is not known or not reached. What one block's errors advise would lose its messages:
-nobody but its next run, or a recovery, completes it."""
+"""The advice on every batch whose end is not known or not reached. The advice for a single block would lose the batch's
+messages: only its next run, or a recovery, completes it."""
 
 
 def pending(name: str, why: DualWriteError) -> CompletionPending:
@@ -227,7 +227,7 @@ class Decision(Generic[P]):
                     self._decide_on(connection, part)
                 self._batch.bring(connection)
                 store.run_deferred(connection)
-                # Moving many rows takes its time, and after the lease the broker aborts what is decided.
+                # Moving many rows may take long, and once the leases have ended, the broker aborts even what is decided.
                 self._batch.require_held(connection)
                 failpoints.hit("batch.recorded")
             except BaseException:
@@ -253,7 +253,7 @@ class Decision(Generic[P]):
             )
 
     def _resolve(self, doubt: TransactionInDoubt) -> BatchEvent:
-        """Claiming the ids waits for the old session's locks; whatever it was going to commit is committed then."""
+        """Claiming the ids waits for the old session's locks. By then, that session has committed, or never will."""
         try:
             self._batch.settle(())
             return BatchEvent.FIND if self._batch.is_written() else BatchEvent.ABORT
@@ -262,7 +262,7 @@ class Decision(Generic[P]):
             raise doubt from error
 
     def _complete(self) -> Sequence[P]:
-        """Complete without a claim what can be, so that its owners can keep their producers. Returns what it completed."""
+        """Complete the parts that need no claim, so that their owners can keep their producers. Returns those parts."""
         found = {part.transactional_id: part for part in self._parts}
         store = self._context.store
         try:

@@ -1,4 +1,4 @@
-"""Settles and compares after a run: journal, rows and messages; and a consumer that follows all the time.
+"""After a run: settles, and compares journal, rows and messages. During it: a consumer that follows all the time.
 
 The journal holds the results that writers got, on disk before the next step. The verdict over it is pure.
 """
@@ -413,7 +413,7 @@ class History:
             self.begun.setdefault(operation, stream)
         elif operation not in self.begun:
             raise ConfigurationError(f"the journal says {word.value} of {operation!r}, which was never begun")
-        # An operation may begin again, once a process has found that its first attempt did not happen.
+        # An operation may begin again after a process has found out that its first attempt did not happen.
         self.aborted.discard(operation)
         self.in_doubt.discard(operation)
         sets = {
@@ -552,7 +552,7 @@ AT_ONCE = 1_000
 class Follower:
     """Follows topics from their beginning, in its own thread. A context manager.
 
-    A message once shown to a consumer cannot be taken back: a later reader must see the same, offset by offset.
+    Kafka cannot take back a message that a consumer has seen: a later reader must see the same, offset by offset.
 
     Args:
         config: Bootstrap servers and security settings for confluent-kafka.

@@ -87,8 +87,8 @@ GONE = (asyncio.IncompleteReadError, ConnectionError)
 class Connection(Generic[RequestT]):
     """Two pumps: requests to the server, answers to the client.
 
-    The server's side outlives the client's while a request that a rule has taken waits to be sent or answered. So a
-    request can arrive after its sender has given up, like a delayed packet.
+    The connection to the server stays open after the client has gone, as long as a request that a rule has taken waits to be
+    sent or answered. So a request can arrive after its sender has given up, like a delayed packet.
 
     Args:
         codec: Splits the streams into units.
@@ -400,7 +400,7 @@ class Choice(Generic[RequestT]):
         return self._add(Action.RESET_REQUEST)
 
     def hold_request(self) -> Rule[RequestT]:
-        """Forward it, and all that follows on its connection, when the rule is released."""
+        """Hold it, and everything after it on its connection, until the rule is released; then forward it."""
         return self._add(Action.HOLD_REQUEST)
 
     def duplicate(self) -> Rule[RequestT]:
@@ -416,7 +416,7 @@ class Choice(Generic[RequestT]):
         return self._add(Action.RESET_ANSWER)
 
     def hold_answer(self) -> Rule[RequestT]:
-        """Forward it, and its answer, with all that follows on its connection, when the rule is released."""
+        """Forward it. Hold its answer, and everything after it on its connection, until the rule is released."""
         return self._add(Action.HOLD_ANSWER)
 
 
@@ -766,7 +766,7 @@ class PostgresCodec:
         return Answer(key, data, final)
 
     def copy_of(self, unit: Unit[PostgresRequest]) -> Unit[PostgresRequest]:
-        """Refused: a PostgreSQL session never sends a request twice by accident."""
+        """Refused: a PostgreSQL session never repeats a request by accident."""
         raise IllegalStateError(f"PostgreSQL's protocol has no duplicates: {unit.request}")
 
 

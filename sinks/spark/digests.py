@@ -32,8 +32,8 @@ _NULL: Final = np.uint64(0x6E756C6C6E756C6C)
 _ALL_BITS: Final = (1 << 64) - 1
 _FORM_BITS: Final = 0xFFFF
 _FORM: Final = 2
-"""Stands in the lowest bits of a digest. Raise it when the same rows get other digests: those of another form, which a batch
-that an earlier version has begun holds, say nothing. (Form 1 was a sum of hashes of 64 bits and bears no mark.)
+"""The form of a digest, in its lowest bits. Raise it when the same rows get other digests: a batch that an earlier version
+began may hold digests of another form, which cannot be compared. (Form 1 was a sum of hashes of 64 bits, without this mark.)
 """
 _SHOWS_NO_PLAN: Final = (Py4JError, AttributeError)
 """Raised if a version of Spark lacks a method, or returns null: py4j gives ``None``, which has no attributes."""
@@ -108,8 +108,8 @@ def hashed_columns(layout: Layout) -> Sequence[int]:
 def row_hashes(columns: Sequence[pa.Array], length: int) -> NDArray[np.uint64]:
     """A hash of each row, which depends on the order of its columns.
 
-    A CRC costs a third of a cryptographic hash (``hashlib.blake2b``) of a value; it is for accidents, not for forgers. The
-    steps between columns are not linear, as CRCs are: values that rows exchange among each other do not cancel out in a sum.
+    A CRC costs a third of a cryptographic hash (``hashlib.blake2b``) of a value; it is for accidents, not for forgers. Unlike
+    CRCs, the steps between columns are not linear, so values that rows exchange with each other do not cancel out in a sum.
     """
     found = np.zeros(length, np.uint64)
     for column in columns:
@@ -131,7 +131,7 @@ def _hashes(array: pa.Array) -> NDArray[np.uint64]:
         found = _text_hashes(array)
     else:
         found = _word_hashes(array)
-    # A null counts, too: otherwise a value that moves to another column, whose null moves here, would not be seen.
+    # A null counts, too: otherwise nobody would notice a value and a null of two columns changing places.
     return np.where(array.is_null().to_numpy(zero_copy_only=False), _NULL, found) if array.null_count else found
 
 
@@ -169,7 +169,7 @@ def _word_hashes(array: pa.Array) -> NDArray[np.uint64]:
 
 
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Spread every bit over all others (the finalizer of splitmix64)."""
+    """Let every bit affect all others (the finalizer of splitmix64)."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -190,7 +190,7 @@ class Fingerprint:
     digest: int | None
 
     def differs_from(self, other: Fingerprint) -> bool:
-        """Whether the two are certain to be of different rows."""
+        """Whether the two certainly belong to different rows."""
         if self.rows != other.rows:
             return True
         if self.digest is None or other.digest is None or (self.digest ^ other.digest) & _FORM_BITS:
@@ -248,7 +248,7 @@ class Fingerprinted:
             self._rows += batch.num_rows
             if self._hashed is not None:
                 hashes = row_hashes([batch.column(number) for number in self._hashed], batch.num_rows)
-                # A sum, so that the order of the rows does not matter; how often a row comes does.
+                # A sum: the order of the rows does not matter, but their number does.
                 self._sum += int(hashes.sum(dtype=np.uint64))
             yield batch
 

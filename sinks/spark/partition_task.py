@@ -145,7 +145,7 @@ def write_partition(
 
 
 def _advise(error: Exception) -> None:
-    """Put advice for a partition of a batch in the place of that for one dual write."""
+    """Replace the advice for a dual write by the advice for a partition of a batch."""
     if isinstance(error, TransactionAborted) and error.next_step == TransactionAborted.advice:
         error.next_step = "nothing of this partition was written on either side; others may be, and stay"
     elif isinstance(error, TransactionInDoubt):
@@ -290,7 +290,8 @@ class _Writing:
         try:
             lane.record_completed()
             if lane.unrecorded is not None and lane.needs_settling:
-                # Some partitions do not show the end yet. Their readers wait, and this slot may stay unused for long.
+                # Some partitions do not show the end yet. Their readers wait, and this slot may not be used again for a long
+                # time.
                 lane.settle(Deadline(self._task.options.timeout_s))
         except DualWriteError as error:
             logger.warning(

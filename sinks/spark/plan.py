@@ -168,7 +168,7 @@ class DriverSide:
             raise
 
     def _written_to(self, topic: str) -> Written:
-        """The newest batch of the sink, and by slot its newest decision: another one once any batch has decided anything.
+        """The newest batch of the sink, and the newest decision of each slot. Both change once a batch decides anything.
 
         A driver that was paused may find tasks of the next one, what they have written before it looks at their slots, or a
         complete batch that nobody has announced.
@@ -385,7 +385,8 @@ _SET_PYTHON: Final = (
 )
 
 _HIDES_TRACEBACK: Final = "SPARK_HIDE_TRACEBACK"
-"""Spark's variable for ``spark.sql.execution.pyspark.udf.hideTraceback.enabled``; Spark reads it after an error has left us."""
+"""Spark's variable for ``spark.sql.execution.pyspark.udf.hideTraceback.enabled``, which Spark reads after our code has
+raised."""
 
 
 JOB_ERRORS: Final = (PySparkException, Py4JJavaError)
@@ -433,7 +434,7 @@ def without_cause() -> Generator[None, None, None]:
 
 @contextmanager
 def shown_first() -> Generator[None, None, None]:
-    """In a process of Spark's that ends with the block's error: let Spark show the error without a traceback before it.
+    """In a Spark process that ends with the block's error, let Spark show the error without a traceback before it.
 
     The traceback goes to the log. Errors that are not this library's stay as they are.
     """
@@ -448,7 +449,7 @@ def shown_first() -> Generator[None, None, None]:
 
 # The Spark jobs of one batch: cancelled, and awaited until none of their tasks runs any more.
 #
-# For Spark's caller, a failed job is over while its other tasks still run. Until they end, they hold the locks of the
+# Spark reports a failed job to its caller while other tasks of the job still run. Until these end, they hold the locks of the
 # rows that they have copied.
 
 CONNECT: Final = "pyspark.sql.connect"

@@ -93,7 +93,7 @@ EFFECTS: Final[Mapping[tuple[Place, type[DualWriteError]], Effect]] = MappingPro
         (Place.COMPLETE, OutcomeUnverifiable): Effect(OutcomeUnverifiable, "unknown", Rows.COMMITTED),
     }
 )
-"""By place and planted error. The real writer's servers can fail in these ways, and a test compares the two writers."""
+"""By place and planted error: the ways in which the real writer's servers can fail. A test compares the two writers."""
 
 
 # The failures that a test has planted, until a dual write reaches their places.
@@ -118,7 +118,7 @@ class Failure:
 
 
 class Planted:
-    """The failures that wait for their places, first planted first. Used by many threads at once.
+    """The planted failures that have not happened yet, in the order of planting. Used by many threads at once.
 
     Attributes:
         fenced: Whether another owner has taken over: no dual write of this writer can begin any more.

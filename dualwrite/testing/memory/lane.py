@@ -156,7 +156,7 @@ class MemoryProducer:
 
     @staticmethod
     def take_callback_error() -> BaseException | None:
-        """None: a callback's exception comes out of the flush."""
+        """None: the flush raises a callback's exception."""
 
     def abort_transaction(self) -> None:
         """See the real one."""
@@ -269,7 +269,7 @@ class MemoryLane:
         del error
 
     def discard(self) -> None:
-        """Nothing: what is ongoing is settled later."""
+        """Nothing: an ongoing transaction is settled later."""
 
     def watch_end(self) -> None:
         """Nothing: how a transaction has ended is known at once."""
@@ -488,7 +488,7 @@ class MemoryStore:
         let_go(connection)
 
     def discard(self, connection: Connection) -> None:
-        """Roll back. The driver's connection stays: a database in memory would be gone with it."""
+        """Roll back. The driver's connection stays open: a database in memory ends with it."""
         self.rollback(connection)
 
     def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:

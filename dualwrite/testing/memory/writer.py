@@ -58,7 +58,7 @@ class InMemoryWriter(Submitting):
     The blocks, their savepoints, refusals and errors, and :meth:`run` are the product's own code. Rows are really committed and
     rolled back in the engine's database; messages are kept in :attr:`messages`. Failures are planted with :meth:`fail_next`.
 
-    A crash, and what brokers and clients do to a message, need real servers. So do the rights, settings and limits of servers.
+    To test crashes, what brokers and clients do to a message, or the rights, settings and limits of servers, use real servers.
 
     Args:
         transactional_id: As for `DualWriter`.
@@ -133,13 +133,13 @@ class InMemoryWriter(Submitting):
 
     @property
     def aborted(self) -> list[ProducerRecord]:
-        """The messages that were handed to the producer, and that nobody ever sees: those of aborted and lost dual writes."""
+        """The messages of aborted and lost dual writes: handed to the producer, but never visible."""
         aborted = [one for one in self._log.transactions if one.state is TransactionState.ABORTED]
         return [message for transaction in aborted for message in transaction.messages]
 
     @property
     def transactions(self) -> list[RecordedTransaction]:
-        """The dual writes that have produced, or have committed rows, in the order in which they did so first."""
+        """The dual writes that have produced messages or committed rows, in the order of the first such step."""
         return self._log.transactions
 
     def fail_next(
