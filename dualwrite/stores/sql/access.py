@@ -23,7 +23,19 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
-from sqlalchemy import URL, Connection, CursorResult, Dialect, Engine, StaticPool, create_engine, event, exc, make_url
+from sqlalchemy import (
+    URL,
+    AdaptedConnection,
+    Connection,
+    CursorResult,
+    Dialect,
+    Engine,
+    StaticPool,
+    create_engine,
+    event,
+    exc,
+    make_url,
+)
 
 from dualwrite.errors import (
     CompletionPending,
@@ -52,6 +64,8 @@ if TYPE_CHECKING:
     import psycopg
     from sqlalchemy import PoolProxiedConnection
     from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from dualwrite.stores.sql.tables import Tables
 
 # Makes engines from database URLs.
 
@@ -229,7 +243,7 @@ LEFT_IN_AUTOCOMMIT: Final = "the connection is in autocommit: each statement wou
 _LEFT: Final = frozenset({LEFT_OPEN, LEFT_IN_AUTOCOMMIT})
 """The errors of a connection that other code has left unusable, or that is so by the settings of its engine."""
 
-_borrowed: Final[weakref.WeakSet[Connection]] = weakref.WeakSet()
+_borrowed: Final[set[Connection]] = set()
 
 
 class Begun:
@@ -237,6 +251,8 @@ class Begun:
 
     Attributes:
         pooled: Its connection, as the pool has handed it out.
+        driver: The driver's own connection.
+        awaits: Whether that is an asynchronous one.
         joined_late: Whether other code has executed statements in it before.
         started: The database's word for it, which its first statement has returned.
         decided: The ids whose decisions it holds.
@@ -246,10 +262,13 @@ class Begun:
             all of them.
     """
 
-    __slots__ = ("decided", "joined_late", "left", "plain", "pooled", "refuses", "started")
+    __slots__ = ("awaits", "decided", "driver", "joined_late", "left", "plain", "pooled", "refuses", "started")
 
     def __init__(self, pooled: PoolProxiedConnection, *, joined_late: bool) -> None:
         self.pooled = pooled
+        dbapi: Any = pooled.dbapi_connection
+        self.awaits = isinstance(dbapi, AdaptedConnection)
+        self.driver = dbapi.driver_connection if self.awaits else dbapi
         self.joined_late = joined_late
         self.started: object = None
         self.decided: list[str] = []
@@ -316,29 +335,43 @@ def usable(given: object, engine: Engine) -> Generator[Connection, None, None]:
         )
 
 
-@contextmanager
-def borrowed(engine: Engine) -> Generator[Connection, None, None]:
-    """A connection of the engine's for as long as the block lasts.
+class Borrowed:
+    """A connection of an engine's, for as long as a ``with`` block lasts."""
 
-    Raises:
-        DualWriteError: The engine could not connect.
-    """
-    try:
-        own = engine.connect()
-    except exc.SQLAlchemyError as error:
-        raise map_database_error(error, engine) from error
-    _borrowed.add(own)
-    with own:
-        yield own
+    __slots__ = ("_engine", "_own")
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> Connection:
+        """Connect.
+
+        Raises:
+            DualWriteError: The engine could not connect.
+        """
+        try:
+            own = self._own = self._engine.connect()
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, self._engine) from error
+        _borrowed.add(own)
+        return own
+
+    def __exit__(self, *error: object) -> None:
+        """Return it to the pool."""
+        _borrowed.discard(self._own)
+        self._own.close()
 
 
-def begin_on(connection: Connection, begin: Callable[[], None], *, own: bool | None = None) -> None:
+def begin_on(
+    connection: Connection, begin: Callable[[Connection, Tables], None], tables: Tables, *, own: bool | None = None
+) -> None:
     """Begin a transaction; on another connection of the pool if other code has left the engine's own one unusable.
 
     Args:
         connection: The connection.
         begin: Begins on it.
-        own: Whether it is one of the engine's own, and not the user's; by default one that was :func:`borrowed` is.
+        tables: Its argument.
+        own: Whether it is one of the engine's own, and not the user's; by default one that was :class:`Borrowed` is.
 
     Raises:
         DualWriteError: As ``begin``.
@@ -346,7 +379,7 @@ def begin_on(connection: Connection, begin: Callable[[], None], *, own: bool | N
     others: int | None = None
     while True:
         try:
-            begin()
+            begin(connection, tables)
         except DualWriteError as error:
             if error.what not in _LEFT or not (connection in _borrowed if own is None else own):
                 raise
@@ -388,7 +421,7 @@ def leave_to_parent() -> None:
     if os.getpid() == _process:
         return
     _process = os.getpid()
-    for begun in _in_dual_writes.values():  # they stay: the parent's dual writes are to be refused here
+    for begun in _in_dual_writes.values():  # they stay, so that this process ends none of them
         if not begun.left:
             begun.left = True
             _leave(begun.pooled)

@@ -16,8 +16,8 @@ from dualwrite.interfaces import PAUSED_OWNER_TIMEOUT_S, Database, Traits
 from dualwrite.protocol.values import owner_prefix, pool_of_sink
 from dualwrite.stores.sql import dialect
 from dualwrite.stores.sql.access import (
+    Borrowed,
     Meaning,
-    borrowed,
     grants_to_delete,
     keep,
     let_go,
@@ -125,11 +125,9 @@ class SqlDatabase(Database):
 
         return made
 
-    @contextmanager
-    def connect(self) -> Generator[Connection, None, None]:
+    def connect(self) -> Borrowed:
         """See :meth:`Database.connect`."""
-        with borrowed(self._blocks) as connection:
-            yield connection
+        return Borrowed(self._blocks)
 
     @contextmanager
     def adopt(self, given: object, store: StateStore) -> Generator[Connection, None, None]:
@@ -395,8 +393,10 @@ class JoinedStore(SqlStateStore):
             IllegalStateError: The transaction has gone too far for that.
             ConfigurationError, Unavailable: As :meth:`SqlStateStore.begin`.
         """
-        with self._mapped():
+        try:
             joined_late = self._dialect.join(connection, self._tables)
+        except exc.SQLAlchemyError as error:
+            raise self._as_ours(error) from error
         keep(connection, joined_late=joined_late)
 
     def commit(self, connection: Connection, *, answer_s: float | None = None) -> None:

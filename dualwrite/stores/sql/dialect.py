@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from sqlalchemy import Connection, exc
 
 from dualwrite.errors import IllegalStateError, TransactionAborted, TransactionInDoubt
-from dualwrite.stores.sql.access import Begun, Meaning, begun_on, driver_words, leave_to_parent, meaning_of
+from dualwrite.stores.sql.access import Meaning, begun_on, driver_words, leave_to_parent, meaning_of
 from dualwrite.stores.sql.drivers import Listeners
 
 if TYPE_CHECKING:
@@ -221,8 +221,8 @@ class Dialect(Protocol):
         """
         ...
 
-    def commit_finds_none(self, driver: DBAPIConnection) -> AbstractContextManager[Sequence[object]]:
-        """For a COMMIT in the block: what is given is not empty afterwards if the server had no transaction to commit."""
+    def commit_found_none(self, driver: DBAPIConnection) -> bool:
+        """Whether the server has told that there was no transaction for the COMMIT that it has answered."""
         ...
 
     def bounded(self, connection: Connection, seconds: float | None) -> AbstractContextManager[object]:
@@ -276,12 +276,6 @@ logger = logging.getLogger(__name__)
 _RETRYABLE: Final = frozenset({Meaning.CONFLICT, Meaning.BUSY, Meaning.GONE, Meaning.FULL})
 
 
-def refuse_commits(connection: Connection, begun: Begun) -> None:
-    """Refuse every COMMIT of the connection's transaction until :func:`commit` or :func:`rollback`."""
-    LISTENERS.require(connection)
-    begun.refuses = True
-
-
 def _refuse(connection: Connection) -> None:
     begun = begun_on(connection)
     if begun is None or not begun.refuses:
@@ -295,7 +289,7 @@ def _refuse(connection: Connection) -> None:
 
 
 LISTENERS: Final = Listeners({"commit": _refuse})
-"""Notice a COMMIT."""
+"""Notice a COMMIT: other code's is refused while :attr:`~dualwrite.stores.sql.access.Begun.refuses` says so."""
 
 
 def _stop_refusing(connection: Connection) -> None:
@@ -376,7 +370,7 @@ def commit(
         throw_away(connection)
         raise _ended_before(verb, transactional_id)
     try:
-        with dialect.bounded(connection, answer_s), dialect.commit_finds_none(driver) as found_none:
+        with dialect.bounded(connection, answer_s):
             if joined:
                 _commit_driver(connection, driver)
             elif prepare_as is None:
@@ -395,7 +389,7 @@ def commit(
         raise TransactionInDoubt(
             f"the answer to {verb} is missing: {driver_words(error)}", transactional_id=transactional_id
         ) from error
-    if found_none:
+    if dialect.commit_found_none(driver):
         throw_away(connection)
         raise _ended_before(verb, transactional_id)
 

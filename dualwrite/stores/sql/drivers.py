@@ -14,17 +14,18 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
+from math import inf
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from weakref import WeakSet
 
 from sqlalchemy import AdaptedConnection, Connection, Engine, event, exc
 from sqlalchemy.util.concurrency import in_greenlet
 
-from dualwrite.clock import Deadline
+from dualwrite.clock import now_s
 from dualwrite.stores.sql.access import sqlstate_of
 from dualwrite.stores.sql.tables import digest
 
@@ -33,23 +34,108 @@ if TYPE_CHECKING:
 
     from sqlalchemy import CursorResult, Executable
     from sqlalchemy.engine.interfaces import DBAPIConnection, Dialect, ExceptionContext
+    from typing_extensions import Self
 
     from dualwrite.protocol.prepared_state import PreparedTxnState
 
+_KEPT: Final = "dualwrite_line"
 
-@dataclass(eq=False)
+
+class Line:
+    """A duplicate of a connection's socket, by which it can be shut.
+
+    By the time that a wait has lasted too long, the connection's own descriptor may have been closed, and its number may
+    belong to another file. One duplicate serves a connection for as long as it lives: making one for each wait took longer than
+    the rest of the watch. It closes with the connection's object. A forked process closes it at once: the server could not see
+    that its parent has died as long as any process holds the socket.
+
+    Args:
+        fileno: The descriptor of a connected socket of any family.
+    """
+
+    __slots__ = ("__weakref__", "_file", "_fileno")
+    _give_back = staticmethod(os.close)  # as the interpreter ends, modules are gone before the last objects
+
+    def __init__(self, fileno: int) -> None:
+        self._fileno = -1
+        self._file = os.fstat(fileno).st_ino
+        self._fileno = os.dup(fileno)
+        _lines.add(self)
+
+    def is_of(self, fileno: int) -> bool:
+        """Whether that descriptor is still one of the same socket: a driver may have connected again."""
+        return self._fileno >= 0 and os.fstat(fileno).st_ino == self._file
+
+    def shut(self) -> None:
+        """End the connection, for each descriptor of its socket."""
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(fileno=os.dup(self._fileno)) as own,
+        ):  # the peer closed it first
+            own.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the duplicate back, and leave the connection alone. Idempotent."""
+        fileno, self._fileno = self._fileno, -1
+        if fileno >= 0:
+            self._give_back(fileno)
+
+    def __del__(self) -> None:
+        """Give the duplicate back."""
+        self.close()
+
+
+_lines: Final[WeakSet[Line]] = WeakSet()
+
+
+def line_of(driver: Any, fileno: int) -> Line:
+    """The duplicate for this connection of a driver's, which keeps it."""
+    kept: Line | None = vars(driver).get(_KEPT)
+    if kept is None or not kept.is_of(fileno):
+        kept = vars(driver)[_KEPT] = Line(fileno)
+    return kept
+
+
 class Watch:
-    """One wait.
+    """One wait, for as long as its ``with`` block lasts.
 
     Attributes:
-        deadline: When to shut the connection.
-        connection: A duplicate of its socket: by then the original descriptor may belong to another file.
         expired: Whether the connection was shut. It is unusable then, even if the answer arrived.
     """
 
-    deadline: Deadline
-    connection: socket.socket
-    expired: bool = False
+    __slots__ = ("_dog", "_due_s", "_line", "_shut", "expired")
+
+    def __init__(self, dog: Watchdog, line: Line, seconds: float, shut: Callable[[], object] | None) -> None:
+        self._dog = dog
+        self._line = line
+        self._shut = shut
+        self._due_s = now_s() + seconds
+        self.expired = False
+
+    def __enter__(self) -> Self:
+        """Begin to watch."""
+        self._dog.add(self, self._due_s)
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        """End the watch."""
+        self._dog.discard(self)
+        if self.expired and kind is None and self._shut is not None:
+            self._shut()
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether the wait has lasted too long."""
+        return self._due_s <= now
+
+    @property
+    def due_s(self) -> float:
+        """The moment at which it will have."""
+        return self._due_s
+
+    def expire(self) -> None:
+        """Shut the connection."""
+        self.expired = True
+        self._line.shut()
 
 
 class Watchdog:
@@ -60,52 +146,58 @@ class Watchdog:
 
     def begin(self) -> None:
         """Start with nothing to watch. A fork inherits no thread, perhaps a held lock, and its parent's connections."""
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._watched: set[Watch] = set()
         self._runs = False
-        self._wakes: Deadline | None = None
+        self._wakes_s = inf
 
-    @contextmanager
-    def watching(self, fileno: int, seconds: float) -> Generator[Watch, None, None]:
-        """Shut the connection if the block lasts longer, so that a wait for its answer fails.
+    def watching(self, line: Line, seconds: float, shut: Callable[[], object] | None = None) -> Watch:
+        """Shut the connection if a ``with`` block lasts longer, so that a wait for its answer fails.
 
         Args:
-            fileno: File descriptor of a connected socket of any family.
+            line: The connection's.
             seconds: Seconds that the block may last.
+            shut: Called after a block without an error if the answer came at the last moment, and the connection was shut.
         """
-        with socket.fromfd(fileno, socket.AF_INET, socket.SOCK_STREAM) as connection:
-            watch = Watch(Deadline(seconds), connection)
-            with self._changed:
-                self._watched.add(watch)
-                self._see_to_it_by(watch.deadline)
-            try:
-                yield watch
-            finally:
-                with self._changed:
-                    self._watched.discard(watch)
+        return Watch(self, line, seconds, shut)
 
-    def _see_to_it_by(self, deadline: Deadline) -> None:
-        if not self._runs:
-            self._runs = True
-            threading.Thread(target=self._run, name="dualwrite watchdog", daemon=True).start()
-        elif self._wakes is None or self._wakes.remaining_s() > deadline.remaining_s():
-            self._changed.notify()
+    def add(self, watch: Watch, due_s: float) -> None:
+        """Watch until :meth:`discard`."""
+        with self._lock:
+            self._watched.add(watch)
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="dualwrite watchdog", daemon=True).start()
+            elif due_s < self._wakes_s:
+                self._changed.notify()
+
+    def discard(self, watch: Watch) -> None:
+        """Leave it alone: from now on it does not expire."""
+        with self._lock:
+            self._watched.discard(watch)
 
     def _run(self) -> None:
         with self._changed:
             while True:
-                for watch in [watch for watch in self._watched if watch.deadline.expired]:
+                now = now_s()
+                for watch in [watch for watch in self._watched if watch.is_overdue(now)]:
                     self._watched.discard(watch)
-                    watch.expired = True
-                    with contextlib.suppress(OSError):  # the peer closed it first
-                        watch.connection.shutdown(socket.SHUT_RDWR)
-                deadlines = [watch.deadline for watch in self._watched]
-                self._wakes = min(deadlines, key=Deadline.remaining_s, default=None)
-                self._changed.wait(None if self._wakes is None else self._wakes.remaining_s())
+                    watch.expire()
+                self._wakes_s = min((watch.due_s for watch in self._watched), default=inf)
+                self._changed.wait(None if self._wakes_s == inf else max(0.0, self._wakes_s - now))
 
 
 WATCHDOG: Final = Watchdog()
-os.register_at_fork(after_in_child=WATCHDOG.begin)
+
+
+def _in_child() -> None:
+    WATCHDOG.begin()
+    for line in list(_lines):
+        line.close()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 # Statements by which MariaDB and MySQL end the transaction in which they are executed: DDL, and COMMIT by any name.

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -22,7 +22,7 @@ from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, driver_words, fileno_of, number_of
 from dualwrite.stores.sql.dialect import Identity, Standing, driver_of
-from dualwrite.stores.sql.drivers import WATCHDOG
+from dualwrite.stores.sql.drivers import WATCHDOG, line_of
 from dualwrite.stores.sql.mariadb_server import FACTS, Server, check_facts, is_mariadb, rolls_back_on_timeout
 from dualwrite.stores.sql.savepoint_probe import IN_TRANSACTION, QueryWitness, ended_inside, queries_of, status_of
 
@@ -241,16 +241,13 @@ class MariaDB:
         """Nothing: InnoDB defers nothing to COMMIT."""
         del connection
 
-    @contextmanager
-    def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:
+    def bounded(self, connection: Connection, seconds: float | None) -> AbstractContextManager[object]:
         """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Shuts the connection when the time is up."""
         if seconds is None:
-            yield
-            return
-        with WATCHDOG.watching(fileno_of(_driver(connection)), seconds) as watch:
-            yield
-        if watch.expired:
-            connection.invalidate()  # the answer came at the last moment; the pool must not keep a shut connection
+            return nullcontext()
+        driver = _driver(connection)
+        # If the answer comes at the last moment, the pool must not keep a shut connection.
+        return WATCHDOG.watching(line_of(driver, fileno_of(driver)), seconds, connection.invalidate)
 
     def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
         """See :class:`~dualwrite.stores.sql.dialect.Dialect`. There is no name: the row itself shows the outcome."""
@@ -270,10 +267,10 @@ class MariaDB:
             queries_of(_driver(connection)).ended = True
             raise ended_inside() from error
 
-    def commit_finds_none(self, driver: DBAPIConnection) -> AbstractContextManager[Sequence[object]]:
-        """Nothing: the answer to COMMIT does not tell. :meth:`standing` shows it up to the statement before."""
+    def commit_found_none(self, driver: DBAPIConnection) -> bool:
+        """No: the answer to COMMIT does not tell. :meth:`standing` shows it up to the statement before."""
         del driver
-        return nullcontext(())
+        return False
 
     def restore(self, connection: Connection) -> None:
         """See :class:`~dualwrite.stores.sql.dialect.Dialect`.

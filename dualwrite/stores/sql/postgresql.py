@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast
 
@@ -33,7 +33,7 @@ from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.stores.sql import dialect, pipelined_statement
 from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, Begun, begun_on, ended_inside, sqlstate_of
 from dualwrite.stores.sql.dialect import Identity, Standing
-from dualwrite.stores.sql.drivers import PREFIX, WATCHDOG, is_awaited, own_connection
+from dualwrite.stores.sql.drivers import PREFIX, WATCHDOG, line_of, own_connection
 from dualwrite.stores.sql.pipelined_statement import session_of
 from dualwrite.stores.sql.savepoint_probe import PsycopgWitness
 
@@ -222,20 +222,25 @@ def _ask(
     own = statement.text(connection)
     if own is None:
         return _ask_by_sqlalchemy(connection, statement, bound, deferred_of)
-    # SQLAlchemy's error if the connection is closed or lost. After a loss and a rollback it may be another one than that of the
-    # dual write, whose transaction is not begun there: then the statement itself finds nothing.
-    dbapi = cast("DBAPIConnection", connection.connection.dbapi_connection)
-    driver = cast("Any", own_connection(dbapi))
+    begun = begun_on(connection)
+    # SQLAlchemy's error if the connection is closed or lost. After a loss and a rollback it is another one than that of the
+    # dual write, which is not begun there.
+    if connection.connection is not (None if begun is None else begun.pooled):
+        raise ended_inside(
+            "by a rollback through SQLAlchemy, or by the loss of the connection", "leave both to the block"
+        )
+    assert begun is not None
+    driver = begun.driver
     session = session_of(driver)
     begins = again or (first and driver.pgconn.transaction_status == _IDLE)
     texts = _before(driver, begins=begins, again=again, deferred=deferred_of is not None)
     execution = None
-    if (begins or _begun(connection).plain) and driver.prepare_threshold is not None:
+    if (begins or begun.plain) and driver.prepare_threshold is not None:
         execution = session.prepared_in(own, texts)
     texts.append((execution or own.template) % pipelined_statement.literals({**own.constants, **bound}))
     results: Sequence[Any] = ()
     try:
-        results = pipelined_statement.exchange(driver, "; ".join(texts), awaits=is_awaited(dbapi))
+        results = pipelined_statement.exchange(driver, "; ".join(texts), awaits=begun.awaits)
         if (failure := pipelined_statement.error_in(results, driver)) is not None:
             raise failure
     except BaseException as error:  # noqa: BLE001 - an interruption too, which SQLAlchemy passes on
@@ -416,6 +421,7 @@ class PostgreSQL:
 
     def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
         """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
+        session_of(_begun(connection).driver).commit_found_none = False
         row = _ask(connection, statement, bound, first=True)
         assert row is not None  # it has no FROM
         return row
@@ -448,27 +454,17 @@ class PostgreSQL:
         """
         connection.exec_driver_sql(_IMMEDIATE)
 
-    @contextmanager
-    def commit_finds_none(self, driver: DBAPIConnection) -> Generator[Sequence[object], None, None]:
+    def commit_found_none(self, driver: DBAPIConnection) -> bool:
         """See :class:`~dualwrite.stores.sql.dialect.Dialect`. The server warns, unless the session hides warnings."""
-        session = session_of(own_connection(driver))
-        session.commit_found_none = False
-        found: list[object] = []
-        yield found
-        if session.commit_found_none:
-            found.append(driver)
+        return session_of(own_connection(driver)).commit_found_none
 
-    @contextmanager
-    def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:
+    def bounded(self, connection: Connection, seconds: float | None) -> AbstractContextManager[object]:
         """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Shuts the connection when the time is up."""
         driver = _driver(connection)
         if seconds is None or driver.closed:
-            yield
-            return
-        with WATCHDOG.watching(driver.fileno(), seconds) as watch:
-            yield
-        if watch.expired:
-            connection.invalidate()  # the answer came at the last moment; the pool must not keep a shut connection
+            return nullcontext()
+        # If the answer comes at the last moment, the pool must not keep a shut connection.
+        return WATCHDOG.watching(line_of(driver, driver.fileno()), seconds, connection.invalidate)
 
     def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
         """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""

@@ -468,7 +468,7 @@ class Queries:
     def _noticing(self, *arguments: object, **options: object) -> object:
         if self.ended:
             raise ended_inside()
-        text = _text_of_of_queries(arguments)
+        text = _statement_in(arguments)
         if self._watches:
             self.require_not_rolled_back()
             if text is not None:
@@ -535,7 +535,7 @@ def _refuse(statement: str) -> None:
         )
 
 
-def _text_of_of_queries(arguments: Sequence[object]) -> str | None:
+def _statement_in(arguments: Sequence[object]) -> str | None:
     text = arguments[0] if arguments else None
     return (
         text

@@ -153,7 +153,7 @@ class ShortTransactions:
     ) -> Result:
         with self._engine.connect() as connection, self._dialect.bounded(connection, answer_s):
             try:
-                begin_on(connection, lambda: self._begin(connection, begin), own=True)
+                begin_on(connection, lambda at, _: self._begin(at, begin), self._tables, own=True)
                 result = work(connection)
                 connection.commit()
             except BaseException:

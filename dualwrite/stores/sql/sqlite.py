@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -200,10 +200,10 @@ class SQLite:
         """Nothing: SQLite counts violations of deferred foreign keys, and COMMIT only checks the count."""
         del connection
 
-    def commit_finds_none(self, driver: DBAPIConnection) -> AbstractContextManager[Sequence[object]]:
-        """Nothing: :meth:`standing` shows it, and no other process can end the transaction."""
+    def commit_found_none(self, driver: DBAPIConnection) -> bool:
+        """No: :meth:`standing` shows it before, and no other process can end the transaction."""
         del driver
-        return nullcontext(())
+        return False
 
     @contextmanager
     def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:

@@ -7,14 +7,13 @@ own, with a bound on how long each waits.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy import Integer, String, bindparam, exc, func, literal, null, or_, select, update
 
-from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError
 from dualwrite.interfaces import PAUSED_OWNER_TIMEOUT_S
 from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.protocol.values import Incident, Outcome, Participant
@@ -117,15 +116,18 @@ class SqlStateStore:
     def begin(self, connection: Connection) -> None:
         """See :meth:`dualwrite.interfaces.StateStore.begin`."""
         refuse_transaction(connection)
-        with self._mapped():
-            try:
-                begin_on(connection, lambda: self._dialect.begin(connection, self._tables))
-            except BaseException:
-                if connection.in_transaction():  # otherwise the transaction was begun below SQLAlchemy, and is not ours
-                    dialect.rollback(connection)
-                    self._dialect.restore(connection)
-                raise
-            dialect.refuse_commits(connection, keep(connection))
+        try:
+            begin_on(connection, self._dialect.begin, self._tables)
+        except BaseException as error:
+            if connection.in_transaction():  # otherwise the transaction was begun below SQLAlchemy, and is not ours
+                dialect.rollback(connection)
+                self._dialect.restore(connection)
+            if isinstance(error, exc.SQLAlchemyError):
+                raise self._as_ours(error) from error
+            raise
+        keep(connection).refuses = True
+        if connection.engine is not self._engine:
+            dialect.LISTENERS.require(connection)
 
     @staticmethod
     def _decided(connection: Connection) -> str | None:
@@ -146,8 +148,10 @@ class SqlStateStore:
         known: StateRow | None = None,
     ) -> int | None:
         """See :meth:`dualwrite.interfaces.StateStore.read_incarnation`."""
-        with self._mapped(transactional_id):
+        try:
             incarnation, prepared, *values = self._decisions.start(connection, transactional_id, namespace)
+        except exc.SQLAlchemyError as error:
+            raise self._as_ours(error, transactional_id) from error
         self._dialect.check_start(connection, values)
         if incarnation is not None and known is not None:
             check_not_gone_back(known, int(incarnation), prepared)
@@ -168,18 +172,21 @@ class SqlStateStore:
     ) -> tuple[bool, str | None]:
         """See :meth:`dualwrite.interfaces.StateStore.decide`."""
         text = check_decidable(transactional_id, incarnation, state)
-        with self._last_statement(connection, transactional_id, answer_s):
-            row = self._decisions.decide(
-                connection,
-                transactional_id,
-                incarnation,
-                text,
-                namespace=namespace,
-                idle_s=idle_s,
-                within_s=within_s,
-                deferred=deferred,
-            )
-            return self._ended(connection, transactional_id, row)
+        try:
+            with self._dialect.bounded(connection, answer_s):
+                row = self._decisions.decide(
+                    connection,
+                    transactional_id,
+                    incarnation,
+                    text,
+                    namespace=namespace,
+                    idle_s=idle_s,
+                    within_s=within_s,
+                    deferred=deferred,
+                )
+                return self._ended(connection, transactional_id, row)
+        except exc.SQLAlchemyError as error:
+            raise self._as_ours(error, transactional_id) from error
 
     def hold(
         self,
@@ -192,18 +199,14 @@ class SqlStateStore:
         deferred: bool = False,
     ) -> tuple[bool, str | None]:
         """See :meth:`dualwrite.interfaces.StateStore.hold`."""
-        with self._last_statement(connection, transactional_id, answer_s):
-            row = self._decisions.hold(
-                connection, transactional_id, incarnation, namespace=namespace, deferred=deferred
-            )
-            return self._ended(connection, transactional_id, row)
-
-    @contextmanager
-    def _last_statement(
-        self, connection: Connection, transactional_id: str, answer_s: float | None
-    ) -> Generator[None, None, None]:
-        with self._mapped(transactional_id), self._dialect.bounded(connection, answer_s):
-            yield
+        try:
+            with self._dialect.bounded(connection, answer_s):
+                row = self._decisions.hold(
+                    connection, transactional_id, incarnation, namespace=namespace, deferred=deferred
+                )
+                return self._ended(connection, transactional_id, row)
+        except exc.SQLAlchemyError as error:
+            raise self._as_ours(error, transactional_id) from error
 
     def _ended(
         self, connection: Connection, transactional_id: str, row: Sequence[Any] | None
@@ -249,12 +252,8 @@ class SqlStateStore:
         dialect.discard(connection)
         let_go(connection)
 
-    @contextmanager
-    def _mapped(self, transactional_id: str | None = None) -> Generator[None, None, None]:
-        try:
-            yield
-        except exc.SQLAlchemyError as error:
-            raise map_database_error(error, self._engine, self._schema, transactional_id=transactional_id) from error
+    def _as_ours(self, error: exc.SQLAlchemyError, transactional_id: str | None = None) -> DualWriteError:
+        return map_database_error(error, self._engine, self._schema, transactional_id=transactional_id)
 
     # In transactions of our own
 
@@ -366,8 +365,10 @@ class SqlStateStore:
 
     def end_participant(self, participant: Participant, *, committed: bool) -> None:
         """See :meth:`dualwrite.interfaces.StateStore.end_participant`."""
-        with self._mapped(participant.row.transactional_id):
+        try:
             drivers.end(self._engine, participant.name, committed=committed)
+        except exc.SQLAlchemyError as error:
+            raise self._as_ours(error, participant.row.transactional_id) from error
 
     def incident(self, transactional_id: str, state: PreparedTxnState) -> Outcome | None:
         """See :meth:`dualwrite.interfaces.StateStore.incident`."""

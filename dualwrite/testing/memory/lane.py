@@ -419,7 +419,8 @@ class MemoryStore:
                 if connection.in_transaction():
                     committing.rollback(connection)
                 raise
-            committing.refuse_commits(connection, keep(connection))
+            committing.LISTENERS.require(connection)
+            keep(connection).refuses = True
 
     def watch_savepoints(self, connection: Connection, transactional_id: str) -> SavepointWatch:
         """See the port."""

@@ -14,7 +14,7 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError, IllegalStateError
 from dualwrite.protocol.message import ProducerRecord
 from dualwrite.protocol.values import DEFAULT_LIMITS, WriterLimits, check_writer_name, lane_id
-from dualwrite.stores.sql.access import borrowed, engine_of, permit_of, usable
+from dualwrite.stores.sql.access import Borrowed, engine_of, permit_of, usable
 from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.testing.memory.failures import Place, Planted
 from dualwrite.testing.memory.lane import (
@@ -240,7 +240,7 @@ class InMemoryWriter(Submitting):
                     with (
                         self._taken(ticket) as lane,
                         conflicts_named(lane.transactional_id),
-                        borrowed(self._engine) if given is None else nullcontext(given) as own,
+                        Borrowed(self._engine) if given is None else nullcontext(given) as own,
                         dual_write(
                             cast("Lane", lane),
                             lane.joined if joined else lane.context,

@@ -1,6 +1,5 @@
 """Mistakes about the database: which rows are read when, what is conditional, what COMMIT's answer means."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -60,7 +59,7 @@ def decides_in_any_transaction(patch: pytest.MonkeyPatch) -> None:
 )
 def commit_of_nothing_taken_for_committed(patch: pytest.MonkeyPatch) -> None:
     """An owner takes the answer to its COMMIT for a decision, although the server had no transaction any more to commit."""
-    patch.setattr(PostgreSQL, "commit_finds_none", lambda *_: nullcontext(()))
+    patch.setattr(PostgreSQL, "commit_found_none", lambda *_: False)
 
 
 @mistake(performed("statement_fails_and_nobody_minds", "told None, not TransactionAborted"))

@@ -8,7 +8,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
-from dualwrite.stores.sql.access import borrowed, usable
+from dualwrite.stores.sql.access import Borrowed, usable
 
 
 @pytest.fixture
@@ -26,14 +26,14 @@ def test_sqlalchemys_connections_are_used_as_they_are(engine):
 
 
 def test_without_one_the_engine_lends_one(engine):
-    with borrowed(engine) as own:
+    with Borrowed(engine) as own:
         assert own.engine is engine
     assert own.closed
 
 
 def test_an_engine_that_cannot_connect_is_an_error_of_ours(tmp_path):
     engine = create_engine(f"sqlite:///{tmp_path}/missing/rows.db")
-    with pytest.raises((ConfigurationError, Unavailable)), borrowed(engine):
+    with pytest.raises((ConfigurationError, Unavailable)), Borrowed(engine):
         pass
 
 
