@@ -15,12 +15,15 @@ WITH_OLDEST = PYTHONPATH=$(CURDIR)/$(OLDEST) $(PY) -m pytest -q -p no:cacheprovi
 		-m "not mariadb" tests/conformance/test_store.py tests/conformance/test_store_savepoints.py) \
 	tests/migrations tests/unit/writing/test_sessions.py tests/unit/writing/test_sessions_joining.py tests/unit/asyncio/test_sessions.py
 
+# The tests of `make quick`.
+QUICK ?= tests/unit/protocol tests/unit/recovery tests/unit/runtime
+
 # Every process that a test starts would compile the library, and every worker the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo check test sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos units tasks search faults scenarios controls reason docs servers-up servers-down clean venv source jars mariadb archive
+.PHONY: help demo quick check test coverage pythons sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos units tasks search faults scenarios controls reason docs servers-up servers-down clean venv source jars mariadb archive
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -30,11 +33,24 @@ help: ## print this list
 demo: venv jars ## a Spark job writes flights to real Kafka and PostgreSQL, is killed, recovers; both sides are compared
 	$(PY) examples/demo.py
 
-check: lint types ## lint, types and the tests that need no server (a minute; two the first time)
-	$(PY) -m pytest -q tests/unit
-
 # By a name of its own: `make -n` runs every line in which it finds $(MAKE).
 BESIDE = $(MAKE) --no-print-directory
+# The unit tests only compute: one worker for each processor.
+PROCESSORS := $(shell getconf _NPROCESSORS_ONLN)
+
+# What changed since the last commit, and is still there.
+CHANGED = $(shell { git diff --name-only --diff-filter=d HEAD -- '*.py'; git ls-files --others --exclude-standard -- '*.py'; } 2>/dev/null)
+quick: $(READY) ## lint of what has changed, and the tests of the pure rules: those that find most in a second (ten seconds)
+	@$(if $(CHANGED),$(VENV)/bin/ruff check $(CHANGED) && $(VENV)/bin/ruff format --check $(CHANGED))
+	@$(PY) -m pytest -q -p no:cacheprovider --hypothesis-profile quick $(QUICK)
+
+check: venv source ## lint, types and the tests that need no server, side by side (a minute; two the first time)
+	@mkdir -p .cache; \
+	$(BESIDE) lint >.cache/lint.log 2>&1 & lint=$$!; $(BESIDE) types >.cache/types.log 2>&1 & types=$$!; trap 'kill $$lint $$types' INT TERM; \
+	$(PY) -m pytest -q -n $(PROCESSORS) --dist worksteal tests/unit; unit=$$?; \
+	wait $$lint; lint=$$?; wait $$types; types=$$?; tail -n 3 .cache/types.log; \
+	if [ $$lint = 0 ]; then tail -n 2 .cache/lint.log; else cat .cache/lint.log; fi; exit $$((unit + lint + types))
+
 # At most that many failed tests run again: more of them have another cause than a busy machine.
 FEW_FAILED = $(PY) -c 'import json, sys; sys.exit(len(json.load(open(".pytest_cache/v/cache/lastfailed"))) > 5)'
 LAST_WORDS := $(CURDIR)/.cache/last-words.json
@@ -59,6 +75,28 @@ lint: venv source ## style, format and the direction of imports
 types: venv source ## mypy, strict
 	cd $(SOURCE) && $(CURDIR)/$(VENV)/bin/mypy --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache -p dualwrite -p simulator
+
+coverage: venv ## branches of the library that the tests without servers run; fails below the threshold in pyproject.toml
+	$(PY) -m pytest -q -n $(PROCESSORS) --dist worksteal --cov --cov-report= tests/unit tests/proof/model
+	$(PY) -m coverage report --skip-covered --sort=cover
+
+# Each in a virtual environment of its own, made once for each change of what it installs.
+PYTHONS ?= 3.10 3.12 3.13
+pythons: venv ## the unit tests, conformance on SQLite and the quickstart with each supported Python that this machine has (PYTHONS="3.12 3.13")
+	@failed=; for version in $(PYTHONS); do \
+		python=; for one in python$$version $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$$version.*/bin/python; do \
+			if [ "$$($$one -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = $$version ]; then python=$$one; break; fi; \
+		done; \
+		if [ -z "$$python" ]; then echo "Python $$version: not on this machine, left out"; continue; fi; \
+		made=.cache/python-$$version; echo "Python $$version"; \
+		if [ ! $$made/.ready -nt pyproject.toml ] || [ ! $$made/.ready -nt constraints.txt ]; then \
+			$$python -m venv --clear $$made && \
+			$$made/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' && touch $$made/.ready || exit; \
+		fi; \
+		$$made/bin/python -m pytest -q -p no:cacheprovider -n $(PROCESSORS) --dist worksteal tests/unit && \
+		$$made/bin/python -m pytest -q -p no:cacheprovider -m "not mariadb and not postgresql" -k sqlite tests/conformance && \
+		$$made/bin/python -m pytest -q -p no:cacheprovider tests/integration/test_quickstart.py || failed="$$failed $$version"; \
+	done; if [ -n "$$failed" ]; then echo "failed with Python$$failed"; exit 1; fi
 
 sqlalchemy-oldest: venv archive $(OLDEST) ## the store, migrations and sessions with the oldest supported SQLAlchemy (a minute; THOROUGH=1: every store, and dual writes)
 	$(WITH_OLDEST)

@@ -51,6 +51,11 @@ BEGUN = pytest.StashKey[bool]()
 """Whether this worker has begun its first test."""
 
 
+# A busy machine is no failure.
+settings.register_profile("untimed", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=15)  # of `make quick`
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Taken from the environment: runs of pytest that tests start have nothing to note there.
     config.stash[NOTES] = os.environ.pop(last_words.VARIABLE, None)
@@ -59,9 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if MARIADB in told:
         # Registered after the library's own plugin, so that its fixtures take the place of that plugin's.
         config.pluginmanager.register(plugin(told), "the servers of all workers")
-    # A busy machine is no failure.
-    settings.register_profile("untimed", deadline=None)
-    settings.load_profile("untimed")
+    settings.load_profile(config.getoption("--hypothesis-profile") or "untimed")
     # Any test can be run on a mistaken product: DUALWRITE_MISTAKE=name python -m pytest ...
     plant_from_environment()
 
