@@ -16,7 +16,7 @@ WITH_OLDEST = PYTHONPATH=$(CURDIR)/$(OLDEST) $(PY) -m pytest -q -p no:cacheprovi
 	tests/migrations tests/unit/writing/test_sessions.py tests/unit/writing/test_sessions_joining.py tests/unit/asyncio/test_sessions.py
 
 # The tests of `make quick`.
-QUICK ?= tests/unit/protocol tests/unit/recovery tests/unit/runtime
+QUICK ?= tests/unit/protocol tests/unit/recovery tests/unit/test_clock.py tests/unit/test_errors.py tests/unit/test_waiting.py
 
 # Every process that a test starts would compile the library, and every worker the tests.
 unexport PYTHONDONTWRITEBYTECODE
@@ -44,12 +44,10 @@ quick: $(READY) ## lint of what has changed, and the tests of the pure rules: th
 	@$(if $(CHANGED),$(VENV)/bin/ruff check $(CHANGED) && $(VENV)/bin/ruff format --check $(CHANGED))
 	@$(PY) -m pytest -q -p no:cacheprovider --hypothesis-profile quick $(QUICK)
 
-check: venv source ## lint, types and the tests that need no server, side by side (a minute; two the first time)
-	@mkdir -p .cache; \
-	$(BESIDE) lint >.cache/lint.log 2>&1 & lint=$$!; $(BESIDE) types >.cache/types.log 2>&1 & types=$$!; trap 'kill $$lint $$types' INT TERM; \
+check: venv ## lint, types and the tests that need no server, side by side (a minute; two the first time)
+	@$(BESIDE) lint types >.cache/lint.log 2>&1 & lint=$$!; trap 'kill $$lint' INT TERM; \
 	$(PY) -m pytest -q -n $(PROCESSORS) --dist worksteal tests/unit; unit=$$?; \
-	wait $$lint; lint=$$?; wait $$types; types=$$?; tail -n 3 .cache/types.log; \
-	if [ $$lint = 0 ]; then tail -n 2 .cache/lint.log; else cat .cache/lint.log; fi; exit $$((unit + lint + types))
+	wait $$lint; lint=$$?; if [ $$lint = 0 ]; then tail -n 1 .cache/lint.log; else cat .cache/lint.log; fi; exit $$((unit + lint))
 
 # At most that many failed tests run again: more of them have another cause than a busy machine.
 FEW_FAILED = $(PY) -c 'import json, sys; sys.exit(len(json.load(open(".pytest_cache/v/cache/lastfailed"))) > 5)'
