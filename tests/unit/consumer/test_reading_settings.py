@@ -64,6 +64,9 @@ def test_the_protocol_of_rebalances_is_known_from_the_settings(settings, increme
         {"attempts": 0},
         {"linger_s": -1.0},
         {"offsets": "zookeeper"},
+        {"writer": {"max_lanes": 2}},
+        {"writer": {"database": "sqlite://"}},
+        {"deserializers": {"values": print}},
         {"kafka": {}},
     ],
 )

@@ -21,6 +21,7 @@ from dualwrite import (
     Unavailable,
     WriterLimits,
     failpoints,
+    recover,
 )
 from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError
@@ -224,6 +225,26 @@ def test_opening_completes_what_a_dead_owner_has_decided(shop, armed):
         _ = shop.messages
     with shop.writer():
         assert shop.both_have(1)
+
+
+def test_the_row_names_the_owner_as_kafka_names_the_client(shop):
+    with shop.writer(kafka={**SETTINGS, "client.id": "shop-7"}):
+        assert shop.state("orders").owner.startswith("shop-7 ")
+    with shop.writer():
+        assert "@" in shop.state("orders").owner  # user@host:pid
+
+
+def test_a_recovery_tells_how_many_ids_are_settled_and_names_itself_in_the_row(shop, armed):
+    die_once_decided(shop, armed)
+    told = []
+    kafka = {**SETTINGS, "client.id": "cron"}
+    report = recover(
+        "orders", kafka=kafka, database=shop.engine, progress=lambda settled, planned: told.append((settled, planned))
+    )
+    assert report.rolled_forward == ["orders"]
+    assert told[0] == (0, len(report.planned))
+    assert told[-1] == (len(report.settled), len(report.planned))
+    assert shop.state("orders").owner.startswith("cron ")
 
 
 def test_closing_records_that_the_last_transaction_is_complete(shop):
