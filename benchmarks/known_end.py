@@ -33,7 +33,7 @@ def writer_name(known: str, way: str) -> str:
 class BelievingLane(Lane):
     """Continues after each answer as if every partition had shown it."""
 
-    def watch_end(self) -> None:
+    def come_to_rest(self) -> None:
         """Believe it."""
         if self._producer is not None:
             self._producer._instance.pending_end = None

@@ -19,6 +19,7 @@ from tenacity import Retrying, retry_if_exception_type, wait_exponential
 
 from dualwrite.clock import FIRST_PAUSE_S, LONGEST_PAUSE_S, Deadline, pause
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
+from dualwrite.kafka.callers_network import CallersNetwork
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.network import Message, Network, NetworkLoopEnded, NotYet, quieten_logs
 
@@ -198,6 +199,40 @@ class Brokers:
         for start in range(0, len(requests), _WINDOW):
             answers += self._exchange(requests[start : start + _WINDOW], deadline, lanes=lanes)
         return answers
+
+    def post(self, node: int, request: Message, done: Callable[[Message | NotYet], None]) -> None:
+        """Send a request without a wait, on connections of one caller at a time (:class:`CallersNetwork`).
+
+        Args:
+            node: The broker's id.
+            request: The request, built afresh.
+            done: Called once, with the answer or the reason why there is none, by this call or by a later :meth:`serve`.
+
+        Raises:
+            IllegalStateError: As `exchange`.
+        """
+
+        def judged(answer: Message | Exception) -> None:
+            try:
+                found = self._judged(answer)
+            except ConfigurationError as error:  # raised to callers that wait
+                found = NotYet(str(error))
+            done(found)
+
+        network = self._connected()
+        assert isinstance(network, CallersNetwork)
+        if self._outdated and self._like is not None:
+            known = self._like._known  # noqa: SLF001 - its own class
+            if known is not None and known is not self._known:
+                network.learn(known)
+                self._known, self._outdated = known, False
+        network.post(node, request, judged)
+
+    def serve(self) -> None:
+        """Send and receive what can be without a wait, for requests that were posted. Raises as `post`."""
+        network = self._connected()
+        assert isinstance(network, CallersNetwork)
+        network.serve(0)
 
     def metadata(self, topics: Collection[str], deadline: Deadline, *, node: int | None = None) -> Message:
         """Fetch the brokers, the cluster id, and the metadata of these topics. Creates no topic.

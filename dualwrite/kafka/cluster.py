@@ -384,7 +384,7 @@ def producers_now(
     responses = brokers.exchange(requests, deadline)
     shown: dict[Partition, Producers | NotYet] = {}
     for led, described, epochs in zip(led_by.values(), responses[::2], responses[1::2], strict=True):
-        shown |= _joined(led, described, epochs)
+        shown |= joined(led, described, epochs)
     unlisted = NotYet("the broker left a partition out of its answer")
     answers = {
         place: shown.get(place.key, unlisted) if isinstance(leader, Leader) else leader
@@ -394,9 +394,19 @@ def producers_now(
     return answers
 
 
-def _joined(
+def joined(
     led: Collection[Partition], described: Message | NotYet, epochs: Message | NotYet
 ) -> dict[Partition, Producers | NotYet]:
+    """The producers of the partitions that a broker has shown, as far as it has then answered as their leader.
+
+    Args:
+        led: The partitions that it was asked for.
+        described: Its answer to :func:`describe_producers`.
+        epochs: Its answer to :func:`leader_epochs`, which it was sent after that.
+
+    Raises:
+        ConfigurationError: We may not read or describe a topic.
+    """
     if isinstance(described, NotYet):
         return dict.fromkeys(led, described)
     ends = dict.fromkeys(led, epochs) if isinstance(epochs, NotYet) else end_offsets(epochs)

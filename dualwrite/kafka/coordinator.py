@@ -24,8 +24,6 @@ from kafka.protocol.producer.transaction import AddPartitionsToTxnRequest, EndTx
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.kafka import log
-from dualwrite.kafka import log as later
-from dualwrite.kafka import log as sequences
 from dualwrite.kafka.brokers import Brokers, metadata_request, until_answered, verdict
 from dualwrite.kafka.callers_network import CallersNetwork
 from dualwrite.kafka.cluster import (
@@ -46,6 +44,7 @@ from dualwrite.kafka.cluster import (
 from dualwrite.kafka.config import CONNECTING, KERBEROS_TICKETS, KafkaConfig
 from dualwrite.kafka.log import HELD_BACK_S, BlockingTransaction, HeldBack, find_blocking
 from dualwrite.kafka.network import Message, Network, NotYet
+from dualwrite.kafka.transaction_ends import PostedQuestion, States
 from dualwrite.protocol.lost_decisions import Later
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.values import (
@@ -76,7 +75,7 @@ class KafkaCoordinator:
     Args:
         config: How to connect.
         like: Another one for the same cluster, whose knowledge of the brokers' addresses is used.
-        one_thread: Whether only one thread uses it, at any time. It then needs no second thread for its connections.
+        one_thread: Whether only one thread uses it, at any time. It then needs no other, and knows the topics of ``like``.
 
     Raises:
         ConfigurationError: A certificate or key of the configuration cannot be used.
@@ -86,7 +85,7 @@ class KafkaCoordinator:
         make_network = CallersNetwork if one_thread else Network
         self._brokers = Brokers(config, make_network, like=None if like is None else like.brokers)
         self._coordinators = Coordinators(self._brokers)
-        self._topics = Topics(self._brokers)
+        self._topics: Topics = like._topics if like is not None and one_thread else Topics(self._brokers)  # noqa: SLF001 - its own class
         self._held_back = HeldBack()
 
     def __enter__(self) -> Self:
@@ -295,7 +294,7 @@ class KafkaCoordinator:
             Unavailable: Some leaders did not answer in time.
             ConfigurationError: We may not read or describe a topic.
         """
-        return sequences.spans(self._brokers, self._topics, (producer_id, epoch), firsts, deadline)
+        return log.spans(self._brokers, self._topics, (producer_id, epoch), firsts, deadline)
 
     def still_open(
         self, suspects: Sequence[tuple[int, Collection[Partition]]], deadline: Deadline
@@ -347,6 +346,10 @@ class KafkaCoordinator:
             ConfigurationError: We may not read or describe a topic.
         """
         return producer_epochs(self._brokers, self._topics, states, deadline, held_back=self._held_back)
+
+    def post_question(self, native: States, shared: States) -> PostedQuestion | None:
+        """See :class:`dualwrite.kafka.transaction_ends.AsksAhead`. For a coordinator of ``one_thread``."""
+        return PostedQuestion.post(self._brokers, self._topics, native, shared)
 
     def prove(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[LogProof]:
         """Prove the outcome of each state's transaction from the log; see :func:`dualwrite.kafka.log.prove`.
@@ -413,7 +416,7 @@ class KafkaCoordinator:
             Unavailable: The leaders did not answer in time, or there was too much to read.
             ConfigurationError: We may not read or describe a topic.
         """
-        return later.later_commits(self._brokers, self._topics, states, deadline)
+        return log.later_commits(self._brokers, self._topics, states, deadline)
 
     def _find_topics(self, topics: Collection[str], deadline: Deadline, *, fresh: bool) -> dict[str, Topic | None]:
         return until_answered(

@@ -396,6 +396,9 @@ class ProducerEngine(ABC):
     def _require_end_known(self, deadline: Deadline) -> None:
         if self.pending_end is None:
             return
+        if self.pending_end.known:
+            self.pending_end = None
+            return
         step = know_end(self._coordinator, self.pending_end, deadline)
         self.note_end(step)
         if step is not EndStep.KNOWN:

@@ -341,8 +341,11 @@ class _LogSearch:
 
 
 def _fetch(scan: Scan, leader: Leader) -> Message:
-    if scan.glanced:
-        return fetch(scan.place, leader, scan.position)
+    return fetch(scan.place, leader, scan.position) if scan.glanced else glance_request(scan, leader)
+
+
+def glance_request(scan: Scan, leader: Leader) -> Message:
+    """The request whose answer :meth:`Scan.glance` takes."""
     return fetch(scan.place, leader, scan.position, max_bytes=_ONE_BATCH, read_committed=True)
 
 

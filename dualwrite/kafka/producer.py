@@ -146,9 +146,10 @@ class TransactionalProducer:
         return self._config.max_message_bytes
 
     @property
-    def epoch_may_rise(self) -> bool:
-        """Whether a failed transaction was aborted, after which the client may raise the epoch."""
-        return self._chosen is not None and self._chosen.epoch_may_rise
+    def reusable(self) -> bool:
+        """Whether it may begin another transaction, once the end of the last one is known."""
+        engine = self._chosen
+        return engine is not None and self._machine.state is ProducerState.READY and not engine.epoch_may_rise
 
     @property
     def pending_end(self) -> PendingEnd | None:

@@ -1,14 +1,28 @@
-"""Asks whether producers' last transactions have ended; :mod:`dualwrite.protocol.known_end` interprets the answers."""
+"""Asks whether producers' last transactions have ended; :mod:`dualwrite.protocol.known_end` interprets the answers.
+
+A writer asks for the ends of all its lanes at once (:class:`EndQuestions`), and nobody waits for the answer as long as another
+lane is free: a caller posts the question while its own commit is under way, and the one that takes the next lane reads the
+answer. What that does not show within milliseconds is asked for by itself, until it is known or waiting no longer helps
+(:func:`know_end`).
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from kafka.record.memory_records import MemoryRecords
 
 from dualwrite.clock import Deadline, GrowingPause, now_s
-from dualwrite.errors import Unavailable
+from dualwrite.errors import DualWriteError, Unavailable
 from dualwrite.interfaces import TransactionCoordinator, native_of
+from dualwrite.kafka.cluster import describe_producers, joined, leader_epochs
+from dualwrite.kafka.log import Scan, fetched, glance_request
+from dualwrite.kafka.network import Message, NotYet
 from dualwrite.protocol.known_end import (
     Ended,
     EndStep,
@@ -16,8 +30,14 @@ from dualwrite.protocol.known_end import (
     native_step_at_rest,
     next_end_step,
     next_native_end_step,
+    rows_of,
 )
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.values import LogProof, ShownProducer
+
+if TYPE_CHECKING:
+    from dualwrite.kafka.brokers import Brokers
+    from dualwrite.kafka.cluster import Leader, Topics
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +47,10 @@ _ANSWER_S: Final = 2.0
 """Limits one request: a suspended broker never answers, and other requests queue behind it."""
 _READ_ON_AFTER_S: Final = 0.02
 """Transactions open before ours have usually ended by then. Reading on costs as much as the log is long from there."""
+_TOGETHER_S: Final = 0.05
+"""For so long a caller leaves the asking to the questions about all lanes. Markers usually take a millisecond."""
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.0003, 0.005
+_REMEMBERED: Final = 32
 
 
 class PendingEnd:
@@ -34,10 +58,18 @@ class PendingEnd:
 
     Args:
         ended: The transaction.
+
+    Attributes:
+        known: Whether its end is known by now, and the producer may continue. Any thread may set it; the owner takes note.
+        answered_at: When the commit or abort was acknowledged: no question asked before tells anything about it.
     """
+
+    __slots__ = ("_asked_since", "answered_at", "ended", "known")
 
     def __init__(self, ended: Ended) -> None:
         self.ended = ended
+        self.known = False
+        self.answered_at = now_s()
         self._asked_since: float | None = None
 
     @property
@@ -49,6 +81,170 @@ class PendingEnd:
         """Note the time of the first request for its end."""
         if self._asked_since is None:
             self._asked_since = now_s()
+
+
+States = Sequence[PreparedTxnState]
+_Shown = Mapping[Partition, Any]
+"""By partition, what an engine's own rule goes by."""
+
+
+def _step(pending_end: PendingEnd, shown: _Shown | None, *, early: bool) -> EndStep:
+    rule = next_native_end_step if pending_end.ended.state.is_native else next_end_step
+    return rule(pending_end.ended, shown, early=early)
+
+
+class Posted(Protocol):
+    """One question to the leaders of several transactions' partitions that was sent, and what has come of it."""
+
+    def has_come(self) -> bool:
+        """Take in what has arrived, without a wait. Returns whether nothing more will come."""
+        ...
+
+    @property
+    def native(self) -> Sequence[_Shown]:
+        """For each native transaction, its producer by partition, as far as leaders have shown it."""
+        ...
+
+    @property
+    def shared(self) -> Sequence[_Shown]:
+        """For each of librdkafka's transactions, the proofs by partition, as far as leaders have answered."""
+        ...
+
+
+class AsksAhead(Protocol):
+    """A coordinator that can ask without a wait for the answer. Used by one caller at a time."""
+
+    def post_question(self, native: Sequence[PreparedTxnState], shared: Sequence[PreparedTxnState]) -> Posted | None:
+        """Ask the leaders of these transactions' partitions; None if none of them is known. Returns at once."""
+        ...
+
+    def close(self) -> None:
+        """Close the connections."""
+        ...
+
+
+class EndQuestions:
+    """The questions about the ends of one writer's transactions: one at a time, about all that are not known. Thread-safe.
+
+    No call waits for another, or for a broker, but :meth:`know`.
+
+    Args:
+        coordinator: Kafka, for these questions alone. None if everybody who needs an end asks for it.
+        late: Kafka, for questions about one end. None if callers have a coordinator of their own.
+
+    Attributes:
+        late: As given.
+        wanted: Whether no lane with a known end is left, so that it is time to ask. The lanes' pool sets it.
+    """
+
+    def __init__(self, coordinator: AsksAhead | None, *, late: TransactionCoordinator | None = None) -> None:
+        self._coordinator = coordinator
+        self.late = late
+        self.wanted = True
+        self._newest: deque[PreparedTxnState] = deque(maxlen=_REMEMBERED)
+        self._unknown: dict[PendingEnd, None] = {}
+        self._asked: Sequence[PendingEnd] = ()
+        self._posted: Posted | None = None
+        self._posted_at = 0.0
+        self._lock = threading.RLock()
+
+    def note(self, pending: PendingEnd) -> None:
+        """Ask for this end, too, from now on: the commit or abort was acknowledged."""
+        self._newest.append(pending.ended.state)
+        self._unknown[pending] = None
+
+    def take_newest(self) -> Sequence[PreparedTxnState]:
+        """The newest transactions that were noted since the last call, or some of them."""
+        taken = list(self._newest)
+        self._newest.clear()
+        return taken
+
+    def forget(self, pending: PendingEnd) -> None:
+        """Ask for this end no more."""
+        self._unknown.pop(pending, None)
+
+    def ask(self) -> None:
+        """Take in what has come of the last question, and post the next one if there is something to ask. Returns at once."""
+        if self._unknown:
+            self._alone(self._take_and_post)
+
+    def take_answer(self) -> None:
+        """Take in what has come of the last question. Returns at once."""
+        if self._posted is not None:
+            self._alone(self._take)
+
+    def know(self, pending: PendingEnd, deadline: Deadline) -> bool:
+        """Let the questions about all ends find this one, as long as they are likely to.
+
+        Returns:
+            Whether it is known.
+        """
+        if not pending.ended.complete:
+            return False
+        self._unknown[pending] = None
+        until = min(pending.answered_at + _TOGETHER_S, now_s() + deadline.remaining_s())
+        between = GrowingPause(_FIRST_LOOK_S, _LONGEST_LOOK_S)
+        while not pending.known and now_s() < until:
+            self.ask()
+            if self._posted is None:
+                break  # it is known; or its leader must be looked up, which takes a wait
+            self.take_answer()
+            if not pending.known:
+                between.wait()
+        return pending.known
+
+    def close(self) -> None:
+        """Ask no more. May be called more than once."""
+        self._unknown.clear()
+        if self._coordinator is not None:
+            self._coordinator.close()
+
+    def _alone(self, do: Callable[[], None]) -> None:
+        """Do it, unless another thread is at it: that one does the same."""
+        try:
+            try:
+                if self._lock.acquire(blocking=False):
+                    do()
+            except (
+                DualWriteError
+            ) as error:  # a right is missing, or the writer was closed: a caller that needs an end raises it
+                logger.debug("could not ask how transactions have ended: %s", error)
+                self._posted = None
+            finally:
+                self._let_go()
+        finally:
+            self._let_go()  # the first one may have been interrupted
+
+    def _let_go(self) -> None:
+        if self._lock._is_owned():  # type: ignore[attr-defined] # noqa: SLF001 - as threading.Condition asks it
+            self._lock.release()
+
+    def _take_and_post(self) -> None:
+        self._take()
+        if self._posted is not None or self._coordinator is None:
+            return
+        # A transaction that ends from here on is not asked for: the leaders may answer before that.
+        asked = list(self._unknown)
+        native = [pending for pending in asked if pending.ended.state.is_native]
+        shared = [pending for pending in asked if not pending.ended.state.is_native]
+        self._asked, self._posted_at = [*native, *shared], now_s()
+        self._posted = self._coordinator.post_question(
+            [pending.ended.state for pending in native], [pending.ended.state for pending in shared]
+        )
+
+    def _take(self) -> None:
+        posted, asked = self._posted, self._asked
+        if posted is None:
+            return
+        if not posted.has_come():
+            if now_s() - self._posted_at > _ANSWER_S:
+                self._posted = None
+            return
+        self._posted = None
+        for pending, shown in zip(asked, [*posted.native, *posted.shared], strict=True):
+            if _step(pending, shown, early=True) is EndStep.KNOWN:
+                pending.known = True
+                self._unknown.pop(pending, None)
 
 
 def ask_for_ends(
@@ -69,15 +265,6 @@ def ask_for_ends(
     shown.update(_native(coordinator, [one for one in asked if one.ended.state.is_native], deadline))
     early = not deadline.expired
     return [_step(one, shown.get(id(one)), early=early and one.asked_for_s < EARLY_S) for one in pending]
-
-
-_Shown = Mapping[Partition, Any]
-"""By partition, what an engine's own rule goes by."""
-
-
-def _step(pending_end: PendingEnd, shown: _Shown | None, *, early: bool) -> EndStep:
-    rule = next_native_end_step if pending_end.ended.state.is_native else next_end_step
-    return rule(pending_end.ended, shown, early=early)
 
 
 def _shared(coordinator: TransactionCoordinator, asked: Sequence[PendingEnd], deadline: Deadline) -> dict[int, _Shown]:
@@ -138,3 +325,127 @@ def end_at_rest(coordinator: TransactionCoordinator, state: PreparedTxnState, de
         return EndStep.KNOWN
     [proofs] = coordinator.prove_now([state], Deadline(min(_ANSWER_S, deadline.remaining_s())), read_on=True)
     return native_step_at_rest(state, proofs)
+
+
+def look_again(coordinator: TransactionCoordinator, states: Sequence[PreparedTxnState], deadline: Deadline) -> None:
+    """Ask the leaders about transactions whose ends are known: the coordinator notes what else is open in their partitions.
+
+    Raises:
+        ConfigurationError: We may not read or describe a topic.
+    """
+    if native := [state for state in states if state.is_native]:
+        native_of(coordinator).producer_epochs(native, deadline)
+    if shared := [state for state in states if not state.is_native]:
+        coordinator.prove_now(shared, deadline, read_on=False)
+
+
+class PostedQuestion:
+    """How several transactions have ended: one question to each leader of their partitions, which nobody waits for.
+
+    A leader answers for native transactions with the partition's producers, and for one of librdkafka's with a look into its
+    log. It answers in the order of its requests, and the last one only if it leads the partition under the epoch that we know:
+    an answer of a follower, or of a former leader, does not count. What does not fit shows nothing, and must be asked for by
+    itself: a partition whose leader has moved, a topic that was made again, an answer that says no.
+
+    Args:
+        brokers: The connections, for one caller at a time.
+        topics: The topics. No broker is asked for them.
+        native: Native transactions.
+        shared: Those of librdkafka's engine.
+
+    Attributes:
+        shared: For each of librdkafka's transactions, the proof by partition, as far as leaders have answered.
+    """
+
+    def __init__(
+        self, brokers: Brokers, topics: Topics, native: Sequence[PreparedTxnState], shared: Sequence[PreparedTxnState]
+    ) -> None:
+        self._brokers = brokers
+        self._topics = topics
+        self._outstanding = 0
+        self._shown: dict[Partition, dict[int, ShownProducer]] = {}
+        self._asked: list[tuple[int, list[Partition]]] = []
+        self.shared: list[dict[Partition, LogProof | None]] = []
+        by_node: dict[int, dict[Partition, Leader]] = {}
+        for state in native:
+            partitions = [(first.topic, first.partition, first.topic_id) for first in state.first_offsets]
+            for more in state.further:
+                partitions += [(more.topic, number, more.topic_id) for number in more.numbers]
+            asked = []
+            for name, number, topic_id in partitions:
+                if (leader := self._leader(name, number, topic_id)) is not None:
+                    asked.append((name, number))
+                    by_node.setdefault(leader.node, {})[name, number] = leader
+            self._asked.append((state.producer_id, asked))
+        for node, led in by_node.items():
+            answers: list[Message | NotYet] = []
+            self._post(node, describe_producers(led), answers.append)
+            self._post(node, leader_epochs(led), partial(self._note_producers, led, answers))
+        for state in shared:
+            proofs: dict[Partition, LogProof | None] = {}
+            self.shared.append(proofs)
+            for first in state.first_offsets:
+                scan = Scan(first, state.producer_id, state.epoch)
+                if (leader := self._leader(first.topic, first.partition, first.topic_id)) is not None:
+                    self._post(leader.node, glance_request(scan, leader), partial(self._note_glance, scan, proofs))
+
+    @classmethod
+    def post(
+        cls, brokers: Brokers, topics: Topics, native: Sequence[PreparedTxnState], shared: Sequence[PreparedTxnState]
+    ) -> PostedQuestion | None:
+        """Ask; None if no leader is known."""
+        question = cls(brokers, topics, native, shared)
+        return question if question.is_sent else None
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether any leader was asked."""
+        return bool(self._outstanding or self._shown)
+
+    def has_come(self) -> bool:
+        """Take in what has arrived, without a wait. Returns whether nothing more will come."""
+        if self._outstanding:
+            self._brokers.serve()
+        return not self._outstanding
+
+    @property
+    def native(self) -> Sequence[Mapping[Partition, ShownProducer]]:
+        """For each native transaction, its producer by partition, as far as leaders have shown it."""
+        return [rows_of(producer_id, asked, self._shown) for producer_id, asked in self._asked]
+
+    def _leader(self, name: str, number: int, topic_id: str | None) -> Leader | None:
+        topic = self._topics.known(name)
+        if topic is None or topic_id not in {None, topic.topic_id}:
+            return None
+        return topic.leaders.get(number)
+
+    def _post(self, node: int, request: Message, note: Callable[[Message | NotYet], object]) -> None:
+        self._outstanding += 1
+
+        def done(answer: Message | NotYet) -> None:
+            self._outstanding -= 1
+            try:
+                note(answer)
+            except DualWriteError as error:  # a right is missing: a caller that needs the end raises it
+                logger.debug("no answer about the ends of transactions: %s", error)
+
+        self._brokers.post(node, request, done)
+
+    def _note_producers(
+        self, led: dict[Partition, Leader], described: Sequence[Message | NotYet], epochs: Message | NotYet
+    ) -> None:
+        first = described[0] if described else NotYet("no answer")
+        for key, there in joined(led, first, epochs).items():
+            if isinstance(there, NotYet):
+                self._topics.forget([key[0]])
+            else:
+                self._shown[key] = {producer_id: ShownProducer(*row) for producer_id, row in there.items()}
+
+    def _note_glance(self, scan: Scan, proofs: dict[Partition, LogProof | None], answer: Message | NotYet) -> None:
+        partition = fetched(scan.place, answer)
+        if isinstance(partition, NotYet):
+            self._topics.forget([scan.first.topic])
+        elif partition is not None:
+            proof = scan.glance(MemoryRecords(partition.records or b""), partition.aborted_transactions or ())
+            if proof in {LogProof.COMMITTED, LogProof.ABORTED}:
+                proofs[scan.place.key] = proof

@@ -37,6 +37,9 @@ anything else, or no answer, while it is early    ask again
 anything else, or no answer, for longer           settle
 ================================================  ==================================
 
+One question to a leader tells this of all producers that have written to its partitions (:func:`rows_of`), so a writer asks for
+the ends of all its lanes at once. A transaction whose end is answered after the question was sent is not asked for by it.
+
 A leader that does not know the producer shows nothing. The evidence shows that the transaction has ended there, not how: an
 operator's abort of one partition shows in the log alone. So an owner that closes or idles reads the log, too, where the state
 names an offset, before the row calls a native transaction completed (:func:`native_step_at_rest`). Between two transactions
@@ -45,7 +48,7 @@ it does not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -130,6 +133,29 @@ def next_native_end_step(
     if all(partition in shown and _has_ended(ended, shown[partition]) for partition in ended.partitions):
         return EndStep.KNOWN
     return EndStep.WAIT if early else EndStep.SETTLE
+
+
+def rows_of(
+    producer_id: int, partitions: Iterable[Partition], shown: Mapping[Partition, Mapping[int, ShownProducer]]
+) -> dict[Partition, ShownProducer]:
+    """One producer's rows in the answers to one question about many transactions. Pure.
+
+    Args:
+        producer_id: The producer.
+        partitions: The partitions that its transaction was sent to.
+        shown: By partition, all producers as its leader showed them, by producer id. Partitions that did not answer are
+            missing.
+
+    Returns:
+        Its rows. Missing where its partition's leader did not answer, or does not know it: a new topic may have the name of the
+        one that it has written to.
+    """
+    rows = {}
+    for partition in partitions:
+        there = shown.get(partition)
+        if there is not None and (row := there.get(producer_id)) is not None:
+            rows[partition] = row
+    return rows
 
 
 def _has_ended(ended: Ended, found: ShownProducer | None) -> bool:

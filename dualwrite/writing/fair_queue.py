@@ -3,6 +3,8 @@
 ``KeyboardInterrupt`` comes between any two lines. Handing out (`Place.holder`) and returning (the ticket has ended) are each a
 single assignment, so an interrupt cannot leave a thing half-owned; the next call does what an interrupt left undone. A ticket
 that nobody refers to any more has ended, too.
+
+Most callers find a thing at once. They pay for one pass over the things and for nothing else: no queue, no event.
 """
 
 from __future__ import annotations
@@ -20,10 +22,6 @@ from dualwrite.waiting import Event
 T = TypeVar("T")
 
 
-def _owned(lock: threading.RLock) -> bool:
-    return lock._is_owned()  # type: ignore[attr-defined, no-any-return] # noqa: SLF001 - as threading.Condition asks it
-
-
 class NoTurn(Exception):
     """The deadline came first, or things are no longer given out."""
 
@@ -36,6 +34,8 @@ class Place(Generic[T]):
         holder: Refers to the user's ticket. The thing is free if this is None, or the ticket has ended.
         free_since: When the end of its last use was noticed, in seconds on the clock of the process.
     """
+
+    __slots__ = ("free_since", "holder", "thing")
 
     def __init__(self, thing: T) -> None:
         self.thing = thing
@@ -51,7 +51,7 @@ class Place(Generic[T]):
 
 
 Choose = Callable[[Sequence[Place[T]]], "Place[T] | None"]
-"""Chooses the place for a ticket: one without a user, or None to let it wait. Called by one thread at a time."""
+"""Chooses the place for a ticket: one without a holder, or None to let it wait. Called by one thread at a time."""
 
 
 class Turns(Generic[T]):
@@ -59,17 +59,20 @@ class Turns(Generic[T]):
 
     Args:
         things: The things.
-        on_freed: Called with each place whose user has ended, before it is given out again, by whichever thread notices.
+        on_freed: Called with each place whose user has ended and the time on the clock of the process, before it is given out
+            again, by whichever thread notices.
     """
 
-    def __init__(self, things: Iterable[T] = (), *, on_freed: Callable[[Place[T]], None] = lambda _: None) -> None:
+    def __init__(
+        self, things: Iterable[T] = (), *, on_freed: Callable[[Place[T], float], None] = lambda *_: None
+    ) -> None:
         self.places = [Place(thing) for thing in things]
         self.on_freed = on_freed
         self.closed = False
+        self._arrived: deque[Ticket[T]] = deque()
         # By how they choose: where one of them finds no place, those behind it need not look. A thousand may wait.
         self._waiting: dict[tuple[Choose[T], bool], OrderedDict[Ticket[T], None]] = {}
-        self._arrived: deque[Ticket[T]] = deque()
-        self._ended: deque[Ticket[T]] = deque()
+        self._left: deque[Ticket[T]] = deque()
         self._arrivals = itertools.count()
         self._lock = threading.RLock()
         self._again = False
@@ -105,14 +108,13 @@ class Turns(Generic[T]):
         return free
 
     def queue_up(self, ticket: Ticket[T]) -> None:
-        """Let the ticket wait behind all those that already wait."""
-        ticket.arrival = next(self._arrivals)
+        """Let the ticket take a thing, or wait behind all those that already wait."""
         self._arrived.append(ticket)
         self.serve()
 
-    def end(self, ticket: Ticket[T]) -> None:
-        """Take the thing of a ticket that has ended, or its place in the queue."""
-        self._ended.append(ticket)
+    def leave(self, ticket: Ticket[T]) -> None:
+        """Drop a ticket that has ended without a thing from the queue."""
+        self._left.append(ticket)
         self.serve()
 
     def serve(self) -> None:
@@ -121,53 +123,81 @@ class Turns(Generic[T]):
         May be called at any time, even by a finalizer that the garbage collector runs in the middle of this very function.
         Such a call only notes that there is more to do.
         """
+        lock = self._lock
         self._again = True
-        if _owned(self._lock):
+        if lock._is_owned():  # type: ignore[attr-defined] # noqa: SLF001 - as threading.Condition asks it
             return
         try:
             while self._again:
-                with self._lock:
+                with lock:
                     self._again = False
-                    self._give_out()
+                    for used in self.places:
+                        holder = used.holder
+                        if holder is None or ((user := holder()) is not None and not user.ended):
+                            continue
+                        now = now_s()
+                        self.on_freed(used, now)
+                        used.free_since = now
+                        used.holder = None
+                    if self._arrived or self._left or self._waiting:
+                        self._give_out()
         finally:
-            if _owned(self._lock):  # interrupted before the `with` block could release it
-                self._lock.release()
+            if lock._is_owned():  # type: ignore[attr-defined] # noqa: SLF001 - interrupted before the `with` block could release it
+                lock.release()
 
     def _give_out(self) -> None:
-        for used in list(self.places):
-            if used.holder is not None and used.user is None:
-                self.on_freed(used)
-                used.free_since = now_s()
-                used.holder = None
         while self._arrived:
             ticket = self._arrived[0]
-            self._waiting.setdefault(ticket.kind, OrderedDict())[ticket] = None
+            if self._waiting or not self._serves(ticket):
+                self._enqueue(ticket)
             self._arrived.popleft()  # last: an interruption before it loses nobody
-        while self._ended:
-            self._leave_queue(self._ended.popleft())
+        while self._left:
+            self._leave_queue(self._left.popleft())
         declined: set[tuple[Choose[T], bool]] = set()
-        while (first := self._first_waiting(declined)) is not None:
-            ticket = first
-            if not ticket.ended and not (self.closed and not ticket.last):
-                # It may already have a place, if an interruption stopped the call that served it.
-                place = self._place_of(ticket) or ticket.choose(self.places)
-                if place is None:
-                    declined.add(ticket.kind)
-                    continue
-                place.holder = weakref.ref(ticket, lambda _: self.serve())
-                ticket.place = place
-            self._leave_queue(ticket)
+        while self._waiting and (first := self._first_waiting(declined)) is not None:
+            if self._serves(first):
+                self._leave_queue(first)
+            else:
+                declined.add(first.kind)
+
+    def _serves(self, ticket: Ticket[T]) -> bool:
+        """Give the ticket a place, or refuse it. Returns False if it has to wait."""
+        if not ticket.ended and not (self.closed and not ticket.last):
+            for place in self.places:  # it may already have one, if an interruption stopped the call that served it
+                if place.holder is not None and place.holder() is ticket:
+                    break
+            else:
+                chosen = ticket.choose(self.places)
+                if chosen is None:
+                    return False
+                place = chosen
+                place.holder = weakref.ref(ticket, self._collected)
+            ticket.place = place
+        ticket.answered = True
+        if ticket.woken is not None:
             ticket.woken.set()
+        return True
+
+    def _collected(self, _: object) -> None:
+        """Called for a ticket that nobody refers to any more, in the middle of any line."""
+        self.serve()
+
+    def _enqueue(self, ticket: Ticket[T]) -> None:
+        queue = self._waiting.setdefault(ticket.kind, OrderedDict())
+        if ticket not in queue:
+            ticket.arrival = next(self._arrivals)
+            queue[ticket] = None
 
     def _first_waiting(self, declined: set[tuple[Choose[T], bool]]) -> Ticket[T] | None:
         first = [next(iter(queue)) for kind, queue in self._waiting.items() if queue and kind not in declined]
         return min(first, key=lambda ticket: ticket.arrival, default=None)
 
     def _leave_queue(self, ticket: Ticket[T]) -> None:
-        self._waiting.get(ticket.kind, OrderedDict()).pop(ticket, None)
-
-    def _place_of(self, ticket: Ticket[T]) -> Place[T] | None:
-        return next((place for place in self.places if place.user is ticket), None)
+        queue = self._waiting.get(ticket.kind)
+        if queue is not None:
+            queue.pop(ticket, None)
+            if not queue:
+                self._waiting.pop(ticket.kind, None)
 
 
 class Ticket(Generic[T]):
@@ -186,14 +216,28 @@ class Ticket(Generic[T]):
             ticket.end()
 
     Attributes:
-        place: The place that it holds, since :meth:`wait`.
+        place: The place that it holds, once it has one.
         choose: Chooses its place.
         last: Whether it is served even after :meth:`Turns.close`.
         kind: Tickets alike in this find a place, or none, alike.
         arrival: Its place among all that have waited.
+        answered: Whether it got a place or was refused: there is nothing more to wait for.
         ended: Whether its use is over: it holds nothing, and never will.
-        woken: Set when the ticket was served or refused.
+        woken: Set when it is answered; None until a caller waits.
     """
+
+    __slots__ = (
+        "__weakref__",
+        "_turns",
+        "answered",
+        "arrival",
+        "choose",
+        "ended",
+        "kind",
+        "last",
+        "place",
+        "woken",
+    )
 
     def __init__(self, turns: Turns[T], choose: Choose[T], *, last: bool = False) -> None:
         self._turns = turns
@@ -202,8 +246,9 @@ class Ticket(Generic[T]):
         self.last = last
         self.kind = choose, last
         self.arrival = 0
+        self.answered = False
         self.ended = False
-        self.woken = Event()
+        self.woken: Event | None = None
 
     def wait(self, deadline: Deadline) -> T:
         """Wait for a thing, behind earlier tickets that would take it.
@@ -212,18 +257,29 @@ class Ticket(Generic[T]):
             NoTurn: There was none for us.
         """
         self._turns.queue_up(self)
-        self.woken.wait(deadline.remaining_s())
+        if not self.answered:
+            self.wait_for_answer(deadline)
         if self.place is None:
             raise NoTurn
         return self.place.thing
 
+    def wait_for_answer(self, deadline: Deadline) -> None:
+        """Wait until the ticket, which has queued up, has a place or is refused, or for the deadline. By one caller."""
+        if self.woken is None:
+            self.woken = Event()
+        if not self.answered:  # the thread that answers looks for the event after that
+            self.woken.wait(deadline.remaining_s())
+
     def end(self) -> None:
         """Give the thing back. May be called at any time, and more than once."""
         self.ended = True
-        self._turns.end(self)
+        if self.place is None:
+            self._turns.leave(self)
+        else:
+            self._turns.serve()
 
 
 def longest_free(places: Sequence[Place[T]]) -> Place[T] | None:
     """The place that was free for longest."""
-    free = [place for place in places if place.user is None]
+    free = [place for place in places if place.holder is None]
     return min(free, key=lambda place: place.free_since, default=None)

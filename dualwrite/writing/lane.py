@@ -12,7 +12,6 @@ import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from dualwrite import failpoints, waiting
@@ -33,11 +32,11 @@ from dualwrite.recovery.settle import settle
 from dualwrite.writing.fair_queue import NoTurn, Turns
 
 if TYPE_CHECKING:
+    from dualwrite.interfaces import TransactionCoordinator
     from dualwrite.kafka.engine import ProducerEngine
     from dualwrite.kafka.producer import TransactionalProducer
-    from dualwrite.kafka.transaction_ends import PendingEnd
+    from dualwrite.kafka.transaction_ends import EndQuestions, PendingEnd
     from dualwrite.recovery.settle import SettleReport
-    from dualwrite.writing.end_watcher import EndWatcher
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ class Lane:
         make_producer: Makes the producer for a claimed row; not yet initialised.
         claiming: Its one turn makes the lanes that guard each other claim one at a time.
         guard: Returns the guard of this lane's first claim; called when it claims.
-        watcher: Finds out in the background how transactions have ended.
+        ends: Asks for the ends of all lanes' transactions at once. Without it each lane asks for its own when it needs it.
         losses: Reports losses that settling finds and that do not belong to the current dual write.
     """
 
@@ -68,7 +67,7 @@ class Lane:
         *,
         claiming: Turns[None] | None = None,
         guard: Callable[[], tuple[str, int]] | None = None,
-        watcher: EndWatcher | None = None,
+        ends: EndQuestions | None = None,
         losses: Losses | None = None,
     ) -> None:
         self.transactional_id = transactional_id
@@ -76,7 +75,7 @@ class Lane:
         self._make_producer = make_producer
         self._claiming = claiming or Turns([None])
         self._guard = guard
-        self._watcher = watcher
+        self._ends = ends
         self._losses = RecordedLosses(transactional_id, context, losses or Losses())
         self._row: StateRow | None = None
         self._producer: TransactionalProducer | None = None
@@ -148,21 +147,24 @@ class Lane:
             self._asking_since = before
 
     def _is_usable(self) -> bool:
-        if self._producer is None:
-            return False
         # Settling relies on this: only a settler begins a transaction under an epoch later than an owner's first.
-        return self._producer.state is ProducerState.READY and not self._producer.epoch_may_rise
+        return self._producer is not None and self._producer.reusable
 
     @property
     def pending_end(self) -> PendingEnd | None:
         """The last transaction, while its end is not known but still can be."""
         return self._producer.pending_end if self._producer is not None and self._is_usable() else None
 
-    def watch_end(self) -> None:
-        """Find out in the background how the last transaction has ended, once the dual write is over."""
-        if self._watcher is not None and (pending := self.pending_end) is not None:
-            # The step is for this producer and this row: when it is found, the lane may have others.
-            self._watcher.watch(pending, partial(self._note_end, self.producer, self.row, pending))
+    def come_to_rest(self) -> PendingEnd | None:
+        """Ask for the end of the last transaction, too, from now on. Called when a dual write is over.
+
+        Returns:
+            The transaction whose end is not known; None if it is, or if nothing will show it any more.
+        """
+        pending = self.pending_end
+        if pending is not None and self._ends is not None:
+            self._ends.note(pending)
+        return pending
 
     def know_end(self, deadline: Deadline) -> None:
         """Find out how the last transaction has ended. If that cannot be known, the producer is not used again.
@@ -171,14 +173,19 @@ class Lane:
             ConfigurationError, Unavailable: As :meth:`note_end`, or a right is missing.
         """
         pending = self.pending_end
-        if self._watcher is not None and pending is not None and not self._watcher.wait(pending, deadline):
-            # What the watcher finds later must not be taken for the end of the next transaction.
-            self.note_end(EndStep.SETTLE)
+        if pending is None:
             return
-        if (pending := self.pending_end) is not None:
+        if not pending.known:
             with self._asking():
-                step = know_end(self._context.coordinator, pending, deadline)
-            self.note_end(step)
+                if self._ends is None or not self._ends.know(pending, deadline):
+                    self.note_end(know_end(self._shows_ends, pending, deadline))
+                    return
+        self.note_end(EndStep.KNOWN)
+
+    @property
+    def _shows_ends(self) -> TransactionCoordinator:
+        late = None if self._ends is None else self._ends.late
+        return self._context.coordinator if late is None else late
 
     def prove_end(self, deadline: Deadline) -> bool:
         """As :meth:`know_end`, then check the log before a commit is recorded as complete. For owners that close or idle.
@@ -193,7 +200,7 @@ class Lane:
         if self._unrecorded is None or not self._is_usable():
             return False
         state = self._unrecorded.prepared
-        step = end_at_rest(self._context.coordinator, state, deadline)
+        step = end_at_rest(self._shows_ends, state, deadline)
         if step is EndStep.SETTLE:
             logger.warning("%s: the log shows an abort of %s, which was committed", self.transactional_id, state)
             self.discard()
@@ -205,14 +212,12 @@ class Lane:
         Raises:
             ConfigurationError, Unavailable: An aborted transaction came back, and that could not be recorded. Ask again.
         """
-        assert self.producer.pending_end is not None
-        self._note_end(self.producer, self.row, self.producer.pending_end, step)
-
-    def _note_end(self, producer: TransactionalProducer, row: StateRow, pending: PendingEnd, step: EndStep) -> None:
-        if producer.pending_end is not pending:
-            return  # after an interruption, the lane may have asked for it itself
+        producer, pending = self.producer, self.producer.pending_end
+        assert pending is not None
+        if self._ends is not None:
+            self._ends.forget(pending)
         if step is EndStep.RECORD:
-            self._losses.record_came_back(replace(row, prepared=pending.ended.state))
+            self._losses.record_came_back(replace(self.row, prepared=pending.ended.state))
         producer.note_end(step)
 
     def adopt(self, row: StateRow) -> None:
@@ -262,7 +267,15 @@ class Lane:
             DatabaseWentBack: The database has lost a claim, so this one is refused. Nothing is begun.
             ConfigurationError, Unavailable: It could not be made usable now. Nothing is begun; try again.
         """
-        self.know_end(deadline)
+        producer = self._producer
+        if producer is not None and producer.reusable:
+            pending = producer.pending_end
+            if pending is None:
+                return
+            if pending.known:
+                producer.note_end(EndStep.KNOWN)
+                return
+            self.know_end(deadline)
         if not self._is_usable():
             waiting.elsewhere(lambda: self._make_usable(deadline))
 
@@ -315,6 +328,8 @@ class Lane:
         """
         if state.has_transaction:
             self._row = replace(self.row, prepared=state, completed=None)
+        if self._ends is not None and self._ends.wanted:
+            self._ends.ask()  # its answer comes while Kafka answers this commit
         try:
             self.producer.commit_transaction()
         except DualWriteError as error:
@@ -456,6 +471,8 @@ class Lane:
         if self._producer is not None:
             if undecided_in := self._producer.undecided_in:
                 self._undecided_in[self.row.incarnation] = undecided_in
+            if self._ends is not None and (pending := self._producer.pending_end) is not None:
+                self._ends.forget(pending)
             self._producer.close()
             self._producer = None
         if self._machine.allows(LaneEvent.DISCARD):

@@ -1,7 +1,12 @@
 """The lanes of one writer: gives them to blocks, and takes care of those that are not in use.
 
+A lane can be used again once the end of its last transaction is known. Lanes are used in turn, so that one question tells the
+ends of several: it is asked when no other lane is left, by a caller that is at work then, and nobody waits for its answer as
+long as a lane is free.
+
 A lane whose producer was discarded may have left a transaction open in Kafka, which holds back every ``read_committed``
-reader of its topics. It is settled in the background as soon as it is free: the next dual write may be hours away.
+reader of its topics. It is settled in the background as soon as it is free: the next dual write may be hours away. So is one
+whose last transaction nobody has asked for, or has not ended for a second.
 """
 
 from __future__ import annotations
@@ -11,15 +16,15 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import DualWriteError, Fenced, IllegalStateError, Unavailable
-from dualwrite.writing.fair_queue import NoTurn, Place, Ticket, Turns
+from dualwrite.writing.fair_queue import NoTurn, Place, Ticket, Turns, longest_free
 
 if TYPE_CHECKING:
+    from dualwrite.kafka.transaction_ends import EndQuestions, PendingEnd
     from dualwrite.writing.lane import Lane
 
 logger = logging.getLogger(__name__)
@@ -31,33 +36,47 @@ _CLOSE_S: Final = 5.0
 _SILENT_S: Final = 2.0
 """From this time on, a step that asks Kafka is one that Kafka does not answer."""
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
+_END_AFTER_S: Final = 1.0
+"""After so long at rest housekeeping asks for an end that no caller has asked for, or that is late."""
+_WATCH_EVERY_S: Final = 1.0
 
 
-@dataclass(eq=False)
 class Kept:
     """A lane, and the state of its housekeeping since a block last used it.
 
     Attributes:
         lane: The lane.
+        needs_settling: Whether it has to be settled before it can be used; as it was when its last use ended.
+        pending: Its last transaction, if the end of that was not known then.
         worked: Whether it was usable when it was given out, so that it will be free again soon.
         failures: How often settling it has failed.
         given_up: Whether another owner settles it.
         taken_at: When a block took it, in seconds on the clock of the process; None if none uses it.
     """
 
-    lane: Lane
-    worked: bool = False
-    failures: int = 0
-    given_up: bool = False
-    taken_at: float | None = None
+    __slots__ = ("failures", "given_up", "lane", "needs_settling", "pending", "taken_at", "worked")
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.needs_settling = lane.needs_settling
+        self.pending: PendingEnd | None = None
+        self.worked = False
+        self.failures = 0
+        self.given_up = False
+        self.taken_at: float | None = None
+
+    @property
+    def _backoff_s(self) -> float:
+        return min(_FIRST_BACKOFF_S * 2 ** (self.failures - 1), _LONGEST_BACKOFF_S) if self.failures else 0.0
 
     def due_at(self, free_since: float, idle_after_s: float) -> float | None:
         """When its next housekeeping is due, by the clock of the process; None if there is nothing to do."""
-        if self.lane.needs_settling:
+        if self.needs_settling:
             if self.given_up:
                 return None
-            backoff_s = min(_FIRST_BACKOFF_S * 2 ** (self.failures - 1), _LONGEST_BACKOFF_S) if self.failures else 0.0
-            return free_since + backoff_s
+            return free_since + self._backoff_s
+        if self.pending is not None and not self.pending.known:
+            return free_since + (_END_AFTER_S if not self.failures else max(_END_AFTER_S, self._backoff_s))
         return free_since + idle_after_s if self.lane.unrecorded is not None else None
 
 
@@ -72,6 +91,11 @@ class Lanes:
         lane_timeout_s: How long :meth:`take` waits, in seconds.
         idle_after_s: After this time without use the row records that its last transaction is complete, in seconds.
         kafka_at: Kafka's address, for errors.
+
+    Attributes:
+        ends: Asks for the ends of all lanes' transactions at once; None where each lane asks for its own.
+        watch: Looks for what is worth a warning; returns whether there was something to look at, which is at most once a
+            second. Called in the background.
     """
 
     def __init__(
@@ -92,9 +116,16 @@ class Lanes:
         self.lane_timeout_s = lane_timeout_s
         self._idle_after_s = idle_after_s
         self._kafka_at = kafka_at
+        self.ends: EndQuestions | None = None
+        self.watch: Callable[[], bool] = lambda: False
         self._turns: Turns[Kept] = Turns(on_freed=self._freed)
+        self._choose, self._due = (
+            self._chosen,
+            self._choose_due,
+        )  # one object each: tickets that choose alike wait in one queue
         self._look: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._due_at: float | None = None
+        self._watch_at = 0.0
         self._housekeeper: threading.Thread | None = None
         self.left_settled = False
 
@@ -136,7 +167,7 @@ class Lanes:
 
     def ticket(self) -> Ticket[Kept]:
         """A ticket for a block to take its lane with. It must be ended, however the block ends; see :class:`Ticket`."""
-        return self._turns.ticket(self._choose)
+        return Ticket(self._turns, self._choose)
 
     def take(self, ticket: Ticket[Kept]) -> Lane:
         """Wait for a lane; first come, first served.
@@ -145,12 +176,16 @@ class Lanes:
             IllegalStateError: Closed.
             Unavailable: All lanes were in use until the end of the wait.
         """
-        try:
-            kept = ticket.wait(Deadline(self.lane_timeout_s))
-        except NoTurn:
+        if self.ends is not None:
+            self.ends.take_answer()
+        self._turns.queue_up(ticket)
+        if not ticket.answered:
+            ticket.wait_for_answer(Deadline(self.lane_timeout_s))
+        if ticket.place is None:
             if self.closed:
-                raise IllegalStateError("the writer is closed", transactional_id=self._name) from None
-            raise self._busy() from None
+                raise IllegalStateError("the writer is closed", transactional_id=self._name)
+            raise self._busy()
+        kept = ticket.place.thing
         kept.failures, kept.given_up, kept.taken_at = 0, False, now_s()
         return kept.lane
 
@@ -174,33 +209,54 @@ class Lanes:
             next_step=step,
         )
 
-    def _choose(self, places: Sequence[Place[Kept]]) -> Place[Kept] | None:
-        """The working lane that was free for longest, or else a new one.
+    def _chosen(self, places: Sequence[Place[Kept]]) -> Place[Kept] | None:
+        """The working lane that was free for longest, or else another one.
 
-        A lane that needs settling is chosen only if no working lane will be free soon: the background settles it, and it may be
-        one that cannot be settled now.
+        A lane whose last transaction is still ending would make the block wait, so others come first.
         """
-        free = sorted((place for place in places if place.user is None), key=lambda place: place.free_since)
-        works = [place for place in free if not place.thing.lane.needs_settling]
-        if works:
-            # A lane whose last transaction is still ending would make the block wait, so others come first.
-            chosen = next((place for place in works if place.thing.lane.pending_end is None), works[0])
-            chosen.thing.worked = True
-            return chosen
-        if len(places) < self.max_lanes:
-            chosen = Place(Kept(self._make_lane(len(places))))
-            self._turns.places.append(chosen)
-            return chosen
-        if free and not any(place.thing.worked for place in places if place.user is not None):
-            free[0].thing.worked = False
-            return free[0]
-        return None
+        known = ending = None
+        left = False
+        for place in places:
+            kept = place.thing
+            if place.holder is not None or kept.needs_settling:
+                continue
+            if kept.pending is not None and not kept.pending.known:
+                if ending is None or place.free_since < ending.free_since:
+                    ending = place
+            else:
+                left = known is not None
+                if known is None or place.free_since < known.free_since:
+                    known = place
+        if self.ends is not None:
+            self.ends.wanted = not left
+        chosen = known or ending
+        if chosen is None:
+            return self._other(places)
+        chosen.thing.worked = True
+        return chosen
 
-    def _freed(self, place: Place[Kept]) -> None:
+    def _other(self, places: Sequence[Place[Kept]]) -> Place[Kept] | None:
+        """A new lane, or one that needs settling.
+
+        The latter only if no working lane will be free soon: the background settles it, and it may be one that cannot be
+        settled now.
+        """
+        if len(places) < self.max_lanes:
+            new = Place(Kept(self._make_lane(len(places))))
+            self._turns.places.append(new)
+            return new
+        unsettled = longest_free(places)
+        if unsettled is None or any(place.thing.worked for place in places if place.holder is not None):
+            return None
+        unsettled.thing.worked = False
+        return unsettled
+
+    def _freed(self, place: Place[Kept], now: float) -> None:
         kept = place.thing
         kept.taken_at = None
-        kept.lane.watch_end()
-        due_at = kept.due_at(now_s(), self._idle_after_s)
+        kept.pending = kept.lane.come_to_rest()
+        kept.needs_settling = kept.pending is None and kept.lane.needs_settling
+        due_at = kept.due_at(now, self._idle_after_s)
         # Housekeeping is woken for what is due before its next look, not by every dual write.
         if due_at is not None and (self._due_at is None or due_at < self._due_at):
             self.look_again()
@@ -216,7 +272,8 @@ class Lanes:
             kept = ticket.place.thing
             lane = kept.lane
             try:
-                _see_to(lane, Deadline(min(self._timeout_s, _ATTEMPT_S)))
+                idles = now_s() >= ticket.place.free_since + self._idle_after_s
+                _see_to(lane, Deadline(min(self._timeout_s, _ATTEMPT_S)), idles=idles)
                 kept.failures = kept.failures + 1 if lane.needs_settling else 0
             except Fenced as error:
                 kept.given_up = True
@@ -233,7 +290,11 @@ class Lanes:
     def _next_due(self) -> Ticket[Kept] | None:
         """Wait for a lane whose housekeeping is due, and take it; None when closing."""
         while not self.closed:
-            ticket = self._turns.ticket(self._choose_due)
+            if now_s() >= self._watch_at and self.watch():
+                self._watch_at = now_s() + _WATCH_EVERY_S
+            if self.ends is not None:
+                self.ends.take_answer()
+            ticket = self._turns.ticket(self._due)
             try:
                 ticket.wait(Deadline(0))
             except NoTurn:
@@ -248,7 +309,7 @@ class Lanes:
         due = [
             (at, place)
             for place in places
-            if place.user is None
+            if place.holder is None
             if (at := place.thing.due_at(place.free_since, self._idle_after_s)) is not None
         ]
         self._due_at, place = min(due, key=lambda item: item[0], default=(None, None))
@@ -293,10 +354,19 @@ def _attempt(lanes: Iterable[Lane], do: Callable[[Lane], object]) -> None:
             logger.warning("%s: left to the next settler: %s", lane.transactional_id, error)
 
 
-def _see_to(lane: Lane, deadline: Deadline) -> None:
+def _see_to(lane: Lane, deadline: Deadline, *, idles: bool) -> None:
+    """Do what is due: find out how the last transaction has ended; settle, or record that all is complete.
+
+    Args:
+        lane: The lane.
+        deadline: Limits the work.
+        idles: Whether it has not been used for so long that its last transaction should be recorded as complete.
+    """
+    if not lane.needs_settling:
+        lane.know_end(deadline)
     if lane.needs_settling:
         lane.settle(deadline)
         logger.info("%s: settled in the background", lane.transactional_id)
-    else:
+    elif idles:
         lane.record_completed()
         lane.compare_with_row()

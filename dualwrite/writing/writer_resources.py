@@ -13,10 +13,10 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.transaction_ends import EndQuestions, look_again
 from dualwrite.protocol.values import lane_id
 from dualwrite.recovery.claim import OwnerContext, claim_lanes
 from dualwrite.recovery.in_doubt import telling_at_open
-from dualwrite.writing.end_watcher import EndWatcher
 from dualwrite.writing.fair_queue import Turns
 from dualwrite.writing.health import SeldomAsked
 from dualwrite.writing.lane import Lane
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _LANES_FROM_THE_START: Final = 2
 _PROBE_S: Final = 5.0
+_LOOK_S: Final = 2.0
+"""Limits a look for what holds back readers."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,54 @@ class ProducerSettings:
     timeout_s: float
     bulk: bool
     engine: EngineName
+
+
+class ReaderWarnings:
+    """Logs warnings: of other writers' open transactions that hold back readers for seconds, and of compacted topics.
+
+    Args:
+        name: The writer's name.
+        coordinator: Kafka.
+        ends: Names the writer's newest transactions, so that their partitions are looked at.
+    """
+
+    def __init__(self, name: str, coordinator: KafkaCoordinator, ends: EndQuestions) -> None:
+        self._name = name
+        self._coordinator = coordinator
+        self._ends = ends
+        self._looked_up: set[str] = set()
+
+    def look(self) -> bool:
+        """Look at the partitions of the transactions since the last look, if there were any. By one thread."""
+        states = self._ends.take_newest()
+        if not states:
+            return False
+        try:
+            look_again(self._coordinator, states, Deadline(_LOOK_S))
+            for one in self._coordinator.newly_held_back(Deadline(_LOOK_S)):
+                if one.writer != self._name:
+                    logger.warning("%s: read_committed consumers are held back in %s", self._name, one)
+        except Exception as error:  # noqa: BLE001 - it is only a warning
+            logger.debug("could not find out what holds back readers: %s", error)
+        self._warn_of_compaction({topic for state in states for topic in state.topic_ids})
+        return True
+
+    def _warn_of_compaction(self, topics: set[str]) -> None:
+        """Warn of topics that do not keep transactions whole, once for each."""
+        new = {topic for topic in topics - self._looked_up if not topic.startswith("__")}
+        if not new:
+            return
+        self._looked_up |= new
+        try:
+            for topic in sorted(self._coordinator.compacted(new, Deadline(_LOOK_S))):
+                logger.warning(
+                    "%s: the topic %r is compacted: a consumer that lags behind sees only the newest message of each key, and "
+                    "so only a part of some transactions",
+                    self._name,
+                    topic,
+                )
+        except Exception as error:  # noqa: BLE001 - it is only a warning
+            logger.debug("could not find out whether topics are compacted: %s", error)
 
 
 class Opened:
@@ -93,9 +143,12 @@ class Opened:
             lambda: coordinator.longest_open_s(Deadline(_PROBE_S)),
             lambda error: logger.debug("could not ask for the oldest open transaction: %s", error),
         )
-        # Its own connections: a broker works through the requests of one connection one by one.
-        asks = KafkaCoordinator(settings.config, like=coordinator, one_thread=True)
-        self._watcher = EndWatcher(name, asks, lanes.look_again)
+        # Their own connections: a broker works through the requests of one connection one by one, and settling may take long.
+        self._late = KafkaCoordinator(settings.config, like=coordinator)
+        self._ends = lanes.ends = EndQuestions(
+            KafkaCoordinator(settings.config, like=self._late, one_thread=True), late=self._late
+        )
+        lanes.watch = ReaderWarnings(name, self._late, self._ends).look
 
     def lane(self, number: int) -> Lane:
         """A lane that is not claimed yet."""
@@ -105,7 +158,7 @@ class Opened:
             self._make_producer,
             claiming=self._claiming,
             guard=self._guard if number else None,
-            watcher=self._watcher,
+            ends=self._ends,
             losses=self._losses,
         )
 
@@ -157,7 +210,8 @@ class Opened:
 
     def close(self) -> None:
         """Disconnect from Kafka."""
-        self._watcher.close()
+        self._ends.close()
+        self._late.close()
         self.context.coordinator.close()
 
 

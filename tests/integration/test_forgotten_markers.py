@@ -25,6 +25,7 @@ from dualwrite.failpoints import FailpointError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.engine import ProducerEngine
+from dualwrite.kafka.transaction_ends import EndQuestions
 from dualwrite.migrations import upgrade
 from dualwrite.protocol.values import Outcome, TransactionStatus
 from dualwrite.recovery.recover import status
@@ -142,8 +143,8 @@ class Stage:
 def idle():
     """No writer works in the background: a dead one must not, and a live one must find everything at its next use."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lane_pool, "_see_to", lambda *_: None)
-        patch.setattr(Lane, "watch_end", lambda *_: None)
+        patch.setattr(lane_pool, "_see_to", lambda *_, **__: None)
+        patch.setattr(EndQuestions, "ask", lambda _: None)
         yield
 
 

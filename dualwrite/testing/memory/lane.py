@@ -271,8 +271,12 @@ class MemoryLane:
     def discard(self) -> None:
         """Nothing: an ongoing transaction is settled later."""
 
-    def watch_end(self) -> None:
+    def come_to_rest(self) -> None:
         """Nothing: how a transaction has ended is known at once."""
+
+    def know_end(self, deadline: Deadline) -> None:
+        """Nothing: how a transaction has ended is known at once."""
+        del deadline
 
     def prove_end(self, deadline: Deadline) -> None:
         """Nothing: how a transaction has ended is known at once."""

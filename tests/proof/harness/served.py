@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final, NamedTuple, cast
 
 import pytest
 from model.owners import TOPIC
@@ -17,11 +17,12 @@ from simulator.outside import SimulatedCoordinator
 from simulator.partition import committed_values, last_stable_offset
 from simulator.requests import Request, Response
 from simulator.scheduler import Simulation
-from simulator.state import new_broker
+from simulator.state import Broker, new_broker
 
 from dualwrite.clock import Deadline
 from dualwrite.kafka.log import BlockingTransaction
 from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.recovery import recover
 from dualwrite.writing import writer_resources
 
@@ -44,6 +45,11 @@ class ServedKafka(Simulation):
     def ask_all(self, requests: list[Request]) -> list[Response]:
         return [self.ask(request) for request in requests]
 
+    def answers_at_once(self, requests: list[Request]) -> list[Response]:
+        """The answers to requests that nobody waits for, as if they had been on their way while something else was done."""
+        with self._one_at_a_time:
+            return [self._handle(request) for request in requests]
+
     def abort_by_timeout(self, kafka_id: str) -> None:
         """Abort what is open under this id, as the broker does after the transaction's timeout."""
         with self._one_at_a_time:
@@ -65,7 +71,37 @@ class ServedKafka(Simulation):
         )
 
 
+class _AtOnce:
+    """The same Kafka, on which no time passes."""
+
+    def __init__(self, kafka: ServedKafka) -> None:
+        self.ask_all = kafka.answers_at_once
+        self._kafka = kafka
+
+    @property
+    def broker(self) -> Broker:
+        return self._kafka.broker
+
+
+class _Posted(NamedTuple):
+    """The answer to a question that was posted."""
+
+    native: Sequence[Mapping[tuple[str, int], Any]]
+    shared: Sequence[Mapping[tuple[str, int], Any]]
+
+    def has_come(self) -> bool:
+        return True
+
+
 class _Coordinator(SimulatedCoordinator):
+    def __init__(self, kafka: ServedKafka) -> None:
+        super().__init__(kafka)
+        self._kafka = kafka
+
+    def post_question(self, native: Sequence[PreparedTxnState], shared: Sequence[PreparedTxnState]) -> _Posted:
+        at_once, deadline = SimulatedCoordinator(cast("Simulation", _AtOnce(self._kafka))), Deadline(0)
+        return _Posted(at_once.producer_epochs(native, deadline), at_once.prove_now(shared, deadline, read_on=False))
+
     def compacted(self, topics: Collection[str], deadline: Deadline) -> Collection[str]:
         del topics, deadline
         return ()

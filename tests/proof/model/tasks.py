@@ -215,30 +215,12 @@ async def _come_to_rest() -> None:
     [_] = asyncio.all_tasks()
 
 
-class _NoWatcher:
-    """In place of the thread that asks for ends in the background: the next dual write of a lane asks."""
-
-    def __init__(self, name: str, coordinator: Any, on_unknown: Callable[[], None]) -> None:
-        del name, on_unknown
-        self._coordinator = coordinator
-
-    def watch(self, *_: object) -> None:
-        pass
-
-    def wait(self, *_: object) -> bool:
-        return True
-
-    def close(self) -> None:
-        self._coordinator.close()
-
-
 @contextmanager
 def without_threads(kafka: SteppedKafka) -> Iterator[QueueOrder]:
     """Let writers use this Kafka, and no thread in the background. Yields the order in which they give lanes."""
     with pytest.MonkeyPatch.context() as patch:
         kafka.plant(patch)
         patch.setattr(writer_resources, "ThreadPoolExecutor", Inline)
-        patch.setattr(writer_resources, "EndWatcher", _NoWatcher)
         patch.setattr(lane_pool.Lanes, "open", partialmethod(lane_pool.Lanes.open, keep_house=False))
         yield watch_queue(patch)
 

@@ -185,6 +185,10 @@ CONFIGURATIONS = {
         native(2, 0, incarnations=3, budgets=Budgets(forgotten=1), epochs=6),
         quick=True,
     ),
+    "native_answers_read_late": Configuration(
+        "the same with two owners, and answers about ends are read some time after the leaders have given them",
+        native(2, 1, incarnations=3, budgets=Budgets(forgotten=1), epochs=6, answers_late=True),
+    ),
     "native_marker_skipped_and_two_settlers": Configuration(
         "the same, and two settlers meet", native(2, 0, 0, incarnations=3, budgets=Budgets(forgotten=1), epochs=6)
     ),

@@ -139,7 +139,7 @@ class Owning(Step):
     def know_end(self) -> None:
         """``know_end``: the partitions are asked until they show how the last transaction has ended."""
         p = self.p
-        known = p._replace(ended=None)
+        known = p._replace(ended=None, shown=p.shown if self.rules.keeps_former_answers else None)
         if not p.todo and not self.rules.knows_ends_before_it_closes:
             self.go("does not look how its last transaction has ended", self.reusable(known))
             return

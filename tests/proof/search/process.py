@@ -44,6 +44,7 @@ class Walk:
         forgets: Whether markers may be skipped. If not, settlers, and librdkafka's owners, leave out the steps that look for that.
         native_timeout_ms: The time limit of native transactions.
         witnesses: In how many partitions a native state names an offset.
+        answers_late: Whether a native owner reads the answer about ends some time after the leaders have given it.
     """
 
     def __init__(
@@ -57,9 +58,11 @@ class Walk:
         forgets: bool = False,
         native_timeout_ms: int = NEVER_MS,
         witnesses: int = len(PLACES),
+        answers_late: bool = False,
     ) -> None:
         self.native_timeout_ms = native_timeout_ms
         self.witnesses = witnesses
+        self.answers_late = answers_late
         self.forgets = forgets
         self.rules = rules
         self.one_by_one = one_by_one

@@ -21,6 +21,7 @@ class Rules:
     next_end_step = staticmethod(known_end.next_end_step)
     next_native_step = staticmethod(settle_native.next_step)
     next_native_end_step = staticmethod(known_end.next_native_end_step)
+    rows_of = staticmethod(known_end.rows_of)
     native_step_at_rest = staticmethod(known_end.native_step_at_rest)
     to_repair = staticmethod(settle_native.to_repair)
     belongs = staticmethod(values.belongs)
@@ -55,6 +56,8 @@ class Rules:
     aborts_only_what_is_acknowledged = False
     repeats_init_after_silence = False
     takes_silence_for_success = False
+    asks_before_the_answer = False  # to the end of a transaction, how it has ended
+    keeps_former_answers = False  # about ends, for the next transaction
     takes_complete_for_the_end = False  # the coordinator's word
     fences_by_init = False
     compares_fence = True  # the row's fence is written if it is as it was read

@@ -11,7 +11,7 @@ from dualwrite.protocol.prepared_state import Engine, FirstOffset, PreparedTxnSt
 from dualwrite.protocol.process import Doubt
 from dualwrite.protocol.settle import Knowledge
 from dualwrite.protocol.settle_native import NativeKnowledge
-from dualwrite.protocol.values import Outcome, Partition
+from dualwrite.protocol.values import Outcome, Partition, ShownProducer
 
 Label = tuple[int, int]
 """A transaction: its incarnation, and its number there."""
@@ -87,7 +87,7 @@ class Process(NamedTuple):
     while that is not known, and ``undecided`` where it has left something open, by incarnation, when it threw its producer away.
     A native owner always has these. ``unanswered`` is where a copy of its messages may still come, and ``apart`` the incarnation
     that a settler has settled before the others, by the rules for native transactions. ``rolled_back``: the database has ended its
-    transaction, and it has not noticed.
+    transaction, and it has not noticed. ``shown`` is what the leaders have answered about its last transaction, not read yet.
     """
 
     doing: str = "claim"
@@ -115,6 +115,7 @@ class Process(NamedTuple):
     unanswered: frozenset[Partition] = frozenset()
     apart: int = 0
     rolled_back: bool = False
+    shown: tuple[tuple[Partition, ShownProducer], ...] | None = None
 
     @property
     def label(self) -> Label:

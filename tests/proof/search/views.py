@@ -70,6 +70,16 @@ def shown_producer(broker: Broker, place: sim.TopicPartition, producer_id: int) 
     return ShownProducer()
 
 
+def producers(broker: Broker, place: sim.TopicPartition) -> dict[int, ShownProducer]:
+    """All producers of a partition, as its leader answers the one question about all ends."""
+    return {
+        shown.producer_id: ShownProducer(
+            shown.producer_epoch, shown.current_txn_start_offset if shown.current_txn_start_offset >= 0 else None
+        )
+        for shown in handle(broker, sim.DescribeProducers(place))[1].active_producers
+    }
+
+
 def open_transactions(broker: Broker, producer_id: int, places: Iterable[sim.TopicPartition]) -> OpenTransactions:
     """As ``KafkaCoordinator.open_transactions``, of one producer."""
     shown = ((place, shown_producer(broker, place, producer_id)) for place in places)

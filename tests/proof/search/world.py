@@ -45,6 +45,7 @@ class Bounds(NamedTuple):
         epochs: How many a Kafka id may have had; 0 for any number. Two settlers can raise them in turns for as long as they like.
         engines: For each process what sends its messages: librdkafka, if not given.
         witnesses: In how many partitions a native state names an offset.
+        answers_late: Whether a native owner reads the answer about ends some time after the leaders have given it.
         tools_hit_owners: Whether a tool writes its marker also while the transaction's owner still owns the row.
     """
 
@@ -58,6 +59,7 @@ class Bounds(NamedTuple):
     engines: tuple[Engine, ...] = ()
     witnesses: int = len(PLACES)
     tools_hit_owners: bool = False
+    answers_late: bool = False
 
     @property
     def of_processes(self) -> tuple[Engine, ...]:
@@ -123,6 +125,7 @@ class World:
             forgets=forgets,
             native_timeout_ms=60_000 if bounds.budgets.timeout else sim.NEVER_MS,
             witnesses=bounds.witnesses,
+            answers_late=bounds.answers_late,
         )
         self._judge = Judge(rules, open_is_fine=open_is_fine, forgets=forgets)
         self.entire = entire

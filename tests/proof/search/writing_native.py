@@ -14,10 +14,10 @@ from dualwrite.kafka.native.produce_state import Refusal
 from dualwrite.kafka.native.producer import failure_of, refused
 from dualwrite.protocol.known_end import Ended, EndStep
 from dualwrite.protocol.lives import ProducerEvent, ProducerState, WriteEvent
-from dualwrite.protocol.values import TransactionStatus
+from dualwrite.protocol.values import ShownProducer, TransactionStatus
 from search.owning import Owning
 from search.values import PLACES, Process, name, prepared_state
-from search.views import describe, proofs_now, shown_producer
+from search.views import describe, producers, proofs_now
 
 _E, _W = ProducerEvent, WriteEvent
 _AGAIN = frozenset({Meaning.AGAIN, Meaning.MOVED})
@@ -149,7 +149,15 @@ class NativeWriting(Owning):
 
     def noted(self, p: Process, state, *, committed: bool = True, complete: bool = True) -> Process:
         """With the transaction of which the end has to be known."""
-        return p._replace(ended=Ended(state, committed, complete)) if self.rules.knows_ends else p
+        if not self.rules.knows_ends:
+            return p
+        noted = p._replace(ended=Ended(state, committed, complete))
+        if self.walk.answers_late and self.rules.asks_before_the_answer:
+            # The leaders have answered before the coordinator has.
+            before = {place: producers(self.broker, place) for place in PLACES}
+            rows = self.rules.rows_of(state.producer_id, sorted(noted.ended.partitions), before)
+            noted = noted._replace(shown=tuple(rows.items()))
+        return noted
 
     def abort(self) -> None:
         """``DualWrite.abort``, ``NativeInstance.abort``: the database first, then Kafka, which need not take it."""
@@ -190,15 +198,32 @@ class NativeWriting(Owning):
             view = describe(self.broker, self.rules.kafka_id(self.p.incarnation))
             step = EndStep.KNOWN if view.status in _COMPLETE else EndStep.WAIT
             return f"the coordinator shows {view.status.value}", lambda **_: step
-        shown = {
-            place: shown_producer(self.broker, place, ended.state.producer_id) for place in sorted(ended.partitions)
-        }
+        shown = self.rows() if self.p.shown is None else dict(self.p.shown)
         words = ", ".join(
             f"{place[1]}: epoch {one.epoch}, "
             + ("nothing open" if one.open_from is None else f"open from {one.open_from}")
             for place, one in shown.items()
         )
         return words, partial(self.rules.next_native_end_step, ended, shown)
+
+    def rows(self) -> dict[TopicPartition, ShownProducer]:
+        """The rows of its own producer in the answer to one question about all producers."""
+        ended = self.p.ended
+        shown = {place: producers(self.broker, place) for place in PLACES}
+        return self.rules.rows_of(ended.state.producer_id, sorted(ended.partitions), shown)
+
+    def know_end(self) -> None:
+        """``EndQuestions``: one question about all, whose answer may be read long after the leaders have given it."""
+        p = self.p
+        if not self.walk.answers_late or not (p.todo or self.rules.knows_ends_before_it_closes):
+            super().know_end()
+            return
+        answer = tuple(self.rows().items())
+        if p.shown is None:
+            self.go("asks how all transactions have ended", p._replace(shown=answer))
+            return
+        super().know_end()
+        self.go("asks again how all transactions have ended", p._replace(shown=answer))
 
     def end_at_rest(self) -> EndStep:
         return self.rules.native_step_at_rest(self.p.known, proofs_now(self.broker, self.p.known))

@@ -9,24 +9,30 @@ from simulator.environment import time_out
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import CompletionPending, DatabaseWentBack, DecidedTransactionLost, Fenced, Unavailable
-from dualwrite.protocol.known_end import EndStep
+from dualwrite.kafka.transaction_ends import EndQuestions, PendingEnd
+from dualwrite.protocol.known_end import Ended, EndStep
 from dualwrite.protocol.lives import LaneEvent, ProducerState
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.values import LogProof, Outcome
+from dualwrite.protocol.values import LogProof, Outcome, ShownProducer
 from dualwrite.writing.lane import Lane
 from dualwrite.writing.transaction import Ending
+
+NATIVE = PreparedTxnState.native(7, 3, 1, {(TOPIC, 0): 5, (TOPIC, 1): None}, {TOPIC: "id"})
 
 
 class Producer:
     """Has a transaction whose end is not known yet."""
 
-    epoch_may_rise = False
     undecided_in = frozenset()
 
     def __init__(self):
         self.state = ProducerState.READY
-        self.pending_end = object()
+        self.pending_end = PendingEnd(Ended(NATIVE, committed=True))
         self.noted = []
+
+    @property
+    def reusable(self):
+        return self.state is ProducerState.READY
 
     def note_end(self, step):
         self.noted.append(step)
@@ -40,8 +46,28 @@ class Producer:
 
 
 class Coordinator:
+    """Answers the question about all lanes once ``shown`` is set, and the one about one lane by ``epochs``."""
+
     def __init__(self):
         self.proofs = {}
+        self.shown = self.epochs = None
+        self.asked_alone = 0
+        self.native, self.shared = [], []
+
+    def post_question(self, native, shared):
+        assert not shared
+        self._posted = native
+        return self
+
+    def has_come(self):
+        if self.shown is None:
+            return False
+        self.native = [dict.fromkeys(state.partitions, self.shown) for state in self._posted]
+        return True
+
+    def producer_epochs(self, states, _deadline):
+        self.asked_alone += 1
+        return [{} if self.epochs is None else dict.fromkeys(state.partitions, self.epochs) for state in states]
 
     def prove_now(self, _states, _deadline, *, read_on):
         assert read_on
@@ -64,60 +90,72 @@ class Store:
         raise Unavailable("away")
 
 
-class Watcher:
-    """Asks for as long as a test wants."""
-
-    def __init__(self):
-        self.note = None
-        self.stops_asking = True
-
-    def watch(self, _pending, note):
-        self.note = note
-
-    def wait(self, _pending, _deadline):
-        return self.stops_asking
-
-
-@pytest.fixture
-def watcher():
-    return Watcher()
-
-
 @pytest.fixture
 def store():
     return Store()
 
 
 @pytest.fixture
-def lane(watcher, store):
-    found = Lane("orders", SimpleNamespace(coordinator=Coordinator(), store=store, owner="me"), None, watcher=watcher)
+def coordinator():
+    return Coordinator()
+
+
+@pytest.fixture
+def ends(coordinator):
+    return EndQuestions(coordinator)
+
+
+@pytest.fixture
+def lane(ends, store, coordinator, monkeypatch):
+    monkeypatch.setattr("dualwrite.kafka.transaction_ends.native_of", lambda found: found)
+    found = Lane("orders", SimpleNamespace(coordinator=coordinator, store=store, owner="me"), None, ends=ends)
     found.adopt(SimpleNamespace(incarnation=1, prepared=PreparedTxnState()))
     found._producer = Producer()
     return found
 
 
-def test_what_was_found_of_a_discarded_producer_is_not_taken_for_the_end_of_the_next_one(lane, watcher):
-    first = lane.producer
-    lane.watch_end()
+def test_a_lane_is_ready_at_once_where_the_answer_about_all_lanes_has_shown_its_end(lane, ends, coordinator):
+    pending = lane.come_to_rest()
+    ends.ask()
+    assert not pending.known
+    coordinator.shown = ShownProducer(4)
+    ends.take_answer()
+    assert pending.known
+    lane.ready(Deadline(0))
+    assert lane.producer.noted == [EndStep.KNOWN]
+    assert lane.pending_end is None
+
+
+def test_what_was_found_of_a_discarded_producer_is_not_taken_for_the_end_of_the_next_one(lane, ends, coordinator):
+    first = lane.come_to_rest()
+    ends.ask()
     lane.discard()
     lane._producer = second = Producer()
-    watcher.note(EndStep.KNOWN)
-    assert first.noted == [EndStep.KNOWN]
+    lane.come_to_rest()
+    coordinator.shown = ShownProducer(4)
+    ends.take_answer()
+    assert first.known
+    assert not second.pending_end.known
     assert second.noted == []
-    assert lane.pending_end is not None
 
 
-def test_what_was_found_is_not_taken_for_the_end_of_the_same_producers_next_transaction(lane, watcher):
-    lane.watch_end()
-    lane.producer.pending_end = object()
-    watcher.note(EndStep.KNOWN)
-    assert lane.producer.noted == []
-    assert lane.pending_end is not None
+def test_what_was_found_is_not_taken_for_the_end_of_the_same_producers_next_transaction(lane, ends, coordinator):
+    lane.come_to_rest()
+    ends.ask()
+    lane.producer.pending_end = later = PendingEnd(Ended(NATIVE, committed=True))
+    coordinator.shown = ShownProducer(4)
+    ends.take_answer()
+    assert not later.known
 
 
-def test_a_producer_whose_end_is_still_asked_for_at_the_deadline_is_not_used_again(lane, watcher):
-    lane.watch_end()
-    watcher.stops_asking = False
+def test_a_lane_whose_end_the_questions_do_not_show_asks_for_it_alone(lane, coordinator):
+    coordinator.epochs = ShownProducer(4)
+    lane.know_end(Deadline(60))
+    assert lane.producer.noted == [EndStep.KNOWN]
+    assert coordinator.asked_alone == 1
+
+
+def test_a_producer_whose_end_is_not_known_at_the_deadline_is_not_used_again(lane):
     lane.know_end(Deadline(0))
     assert lane.producer.noted == [EndStep.SETTLE]
     assert lane.pending_end is None
@@ -129,9 +167,6 @@ def test_a_commit_is_recorded_as_complete_once_its_end_is_known(lane, store):
     lane.record_completed()
     assert [(found, outcome) for found, outcome, _ in store.outcomes] == [(row, Outcome.COMMITTED)]
     assert lane.unrecorded is None
-
-
-NATIVE = PreparedTxnState.native(7, 3, 1, {(TOPIC, 0): 5, (TOPIC, 1): None}, {TOPIC: "id"})
 
 
 @pytest.mark.parametrize("proof", [None, *LogProof])

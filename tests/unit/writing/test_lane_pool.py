@@ -8,6 +8,10 @@ from harness.patience import wait_until
 
 from dualwrite.clock import now_s
 from dualwrite.errors import IllegalStateError, Unavailable
+from dualwrite.kafka.transaction_ends import PendingEnd
+from dualwrite.protocol.known_end import Ended
+from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.writing import lane_pool
 from dualwrite.writing.lane_pool import Lanes
 
 
@@ -18,6 +22,7 @@ class FakeLane:
         self.unrecorded = None
         self.pending_end = None
         self.asking_since = None
+        self.asked = threading.Event()
         self.settling, self.may_go_on = threading.Event(), threading.Event()
         self.may_go_on.set()
         self.recorded = threading.Event()
@@ -34,8 +39,12 @@ class FakeLane:
     def compare_with_row(self):
         pass
 
-    def watch_end(self):
-        pass
+    def come_to_rest(self):
+        return self.pending_end
+
+    def know_end(self, _deadline):
+        self.pending_end = None
+        self.asked.set()
 
     def prove_end(self, _deadline):
         pass
@@ -110,22 +119,89 @@ def test_a_lane_that_needs_settling_is_settled_in_the_background_and_does_not_st
     users[1].end()
     assert [lane_of(ticket) for ticket in waiting] == [good, None]
     bad.may_go_on.set()
-    assert waiting[1].woken.wait(60)
+    wait_until(lambda: waiting[1].answered)
     assert lane_of(waiting[1]) is bad
 
 
 def test_a_new_lane_is_made_before_one_that_needs_settling_is_used(make):
     lanes = make(1, max_lanes=2)
-    bad = lanes.first
+    user, bad = queued(lanes), lanes.first
+    bad.may_go_on.clear()
     bad.needs_settling = True
+    user.end()
     assert lane_of(queued(lanes)) is not bad
+    bad.may_go_on.set()
+
+
+class Ends:
+    """Counts the answers that were taken in."""
+
+    wanted = True
+
+    def __init__(self):
+        self.looks = 0
+
+    def take_answer(self):
+        self.looks += 1
+
+
+def ending(lanes):
+    """Use a lane whose transaction is still ending afterwards."""
+    ticket = queued(lanes)
+    lane = lane_of(ticket)
+    lane.pending_end = pending = PendingEnd(Ended(PreparedTxnState(), committed=True))
+    ticket.end()
+    return lane, pending
 
 
 def test_a_lane_whose_last_transaction_is_still_ending_is_given_out_after_those_that_have_ended(make):
     lanes = make(2)
-    lanes.first.pending_end = object()
+    first, _ = ending(lanes)
     users = [queued(lanes), queued(lanes)]
-    assert [lane_of(user) is lanes.first for user in users] == [False, True]
+    assert [lane_of(user) is first for user in users] == [False, True]
+
+
+def test_a_lane_is_given_out_again_as_soon_as_an_answer_has_shown_its_end(make):
+    lanes = make(3)
+    first, pending = ending(lanes)
+    second, _ = ending(lanes)
+    third, _ = ending(lanes)
+    pending.known = True
+    users = [queued(lanes), queued(lanes), queued(lanes)]
+    assert [lane_of(user) for user in users] == [first, second, third]
+
+
+def test_it_is_time_to_ask_once_no_lane_with_a_known_end_is_left(make):
+    lanes = make(3)
+    lanes.ends = Ends()
+    wanted, users = [], [lanes.ticket() for _ in range(3)]
+    for user in users:
+        lanes.take(user)
+        wanted.append(lanes.ends.wanted)
+    assert wanted == [False, False, True]
+    assert lanes.ends.looks == 3
+
+
+def test_an_end_that_nobody_has_asked_for_is_asked_for_in_the_background(make, monkeypatch):
+    monkeypatch.setattr(lane_pool, "_END_AFTER_S", 0.01)
+    lanes = make(2)
+    lane, _ = ending(lanes)
+    assert lane.asked.wait(60)
+    assert not lane.recorded.is_set(), "it is not idle yet"
+
+
+def test_what_is_worth_a_warning_is_looked_for_seldom(make, monkeypatch):
+    monkeypatch.setattr(lane_pool, "_END_AFTER_S", 0.01)
+    looks = []
+    monkeypatch.setattr(
+        Lanes, "watch", property(lambda _: lambda: looks.append(1) is None, lambda *_: None), raising=False
+    )
+    lanes = make(2)
+    for _ in range(5):
+        lane, _ = ending(lanes)
+        assert lane.asked.wait(60)
+        lane.asked.clear()
+    assert len(looks) == 1
 
 
 def test_where_no_lane_works_a_block_gets_one_that_needs_settling_and_is_told_what_becomes_of_it(make):
@@ -210,7 +286,7 @@ def test_whoever_waits_is_refused_when_the_writer_closes(make):
     lanes = make(1)
     user, waiting = queued(lanes), queued(lanes)
     lanes.close()
-    assert waiting.woken.wait(60)
+    assert waiting.answered
     with pytest.raises(IllegalStateError, match="closed"):
         lanes.take(lanes.ticket())
     user.end()

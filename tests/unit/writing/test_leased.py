@@ -79,7 +79,7 @@ def die(shop, writer):
 @pytest.fixture
 def no_housekeeping(monkeypatch):
     """No lane is settled in the background: its process is about to die."""
-    monkeypatch.setattr(lane_pool, "_see_to", lambda *_: None)
+    monkeypatch.setattr(lane_pool, "_see_to", lambda *_, **__: None)
 
 
 def leave_open(shop, writer, number):

@@ -13,6 +13,7 @@ from dualwrite.kafka.librdkafka.evidence import Evidence
 from dualwrite.kafka.librdkafka.handle import Handle
 from dualwrite.kafka.librdkafka.producer import ProducerInstance
 from dualwrite.kafka.log import Scan
+from dualwrite.kafka.transaction_ends import EndQuestions
 from dualwrite.protocol.values import LogProof
 from dualwrite.recovery import inspect
 from dualwrite.stores.sql import store, tables
@@ -84,7 +85,6 @@ def bulk_believes_what_is_open(patch: pytest.MonkeyPatch) -> None:
 )
 def goes_on_before_the_end_is_known(patch: pytest.MonkeyPatch) -> None:
     """A producer begins its next transaction on the answer to its last one."""
-    patch.setattr(Lane, "watch_end", lambda *_: None)
     patch.setattr(Lane, "know_end", lambda *_: None)
     patch.setattr(ProducerEngine, "_require_end_known", lambda *_: None)
 
@@ -92,17 +92,21 @@ def goes_on_before_the_end_is_known(patch: pytest.MonkeyPatch) -> None:
 @mistake(
     Check(
         "unit/writing/test_lane.py::test_what_was_found_of_a_discarded_producer_is_not_taken_for_the_end_of_the_next_one",
-        "KNOWN",
+        "not True",
     )
 )
 def end_of_a_former_producer_taken_for_the_next_one(patch: pytest.MonkeyPatch) -> None:
-    """The end found in the background for one producer is noted with the producer that the lane has by then."""
+    """An end that a question has shown is taken for the end of every transaction that is not known by then."""
+    real = EndQuestions._take
 
-    def watch_end(self):
-        if self._watcher is not None and (pending := self.pending_end) is not None:
-            self._watcher.watch(pending, self.note_end)
+    def take(self):
+        asked = self._asked
+        real(self)
+        if any(pending.known for pending in asked):
+            for pending in list(self._unknown):
+                pending.known = True
 
-    patch.setattr(Lane, "watch_end", watch_end)
+    patch.setattr(EndQuestions, "_take", take)
 
 
 @mistake(
@@ -122,7 +126,6 @@ def end_of_a_former_producer_taken_for_the_next_one(patch: pytest.MonkeyPatch) -
 )
 def closes_without_the_proof(patch: pytest.MonkeyPatch) -> None:
     """An owner that closes or idles records "committed" because Kafka has answered so."""
-    patch.setattr(Lane, "watch_end", lambda *_: None)
     patch.setattr(Lane, "know_end", lambda *_: None)
 
 

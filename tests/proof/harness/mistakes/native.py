@@ -1,7 +1,10 @@
 """Mistakes about native transactions, which producer id and epoch name exactly."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from dualwrite.kafka import transaction_ends
 from dualwrite.kafka.abandoned_transaction import AbandonedTransaction
 from dualwrite.kafka.engine import GREATEST_TIMEOUT_MS
 from dualwrite.kafka.native import coordination
@@ -35,6 +38,42 @@ def nothing_open_taken_for_the_end(patch: pytest.MonkeyPatch) -> None:
 def a_later_epoch_taken_for_the_end(patch: pytest.MonkeyPatch) -> None:
     """A native transaction counts as ended where the leader knows a later epoch, though something is open there."""
     patch.setattr(known_end, "_has_ended", lambda ended, found: found is None or found.epoch > ended.state.epoch)
+
+
+@mistake(
+    Check(
+        "unit/kafka/test_posted_question.py"
+        "::test_one_question_to_a_leader_is_about_all_producers_and_each_gets_its_own_rows",
+        "ShownProducer",
+    ),
+)
+def another_producers_row_shows_the_end(patch: pytest.MonkeyPatch) -> None:
+    """In the answer to the question about all lanes, the row with the latest epoch counts for each of them."""
+
+    def rows_of(_producer_id, partitions, shown):
+        return {key: max(shown[key].values(), key=lambda row: row.epoch) for key in partitions if shown.get(key)}
+
+    patch.setattr(transaction_ends, "rows_of", rows_of)
+
+
+@mistake(
+    Check(
+        "unit/kafka/test_posted_question.py"
+        "::test_an_answer_of_a_former_leader_does_not_count_and_the_leader_is_looked_up_again",
+        "ShownProducer",
+    ),
+)
+def former_leader_shows_the_end(patch: pytest.MonkeyPatch) -> None:
+    """The answer to the question about all lanes counts, whether or not the broker leads the partition."""
+    real = transaction_ends.joined
+
+    def joined(led, described, _epochs):
+        leads = [SimpleNamespace(partition=number, error_code=0, end_offset=0) for _, number in led]
+        return real(
+            led, described, SimpleNamespace(topics=[SimpleNamespace(topic=next(iter(led))[0], partitions=leads)])
+        )
+
+    patch.setattr(transaction_ends, "joined", joined)
 
 
 @mistake(

@@ -226,7 +226,6 @@ def state_without_topic_ids(patch: pytest.MonkeyPatch) -> None:
 @mistake(_in_instance("test_nothing_begins_before_the_leaders_have_shown_the_end", "DID NOT RAISE"))
 def begins_on_the_coordinators_word(patch: pytest.MonkeyPatch) -> None:
     """A native producer begins its next transaction on the answer to its last one."""
-    patch.setattr(Lane, "watch_end", lambda *_: None)
     patch.setattr(Lane, "know_end", lambda *_: None)
     patch.setattr(NativeInstance, "_require_end_known", lambda *_: None)
 

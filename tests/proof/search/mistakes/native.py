@@ -8,7 +8,7 @@ from simulator import broker as kafka
 from simulator import requests as sim
 from simulator.state import Broker, transaction
 
-from dualwrite.protocol import settle_native
+from dualwrite.protocol import known_end, settle_native
 from dualwrite.protocol.known_end import EndStep
 from dualwrite.protocol.prepared_state import Engine
 from dualwrite.protocol.settle_native import NativeKnowledge, NativeStep
@@ -82,6 +82,44 @@ class CompleteTakenForTheEndEverywhere(Rules):
     """A native producer begins its next transaction when the coordinator shows that the last one is complete."""
 
     takes_complete_for_the_end = True
+
+
+class _AnotherRow(Rules):
+    @staticmethod
+    def rows_of(_producer_id, partitions, shown):
+        return {place: max(shown[place].values(), key=lambda row: row.epoch) for place in partitions if shown[place]}
+
+
+@within(Bounds((2, 2), 2, budget(forgotten=1), engines=(NATIVE, NATIVE)))
+class AnotherProducersRowTakenForItsOwn(_AnotherRow):
+    """In the answer to the question about all producers, a native producer takes the row with the latest epoch for its own."""
+
+
+@within(OWNER_AND_SETTLER._replace(budgets=budget(forgotten=1), answers_late=True), caught=False)
+class AsksBeforeTheAnswerToTheEnd(Rules):
+    """A native producer asks how its transaction has ended before the end is answered. Leaders show a later epoch after it alone."""
+
+    asks_before_the_answer = True
+
+
+@within(OWNER_AND_SETTLER._replace(budgets=budget(forgotten=1), answers_late=True), caught=False)
+class FormerAnswerTakenForTheNextEnd(Rules):
+    """A native producer reads the answer about its last transaction once more. It shows no epoch that is later than the next one's."""
+
+    keeps_former_answers = True
+
+
+@within(Bounds((3, 0), 2, budget(forgotten=1), engines=(NATIVE, NATIVE), answers_late=True))
+class NothingOpenInAFormerAnswer(Rules):
+    """A native producer takes "nothing open" for the end, and reads the answer about its last transaction for the next one."""
+
+    keeps_former_answers = True
+
+    @staticmethod
+    def next_native_end_step(ended, shown, *, early: bool) -> EndStep:
+        if ended.complete and shown and all(row.open_from is None for row in shown.values()):
+            return EndStep.KNOWN
+        return known_end.next_native_end_step(ended, shown, early=early)
 
 
 @within(OWNER_AND_SETTLER._replace(budgets=budget(delay=1)))
