@@ -241,7 +241,7 @@ logger = logging.getLogger(__name__)
 LEFT_OPEN: Final = "the driver's connection is already in a transaction"
 LEFT_IN_AUTOCOMMIT: Final = "the connection is in autocommit: each statement would be committed by itself"
 _LEFT: Final = frozenset({LEFT_OPEN, LEFT_IN_AUTOCOMMIT})
-"""The errors of a connection that other code has left unusable, or that is so by the settings of its engine."""
+"""The errors of a connection that other code, or the engine's settings, have made unusable."""
 
 _borrowed: Final[set[Connection]] = set()
 
@@ -384,8 +384,8 @@ def begin_on(
             if error.what not in _LEFT or not (connection in _borrowed if own is None else own):
                 raise
             if others is None:
-                # All that wait in the pool may be like this one, but not the one that is made after them. A pool that keeps
-                # none makes a new one each time, or shares one, which must not be taken from the others.
+                # All idle connections of the pool may be like this one; only one that is made after them is not. A pool that
+                # keeps none makes a new one each time, or shares a single one, which must not be taken from its other users.
                 waiting = getattr(connection.engine.pool, "checkedin", None)
                 others = 0 if waiting is None else waiting() + 1
             if not others:
@@ -413,7 +413,7 @@ def let_go(connection: Connection) -> None:
 
 
 def leave_to_parent() -> None:
-    """In a forked process, part with the connections of the parent's dual writes. Elsewhere it does nothing.
+    """In a forked process, let go of the connections of the parent's dual writes. Elsewhere, do nothing.
 
     It runs after each fork. Finalizers of the child run before that: they call it first.
     """
@@ -431,13 +431,13 @@ os.register_at_fork(after_in_child=leave_to_parent)
 
 
 def _leave(pooled: PoolProxiedConnection) -> None:
-    """Take the driver's connection from SQLAlchemy without a word to the server, and make it useless in this process."""
+    """Take the driver's connection from SQLAlchemy without sending anything, and make it useless in this process."""
     driver = pooled.driver_connection
     if driver is None:
         return
     import ctypes  # noqa: PLC0415 - in a forked process only
 
-    # For good: SQLite rolls back what is open in the file when its connection is collected.
+    # Forever: when a connection is collected, SQLite rolls back what is open in the file.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(driver))
     with suppress(Exception):  # an asynchronous driver's thread is in the parent
         if isinstance(driver, sqlite3.Connection):
@@ -451,7 +451,7 @@ def _leave(pooled: PoolProxiedConnection) -> None:
 
 
 def _sever(fileno: int) -> None:
-    """Put a socket without a peer in the place of one that the parent uses: whatever is sent on it fails here."""
+    """Replace a socket that the parent uses by one without a peer, so that sending on it fails in this process."""
     ours, theirs = socket.socketpair()
     theirs.close()
     with ours:
@@ -475,7 +475,7 @@ class UnitConnection(Connection):
         self._uses = uses
 
     def _execute_context(self, *args: Any, **options: Any) -> CursorResult[Any]:
-        """Every statement comes here, those of SQLAlchemy's own savepoints too."""
+        """Every statement passes here, also those of SQLAlchemy's own savepoints."""
         with self._uses:
             return super()._execute_context(*args, **options)
 
@@ -565,7 +565,7 @@ def _is_django(given: object) -> bool:
 def _in_atomic(given: DjangoConnection, engine: Engine) -> Generator[Connection, None, None]:
     """Django's ``atomic()`` around a block: Django's marks can roll it back, and its ``on_commit`` hooks run if it commits.
 
-    ``atomic()`` itself then finds nothing left to commit or to roll back, and does what it does besides.
+    ``atomic()`` itself then finds nothing left to commit or to roll back, and does only the rest of its work.
     """
     from django.db import transaction  # noqa: PLC0415 - only Django's users have it
 
@@ -602,7 +602,8 @@ def _in_atomic(given: DjangoConnection, engine: Engine) -> Generator[Connection,
                 finally:
                     connection.info.pop(_PERMIT, None)  # a lost connection has lost it
             if asked and driver.closed:
-                # Committed, and the connection lost since: Django would send it a COMMIT, and forget the hooks as it connects.
+                # Committed, but the connection was lost afterwards: Django would connect again to send a COMMIT, and forget
+                # the hooks.
                 hooks, given.run_on_commit, given.connection = given.run_on_commit, [], None
         if hooks:
             given.run_on_commit = hooks

@@ -210,7 +210,7 @@ class Dialect(Protocol):
         ...
 
     def restore(self, connection: Connection) -> None:
-        """Set the session's settings back, once the transaction has ended. Never raises."""
+        """Restore the session's settings once the transaction has ended. Never raises."""
         ...
 
     def run_deferred(self, connection: Connection) -> None:
@@ -222,7 +222,7 @@ class Dialect(Protocol):
         ...
 
     def commit_found_none(self, driver: DBAPIConnection) -> bool:
-        """Whether the server has told that there was no transaction for the COMMIT that it has answered."""
+        """Whether the server has reported that the COMMIT that it answered found no transaction."""
         ...
 
     def bounded(self, connection: Connection, seconds: float | None) -> AbstractContextManager[object]:
@@ -289,7 +289,7 @@ def _refuse(connection: Connection) -> None:
 
 
 LISTENERS: Final = Listeners({"commit": _refuse})
-"""Notice a COMMIT: other code's is refused while :attr:`~dualwrite.stores.sql.access.Begun.refuses` says so."""
+"""Notice a COMMIT. One of other code is refused while :attr:`~dualwrite.stores.sql.access.Begun.refuses` says so."""
 
 
 def _stop_refusing(connection: Connection) -> None:

@@ -1,4 +1,4 @@
-"""What the library must know of a driver's connection, below SQLAlchemy: its statements, implicit commits, its end.
+"""What the library watches on a driver's connection, below SQLAlchemy: its statements, implicit commits, its end.
 
 A statement that ends the transaction behind the library's back would commit rows without their messages, so each is
 noticed. A watchdog cuts a connection whose statement outlives its deadline.
@@ -75,7 +75,7 @@ class Line:
             own.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the duplicate back, and leave the connection alone. Idempotent."""
+        """Close the duplicate, and leave the connection alone. Idempotent."""
         fileno, self._fileno = self._fileno, -1
         if fileno >= 0:
             self._give_back(fileno)
@@ -315,7 +315,7 @@ class CompiledOnce:
     """A statement whose text is made at its first execution, and sent as it is from then on.
 
     For each execution of a statement object SQLAlchemy makes its cache key, and prepares the types of its values and results.
-    That takes as much of the processor as all that follows it.
+    That takes as much processor time as everything after it.
 
     Args:
         statement: The statement. Its values are bound parameters with names; neither they nor its results are converted.
@@ -371,7 +371,7 @@ Listened = TypeVar("Listened", Connection, Engine)
 
 
 class Listeners:
-    """Functions that SQLAlchemy calls for every connection of an engine. They stay; each looks whether it is meant.
+    """Functions that SQLAlchemy calls for every connection of an engine. They stay; each checks whether it is concerned.
 
     Args:
         functions: By the names of events.
@@ -414,14 +414,14 @@ def _root(engine: Engine) -> Engine:
     return engine
 
 
-# Gives locks back before SQLAlchemy closes a connection because one of its statements was interrupted or cancelled.
+# Releases locks before SQLAlchemy closes a connection because one of its statements was interrupted or cancelled.
 
 
 def roll_back_before_closing(engine: Engine) -> None:
     """Roll back SQLite's connections before SQLAlchemy closes them because a statement was interrupted or cancelled.
 
-    SQLite ends a closed connection once its last statement is gone, which the traceback of the interruption may hold: until
-    then nobody else could write.
+    SQLite ends a closed connection only when its last statement is gone, and the traceback of the interruption may hold that
+    one. Until then, nobody else could write.
     """
     if engine.dialect.name == "sqlite" and not listens(engine.pool, "invalidate", _roll_back):
         event.listen(engine, "handle_error", _end_statement)

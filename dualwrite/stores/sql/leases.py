@@ -23,7 +23,7 @@ from dualwrite.stores.sql.tables import Tables, database_now, database_now_plus,
 
 Result = TypeVar("Result")
 _MORE: Final = 1000
-"""How many newcomers may be faster, one number after the other, before a member gives up."""
+"""How many times, number after number, another newcomer may be faster before a member gives up."""
 
 
 class Leases:
@@ -92,11 +92,11 @@ class Leases:
         return connection.execute(insert).rowcount == 1
 
     def _take_over(self, connection: Connection, found: Lease, owner: str, timeout_s: float) -> bool:
-        """Take one that is over. One that is still held is over while its row names the holder that has died, and only then."""
+        """Take a lease that is over. One that is still held is over only while its row names the holder that has died."""
         lease = self._lease
         is_over = lease.c.owner == found.owner if found.state is LeaseState.HELD else self._is_over()
         this = and_(lease.c.transactional_id == found.transactional_id, is_over)
-        # Another member may be taking it: pass it over, where the database can.
+        # Another member may be taking it: skip it, where the database can.
         if connection.scalar(select(lease.c.number).where(this).with_for_update(skip_locked=True)) is None:
             return False
         changed = update(lease).where(this).values(owner=owner, lease_until=database_now_plus(timeout_s))

@@ -275,8 +275,8 @@ class MariaDB:
     def restore(self, connection: Connection) -> None:
         """See :class:`~dualwrite.stores.sql.dialect.Dialect`.
 
-        Throws a connection away whose transaction was ended inside the dual write, or that is in another one already: whatever
-        did that (autocommit, ``completion_type``, locks) is in the session, and would meet the next one who uses it.
+        Discards a connection whose transaction was ended inside the dual write, or that is in another one already: the cause
+        (autocommit, ``completion_type``, locks) is in the session, and would affect its next user.
         """
         driver = driver_of(connection)
         if driver is None:

@@ -139,7 +139,7 @@ def _check_tables(connection: Connection, tables: Tables) -> None:
 
 
 def _check_primary(connection: Connection) -> None:
-    """MySQL shows this only to those with a right for it: there ``read_only`` must do."""
+    """MySQL shows this only to roles with a special right, so ``read_only`` must be enough there."""
     found = connection.execute(_REPLICATES).one_or_none() if is_mariadb(connection) else None
     if found is not None and found[1] == "ON":
         raise ConfigurationError(

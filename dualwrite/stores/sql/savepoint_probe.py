@@ -1,4 +1,4 @@
-"""Asks the database itself which savepoints still exist, where statements alone do not tell.
+"""Asks the database itself which savepoints still exist, where its statements do not show it.
 
 A row of a temporary table is written under each savepoint: if the savepoint was rolled back, the row is gone, and so
 are the messages that waited for it.
@@ -44,7 +44,7 @@ _DONE: Final = frozenset({1, 2})  # COMMAND_OK, TUPLES_OK
 
 
 class Follower(Protocol):
-    """Hears of the statements on a connection, where the driver shows them: a watch over savepoints."""
+    """A watch over savepoints, which is told of the statements on a connection where the driver shows them."""
 
     def after(self, statement: str, *, many: bool) -> None:
         """Follow a statement that the database has executed, perhaps many times."""
@@ -106,7 +106,7 @@ class Witness(Protocol):
         ...
 
     def settle(self, connection: Connection) -> None:
-        """Take the answers that may come later.
+        """Take the answers that were left for later.
 
         Raises:
             SQLAlchemyError: One of them is an error, perhaps one that another statement got before.
@@ -401,7 +401,7 @@ class SqliteWitness:
             self._cursor.close()
 
 
-# Notices what a connection of PyMySQL or mysqlclient is asked to execute, also past SQLAlchemy.
+# Notices every statement that a connection of PyMySQL or mysqlclient executes, also past SQLAlchemy.
 #
 # Both drivers send every statement of a cursor through `Connection.query`, and COMMIT through `Connection.commit`.
 

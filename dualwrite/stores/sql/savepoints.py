@@ -1,7 +1,7 @@
 """Follows a connection's savepoints in its statements; a witness reveals those that nothing shows.
 
-Where the driver shows what it sends (psycopg, PyMySQL, mysqlclient), savepoints are followed on all roads; on SQLite only those
-through SQLAlchemy. Nothing is asked of the database before there is a savepoint, or doubt.
+Where the driver shows what it sends (psycopg, PyMySQL, mysqlclient), all savepoints are followed, whoever sends them; on
+SQLite, only those of SQLAlchemy. The database is asked nothing before there is a savepoint, or doubt.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class SavepointWatch:
         number = self._savepoints.new_witness()
         driver = self._connection.connection.dbapi_connection
         if driver is None or self._dialect.standing(driver) is not Standing.OPEN:
-            return  # the database cannot be asked: unless a rollback is seen, finish() will miss this number
+            return  # the database cannot be asked: finish() will miss this number, unless a rollback is seen
         try:
             kept = self._witness.keep(self._connection, known, number)
         except IllegalStateError:

@@ -1,6 +1,6 @@
 """Short transactions of the library's own, whether the tables fit, and whether two engines reach one database.
 
-Each is retried after what passes by itself, and bounded by the caller's deadline.
+Each is retried after errors that pass by themselves, and limited by the caller's deadline.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Result = TypeVar("Result")
 
 _ATTEMPTS: Final = 5
 LOCK_TIMEOUT_S: Final = 75.0
-"""Longer than a paused owner's session can live, so that a process waiting for its lock gets it."""
+"""Longer than the session of a paused owner can live, so that a process that waits for its lock gets it."""
 _MARIADB: Final = frozenset(itertools.product(MYSQL, ("pymysql", "mysqldb")))
 
 

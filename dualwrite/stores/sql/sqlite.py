@@ -111,7 +111,7 @@ class SQLite:
         _check_settings(connection, _driver(connection), tables)
 
     def _lock_by_write(self, connection: Connection, tables: Tables) -> None:
-        """A write takes it, even of no row."""
+        """Any write takes it, even one that changes no row."""
         state = tables.state
         connection.execute(update(state).where(literal_column("0")).values(incarnation=state.c.incarnation))
 
@@ -133,7 +133,7 @@ class SQLite:
         del connection, values
 
     def is_begun(self) -> Sequence[ColumnElement[bool]]:
-        """Nothing SQL can say: :meth:`begun` checks it right before, in the one process that uses the connection."""
+        """Nothing that SQL can express: :meth:`begun` checks it right before, in the one process that uses the connection."""
         return ()
 
     def begun(self, connection: Connection) -> Mapping[str, object]:

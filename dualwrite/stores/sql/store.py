@@ -403,7 +403,7 @@ class SqlStateStore:
 
 
 def listen_to(engine: Engine) -> None:
-    """Have the library notice what happens on the engine's connections. Call it before others use them; may be repeated."""
+    """Let the library notice what happens on the engine's connections. Call it before others use them; may be repeated."""
     roll_back_before_closing(engine)
     dialect.LISTENERS.expect(engine)
     if engine.dialect.name == "sqlite":  # its driver shows no statements
@@ -712,7 +712,7 @@ class Decisions:
             state.c.transactional_id == bindparam("id_"),
             or_(namespace.is_(None), state.c.namespace == namespace),
         )
-        # In the statement itself: one that stands alone, since the transaction was ended unseen, must match nothing.
+        # In the statement itself: if the transaction was ended unseen, the statement stands alone and must match nothing.
         is_ours = (*is_row, state.c.incarnation == bindparam("incarnation_"), *dialect.is_begun())
         incarnation = select(state.c.incarnation).where(*is_row).scalar_subquery()
         prepared = select(state.c.prepared_transaction_state).where(*is_row).scalar_subquery()
