@@ -38,8 +38,7 @@ from dualwrite.errors import DatabaseWentBack, IllegalStateError
 from dualwrite.protocol.leases import Lease
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.values import Incident
-from dualwrite.recovery import operator as forgetting
-from dualwrite.recovery import operator as terminating
+from dualwrite.recovery import operator
 from dualwrite.recovery import recover as recovery
 from dualwrite.recovery.operator import UNTOUCHED_FOR_S, TerminationReport, complete_prepared
 from dualwrite.recovery.recover import IdStatus, RecoveryReport, is_young
@@ -315,7 +314,7 @@ def terminate(
     no such id, 8 the database has gone back in time, 1 another error.
     """
     try:
-        report = terminating.terminate(
+        report = operator.terminate(
             transactional_id, kafka=kafka, database=url, schema=schema, lose_decided=lose_decided, timeout_s=timeout_s
         )
     except IllegalStateError as error:
@@ -396,7 +395,7 @@ def forget(
 
     Exit code: 0 done (with --dry-run: shown), 3 something is unsettled and stays, 5 a server does not answer, 1 another error.
     """
-    report = forgetting.forget(
+    report = operator.forget(
         transactional_id,
         kafka=kafka,
         database=url,

@@ -303,7 +303,6 @@ class KafkaOffsets:
         return None
 
     def membership(self, consumer: Consumer) -> None:
-        """See :class:`Offsets`."""
         metadata = consumer.consumer_group_metadata()
         if metadata is not None:
             group = group_of(metadata)
@@ -311,7 +310,6 @@ class KafkaOffsets:
                 self._metadata = metadata
 
     def move(self, tx: Transaction, unit: Unit, to: Mapping[Name, int]) -> None:
-        """See :class:`Offsets`."""
         # In this order. A consumer joins again only after its callback has marked the partitions as lost: if the membership
         # is a later one than that of our messages, the mark is seen.
         metadata = self._metadata
@@ -323,7 +321,6 @@ class KafkaOffsets:
         """See :class:`Offsets`."""
 
     def committed(self, consumer: Consumer, partitions: Sequence[Partition]) -> Mapping[Name, int]:
-        """See :class:`Offsets`."""
         asked = [TopicPartition(*one.name) for one in partitions]
         first = {one.name: one.next_offset for one in partitions}
         found = {}
@@ -393,7 +390,6 @@ class RowOffsets:
         """See :class:`Offsets`. The row's epoch is the membership."""
 
     def move(self, tx: Transaction, unit: Unit, to: Mapping[Name, int]) -> None:
-        """See :class:`Offsets`."""
         if unit.is_lost:
             raise PartitionLost
         claimed = {one.name: one.claimed for one in unit.partitions}
@@ -403,7 +399,6 @@ class RowOffsets:
                 raise PartitionLost
 
     def moved(self, unit: Unit, to: Mapping[Name, int]) -> None:
-        """See :class:`Offsets`."""
         for one in unit.partitions:
             if one.name in to and one.claimed is not None:
                 one.claimed = ClaimedOffset(one.claimed.epoch, to[one.name])

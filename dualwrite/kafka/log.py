@@ -364,17 +364,17 @@ class LogBatch(Protocol):
     """The fields of a log batch that the scan reads."""
 
     @property
-    def base_offset(self) -> int: ...  # noqa: D102
+    def base_offset(self) -> int: ...
     @property
-    def next_offset(self) -> int: ...  # noqa: D102
+    def next_offset(self) -> int: ...
     @property
-    def producer_id(self) -> int: ...  # noqa: D102
+    def producer_id(self) -> int: ...
     @property
-    def producer_epoch(self) -> int: ...  # noqa: D102
+    def producer_epoch(self) -> int: ...
     @property
-    def last_sequence(self) -> int: ...  # noqa: D102
+    def last_sequence(self) -> int: ...
     @property
-    def is_control_batch(self) -> bool: ...  # noqa: D102
+    def is_control_batch(self) -> bool: ...
 
 
 @dataclass(eq=False)

@@ -87,27 +87,21 @@ class Telemetry(Observer):
         self.instruments = Instruments(metrics.get_meter("dualwrite", release, meter_provider))
 
     def writing(self, writer: str, database: str) -> WriteObserver:
-        """See :class:`dualwrite.interfaces.Observer`."""
         return WriteSpans(self.tracer, self.instruments, writer, database)
 
     def grouped(self, writer: str, units: int) -> None:
-        """See :class:`dualwrite.interfaces.Observer`."""
         self.instruments.grouped(writer, units)
 
     def settling(self, transactional_ids: Sequence[str]) -> SettleObserver:
-        """See :class:`dualwrite.interfaces.Observer`."""
         return _SettleSpan(self, names.SETTLE, len(transactional_ids))
 
     def recovering(self) -> SettleObserver:
-        """See :class:`dualwrite.interfaces.Observer`."""
         return _SettleSpan(self, names.RECOVER, None)
 
     def lost(self, loss: DecidedTransactionLost | OutcomeUnverifiable | DatabaseWentBack) -> None:
-        """See :class:`dualwrite.interfaces.Observer`."""
         self.instruments.lost(loss)
 
     def opened(self, health: Callable[[], Health], longest_open_s: Callable[[], float | None]) -> Callable[[], None]:
-        """See :class:`dualwrite.interfaces.Observer`."""
         return self.instruments.opened(health, longest_open_s)
 
 

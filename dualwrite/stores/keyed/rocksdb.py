@@ -106,15 +106,12 @@ class RocksDatabase(KeyedDatabase):
 
     @property
     def keys(self) -> RocksKeys:
-        """See the port."""
         return RocksKeys(self._client)
 
     def new_handle(self) -> RocksHandle:
-        """See the port."""
         return RocksHandle(self._client)
 
     def forgetting(self) -> RocksForgetting:
-        """See the port."""
         return RocksForgetting(self.keys)
 
     def close(self) -> None:
@@ -220,14 +217,12 @@ class Writes:
         self._expected: dict[_Place, object] = {}
 
     def put(self, key: Plain, value: Plain, column_family: str | None) -> None:
-        """See :meth:`RocksBatch.put`."""
         place = self._place(key, column_family)
         self._check(value, "value")
         self._batch.put(key, value, self._family(column_family))
         self.written[place] = value
 
     def delete(self, key: Plain, column_family: str | None) -> None:
-        """See :meth:`RocksBatch.delete`."""
         place = self._place(key, column_family)
         self._batch.delete(key, self._family(column_family))
         self.written[place] = _DELETED
@@ -342,17 +337,14 @@ class RocksKeys:
         self._client = client
 
     def get(self, keys: Sequence[Key]) -> Mapping[Key, Entry]:
-        """See the port."""
         found = {key: self._read(key) for key in keys}
         return {key: entry for key, entry in found.items() if entry is not None}
 
     def scan(self, table: str, prefix: str) -> Mapping[Key, Entry]:
-        """See the port."""
         found = self._client.items(FAMILIES[table], prefix.encode())
         return {(table, name.decode()): _entry((table, name.decode()), value) for name, value in found}
 
     def write(self, changes: Sequence[Change]) -> bool:
-        """See the port."""
         with self._client.locks.writing:
             if not self._as_expected(changes):
                 return False
@@ -407,7 +399,6 @@ class RocksKeys:
         return True
 
     def locked(self, keys: Sequence[Key], within_s: float) -> AbstractContextManager[None]:
-        """See the port."""
         return self._client.locks.held(keys, within_s)
 
     @contextmanager
@@ -479,8 +470,6 @@ class RocksForgetting:
         return self._keys.erase(found)
 
     def forget_incidents(self, prefix: str, before: datetime, /, *, dry_run: bool, name: str | None = None) -> int:
-        """See the port."""
-
         def is_old(incident: Incident) -> bool:
             owner = incident.transactional_id
             chosen = owner.startswith(prefix) if name is None else owner == name or owner.startswith(f"{name}#")

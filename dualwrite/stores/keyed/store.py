@@ -266,13 +266,11 @@ class Incidents:
         self._keys = keys
 
     def incident(self, transactional_id: str, state: PreparedTxnState) -> Outcome | None:
-        """See :meth:`dualwrite.interfaces.StateStore.incident`."""
         key = incident_key(transactional_id, state)
         entry = self._keys.get([key]).get(key)
         return None if entry is None else decode_incident(entry.value).outcome
 
     def incidents(self, prefix: str = "", *, acknowledged: bool = False) -> Sequence[Incident]:
-        """See :meth:`dualwrite.interfaces.StateStore.incidents`."""
         found = map(decode_incident, (entry.value for entry in self._keys.scan(INCIDENT, prefix).values()))
         return _by_age(
             one
@@ -281,7 +279,6 @@ class Incidents:
         )
 
     def incidents_of(self, transactional_ids: Collection[str]) -> Sequence[Incident]:
-        """See :meth:`dualwrite.interfaces.StateStore.incidents_of`."""
         return _by_age(
             one
             for name in sorted(set(transactional_ids))
@@ -290,11 +287,9 @@ class Incidents:
         )
 
     def note_told(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.note_told`."""
         self._change_incidents(losses, lambda one: None if one.told_at is not None else replace(one, told_at=now()))
 
     def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:
-        """See :meth:`dualwrite.interfaces.StateStore.acknowledge`."""
         changed = self._change_incidents(
             [(transactional_id, state)],
             lambda one: None if one.acknowledged_at is not None else replace(one, acknowledged_at=now()),
@@ -432,7 +427,6 @@ class KeyedStore(Incidents):
         namespace: str | None = None,
         known: StateRow | None = None,
     ) -> int | None:
-        """See :meth:`dualwrite.interfaces.StateStore.read_incarnation`."""
         del connection
         found = self._stored(transactional_id)
         if found is None or namespace not in {None, found.row.namespace}:
@@ -519,7 +513,6 @@ class KeyedStore(Incidents):
         raise ConfigurationError(f"{self._name} prepares no transactions", next_step="decide each dual write by itself")
 
     def commit(self, connection: KeyedHandle, *, answer_s: float | None = None) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.commit`."""
         if not connection.begun:
             raise TransactionAborted("the dual write was rolled back before its commit")
         try:
@@ -537,7 +530,6 @@ class KeyedStore(Incidents):
         connection.begun = False
 
     def discard(self, connection: KeyedHandle) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.discard`."""
         self.rollback(connection)
 
     # In writes of our own
@@ -586,7 +578,6 @@ class KeyedStore(Incidents):
         return until_unchanged(attempt) if ids else []
 
     def read(self, transactional_ids: Sequence[str]) -> Sequence[StateRow]:
-        """See :meth:`dualwrite.interfaces.StateStore.read`."""
         return _rows(self._entries(transactional_ids).values())
 
     def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:
@@ -606,17 +597,13 @@ class KeyedStore(Incidents):
         return until_unchanged(attempt, deadline)
 
     def while_locked(self, transactional_ids: Sequence[str], work: Callable[[], None], deadline: Deadline) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.while_locked`."""
         with self._keys.locked([state_key(name) for name in sorted(set(transactional_ids))], deadline.remaining_s()):
             work()
 
     def find(self, prefix: str) -> Sequence[StateRow]:
-        """See :meth:`dualwrite.interfaces.StateStore.find`."""
         return _rows(self._keys.scan(STATE, prefix).values())
 
     def record_outcomes(self, outcomes: Sequence[tuple[StateRow, Outcome, str]]) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.record_outcomes`."""
-
         def attempt() -> None:
             keys = [
                 (state_key(row.transactional_id), incident_key(row.transactional_id, row.prepared))
@@ -636,8 +623,6 @@ class KeyedStore(Incidents):
         until_unchanged(attempt)
 
     def mark_settled(self, incarnations: Mapping[str, int]) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.mark_settled`."""
-
         def attempt() -> None:
             moment, entries = now(), self._entries(incarnations)
             changed = [
@@ -650,7 +635,6 @@ class KeyedStore(Incidents):
         until_unchanged(attempt)
 
     def raise_fence(self, row: StateRow, fence: int) -> bool:
-        """See :meth:`dualwrite.interfaces.StateStore.raise_fence`."""
         key = state_key(row.transactional_id)
 
         def attempt() -> bool:
@@ -822,7 +806,6 @@ class KeyedDatabase(Database):
 
     @contextmanager
     def connect(self) -> Generator[KeyedHandle, None, None]:
-        """See :meth:`Database.connect`."""
         handle = self.new_handle()
         try:
             yield handle

@@ -335,15 +335,12 @@ class ZooKeeperDatabase(KeyedDatabase):
 
     @property
     def keys(self) -> ZooKeeperKeys:
-        """See the port."""
         return ZooKeeperKeys(self._opened(), self._jute_maxbuffer)
 
     def new_handle(self) -> ZooKeeperHandle:
-        """See the port."""
         return ZooKeeperHandle(self._opened(), self._jute_maxbuffer)
 
     def forgetting(self) -> Forgetting:
-        """See the port."""
         return ZooKeeperForgetting(self.keys)
 
     def forked(self) -> None:
@@ -389,18 +386,15 @@ class ZooKeeperKeys:
         self._limit = jute_maxbuffer
 
     def get(self, keys: Sequence[Key]) -> Mapping[Key, Entry]:
-        """See the port."""
         named = {self._paths.entry(*key): key for key in keys}
         found = self._session.read(list(named))
         return {named[path]: _entry(path, content, version) for path, (content, version) in found.items()}
 
     def scan(self, table: str, prefix: str) -> Mapping[Key, Entry]:
-        """See the port."""
         names = [unquoted(part) for part in self._session.children(self._paths.table(table))]
         return self.get([(table, name) for name in names if name.startswith(prefix)])
 
     def write(self, changes: Sequence[Change]) -> bool:
-        """See the port."""
         request = self._session.new()
         self._require(request, changes)
         if size_of(request) > self._limit:
@@ -439,7 +433,6 @@ class ZooKeeperKeys:
         raise mapped(error, self._paths.root) from error
 
     def commit(self, handle: KeyedHandle, changes: Sequence[Change], *, answer_s: float | None) -> bool:
-        """See the port."""
         own = cast("ZooKeeperHandle", handle)
         name = changes[0].key[1]
         request = self._session.new()

@@ -96,7 +96,6 @@ class MemoryProducer:
         self._undelivered: list[tuple[DeliveryCallback, _Delivered]] = []
 
     def begin_transaction(self) -> None:
-        """See the real one."""
         self._undelivered.clear()
         self._lane.begin()
 
@@ -104,7 +103,6 @@ class MemoryProducer:
         """Any topic will do."""
 
     def refuse_callback(self) -> None:
-        """See the real one."""
         if self.bulk:
             raise IllegalStateError(
                 "a producer in bulk mode calls no on_delivery", transactional_id=self.transactional_id
@@ -120,7 +118,6 @@ class MemoryProducer:
             self._undelivered.append((on_delivery, _Delivered(record)))
 
     def take(self, held: Sendable) -> None:
-        """See the real one."""
         if isinstance(held, ConsumedOffsets):
             self._planted.reach(Place.PRODUCE)
             self._lane.transaction.offsets.append((list(held.offsets), held.group_metadata))
@@ -144,7 +141,6 @@ class MemoryProducer:
                 yield Message(held.topic, value, key, None, (), None, None, size)
 
     def prepare_transaction(self) -> PreparedTxnState:
-        """See the real one."""
         self._planted.reach(Place.PREPARE)
         while self._undelivered:  # callbacks may produce more
             on_delivery, delivered = self._undelivered.pop(0)
@@ -159,7 +155,6 @@ class MemoryProducer:
         """None: the flush raises a callback's exception."""
 
     def abort_transaction(self) -> None:
-        """See the real one."""
         self._lane.end(committed=False)
 
 
@@ -254,7 +249,6 @@ class MemoryLane:
     ready = settle
 
     def complete(self, state: PreparedTxnState, deadline: Deadline) -> None:
-        """See the real one."""
         del state, deadline
         failure = self._planted.take(Place.COMPLETE)
         if failure is None:
@@ -408,12 +402,10 @@ class MemoryStore:
         self._same_database = SameDatabase(engine, dialect, self._tables, own)
 
     def check_same_database(self, connection: Connection) -> None:
-        """See the port."""
         refuse_transaction(connection)
         self._same_database.check(connection)
 
     def begin(self, connection: Connection) -> None:
-        """See the port."""
         refuse_transaction(connection)
         self._planted.reach(Place.BEGIN)
         with self._mapped():
@@ -427,7 +419,6 @@ class MemoryStore:
             keep(connection).refuses = True
 
     def watch_savepoints(self, connection: Connection, transactional_id: str) -> SavepointWatch:
-        """See the port."""
         return SavepointWatch(connection, self._dialect, transactional_id)
 
     def read_incarnation(
@@ -448,14 +439,12 @@ class MemoryStore:
     def decide(
         self, connection: Connection, transactional_id: str, incarnation: int, state: PreparedTxnState, **limits: Any
     ) -> tuple[bool, str | None]:
-        """See the port."""
         del state
         return self.hold(connection, transactional_id, incarnation, **limits)
 
     def hold(
         self, connection: Connection, transactional_id: str, incarnation: int, **limits: Any
     ) -> tuple[bool, str | None]:
-        """See the port."""
         del incarnation, limits
         self._planted.reach(Place.DECIDE)
         with self._mapped(transactional_id):
@@ -467,11 +456,9 @@ class MemoryStore:
             return True, self._dialect.check_end(connection, tuple(found))
 
     def run_deferred(self, connection: Connection, transactional_id: str | None = None) -> None:
-        """See the port."""
         committing.run_deferred(connection, self._dialect, transactional_id)
 
     def commit(self, connection: Connection, *, answer_s: float | None = None) -> None:
-        """See the port."""
         failure = self._planted.take(Place.COMMIT)
         if failure is not None and (isinstance(failure.error, TransactionAborted) or not failure.rows_committed):
             self.rollback(connection)
@@ -488,7 +475,6 @@ class MemoryStore:
         committing.commit(connection, self._dialect, self._lane.transactional_id, answer_s=answer_s)
 
     def rollback(self, connection: Connection) -> None:
-        """See the port."""
         committing.rollback(connection)
         let_go(connection)
 
@@ -536,6 +522,5 @@ class JoinedMemoryStore(MemoryStore):
         committing.commit(connection, self._dialect, name, answer_s=answer_s, joined=True)
 
     def rollback(self, connection: Connection) -> None:
-        """See the port."""
         committing.rollback_joined(connection)
         let_go(connection)

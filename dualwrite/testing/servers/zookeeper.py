@@ -251,7 +251,6 @@ class _Server:
         wait_until_ready(self.process, "ZooKeeper", self.mode, deadline)
 
     def mode(self) -> str:
-        """See :meth:`EmbeddedZooKeeper.mode`."""
         for line in _asked(self.client.number, b"srvr").splitlines():
             if line.startswith("Mode: "):
                 return line.removeprefix("Mode: ").strip()

@@ -84,28 +84,6 @@ _REFERRING: Final = text(
 )
 
 
-def require_replaceable(
-    connection: Connection, target: tuple[str, str], *, empty: Emptying | None, upsert: Sequence[str]
-) -> None:
-    """See :meth:`SinkDatabase.require_replaceable`."""
-    if empty is Emptying.TRUNCATE:
-        raise ConfigurationError(
-            "the option truncate is not for MariaDB and MySQL, where TRUNCATE would commit the deciding transaction",
-            next_step="leave it out: the rows are then deleted",
-        )
-    try:
-        if upsert:
-            _require_unique(connection, target, upsert)
-        if empty is not None:
-            where = {"schema": target[0], "table": target[1]}
-            for key, schema, by, columns in connection.execute(_REFERRING, where).all():
-                given = " AND ".join(f"{quoted(name)} IS NOT NULL" for name in str(columns).split(","))
-                if execute(connection, f"SELECT 1 FROM {table_name((schema, by))} WHERE {given} LIMIT 1").first():
-                    raise still_referred_to(target[1], key, by)
-    except exc.SQLAlchemyError as error:
-        raise map_database_error(error, connection.engine) from error
-
-
 def create_staging(engine: Engine, made: StagingTable, target: tuple[str, str], columns: Sequence[str]) -> None:
     """See :meth:`SinkDatabase.create_staging`. On a connection of its own."""
     number = _number_beside(columns)
@@ -135,29 +113,6 @@ def _number_beside(columns: Sequence[str]) -> str:
     while name in taken:
         name += "_"
     return name
-
-
-def take_over(
-    connection: Connection,
-    parts: Sequence[Staged],
-    target: tuple[str, str],
-    columns: Sequence[str],
-    *,
-    key: Sequence[str] = (),
-    upsert: Sequence[str] = (),
-) -> None:
-    """See :meth:`SinkDatabase.take_over`."""
-    try:
-        if upsert:
-            _require_unique(connection, target, upsert)
-            _refuse_keys_twice(connection, parts, target, upsert)
-        for part in parts:
-            held = _count(connection, part.table)
-            if held != part.rows:
-                raise rows_lost(part, held)
-            _take_over(connection, part, target, columns, key=key, upsert=upsert)
-    except exc.SQLAlchemyError as error:
-        raise map_database_error(error, connection.engine) from error
 
 
 def _take_over(
@@ -264,24 +219,6 @@ def _broken(
     return None
 
 
-def drop_staging(engine: Engine, tables: Collection[StagingTable]) -> None:
-    """See :meth:`SinkDatabase.drop_staging`."""
-    for staged in tables:
-        _drop(engine, staged)
-
-
-def drop_dead_staging(
-    engine: Engine, schema: str, incarnations: Mapping[str, int], holders: Callable[[], Mapping[str, str]]
-) -> int:
-    """See :meth:`SinkDatabase.drop_dead_staging`."""
-    with engine.connect() as connection:
-        where = {"schema": schema, "prefix": STAGING_PREFIX, "length": len(STAGING_PREFIX)}
-        found = [StagingTable.found(*row) for row in connection.execute(_FIND_STAGING, where)]
-    held = holders() if found else {}
-    dead = [one for one in found if one is not None and can_be_dropped(one, incarnations, held)]
-    return sum(_drop(engine, one) for one in dead)
-
-
 def _drop(engine: Engine, staged: StagingTable) -> bool:
     try:
         with engine.connect() as connection:
@@ -338,23 +275,55 @@ class MariaDB:
         event.listen(self.engine, "connect", _set_session)
 
     def quoted(self, table: tuple[str, str]) -> str:
-        """See the protocol."""
         return table_name(table)
 
     def read_table(self, connection: Connection, name: str) -> Table:
-        """See the protocol."""
-        return read_table(connection, name)
+        parsed = parsed_name(name)
+        if parsed is None:
+            raise ConfigurationError(
+                f"{name!r} is not the name of a table",
+                next_step="write it as in SQL: orders, sales.orders, or `my orders`",
+            )
+        try:
+            row = _found(connection.execute(_FIND_TARGET, {"schema": parsed[0], "name": parsed[1]}).all(), parsed[1])
+            if row is None:
+                raise ConfigurationError(
+                    f"there is no table {name!r}",
+                    next_step="create it, or check its database, its upper and lower case, and the user's rights",
+                )
+            schema, table, kind, engine = row
+            where = {"schema": schema, "table": table}
+            columns = connection.execute(_COLUMNS, where).all()
+            clauses = connection.execute(_JSON, where).scalars().all() if is_mariadb(connection) else []
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, connection.engine) from error
+        if kind not in _TABLES:
+            raise ConfigurationError(f"{name!r} is not a table but a {str(kind).lower()}")
+        if engine != "InnoDB":
+            raise ConfigurationError(
+                f"{name!r} is in the engine {engine}, whose rows do not belong to the transaction",
+                next_step=f"ALTER TABLE {name} ENGINE=InnoDB",
+            )
+        # By its place: MySQL names its catalog's columns in capitals.
+        if not any("insert" in str(column[-1]) for column in columns):
+            raise ConfigurationError(
+                f"rows may not be inserted into {name!r}",
+                next_step=f"as its owner: GRANT INSERT ON {name} TO the user {connection.engine.url.username!r}",
+            )
+        json_columns = {
+            match[1].replace("``", "`") for clause in clauses if (match := _JSON_COLUMN.search(str(clause)))
+        }
+        found = [_column(row, is_json=row[0] in json_columns) for row in columns]
+        return Table(schema, table, {column.name: column for column in found}, takes=attrgetter("mariadb"))
 
     def require_types(
         self, connection: Connection, table: tuple[str, str], planned: Mapping[str, str], *, shown_name: str
     ) -> None:
-        """See the protocol."""
         require_types(connection, table, planned, shown_name=shown_name)
 
     def writing(
         self, connection: Connection, layout: Layout, table: tuple[str, str], names: RowNames | None = None
     ) -> AbstractContextManager[Inserts]:
-        """See the protocol."""
         return inserting(connection, layout, table, names)
 
     def choose_staging(self, wanted: str, schema: str, *, moves: bool) -> bool:
@@ -367,7 +336,6 @@ class MariaDB:
     def create_staging(
         self, connection: Connection, made: StagingTable, target: tuple[str, str], columns: Sequence[str]
     ) -> None:
-        """See the protocol."""
         del connection  # DDL would commit its transaction
         create_staging(self.engine, made, target, columns)
 
@@ -381,24 +349,51 @@ class MariaDB:
         key: Sequence[str] = (),
         upsert: Sequence[str] = (),
     ) -> None:
-        """See the protocol."""
-        take_over(connection, parts, target, columns, key=key, upsert=upsert)
+        try:
+            if upsert:
+                _require_unique(connection, target, upsert)
+                _refuse_keys_twice(connection, parts, target, upsert)
+            for part in parts:
+                held = _count(connection, part.table)
+                if held != part.rows:
+                    raise rows_lost(part, held)
+                _take_over(connection, part, target, columns, key=key, upsert=upsert)
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, connection.engine) from error
 
     def drop_staging(self, tables: Collection[StagingTable]) -> None:
-        """See the protocol."""
-        drop_staging(self.engine, tables)
+        for staged in tables:
+            _drop(self.engine, staged)
 
     def drop_dead_staging(
         self, schema: str, incarnations: Mapping[str, int], holders: Callable[[], Mapping[str, str]]
     ) -> int:
-        """See the protocol."""
-        return drop_dead_staging(self.engine, schema, incarnations, holders)
+        with self.engine.connect() as connection:
+            where = {"schema": schema, "prefix": STAGING_PREFIX, "length": len(STAGING_PREFIX)}
+            found = [StagingTable.found(*row) for row in connection.execute(_FIND_STAGING, where)]
+        held = holders() if found else {}
+        dead = [one for one in found if one is not None and can_be_dropped(one, incarnations, held)]
+        return sum(_drop(self.engine, one) for one in dead)
 
     def require_replaceable(
         self, connection: Connection, target: tuple[str, str], *, empty: Emptying | None, upsert: Sequence[str]
     ) -> None:
-        """See the protocol."""
-        require_replaceable(connection, target, empty=empty, upsert=upsert)
+        if empty is Emptying.TRUNCATE:
+            raise ConfigurationError(
+                "the option truncate is not for MariaDB and MySQL, where TRUNCATE would commit the deciding transaction",
+                next_step="leave it out: the rows are then deleted",
+            )
+        try:
+            if upsert:
+                _require_unique(connection, target, upsert)
+            if empty is not None:
+                where = {"schema": target[0], "table": target[1]}
+                for key, schema, by, columns in connection.execute(_REFERRING, where).all():
+                    given = " AND ".join(f"{quoted(name)} IS NOT NULL" for name in str(columns).split(","))
+                    if execute(connection, f"SELECT 1 FROM {table_name((schema, by))} WHERE {given} LIMIT 1").first():
+                        raise still_referred_to(target[1], key, by)
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, connection.engine) from error
 
     def empty(self, connection: Connection, table: tuple[str, str], how: Emptying) -> None:
         """See the protocol. Not by TRUNCATE, which would commit: `require_replaceable` has refused it."""
@@ -457,44 +452,6 @@ _JSON: Final = text(
 _JSON_COLUMN: Final = re.compile(r"json_valid\(`((?:[^`]|``)+)`\)")
 _UNSIGNED: Final = "unsigned"
 _WHOLE: Final = frozenset({"tinyint", "smallint", "mediumint", "int", "bigint"})
-
-
-def read_table(connection: Connection, name: str) -> Table:
-    """See :meth:`SinkDatabase.read_table`."""
-    parsed = parsed_name(name)
-    if parsed is None:
-        raise ConfigurationError(
-            f"{name!r} is not the name of a table", next_step="write it as in SQL: orders, sales.orders, or `my orders`"
-        )
-    try:
-        row = _found(connection.execute(_FIND_TARGET, {"schema": parsed[0], "name": parsed[1]}).all(), parsed[1])
-        if row is None:
-            raise ConfigurationError(
-                f"there is no table {name!r}",
-                next_step="create it, or check its database, its upper and lower case, and the user's rights",
-            )
-        schema, table, kind, engine = row
-        where = {"schema": schema, "table": table}
-        columns = connection.execute(_COLUMNS, where).all()
-        clauses = connection.execute(_JSON, where).scalars().all() if is_mariadb(connection) else []
-    except exc.SQLAlchemyError as error:
-        raise map_database_error(error, connection.engine) from error
-    if kind not in _TABLES:
-        raise ConfigurationError(f"{name!r} is not a table but a {str(kind).lower()}")
-    if engine != "InnoDB":
-        raise ConfigurationError(
-            f"{name!r} is in the engine {engine}, whose rows do not belong to the transaction",
-            next_step=f"ALTER TABLE {name} ENGINE=InnoDB",
-        )
-    # By its place: MySQL names its catalog's columns in capitals.
-    if not any("insert" in str(column[-1]) for column in columns):
-        raise ConfigurationError(
-            f"rows may not be inserted into {name!r}",
-            next_step=f"as its owner: GRANT INSERT ON {name} TO the user {connection.engine.url.username!r}",
-        )
-    json_columns = {match[1].replace("``", "`") for clause in clauses if (match := _JSON_COLUMN.search(str(clause)))}
-    found = [_column(row, is_json=row[0] in json_columns) for row in columns]
-    return Table(schema, table, {column.name: column for column in found}, takes=attrgetter("mariadb"))
 
 
 def _found(rows: Sequence[Sequence[object]], name: str) -> tuple[str, str, object, object] | None:
@@ -565,7 +522,6 @@ class Inserts:
         self._into = f"INSERT INTO {table_name(table)} ({listed(layout.table_column_names)}) VALUES "
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """See :class:`~dualwrite.sinks.spark.databases.database.RowWriter`."""
         columns = self._layout.table_columns
         rows = literal_rows(columns, [batch.column(one.source) for one in columns], self._name)
         for start, end in statements(rows, MOST_BYTES):

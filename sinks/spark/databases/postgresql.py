@@ -98,30 +98,6 @@ _REFERRING: Final = text(
 )
 
 
-def require_replaceable(
-    connection: Connection, target: tuple[str, str], *, empty: Emptying | None, upsert: Sequence[str]
-) -> None:
-    """See :meth:`SinkDatabase.require_replaceable`."""
-    try:
-        found = connection.execute(_RIGHTS, {"schema": target[0], "table": target[1]}).mappings().one()
-        table = {"table": found["oid"]}
-        user, where = connection.engine.url.username, sql.Identifier(*target).as_string()
-        for right in ("SELECT", *(["UPDATE"] if upsert else []), *([] if empty is None else [empty.value])):
-            if not found[right]:
-                raise ConfigurationError(
-                    f"the right to {right} is missing on table {target[1]!r}",
-                    next_step=f'as its owner: GRANT {right} ON {where} TO "{user}"',
-                )
-        if upsert:
-            columns = connection.execute(_NAMES, table).scalars().all()
-            require_key(target[1], columns, [*map(frozenset, connection.execute(_UNIQUE, table).scalars())], upsert)
-        if empty is not None:
-            for referring in connection.execute(_REFERRING, table).mappings().all():
-                _require_unreferred(connection, target[1], empty, referring)
-    except exc.SQLAlchemyError as error:
-        raise map_database_error(error, connection.engine) from error
-
-
 def _require_unreferred(connection: Connection, table: str, empty: Emptying, referring: RowMapping) -> None:
     """Refuse to empty a table that a foreign key refers to: by TRUNCATE always, by DELETE if a row of the other table does."""
     key, by = referring["conname"], referring["relname"]
@@ -137,31 +113,6 @@ def _require_unreferred(connection: Connection, table: str, empty: Emptying, ref
         other = sql.Identifier(referring["nspname"], by)
         if _execute(connection, sql.SQL("SELECT 1 FROM {} WHERE {} LIMIT 1").format(other, given)).first() is not None:
             raise still_referred_to(table, key, by)
-
-
-def create_staging(connection: Connection, made: StagingTable, target: tuple[str, str], columns: Sequence[str]) -> None:
-    """See :meth:`SinkDatabase.create_staging`. In the target's schema and the caller's transaction."""
-    try:
-        # Types only: the target checks constraints and sets defaults when the rows are moved.
-        _execute(
-            connection,
-            sql.SQL(
-                "CREATE UNLOGGED TABLE {} WITH (autovacuum_enabled = false) AS SELECT {} FROM {} WITH NO DATA"
-            ).format(sql.Identifier(*made.table), listed(columns), sql.Identifier(*target)),
-        )
-        _execute(
-            connection,
-            sql.SQL("COMMENT ON TABLE {} IS {}").format(sql.Identifier(*made.table), sql.Literal(made.comment)),
-        )
-    except exc.SQLAlchemyError as error:
-        mapped = map_database_error(error, connection.engine)
-        if isinstance(mapped, ConfigurationError):
-            raise ConfigurationError(
-                f"no staging table can be made in schema {made.schema!r}: {driver_words(error)}",
-                next_step=f'grant it: GRANT CREATE ON SCHEMA {made.schema} TO "{connection.engine.url.username}"; and SELECT '
-                "on the table that is written",
-            ) from error
-        raise mapped from error
 
 
 def take_over(
@@ -256,31 +207,6 @@ def _broken(connection: Connection, target: tuple[str, str], error: psycopg.Erro
     return None
 
 
-def drop_staging(engine: Engine, tables: Collection[StagingTable]) -> None:
-    """See :meth:`SinkDatabase.drop_staging`."""
-    with engine.connect() as connection:
-        for staged in tables:
-            _drop(connection, staged)
-
-
-def drop_dead_staging(
-    engine: Engine, schema: str, incarnations: Mapping[str, int], holders: Callable[[], Mapping[str, str]]
-) -> int:
-    """See :meth:`SinkDatabase.drop_dead_staging`."""
-    dropped = 0
-    with engine.connect() as connection:
-        found = [
-            StagingTable.found(*row)
-            for row in connection.execute(_FIND_STAGING, {"prefix": STAGING_PREFIX, "schema": schema})
-        ]
-        connection.rollback()
-        held = holders() if found else {}
-        for staged in found:
-            if staged is not None and can_be_dropped(staged, incarnations, held):
-                dropped += _drop(connection, staged)
-    return dropped
-
-
 def _drop(connection: Connection, staged: StagingTable) -> bool:
     try:
         with connection.begin():
@@ -350,34 +276,66 @@ class PostgreSQL:
         )
 
     def quoted(self, table: tuple[str, str]) -> str:
-        """See the protocol."""
         return sql.Identifier(*table).as_string()
 
     def read_table(self, connection: Connection, name: str) -> Table:
-        """See the protocol."""
         return read_table(connection, name)
 
     def require_types(
         self, connection: Connection, table: tuple[str, str], planned: Mapping[str, str], *, shown_name: str
     ) -> None:
-        """See the protocol."""
         require_types(connection, table, planned, shown_name=shown_name)
 
     def writing(
         self, connection: Connection, layout: Layout, table: tuple[str, str], names: RowNames | None = None
     ) -> AbstractContextManager[TableCopy]:
-        """See the protocol."""
         return copying(connection, layout, table, names)
 
     def choose_staging(self, wanted: str, schema: str, *, moves: bool) -> bool:
-        """See the protocol."""
-        return choose_staging(self.engine, wanted, schema, moves=moves)
+        try:
+            with self.engine.connect() as connection:
+                may_create, most_prepared = connection.execute(_ALLOWED, {"schema": schema}).one()
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, self.engine) from error
+        if wanted == "staging" or (wanted == "auto" and may_create):
+            return True
+        if moves:
+            raise ConfigurationError(
+                "rows that replace others, and a table that is emptied first, need staging tables",
+                next_step=f'set databaseLeg to "staging"; the user needs CREATE on the schema {schema!r}',
+            )
+        if most_prepared == 0:
+            raise ConfigurationError(
+                "the database takes no prepared transactions",
+                next_step=f"{_MORE_PREPARED} (which needs CREATE on the schema {schema!r})",
+            )
+        return False
 
     def create_staging(
         self, connection: Connection, made: StagingTable, target: tuple[str, str], columns: Sequence[str]
     ) -> None:
-        """See the protocol."""
-        create_staging(connection, made, target, columns)
+        """See :meth:`SinkDatabase.create_staging`. In the target's schema and the caller's transaction."""
+        try:
+            # Types only: the target checks constraints and sets defaults when the rows are moved.
+            _execute(
+                connection,
+                sql.SQL(
+                    "CREATE UNLOGGED TABLE {} WITH (autovacuum_enabled = false) AS SELECT {} FROM {} WITH NO DATA"
+                ).format(sql.Identifier(*made.table), listed(columns), sql.Identifier(*target)),
+            )
+            _execute(
+                connection,
+                sql.SQL("COMMENT ON TABLE {} IS {}").format(sql.Identifier(*made.table), sql.Literal(made.comment)),
+            )
+        except exc.SQLAlchemyError as error:
+            mapped = map_database_error(error, connection.engine)
+            if isinstance(mapped, ConfigurationError):
+                raise ConfigurationError(
+                    f"no staging table can be made in schema {made.schema!r}: {driver_words(error)}",
+                    next_step=f"grant it: GRANT CREATE ON SCHEMA {made.schema} TO "
+                    f'"{connection.engine.url.username}"; and SELECT on the table that is written',
+                ) from error
+            raise mapped from error
 
     def take_over(
         self,
@@ -389,46 +347,81 @@ class PostgreSQL:
         key: Sequence[str] = (),
         upsert: Sequence[str] = (),
     ) -> None:
-        """See the protocol."""
         for part in parts:
             take_over(connection, part, target, columns, key=key, upsert=upsert)
 
     def drop_staging(self, tables: Collection[StagingTable]) -> None:
-        """See the protocol."""
-        drop_staging(self.engine, tables)
+        with self.engine.connect() as connection:
+            for staged in tables:
+                _drop(connection, staged)
 
     def drop_dead_staging(
         self, schema: str, incarnations: Mapping[str, int], holders: Callable[[], Mapping[str, str]]
     ) -> int:
-        """See the protocol."""
-        return drop_dead_staging(self.engine, schema, incarnations, holders)
+        dropped = 0
+        with self.engine.connect() as connection:
+            found = [
+                StagingTable.found(*row)
+                for row in connection.execute(_FIND_STAGING, {"prefix": STAGING_PREFIX, "schema": schema})
+            ]
+            connection.rollback()
+            held = holders() if found else {}
+            for staged in found:
+                if staged is not None and can_be_dropped(staged, incarnations, held):
+                    dropped += _drop(connection, staged)
+        return dropped
 
     def require_replaceable(
         self, connection: Connection, target: tuple[str, str], *, empty: Emptying | None, upsert: Sequence[str]
     ) -> None:
-        """See the protocol."""
-        require_replaceable(connection, target, empty=empty, upsert=upsert)
+        try:
+            found = connection.execute(_RIGHTS, {"schema": target[0], "table": target[1]}).mappings().one()
+            table = {"table": found["oid"]}
+            user, where = connection.engine.url.username, sql.Identifier(*target).as_string()
+            for right in ("SELECT", *(["UPDATE"] if upsert else []), *([] if empty is None else [empty.value])):
+                if not found[right]:
+                    raise ConfigurationError(
+                        f"the right to {right} is missing on table {target[1]!r}",
+                        next_step=f'as its owner: GRANT {right} ON {where} TO "{user}"',
+                    )
+            if upsert:
+                columns = connection.execute(_NAMES, table).scalars().all()
+                require_key(target[1], columns, [*map(frozenset, connection.execute(_UNIQUE, table).scalars())], upsert)
+            if empty is not None:
+                for referring in connection.execute(_REFERRING, table).mappings().all():
+                    _require_unreferred(connection, target[1], empty, referring)
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, connection.engine) from error
 
     def empty(self, connection: Connection, table: tuple[str, str], how: Emptying) -> None:
-        """See the protocol."""
         empty(connection, table, how)
 
     def before_prepared(self, connection: Connection) -> None:
-        """See the protocol."""
         require_room(connection)
         bound_waiting(connection)
 
     def require_prepared(self, connection: Connection, names: Collection[str], name: str) -> None:
-        """See the protocol."""
         require_prepared(connection, names, name)
 
     def had_no_room(self, error: BaseException) -> TransactionAborted | None:
-        """See the protocol."""
-        return ran_out(error)
+        """The error for a PREPARE TRANSACTION that exceeded ``max_prepared_transactions``; None for another cause."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, psycopg.errors.OutOfMemory) and _NO_ROOM in str(cause):
+                return TransactionAborted(
+                    "the database takes no more prepared transactions", next_step=_MORE_PREPARED, retryable=False
+                )
+            cause = cause.__cause__
+        return None
 
     def waited_in_vain(self, error: BaseException) -> bool:
-        """See the protocol."""
-        return waited_in_vain(error)
+        """Whether a lock was not free in time."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, psycopg.errors.LockNotAvailable):
+                return True
+            cause = cause.__cause__
+        return False
 
 
 # The target table in PostgreSQL's catalog.
@@ -748,28 +741,6 @@ _ALLOWED: Final = text(
 )
 
 
-def choose_staging(engine: Engine, wanted: str, schema: str, *, moves: bool) -> bool:
-    """See :meth:`SinkDatabase.choose_staging`."""
-    try:
-        with engine.connect() as connection:
-            may_create, most_prepared = connection.execute(_ALLOWED, {"schema": schema}).one()
-    except exc.SQLAlchemyError as error:
-        raise map_database_error(error, engine) from error
-    if wanted == "staging" or (wanted == "auto" and may_create):
-        return True
-    if moves:
-        raise ConfigurationError(
-            "rows that replace others, and a table that is emptied first, need staging tables",
-            next_step=f'set databaseLeg to "staging"; the user needs CREATE on the schema {schema!r}',
-        )
-    if most_prepared == 0:
-        raise ConfigurationError(
-            "the database takes no prepared transactions",
-            next_step=f"{_MORE_PREPARED} (which needs CREATE on the schema {schema!r})",
-        )
-    return False
-
-
 def require_room(connection: Connection) -> None:
     """Make sure, before rows are written, that the database takes one more prepared transaction.
 
@@ -783,29 +754,9 @@ def require_room(connection: Connection) -> None:
         )
 
 
-def ran_out(error: BaseException | None) -> TransactionAborted | None:
-    """The error for a PREPARE TRANSACTION that exceeded ``max_prepared_transactions``; None if `error` has another cause."""
-    while error is not None:
-        if isinstance(error, psycopg.errors.OutOfMemory) and _NO_ROOM in str(error):
-            return TransactionAborted(
-                "the database takes no more prepared transactions", next_step=_MORE_PREPARED, retryable=False
-            )
-        error = error.__cause__
-    return None
-
-
 def bound_waiting(connection: Connection) -> None:
     """Limit the lock waits of this transaction: another attempt's prepared rows may hold the same keys forever."""
     connection.execute(text(f"SET LOCAL lock_timeout = '{_LONGEST_WAIT}'"))
-
-
-def waited_in_vain(error: BaseException | None) -> bool:
-    """Whether a lock was not free in time."""
-    while error is not None:
-        if isinstance(error, psycopg.errors.LockNotAvailable):
-            return True
-        error = error.__cause__
-    return False
 
 
 def require_prepared(connection: Connection, names: Collection[str], name: str) -> None:
