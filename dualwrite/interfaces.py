@@ -579,7 +579,7 @@ class Database(ABC):
 
     @abstractmethod
     def connect(self) -> AbstractContextManager[Handle]:
-        """A handle, on which one dual write works, for as long as its block lasts.
+        """A handle, on which one dual write works. It is its own context manager: the end of its block gives it back.
 
         Raises:
             DualWriteError: The database cannot be reached.

@@ -42,11 +42,10 @@ if TYPE_CHECKING:
     from dualwrite.interfaces import Observer
     from dualwrite.kafka.producer import EngineName
     from dualwrite.protocol.process import Health
-    from dualwrite.writing.dual_write import Serializers
     from dualwrite.writing.lane import OnLoss
     from dualwrite.writing.lane_pool import Lanes
     from dualwrite.writing.sessions import Block
-    from dualwrite.writing.transaction import AsyncWriterSettings, CommonSettings, Transaction
+    from dualwrite.writing.transaction import AsyncWriterSettings, CommonSettings, Serializers, Transaction
     from dualwrite.writing.units_of_work import RowUnit
 
 T = TypeVar("T")
@@ -467,7 +466,7 @@ class OfTasks:
     def refuse_nested(self: _Writer) -> None:
         """Raise if the writer is not open, or the task is inside a transaction or a unit of it."""
         self._require_open()
-        entered.refuse_nested(self, self.transactional_id)
+        entered.refuse_nested(self._lanes, self.transactional_id)
 
 
 class ForTasks(OfTasks, DualWriter):

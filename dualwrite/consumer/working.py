@@ -32,9 +32,9 @@ from dualwrite.protocol.consuming import (
 )
 from dualwrite.stores.sql.access import Meaning, meaning_of
 from dualwrite.waiting import elsewhere
-from dualwrite.writing.dual_write import check_callable, for_topic, key_and_value
 from dualwrite.writing.fair_queue import Turns
 from dualwrite.writing.retry import is_not_run, refuse_not_run
+from dualwrite.writing.transaction import check_callable, for_topic, key_and_value
 
 if TYPE_CHECKING:
     from confluent_kafka import Message

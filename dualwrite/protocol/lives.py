@@ -28,7 +28,12 @@ class Machine(Generic[State, Event]):
         table: The next state by state and event.
         initial: The first state.
         moved: Called with the new state after each event that leads to another one. It must not raise.
+
+    Attributes:
+        state: The present state. Nothing else assigns it.
     """
+
+    __slots__ = ("_moved", "_name", "_table", "state")
 
     def __init__(
         self,
@@ -40,17 +45,12 @@ class Machine(Generic[State, Event]):
     ) -> None:
         self._name = name
         self._table = table
-        self._state = initial
+        self.state = initial
         self._moved = moved
-
-    @property
-    def state(self) -> State:
-        """The present state."""
-        return self._state
 
     def allows(self, event: Event) -> bool:
         """Whether the table lists the event for the present state."""
-        return event in self._table[self._state]
+        return event in self._table[self.state]
 
     def check(self, event: Event) -> None:
         """Raise unless the event is allowed now. Call it before the I/O that the event stands for.
@@ -58,12 +58,8 @@ class Machine(Generic[State, Event]):
         Raises:
             IllegalStateError: The event is not allowed in the present state.
         """
-        if not self.allows(event):
-            allowed = ", ".join(sorted(other.value for other in self._table[self._state])) or "nothing"
-            raise IllegalStateError(
-                f"{event.value} is not allowed while the {self._name} is {self._state.value}",
-                next_step=f"allowed now: {allowed}",
-            )
+        if event not in self._table[self.state]:
+            raise self._refusal(event)
 
     def apply(self, event: Event) -> State:
         """Move by the table: the event has happened.
@@ -71,14 +67,24 @@ class Machine(Generic[State, Event]):
         Raises:
             IllegalStateError: The event is not allowed in the present state; the state is unchanged.
         """
-        self.check(event)
-        former, self._state = self._state, self._table[self._state][event]
-        if self._moved is not None and self._state is not former:
-            self._moved(self._state)
-        return self._state
+        following = self._table[self.state].get(event)
+        if following is None:
+            raise self._refusal(event)
+        if following is not self.state:
+            self.state = following
+            if self._moved is not None:
+                self._moved(following)
+        return following
+
+    def _refusal(self, event: Event) -> IllegalStateError:
+        allowed = ", ".join(sorted(other.value for other in self._table[self.state])) or "nothing"
+        return IllegalStateError(
+            f"{event.value} is not allowed while the {self._name} is {self.state.value}",
+            next_step=f"allowed now: {allowed}",
+        )
 
     def __repr__(self) -> str:
-        return f"<{self._name} {self._state.value}>"
+        return f"<{self._name} {self.state.value}>"
 
 
 # The life of one transactional producer, with KIP-939's gating.
@@ -216,6 +222,8 @@ WAY_ON: Mapping[ProducerState, str] = MappingProxyType(
 class WriteState(Enum):
     """The states of one dual write."""
 
+    __hash__ = object.__hash__  # Enum's own is slow Python code, and every step looks up its event
+
     BEGUN = "begun"
     CHECKED = "checked"
     PREPARED = "prepared"
@@ -237,6 +245,8 @@ class WriteEvent(Enum):
     COMMIT is missing. ``COMPLETE``: Kafka has answered. ``FIND_LOST``: there is proof that the broker aborted it. ``ABORT``:
     both sides have rolled back. ``HAND_OVER``: both sides are prepared, and another process decides.
     """
+
+    __hash__ = object.__hash__  # for speed, as for the states
 
     CHECK = "check"
     PRODUCE = "produce"

@@ -31,10 +31,10 @@ import base64
 import binascii
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import zip_longest
-from typing import Final
+from typing import Final, TypeVar
 
 from dualwrite.errors import ConfigurationError
 
@@ -48,6 +48,8 @@ _NUMBER = re.compile(r"0|[1-9][0-9]*")
 _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _TOPIC_ID = re.compile(r"[a-zA-Z0-9_-]{1,22}")
 _NATIVE = "n"
+_NOT_EMPTY = "the empty state has no incarnation, start time, engine or partitions"
+_NAMES_TOPICS = "a native state names each topic once, with its id"
 
 
 @dataclass(frozen=True, order=True)
@@ -74,6 +76,8 @@ class Engine(Enum):
     apart. ``NATIVE``: every transaction has an epoch of its own (transaction version 2, KIP-890).
     """
 
+    __hash__ = object.__hash__  # Enum's own is slow Python code, and states are compared by it
+
     LIBRDKAFKA = "librdkafka"
     NATIVE = "native"
 
@@ -94,6 +98,9 @@ class FurtherPartitions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "numbers", tuple(sorted(self.numbers)))
+
+
+Part = TypeVar("Part", FirstOffset, FurtherPartitions)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +124,8 @@ class PreparedTxnState:
             Not part of the identity.
         engine: The engine that made the transaction.
         further: In a native state, all other partitions written, sorted by topic. Empty otherwise.
+        has_transaction: False for the empty state.
+        is_native: Whether the native engine made it, so that producer id and epoch name it exactly.
     """
 
     producer_id: int = -1
@@ -126,23 +135,42 @@ class PreparedTxnState:
     started_ms: int | None = None
     engine: Engine = Engine.LIBRDKAFKA
     further: tuple[FurtherPartitions, ...] = ()
+    has_transaction: bool = field(init=False, repr=False)
+    is_native: bool = field(init=False, repr=False)
+    _text: str | None = field(init=False, repr=False, default=None)
+    _is_readable: bool = field(init=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "first_offsets", tuple(sorted(self.first_offsets)))
-        object.__setattr__(self, "further", tuple(sorted(self.further)))
+        object.__setattr__(self, "has_transaction", self.producer_id >= 0)
+        object.__setattr__(self, "is_native", self.engine is Engine.NATIVE)
+        object.__setattr__(self, "first_offsets", _in_order(self.first_offsets))
+        object.__setattr__(self, "further", _in_order(self.further))
+        self._check()
+
+    def _check(self) -> None:
         empty = self.producer_id == -1 and self.epoch == -1
         if not empty and not (0 <= self.producer_id <= _MAX_INT64 and 0 <= self.epoch <= _MAX_INT16):
             raise ConfigurationError(f"producer id {self.producer_id} with epoch {self.epoch} is out of range")
-        if empty and (self.incarnation is not None or self.partitions or self.started_ms is not None or self.is_native):
-            raise ConfigurationError("the empty state has no incarnation, start time, engine or partitions")
+        if not self.first_offsets and not self.further:
+            if empty and (self.incarnation is not None or self.started_ms is not None or self.is_native):
+                raise ConfigurationError(_NOT_EMPTY)
+            return
+        if empty:
+            raise ConfigurationError(_NOT_EMPTY)
         if not self.is_native and self.further:
             raise ConfigurationError("only a native state may name a partition without an offset")
         if self.is_native:
             self._check_native()
+        if len(self.first_offsets) == 1 and not self.further:
+            return  # one partition cannot appear twice
         if len(self.partitions) != len(self.first_offsets) + sum(len(more.numbers) for more in self.further):
             raise ConfigurationError("a partition appears twice in the state")
 
     def _check_native(self) -> None:
+        if len(self.first_offsets) == 1 and not self.further:
+            if self.first_offsets[0].topic_id is None:
+                raise ConfigurationError(_NAMES_TOPICS)
+            return
         if len(self.first_offsets) > MAX_NATIVE_OFFSETS:
             raise ConfigurationError(f"a native state names more than {MAX_NATIVE_OFFSETS} offsets")
         if len(self.partitions) > MAX_NATIVE_PARTITIONS:
@@ -153,7 +181,7 @@ class PreparedTxnState:
         ids = {(first.topic, first.topic_id) for first in self.first_offsets}
         ids |= {(more.topic, more.topic_id) for more in self.further}
         if len(ids) != len({topic for topic, _ in ids}) or any(topic_id is None for _, topic_id in ids):
-            raise ConfigurationError("a native state names each topic once, with its id")
+            raise ConfigurationError(_NAMES_TOPICS)
         for more in self.further:
             if not more.numbers or more.numbers[0] < 0 or more.numbers[-1] > _MAX_INT32:
                 raise ConfigurationError(f"a native state names no partition of {more.topic!r}, or one out of range")
@@ -180,6 +208,10 @@ class PreparedTxnState:
         Raises:
             ConfigurationError: A topic's id is missing, a number is out of range, or there are too many partitions.
         """
+        if len(offsets) == 1:
+            [((topic, number), offset)] = offsets.items()
+            if offset is not None and (topic_id := topic_ids.get(topic)) is not None:
+                return cls._of_one(producer_id, epoch, incarnation, FirstOffset(topic, number, offset, topic_id))
         by_topic: dict[str, list[int]] = {}
         for topic, partition in sorted(offsets):
             by_topic.setdefault(topic, []).append(partition)
@@ -209,10 +241,21 @@ class PreparedTxnState:
             ),
         )
 
-    @property
-    def is_native(self) -> bool:
-        """Whether the native engine made it, so that producer id and epoch name it exactly."""
-        return self.engine is Engine.NATIVE
+    @classmethod
+    def _of_one(cls, producer_id: int, epoch: int, incarnation: int | None, first: FirstOffset) -> PreparedTxnState:
+        """The native state with one partition: what most transactions are, so it is not rendered and parsed to check it."""
+        state = cls(producer_id, epoch, incarnation, (first,), engine=Engine.NATIVE)
+        named = first.topic_id is not None and _TOPIC_ID.fullmatch(first.topic_id) and _TOPIC.fullmatch(first.topic)
+        if named and first.partition <= _MAX_INT32 and 0 <= first.offset <= _MAX_INT64:
+            of = "" if incarnation is None else f";i={incarnation}"
+            text = (
+                f"{producer_id}:{epoch};{_NATIVE}{of};{first.topic}@{first.topic_id}:{first.partition}={first.offset}"
+            )
+            object.__setattr__(state, "_text", text)
+            object.__setattr__(
+                state, "_is_readable", first.partition >= 0 and (incarnation is None or incarnation >= 0)
+            )
+        return state
 
     @property
     def partitions(self) -> frozenset[tuple[str, int]]:
@@ -237,12 +280,14 @@ class PreparedTxnState:
         exact = (self.engine, self.producer_id, self.epoch)
         return exact if self.is_native else (*exact, self.incarnation, self.first_offsets)
 
-    @property
-    def has_transaction(self) -> bool:
-        """False for the empty state."""
-        return self.producer_id >= 0
-
     def __str__(self) -> str:
+        text = self._text
+        if text is None:
+            text = self._rendered()
+            object.__setattr__(self, "_text", text)
+        return text
+
+    def _rendered(self) -> str:
         if not self.has_transaction:
             return ""
         parts = [f"{self.producer_id}:{self.epoch}"]
@@ -295,7 +340,27 @@ class PreparedTxnState:
             raise _malformed(text, error.what) from error
         if str(state) != text:
             raise _malformed(text, "it is not in the canonical order")
+        object.__setattr__(state, "_is_readable", True)
         return state
+
+
+def stored_text(state: PreparedTxnState) -> str:
+    """The text form, to be stored: it is certain that :meth:`PreparedTxnState.from_string` reads the state back.
+
+    A text that the engine has made of parts that it knows, or that was parsed before, is not parsed again.
+
+    Raises:
+        ConfigurationError: It would be refused.
+    """
+    text = str(state)
+    if not state._is_readable:  # noqa: SLF001 - of this module
+        PreparedTxnState.from_string(text)
+        object.__setattr__(state, "_is_readable", True)
+    return text
+
+
+def _in_order(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    return parts if len(parts) < 2 and isinstance(parts, tuple) else tuple(sorted(parts))
 
 
 def _parse_topics(

@@ -55,14 +55,19 @@ def note_told(store: StateStore, losses: Collection[tuple[str, PreparedTxnState]
         logger.warning("could not record which losses were reported; they will be reported again: %s", error)
 
 
+def note_raised(store: StateStore, loss: DatabaseWentBack | DecidedTransactionLost | OutcomeUnverifiable) -> None:
+    """Note that a loss is reported to a caller by the error that is about to be raised."""
+    if loss.state is not None and loss.transactional_id is not None:
+        note_told(store, [(loss.transactional_id, PreparedTxnState.from_string(loss.state))])
+
+
 @contextmanager
 def noting_told(store: StateStore) -> Generator[None, None, None]:
     """Note that a loss that leaves the block is reported to its caller."""
     try:
         yield
     except LOSSES as loss:
-        if loss.state is not None and loss.transactional_id is not None:
-            note_told(store, [(loss.transactional_id, PreparedTxnState.from_string(loss.state))])
+        note_raised(store, loss)
         raise
 
 

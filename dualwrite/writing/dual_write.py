@@ -2,15 +2,27 @@
 
 The order is the protocol: prepare, persist the decision with the user's rows, then complete. Messages are checked and
 serialized here, wait here for their savepoint, and go from here to the engine.
+
+``__enter__`` begins the database's transaction and reads the row, before anything can be produced. While the block's code
+runs, its messages go to the engine at once, or wait for the savepoint that they were produced in. ``__exit__`` ends both sides:
+Kafka is prepared, the row records it, COMMIT decides, Kafka follows. An exception in the block aborts both.
+
+``KeyboardInterrupt`` comes between any two lines. A block that is left in the middle of its end discards its lane's producer
+and its connection, so that neither is used again before the id is reclaimed. One whose ``__exit__`` never began is ended when
+it is collected.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, TypedDict, TypeVar, cast
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import event
 
@@ -28,633 +40,59 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
-from dualwrite.interfaces import NO_WRITE_OBSERVER, SQL, Traits, WriteObserver
+from dualwrite.interfaces import NO_OBSERVER, SQL, Traits
 from dualwrite.protocol.lives import WRITE_LIFE, Machine, Phase, WriteEvent, WriteState
 from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, Unsendable
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.process import Allowance, DoubtStep, allow
-from dualwrite.recovery.in_doubt import resolve_commit
+from dualwrite.recovery.in_doubt import LOSSES, note_raised, resolve_commit
+from dualwrite.stores.sql.access import conflict_behind, permit_of
+from dualwrite.writing.transaction import (
+    NO_SERIALIZERS,
+    Refusals,
+    Serializing,
+    Transaction,
+    Work,
+    enter,
+    raise_aborted,
+)
 
 if TYPE_CHECKING:
-    from confluent_kafka.serialization import SerializationContext
+    import psycopg
     from sqlalchemy import Connection
     from sqlalchemy.orm import Session, SessionTransaction
-    from typing_extensions import Self
 
-    from dualwrite.interfaces import Handle, SavepointWatch
-    from dualwrite.interfaces import Headers as ObservedHeaders
+    from dualwrite.interfaces import Database, Handle, Observer, SavepointWatch, StateStore, WriteObserver
     from dualwrite.protocol.message import Sendable
     from dualwrite.recovery.claim import OwnerContext
+    from dualwrite.stores.sql.access import DjangoConnection
+    from dualwrite.writing.fair_queue import Ticket
+    from dualwrite.writing.health import Vitals
     from dualwrite.writing.lane import Lane
+    from dualwrite.writing.lane_pool import Kept, Lanes
+
+# The ORM session of a dual write, or of one of its units: made at first use, on its connection, and on no other.
+
 
 logger = logging.getLogger(__name__)
 
+_ENDED: Final = frozenset({WriteState.COMPLETED, WriteState.ABORTED, WriteState.HANDED_OVER})
 
-class DualWrite:
-    """One dual write, driven by its block: begun, then committed, aborted or handed over, then released. Used by one thread.
 
-    The block gives the user a :class:`dualwrite.writing.transaction.Transaction`, which exposes none of the verbs.
+def session_of_block(bind: Connection) -> Session:
+    """The ORM session of a block. Its objects stay readable after the block has ended."""
+    from sqlalchemy.orm import Session  # noqa: PLC0415 - large, and loaded only where it is used
 
-    Attributes:
-        lent: Whether the user's code is running. The verbs then refuse: called there, they would end the dual write under its
-            block, which could only report an outcome that is not true.
-        observer: Observes it.
-        sending: Its messages.
-        prepared: The identity of its Kafka transaction; None if it is not prepared.
-    """
+    return Session(bind=bind, expire_on_commit=False)
 
-    def __init__(
-        self,
-        lane: Lane,
-        context: OwnerContext,
-        handle: Handle,
-        *,
-        traits: Traits = SQL,
-        session_factory: Callable[..., Session],
-        margin_s: float,
-        timeout_s: float,
-        savepoints: bool = True,
-        observer: WriteObserver = NO_WRITE_OBSERVER,
-    ) -> None:
-        self._lane = lane
-        self._context = context
-        self._handle = handle
-        self._traits = traits
-        self._session_factory = session_factory
-        self._margin_s = margin_s
-        self._timeout_s = timeout_s
-        self._machine = Machine("dual write", WRITE_LIFE, WriteState.BEGUN, moved=observer.moved)
-        self._uses_savepoints = savepoints
-        self.sending = Sending(lane, observer)
-        self._session = self.new_session(self.sending.refuse)
-        self._database_transaction: str | None = None
-        self._process = os.getpid()
-        self.lent = False
-        self.observer = observer
-        self.prepared: PreparedTxnState | None = None
 
-    def _refuse_while_lent(self) -> None:
-        if self.lent:
-            error = IllegalStateError(
-                "the dual write cannot be begun or ended inside its block",
-                transactional_id=self.transactional_id,
-                next_step="leave the block to commit both sides, or raise in it to abort both",
-            )
-            self.sending.refuse(error)
-            raise error
-
-    @property
-    def is_parents(self) -> bool:
-        """Whether this is a forked process, and the dual write that of its parent, which alone may end it."""
-        return os.getpid() != self._process
-
-    def require_not_parents(self) -> None:
-        """Refuse to end the dual write of the process that this one was forked from.
-
-        Raises:
-            IllegalStateError: It is.
-        """
-        if self.is_parents:
-            raise IllegalStateError(
-                f"the dual write was begun by process {self._process}, and this one was forked inside it: nothing was ended",
-                transactional_id=self.transactional_id,
-                next_step="leave the block to that process; end this one with os._exit()",
-            )
-
-    @property
-    def transactional_id(self) -> str:
-        """The id that this dual write runs under."""
-        return self._lane.transactional_id
-
-    @property
-    def state(self) -> WriteState:
-        """The present state of this dual write."""
-        return self._machine.state
-
-    def given(self, name: str) -> Any:
-        """The object that the database gives to the user's code under this name.
-
-        Raises:
-            IllegalStateError: The block has ended, or this kind of database does not have it.
-        """
-        self._machine.apply(WriteEvent.EXECUTE)
-        if name != self._traits.gives:
-            raise self._traits.absent(name)
-        return self._handle if name == SQL.gives else getattr(self._handle, name)
-
-    @property
-    def connection(self) -> Connection:
-        """See :attr:`dualwrite.writing.transaction.Transaction.connection`."""
-        connection: Connection = self.given(SQL.gives)
-        return connection
-
-    @property
-    def session(self) -> Session:
-        """See :attr:`dualwrite.writing.transaction.Transaction.session`."""
-        self._machine.apply(WriteEvent.EXECUTE)
-        if self._traits.gives != SQL.gives:
-            raise self._traits.absent("session")
-        self.sending.expect_session()
-        return self._session.session
-
-    def new_session(self, refuse: Callable[[DualWriteError], None], unit: Connection | None = None) -> OwnSession:
-        """An ORM session on the connection, or on that of a unit, in a savepoint; see :class:`OwnSession`."""
-        connection, savepoint = (self._handle, False) if unit is None else (unit, True)
-        return OwnSession(connection, self._session_factory, self.transactional_id, refuse, savepoint=savepoint)
-
-    def require_open(self) -> None:
-        """Raise if messages can no longer be sent.
-
-        Raises:
-            IllegalStateError: The block has ended.
-        """
-        self._machine.check(WriteEvent.PRODUCE)
-
-    @property
-    def in_savepoint(self) -> bool:
-        """See :class:`dualwrite.writing.transaction.Write`. Asks nobody: a savepoint past SQLAlchemy is not seen."""
-        savepoints = self.sending.savepoints
-        return savepoints is not None and savepoints.may_roll_back
-
-    @property
-    def max_message_bytes(self) -> int:
-        """See :class:`dualwrite.writing.transaction.Write`."""
-        return self.sending.max_message_bytes
-
-    def refuse_callback(self) -> None:
-        """See :class:`dualwrite.writing.transaction.Write`."""
-        self.sending.refuse_callback()
-
-    def refuse(self, error: DualWriteError) -> None:
-        """See :class:`dualwrite.writing.transaction.Write`."""
-        self.sending.refuse(error)
-
-    def send(self, message: Sendable) -> None:
-        """Hand one or many messages, or offsets, to the producer: at once, or when the open savepoint is released.
-
-        Raises:
-            IllegalStateError: The block has ended.
-            TransactionAborted, Fenced, Unavailable, ConfigurationError: The producer refuses. Both sides abort at the end of
-                the block, even if the caller continues.
-        """
-        self._machine.apply(WriteEvent.PRODUCE)
-        self.sending.send(message)
-        failpoints.hit("write.produced")
-
-    def begin(self) -> None:
-        """Begin the database transaction and read the row, before anything can be produced.
-
-        Raises:
-            Fenced: The row names an incarnation other than ours.
-            IllegalStateError, ConfigurationError: The connection cannot be used for this.
-            Unavailable: The database does not answer.
-        """
-        self._refuse_while_lent()
-        store = self._context.store
-        store.begin(self._handle)
-        try:
-            failpoints.hit("write.begun")
-            incarnation = store.read_incarnation(
-                self._handle, self.transactional_id, namespace=self._lane.row.namespace, known=self._lane.row
-            )
-            if incarnation != self._lane.row.incarnation:
-                raise self._fenced(incarnation)
-            if self._uses_savepoints:
-                self.sending.savepoints = store.watch_savepoints(self._handle, self.transactional_id)
-            self._machine.apply(WriteEvent.CHECK)
-            failpoints.hit("write.checked")
-        except DatabaseWentBack as error:
-            self.abort()
-            self._lane.record_forgotten(error)
-            raise
-        except BaseException:
-            self.abort()
-            raise
-
-    def commit(self, *, permit: Callable[[Handle], None] = lambda _: None) -> None:
-        """End the dual write: prepare Kafka, record, commit the database (the decision), commit Kafka.
-
-        Args:
-            permit: Called in the database's transaction after its last statement. If it raises, both sides abort.
-
-        Raises:
-            TransactionAborted, Fenced, ConfigurationError: Both sides are aborted.
-            TransactionInDoubt: The database's answer is missing, and the doubt could not be resolved.
-            CompletionPending: Decided; Kafka will follow.
-            DecidedTransactionLost, OutcomeUnverifiable: Decided, but Kafka does not have it, or that can no longer be known.
-            DatabaseWentBack: Decided, then lost by the database.
-            IllegalStateError: It has already ended.
-        """
-        self._refuse_while_lent()
-        self._machine.check(WriteEvent.PREPARE)
-        failpoints.hit("write.body_done")
-        deadline = Deadline(self._timeout_s)
-        try:
-            with waiting.interruptible():
-                state = self._prepare()
-                answer = self._record(state, deadline, permit)
-        except Unavailable as error:
-            self.abort()
-            raise TransactionAborted(error.what, transactional_id=self.transactional_id) from error
-        except BaseException:
-            self.abort()
-            raise
-        with waiting.uninterrupted():
-            interruption = self._decide(state, answer, deadline)
-            if self.sending.begun:
-                self.observer.enter(Phase.COMPLETE)
-                self._lane.complete(state, deadline)
-            self._machine.apply(WriteEvent.COMPLETE)
-            failpoints.hit("write.completed")
-        if interruption is not None:
-            raise interruption
-
-    def hand_over(self, *, prepared: bool = False, permit: Callable[[Handle], None] = lambda _: None) -> None:
-        """End the dual write undecided: prepare Kafka, and commit the database's part without naming it in the row.
-
-        For writes that another process decides together with others. On return the rows are durable, :attr:`prepared` is the
-        open Kafka transaction, and this process must neither commit nor abort either of them.
-
-        Args:
-            prepared: Prepare the database's transaction (``PREPARE TRANSACTION``); the settler of the row ends it. Otherwise
-                it is committed, and the rows must stand where nobody reads them.
-            permit: Called as the last statement of the database's transaction. If it raises, both sides abort.
-
-        Raises:
-            TransactionAborted, Fenced, ConfigurationError: Kafka's side is aborted. The rows may remain where they are, and
-                count for nothing.
-            IllegalStateError: It has already ended.
-        """
-        self._refuse_while_lent()
-        self._machine.check(WriteEvent.PREPARE)
-        failpoints.hit("write.body_done")
-        try:
-            state = self._prepare(run_deferred=True)
-            permit(self._handle)
-            answer_s = self._timeout_s / 2
-            if prepared:
-                self._context.store.prepare(self._handle, self._lane.row, state, answer_s=answer_s)
-            else:
-                self._context.store.commit(self._handle, answer_s=answer_s)
-        except (Unavailable, TransactionInDoubt) as error:
-            self.abort()
-            raise TransactionAborted(error.what, transactional_id=self.transactional_id) from error
-        except BaseException:
-            self.abort()
-            raise
-        self._machine.apply(WriteEvent.HAND_OVER)
-        failpoints.hit("batch.handed_over")
-
-    def _prepare(self, *, run_deferred: bool = False) -> PreparedTxnState:
-        self.observer.enter(Phase.PREPARE)
-        self._session.flush()
-        self.sending.finish()
-        if run_deferred:
-            self._context.store.run_deferred(self._handle, self.transactional_id)
-        state = self.sending.prepare()
-        self._machine.apply(WriteEvent.PREPARE)
-        self.prepared = state
-        failpoints.hit("write.prepared")
-        return state
-
-    def _record(self, state: PreparedTxnState, deadline: Deadline, permit: Callable[[Handle], None]) -> Deadline:
-        """Execute the last statement of the database's transaction. Returns the deadline for the answer to its COMMIT.
-
-        What is deferred to COMMIT runs before it. Left to COMMIT, it would take its time after the last check of the clock.
-        """
-        store, incarnation, namespace = self._context.store, self._lane.row.incarnation, self._lane.row.namespace
-        allowance = None
-        if state.has_transaction:
-            allowance = self._require_time(allow(self._left_s(), self._margin_s, deadline.remaining_s()))
-            answer = Deadline(allowance.answer_s)
-            ours, self._database_transaction = store.decide(
-                self._handle,
-                self.transactional_id,
-                incarnation,
-                state,
-                namespace=namespace,
-                idle_s=allowance.decide_s,
-                within_s=allowance.decide_s,
-                answer_s=allowance.answer_s,
-                deferred=True,
-            )
-        else:
-            answer = Deadline(deadline.remaining_s() / 2)
-            ours, self._database_transaction = store.hold(
-                self._handle,
-                self.transactional_id,
-                incarnation,
-                namespace=namespace,
-                answer_s=answer.remaining_s(),
-                deferred=True,
-            )
-        if not ours:
-            raise self._fenced(None)
-        # Only now: what it locks stays locked until COMMIT, and a session that is paused from here on ends by itself.
-        permit(self._handle)
-        self._machine.apply(WriteEvent.RECORD)
-        failpoints.hit("write.recorded")
-        if allowance is not None:
-            self._lane.producer.require_still_open()
-            self._require_time(allowance if allowance.fits(self._left_s()) else None)
-        return answer
-
-    def _left_s(self) -> float:
-        """The time left of the broker's transaction timeout, in seconds."""
-        return self._lane.producer.transaction_timeout_ms / 1000 - self._lane.producer.begun_for_s
-
-    def _require_time(self, allowance: Allowance | None) -> Allowance:
-        if allowance is not None:
-            return allowance
-        producer = self._lane.producer
-        raise TransactionAborted(
-            f"the transaction was open for {producer.begun_for_s:.0f} s of the {producer.transaction_timeout_ms / 1000:.0f} s "
-            f"after which the broker aborts it; {self._margin_s:g} s must be left when the database has committed",
-            transactional_id=self.transactional_id,
-            next_step="do less in one transaction, or raise the broker's transaction.max.timeout.ms",
-            retryable=False,
-        )
-
-    def _decide(self, state: PreparedTxnState, answer: Deadline, deadline: Deadline) -> BaseException | None:
-        """Commit the database. Returns an interruption (``KeyboardInterrupt``) that came meanwhile, to raise later."""
-        if answer.expired:
-            # Paused since the last check of the clock. SQLite has no server that would have ended the transaction.
-            self.abort()
-            raise TransactionAborted("the process was paused before its COMMIT", transactional_id=self.transactional_id)
-        try:
-            self._context.store.commit(self._handle, answer_s=answer.remaining_s())
-        except TransactionAborted as error:
-            self.abort()
-            if (interruption := _interruption(error)) is not None:
-                raise interruption from error
-            raise
-        except TransactionInDoubt as error:
-            self._machine.apply(WriteEvent.LOSE_ANSWER)
-            self._resolve(state, deadline, error)
-            return _interruption(error)
-        self._machine.apply(WriteEvent.COMMIT)
-        failpoints.hit("write.decided")
-        return None
-
-    def _resolve(self, state: PreparedTxnState, deadline: Deadline, doubt: TransactionInDoubt) -> None:
-        try:
-            verdict = waiting.elsewhere(
-                lambda: resolve_commit(
-                    self._context, self.transactional_id, state, self._database_transaction, deadline
-                )
-            )
-        except DualWriteError as error:
-            self._lane.discard()
-            raise doubt from error
-        if verdict is DoubtStep.COMMITTED:
-            self._machine.apply(WriteEvent.COMMIT)
-        elif verdict is DoubtStep.ABORTED:
-            self.abort()
-            raise _interruption(doubt) or TransactionAborted(
-                f"{doubt.what}; the database has rolled back",
-                transactional_id=self.transactional_id,
-            ) from doubt
-        elif verdict is DoubtStep.IN_DOUBT:
-            self._lane.discard()
-            raise doubt
-        else:
-            self._machine.apply(WriteEvent.FIND_LOST)
-            self._lane.discard()
-            kind = DecidedTransactionLost if verdict is DoubtStep.LOST else OutcomeUnverifiable
-            raise kind(verdict.value, transactional_id=self.transactional_id, state=str(state)) from doubt
-
-    def abort(self) -> None:
-        """Abort both sides. Does nothing if they have already aborted.
-
-        If Kafka does not accept the abort, the producer is discarded and the next settler aborts its transaction: the row
-        does not name it, so it can no longer be committed.
-        """
-        self._refuse_while_lent()
-        if self._machine.state is WriteState.ABORTED:
-            return
-        self.observer.enter(Phase.ABORT)
-        failpoints.hit("write.before_abort")
-        with waiting.uninterrupted():
-            self._abort()
-
-    def _abort(self) -> None:
-        self.sending.stop()
-        self._context.store.rollback(self._handle)
-        failpoints.hit("write.rolled_back")
-        if self.sending.begun:
-            try:
-                self._lane.producer.abort_transaction()
-            except DualWriteError as error:
-                logger.warning("%s: Kafka did not accept the abort: %s", self.transactional_id, error)
-                self._lane.discard()
-        self._machine.apply(WriteEvent.ABORT)
-
-    def release(self) -> None:
-        """Close the session once the block has ended. Its objects stay readable."""
-        self._refuse_while_lent()
-        self.sending.stop()
-        self._session.close()
-
-    def _fenced(self, found: int | None) -> Fenced:
-        shown = "no longer names" if found is None else f"names incarnation {found} instead of"
-        return Fenced(
-            f"the row {shown} our incarnation {self._lane.row.incarnation}", transactional_id=self.transactional_id
-        )
-
-    def __repr__(self) -> str:
-        return f"<DualWrite {self.transactional_id} {self._machine.state.value}>"
-
-
-def _interruption(error: DualWriteError) -> BaseException | None:
-    """The interruption behind this error, which must be passed on: a ``KeyboardInterrupt`` or the like, if any."""
-    return None if isinstance(error.__cause__, Exception) else error.__cause__
-
-
-# The messages of one dual write on their way to the producer: at once, or when their savepoint is released.
-
-
-class Sending:
-    """Hands messages to the producer, and remembers the first error: a block that swallows it must not commit half its work.
-
-    Attributes:
-        begun: Whether a Kafka transaction has begun.
-        refusal: The first error in the block that must abort it, even if the block continues.
-        savepoints: The savepoints that messages wait for; None if none are used.
-        of_unit: Whether the messages are those of the only unit of a group. It must not wait for a topic: others wait for it.
-    """
-
-    def __init__(self, lane: Lane, observer: WriteObserver) -> None:
-        self._producer = lane.producer
-        self._engine = lane.engine
-        self._id = lane.transactional_id
-        self._observer = observer
-        self.begun = False
-        self.refusal: DualWriteError | None = None
-        self.savepoints: SavepointWatch | None = None
-        self.of_unit = False
-
-    def expect_session(self) -> None:
-        """Watch the savepoints of ORM sessions too, before the first one is made."""
-        if self.savepoints is not None:
-            self.savepoints.expect_session()
-
-    def refuse(self, error: DualWriteError) -> None:
-        """Note an error that must abort the block even if it continues; the first one counts."""
-        self.refusal = self.refusal or as_value(error)
-
-    @property
-    def max_message_bytes(self) -> int:
-        """The greatest size of a message."""
-        return self._engine.max_message_bytes
-
-    def refuse_callback(self) -> None:
-        """Refuse a delivery callback in bulk mode.
-
-        Raises:
-            IllegalStateError: The producer is in bulk mode.
-        """
-        self._engine.refuse_callback()
-
-    def hold(self, message: Sendable) -> int:
-        """Take a message inside the savepoint of a unit. It waits, so an error concerns nothing but the unit.
-
-        Returns:
-            The bytes of its key and value.
-
-        Raises:
-            TransactionAborted, ConfigurationError: It would be refused later; or no broker knows its topic; or its savepoint
-                cannot be known.
-            TypeError, UnicodeEncodeError: A part is of another type, or a text has a surrogate.
-        """
-        assert self.savepoints is not None
-        message = self._kept(message)
-        if message.topic is not None:
-            self._engine.require_topic(message.topic)
-        self.savepoints.add(message)
-        return message.payload
-
-    def _kept(self, message: Sendable) -> Sendable:
-        """The value that may wait: checked, and out of reach of its caller."""
-        if not isinstance(message, MessageBatch):
-            return message
-        try:
-            return message.checked(self._engine.max_message_bytes)
-        except Unsendable as error:
-            raise error.refusal(message.topic, self._id) from None
-
-    def send(self, message: Sendable) -> None:
-        """Take a message; see :meth:`dualwrite.writing.dual_write.DualWrite.send`."""
-        try:
-            if self.of_unit and message.topic is not None:
-                self._engine.require_topic(message.topic)
-            if self.savepoints is None or self.savepoints.direct:
-                self._hand_over(message)
-            else:
-                self.savepoints.add(self._kept(message) if self.savepoints.holds else message)
-                for released in self.savepoints.take():
-                    self._hand_over(released)
-        except IllegalStateError:
-            raise  # nothing was changed
-        except DualWriteError as error:
-            self.refuse(error)
-            raise
-
-    def finish(self) -> None:
-        """Hand over the messages that still wait. From then on only delivery callbacks may produce.
-
-        Raises:
-            TransactionAborted, Fenced, Unavailable, ConfigurationError: There was an error before, which the block swallowed;
-                or the producer refuses now; or a savepoint was rolled back unseen.
-        """
-        self._require_no_refusal()
-        if self.savepoints is not None:
-            watched, self.savepoints = self.savepoints, None
-            try:
-                watched.finish()
-            finally:
-                watched.stop()
-            # What delivery callbacks produce from here on goes to the producer at once: nobody watches savepoints any more.
-            if waiting := watched.take():
-                self._engine.corked = True
-                try:
-                    for message in waiting:
-                        self._hand_over(message)
-                finally:
-                    self._engine.corked = False
-
-    def prepare(self) -> PreparedTxnState:
-        """Prepare the Kafka transaction. Call :meth:`finish` first.
-
-        Raises:
-            DualWriteError: As :meth:`dualwrite.kafka.producer.TransactionalProducer.prepare_transaction`; or a
-                delivery callback has swallowed that a message of its own was refused.
-        """
-        if not self.begun:
-            return PreparedTxnState()
-        try:
-            return self._producer.prepare_transaction()
-        except IllegalStateError:
-            self._require_no_refusal()
-            raise
-
-    def take_callback_error(self) -> BaseException | None:
-        """The first exception of a delivery callback that no call has raised, once."""
-        return self._producer.take_callback_error() if self.begun else None
-
-    def stop(self) -> None:
-        """Stop watching savepoints."""
-        if self.savepoints is not None:
-            self.savepoints.stop()
-
-    def _hand_over(self, message: Sendable) -> None:
-        if not self.begun:
-            self._producer.begin_transaction()
-            self.begun = True
-        if isinstance(message, Message):
-            self._engine.send(message)
-        else:
-            self._engine.take(message)
-        if not isinstance(message, ConsumedOffsets):
-            self._observer.sent(message.topic, message.messages)
-
-    def _require_no_refusal(self) -> None:
-        if self.refusal is not None:
-            raise_aborted(self.refusal, self._id, "the block")
-
-
-def as_value(error: BaseException) -> DualWriteError:
-    """An error to keep until the end of a dual write: what it says, without its traceback and its causes.
-
-    Their frames hold what the caller has open. Through them, a session that was dropped after the error would stay alive as
-    long as its dual write, which ends when the session is collected: neither would ever end.
-    """
-    if isinstance(error, DualWriteError):
-        return copy(error)
-    return TransactionAborted(type(error).__name__, retryable=getattr(error, "retryable", False))
-
-
-def raise_aborted(refusal: DualWriteError, transactional_id: str, subject: str) -> NoReturn:
-    """Abort a dual write that continued after an error that it must not survive.
-
-    Args:
-        refusal: The first error.
-        transactional_id: The id of the dual write.
-        subject: The code that continued.
+def no_session(**_: object) -> Session:
+    """Stands in for ``tx.session`` in a block that joins another session's transaction.
 
     Raises:
-        TransactionAborted, Fenced: Always.
+        IllegalStateError: Always.
     """
-    if isinstance(refusal, Fenced):
-        raise copy(refusal)  # raised itself, the kept one would get this traceback
-    raise TransactionAborted(
-        f"{subject} continued after an error: {refusal.what}",
-        transactional_id=transactional_id,
-        next_step=refusal.next_step,
-        retryable=isinstance(refusal, Unavailable) or getattr(refusal, "retryable", False),
-    ) from refusal
-
-
-# The ORM session of a dual write, or of one of its units: made at first use, on its connection, and on no other.
+    raise IllegalStateError("the dual write of a session has no other session", next_step="use your own session")
 
 
 class OwnSession:
@@ -733,140 +171,807 @@ class OwnSession:
             self._made.close()
 
 
-# Serializers: callables that make the bytes of keys and values, as confluent-kafka's `SerializingProducer` has them.
+class Ending(Enum):
+    """The ways in which the end of a block ends its dual write."""
 
-Serializer: TypeAlias = Callable[[Any, "SerializationContext"], bytes | str | None]
-"""Makes a key or a value from an object: ``(object, SerializationContext) -> bytes``. It may add to the context's headers."""
-
-ByTopic: TypeAlias = Serializer | Mapping[str, Serializer] | None
-"""One for all topics, or one for each topic; the other topics then have none."""
-
-
-class Serializers(TypedDict, total=False):
-    """The serializers of a writer: ``{"key": ..., "value": ...}``, or one of the two.
-
-    Each is a callable ``(object, SerializationContext) -> bytes``, as those of confluent-kafka, or a dictionary with one for
-    each topic that has one. Many threads use them at once.
-    """
-
-    key: ByTopic
-    value: ByTopic
+    COMMIT = "commit both sides"
+    HAND_OVER = "hand it over undecided; the database's part is committed, where nobody reads it"
+    PREPARE = "hand it over undecided; the database's part is prepared"
 
 
-Bytes: TypeAlias = bytes | str | None
-
-Called = TypeVar("Called")
-
-
-class Serializing:
-    """Makes the bytes of messages. Many threads use it, and its serializers, at once.
+class DualWrite(Work):
+    """One dual write on a ready lane. ``with DualWrite(...) as tx`` runs it; used by one thread, and entered once.
 
     Args:
-        key: The serializers of keys.
-        value: The serializers of values.
+        lane: Only this dual write uses it until the block has ended.
+        context: The servers.
+        handle: The database's: a connection that is not inside a transaction, or what it has instead.
+        traits: The traits of the kind of database.
+        session_factory: Makes the ORM session, called with ``bind=connection``.
+        margin_s: Seconds that must be left of the broker's transaction timeout at the decision.
+        timeout_s: Limits the ending, in seconds.
+        ending: How the block's end ends the dual write.
+        permit: Called in the database's transaction after its last statement. If it raises, both sides abort.
+        savepoints: Whether messages wait for savepoints. False if the block's code opens none: then it may also produce in the
+            middle of a COPY.
+        observer: Observes this dual write; None if nobody does.
+        serializing: Makes the bytes of messages.
 
     Attributes:
-        none: Whether there is no serializer for any topic.
-
-    Raises:
-        ConfigurationError: One of them cannot be called.
+        sending: Whether a Kafka transaction has begun.
+        savepoints: The savepoints that messages wait for; None if none are used.
+        of_unit: Whether the messages are those of the only unit of a group. It must not wait for a topic: others wait for it.
+        running: Whether the user's code is running: it may not end the dual write from inside, under its block, which could
+            then only report an outcome that is not true.
     """
 
-    def __init__(self, key: ByTopic = None, value: ByTopic = None) -> None:
-        for name, given in (("the key serializer", key), ("the value serializer", value)):
-            check_callable(name, given, "(object, SerializationContext) -> bytes")
-        self._key = key
-        self._value = value
-        self.none = key is None and value is None
+    running = False
 
-    @classmethod
-    def of(cls, given: Serializers | None) -> Self:
-        """Make it of what a writer was given.
-
-        Raises:
-            ConfigurationError: There is another entry than ``key`` and ``value``, or one of them cannot be called.
-        """
-        return cls(**key_and_value("serializers", given))
-
-    def message(
-        self, topic: str, key: object, value: object, headers: ObservedHeaders
-    ) -> tuple[Bytes, Bytes, ObservedHeaders]:
-        """The key, value and headers to produce. The caller's headers stay as they are. What has no serializer stays, too.
-
-        Raises:
-            KeySerializationError, ValueSerializationError: A serializer has failed. Nothing was produced.
-        """
-        key_by, value_by = for_topic(self._key, topic), for_topic(self._value, topic)
-        if key_by is None and value_by is None:
-            return cast("Bytes", key), cast("Bytes", value), headers
-        pairs = list(headers.items()) if isinstance(headers, Mapping) else list(headers or ())
-        made = _made(key_by, key, "key", topic, pairs), _made(value_by, value, "value", topic, pairs)
-        return *made, pairs or None
-
-    def many(
-        self, topic: str, keys: Sequence[object] | None, values: Sequence[object]
-    ) -> tuple[Sequence[Bytes] | None, Sequence[Bytes]]:
-        """The keys and values of many messages of one topic, whose serializers get no headers.
-
-        Raises:
-            KeySerializationError, ValueSerializationError: As :meth:`message`. Nothing was produced.
-        """
-        key_by, value_by = for_topic(self._key, topic), for_topic(self._value, topic)
-        return (
-            None if keys is None else [_made(key_by, one, "key", topic, None) for one in keys],
-            [_made(value_by, one, "value", topic, None) for one in values],
+    def __init__(
+        self,
+        lane: Lane,
+        context: OwnerContext,
+        handle: Handle,
+        *,
+        traits: Traits = SQL,
+        session_factory: Callable[..., Session] = session_of_block,
+        margin_s: float,
+        timeout_s: float,
+        ending: Ending = Ending.COMMIT,
+        permit: Callable[[Handle], None] | None = None,
+        savepoints: bool = True,
+        observer: WriteObserver | None = None,
+        serializing: Serializing = NO_SERIALIZERS,
+    ) -> None:
+        self.transactional_id = lane.transactional_id
+        self.engine = lane.engine
+        self.refusals = Refusals()
+        self.observer = observer
+        self.sending = False
+        self.savepoints: SavepointWatch | None = None
+        self.of_unit = False
+        self._lane = lane
+        self._producer = lane.producer
+        self._context = context
+        self._handle = handle
+        self._traits = traits
+        self._session_factory = session_factory
+        self._margin_s = margin_s
+        self._timeout_s = timeout_s
+        self._ending = ending
+        self._permit = permit
+        self._uses_savepoints = savepoints
+        self._serializing = serializing
+        self._machine = Machine(
+            "dual write", WRITE_LIFE, WriteState.BEGUN, moved=None if observer is None else observer.moved
         )
+        self._session: OwnSession | None = None
+        self._database_transaction: str | None = None
+        self._prepared: PreparedTxnState | None = None
+        self._process = os.getpid()
 
+    # The block
 
-def key_and_value(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The entries ``key`` and ``value`` of an argument.
+    def __enter__(self) -> Transaction:
+        """Begin the database's transaction and read the row. See :meth:`dualwrite.writing.writer.DualWriter.transaction`."""
+        self._refuse_while_running()
+        self._machine.check(WriteEvent.CHECK)  # it is entered once
+        try:
+            self._begin()
+            self.running = True
+            return Transaction(self, self._serializing)
+        except BaseException as error:
+            self.running = False
+            if self._machine.state is WriteState.CHECKED:  # interrupted once it had begun
+                try:
+                    self._abort()
+                finally:
+                    self._release()
+            if isinstance(error, LOSSES):
+                note_raised(self._context.store, error)
+            raise
 
-    Raises:
-        ConfigurationError: It is no dictionary, or has another entry.
-    """
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping) or (given.keys() - {"key", "value"}):
-        raise ConfigurationError(f"{name} is {given!r}", next_step='give a dictionary: {"key": ..., "value": ...}')
-    return dict(given)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        """End both sides. See :meth:`dualwrite.writing.writer.DualWriter.transaction`."""
+        try:
+            self.running = False
+            if error is None:
+                self._require_not_parents()
+                if self._ending is Ending.COMMIT:
+                    self._commit()
+                else:
+                    self._hand_over(prepared=self._ending is Ending.PREPARE)
+            elif not self.is_parents:
+                self._abort()
+        except BaseException as raised:
+            if isinstance(raised, LOSSES):
+                note_raised(self._context.store, raised)
+            self._raise_from_callback(raised)
+            raise
+        finally:
+            self._release()
+        if error is not None:
+            self._raise_from_callback(error)
+        return None
 
+    def __del__(self) -> None:
+        """End a block that was interrupted before its end began: abort both sides."""
+        if self.running and not sys.is_finalizing():
+            try:
+                self.__exit__(GeneratorExit, GeneratorExit(), None)
+            except BaseException as error:  # noqa: BLE001 - nobody can catch it
+                logger.warning("%s: a dropped block was not ended: %s", self.transactional_id, error)
 
-def check_callable(name: str, given: object, signature: str) -> None:
-    """Refuse what is neither a callable, nor one for each topic, nor None.
+    def _release(self) -> None:
+        """Let go of the connection and the lane. Neither may be used again if the block has not come to an end."""
+        if self.is_parents:
+            # A forked process, which leaves the block too. The servers must hear nothing of it: not even of a rollback.
+            self._context.store.discard(self._handle)
+            return
+        self._stop_watching()
+        if self._session is not None:
+            self._session.close()
+        if self._machine.state not in _ENDED:
+            # Claiming waits for the old backend, and settles.
+            self._lane.discard()
+            self._context.store.discard(self._handle)
 
-    Raises:
-        ConfigurationError: It cannot be called.
-    """
-    for one in given.values() if isinstance(given, Mapping) else [given]:
-        if one is not None and not callable(one):
-            raise ConfigurationError(
-                f"{name} cannot be called: {one!r}",
-                next_step=f"give a callable {signature}, or one for each topic in a dict",
+    @property
+    def is_parents(self) -> bool:
+        """Whether this is a forked process, and the dual write that of its parent, which alone may end it."""
+        return os.getpid() != self._process
+
+    def _require_not_parents(self) -> None:
+        if self.is_parents:
+            raise IllegalStateError(
+                f"the dual write was begun by process {self._process}, and this one was forked inside it: nothing was ended",
+                transactional_id=self.transactional_id,
+                next_step="leave the block to that process; end this one with os._exit()",
             )
 
+    def _refuse_while_running(self) -> None:
+        if self.running:  # a verb called there would end the dual write under its block
+            error = IllegalStateError(
+                "the dual write cannot be begun or ended inside its block",
+                transactional_id=self.transactional_id,
+                next_step="leave the block to commit both sides, or raise in it to abort both",
+            )
+            self.refuse(error)
+            raise error
 
-def for_topic(given: Called | Mapping[str, Called] | None, topic: str) -> Called | None:
-    """The callable of a topic: the one for all topics, or its own, if it has one."""
-    return given.get(topic) if isinstance(given, Mapping) else given
+    def _raise_from_callback(self, error: BaseException) -> None:
+        """Show what a delivery callback raised as the context of the block's own error, which outweighs it.
 
+        Callers and `run` decide by the block's error whether they run the work again. Only an interruption
+        (``KeyboardInterrupt``, a cancellation) is raised in its place: it must not get lost.
+        """
+        raised = self._producer.take_callback_error() if self.sending else None
+        if raised is None or raised is error:
+            return
+        if isinstance(error, Exception) and not isinstance(raised, Exception):
+            raise raised from error
+        chain = list(_explained(error))
+        for one in _explained(raised):
+            if one.__context__ in chain or one.__cause__ in chain:
+                one.__context__ = one.__cause__ = None  # an abort has called it because of this error: no circle
+        if raised not in chain:
+            # ``raise ... from`` hides contexts, except at the end of the chain of causes.
+            chain[-1].__context__, chain[-1].__suppress_context__ = raised, False
 
-def _made(
-    serializer: Serializer | None, given: object, field: str, topic: str, headers: list[tuple[str, Bytes]] | None
-) -> Bytes:
-    if serializer is None:
-        return cast("Bytes", given)
-    from confluent_kafka.error import KeySerializationError, ValueSerializationError  # noqa: PLC0415 - loads a driver
-    from confluent_kafka.serialization import MessageField, SerializationContext  # noqa: PLC0415 - as above
+    # What its code works with
 
-    try:
-        made = serializer(given, SerializationContext(topic, MessageField(field), headers))
-        if made is None or isinstance(made, bytes | str):
-            return made
-        raise TypeError(
-            f"the {field} serializer of {topic} made {type(made).__name__}, neither bytes nor text nor None"
+    @property
+    def state(self) -> WriteState:
+        """The present state of this dual write."""
+        return self._machine.state
+
+    @property
+    def prepared(self) -> PreparedTxnState | None:
+        """The identity of its Kafka transaction; None if it is not prepared."""
+        return self._prepared
+
+    def resource(self, name: str) -> Any:
+        """See :meth:`Work.resource`."""
+        self._machine.check(WriteEvent.EXECUTE)
+        if name != self._traits.gives:
+            raise self._traits.absent(name)
+        return self._handle if name == SQL.gives else getattr(self._handle, name)
+
+    @property
+    def connection(self) -> Connection:
+        """See :attr:`Transaction.connection`."""
+        connection: Connection = self.resource(SQL.gives)
+        return connection
+
+    @property
+    def session(self) -> Session:
+        """See :attr:`Transaction.session`."""
+        self._machine.check(WriteEvent.EXECUTE)
+        if self._traits.gives != SQL.gives:
+            raise self._traits.absent("session")
+        self.expect_session()
+        if self._session is None:
+            # It must not know this block: a session that was dropped would keep its dual write, and so its lane.
+            self._session = OwnSession(self._handle, self._session_factory, self.transactional_id, self.refusals.note)
+        return self._session.session
+
+    def expect_session(self) -> None:
+        """Watch the savepoints of ORM sessions too, before the first one is made."""
+        if self.savepoints is not None:
+            self.savepoints.expect_session()
+
+    def session_of_unit(self, connection: Connection, refuse: Callable[[DualWriteError], None]) -> OwnSession:
+        """The ORM session of a unit, in its savepoint; see :class:`OwnSession`."""
+        return OwnSession(connection, self._session_factory, self.transactional_id, refuse, savepoint=True)
+
+    @property
+    def in_savepoint(self) -> bool:
+        """See :attr:`Work.in_savepoint`."""
+        return self.savepoints is not None and self.savepoints.may_roll_back
+
+    # Messages
+
+    def require_open(self) -> None:
+        """See :meth:`Work.require_open`."""
+        self._machine.check(WriteEvent.PRODUCE)
+
+    def send(self, message: Sendable) -> None:
+        """See :meth:`Work.send`."""
+        self._machine.check(WriteEvent.PRODUCE)
+        try:
+            savepoints = self.savepoints
+            if self.of_unit and message.topic is not None:
+                self.engine.require_topic(message.topic)
+            if savepoints is None or savepoints.direct:
+                self._hand_over_message(message)
+            else:
+                savepoints.add(self.kept(message) if savepoints.holds else message)
+                for released in savepoints.take():
+                    self._hand_over_message(released)
+        except IllegalStateError:
+            raise  # nothing was changed
+        except DualWriteError as error:
+            self.refuse(error)
+            raise
+        failpoints.hit("write.produced")
+
+    def hold(self, message: Sendable) -> int:
+        """Take a message inside the savepoint of a unit. It waits, so an error concerns nothing but the unit.
+
+        Returns:
+            The bytes of its key and value.
+
+        Raises:
+            TransactionAborted, ConfigurationError: It would be refused later; or no broker knows its topic; or its savepoint
+                cannot be known.
+            TypeError, UnicodeEncodeError: A part is of another type, or a text has a surrogate.
+        """
+        assert self.savepoints is not None
+        message = self.kept(message)
+        if message.topic is not None:
+            self.engine.require_topic(message.topic)
+        self.savepoints.add(message)
+        return message.payload
+
+    def kept(self, message: Sendable) -> Sendable:
+        """The value that may wait: checked, and out of reach of its caller."""
+        if not isinstance(message, MessageBatch):
+            return message
+        try:
+            return message.checked(self.engine.max_message_bytes)
+        except Unsendable as error:
+            raise error.refusal(message.topic, self.transactional_id) from None
+
+    def _hand_over_message(self, message: Sendable) -> None:
+        if not self.sending:
+            self._producer.begin_transaction()
+            self.sending = True
+        if isinstance(message, Message):
+            self.engine.send(message)
+        else:
+            self.engine.take(message)
+        if self.observer is not None and not isinstance(message, ConsumedOffsets):
+            self.observer.sent(message.topic, message.messages)
+
+    def _finish_messages(self) -> None:
+        """Hand over the messages that still wait. From then on only delivery callbacks may produce.
+
+        Raises:
+            TransactionAborted, Fenced, Unavailable, ConfigurationError: There was an error before, which the block swallowed;
+                or the producer refuses now; or a savepoint was rolled back unseen.
+        """
+        self._require_no_refusal()
+        if self.savepoints is None:
+            return
+        watched, self.savepoints = self.savepoints, None
+        try:
+            watched.finish()
+        finally:
+            watched.stop()
+        # What delivery callbacks produce from here on goes to the engine at once: nobody watches savepoints any more.
+        if waiting_messages := watched.take():
+            self.engine.corked = True
+            try:
+                for message in waiting_messages:
+                    self._hand_over_message(message)
+            finally:
+                self.engine.corked = False
+
+    def _require_no_refusal(self) -> None:
+        if self.refusals.first is not None:
+            raise_aborted(self.refusals.first, self.transactional_id, "the block")
+
+    def _stop_watching(self) -> None:
+        if self.savepoints is not None:
+            self.savepoints.stop()
+
+    # The steps
+
+    def _begin(self) -> None:
+        """Begin the database transaction and read the row, before anything can be produced.
+
+        Raises:
+            Fenced: The row names an incarnation other than ours.
+            IllegalStateError, ConfigurationError: The connection cannot be used for this.
+            Unavailable: The database does not answer.
+        """
+        self._refuse_while_running()
+        store, row = self._context.store, self._lane.row
+        store.begin(self._handle)
+        try:
+            failpoints.hit("write.begun")
+            incarnation = store.read_incarnation(
+                self._handle, self.transactional_id, namespace=row.namespace, known=row
+            )
+            if incarnation != row.incarnation:
+                raise self._fenced(incarnation)
+            if self._uses_savepoints:
+                self.savepoints = store.watch_savepoints(self._handle, self.transactional_id)
+            self._machine.apply(WriteEvent.CHECK)
+            failpoints.hit("write.checked")
+        except DatabaseWentBack as error:
+            self._abort()
+            self._lane.record_forgotten(error)
+            raise
+        except BaseException:
+            self._abort()
+            raise
+
+    def _commit(self) -> None:
+        """End the dual write: prepare Kafka, record, commit the database (the decision), commit Kafka.
+
+        Raises:
+            TransactionAborted, Fenced, ConfigurationError: Both sides are aborted.
+            TransactionInDoubt: The database's answer is missing, and the doubt could not be resolved.
+            CompletionPending: Decided; Kafka will follow.
+            DecidedTransactionLost, OutcomeUnverifiable: Decided, but Kafka does not have it, or that can no longer be known.
+            DatabaseWentBack: Decided, then lost by the database.
+            IllegalStateError: It has already ended.
+        """
+        self._refuse_while_running()
+        self._machine.check(WriteEvent.PREPARE)
+        failpoints.hit("write.body_done")
+        deadline = Deadline(self._timeout_s)
+        try:
+            with waiting.interruptible():
+                state = self._prepare()
+                answer = self._record(state, deadline)
+        except Unavailable as error:
+            self._abort()
+            raise TransactionAborted(error.what, transactional_id=self.transactional_id) from error
+        except BaseException:
+            self._abort()
+            raise
+        with waiting.uninterrupted():
+            interruption = self._decide(state, answer, deadline)
+            if self.sending:
+                self._enter(Phase.COMPLETE)
+                self._lane.complete(state, deadline)
+            self._machine.apply(WriteEvent.COMPLETE)
+            failpoints.hit("write.completed")
+        if interruption is not None:
+            raise interruption
+
+    def _hand_over(self, *, prepared: bool) -> None:
+        """End the dual write undecided: prepare Kafka, and commit the database's part without naming it in the row.
+
+        For writes that another process decides together with others. On return the rows are durable, :attr:`prepared` is the
+        open Kafka transaction, and this process must neither commit nor abort either of them.
+
+        Args:
+            prepared: Prepare the database's transaction (``PREPARE TRANSACTION``); the settler of the row ends it. Otherwise
+                it is committed, and the rows must stand where nobody reads them.
+
+        Raises:
+            TransactionAborted, Fenced, ConfigurationError: Kafka's side is aborted. The rows may remain where they are, and
+                count for nothing.
+            IllegalStateError: It has already ended.
+        """
+        self._refuse_while_running()
+        self._machine.check(WriteEvent.PREPARE)
+        failpoints.hit("write.body_done")
+        try:
+            state = self._prepare(run_deferred=True)
+            if self._permit is not None:
+                self._permit(self._handle)
+            answer_s = self._timeout_s / 2
+            if prepared:
+                self._context.store.prepare(self._handle, self._lane.row, state, answer_s=answer_s)
+            else:
+                self._context.store.commit(self._handle, answer_s=answer_s)
+        except (Unavailable, TransactionInDoubt) as error:
+            self._abort()
+            raise TransactionAborted(error.what, transactional_id=self.transactional_id) from error
+        except BaseException:
+            self._abort()
+            raise
+        self._machine.apply(WriteEvent.HAND_OVER)
+        failpoints.hit("batch.handed_over")
+
+    def _enter(self, phase: Phase) -> None:
+        if self.observer is not None:
+            self.observer.enter(phase)
+
+    def _prepare(self, *, run_deferred: bool = False) -> PreparedTxnState:
+        self._enter(Phase.PREPARE)
+        if self._session is not None:
+            self._session.flush()
+        self._finish_messages()
+        if run_deferred:
+            self._context.store.run_deferred(self._handle, self.transactional_id)
+        state = PreparedTxnState()
+        if self.sending:
+            try:
+                state = self._producer.prepare_transaction()
+            except IllegalStateError:
+                self._require_no_refusal()
+                raise
+            self._require_no_refusal()  # a delivery callback may have swallowed that a message of its own was refused
+        self._machine.apply(WriteEvent.PREPARE)
+        self._prepared = state
+        failpoints.hit("write.prepared")
+        return state
+
+    def _record(self, state: PreparedTxnState, deadline: Deadline) -> Deadline:
+        """Execute the last statement of the database's transaction. Returns the deadline for the answer to its COMMIT.
+
+        What is deferred to COMMIT runs before it. Left to COMMIT, it would take its time after the last check of the clock.
+        """
+        store, incarnation, namespace = self._context.store, self._lane.row.incarnation, self._lane.row.namespace
+        allowance = None
+        if state.has_transaction:
+            allowance = self._require_time(allow(self._left_s(), self._margin_s, deadline.remaining_s()))
+            answer = Deadline(allowance.answer_s)
+            ours, self._database_transaction = store.decide(
+                self._handle,
+                self.transactional_id,
+                incarnation,
+                state,
+                namespace=namespace,
+                idle_s=allowance.decide_s,
+                within_s=allowance.decide_s,
+                answer_s=allowance.answer_s,
+                deferred=True,
+            )
+        else:
+            answer = Deadline(deadline.remaining_s() / 2)
+            ours, self._database_transaction = store.hold(
+                self._handle,
+                self.transactional_id,
+                incarnation,
+                namespace=namespace,
+                answer_s=answer.remaining_s(),
+                deferred=True,
+            )
+        if not ours:
+            raise self._fenced(None)
+        # Only now: what it locks stays locked until COMMIT, and a session that is paused from here on ends by itself.
+        if self._permit is not None:
+            self._permit(self._handle)
+        self._machine.apply(WriteEvent.RECORD)
+        failpoints.hit("write.recorded")
+        if allowance is not None:
+            self._producer.require_still_open()
+            self._require_time(allowance if allowance.fits(self._left_s()) else None)
+        return answer
+
+    def _left_s(self) -> float:
+        """The time left of the broker's transaction timeout, in seconds."""
+        return self._producer.transaction_timeout_ms / 1000 - self._producer.begun_for_s
+
+    def _require_time(self, allowance: Allowance | None) -> Allowance:
+        if allowance is not None:
+            return allowance
+        producer = self._producer
+        raise TransactionAborted(
+            f"the transaction was open for {producer.begun_for_s:.0f} s of the {producer.transaction_timeout_ms / 1000:.0f} s "
+            f"after which the broker aborts it; {self._margin_s:g} s must be left when the database has committed",
+            transactional_id=self.transactional_id,
+            next_step="do less in one transaction, or raise the broker's transaction.max.timeout.ms",
+            retryable=False,
         )
-    except Exception as error:
-        raise (KeySerializationError if field == "key" else ValueSerializationError)(error) from error
+
+    def _decide(self, state: PreparedTxnState, answer: Deadline, deadline: Deadline) -> BaseException | None:
+        """Commit the database. Returns an interruption (``KeyboardInterrupt``) that came meanwhile, to raise later."""
+        if answer.expired:
+            # Paused since the last check of the clock. SQLite has no server that would have ended the transaction.
+            self._abort()
+            raise TransactionAborted("the process was paused before its COMMIT", transactional_id=self.transactional_id)
+        try:
+            self._context.store.commit(self._handle, answer_s=answer.remaining_s())
+        except TransactionAborted as error:
+            self._abort()
+            if (interruption := _interruption(error)) is not None:
+                raise interruption from error
+            raise
+        except TransactionInDoubt as error:
+            self._machine.apply(WriteEvent.LOSE_ANSWER)
+            self._resolve(state, deadline, error)
+            return _interruption(error)
+        self._machine.apply(WriteEvent.COMMIT)
+        failpoints.hit("write.decided")
+        return None
+
+    def _resolve(self, state: PreparedTxnState, deadline: Deadline, doubt: TransactionInDoubt) -> None:
+        try:
+            verdict = waiting.elsewhere(
+                lambda: resolve_commit(
+                    self._context, self.transactional_id, state, self._database_transaction, deadline
+                )
+            )
+        except DualWriteError as error:
+            self._lane.discard()
+            raise doubt from error
+        if verdict is DoubtStep.COMMITTED:
+            self._machine.apply(WriteEvent.COMMIT)
+        elif verdict is DoubtStep.ABORTED:
+            self._abort()
+            raise _interruption(doubt) or TransactionAborted(
+                f"{doubt.what}; the database has rolled back",
+                transactional_id=self.transactional_id,
+            ) from doubt
+        elif verdict is DoubtStep.IN_DOUBT:
+            self._lane.discard()
+            raise doubt
+        else:
+            self._machine.apply(WriteEvent.FIND_LOST)
+            self._lane.discard()
+            kind = DecidedTransactionLost if verdict is DoubtStep.LOST else OutcomeUnverifiable
+            raise kind(verdict.value, transactional_id=self.transactional_id, state=str(state)) from doubt
+
+    def _abort(self) -> None:
+        """Abort both sides. Does nothing if they have already ended.
+
+        If Kafka does not accept the abort, the producer is discarded and the next settler aborts its transaction: the row
+        does not name it, so it can no longer be committed.
+        """
+        self._refuse_while_running()
+        if self._machine.state in _ENDED:
+            return
+        self._enter(Phase.ABORT)
+        failpoints.hit("write.before_abort")
+        with waiting.uninterrupted():
+            self._stop_watching()
+            self._context.store.rollback(self._handle)
+            failpoints.hit("write.rolled_back")
+            if self.sending:
+                try:
+                    self._producer.abort_transaction()
+                except DualWriteError as error:
+                    logger.warning("%s: Kafka did not accept the abort: %s", self.transactional_id, error)
+                    self._lane.discard()
+            self._machine.apply(WriteEvent.ABORT)
+
+    def _fenced(self, found: int | None) -> Fenced:
+        shown = "no longer names" if found is None else f"names incarnation {found} instead of"
+        return Fenced(
+            f"the row {shown} our incarnation {self._lane.row.incarnation}", transactional_id=self.transactional_id
+        )
+
+    def __repr__(self) -> str:
+        return f"<DualWrite {self.transactional_id} {self._machine.state.value}>"
 
 
-NO_SERIALIZERS: Final = Serializing()
+# The block of a writer: a dual write on a lane and a connection that it takes at its beginning and gives back at its
+# end.
+
+
+@dataclass(frozen=True, eq=False)
+class Ground:
+    """The parts of a writer that its blocks stand on. One for all of them.
+
+    Attributes:
+        writer: The writer's name.
+        context: Returns the servers: the writer's, or those with the store of a transaction that other code begins and ends.
+            Raises if the writer is not open.
+        lanes: The lanes.
+        database: Gives the connections.
+        vitals: Notes whether the servers answer.
+        observer: Observes the dual writes.
+        serializing: Makes the bytes of messages.
+        session_factory: Makes the ORM sessions.
+        margin_s: As for :class:`DualWrite`.
+        timeout_s: As for :class:`DualWrite`; also limits the wait until a lane is ready.
+    """
+
+    writer: str
+    context: Callable[[StateStore | None], OwnerContext]
+    lanes: Lanes
+    database: Database
+    vitals: Vitals
+    observer: Observer
+    serializing: Serializing
+    session_factory: Callable[..., Session]
+    margin_s: float
+    timeout_s: float
+
+
+class WriterBlock(DualWrite):
+    """A dual write of a writer. It becomes one, with a lane and a connection, as the block is entered.
+
+    Everything that it takes is given back in reverse order; its ticket for the lane twice, as the first time may be
+    interrupted. If even that does not happen, the lane is free once this object is collected.
+
+    Args:
+        ground: The writer.
+        connection: The user's own; None takes one from the engine.
+        joined: The store of the transaction that other code has begun on the connection, and will end.
+    """
+
+    def __init__(  # the rest is known when it has a lane
+        self,
+        ground: Ground,
+        connection: Connection | psycopg.Connection[object] | DjangoConnection | None,
+        joined: StateStore | None = None,
+    ) -> None:
+        self._ground = ground
+        self._user_connection = connection
+        self._joined = joined
+        self._adopted: AbstractContextManager[Handle] | None = None
+        self._own: AbstractContextManager[Handle] | None = None
+        self._ticket: Ticket[Kept] | None = None
+        self._has_lane = False
+        self.observer = None
+
+    def __enter__(self) -> Transaction:
+        """Take a lane and a connection, and begin. See :meth:`dualwrite.writing.writer.DualWriter.transaction`."""
+        if self._ticket is not None:
+            self._refuse_while_running()
+            raise IllegalStateError(
+                "a block is entered once", transactional_id=self._ground.writer, next_step="call transaction() for each"
+            )
+        try:
+            self._take()
+            return super().__enter__()
+        except BaseException as error:
+            try:
+                self._give_back(error)
+            finally:
+                if self._adopted is not None:
+                    self._adopted.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def _take(self) -> None:
+        ground = self._ground
+        context = ground.context(self._joined)
+        self._ticket = ticket = ground.lanes.ticket()
+        enter(ground.lanes, ticket, ground.writer)
+        database, handle = ground.database, None
+        if self._user_connection is not None:
+            self._adopted, handle = self._adopt(context)
+        if ground.observer is not NO_OBSERVER:
+            observed = ground.observer.writing(ground.writer, database.traits.name.lower())
+            self.observer = observed.__enter__()
+        observer = self.observer
+        lane = ground.lanes.take(ticket)
+        self._has_lane = True
+        lane.ready(Deadline(ground.timeout_s))
+        if observer is not None:
+            observer.lane(lane.transactional_id)
+        permit = permit_of(handle)
+        if handle is None:
+            self._own = own = database.connect()
+            handle = own.__enter__()
+        super().__init__(
+            lane,
+            self._context_on(lane, context),
+            handle,
+            traits=database.traits,
+            session_factory=ground.session_factory if self._joined is None else no_session,
+            margin_s=ground.margin_s,
+            timeout_s=ground.timeout_s,
+            permit=permit,
+            observer=observer,
+            serializing=ground.serializing,
+        )
+
+    def _adopt(self, context: OwnerContext) -> tuple[AbstractContextManager[Handle], Handle]:
+        """The user's connection for as long as the block lasts, and the handle on it."""
+        adopted = self._ground.database.adopt(self._user_connection, context.store)
+        return adopted, adopted.__enter__()
+
+    def _context_on(self, lane: Lane, context: OwnerContext) -> OwnerContext:
+        """The servers on this lane."""
+        del lane
+        return context
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        """End both sides, and give back the connection and the lane."""
+        if self._adopted is None:
+            return self._leave(kind, error, traceback)
+        with ExitStack() as around:  # Django's atomic() may replace the error, or be left without one
+            around.push(self._adopted)
+            around.push(self._leave)
+            leave = around.pop_all()
+        return leave.__exit__(kind, error, traceback)
+
+    def _leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        try:
+            super().__exit__(kind, error, traceback)
+        except BaseException as raised:
+            self._give_back(raised)
+            raise
+        self._give_back(error)
+        return None
+
+    def _give_back(self, error: BaseException | None) -> None:
+        """Give back what the block has taken.
+
+        Args:
+            error: The error that leaves the block, if any.
+
+        Raises:
+            TransactionAborted: Instead of a deadlock or a serialization failure of a statement, which is the cause.
+        """
+        ticket = self._ticket
+        try:
+            try:
+                own, self._own = self._own, None
+                if own is not None:
+                    own.__exit__(None, None, None)
+            finally:
+                self._note_end(error)
+        finally:
+            if ticket is not None:
+                try:
+                    ticket.end()
+                finally:
+                    ticket.end()  # the first one may have been interrupted
+
+    def _note_end(self, error: BaseException | None) -> None:
+        observer, self.observer = self.observer, None
+        conflict = None
+        if self._has_lane:
+            if isinstance(error, Exception) and not isinstance(error, DualWriteError):
+                conflict = conflict_behind(error, self.transactional_id)
+            shown = error if conflict is None else conflict
+            if shown is None or isinstance(shown, DualWriteError):
+                self._ground.vitals.note(shown)
+        if observer is not None:
+            shown = error if conflict is None else conflict
+            observer.__exit__(None if shown is None else type(shown), shown, None)
+        if conflict is not None:
+            raise conflict from error
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self._has_lane else f"<DualWrite {self._ground.writer} without a lane>"
+
+
+def _interruption(error: DualWriteError) -> BaseException | None:
+    """The interruption behind this error, which must be passed on: a ``KeyboardInterrupt`` or the like, if any."""
+    return None if isinstance(error.__cause__, Exception) else error.__cause__
+
+
+def _explained(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and, one by one, what a traceback shows above it."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
     from dualwrite.stores.sql.access import DjangoConnection
     from dualwrite.writing.dual_write import DualWrite
+    from dualwrite.writing.lane_pool import Lanes
     from dualwrite.writing.transaction import Transaction
 
 logger = logging.getLogger(__name__)
@@ -466,6 +467,7 @@ class Submitting:
     """The part of a writer that runs work. The writer sets its attributes."""
 
     transactional_id: str
+    _lanes: Lanes
     _groups: Groups
     _traits: Traits = SQL
 
@@ -561,7 +563,7 @@ class Submitting:
             ConfigurationError: ``within_s`` is not positive, or longer than a hundred years.
         """
         self._require_open()
-        entered.refuse_nested(self, self.transactional_id)
+        entered.refuse_nested(self._lanes, self.transactional_id)
         if isinstance(work, RowUnit) and self._traits.gives != SQL.gives:
             raise IllegalStateError(
                 f"a RowUnit writes rows of SQL, and this writer's database is {self._traits.name}",
@@ -620,7 +622,7 @@ def run_group(
 
 def _run_one(group: GroupRun, unit: Unit[Any], transaction: Transaction, call: Call) -> None:
     """The only unit of a group is the whole block: it needs no savepoint."""
-    cast("DualWrite", write_of(transaction)).sending.of_unit = True
+    cast("DualWrite", write_of(transaction)).of_unit = True
     if group.begins(unit):
         group.ended(unit, _work(unit, transaction, call), None)
 

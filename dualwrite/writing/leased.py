@@ -13,8 +13,8 @@ import logging
 import os
 import random
 import threading
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -29,10 +29,12 @@ from dualwrite.protocol.values import writer_of
 from dualwrite.recovery.claim import has_ended, lease_owner, place_of_this_process
 from dualwrite.recovery.in_doubt import LOSSES
 from dualwrite.recovery.operator import take_over
-from dualwrite.writing import transaction as entered
+from dualwrite.writing import transaction
 from dualwrite.writing.writer import DualWriter
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     import psycopg
     from sqlalchemy import Connection
     from typing_extensions import Unpack
@@ -136,25 +138,25 @@ class LeasedWriter(DualWriter):
                 writer.close()
         return held
 
-    @contextmanager
     def _block(
         self,
         connection: Connection | psycopg.Connection[object] | DjangoConnection | None,
         joined: StateStore | None = None,
-    ) -> Generator[Transaction, None, None]:
-        writer = self._usable()
-        try:
-            with writer._block(connection, joined) as transaction:  # noqa: SLF001 - its own class
-                yield transaction
-        except Fenced as error:
-            if error.outcome != "aborted" or writer_of(error.transactional_id or "") != writer.transactional_id:
-                raise
-            self._note_lost(writer, f"{writer.transactional_id} has another owner")
-            raise TransactionAborted(
-                f"this member of fleet {self._fleet!r} has lost its id: {error.what}",
-                transactional_id=error.transactional_id,
-                next_step=_RUN_AGAIN,
-            ) from error
+    ) -> AbstractContextManager[Transaction]:
+        return _MembersBlock(self, connection, joined)
+
+    def _lost_with(self, writer: DualWriter, error: BaseException | None) -> TransactionAborted | None:
+        """The error in place of the one that leaves a block, if it is that another owner has taken the id of this member."""
+        if not isinstance(error, Fenced) or error.outcome != "aborted":
+            return None
+        if writer_of(error.transactional_id or "") != writer.transactional_id:
+            return None
+        self._note_lost(writer, f"{writer.transactional_id} has another owner")
+        return TransactionAborted(
+            f"this member of fleet {self._fleet!r} has lost its id: {error.what}",
+            transactional_id=error.transactional_id,
+            next_step=_RUN_AGAIN,
+        )
 
     def _usable(self) -> DualWriter:
         writer = self._current
@@ -175,7 +177,7 @@ class LeasedWriter(DualWriter):
         writer = self._current
         if writer is None or os.getpid() != self._pid:
             self._refuse(writer)
-        entered.refuse_nested(writer, self.transactional_id)  # its blocks are the writer's
+        transaction.refuse_nested(writer._lanes, self.transactional_id)  # noqa: SLF001 - its own class; its blocks are the writer's
 
     def _refuse(self, writer: DualWriter | None) -> NoReturn:
         if writer is not None:
@@ -323,6 +325,42 @@ class LeasedWriter(DualWriter):
         if self._current is not None:
             return repr(self._current)
         return f"<DualWriter of fleet {self._fleet} {'closed' if self._closing.is_set() else 'not open'}>"
+
+
+class _MembersBlock(AbstractContextManager["Transaction"]):
+    """A block of the writer that a member has as the block is entered."""
+
+    def __init__(
+        self,
+        member: LeasedWriter,
+        connection: Connection | psycopg.Connection[object] | DjangoConnection | None,
+        joined: StateStore | None,
+    ) -> None:
+        self._member = member
+        self._given = connection, joined
+
+    def __enter__(self) -> Transaction:
+        self._writer = writer = self._member._usable()  # noqa: SLF001 - of this module
+        self._block = block = writer._block(*self._given)  # noqa: SLF001 - its own class
+        try:
+            return block.__enter__()
+        except Fenced as error:
+            if (lost := self._member._lost_with(writer, error)) is not None:  # noqa: SLF001 - of this module
+                raise lost from error
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        try:
+            left = self._block.__exit__(kind, error, traceback)
+        except Fenced as raised:
+            if (lost := self._member._lost_with(self._writer, raised)) is not None:  # noqa: SLF001 - of this module
+                raise lost from raised
+            raise
+        if not left and (lost := self._member._lost_with(self._writer, error)) is not None:  # noqa: SLF001 - as above
+            raise lost from error
+        return left
 
 
 # Keeps the lease of one member of a fleet by heartbeats, on a thread of its own.

@@ -24,7 +24,7 @@ from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateErr
 from dualwrite.stores.sql.access import leave_to_parent
 from dualwrite.stores.sql.drivers import listens
 from dualwrite.stores.sql.savepoints import watch_sessions
-from dualwrite.writing.dual_write import as_value, raise_aborted
+from dualwrite.writing.transaction import as_value, raise_aborted
 
 if TYPE_CHECKING:
     from confluent_kafka import KafkaError, Message

@@ -1,4 +1,4 @@
-"""``with writer.transaction() as tx``: the object that users hold, the block around it, and which blocks are open.
+"""``with writer.transaction() as tx``: the object that users hold, its serializers, and which blocks are open.
 
 Blocks are never nested, and none blocks an event loop: the guard below notices both. Arguments that cannot work are
 refused before anything is claimed.
@@ -8,110 +8,306 @@ from __future__ import annotations
 
 import builtins
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypedDict, cast
+from copy import copy
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, TypedDict, TypeVar, cast
 
-from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.interfaces import NO_WRITE_OBSERVER, SQL, Traits, WriteObserver
-from dualwrite.protocol.lives import WriteState
+from dualwrite.errors import (
+    ConfigurationError,
+    DualWriteError,
+    Fenced,
+    IllegalStateError,
+    TransactionAborted,
+    Unavailable,
+)
 from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, MessageColumns, Unsendable
-from dualwrite.recovery.in_doubt import noting_told
-from dualwrite.stores.sql.access import conflict_behind
 from dualwrite.waiting import blocks_a_loop, here
-from dualwrite.writing.dual_write import NO_SERIALIZERS, DualWrite, Serializing
 from dualwrite.writing.fair_queue import Ticket
 
 if TYPE_CHECKING:
     from confluent_kafka import KafkaError, TopicPartition
     from confluent_kafka import Message as KafkaMessage
+    from confluent_kafka.serialization import SerializationContext
     from sqlalchemy import Connection, Engine
     from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
     from sqlalchemy.orm import Session
-    from typing_extensions import Required
+    from typing_extensions import Required, Self
 
-    from dualwrite.errors import DualWriteError
-    from dualwrite.interfaces import Database, Handle, Observer
-    from dualwrite.kafka.engine import Column
+    from dualwrite.interfaces import Database, Observer, WriteObserver
+    from dualwrite.interfaces import Headers as ObservedHeaders
+    from dualwrite.kafka.engine import Column, ProducerEngine
     from dualwrite.kafka.producer import EngineName
+    from dualwrite.protocol.lives import WriteState
     from dualwrite.protocol.message import Content, Sendable
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.values import WriterLimits
-    from dualwrite.recovery.claim import OwnerContext
     from dualwrite.stores.keyed.rocksdb import RocksBatch
     from dualwrite.stores.keyed.zookeeper import Multi
-    from dualwrite.writing.dual_write import Serializers
-    from dualwrite.writing.lane import Lane, OnLoss
+    from dualwrite.writing.lane import OnLoss
 
 
-class Write(Protocol):
-    """A dual write, or one unit of it, as its user's object needs it."""
+# Serializers: callables that make the bytes of keys and values, as confluent-kafka's `SerializingProducer` has them.
 
-    @property
-    def transactional_id(self) -> str:
-        """The id that it runs under."""
-        ...
+Serializer: TypeAlias = Callable[[Any, "SerializationContext"], bytes | str | None]
+"""Makes a key or a value from an object: ``(object, SerializationContext) -> bytes``. It may add to the context's headers."""
 
-    @property
-    def state(self) -> WriteState:
-        """Its present state."""
-        ...
+ByTopic: TypeAlias = Serializer | Mapping[str, Serializer] | None
+"""One for all topics, or one for each topic; the other topics then have none."""
 
-    @property
-    def prepared(self) -> PreparedTxnState | None:
-        """The identity of its Kafka transaction; None if it is not prepared."""
-        ...
 
-    @property
-    def observer(self) -> WriteObserver:
-        """Observes it."""
-        ...
+class Serializers(TypedDict, total=False):
+    """The serializers of a writer: ``{"key": ..., "value": ...}``, or one of the two.
 
-    def given(self, name: str) -> Any:
-        """See :meth:`dualwrite.writing.dual_write.DualWrite.given`."""
-        ...
+    Each is a callable ``(object, SerializationContext) -> bytes``, as those of confluent-kafka, or a dictionary with one for
+    each topic that has one. Many threads use them at once.
+    """
 
-    @property
-    def connection(self) -> Connection:
-        """See :attr:`Transaction.connection`."""
-        ...
+    key: ByTopic
+    value: ByTopic
 
-    @property
-    def session(self) -> Session:
-        """See :attr:`Transaction.session`."""
-        ...
 
-    @property
-    def in_savepoint(self) -> bool:
-        """Whether a savepoint is open, so that what is done now may be undone although the transaction commits."""
-        ...
+Bytes: TypeAlias = bytes | str | None
 
-    def require_open(self) -> None:
-        """See :meth:`dualwrite.writing.dual_write.DualWrite.require_open`."""
-        ...
+Called = TypeVar("Called")
 
-    @property
-    def max_message_bytes(self) -> int:
-        """The greatest size of a message."""
-        ...
 
-    def refuse_callback(self) -> None:
-        """Refuse a delivery callback in bulk mode.
+class Serializing:
+    """Makes the bytes of messages. Many threads use it, and its serializers, at once.
+
+    Args:
+        key: The serializers of keys.
+        value: The serializers of values.
+
+    Attributes:
+        none: Whether there is no serializer for any topic.
+
+    Raises:
+        ConfigurationError: One of them cannot be called.
+    """
+
+    def __init__(self, key: ByTopic = None, value: ByTopic = None) -> None:
+        for name, given in (("the key serializer", key), ("the value serializer", value)):
+            check_callable(name, given, "(object, SerializationContext) -> bytes")
+        self._key = key
+        self._value = value
+        self.none = key is None and value is None
+
+    @classmethod
+    def of(cls, given: Serializers | None) -> Self:
+        """Make it of what a writer was given.
 
         Raises:
-            IllegalStateError: The writer is in bulk mode.
+            ConfigurationError: There is another entry than ``key`` and ``value``, or one of them cannot be called.
         """
-        ...
+        return cls(**key_and_value("serializers", given))
+
+    def message(
+        self, topic: str, key: object, value: object, headers: ObservedHeaders
+    ) -> tuple[Bytes, Bytes, ObservedHeaders]:
+        """The key, value and headers to produce. The caller's headers stay as they are. What has no serializer stays, too.
+
+        Raises:
+            KeySerializationError, ValueSerializationError: A serializer has failed. Nothing was produced.
+        """
+        key_by, value_by = for_topic(self._key, topic), for_topic(self._value, topic)
+        if key_by is None and value_by is None:
+            return cast("Bytes", key), cast("Bytes", value), headers
+        pairs = list(headers.items()) if isinstance(headers, Mapping) else list(headers or ())
+        made = _made(key_by, key, "key", topic, pairs), _made(value_by, value, "value", topic, pairs)
+        return *made, pairs or None
+
+    def many(
+        self, topic: str, keys: Sequence[object] | None, values: Sequence[object]
+    ) -> tuple[Sequence[Bytes] | None, Sequence[Bytes]]:
+        """The keys and values of many messages of one topic, whose serializers get no headers.
+
+        Raises:
+            KeySerializationError, ValueSerializationError: As :meth:`message`. Nothing was produced.
+        """
+        key_by, value_by = for_topic(self._key, topic), for_topic(self._value, topic)
+        return (
+            None if keys is None else [_made(key_by, one, "key", topic, None) for one in keys],
+            [_made(value_by, one, "value", topic, None) for one in values],
+        )
+
+
+def key_and_value(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The entries ``key`` and ``value`` of an argument.
+
+    Raises:
+        ConfigurationError: It is no dictionary, or has another entry.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or (given.keys() - {"key", "value"}):
+        raise ConfigurationError(f"{name} is {given!r}", next_step='give a dictionary: {"key": ..., "value": ...}')
+    return dict(given)
+
+
+def check_callable(name: str, given: object, signature: str) -> None:
+    """Refuse what is neither a callable, nor one for each topic, nor None.
+
+    Raises:
+        ConfigurationError: It cannot be called.
+    """
+    for one in given.values() if isinstance(given, Mapping) else [given]:
+        if one is not None and not callable(one):
+            raise ConfigurationError(
+                f"{name} cannot be called: {one!r}",
+                next_step=f"give a callable {signature}, or one for each topic in a dict",
+            )
+
+
+def for_topic(given: Called | Mapping[str, Called] | None, topic: str) -> Called | None:
+    """The callable of a topic: the one for all topics, or its own, if it has one."""
+    return given.get(topic) if isinstance(given, Mapping) else given
+
+
+def _made(
+    serializer: Serializer | None, given: object, field: str, topic: str, headers: list[tuple[str, Bytes]] | None
+) -> Bytes:
+    if serializer is None:
+        return cast("Bytes", given)
+    from confluent_kafka.error import KeySerializationError, ValueSerializationError  # noqa: PLC0415 - loads a driver
+    from confluent_kafka.serialization import MessageField, SerializationContext  # noqa: PLC0415 - as above
+
+    try:
+        made = serializer(given, SerializationContext(topic, MessageField(field), headers))
+        if made is None or isinstance(made, bytes | str):
+            return made
+        raise TypeError(
+            f"the {field} serializer of {topic} made {type(made).__name__}, neither bytes nor text nor None"
+        )
+    except Exception as error:
+        raise (KeySerializationError if field == "key" else ValueSerializationError)(error) from error
+
+
+NO_SERIALIZERS: Final = Serializing()
+
+
+def as_value(error: BaseException) -> DualWriteError:
+    """An error to keep until the end of a dual write: what it says, without its traceback and its causes.
+
+    Their frames hold what the caller has open. Through them, a session that was dropped after the error would stay alive as
+    long as its dual write, which ends when the session is collected: neither would ever end.
+    """
+    if isinstance(error, DualWriteError):
+        return copy(error)
+    return TransactionAborted(type(error).__name__, retryable=getattr(error, "retryable", False))
+
+
+def raise_aborted(refusal: DualWriteError, transactional_id: str, subject: str) -> NoReturn:
+    """Abort a dual write that continued after an error that it must not survive.
+
+    Args:
+        refusal: The first error.
+        transactional_id: The id of the dual write.
+        subject: The code that continued.
+
+    Raises:
+        TransactionAborted, Fenced: Always.
+    """
+    if isinstance(refusal, Fenced):
+        raise copy(refusal)  # raised itself, the kept one would get this traceback
+    raise TransactionAborted(
+        f"{subject} continued after an error: {refusal.what}",
+        transactional_id=transactional_id,
+        next_step=refusal.next_step,
+        retryable=isinstance(refusal, Unavailable) or getattr(refusal, "retryable", False),
+    ) from refusal
+
+
+class Refusals:
+    """The first error that must abort a piece of work, even if its code continues.
+
+    Attributes:
+        first: The error, as a value; None if there is none.
+    """
+
+    __slots__ = ("first",)
+
+    def __init__(self) -> None:
+        self.first: DualWriteError | None = None
+
+    def note(self, error: DualWriteError) -> None:
+        """Note an error; the first one counts."""
+        self.first = self.first or as_value(error)
+
+
+class Work(ABC):
+    """The work of a block's code, as its :class:`Transaction` needs it: a dual write, or one unit of it.
+
+    Attributes:
+        transactional_id: The id that it runs under.
+        observer: Observes it; None if nobody does.
+        engine: Takes its messages.
+        refusals: The first error that must abort it, even if its code continues.
+    """
+
+    transactional_id: str
+    observer: WriteObserver | None
+    engine: ProducerEngine
+    refusals: Refusals
+
+    @property
+    @abstractmethod
+    def state(self) -> WriteState:
+        """Its present state."""
+
+    @property
+    @abstractmethod
+    def prepared(self) -> PreparedTxnState | None:
+        """The identity of its Kafka transaction; None if it is not prepared."""
+
+    @abstractmethod
+    def resource(self, name: str) -> Any:
+        """The object that the database gives to the user's code under this name.
+
+        Raises:
+            IllegalStateError: The block has ended, or this kind of database does not have it.
+        """
+
+    @property
+    @abstractmethod
+    def connection(self) -> Connection:
+        """See :attr:`Transaction.connection`."""
+
+    @property
+    @abstractmethod
+    def session(self) -> Session:
+        """See :attr:`Transaction.session`."""
+
+    @property
+    @abstractmethod
+    def in_savepoint(self) -> bool:
+        """Whether a savepoint is open, so that the present work may be undone although the transaction commits.
+
+        Asks nobody: a savepoint past SQLAlchemy is not seen.
+        """
+
+    @abstractmethod
+    def require_open(self) -> None:
+        """Raise if messages can no longer be sent.
+
+        Raises:
+            IllegalStateError: The block has ended.
+        """
+
+    @abstractmethod
+    def send(self, message: Sendable) -> None:
+        """Hand one or many messages, or offsets, to the engine: at once, or when the open savepoint is released.
+
+        Raises:
+            IllegalStateError: The block has ended.
+            TransactionAborted, Fenced, Unavailable, ConfigurationError: They are refused. What refuses them must abort, even if
+                its code continues.
+        """
 
     def refuse(self, error: DualWriteError) -> None:
         """Note an error that must abort it even if its code continues; the first one counts."""
-        ...
-
-    def send(self, message: Sendable) -> None:
-        """See :meth:`dualwrite.writing.dual_write.DualWrite.send`."""
-        ...
+        self.refusals.note(error)
 
 
 class Transaction:
@@ -121,7 +317,7 @@ class Transaction:
     leave the block normally, or raise.
     """
 
-    def __init__(self, dual_write: Write, serializing: Serializing = NO_SERIALIZERS) -> None:
+    def __init__(self, dual_write: Work, serializing: Serializing = NO_SERIALIZERS) -> None:
         self._dual_write = dual_write
         self._serializing = serializing
 
@@ -169,7 +365,7 @@ class Transaction:
         Raises:
             IllegalStateError: The block has ended, or the writer's database is another one.
         """
-        batch: RocksBatch = self._dual_write.given("batch")
+        batch: RocksBatch = self._dual_write.resource("batch")
         return batch
 
     @property
@@ -179,7 +375,7 @@ class Transaction:
         Raises:
             IllegalStateError: The block has ended, or the writer has another database.
         """
-        multi: Multi = self._dual_write.given("multi")
+        multi: Multi = self._dual_write.resource("multi")
         return multi
 
     @property
@@ -229,19 +425,23 @@ class Transaction:
         """
         write = self._dual_write
         write.require_open()  # a serializer may register a schema
-        own_key, own_value, own_headers = self._serializing.message(topic, key, value, headers)
+        if self._serializing.none:
+            own_key, own_value, own_headers = cast("Content", key), cast("Content", value), headers
+        else:
+            own_key, own_value, own_headers = self._serializing.message(topic, key, value, headers)
+        engine, observer = write.engine, write.observer
         if on_delivery is not None:
-            write.refuse_callback()
+            engine.refuse_callback()
         try:
             message = Message.checked(
                 topic,
                 own_value,
                 own_key,
                 partition=partition,
-                headers=write.observer.producing(topic, own_headers),
+                headers=own_headers if observer is None else observer.producing(topic, own_headers),
                 timestamp_ms=timestamp_ms,
                 on_delivery=on_delivery,
-                max_bytes=write.max_message_bytes,
+                max_bytes=engine.max_message_bytes,
             )
         except Unsendable as error:
             refusal = error.refusal(topic, write.transactional_id)
@@ -318,153 +518,14 @@ class Transaction:
         return f"<Transaction {self.transactional_id} {self.state.value}>"
 
 
-def write_of(transaction: Transaction) -> Write:
+def write_of(transaction: Transaction) -> Work:
     """The dual write behind a transaction: for the library's own code, not for its users."""
     return transaction._dual_write  # noqa: SLF001 - of this module
 
 
-def unit_of(transaction: Transaction, unit: Write) -> Transaction:
+def unit_of(transaction: Transaction, unit: Work) -> Transaction:
     """The transaction of one unit, with the serializers of its group's."""
     return Transaction(unit, transaction._serializing)  # noqa: SLF001 - of this module
-
-
-# A block around one dual write: its end commits both sides, an exception in it aborts both.
-
-_ENDED = frozenset({WriteState.COMPLETED, WriteState.ABORTED, WriteState.HANDED_OVER})
-
-
-class Ending(Enum):
-    """The ways in which the end of a block ends its dual write."""
-
-    COMMIT = "commit both sides"
-    HAND_OVER = "hand it over undecided; the database's part is committed, where nobody reads it"
-    PREPARE = "hand it over undecided; the database's part is prepared"
-
-
-def session_of_block(bind: Connection) -> Session:
-    """The ORM session of a block. Its objects stay readable after the block has ended."""
-    from sqlalchemy.orm import Session  # noqa: PLC0415 - large, and loaded only where it is used
-
-    return Session(bind=bind, expire_on_commit=False)
-
-
-def no_session(**_: object) -> Session:
-    """Stands in for ``tx.session`` in a block that joins another session's transaction.
-
-    Raises:
-        IllegalStateError: Always.
-    """
-    raise IllegalStateError("the dual write of a session has no other session", next_step="use your own session")
-
-
-@contextmanager
-def dual_write(
-    lane: Lane,
-    context: OwnerContext,
-    handle: Handle,
-    *,
-    traits: Traits = SQL,
-    session_factory: Callable[..., Session] = session_of_block,
-    margin_s: float,
-    timeout_s: float,
-    ending: Ending = Ending.COMMIT,
-    permit: Callable[[Handle], None] = lambda _: None,
-    savepoints: bool = True,
-    observer: WriteObserver = NO_WRITE_OBSERVER,
-    serializing: Serializing = NO_SERIALIZERS,
-) -> Generator[Transaction, None, None]:
-    """Run one dual write on a ready lane: the block's end commits both sides or hands them over; an exception aborts both.
-
-    Args:
-        lane: Only this dual write uses it until the block has ended.
-        context: The servers.
-        handle: The database's: a connection that is not inside a transaction, or what it has instead.
-        traits: What the kind of database is like.
-        session_factory: Makes the ORM session, called with ``bind=connection``.
-        margin_s: Seconds that must be left of the broker's transaction timeout at the decision.
-        timeout_s: Limits the ending, in seconds.
-        ending: How the block's end ends the dual write.
-        permit: May still refuse the ending; see :meth:`DualWrite.commit` and :meth:`DualWrite.hand_over`.
-        savepoints: Whether messages wait for savepoints. False if the block's code opens none: then it may also produce in the
-            middle of a COPY.
-        observer: Observes this dual write.
-        serializing: Makes the bytes of messages.
-
-    Raises:
-        DualWriteError: As :meth:`DualWrite.begin`, :meth:`DualWrite.commit` and :meth:`DualWrite.hand_over` say.
-    """
-    write = DualWrite(
-        lane,
-        context,
-        handle,
-        traits=traits,
-        session_factory=session_factory,
-        margin_s=margin_s,
-        timeout_s=timeout_s,
-        savepoints=savepoints,
-        observer=observer,
-    )
-    with noting_told(context.store):
-        write.begin()
-    try:
-        try:
-            write.lent = True
-            yield Transaction(write, serializing)
-        except BaseException:
-            write.lent = False
-            if not write.is_parents:
-                write.abort()
-            raise
-        write.lent = False
-        write.require_not_parents()
-        if ending is Ending.COMMIT:
-            with noting_told(context.store):
-                write.commit(permit=permit)
-        else:
-            write.hand_over(prepared=ending is Ending.PREPARE, permit=permit)
-    except BaseException as error:
-        _raise_from_callback(error, write.sending.take_callback_error())
-        raise
-    finally:
-        write.lent = False
-        if write.is_parents:
-            # A forked process, which leaves the block too. The servers must hear nothing of it: not even of a rollback.
-            context.store.discard(handle)
-        else:
-            write.release()
-            if write.state not in _ENDED:
-                # Neither the connection nor the producer may be used again before the id is reclaimed: claiming waits for
-                # the old backend and settles.
-                lane.discard()
-                context.store.discard(handle)
-
-
-def _raise_from_callback(error: BaseException, raised: BaseException | None) -> None:
-    """Show what a delivery callback raised as the context of the block's own error, which outweighs it.
-
-    Callers and `run` decide by the block's error whether they run the work again. Only an interruption (``KeyboardInterrupt``,
-    a cancellation) is raised in its place: it must not get lost.
-    """
-    if raised is None or raised is error:
-        return
-    if isinstance(error, Exception) and not isinstance(raised, Exception):
-        raise raised from error
-    chain = list(_explained(error))
-    for one in _explained(raised):
-        if one.__context__ in chain or one.__cause__ in chain:
-            one.__context__ = one.__cause__ = None  # an abort has called it because of this error: no circle
-    if raised not in chain:
-        # ``raise ... from`` hides contexts, except at the end of the chain of causes.
-        chain[-1].__context__, chain[-1].__suppress_context__ = raised, False
-
-
-def _explained(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and, one by one, what a traceback shows above it."""
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:
-        seen.append(error)
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 # Tracks the blocks that this thread or task is inside of, to refuse a block inside another of the same writer.
@@ -506,21 +567,36 @@ def refuse_blocking_a_loop(transactional_id: str) -> None:
 def refuse_nested(writer: object, transactional_id: str) -> None:
     """Raise if this thread or task is inside a block of that writer: the two could wait for each other, and would commit apart.
 
+    Args:
+        writer: What stands for the writer: one object for all of its blocks.
+        transactional_id: For the error.
+
     Raises:
         IllegalStateError: It is.
     """
-    entering = (id(writer), here().caller)
-    if any((of, caller) == entering for of, caller, _ in _open()):
-        raise IllegalStateError(
-            f"this {'thread' if isinstance(entering[1], int) else 'task'} is already inside a transaction of this writer",
-            transactional_id=transactional_id,
-            next_step="a dual write cannot be nested: use connection.begin_nested() for a savepoint",
-        )
+    _refuse_nested(_open(), id(writer), here().caller, transactional_id)
 
 
-def enter(writer: object, ticket: Ticket[Any]) -> None:
-    """Note that this thread or task enters a block of that writer. The block lasts until the ticket has ended."""
-    _entered.set((*_open(), (id(writer), here().caller, weakref.ref(ticket))))
+def _refuse_nested(inside: tuple[_Entered, ...], writer: int, caller: object, transactional_id: str) -> None:
+    for of, by, _ in inside:
+        if of == writer and by == caller:
+            raise IllegalStateError(
+                f"this {'thread' if isinstance(caller, int) else 'task'} is already inside a transaction of this writer",
+                transactional_id=transactional_id,
+                next_step="a dual write cannot be nested: use connection.begin_nested() for a savepoint",
+            )
+
+
+def enter(writer: object, ticket: Ticket[Any], transactional_id: str) -> None:
+    """Note that this thread or task enters a block of that writer. The block lasts until the ticket has ended.
+
+    Raises:
+        IllegalStateError: It would block an event loop, or is inside a block of that writer.
+    """
+    refuse_blocking_a_loop(transactional_id)
+    inside, caller = _open() if _entered.get() else (), here().caller
+    _refuse_nested(inside, id(writer), caller, transactional_id)
+    _entered.set((*inside, (id(writer), caller, weakref.ref(ticket))))
 
 
 def entered_here() -> Blocks:
@@ -538,7 +614,7 @@ def _open() -> tuple[_Entered, ...]:
     return tuple(one for one in _entered.get() if (ticket := one[2]()) is not None and not ticket.ended)
 
 
-# The types of a writer's settings; and names the conflicts of the statements of its blocks.
+# The types of a writer's settings.
 
 
 class CommonOptions(TypedDict, total=False):
@@ -595,18 +671,3 @@ def check_options(given: Mapping[str, object]) -> None:
         raise ConfigurationError(
             f"writer has {', '.join(map(repr, unknown))}", next_step=f"it may have {', '.join(sorted(known))}"
         )
-
-
-@contextmanager
-def conflicts_named(transactional_id: str) -> Generator[None, None, None]:
-    """Name the deadlock or serialization failure of a statement that leaves the block.
-
-    Raises:
-        TransactionAborted: One does; it is the cause.
-    """
-    try:
-        yield
-    except Exception as error:
-        if (conflict := conflict_behind(error, transactional_id)) is not None:
-            raise conflict from error
-        raise

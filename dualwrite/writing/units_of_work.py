@@ -23,14 +23,14 @@ from dualwrite.protocol.lives import WriteState
 from dualwrite.protocol.message import ProducerRecord
 from dualwrite.protocol.process import leaves_nothing
 from dualwrite.protocol.values import check_seconds
-from dualwrite.writing.dual_write import as_value, raise_aborted
-from dualwrite.writing.transaction import Transaction, conflicts_named, unit_of, write_of
+from dualwrite.stores.sql.access import conflict_behind
+from dualwrite.writing.transaction import Refusals, Transaction, Work, raise_aborted, unit_of, write_of
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.orm import Session
 
-    from dualwrite.interfaces import SavepointWatch, WriteObserver
+    from dualwrite.interfaces import SavepointWatch
     from dualwrite.protocol.message import Sendable
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.writing.dual_write import DualWrite
@@ -495,8 +495,8 @@ class Uses:
         self._ended, self._ended_by = True, None
 
 
-class UnitWrite:
-    """One unit of a dual write. Implements :class:`dualwrite.writing.transaction.Write`.
+class UnitWrite(Work):
+    """One unit of a dual write.
 
     Args:
         write: The dual write.
@@ -512,79 +512,59 @@ class UnitWrite:
     def __init__(self, write: DualWrite, connection: Connection, uses: Uses) -> None:
         self._write = write
         self._connection = connection
-        self._session = write.new_session(self.refuse, connection)
-        self._refusal: DualWriteError | None = None
+        self.transactional_id = write.transactional_id
+        self.observer = write.observer
+        self.engine = write.engine
+        self.refusals = Refusals()
+        self._session = write.session_of_unit(connection, self.refusals.note)
         self.uses = uses
         self.size = 0
         self.dropped = False
 
-    def refuse(self, error: DualWriteError) -> None:
-        """See :class:`dualwrite.writing.transaction.Write`. It concerns this unit alone."""
-        self._refusal = self._refusal or as_value(error)
-
-    @property
-    def transactional_id(self) -> str:
-        """See :class:`dualwrite.writing.transaction.Write`."""
-        return self._write.transactional_id
-
     @property
     def state(self) -> WriteState:
-        """See :class:`dualwrite.writing.transaction.Write`. That of its group, unless the unit was rolled back."""
+        """See :class:`Work`. That of its group, unless the unit was rolled back."""
         return WriteState.ABORTED if self.dropped else self._write.state
 
     @property
     def prepared(self) -> PreparedTxnState | None:
-        """See :class:`dualwrite.writing.transaction.Write`."""
+        """See :class:`Work`."""
         return self._write.prepared
 
-    @property
-    def observer(self) -> WriteObserver:
-        """See :class:`dualwrite.writing.transaction.Write`."""
-        return self._write.observer
-
-    def given(self, name: str) -> Any:
-        """See :class:`dualwrite.writing.transaction.Write`."""
+    def resource(self, name: str) -> Any:
+        """See :class:`Work`."""
         self.require_open()
-        return self._write.given(name)
+        return self._write.resource(name)
 
     @property
     def connection(self) -> Connection:
-        """See :class:`dualwrite.writing.transaction.Write`."""
+        """See :class:`Work`."""
         self.require_open()
         return self._connection
 
     @property
     def session(self) -> Session:
-        """See :class:`dualwrite.writing.transaction.Write`."""
+        """See :class:`Work`."""
         self.require_open()
-        self._write.sending.expect_session()
+        self._write.expect_session()
         return self._session.session
 
     @property
     def in_savepoint(self) -> bool:
-        """See :class:`dualwrite.writing.transaction.Write`. The unit itself is one."""
+        """See :class:`Work`. The unit itself is one."""
         return True
 
     def require_open(self) -> None:
-        """See :class:`dualwrite.writing.transaction.Write`."""
+        """See :class:`Work`."""
         self.uses.require()
         self._write.require_open()
 
-    @property
-    def max_message_bytes(self) -> int:
-        """See :class:`dualwrite.writing.transaction.Write`."""
-        return self._write.max_message_bytes
-
-    def refuse_callback(self) -> None:
-        """See :class:`dualwrite.writing.transaction.Write`."""
-        self._write.refuse_callback()
-
     def send(self, message: Sendable) -> None:
-        """See :class:`dualwrite.writing.transaction.Write`. An error concerns this unit alone."""
+        """See :class:`Work`. An error concerns this unit alone."""
         with self.uses:
             self._write.require_open()
             try:
-                self.size += self._write.sending.hold(message)
+                self.size += self._write.hold(message)
             except IllegalStateError:
                 raise  # nothing was changed
             except DualWriteError as error:
@@ -599,8 +579,8 @@ class UnitWrite:
             TransactionAborted, Fenced: It continued after an error.
             SQLAlchemyError: The database refuses what was flushed.
         """
-        if self._refusal is not None:
-            raise_aborted(self._refusal, self.transactional_id, "the unit")
+        if self.refusals.first is not None:
+            raise_aborted(self.refusals.first, self.transactional_id, "the unit")
         self._session.flush()
         while (nested := self._connection.get_nested_transaction()) is not None:
             nested.commit()
@@ -632,7 +612,7 @@ class Divided:
 
     @property
     def _savepoints(self) -> SavepointWatch:
-        savepoints = self._write.sending.savepoints
+        savepoints = self._write.savepoints
         assert savepoints is not None
         return savepoints
 
@@ -711,8 +691,7 @@ class Divided:
 
 def named(error: BaseException, transactional_id: str) -> BaseException:
     """The error a block would raise: conflicts are mapped to ``TransactionAborted``."""
-    try:
-        with conflicts_named(transactional_id):
-            raise error
-    except BaseException as named:  # noqa: BLE001 - becomes the unit's own
-        return named
+    if isinstance(error, Exception) and (conflict := conflict_behind(error, transactional_id)) is not None:
+        conflict.__cause__ = error
+        return conflict
+    return error

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from dualwrite.clock import Deadline
-from dualwrite.errors import DualWriteError, IllegalStateError
+from dualwrite.errors import IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.producer import EngineName, wanted_engine
 from dualwrite.protocol.leases import LeaseTiming
@@ -19,17 +19,14 @@ from dualwrite.protocol.values import DEFAULT_LIMITS, WriterLimits, check_writer
 from dualwrite.recovery.claim import unique_owner
 from dualwrite.recovery.in_doubt import LOSSES, noting_told
 from dualwrite.stores.opening import database_of, is_made_here
-from dualwrite.stores.sql.access import permit_of
 from dualwrite.stores.sql.database import sql_of
 from dualwrite.telemetry.loaded import observer_if_loaded
-from dualwrite.writing import transaction as entered
-from dualwrite.writing.dual_write import Serializers, Serializing
-from dualwrite.writing.fair_queue import Ticket
+from dualwrite.writing.dual_write import Ground, WriterBlock, session_of_block
 from dualwrite.writing.group_commit import Groups, Submitting, limits_for, runners_for
 from dualwrite.writing.health import Vitals
-from dualwrite.writing.lane import Lane, Losses, OnLoss
-from dualwrite.writing.lane_pool import Kept, Lanes
-from dualwrite.writing.transaction import Transaction, conflicts_named, dual_write, no_session, session_of_block
+from dualwrite.writing.lane import Losses, OnLoss
+from dualwrite.writing.lane_pool import Lanes
+from dualwrite.writing.transaction import Serializers, Serializing, Transaction
 from dualwrite.writing.writer_resources import Opened, ProducerSettings, require_opened
 
 if TYPE_CHECKING:
@@ -38,8 +35,9 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session, scoped_session, sessionmaker
     from typing_extensions import Self, Unpack
 
-    from dualwrite.interfaces import Database, Observer, StateStore, WriteObserver
+    from dualwrite.interfaces import Database, Observer, StateStore
     from dualwrite.protocol.process import Health
+    from dualwrite.recovery.claim import OwnerContext
     from dualwrite.stores.sql.access import DjangoConnection
     from dualwrite.writing.sessions import Block, BoundSessions
     from dualwrite.writing.transaction import WriterSettings
@@ -104,7 +102,6 @@ class DualWriter(Submitting):
         self._owns_database = is_made_here(database)
         self._database = database_of(database, schema)
         self._limits = limits
-        self._session_factory = session_factory
         self._producers = ProducerSettings(KafkaConfig.parse(kafka), limits.timeout_s, bulk, producer_engine)
         wanted_engine(producer_engine)
         self._owner = unique_owner(self._producers.config.client_id)
@@ -119,12 +116,24 @@ class DualWriter(Submitting):
             idle_after_s=limits.idle_after_s,
             kafka_at=self._producers.config.listener[0],
         )
-        self._serializing = Serializing.of(serializers)
+        serializing = Serializing.of(serializers)
         self._observer = observer_if_loaded() if telemetry is None else telemetry
         self._losses = Losses(on_loss, self._observer)
         self._vitals = Vitals(transactional_id, lambda: self._opened().probe())
         self._unobserve: Callable[[], None] | None = None
         self._traits = traits = self._database.traits
+        self._ground = Ground(
+            transactional_id,
+            self._context,
+            self._lanes,
+            self._database,
+            self._vitals,
+            self._observer,
+            serializing,
+            session_factory,
+            limits.margin_s,
+            limits.timeout_s,
+        )
         self._group_runners = runners_for(traits, limits.max_lanes)
         self._groups = Groups(
             transactional_id,
@@ -262,57 +271,17 @@ class DualWriter(Submitting):
         store = sql.joined_store(paused_owner_timeout_s=self._limits.paused_owner_timeout_s)
         return sql.joins_first, lambda _, connection: self._block(connection, store())
 
-    @contextmanager
     def _block(
         self,
         connection: Connection | psycopg.Connection[object] | DjangoConnection | None,
         joined: StateStore | None = None,
-    ) -> Generator[Transaction, None, None]:
+    ) -> AbstractContextManager[Transaction]:
         """One dual write: in a transaction of its own, or in the one that the connection is in, with that store."""
-        context = self._opened().context
-        entered.refuse_blocking_a_loop(self.transactional_id)
-        entered.refuse_nested(self, self.transactional_id)
-        if joined is not None:
-            context = replace(context, store=joined)
-        database = self._database
-        adopted = nullcontext() if connection is None else database.adopt(connection, context.store)
-        with adopted as given:
-            ticket = self._lanes.ticket()
-            try:
-                entered.enter(self, ticket)
-                with (
-                    self._observer.writing(self.transactional_id, database.traits.name.lower()) as observed,
-                    self._taken(ticket, observed) as lane,
-                    conflicts_named(lane.transactional_id),
-                    database.connect() if given is None else nullcontext(given) as handle,
-                    dual_write(
-                        lane,
-                        context,
-                        handle,
-                        traits=database.traits,
-                        session_factory=self._session_factory if joined is None else no_session,
-                        margin_s=self._limits.margin_s,
-                        timeout_s=self._limits.timeout_s,
-                        permit=permit_of(given),
-                        observer=observed,
-                        serializing=self._serializing,
-                    ) as transaction,
-                ):
-                    yield transaction
-            finally:
-                ticket.end()  # the first one may have been interrupted
+        return WriterBlock(self._ground, connection, joined)
 
-    @contextmanager
-    def _taken(self, ticket: Ticket[Kept], observed: WriteObserver) -> Generator[Lane, None, None]:
-        lane = self._lanes.take(ticket)
-        try:
-            lane.ready(Deadline(self._limits.timeout_s))
-            observed.lane(lane.transactional_id)
-            yield lane
-        except DualWriteError as error:
-            self._vitals.note(error)
-            raise
-        self._vitals.note(None)
+    def _context(self, joined: StateStore | None) -> OwnerContext:
+        context = self._opened().context
+        return context if joined is None else replace(context, store=joined)
 
     def health(self) -> Health:
         """Return the writer's knowledge of itself, for probes of a platform, at once. Any thread may call it at any time.

@@ -29,7 +29,7 @@ from dualwrite.sinks.spark.digests import Fingerprint, Fingerprinted, hashed_col
 from dualwrite.sinks.spark.sendable import awaited, projected_batches, row_batches
 from dualwrite.sinks.spark.worker import Attempt, destination_of, servers
 from dualwrite.sinks.spark.writing import Progress, shown, whole_input, write_rows
-from dualwrite.writing.transaction import dual_write
+from dualwrite.writing.dual_write import DualWrite
 
 if TYPE_CHECKING:
     from pyspark.sql import Row
@@ -244,7 +244,7 @@ class _Writing:
         with attempt.workplace() as place:
             with (
                 attempt.engine.connect() as connection,
-                dual_write(
+                DualWrite(
                     place.lane,
                     place.context,
                     connection,

@@ -26,7 +26,7 @@ from dualwrite.sinks.spark.worker import PREPARED_TOO_LONG_AGO, Attempt, destina
 from dualwrite.sinks.spark.writing import Progress, shown, write_rows
 from dualwrite.stores.sql.drivers import name_of
 from dualwrite.stores.sql.ledger import WHOLE_BATCH
-from dualwrite.writing.transaction import Ending, dual_write
+from dualwrite.writing.dual_write import DualWrite, Ending
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -353,7 +353,7 @@ def _prepare(
             row = place.lane.row
             with (
                 attempt.engine.connect() as connection,
-                dual_write(
+                DualWrite(
                     place.lane,
                     place.context,
                     connection,

@@ -22,8 +22,8 @@ from dualwrite.protocol.values import Outcome
 from dualwrite.recovery.claim import OwnerContext, unique_owner
 from dualwrite.sinks.batches import complete_handed_over
 from dualwrite.stores.sql.store import SqlStateStore
+from dualwrite.writing.dual_write import DualWrite, Ending
 from dualwrite.writing.lane import Lane
-from dualwrite.writing.transaction import Ending, dual_write
 
 both_ways = pytest.mark.parametrize(("former", "latter"), [("librdkafka", "native"), ("native", "librdkafka")])
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
@@ -126,7 +126,7 @@ def test_one_decision_completes_what_workers_of_both_engines_have_prepared(
         def hand_over(lane, number):
             with (
                 engine.connect() as connection,
-                dual_write(lane, context, connection, margin_s=1, timeout_s=60, ending=Ending.PREPARE) as transaction,
+                DualWrite(lane, context, connection, margin_s=1, timeout_s=60, ending=Ending.PREPARE) as transaction,
             ):
                 transaction.produce(dualwrite_topic, str(number), partition=number % 2)
                 transaction.connection.execute(insert(orders).values(id=number))

@@ -220,7 +220,7 @@ def test_commit_inside_the_block_is_refused_and_aborts_both(writer, dualwrite_to
     assert rows() == messages() == [2]
 
 
-@pytest.mark.parametrize("verb", ["begin", "commit", "abort", "hand_over", "release"])
+@pytest.mark.parametrize("verb", ["__enter__", "_begin", "_commit", "_abort"])
 @on_postgresql
 def test_a_verb_of_the_block_that_is_called_inside_it_aborts_both(
     writer, dualwrite_topic, orders, rows, messages, verb

@@ -18,8 +18,8 @@ from dualwrite.stores.sql.slots import SlotPool
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing.proxy import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
+from dualwrite.writing.dual_write import DualWrite, Ending
 from dualwrite.writing.lane import Lane
-from dualwrite.writing.transaction import Ending, dual_write
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 PATIENT = {"retry.backoff.ms": "10000", "retry.backoff.max.ms": "10000"}
@@ -79,7 +79,7 @@ def hand_over(lane, engine, dualwrite_topic):
     def write(number, ending=Ending.HAND_OVER, orders=None):
         with (
             engine.connect() as connection,
-            dual_write(lane, lane._context, connection, margin_s=1, timeout_s=60, ending=ending) as transaction,
+            DualWrite(lane, lane._context, connection, margin_s=1, timeout_s=60, ending=ending) as transaction,
         ):
             for partition in (0, 1):
                 transaction.produce(dualwrite_topic, str(number), partition=partition)

@@ -39,8 +39,8 @@ from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedKafka, History, Journal, read_committed
 from dualwrite.testing.checker import Place, compare
 from dualwrite.writing import writer_resources as opened_module
+from dualwrite.writing.dual_write import DualWrite, Ending
 from dualwrite.writing.lane import Lane
-from dualwrite.writing.transaction import Ending, dual_write
 
 pytestmark = [pytest.mark.kafka, pytest.mark.postgresql, pytest.mark.slow]
 
@@ -185,7 +185,7 @@ class BatchWriter(Writer):
         with crowd.journal.operation(operation, stream=self.name):
             with (
                 crowd.engine.connect() as connection,
-                dual_write(
+                DualWrite(
                     lane, self._context, connection, margin_s=10, timeout_s=PATIENCE_S, ending=Ending.HAND_OVER
                 ) as tx,
             ):

@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 import secrets
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from typing import Final, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, TypeVar, cast
 
 from tenacity import Retrying, retry_if_exception_type, wait_random_exponential
 
@@ -36,6 +36,9 @@ from dualwrite.stores.sql.tables import (
     digest,
     parse_state_row,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Rows and incidents as JSON, and back. Columns are called as in SQL.
 
@@ -378,6 +381,13 @@ class KeyedHandle:
     def __init__(self) -> None:
         self.begun = False
         self.changes: list[Change] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.clear()
+        self.end()
 
     def clear(self) -> None:
         """Forget all that the user has put. Called as a dual write begins, and once it has ended, in any way."""
@@ -804,11 +814,5 @@ class KeyedDatabase(Database):
         del paused_owner_timeout_s
         return KeyedStore(self.keys, self.traits.name)
 
-    @contextmanager
-    def connect(self) -> Generator[KeyedHandle, None, None]:
-        handle = self.new_handle()
-        try:
-            yield handle
-        finally:
-            handle.clear()
-            handle.end()
+    def connect(self) -> KeyedHandle:
+        return self.new_handle()

@@ -39,7 +39,7 @@ from sqlalchemy.types import TypeDecorator, TypeEngine
 
 from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError
 from dualwrite.protocol.lost_decisions import contradiction
-from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.prepared_state import PreparedTxnState, stored_text
 from dualwrite.protocol.values import Outcome, StateRow, gone_back, other_cluster
 
 if TYPE_CHECKING:
@@ -370,7 +370,6 @@ def check_decidable(transactional_id: str, incarnation: int, state: PreparedTxnS
         IllegalStateError: A later claim would refuse the row.
         ConfigurationError: The text is too long, or cannot be parsed.
     """
-    text = str(state)
     cause = _incomplete(state, incarnation)
     if not state.has_transaction:
         cause = "it names no transaction"
@@ -378,8 +377,7 @@ def check_decidable(transactional_id: str, incarnation: int, state: PreparedTxnS
         cause = cause or f"it names incarnation {state.incarnation}, not {incarnation}"
     if cause is not None:
         raise IllegalStateError(f"the prepared state cannot be recorded: {cause}", transactional_id=transactional_id)
-    PreparedTxnState.from_string(text)
-    return text
+    return stored_text(state)
 
 
 def check_not_gone_back(known: StateRow, incarnation: int, prepared: str | None) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dualwrite.protocol.message import ProducerRecord
     from dualwrite.testing.memory.failures import Place
     from dualwrite.testing.memory.lane import RecordedTransaction
-    from dualwrite.writing.dual_write import Serializers
+    from dualwrite.writing.transaction import Serializers
 
 
 class AsyncInMemoryWriter(AsyncDualWriter):

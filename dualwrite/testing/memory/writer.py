@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
@@ -12,9 +12,10 @@ from sqlalchemy.pool import StaticPool
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError, IllegalStateError
+from dualwrite.interfaces import NO_OBSERVER
 from dualwrite.protocol.message import ProducerRecord
 from dualwrite.protocol.values import DEFAULT_LIMITS, WriterLimits, check_writer_name, lane_id
-from dualwrite.stores.sql.access import Borrowed, engine_of, permit_of, usable
+from dualwrite.stores.sql.access import engine_of
 from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.testing.memory.failures import Place, Planted
 from dualwrite.testing.memory.lane import (
@@ -25,12 +26,11 @@ from dualwrite.testing.memory.lane import (
     dialect_for_tests,
     is_shared,
 )
-from dualwrite.writing import transaction as entered
-from dualwrite.writing.dual_write import Serializers, Serializing
+from dualwrite.writing.dual_write import Ground, WriterBlock, session_of_block
 from dualwrite.writing.group_commit import Groups, Submitting, runners_for
 from dualwrite.writing.health import Vitals
-from dualwrite.writing.lane_pool import Kept, Lanes
-from dualwrite.writing.transaction import conflicts_named, dual_write, session_of_block
+from dualwrite.writing.lane_pool import Lanes
+from dualwrite.writing.transaction import Serializers, Serializing
 
 if TYPE_CHECKING:
     import psycopg
@@ -38,9 +38,10 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session, scoped_session, sessionmaker
     from typing_extensions import Self
 
+    from dualwrite.interfaces import Handle, StateStore
     from dualwrite.protocol.process import Health
+    from dualwrite.recovery.claim import OwnerContext
     from dualwrite.stores.sql.access import DjangoConnection
-    from dualwrite.writing.fair_queue import Ticket
     from dualwrite.writing.lane import Lane
     from dualwrite.writing.sessions import Block, BoundSessions
     from dualwrite.writing.transaction import Transaction
@@ -91,9 +92,7 @@ class InMemoryWriter(Submitting):
         self._owns_engine = not hasattr(database, "connect")
         self._engine = _new_database() if database is None else engine_of(database)
         self._dialect = dialect_for_tests(self._engine)
-        self._session_factory = session_factory
         self._bulk = bulk
-        self._serializing = Serializing.of(serializers)
         self._max_message_bytes = max_message_bytes
         self._planted = Planted()
         self._log = Log()
@@ -108,8 +107,20 @@ class InMemoryWriter(Submitting):
             kafka_at="no address: it is in memory",
         )
         self._vitals = Vitals(transactional_id, lambda: None)
-        traits = SqlDatabase(self._engine).traits
-        self._group_runners = 1 if is_shared(self._engine) else runners_for(traits, limits.max_lanes)
+        rows = SqlDatabase(self._engine)
+        self._ground = Ground(
+            transactional_id,
+            self._context,
+            self._lanes,
+            rows,
+            self._vitals,
+            NO_OBSERVER,
+            Serializing.of(serializers),
+            session_factory,
+            _MARGIN_S,
+            _TIMEOUT_S,
+        )
+        self._group_runners = 1 if is_shared(self._engine) else runners_for(rows.traits, limits.max_lanes)
         self._groups = Groups(
             transactional_id,
             self.transaction,
@@ -222,41 +233,16 @@ class InMemoryWriter(Submitting):
         """As that of :class:`DualWriter`."""
         return SqlDatabase(self._engine).joins_first, lambda _, connection: self._block(connection, joined=True)
 
-    @contextmanager
     def _block(
         self, connection: Connection | psycopg.Connection[object] | DjangoConnection | None, *, joined: bool = False
-    ) -> Generator[Transaction, None, None]:
+    ) -> AbstractContextManager[Transaction]:
+        first = cast("MemoryLane", self._lanes.first) if self._open else None
+        return _MemoryBlock(self._ground, connection, first.joined.store if joined and first is not None else None)
+
+    def _context(self, joined: StateStore | None) -> OwnerContext:
         self._require_open()
-        entered.refuse_blocking_a_loop(self.transactional_id)
-        entered.refuse_nested(self, self.transactional_id)
-        with nullcontext() if connection is None else usable(connection, self._engine) as given:
-            if given is not None:
-                first = cast("MemoryLane", self._lanes.first)
-                (first.joined if joined else first.context).store.check_same_database(given)
-            ticket = self._lanes.ticket()
-            try:
-                try:
-                    entered.enter(self, ticket)
-                    with (
-                        self._taken(ticket) as lane,
-                        conflicts_named(lane.transactional_id),
-                        Borrowed(self._engine) if given is None else nullcontext(given) as own,
-                        dual_write(
-                            cast("Lane", lane),
-                            lane.joined if joined else lane.context,
-                            own,
-                            session_factory=self._session_factory,
-                            margin_s=_MARGIN_S,
-                            timeout_s=_TIMEOUT_S,
-                            permit=permit_of(given),
-                            serializing=self._serializing,
-                        ) as transaction,
-                    ):
-                        yield transaction
-                finally:
-                    ticket.end()
-            finally:
-                ticket.end()  # the first one may have been interrupted
+        first = cast("MemoryLane", self._lanes.first)
+        return first.context if joined is None else first.joined
 
     def _note_group(self, units: int) -> None:
         """Nothing observes a writer in memory."""
@@ -268,17 +254,6 @@ class InMemoryWriter(Submitting):
                 transactional_id=self.transactional_id,
                 next_step="use `with writer:` or open()",
             )
-
-    @contextmanager
-    def _taken(self, ticket: Ticket[Kept]) -> Generator[MemoryLane, None, None]:
-        lane = cast("MemoryLane", self._lanes.take(ticket))
-        try:
-            lane.ready(Deadline(_AT_ONCE))
-            yield lane
-        except DualWriteError as error:
-            self._vitals.note(error)
-            raise
-        self._vitals.note(None)
 
     def health(self) -> Health:
         """See :meth:`DualWriter.health`."""
@@ -321,6 +296,20 @@ class InMemoryWriter(Submitting):
     def __repr__(self) -> str:
         shown = "closed" if self._lanes.closed else "open" if self._open else "not open"
         return f"<InMemoryWriter {self.transactional_id} {shown}>"
+
+
+class _MemoryBlock(WriterBlock):
+    """As that of :class:`DualWriter`: but each lane in memory has a store of its own, and checks every connection."""
+
+    def _adopt(self, context: OwnerContext) -> tuple[AbstractContextManager[Handle], Handle]:
+        adopted, handle = super()._adopt(context)
+        context.store.check_same_database(handle)
+        return adopted, handle
+
+    def _context_on(self, lane: Lane, context: OwnerContext) -> OwnerContext:
+        del context
+        own = cast("MemoryLane", lane)
+        return own.context if self._joined is None else own.joined
 
 
 def _new_database() -> Engine:

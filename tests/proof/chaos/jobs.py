@@ -44,8 +44,8 @@ from dualwrite.stores.sql.slots import SlotPool
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.stores.sql.tables import declare_tables
 from dualwrite.testing import Checker, Follower, Journal
+from dualwrite.writing.dual_write import DualWrite
 from dualwrite.writing.lane import Lane
-from dualwrite.writing.transaction import dual_write
 
 Tell = Callable[[str], None]
 
@@ -146,7 +146,7 @@ def _write_partition(
     try:
         with (
             engine.connect() as connection,
-            dual_write(lane, context, connection, margin_s=10, timeout_s=job["timeout_s"]) as tx,
+            DualWrite(lane, context, connection, margin_s=10, timeout_s=job["timeout_s"]) as tx,
         ):
             for number in range(job["partitions"]):
                 tx.produce(job["topic"], value=operation, key=str(number), partition=number)

@@ -20,8 +20,9 @@ from dualwrite.clock import Deadline
 from dualwrite.kafka.producer import EngineName
 from dualwrite.protocol.values import Outcome, StateRow
 from dualwrite.recovery.claim import OwnerContext
+from dualwrite.writing.dual_write import DualWrite, Ending
 from dualwrite.writing.lane import FoundLoss, Lane, Losses
-from dualwrite.writing.transaction import Ending, Transaction, dual_write
+from dualwrite.writing.transaction import Transaction
 
 __all__ = ["TIMEOUT_S", "TOPIC", "Here", "NotReached", "Running", "Servers", "simulated"]
 
@@ -63,7 +64,7 @@ class Here:
     def block(self, lane: Lane, ending: Ending = Ending.COMMIT, **kwargs: Any) -> Iterator[Transaction]:
         """One dual write."""
         given = {"margin_s": 10.0, "timeout_s": TIMEOUT_S, "ending": ending, **kwargs}
-        with dual_write(lane, self.context, self.connection, **given) as transaction:
+        with DualWrite(lane, self.context, self.connection, **given) as transaction:
             yield transaction
 
     def write(self, lane: Lane, *values: str, partition: int = 0, **kwargs: Any) -> None:

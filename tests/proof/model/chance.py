@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from simulator.database import Kind
 from simulator.process import Server
 
-from dualwrite.writing.transaction import Ending
+from dualwrite.writing.dual_write import Ending
 from model.consuming import INPUTS, reader_of
 from model.owners import TOPIC
 from model.world import PARTITIONS, Cluster, World

@@ -28,8 +28,8 @@ from dualwrite.errors import DualWriteError, Unavailable
 from dualwrite.protocol.consuming import Step, member_id, member_prefix
 from dualwrite.recovery.claim import OwnerContext, claim_lanes
 from dualwrite.recovery.recover import inspect_rows, recover_rows
+from dualwrite.writing.dual_write import DualWrite
 from dualwrite.writing.lane import Lane, Losses
-from dualwrite.writing.transaction import dual_write
 from model.checker import Finding, decided_writes
 from model.owners import OF_THE_USERS_STATEMENT, TIMEOUT_S, TOPIC, CodeFailed, Told, Write, make_producer
 
@@ -115,7 +115,7 @@ class _Writer:
         self._lane.ready(Deadline(TIMEOUT_S))
         connection = SimulatedConnection(self._member.simulation)
         try:
-            with dual_write(self._lane, self._context, connection, margin_s=10.0, timeout_s=TIMEOUT_S) as transaction:
+            with DualWrite(self._lane, self._context, connection, margin_s=10.0, timeout_s=TIMEOUT_S) as transaction:
                 yield transaction
         except Exception:  # of a process that is killed, the server learns nothing
             connection.close()

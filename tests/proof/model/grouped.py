@@ -10,8 +10,8 @@ from dualwrite import WriterLimits
 from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError, Fenced, TransactionAborted
 from dualwrite.protocol.grouping import Unit, Units
+from dualwrite.writing.dual_write import DualWrite
 from dualwrite.writing.group_commit import run_group
-from dualwrite.writing.transaction import dual_write
 from dualwrite.writing.units_of_work import GroupRun
 from model.checker import Finding
 from model.owners import MEANING, NAME, OF_THE_USERS_STATEMENT, TIMEOUT_S, TOPIC, CodeFailed, Owner, Write
@@ -112,7 +112,7 @@ class GroupingOwner(Owner):
         """The block of a group, as a writer gives it."""
         lane = self._next_lane()
         lane.ready(Deadline(TIMEOUT_S))
-        with dual_write(lane, context, connection, margin_s=10.0, timeout_s=TIMEOUT_S) as transaction:
+        with DualWrite(lane, context, connection, margin_s=10.0, timeout_s=TIMEOUT_S) as transaction:
             connection.about(Divided())
             yield transaction
 

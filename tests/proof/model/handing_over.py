@@ -22,8 +22,8 @@ from dualwrite.recovery.claim import OwnerContext, claim_rows
 from dualwrite.recovery.settle import settle
 from dualwrite.sinks.batches import Decision
 from dualwrite.stores.sql.drivers import name_of
+from dualwrite.writing.dual_write import DualWrite, Ending
 from dualwrite.writing.lane import Lane, Losses
-from dualwrite.writing.transaction import Ending, dual_write
 from model.owners import OF_THE_USERS_STATEMENT, TIMEOUT_S, TOPIC, CodeFailed, Write, make_producer
 
 if TYPE_CHECKING:
@@ -127,9 +127,7 @@ class Worker:
         ending = write.ending
         row = lane.row
         try:
-            with dual_write(
-                lane, context, connection, margin_s=10.0, timeout_s=TIMEOUT_S, ending=ending
-            ) as transaction:
+            with DualWrite(lane, context, connection, margin_s=10.0, timeout_s=TIMEOUT_S, ending=ending) as transaction:
                 if ending is Ending.COMMIT:
                     connection.about(write)
                 for name, partition in write.messages:

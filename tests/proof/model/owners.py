@@ -35,8 +35,8 @@ from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.protocol.values import lane_id
 from dualwrite.recovery.claim import OwnerContext, claim_lanes
 from dualwrite.recovery.recover import recover_rows
+from dualwrite.writing.dual_write import DualWrite, Ending
 from dualwrite.writing.lane import Lane, Losses
-from dualwrite.writing.transaction import Ending, dual_write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -232,7 +232,7 @@ class Owner:
         begun = False
         try:
             lane.ready(Deadline(TIMEOUT_S))
-            with dual_write(lane, context, connection, margin_s=10.0, timeout_s=TIMEOUT_S) as transaction:
+            with DualWrite(lane, context, connection, margin_s=10.0, timeout_s=TIMEOUT_S) as transaction:
                 begun = True
                 connection.about(write)
                 for name, partition in write.messages:

@@ -23,7 +23,7 @@ from simulator.scheduler import Held, Simulation
 from simulator.state import create_topic, new_broker, transaction
 
 from dualwrite import WriterLimits
-from dualwrite.writing.transaction import Ending
+from dualwrite.writing.dual_write import Ending
 from model.checker import Finding, check, decided_writes
 from model.consuming import (
     GROUP,

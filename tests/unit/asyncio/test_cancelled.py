@@ -50,7 +50,7 @@ async def with_session(writer, sessions):
 @pytest.mark.parametrize("begins", [with_block, with_session])
 def test_a_cancellation_put_off_until_the_block_has_begun_ends_it(shop, monkeypatch, begins):
     """It stays put off beside an error that says more, even if the writer then swallows that error."""
-    begin, tasks = DualWrite.begin, []
+    begin, tasks = DualWrite._begin, []
 
     def cancelled_at_its_end(self):
         begin(self)
@@ -60,7 +60,7 @@ def test_a_cancellation_put_off_until_the_block_has_begun_ends_it(shop, monkeypa
                 waiting.here().sleep(0.01)
                 raise TransactionInDoubt("another one")
 
-    monkeypatch.setattr(DualWrite, "begin", cancelled_at_its_end)
+    monkeypatch.setattr(DualWrite, "_begin", cancelled_at_its_end)
 
     async def main():
         engine = create_async_engine(shop.engine.url.set(drivername="sqlite+aiosqlite"))

@@ -19,7 +19,7 @@ from dualwrite.kafka.transaction_ends import EARLY_S, EndQuestions, PendingEnd, 
 from dualwrite.protocol.known_end import Ended, EndStep
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.values import LogProof, ShownProducer
-from dualwrite.writing.transaction import Ending
+from dualwrite.writing.dual_write import Ending
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ PLANTED = {
     "the interfaces import no driver": ("interfaces", "psycopg"),
     "tasks run the protocol that threads run": ("asyncio/writer", "dualwrite.protocol.settle"),
     "recovery: calls for people over recipes over looking": ("recovery/lost_decisions", "dualwrite.recovery.settle"),
-    "writing: the writer over a transaction over one dual write over its lane": (
+    "writing: the writer over one dual write over its transaction and its lane": (
         "writing/lane",
         "dualwrite.writing.writer",
     ),

@@ -19,6 +19,7 @@ from dualwrite.protocol.prepared_state import (
     FurtherPartitions,
     PreparedTxnState,
     parsed,
+    stored_text,
     written,
 )
 from dualwrite.stores.sql.tables import digest
@@ -160,6 +161,23 @@ def test_every_native_state_names_all_its_partitions_and_survives_text_and_pickl
     assert all(offsets[key] == offset for key, offset in named.items())
     witnessed = {topic for topic, _ in known}
     assert {topic for topic, _ in named} == witnessed or len(named) == MAX_NATIVE_OFFSETS
+
+
+@given(
+    TOPICS | st.text("ab:; ", max_size=3), st.integers(-1, 2**31), st.integers(-1, 2**63), st.text("aZ_:", max_size=23)
+)
+def test_what_is_stored_of_one_partition_is_read_back_or_refused(topic, number, offset, topic_id):
+    """Its text is written without a look at what it holds; whatever would not be read back must not be stored."""
+    state = PreparedTxnState.native(42, 7, 3, {(topic, number): offset}, {topic: topic_id})
+    assert str(state) == state._rendered()
+    try:
+        read = PreparedTxnState.from_string(str(state))
+    except ConfigurationError:
+        with pytest.raises(ConfigurationError):
+            stored_text(state)
+    else:
+        assert all_of(read) == all_of(state)
+        assert stored_text(state) == str(state)
 
 
 @given(st.text("0123456789~-,=n@:;itVA", max_size=30))

@@ -10,7 +10,7 @@ from dualwrite.protocol.settle import SettleStep
 from dualwrite.recovery.claim import claim_rows
 from dualwrite.recovery.inspect import inspect
 from dualwrite.recovery.settle import settle
-from dualwrite.writing.transaction import Ending
+from dualwrite.writing.dual_write import Ending
 
 
 def inspecting(here):

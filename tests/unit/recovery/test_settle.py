@@ -20,7 +20,7 @@ from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.values import Outcome
 from dualwrite.recovery.claim import claim_rows
 from dualwrite.recovery.settle import settle
-from dualwrite.writing.transaction import Ending
+from dualwrite.writing.dual_write import Ending
 
 
 def settling(*names, timeout_s=TIMEOUT_S, **kwargs):

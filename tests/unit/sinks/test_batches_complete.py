@@ -12,7 +12,7 @@ from dualwrite.protocol.values import Outcome
 from dualwrite.recovery.claim import claim_rows
 from dualwrite.recovery.settle import settle
 from dualwrite.sinks.batches import complete_handed_over
-from dualwrite.writing.transaction import Ending
+from dualwrite.writing.dual_write import Ending
 
 
 @pytest.fixture

@@ -30,7 +30,8 @@ from dualwrite.protocol.process import DoubtStep
 from dualwrite.recovery.claim import OwnerContext
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.telemetry import names
-from dualwrite.writing import dual_write, transaction
+from dualwrite.writing import dual_write
+from dualwrite.writing.dual_write import DualWrite
 from dualwrite.writing.lane import Lane
 
 
@@ -317,6 +318,6 @@ def leave_decided(shop):
         failpoints.watched(die),
         pytest.raises(FailpointError),
         shop.engine.connect() as connection,
-        transaction.dual_write(lane, context, connection, margin_s=10.0, timeout_s=60.0) as tx,
+        DualWrite(lane, context, connection, margin_s=10.0, timeout_s=60.0) as tx,
     ):
         shop.put(tx, 1)

@@ -20,7 +20,7 @@ from dualwrite.errors import (
 )
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.values import Outcome
-from dualwrite.writing.transaction import Ending
+from dualwrite.writing.dual_write import Ending
 
 
 class Refused(Exception):

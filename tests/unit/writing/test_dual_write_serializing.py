@@ -31,7 +31,7 @@ from dualwrite import ConfigurationError, TransactionAborted
 from dualwrite.errors import IllegalStateError
 from dualwrite.kafka.librdkafka.producer import ProducerInstance
 from dualwrite.kafka.native.producer import NativeInstance
-from dualwrite.writing.dual_write import Serializing
+from dualwrite.writing.transaction import Serializing
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from dualwrite.protocol.known_end import Ended, EndStep
 from dualwrite.protocol.lives import LaneEvent, ProducerState
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.values import LogProof, Outcome, ShownProducer
+from dualwrite.writing.dual_write import Ending
 from dualwrite.writing.lane import Lane
-from dualwrite.writing.transaction import Ending
 
 NATIVE = PreparedTxnState.native(7, 3, 1, {(TOPIC, 0): 5, (TOPIC, 1): None}, {TOPIC: "id"})
 

@@ -20,7 +20,7 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.protocol.lives import WriteState
-from dualwrite.writing.transaction import Ending, session_of_block
+from dualwrite.writing.dual_write import Ending, session_of_block
 
 
 class Refused(Exception):
@@ -99,7 +99,7 @@ def test_a_permit_that_refuses_aborts_both_sides(servers, ending):
     assert servers.rows == servers.visible() == []
 
 
-@pytest.mark.parametrize("verb", ["commit", "abort", "hand_over", "begin", "release"])
+@pytest.mark.parametrize("verb", ["_commit", "_abort", "_begin", "__enter__"])
 def test_a_verb_called_inside_the_block_is_refused_and_the_block_aborts_both(servers, verb):
     def work(here):
         lane = here.ready()

@@ -53,7 +53,7 @@ def in_thread(call, context):
 def test_a_block_inside_another_of_the_same_writer_is_refused_with_the_way_on(writer, new_ticket):
     refuse_nested(writer, "orders")
     ticket = new_ticket()
-    enter(writer, ticket)
+    enter(writer, ticket, "orders")
     with pytest.raises(IllegalStateError, match="begin_nested") as caught:
         refuse_nested(writer, "orders")
     assert caught.value.transactional_id == "orders"
@@ -63,14 +63,14 @@ def test_a_block_inside_another_of_the_same_writer_is_refused_with_the_way_on(wr
 
 def test_a_block_of_another_writer_is_no_obstacle(writer, new_ticket):
     ticket = new_ticket()
-    enter(writer, ticket)
+    enter(writer, ticket, "orders")
     refuse_nested(Writer(), "payments")
 
 
 def test_the_outer_block_counts_after_a_block_of_another_writer_inside_it_has_ended(writer, new_ticket):
     outer, inner = new_ticket(), new_ticket()
-    enter(writer, outer)
-    enter(Writer(), inner)
+    enter(writer, outer, "orders")
+    enter(Writer(), inner, "orders")
     inner.end()
     with pytest.raises(IllegalStateError):
         refuse_nested(writer, "orders")
@@ -79,20 +79,20 @@ def test_the_outer_block_counts_after_a_block_of_another_writer_inside_it_has_en
 def test_another_thread_in_a_copy_of_the_context_may_enter(writer, new_ticket):
     """A web framework handles a request's parts in threads that all inherit the request's context."""
     ticket = new_ticket()
-    enter(writer, ticket)
+    enter(writer, ticket, "orders")
     assert in_thread(lambda: refuse_nested(writer, "orders"), contextvars.copy_context()) == []
 
 
 def test_a_block_that_was_ended_in_another_thread_does_not_count_any_more(writer, new_ticket):
     ticket = new_ticket()
-    enter(writer, ticket)
+    enter(writer, ticket, "orders")
     in_thread(ticket.end, contextvars.copy_context())
     refuse_nested(writer, "orders")
 
 
 def test_a_block_that_was_abandoned_does_not_count_any_more(writer):
     turns = Turns("a")
-    enter(writer, turns.ticket())
+    enter(writer, turns.ticket(), "orders")
     gc.collect()
     refuse_nested(writer, "orders")
 
@@ -104,7 +104,7 @@ def test_entering_keeps_no_block_that_has_ended(writer, new_ticket):
     def many():
         for _ in range(50):
             ticket = new_ticket()
-            enter(writer, ticket)
+            enter(writer, ticket, "orders")
             ticket.end()
 
     context.run(many)

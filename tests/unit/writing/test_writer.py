@@ -30,8 +30,8 @@ from dualwrite.protocol.values import Outcome
 from dualwrite.recovery.claim import OwnerContext, claim_rows
 from dualwrite.recovery.settle import settle
 from dualwrite.stores.sql.tables import VERSION_TABLE
+from dualwrite.writing.dual_write import DualWrite
 from dualwrite.writing.lane import Lane
-from dualwrite.writing.transaction import dual_write
 
 
 class Refused(Exception):
@@ -345,7 +345,7 @@ def die_once_decided(shop, armed):
     with (
         pytest.raises(FailpointError),
         shop.engine.connect() as connection,
-        dual_write(lane, context, connection, margin_s=10.0, timeout_s=60.0) as tx,
+        DualWrite(lane, context, connection, margin_s=10.0, timeout_s=60.0) as tx,
     ):
         shop.put(tx, 1)
     armed("")

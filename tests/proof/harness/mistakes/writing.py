@@ -6,7 +6,7 @@ from typing import Final
 import pytest
 
 from dualwrite import waiting
-from dualwrite.asyncio import transaction
+from dualwrite.asyncio import transaction as async_transaction
 from dualwrite.clock import Deadline
 from dualwrite.errors import CompletionPending, DualWriteError, Fenced
 from dualwrite.protocol.process import Allowance, Doubt, DoubtStep, Redo
@@ -17,8 +17,7 @@ from dualwrite.stores.sql import access, postgresql
 from dualwrite.stores.sql.savepoint_probe import PsycopgWitness
 from dualwrite.stores.sql.savepoints import SavepointWatch
 from dualwrite.stores.sql.store import SqlStateStore
-from dualwrite.writing import dual_write, lane, retry, sessions, writer
-from dualwrite.writing import dual_write as sending
+from dualwrite.writing import dual_write, lane, retry, sessions, transaction
 from dualwrite.writing.dual_write import DualWrite
 from dualwrite.writing.fair_queue import Turns
 from dualwrite.writing.lane import Lane, Losses
@@ -28,15 +27,21 @@ from harness.mistakes.registry import Check, mistake, performed
 @mistake(performed("owner_goes_on_while_it_is_settled", "shows \\['m1', 'm2'\\]"))
 def no_check_before_the_first_produce(patch: pytest.MonkeyPatch) -> None:
     """An owner does not read the row's incarnation before it produces."""
-    real = DualWrite.begin
+    real = DualWrite._begin
 
     def begin(self):
         store = self._context.store
+        read = store.read_incarnation
+
+        def read_in_vain(*args, **options):
+            read(*args, **options)
+            return self._lane.row.incarnation
+
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(store, "read_incarnation", lambda *_, **__: self._lane.row.incarnation)
+            inner.setattr(store, "read_incarnation", read_in_vain)
             real(self)
 
-    patch.setattr(DualWrite, "begin", begin)
+    patch.setattr(DualWrite, "_begin", begin)
 
 
 @mistake(
@@ -308,13 +313,13 @@ def loss_raised_into_the_block_that_finds_it(patch: pytest.MonkeyPatch) -> None:
 @mistake(
     Check(
         "integration/test_dual_writer.py"
-        "::test_a_verb_of_the_block_that_is_called_inside_it_aborts_both[postgresql-commit]",
+        "::test_a_verb_of_the_block_that_is_called_inside_it_aborts_both[postgresql-_commit]",
         "while the dual write is completed",
     )
 )
 def blocks_end_from_inside(patch: pytest.MonkeyPatch) -> None:
     """A block's own verbs do what they say even if the user's code calls them."""
-    patch.setattr(DualWrite, "_refuse_while_lent", lambda _: None)
+    patch.setattr(DualWrite, "_refuse_while_running", lambda _: None)
 
 
 @mistake(
@@ -421,7 +426,7 @@ def sessions_share_a_dual_write(patch: pytest.MonkeyPatch) -> None:
 )
 def session_commits_while_it_produces(patch: pytest.MonkeyPatch) -> None:
     """An asynchronous session's commit() does not wait for a message that another task still hands over."""
-    patch.setattr(transaction.OneByOne, "do", lambda _, work: work())
+    patch.setattr(async_transaction.OneByOne, "do", lambda _, work: work())
 
 
 @mistake(
@@ -441,7 +446,7 @@ def cancelled_after_the_decision(patch: pytest.MonkeyPatch) -> None:
 )
 def errors_kept_with_their_frames(patch: pytest.MonkeyPatch) -> None:
     """A dual write keeps the error that it must not survive, and through its traceback the session that was dropped after it."""
-    for module in (sessions, sending):
+    for module in (sessions, transaction):
         patch.setattr(module, "as_value", lambda error: error)
 
 
@@ -453,4 +458,4 @@ def errors_kept_with_their_frames(patch: pytest.MonkeyPatch) -> None:
 )
 def marks_of_django_overlooked(patch: pytest.MonkeyPatch) -> None:
     """A block on Django's connection commits what Django has marked for rollback."""
-    patch.setattr(writer, "permit_of", lambda _: lambda _: None)
+    patch.setattr(dual_write, "permit_of", lambda _: lambda _: None)

@@ -24,8 +24,8 @@ from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.recovery.claim import claim_rows
 from dualwrite.recovery.settle import settle
 from dualwrite.sinks.batches import Decision
+from dualwrite.writing.dual_write import Ending
 from dualwrite.writing.lane import Lane
-from dualwrite.writing.transaction import Ending
 from search.batches.lab import Recipe
 
 SLOTS: Final = ("a", "b")

@@ -1,13 +1,13 @@
-"""Messages on their way to the producer: at once or with their savepoint, and no error is forgotten."""
+"""Messages on their way to the engine: at once or with their savepoint, and no error is forgotten."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError, TransactionAborted, Unavailable
-from dualwrite.interfaces import NO_WRITE_OBSERVER
+from dualwrite.protocol.lives import WriteEvent
 from dualwrite.protocol.message import Message, MessageBatch
-from dualwrite.writing.dual_write import Sending
+from dualwrite.writing.dual_write import DualWrite
 
 
 class Producer:
@@ -74,9 +74,11 @@ def producer():
 
 
 @pytest.fixture
-def sending(producer):
+def write(producer):
     lane = SimpleNamespace(producer=producer, engine=producer, transactional_id="orders")
-    return Sending(lane, NO_WRITE_OBSERVER)
+    write = DualWrite(lane, None, None, margin_s=1.0, timeout_s=1.0)
+    write._machine.apply(WriteEvent.CHECK)
+    return write
 
 
 def message(text):
@@ -88,57 +90,57 @@ def refused(producer, error):
     return message(str(error))
 
 
-def test_a_kafka_transaction_begins_with_the_first_message_and_only_once(sending, producer):
-    assert not sending.begun
-    sending.send(message("m1"))
-    sending.send(message("m2"))
+def test_a_kafka_transaction_begins_with_the_first_message_and_only_once(write, producer):
+    assert not write.sending
+    write.send(message("m1"))
+    write.send(message("m2"))
     assert producer.calls == ["begin", "m1", "m2"]
-    assert sending.begun
+    assert write.sending
 
 
-def test_a_dual_write_without_messages_begins_no_kafka_transaction(sending, producer):
-    sending.finish()
-    assert (producer.calls, sending.begun) == ([], False)
+def test_a_dual_write_without_messages_begins_no_kafka_transaction(write, producer):
+    write._finish_messages()
+    assert (producer.calls, write.sending) == ([], False)
 
 
 @pytest.mark.parametrize("savepoints", [Savepoints(direct=True), Savepoints(holds=False)])
-def test_outside_a_savepoint_a_message_goes_at_once(sending, producer, savepoints):
-    sending.savepoints = savepoints
-    sending.send(message("m1"))
+def test_outside_a_savepoint_a_message_goes_at_once(write, producer, savepoints):
+    write.savepoints = savepoints
+    write.send(message("m1"))
     assert producer.calls == ["begin", "m1"]
 
 
-def test_a_message_waits_for_its_savepoint_and_the_order_stays(sending, producer):
-    sending.savepoints = savepoints = Savepoints()
-    sending.send(message("m1"))
-    assert (producer.calls, sending.begun) == ([], False)
+def test_a_message_waits_for_its_savepoint_and_the_order_stays(write, producer):
+    write.savepoints = savepoints = Savepoints()
+    write.send(message("m1"))
+    assert (producer.calls, write.sending) == ([], False)
     savepoints.release()
-    sending.send(message("m2"))
+    write.send(message("m2"))
     assert producer.calls == ["begin", "m1"]
-    sending.finish()
+    write._finish_messages()
     assert producer.calls == ["begin", "m1", "cork", "m2", "uncork"]
 
 
-def test_what_the_producer_would_refuse_later_is_refused_before_the_messages_wait(sending, producer):
-    sending.savepoints = savepoints = Savepoints()
+def test_what_the_producer_would_refuse_later_is_refused_before_the_messages_wait(write, producer):
+    write.savepoints = savepoints = Savepoints()
     with pytest.raises(TransactionAborted, match="row 1 has") as raised:
-        sending.send(MessageBatch("sold", ["1", "x" * 30], None))
+        write.send(MessageBatch("sold", ["1", "x" * 30], None))
     assert not raised.value.retryable
     assert (savepoints.waiting, producer.calls) == ([], [])
 
 
-def test_messages_that_wait_are_out_of_reach_of_their_caller(sending, producer):
-    sending.savepoints, values = Savepoints(), ["1", b"2"]
-    sending.send(MessageBatch("sold", values, None))
+def test_messages_that_wait_are_out_of_reach_of_their_caller(write, producer):
+    write.savepoints, values = Savepoints(), ["1", b"2"]
+    write.send(MessageBatch("sold", values, None))
     values.clear()
-    sending.finish()
+    write._finish_messages()
     assert producer.calls == ["cork", "begin", b"1", b"2", "uncork"]
 
 
 @pytest.mark.parametrize("savepoints", [None, Savepoints(direct=True), Savepoints(holds=False)])
-def test_messages_that_do_not_wait_are_checked_by_the_engine_alone(sending, producer, savepoints):
-    sending.savepoints = savepoints
-    sending.send(MessageBatch("sold", ["x" * 30], None))
+def test_messages_that_do_not_wait_are_checked_by_the_engine_alone(write, producer, savepoints):
+    write.savepoints = savepoints
+    write.send(MessageBatch("sold", ["x" * 30], None))
     assert producer.calls == ["begin", "x" * 30]
 
 
@@ -151,65 +153,65 @@ def test_messages_that_do_not_wait_are_checked_by_the_engine_alone(sending, prod
         (ConfigurationError("no such topic", next_step="send less"), False),
     ],
 )
-def test_a_block_that_swallows_an_error_aborts_with_its_reason(sending, producer, error, retryable):
+def test_a_block_that_swallows_an_error_aborts_with_its_reason(write, producer, error, retryable):
     with pytest.raises(type(error)):
-        sending.send(refused(producer, error))
-    sending.send(message("m2"))
+        write.send(refused(producer, error))
+    write.send(message("m2"))
     with pytest.raises(TransactionAborted, match=error.what) as caught:
-        sending.finish()
+        write._finish_messages()
     assert str(caught.value.__cause__) == str(error)
     assert (caught.value.transactional_id, caught.value.next_step) == ("orders", "send less")
     assert caught.value.retryable is retryable
 
 
-def test_being_fenced_is_passed_on_as_such_as_no_retry_helps(sending, producer):
+def test_being_fenced_is_passed_on_as_such_as_no_retry_helps(write, producer):
     error = Fenced("another owner")
     with pytest.raises(Fenced):
-        sending.send(refused(producer, error))
+        write.send(refused(producer, error))
     with pytest.raises(Fenced) as caught:
-        sending.finish()
+        write._finish_messages()
     assert str(caught.value) == str(error)
 
 
-def test_the_first_of_several_errors_is_the_reason(sending, producer):
+def test_the_first_of_several_errors_is_the_reason(write, producer):
     for error in (ConfigurationError("the first"), ConfigurationError("the second")):
         with pytest.raises(ConfigurationError):
-            sending.send(refused(producer, error))
+            write.send(refused(producer, error))
     with pytest.raises(TransactionAborted, match="the first"):
-        sending.finish()
+        write._finish_messages()
 
 
-def test_a_call_that_was_not_allowed_has_changed_nothing_and_the_block_may_go_on(sending, producer):
-    sending.savepoints = savepoints = Savepoints()
+def test_a_call_that_was_not_allowed_has_changed_nothing_and_the_block_may_go_on(write, producer):
+    write.savepoints = savepoints = Savepoints()
     savepoints.refusal = IllegalStateError("in the middle of a COPY")
     with pytest.raises(IllegalStateError):
-        sending.send(message("m1"))
+        write.send(message("m1"))
     savepoints.refusal = None
-    sending.send(message("m2"))
-    sending.finish()
+    write.send(message("m2"))
+    write._finish_messages()
     assert producer.calls == ["cork", "begin", "m2", "uncork"]
 
 
-def test_nothing_is_handed_over_at_the_end_of_a_block_that_has_to_abort(sending, producer):
-    sending.savepoints = savepoints = Savepoints()
-    sending.send(message("m1"))
-    sending.refusal = ConfigurationError("refused before")
+def test_nothing_is_handed_over_at_the_end_of_a_block_that_has_to_abort(write, producer):
+    write.savepoints = savepoints = Savepoints()
+    write.send(message("m1"))
+    write.refuse(ConfigurationError("refused before"))
     with pytest.raises(TransactionAborted):
-        sending.finish()
+        write._finish_messages()
     assert (producer.calls, savepoints.calls) == ([], [])
 
 
-def test_a_savepoint_that_was_rolled_back_unseen_aborts_the_block(sending, producer):
-    sending.savepoints = savepoints = Savepoints()
-    sending.send(message("m1"))
+def test_a_savepoint_that_was_rolled_back_unseen_aborts_the_block(write, producer):
+    write.savepoints = savepoints = Savepoints()
+    write.send(message("m1"))
     savepoints.refusal = TransactionAborted("rolled back unseen")
     with pytest.raises(TransactionAborted, match="unseen"):
-        sending.finish()
+        write._finish_messages()
     assert producer.calls == []
 
 
-def test_stopping_stops_the_watch_if_there_is_one(sending):
-    sending.stop()
-    sending.savepoints = savepoints = Savepoints()
-    sending.stop()
+def test_stopping_stops_the_watch_if_there_is_one(write):
+    write._stop_watching()
+    write.savepoints = savepoints = Savepoints()
+    write._stop_watching()
     assert savepoints.calls == ["stop"]
