@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -563,6 +563,7 @@ class Evidence:
         self._coordinator = coordinator
         self._incarnation = incarnation
         self._may_read_groups = True
+        self._groups_seen: set[Partition] = set()
         self._log = IdLogger(transactional_id)
 
     def state(
@@ -586,26 +587,33 @@ class Evidence:
         offsets = transaction.first_offsets
         known = dict(topic_ids)
         if transaction.sent_offsets:
-            of_groups = self._groups_offsets(ids, deadline)
+            of_groups = self._groups_offsets(transaction, ids, deadline)
             offsets.update(of_groups)
-            if of_groups:
+            if of_groups and OFFSETS_TOPIC not in known:
                 known.update(self._coordinator.topic_ids([OFFSETS_TOPIC], deadline))
         if not offsets and not transaction.sent_offsets:
             return PreparedTxnState()
         return PreparedTxnState.native(*ids, self._incarnation, offsets, known)
 
-    def _groups_offsets(self, ids: tuple[int, int], deadline: Deadline) -> Mapping[Partition, int | None]:
+    def _groups_offsets(
+        self, transaction: OpenTransaction, ids: tuple[int, int], deadline: Deadline
+    ) -> Mapping[Partition, int | None]:
         """Where consumed offsets were written. Without the right to read that topic, what is left open there goes unnoticed."""
         if not self._may_read_groups:
             return {}
-        view = self._coordinator.describe([self._id], deadline)[self._id]
-        written = [key for key in view.partitions if key[0] == OFFSETS_TOPIC]
+        written: Collection[Partition] = transaction.offsets_in
+        if not written or not self._groups_seen.issuperset(written):
+            view = self._coordinator.describe([self._id], deadline)[self._id]
+            written = [key for key in view.partitions if key[0] == OFFSETS_TOPIC]
         try:
-            return self._coordinator.producer_open_offsets(*ids, written, deadline)
+            found = self._coordinator.producer_open_offsets(*ids, written, deadline)
         except ConfigurationError as error:
             self._may_read_groups = False
             self._log.warning("cannot check whether its consumed offsets have ended: %s", error)
             return {}
+        # The coordinator has named them once, so its word is not needed for the group's next offsets.
+        self._groups_seen.update(found)
+        return found
 
     def require_open(self, state: PreparedTxnState, deadline: Deadline) -> None:
         """Ask the coordinator, then the leaders: it does not show that an operator's tool ended it in one partition.

@@ -10,6 +10,7 @@ from simulator import environment, scheduler
 from simulator.broker import handle
 from simulator.requests import (
     NEVER_MS,
+    DescribeTransactions,
     EndTxn,
     EndTxnResponse,
     ErrorCode,
@@ -259,6 +260,25 @@ def test_consumed_offsets_are_a_part_of_the_transaction(kafka):
     state = kafka.run(work)
     assert {topic for topic, _ in state.partitions} == {OFFSETS_TOPIC}
     assert kafka.known().state == "CompleteCommit"
+
+
+def test_the_coordinator_is_asked_once_where_a_groups_offsets_are_written(kafka):
+    def work(sending):
+        sending.init_transactions()
+        states = []
+        for _ in range(3):
+            sending.begin_transaction()
+            consumed(sending)
+            states.append(sending.prepare_transaction())
+            sending.commit_transaction()
+        return states
+
+    before = kafka.count(DescribeTransactions)
+    states = kafka.run(work)
+    assert kafka.count(DescribeTransactions) - before <= 2  # one looks at the id before the producer begins
+    assert len({frozenset(state.partitions) for state in states}) == 1
+    firsts = [first.offset for state in states for first in state.first_offsets]
+    assert sorted(set(firsts)) == firsts, "each names its own first offset"
 
 
 def consumed(sending, group="readers"):
