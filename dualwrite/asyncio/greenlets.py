@@ -111,12 +111,10 @@ class _Worker(greenlet):  # type: ignore[misc] # it ships no types
 
     @property
     def caller(self) -> object:
-        """See :class:`dualwrite.waiting.Waiting`."""
         return self._task
 
     @contextmanager
     def interruptible(self, allowed: bool) -> Generator[None, None, None]:  # noqa: FBT001 - as the protocol
-        """See :class:`dualwrite.waiting.Waiting`."""
         former, self._allowed = self._allowed, allowed
         try:
             if allowed:
@@ -137,11 +135,9 @@ class _Worker(greenlet):  # type: ignore[misc] # it ships no types
             raise cancelled
 
     def sleep(self, seconds: float) -> None:
-        """See :class:`dualwrite.waiting.Waiting`."""
         self._wait(self._loop.create_future(), seconds)
 
     def wait_for(self, event: Event, seconds: float) -> None:
-        """See :class:`dualwrite.waiting.Waiting`."""
         future = self._loop.create_future()
 
         def wake() -> None:
@@ -156,7 +152,6 @@ class _Worker(greenlet):  # type: ignore[misc] # it ships no types
             event.wake = None
 
     def poll(self, poll: Callable[[float], None], fileno: Callable[[], int] | None, seconds: float) -> None:
-        """See :class:`dualwrite.waiting.Waiting`."""
         if seconds and fileno is None:
             self.elsewhere(lambda: poll(seconds))
             return
@@ -173,7 +168,6 @@ class _Worker(greenlet):  # type: ignore[misc] # it ships no types
             self._loop.remove_reader(fileno)
 
     def elsewhere(self, work: Callable[[], T]) -> T:
-        """See :class:`dualwrite.waiting.Waiting`."""
         run_there = contextvars.copy_context().run
         with self.interruptible(False):
             return cast("T", self.give(self._loop.run_in_executor(self._pool, run_there, work)))

@@ -169,7 +169,6 @@ class AsyncGroups:
         key: Hashable | None,
         within_s: float | None = None,
     ) -> Any:
-        """See :meth:`dualwrite.asyncio.writer.AsyncDualWriter.submit`."""
         check_within(within_s)
         if self._closed:
             raise closed_error(self._name)

@@ -64,7 +64,6 @@ class SqlDatabase(Database):
 
     @property
     def schema(self) -> str | None:
-        """See :attr:`Database.schema`."""
         return self._schema
 
     @property
@@ -95,7 +94,6 @@ class SqlDatabase(Database):
 
     @property
     def joins_first(self) -> Engine | None:
-        """See :class:`dualwrite.writing.sessions.Joining`."""
         return self._blocks if self._is_sqlite else None
 
     @property
@@ -107,7 +105,6 @@ class SqlDatabase(Database):
         self._found = check_schema(self.engine, self._schema)
 
     def store(self, *, paused_owner_timeout_s: float | None = PAUSED_OWNER_TIMEOUT_S) -> SqlStateStore:
-        """See :meth:`Database.store`."""
         return SqlStateStore(self.engine, schema=self.tables_schema, paused_owner_timeout_s=paused_owner_timeout_s)
 
     def joined_store(
@@ -126,7 +123,6 @@ class SqlDatabase(Database):
         return made
 
     def connect(self) -> Borrowed:
-        """See :meth:`Database.connect`."""
         return Borrowed(self._blocks)
 
     @contextmanager
@@ -138,15 +134,12 @@ class SqlDatabase(Database):
             yield connection
 
     def close(self) -> None:
-        """See :meth:`Database.close`."""
         self.engine.dispose()
 
     def forked(self) -> None:
-        """See :meth:`Database.forked`."""
         self.engine.dispose(close=False)
 
     def leases(self, fleet: str) -> Leases:
-        """See :meth:`Database.leases`."""
         self._require_leases("a fleet")
         return Leases(self.engine, fleet, schema=self.tables_schema)
 
@@ -158,7 +151,6 @@ class SqlDatabase(Database):
         return slots | living_members(self.engine, names, schema=self.tables_schema) if self._has_leases() else slots
 
     def lease_list(self, transactional_id: str | None, prefix: str) -> Sequence[Lease]:
-        """See :meth:`Database.lease_list`."""
         if not self._has_leases():
             return ()
         return read_leases(self.engine, transactional_id, prefix=prefix, schema=self.tables_schema)
@@ -177,7 +169,6 @@ class SqlDatabase(Database):
         return () if found is None else (found,)
 
     def forgetting(self) -> Forgetting:
-        """See :meth:`Database.forgetting`."""
         self._require_leases("forgetting")
         return Forgetting(self.engine, self.tables_schema)
 
@@ -400,7 +391,6 @@ class JoinedStore(SqlStateStore):
         keep(connection, joined_late=joined_late)
 
     def commit(self, connection: Connection, *, answer_s: float | None = None) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.commit`."""
         try:
             dialect.commit(connection, self._dialect, self._decided(connection), answer_s=answer_s, joined=True)
         finally:
@@ -408,12 +398,10 @@ class JoinedStore(SqlStateStore):
             self._dialect.restore(connection)
 
     def rollback(self, connection: Connection) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.rollback`."""
         dialect.rollback_joined(connection)
         let_go(connection)
         self._dialect.restore(connection)
 
     def discard(self, connection: Connection) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.discard`."""
         dialect.discard_joined(connection)
         let_go(connection)

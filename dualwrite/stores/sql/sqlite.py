@@ -121,7 +121,6 @@ class SQLite:
         self.begin(connection, tables)
 
     def begin_reading(self, connection: Connection) -> None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         connection.begin()
 
     def start_columns(self) -> Sequence[ColumnElement[object]]:
@@ -137,7 +136,6 @@ class SQLite:
         return ()
 
     def begun(self, connection: Connection) -> Mapping[str, object]:
-        """See :meth:`is_begun`."""
         self.require_begun(connection)
         return {}
 
@@ -171,7 +169,6 @@ class SQLite:
         return update.returning(*self.end_columns())
 
     def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         row: Sequence[object] = statement.execute(connection, bound).one()
         return row
 
@@ -235,16 +232,13 @@ class SQLite:
         return Identity((found.st_dev, found.st_ino) if found else (file,), schema if file else None)
 
     def witness(self, connection: Connection, follower: Follower) -> Witness:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         del follower
         return SqliteWitness(connection)
 
     def insert_if_missing(self, table: Table) -> Insert:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         return sqlite.insert(table).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
 
     def standing(self, driver: DBAPIConnection) -> Standing:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         try:
             return Standing.OPEN if _in_transaction(driver) else Standing.ENDED
         except (sqlite3.ProgrammingError, ValueError):  # closed
