@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo quick check test coverage pythons sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos units tasks search faults scenarios controls reason docs servers-up servers-down clean venv source jars mariadb archive
+.PHONY: help demo quick check test spent coverage pythons sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos units tasks search faults scenarios controls reason docs servers-up servers-down clean venv source jars mariadb archive
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -52,13 +52,14 @@ check: venv ## lint, types and the tests that need no server, side by side (a mi
 # At most that many failed tests run again: more of them have another cause than a busy machine.
 FEW_FAILED = $(PY) -c 'import json, sys; sys.exit(len(json.load(open(".pytest_cache/v/cache/lastfailed"))) > 5)'
 LAST_WORDS := $(CURDIR)/.cache/last-words.json
+SPENT := $(CURDIR)/.cache/spent.json
 # Compile the tests once, before the workers start; otherwise every worker compiles them.
 test: venv mariadb $(OLDEST) ## all checks: lint, types, tests on real servers (twelve minutes on two quiet cores; THOROUGH=1: every one of them)
 	@echo "beside the tests: lint, types, and the tests with SQLAlchemy $(SQLALCHEMY_OLDEST)"; rm -f $(LAST_WORDS); \
 	$(BESIDE) archive & archive=$$!; $(PY) -m pytest -qq --collect-only >.cache/collected.log 2>&1; wait $$archive || exit; \
 	$(BESIDE) lint types >.cache/lint.log 2>&1 & lint=$$!; \
 	$(WITH_OLDEST) >.cache/sqlalchemy-oldest.log 2>&1 & oldest=$$!; trap 'kill $$lint $$oldest' INT TERM; \
-	DUALWRITE_LAST_WORDS=$(LAST_WORDS) $(PY) -m pytest -n $(WORKERS) --dist worksteal $(if $(THOROUGH),--thorough); all=$$?; \
+	DUALWRITE_LAST_WORDS=$(LAST_WORDS) $(PY) -m pytest -n $(WORKERS) --dist worksteal --spent $(SPENT) $(if $(THOROUGH),--thorough); all=$$?; \
 	if [ $$all = 1 ] && $(FEW_FAILED); then echo "what failed beside $(WORKERS) workers runs once more, alone:"; \
 	DUALWRITE_LAST_WORDS=$(LAST_WORDS) $(PY) -m pytest -v --last-failed --last-failed-no-failures none $(if $(THOROUGH),--thorough); all=$$?; fi; \
 	wait $$oldest; oldest=$$?; cat .cache/sqlalchemy-oldest.log; \
@@ -95,6 +96,9 @@ pythons: venv ## the unit tests, conformance on SQLite and the quickstart with e
 		$$made/bin/python -m pytest -q -p no:cacheprovider -m "not mariadb and not postgresql" -k sqlite tests/conformance && \
 		$$made/bin/python -m pytest -q -p no:cacheprovider tests/integration/test_quickstart.py || failed="$$failed $$version"; \
 	done; if [ -n "$$failed" ]; then echo "failed with Python$$failed"; exit 1; fi
+
+spent: venv ## where the processor time of the last `make test` went, by file and by test
+	@PYTHONPATH=tests/proof $(PY) -m harness.spent $(SPENT)
 
 sqlalchemy-oldest: venv archive $(OLDEST) ## the store, migrations and sessions with the oldest supported SQLAlchemy (a minute; THOROUGH=1: every store, and dual writes)
 	$(WITH_OLDEST)

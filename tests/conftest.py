@@ -20,6 +20,7 @@ from harness.databases import prepare_mariadb
 from harness.patience import patient
 from harness.planting import plant_from_environment
 from harness.shared_servers import KAFKA, MARIADB, Shared, plugin, shared_kafka, shared_mariadb
+from harness.spent import Spent
 from harness.users import USERS
 from hypothesis import settings
 from sqlalchemy import create_engine, make_url
@@ -59,6 +60,8 @@ settings.register_profile("quick", deadline=None, max_examples=15)  # of `make q
 def pytest_configure(config: pytest.Config) -> None:
     # Taken from the environment: runs of pytest that tests start have nothing to note there.
     config.stash[NOTES] = os.environ.pop(last_words.VARIABLE, None)
+    if file := config.getoption("--spent"):
+        config.pluginmanager.register(Spent(file), "spent")
     class_archive.use()
     told = getattr(config, "workerinput", {})
     if MARIADB in told:
@@ -124,6 +127,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="also run what `make test` leaves out for its time")
+    parser.addoption("--spent", type=Path, metavar="FILE", help="keep there where the processor time goes")
 
 
 @pytest.hookimpl(tryfirst=True)
