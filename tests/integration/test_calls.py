@@ -15,7 +15,7 @@ def test_a_steady_dual_write_calls_no_more_functions_than_it_did(dualwrite_kafka
     most = "\n".join(f"{times:7.1f}  {name}" for name, times in list(found.functions.items())[:30])
     assert found.own <= MOST_OWN, most
     assert found.python <= MOST_PYTHON, most
-    assert found.packages["psycopg"] > 100  # else nothing was counted, or another driver
+    assert found.packages["psycopg"] > 40  # else nothing was counted, or another driver
 
 
 def test_calls_are_counted_in_threads_that_start_meanwhile_and_in_no_others():
