@@ -253,6 +253,7 @@ class Begun:
         pooled: Its connection, as the pool has handed it out.
         driver: The driver's own connection.
         awaits: Whether that is an asynchronous one.
+        session: What is known of it, once something is.
         joined_late: Whether other code has executed statements in it before.
         started: The database's word for it, which its first statement has returned.
         decided: The ids whose decisions it holds.
@@ -262,13 +263,25 @@ class Begun:
             all of them.
     """
 
-    __slots__ = ("awaits", "decided", "driver", "joined_late", "left", "plain", "pooled", "refuses", "started")
+    __slots__ = (
+        "awaits",
+        "decided",
+        "driver",
+        "joined_late",
+        "left",
+        "plain",
+        "pooled",
+        "refuses",
+        "session",
+        "started",
+    )
 
     def __init__(self, pooled: PoolProxiedConnection, *, joined_late: bool) -> None:
         self.pooled = pooled
         dbapi: Any = pooled.dbapi_connection
         self.awaits = isinstance(dbapi, AdaptedConnection)
         self.driver = dbapi.driver_connection if self.awaits else dbapi
+        self.session: Any = None
         self.joined_late = joined_late
         self.started: object = None
         self.decided: list[str] = []

@@ -163,7 +163,7 @@ class Dialect(Protocol):
         """
         ...
 
-    def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
+    def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[Any]:
         """Execute the first statement of a dual write, with BEGIN in the same exchange if the driver has sent none.
 
         Returns:

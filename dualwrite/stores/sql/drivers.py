@@ -97,7 +97,13 @@ def line_of(driver: Any, fileno: int) -> Line:
 
 
 class Watch:
-    """One wait, for as long as its ``with`` block lasts.
+    """One wait, for as long as its ``with`` block lasts: if that is too long, the connection is shut, and the wait fails.
+
+    Args:
+        dog: Watches.
+        line: The connection's.
+        seconds: Seconds that the block may last.
+        shut: Called after a block without an error if the answer came at the last moment, and the connection was shut.
 
     Attributes:
         expired: Whether the connection was shut. It is unusable then, even if the answer arrived.
@@ -105,7 +111,7 @@ class Watch:
 
     __slots__ = ("_dog", "_due_s", "_line", "_shut", "expired")
 
-    def __init__(self, dog: Watchdog, line: Line, seconds: float, shut: Callable[[], object] | None) -> None:
+    def __init__(self, dog: Watchdog, line: Line, seconds: float, shut: Callable[[], object] | None = None) -> None:
         self._dog = dog
         self._line = line
         self._shut = shut
@@ -114,12 +120,18 @@ class Watch:
 
     def __enter__(self) -> Self:
         """Begin to watch."""
-        self._dog.add(self, self._due_s)
+        dog = self._dog
+        with dog.lock:
+            dog.watched.add(self)
+            if self._due_s < dog.wakes_s or not dog.runs:
+                dog.wake()
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        """End the watch."""
-        self._dog.discard(self)
+        """End the watch: from now on it does not expire."""
+        dog = self._dog
+        with dog.lock:
+            dog.watched.discard(self)
         if self.expired and kind is None and self._shut is not None:
             self._shut()
 
@@ -146,46 +158,33 @@ class Watchdog:
 
     def begin(self) -> None:
         """Start with nothing to watch. A fork inherits no thread, perhaps a held lock, and its parent's connections."""
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._watched: set[Watch] = set()
-        self._runs = False
-        self._wakes_s = inf
+        self.lock = threading.Lock()
+        self._changed = threading.Condition(self.lock)
+        self.watched: set[Watch] = set()
+        self.runs = False
+        self.wakes_s = inf
 
-    def watching(self, line: Line, seconds: float, shut: Callable[[], object] | None = None) -> Watch:
-        """Shut the connection if a ``with`` block lasts longer, so that a wait for its answer fails.
+    def watching(self, line: Line, seconds: float) -> Watch:
+        """Shut the connection if a ``with`` block lasts longer, so that a wait for its answer fails."""
+        return Watch(self, line, seconds)
 
-        Args:
-            line: The connection's.
-            seconds: Seconds that the block may last.
-            shut: Called after a block without an error if the answer came at the last moment, and the connection was shut.
-        """
-        return Watch(self, line, seconds, shut)
-
-    def add(self, watch: Watch, due_s: float) -> None:
-        """Watch until :meth:`discard`."""
-        with self._lock:
-            self._watched.add(watch)
-            if not self._runs:
-                self._runs = True
-                threading.Thread(target=self._run, name="dualwrite watchdog", daemon=True).start()
-            elif due_s < self._wakes_s:
-                self._changed.notify()
-
-    def discard(self, watch: Watch) -> None:
-        """Leave it alone: from now on it does not expire."""
-        with self._lock:
-            self._watched.discard(watch)
+    def wake(self) -> None:
+        """Have the thread look again. Called with the lock."""
+        if not self.runs:
+            self.runs = True
+            threading.Thread(target=self._run, name="dualwrite watchdog", daemon=True).start()
+        else:
+            self._changed.notify()
 
     def _run(self) -> None:
         with self._changed:
             while True:
                 now = now_s()
-                for watch in [watch for watch in self._watched if watch.is_overdue(now)]:
-                    self._watched.discard(watch)
+                for watch in [watch for watch in self.watched if watch.is_overdue(now)]:
+                    self.watched.discard(watch)
                     watch.expire()
-                self._wakes_s = min((watch.due_s for watch in self._watched), default=inf)
-                self._changed.wait(None if self._wakes_s == inf else max(0.0, self._wakes_s - now))
+                self.wakes_s = min((watch.due_s for watch in self.watched), default=inf)
+                self._changed.wait(None if self.wakes_s == inf else max(0.0, self.wakes_s - now))
 
 
 WATCHDOG: Final = Watchdog()

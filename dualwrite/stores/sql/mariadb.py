@@ -22,7 +22,7 @@ from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, driver_words, fileno_of, number_of
 from dualwrite.stores.sql.dialect import Identity, Standing, driver_of
-from dualwrite.stores.sql.drivers import WATCHDOG, line_of
+from dualwrite.stores.sql.drivers import WATCHDOG, Watch, line_of
 from dualwrite.stores.sql.mariadb_server import FACTS, Server, check_facts, is_mariadb, rolls_back_on_timeout
 from dualwrite.stores.sql.savepoint_probe import IN_TRANSACTION, QueryWitness, ended_inside, queries_of, status_of
 
@@ -247,7 +247,7 @@ class MariaDB:
             return nullcontext()
         driver = _driver(connection)
         # If the answer comes at the last moment, the pool must not keep a shut connection.
-        return WATCHDOG.watching(line_of(driver, fileno_of(driver)), seconds, connection.invalidate)
+        return Watch(WATCHDOG, line_of(driver, fileno_of(driver)), seconds, connection.invalidate)
 
     def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
         """See :class:`~dualwrite.stores.sql.dialect.Dialect`. There is no name: the row itself shows the outcome."""

@@ -1,18 +1,31 @@
 """PostgreSQL 13 and newer through psycopg 3, also behind PgBouncer with transaction pooling.
 
 Nothing here depends on a session: settings last for one transaction, and travel in statements that are sent anyway.
+
+The library's own statements go out below SQLAlchemy and below psycopg's cursors, which need five hundred calls for the three of
+a dual write. A text that the server reads by itself (a *simple query*) may hold several: BEGIN goes out with the look at the
+row, and SET CONSTRAINTS with the decision, in one request each, without a pipeline, and through poolers too.
+
+Where psycopg may prepare statements, ours are prepared in the session (``PREPARE``), and from then on only named: the server
+takes longer to read and plan one than to execute it. Not through a pooler, which gives each transaction another session: there
+the process that answers is not the one that the connection was promised. psycopg forgets what it has prepared by ``DEALLOCATE
+ALL``, after a rollback and after DDL, and that takes ours along. So a block begins by naming its first statement, and begins
+once more if that is gone; its last one is named only if nothing but plain statements on rows was sent since.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
+from psycopg import IsolationLevel, errors, generators
 from sqlalchemy import (
+    AdaptedConnection,
     BigInteger,
     ColumnElement,
     Integer,
@@ -27,17 +40,18 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects import postgresql
+from sqlalchemy.util import await_only
 
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted
 from dualwrite.protocol.process import DatabaseVerdict
-from dualwrite.stores.sql import dialect, pipelined_statement
+from dualwrite.stores.sql import dialect
 from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, Begun, begun_on, ended_inside, sqlstate_of
 from dualwrite.stores.sql.dialect import Identity, Standing
-from dualwrite.stores.sql.drivers import PREFIX, WATCHDOG, line_of, own_connection
-from dualwrite.stores.sql.pipelined_statement import session_of
+from dualwrite.stores.sql.drivers import PREFIX, WATCHDOG, Watch, line_of, own_connection
 from dualwrite.stores.sql.savepoint_probe import PsycopgWitness
 
 if TYPE_CHECKING:
+    from psycopg import AsyncConnection
     from sqlalchemy import Connection, Insert, Table, Update
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
@@ -116,7 +130,9 @@ class _PGconn(Protocol):
 
 
 def _driver(connection: Connection) -> _Psycopg:
-    return cast("_Psycopg", own_connection(cast("DBAPIConnection", connection.connection.dbapi_connection)))
+    dbapi: Any = connection.connection.dbapi_connection
+    driver: _Psycopg = dbapi.driver_connection if isinstance(dbapi, AdaptedConnection) else dbapi
+    return driver
 
 
 def _begun(connection: Connection) -> Begun:
@@ -124,10 +140,6 @@ def _begun(connection: Connection) -> Begun:
     if begun is None:
         raise IllegalStateError("no dual write has begun on the connection")
     return begun
-
-
-def _status(driver: DBAPIConnection) -> int:
-    return cast("_Psycopg", own_connection(driver)).pgconn.transaction_status
 
 
 def _usable_driver(connection: Connection) -> _Psycopg:
@@ -198,6 +210,154 @@ def _limit_transaction(timeout_ms: ColumnElement[int | None]) -> ColumnElement[o
     return armed.scalar_subquery()
 
 
+# The library's own statements on a connection of psycopg's.
+
+_SESSION: Final = "dualwrite_session"
+_DONE: Final = frozenset({1, 2})  # COMMAND_OK, TUPLES_OK
+_NO_TRANSACTION: Final = "25P01"
+"""The warning with which the server answers a COMMIT outside of a transaction. Nothing else in the answer shows it."""
+WHICH_SERVER: Final = "SELECT pg_backend_pid()"
+NOT_PREPARED: Final = "26000"
+
+
+@dataclass
+class Session:
+    """The facts about one connection of psycopg's, kept for as long as it lives.
+
+    Attributes:
+        is_direct: Whether no pooler stands between us and the server; None if that is not known.
+        prepared: By the names of their texts, the texts that execute the statements that the server has prepared for us.
+        generation: Part of the names in the server. It grows when they are lost: perhaps not all of them are.
+        commit_found_none: Whether the server has warned since that a COMMIT has found no transaction.
+    """
+
+    is_direct: bool | None = None
+    prepared: dict[str, str] = field(default_factory=dict)
+    generation: int = 0
+    commit_found_none: bool = False
+
+    def hear(self, notice: Any) -> None:
+        """Listen to the server's notices."""
+        if notice.sqlstate == _NO_TRANSACTION:
+            self.commit_found_none = True
+
+    def is_lost(self, own: OwnText, execution: str | None, error: BaseException) -> bool:
+        """Whether the error says that the session has forgotten what was prepared in it.
+
+        All statements are then prepared again, under other names; and also if it is not known whether this one was prepared.
+        """
+        lost = getattr(error, "sqlstate", None) == NOT_PREPARED
+        if lost or (execution is not None and own.name not in self.prepared):
+            self.prepared.clear()
+            self.generation += 1
+        return lost
+
+    def look(self, answer: Any, driver: Any) -> None:
+        """Learn from the answer to :data:`WHICH_SERVER` whether a pooler stands before it."""
+        self.is_direct = answer.get_value(0, 0) == b"%d" % driver.pgconn.backend_pid
+
+    def prepared_in(self, own: OwnText, texts: list[str]) -> str | None:
+        """The text that executes a prepared statement, for :func:`literals`; None if it cannot be prepared.
+
+        What must be sent before it is added to the texts: the one that prepares it, or the question who answers.
+        """
+        if not self.is_direct:
+            if self.is_direct is None:
+                texts.append(WHICH_SERVER)
+            return None
+        execution = self.prepared.get(own.name)
+        if execution is None:
+            name = f"{own.name}_{self.generation}"
+            numbered = own.template % {one: f"${number}" for number, one in enumerate(own.names, 1)}
+            texts.append(f"PREPARE {name} AS {numbered}")
+            execution = f"EXECUTE {name}({', '.join(f'%({one})s' for one in own.names)})"
+        return execution
+
+
+def session_of(driver: Any) -> Session:
+    """The facts about that connection."""
+    found: Session | None = vars(driver).get(_SESSION)
+    if found is None:
+        found = vars(driver)[_SESSION] = Session()
+        driver.add_notice_handler(found.hear)
+    return found
+
+
+_begins: Final[dict[tuple[int | None, bool | None, bool | None], str]] = {}
+
+
+def begin_of(driver: Any) -> str:
+    """The text by which this connection begins a transaction, as psycopg would: with the isolation that it was given."""
+    given = (driver.isolation_level, driver.read_only, driver.deferrable)
+    text = _begins.get(given)
+    if text is None:
+        isolation, read_only, deferrable = given
+        words = ["BEGIN"]
+        if isolation is not None:
+            words.append(f"ISOLATION LEVEL {IsolationLevel(isolation).name.replace('_', ' ')}")
+        if read_only is not None:
+            words.append("READ ONLY" if read_only else "READ WRITE")
+        if deferrable is not None:
+            words.append("DEFERRABLE" if deferrable else "NOT DEFERRABLE")
+        text = _begins[given] = " ".join(words)
+    return text
+
+
+def literals(bound: Mapping[str, object]) -> dict[str, object]:
+    """The values as they stand in a text: numbers as they are, NULL, and strings quoted for any setting of the session."""
+    quoted: dict[str, object] = {}
+    for name, value in bound.items():
+        if value is None:
+            quoted[name] = "NULL"
+        elif isinstance(value, int):
+            quoted[name] = value
+        else:
+            text = str(value).replace("'", "''")
+            # E'' reads backslashes in one way, whatever standard_conforming_strings is. The server converts the text to its own
+            # encoding before it reads it, so that no byte of another character is taken for one.
+            quoted[name] = "E'" + text.replace("\\", "\\\\") + "'" if "\\" in text else "'" + text + "'"
+    return quoted
+
+
+def exchange(driver: Any, text: str, results: list[Any], *, awaits: bool) -> None:
+    """Send a text of several statements, and add the results to the list.
+
+    An interruption cancels the statement, as psycopg does for its own.
+
+    Raises:
+        psycopg.Error: The last result is an error, and the server has executed nothing after it; or the connection is lost.
+    """
+    command = text.encode() if text.isascii() else text.encode(driver.info.encoding)
+    talk = _talk(driver, command, results)
+    # The class's own way of waiting: that of the instance may be the watch for statements of others.
+    if awaits:
+        await_only(_awaited(driver, talk))
+        return
+    with driver.lock:
+        type(driver).wait(driver, talk)
+
+
+async def _awaited(driver: AsyncConnection[Any], talk: Generator[Any, Any, None]) -> None:
+    async with driver.lock:
+        await type(driver).wait(driver, talk)
+
+
+def _talk(driver: Any, command: bytes, results: list[Any]) -> Generator[Any, Any, None]:
+    driver.pgconn.send_query(command)
+    results += yield from generators.execute(driver.pgconn)
+    if results[-1].status not in _DONE:
+        raise errors.error_from_result(results[-1], encoding=driver.info.encoding)
+
+
+def row_of(result: Any) -> Sequence[str | None] | None:
+    """The one row of a result, as the server has written it; None if there is none."""
+    row: list[str | None] = []
+    for at in range(result.nfields if result.ntuples else 0):  # a comprehension would be one more call
+        value = result.get_value(0, at)
+        row.append(None if value is None else value.decode())
+    return row or None
+
+
 def _ask(
     connection: Connection,
     statement: CompiledOnce,
@@ -231,40 +391,34 @@ def _ask(
         )
     assert begun is not None
     driver = begun.driver
-    session = session_of(driver)
-    begins = again or (first and driver.pgconn.transaction_status == _IDLE)
-    texts = _before(driver, begins=begins, again=again, deferred=deferred_of is not None)
+    session = begun.session or session_of(driver)
+    status = driver.pgconn.transaction_status
+    begins = again or (first and status == _IDLE)
+    texts = ["ROLLBACK"] if again else []
+    if begins:
+        texts.append(begin_of(driver))
+    elif (
+        deferred_of is not None and status == _IN_TRANSACTION
+    ):  # in any other, ours reports what is wrong, with the cause
+        texts.append(_IMMEDIATE)
     execution = None
     if (begins or begun.plain) and driver.prepare_threshold is not None:
         execution = session.prepared_in(own, texts)
-    texts.append((execution or own.template) % pipelined_statement.literals({**own.constants, **bound}))
-    results: Sequence[Any] = ()
+    texts.append((execution or own.template) % literals({**own.constants, **bound}))
+    results: list[Any] = []
     try:
-        results = pipelined_statement.exchange(driver, "; ".join(texts), awaits=begun.awaits)
-        if (failure := pipelined_statement.error_in(results, driver)) is not None:
-            raise failure
+        exchange(driver, "; ".join(texts), results, awaits=begun.awaits)
     except BaseException as error:  # noqa: BLE001 - an interruption too, which SQLAlchemy passes on
-        if execution is not None:
-            session.forget_prepared()
-        if sqlstate_of(error) == pipelined_statement.NOT_PREPARED and begins and not again:
+        if session.is_lost(own, execution, error) and begins and not again:
             return _ask(connection, statement, bound, again=True)
         # The results end with the error: with that of the first text, if the constraints were it.
         deferred_failed = len(results) == 1 and texts[0] == _IMMEDIATE
         _raise(connection, error, own, bound, deferred_of if deferred_failed else None)
     if execution is not None:
         session.prepared[own.name] = execution
-    elif pipelined_statement.WHICH_SERVER in texts:
-        session.is_direct = results[-2].get_value(0, 0) == b"%d" % driver.pgconn.backend_pid
-    return pipelined_statement.row_of(results)
-
-
-def _before(driver: Any, *, begins: bool, again: bool, deferred: bool) -> list[str]:
-    """The texts that go out before one of ours, in its request."""
-    if begins:
-        begin = pipelined_statement.begin_of(driver)
-        return ["ROLLBACK", begin] if again else [begin]
-    # In a transaction that has failed, or ended, ours reports what is wrong, with the cause.
-    return [_IMMEDIATE] if deferred and driver.pgconn.transaction_status == _IN_TRANSACTION else []
+    elif session.is_direct is None and len(results) > 1:
+        session.look(results[-2], driver)
+    return row_of(results[-1])
 
 
 def _raise(
@@ -274,7 +428,7 @@ def _raise(
 
     It alone knows its events, and which connections are lost with this one.
     """
-    if sqlstate_of(error) == pipelined_statement.NOT_PREPARED:
+    if sqlstate_of(error) == NOT_PREPARED:
         raise TransactionAborted(
             "a statement inside the block has made the session forget all that was prepared in it",
             next_step="run the same work again; leave DEALLOCATE and DISCARD out of blocks",
@@ -387,7 +541,7 @@ class PostgreSQL:
                 f"the transaction is {str(isolation).upper()}, and its snapshot is older than the dual write",
                 next_step="join the session to the dual write before its first statement: call join(session)",
             )
-        begun.started = int(cast("str", started))
+        begun.started = int(str(started))
 
     def is_begun(self) -> Sequence[ColumnElement[bool]]:
         """See :class:`~dualwrite.stores.sql.dialect.Dialect`. All of it can be said."""
@@ -421,7 +575,9 @@ class PostgreSQL:
 
     def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
         """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
-        session_of(_begun(connection).driver).commit_found_none = False
+        begun = _begun(connection)
+        begun.session = session_of(begun.driver)
+        begun.session.commit_found_none = False
         row = _ask(connection, statement, bound, first=True)
         assert row is not None  # it has no FROM
         return row
@@ -460,16 +616,17 @@ class PostgreSQL:
 
     def bounded(self, connection: Connection, seconds: float | None) -> AbstractContextManager[object]:
         """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Shuts the connection when the time is up."""
-        driver = _driver(connection)
+        begun = begun_on(connection)
+        driver = _driver(connection) if begun is None else begun.driver
         if seconds is None or driver.closed:
             return nullcontext()
         # If the answer comes at the last moment, the pool must not keep a shut connection.
-        return WATCHDOG.watching(line_of(driver, driver.fileno()), seconds, connection.invalidate)
+        return Watch(WATCHDOG, line_of(driver, driver.fileno()), seconds, connection.invalidate)
 
     def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
         """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         del connection
-        return cast("str", values[0])
+        return str(values[0])
 
     def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
         """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
@@ -494,14 +651,16 @@ class PostgreSQL:
 
     def standing(self, driver: DBAPIConnection) -> Standing:
         """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
-        return _STANDINGS[_status(driver)]
+        own: Any = own_connection(driver)
+        return _STANDINGS[own.pgconn.transaction_status]
 
     def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
         """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         state = sqlstate_of(getattr(error, "orig", None))
         if state in _CERTAIN:
             return True
-        status = _status(driver)
+        own: Any = own_connection(driver)
+        status = own.pgconn.transaction_status
         if status == _ACTIVE:
             return False
         if _STANDINGS[status] in {Standing.OPEN, Standing.FAILED}:

@@ -206,8 +206,11 @@ class PsycopgWitness:
         self._begun = begun
         if begun is not None:
             begun.plain = not begun.joined_late
-        self._driver = cast("_Psycopg", connection.connection.driver_connection)
-        self._awaits = is_awaited(connection.connection.dbapi_connection)
+        if begun is None:
+            self._driver: _Psycopg = connection.connection.driver_connection  # type: ignore[assignment]
+            self._awaits = is_awaited(connection.connection.dbapi_connection)
+        else:
+            self._driver, self._awaits = begun.driver, begun.awaits
         self._wait = self._driver.wait
         self._unanswered = False
         self._failure: Exception | None = None
@@ -329,8 +332,9 @@ class PsycopgWitness:
 
     def stop(self) -> None:
         """See :class:`Witness`."""
-        with suppress(Exception):  # a connection that is lost, or will show it
-            self._take_answers()
+        if self._unanswered:
+            with suppress(Exception):  # a connection that is lost, or will show it
+                self._take_answers()
         vars(self._driver).pop("wait", None)
 
 

@@ -95,8 +95,9 @@ class SavepointWatch:
         self._dialect = dialect
         self._id = transactional_id
         self._savepoints: Savepoints[Sendable] = Savepoints()
-        for name in _open_savepoints(connection):
-            self._savepoints.apply(Move.OPEN, name)
+        if connection.get_nested_transaction() is not None:
+            for name in _open_savepoints(connection):
+                self._savepoints.apply(Move.OPEN, name)
         self._witness = dialect.witness(connection, self)
         self._unanswered: str | None = None
         self._lost_track: str | None = None
@@ -256,8 +257,10 @@ class SavepointWatch:
 
     def finish(self) -> None:
         """See :class:`dualwrite.interfaces.SavepointWatch`."""
-        self._judge_unanswered()
-        self._require_track()
+        if self._unanswered is not None:
+            self._judge_unanswered()
+        if self._lost_track is not None:
+            self._require_track()
         if self._unit_kept:
             # Also shows that the transaction is the one that the units ran in.
             self._execute([f"RELEASE SAVEPOINT {_UNIT}"], None)
@@ -282,10 +285,11 @@ class SavepointWatch:
 
     def stop(self) -> None:
         """See :class:`dualwrite.interfaces.SavepointWatch`."""
-        self._unwatch_unit()
+        if self._unit is not None:
+            self._unwatch_unit()
         if _watched.get(self._connection) is self:
             del _watched[self._connection]
-        self._witness.stop()
+            self._witness.stop()
 
     def before(self, statement: str) -> None:
         """Note that the connection is about to execute a statement."""

@@ -149,7 +149,8 @@ class SqlStateStore:
     ) -> int | None:
         """See :meth:`dualwrite.interfaces.StateStore.read_incarnation`."""
         try:
-            incarnation, prepared, *values = self._decisions.start(connection, transactional_id, namespace)
+            bound = {"id_": transactional_id, "namespace_": namespace}
+            incarnation, prepared, *values = self._dialect.read_first(connection, self._decisions.start, bound)
         except exc.SQLAlchemyError as error:
             raise self._as_ours(error, transactional_id) from error
         self._dialect.check_start(connection, values)
@@ -702,7 +703,11 @@ class Claim:
 
 
 class Decisions:
-    """Reads and decides a row inside the caller's transaction. The statements are made once: each dual write runs two."""
+    """Decides a row inside the caller's transaction. The statements are made once: each dual write runs two.
+
+    Attributes:
+        start: Reads the row's incarnation and prepared state, both None without a row; then the dialect's start columns.
+    """
 
     def __init__(self, tables: Tables, dialect: Dialect) -> None:
         self._dialect = dialect
@@ -716,7 +721,7 @@ class Decisions:
         is_ours = (*is_row, state.c.incarnation == bindparam("incarnation_"), *dialect.is_begun())
         incarnation = select(state.c.incarnation).where(*is_row).scalar_subquery()
         prepared = select(state.c.prepared_transaction_state).where(*is_row).scalar_subquery()
-        self._start = CompiledOnce(select(incarnation, prepared, *dialect.start_columns()))
+        self.start: Final = CompiledOnce(select(incarnation, prepared, *dialect.start_columns()))
         decide = dialect.deciding(
             update(state)
             .where(*is_ours)
@@ -732,11 +737,6 @@ class Decisions:
         self._decide = CompiledOnce(decide)
         hold = select(*dialect.end_columns()).select_from(state).where(*is_ours).with_for_update(read=True)
         self._hold = CompiledOnce(hold)
-
-    def start(self, connection: Connection, transactional_id: str, namespace: str | None) -> Sequence[Any]:
-        """The row's incarnation and prepared state, both None if there is no such row; then the dialect's start columns."""
-        bound = {"id_": transactional_id, "namespace_": namespace}
-        return self._dialect.read_first(connection, self._start, bound)
 
     def decide(
         self,
@@ -760,8 +760,8 @@ class Decisions:
             "incarnation_": incarnation,
             "namespace_": namespace,
             "state_": state,
-            "idle_ms_": _milliseconds(idle_s),
-            "within_ms_": _milliseconds(within_s),
+            "idle_ms_": None if idle_s is None else max(1, int(idle_s * 1000)),  # 0 would be no limit
+            "within_ms_": None if within_s is None else max(1, int(within_s * 1000)),
             **self._dialect.begun(connection),
         }
         first = transactional_id if deferred else None
@@ -779,7 +779,3 @@ class Decisions:
         }
         first = transactional_id if deferred else None
         return self._dialect.ask_last(connection, self._hold, bound, decides=False, deferred_of=first)
-
-
-def _milliseconds(seconds: float | None) -> int | None:
-    return None if seconds is None else max(1, int(seconds * 1000))  # 0 would be no limit
