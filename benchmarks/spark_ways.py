@@ -207,7 +207,9 @@ def by_kafka_leg(job: Job) -> None:
     def produce_partition(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         name = f"leg-{secrets.token_hex(8)}"
         with (
-            TransactionalProducer(options.kafka_config(), name, bulk=True, engine=options.producer_engine) as producer,
+            TransactionalProducer(
+                options.kafka_settings(), name, bulk=True, engine=options.producer_engine
+            ) as producer,
             serializing(options, layout) as serializers,
         ):
             producer.init_transactions()

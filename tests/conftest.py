@@ -27,7 +27,7 @@ from sqlalchemy import create_engine, make_url
 
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.producer import LaneProducer
 from dualwrite.migrations import upgrade
 from dualwrite.testing import EmbeddedKafka, EmbeddedMariaDB, EmbeddedPostgres
 from dualwrite.testing.servers.mariadb import SERVER_VARIABLE, installed_mariadb, is_fetched
@@ -274,7 +274,7 @@ def make_producer(kafka, kafka_id, coordinator, producer_engine):
         def make(settings=None, **options):
             options.setdefault("coordinator", coordinator)
             options.setdefault("engine", producer_engine)
-            return closed_later.enter_context(TransactionalProducer({**kafka, **(settings or {})}, kafka_id, **options))
+            return closed_later.enter_context(LaneProducer({**kafka, **(settings or {})}, kafka_id, **options))
 
         yield make
 

@@ -58,8 +58,6 @@ class TransactionalProducer:
     Args:
         kafka: librdkafka's configuration, for both Kafka clients.
         transactional_id: Kafka's ``transactional.id``, used exactly as given.
-        coordinator: Access to the coordinator; if not given, made from the configuration and closed with the producer.
-        incarnation: Stamped into the prepared states.
         transaction_timeout_ms: Overrides ``transaction.timeout.ms``; the greatest that works if neither is given.
         call_timeout_s: Seconds that each call may take.
         bulk: For many messages in a transaction: delivery reports cover failures only, and ``prepare_transaction`` asks
@@ -67,8 +65,6 @@ class TransactionalProducer:
         engine: ``native`` sends native transactions (transaction version 2), each of which has an epoch of its own;
             ``librdkafka`` sends through confluent-kafka; ``auto`` is native where the cluster has finalized transaction
             version 2. Chosen by `init_transactions`.
-        make_handle: Makes the librdkafka instance; for simulators.
-        make_wire: Makes the native engine's connections; for simulators.
 
     Raises:
         ConfigurationError: A setting is missing, unknown or unsafe.
@@ -76,24 +72,44 @@ class TransactionalProducer:
 
     def __init__(
         self,
-        kafka: Mapping[str, object] | KafkaConfig,
+        kafka: Mapping[str, object],
         transactional_id: str,
         *,
-        coordinator: TransactionCoordinator | None = None,
-        incarnation: int | None = None,
         transaction_timeout_ms: int | None = None,
         call_timeout_s: float = 30.0,
         bulk: bool = False,
         engine: EngineName = "auto",
+    ) -> None:
+        self._set_up(
+            KafkaConfig.parse(kafka),
+            transactional_id,
+            transaction_timeout_ms=transaction_timeout_ms,
+            call_timeout_s=call_timeout_s,
+            bulk=bulk,
+            engine=engine,
+        )
+
+    def _set_up(
+        self,
+        config: KafkaConfig,
+        transactional_id: str,
+        *,
+        transaction_timeout_ms: int | None,
+        call_timeout_s: float,
+        bulk: bool,
+        engine: EngineName,
+        coordinator: TransactionCoordinator | None = None,
+        incarnation: int | None = None,
         make_handle: MakeHandle | None = None,
         make_wire: MakeWire | None = None,
     ) -> None:
+        """What both constructors do: this one's, for users, and that of `LaneProducer`, with the library's own arguments."""
         if not transactional_id:
             raise ConfigurationError("the transactional id is empty")
-        self._config = kafka if isinstance(kafka, KafkaConfig) else KafkaConfig.parse(kafka)
+        self._config = config
         self._id = transactional_id
         self._own_coordinator = coordinator is None
-        self._coordinator = coordinator if coordinator is not None else KafkaCoordinator(self._config)
+        self._coordinator = coordinator if coordinator is not None else KafkaCoordinator(config)
         own_timeout_ms = self._config.transaction_timeout_ms
         self._asked_timeout_ms = own_timeout_ms if transaction_timeout_ms is None else transaction_timeout_ms
         self._timeout_ms: int | None = None
@@ -134,45 +150,6 @@ class TransactionalProducer:
         """The producer epoch; None where ``producer_id`` is."""
         ids = self._chosen and self._chosen.ids
         return ids[1] if ids else None
-
-    @property
-    def bulk(self) -> bool:
-        """Whether the producer is in bulk mode."""
-        return self._bulk
-
-    @property
-    def max_message_bytes(self) -> int:
-        """The greatest size of key and value together in one message (``message.max.bytes``)."""
-        return self._config.max_message_bytes
-
-    @property
-    def reusable(self) -> bool:
-        """Whether it may begin another transaction, once the end of the last one is known."""
-        engine = self._chosen
-        return engine is not None and self._machine.state is ProducerState.READY and not engine.epoch_may_rise
-
-    @property
-    def pending_end(self) -> PendingEnd | None:
-        """The last transaction while its end is unknown; None once the producer may continue, or if there was none."""
-        return None if self._chosen is None else self._chosen.pending_end
-
-    def note_end(self, step: EndStep) -> None:
-        """Take the next step for :attr:`pending_end`: the producer continues, or becomes doubtful.
-
-        Args:
-            step: The result of :func:`dualwrite.kafka.transaction_ends.ask_for_ends`.
-        """
-        self._instance.note_end(step)
-
-    @property
-    def undecided_in(self) -> frozenset[tuple[str, int]]:
-        """Partitions where an aborted or unprepared transaction may be open, for the settler after this producer."""
-        return frozenset() if self._chosen is None else self._chosen.undecided_in
-
-    @property
-    def asking_since(self) -> float | None:
-        """When the step began that asks the brokers now, by the clock of the process; None if there is none."""
-        return None if self._chosen is None else self._chosen.asking_since
 
     @property
     def prepared_state(self) -> PreparedTxnState | None:
@@ -574,9 +551,85 @@ class TransactionalProducer:
             raise forks.forked_error(self._made_in, self._id)
 
 
-def engine_of(producer: TransactionalProducer) -> ProducerEngine:
-    """The engine behind a producer that is initialised: for the library's own code, not for its users."""
-    return producer._instance  # noqa: SLF001 - of this module
+class LaneProducer(TransactionalProducer):
+    """A producer as the library itself holds it, for one incarnation of a transactional id.
+
+    It shows what a lane must know before it uses the producer again: how the last transaction has ended, and what the next
+    settler must look for. Users have no lanes, so they get a `TransactionalProducer`.
+
+    Args:
+        config: The configuration, for both Kafka clients.
+        transactional_id: As for `TransactionalProducer`.
+        coordinator: Access to the coordinator, which may be shared; if not given, made and closed with the producer.
+        incarnation: Stamped into the prepared states.
+        transaction_timeout_ms: As for `TransactionalProducer`.
+        call_timeout_s: As for `TransactionalProducer`.
+        bulk: As for `TransactionalProducer`.
+        engine: As for `TransactionalProducer`.
+        make_handle: Makes the librdkafka instance; for simulators.
+        make_wire: Makes the native engine's connections; for simulators.
+    """
+
+    def __init__(  # Both constructors call _set_up: neither's arguments are the other's.
+        self,
+        config: Mapping[str, object] | KafkaConfig,
+        transactional_id: str,
+        *,
+        coordinator: TransactionCoordinator | None = None,
+        incarnation: int | None = None,
+        transaction_timeout_ms: int | None = None,
+        call_timeout_s: float = 30.0,
+        bulk: bool = False,
+        engine: EngineName = "auto",
+        make_handle: MakeHandle | None = None,
+        make_wire: MakeWire | None = None,
+    ) -> None:
+        self._set_up(
+            config if isinstance(config, KafkaConfig) else KafkaConfig.parse(config),
+            transactional_id,
+            coordinator=coordinator,
+            incarnation=incarnation,
+            transaction_timeout_ms=transaction_timeout_ms,
+            call_timeout_s=call_timeout_s,
+            bulk=bulk,
+            engine=engine,
+            make_handle=make_handle,
+            make_wire=make_wire,
+        )
+
+    @property
+    def engine(self) -> ProducerEngine:
+        """The engine, which takes messages. Only after :meth:`init_transactions`."""
+        return self._instance
+
+    @property
+    def reusable(self) -> bool:
+        """Whether it may begin another transaction, once the end of the last one is known."""
+        engine = self._chosen
+        return engine is not None and self._machine.state is ProducerState.READY and not engine.epoch_may_rise
+
+    @property
+    def pending_end(self) -> PendingEnd | None:
+        """The last transaction while its end is unknown; None once the producer may continue, or if there was none."""
+        return None if self._chosen is None else self._chosen.pending_end
+
+    def note_end(self, step: EndStep) -> None:
+        """Take the next step for :attr:`pending_end`: the producer continues, or becomes doubtful.
+
+        Args:
+            step: The result of :func:`dualwrite.kafka.transaction_ends.ask_for_ends`.
+        """
+        self._instance.note_end(step)
+
+    @property
+    def undecided_in(self) -> frozenset[tuple[str, int]]:
+        """Partitions where an aborted or unprepared transaction may be open, for the settler after this producer."""
+        return frozenset() if self._chosen is None else self._chosen.undecided_in
+
+    @property
+    def asking_since(self) -> float | None:
+        """When the step began that asks the brokers now, by the clock of the process; None if there is none."""
+        return None if self._chosen is None else self._chosen.asking_since
 
 
 # The choice of a producer's engine, by the user's wish and the cluster's transaction version.

@@ -18,7 +18,6 @@ from dualwrite import failpoints, waiting
 from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, DualWriteError, OutcomeUnverifiable, Unavailable
 from dualwrite.interfaces import NO_OBSERVER, Observer
-from dualwrite.kafka.producer import engine_of
 from dualwrite.kafka.transaction_ends import end_at_rest, know_end
 from dualwrite.protocol.batches import may_go_on
 from dualwrite.protocol.known_end import EndStep
@@ -34,7 +33,7 @@ from dualwrite.writing.fair_queue import NoTurn, Turns
 if TYPE_CHECKING:
     from dualwrite.interfaces import TransactionCoordinator
     from dualwrite.kafka.engine import ProducerEngine
-    from dualwrite.kafka.producer import TransactionalProducer
+    from dualwrite.kafka.producer import LaneProducer
     from dualwrite.kafka.transaction_ends import EndQuestions, PendingEnd
     from dualwrite.recovery.settle import SettleReport
 
@@ -63,7 +62,7 @@ class Lane:
         self,
         transactional_id: str,
         context: OwnerContext,
-        make_producer: Callable[[StateRow], TransactionalProducer],
+        make_producer: Callable[[StateRow], LaneProducer],
         *,
         claiming: Turns[None] | None = None,
         guard: Callable[[], tuple[str, int]] | None = None,
@@ -78,7 +77,7 @@ class Lane:
         self._ends = ends
         self._losses = RecordedLosses(transactional_id, context, losses or Losses())
         self._row: StateRow | None = None
-        self._producer: TransactionalProducer | None = None
+        self._producer: LaneProducer | None = None
         self._unrecorded: StateRow | None = None
         self._machine = Machine("lane", LANE_LIFE, LaneState.UNCLAIMED, moved=self._note_since)
         self._unsettled_since: float | None = None
@@ -92,7 +91,7 @@ class Lane:
         return self._row
 
     @property
-    def producer(self) -> TransactionalProducer:
+    def producer(self) -> LaneProducer:
         """The producer of our incarnation, usable since :meth:`ready`."""
         assert self._producer is not None
         return self._producer
@@ -100,7 +99,7 @@ class Lane:
     @property
     def engine(self) -> ProducerEngine:
         """The engine of :attr:`producer`, which takes messages."""
-        return engine_of(self.producer)
+        return self.producer.engine
 
     @property
     def unrecorded(self) -> StateRow | None:

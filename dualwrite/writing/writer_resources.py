@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.producer import LaneProducer
 from dualwrite.kafka.transaction_ends import EndQuestions, look_again
 from dualwrite.protocol.values import lane_id
 from dualwrite.recovery.claim import OwnerContext, claim_lanes
@@ -165,8 +165,8 @@ class Opened:
     def _guard(self) -> tuple[str, int]:
         return self._name, self._lanes.first.row.incarnation
 
-    def _make_producer(self, row: StateRow) -> TransactionalProducer:
-        return TransactionalProducer(
+    def _make_producer(self, row: StateRow) -> LaneProducer:
+        return LaneProducer(
             self._settings.config,
             row.kafka_id(row.incarnation),
             coordinator=self.context.coordinator,

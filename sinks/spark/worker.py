@@ -17,7 +17,7 @@ from pyspark import TaskContext
 from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import DualWriteError, Fenced, TransactionAborted, Unavailable
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.producer import LaneProducer
 from dualwrite.protocol.batches import Destination, Way
 from dualwrite.protocol.values import owner_prefix
 from dualwrite.recovery.claim import OwnerContext, claim_rows, default_owner, unique_owner
@@ -286,8 +286,8 @@ class WorkerCache:
     def _new_lane(self, transactional_id: str) -> Lane:
         return Lane(transactional_id, self.context, self._make_producer)
 
-    def _make_producer(self, row: StateRow) -> TransactionalProducer:
-        return TransactionalProducer(
+    def _make_producer(self, row: StateRow) -> LaneProducer:
+        return LaneProducer(
             self._config,
             row.kafka_id(row.incarnation),
             coordinator=self.context.coordinator,

@@ -17,7 +17,7 @@ from dualwrite.clock import Deadline
 from dualwrite.failpoints import FailpointError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.producer import LaneProducer
 from dualwrite.protocol.values import Outcome
 from dualwrite.recovery.claim import OwnerContext, unique_owner
 from dualwrite.sinks.batches import complete_handed_over
@@ -110,7 +110,7 @@ def test_one_decision_completes_what_workers_of_both_engines_have_prepared(
 
         def lane_of(producer_engine):
             def make_producer(row):
-                return TransactionalProducer(
+                return LaneProducer(
                     config,
                     row.kafka_id(row.incarnation),
                     coordinator=coordinator,

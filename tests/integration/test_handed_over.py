@@ -9,7 +9,7 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.producer import LaneProducer
 from dualwrite.protocol.values import Outcome, TransactionStatus
 from dualwrite.recovery.claim import OwnerContext, claim_rows, unique_owner
 from dualwrite.recovery.settle import settle
@@ -58,7 +58,7 @@ def lane(context_of, kafka, opened):
     its_context = context_of(kafka)
 
     def make_producer(row):
-        return TransactionalProducer(
+        return LaneProducer(
             config,
             row.kafka_id(row.incarnation),
             coordinator=its_context.coordinator,

@@ -19,7 +19,7 @@ from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.native import producer as instance
 from dualwrite.kafka.native.coordination import CoordinatorRequests
 from dualwrite.kafka.native.sender import Sender
-from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.producer import LaneProducer, TransactionalProducer
 from dualwrite.protocol.lives import ProducerState
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedKafka
@@ -204,7 +204,7 @@ def test_a_transaction_version_that_is_lowered_harms_nobody_and_concerns_the_nex
     with closing(KafkaCoordinator(KafkaConfig.parse(kafka))) as coordinator:
 
         def producer(engine, name=kafka_id):
-            return TransactionalProducer(kafka, name, engine=engine, coordinator=coordinator)
+            return LaneProducer(kafka, name, engine=engine, coordinator=coordinator)
 
         with producer("native") as running:
             running.init_transactions()

@@ -17,7 +17,7 @@ from dualwrite.errors import Unavailable
 from dualwrite.kafka.abandoned_transaction import AbandonedTransaction, Completion
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.producer import LaneProducer
 from dualwrite.kafka.transaction_ends import PendingEnd, ask_for_ends, know_end
 from dualwrite.protocol.known_end import Ended, EndStep
 from dualwrite.protocol.prepared_state import PreparedTxnState
@@ -156,7 +156,7 @@ def test_only_the_end_of_native_transactions_raises_the_epoch_whichever_engine_h
     wait_until(lambda: made.view().status is TransactionStatus.COMPLETE_ABORT)
     assert made.view().epoch == 0  # the next transaction would have the same name
     other = made.kafka_id + "-librdkafka"
-    with TransactionalProducer(made.config, other, coordinator=made.coordinator) as owner:
+    with LaneProducer(made.config, other, coordinator=made.coordinator) as owner:
         owner.init_transactions()
         owner.begin_transaction()
         owner.produce(made.topic, "librdkafka's", partition=1)

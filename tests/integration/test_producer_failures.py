@@ -24,7 +24,7 @@ from dualwrite.kafka.abandoned_transaction import Completion
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.failures import Phase
-from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.producer import LaneProducer, TransactionalProducer
 from dualwrite.protocol.lives import ProducerState
 from dualwrite.protocol.values import TransactionStatus
 from dualwrite.testing.proxy import Api, KafkaProxy
@@ -434,9 +434,7 @@ def guarded_producer(guarded, producer_engine):
 
         def make(kafka_id, **options):
             config = patient(guarded.client_config("app"), producer_engine)
-            producer = TransactionalProducer(
-                config | options.pop("settings", {}), kafka_id, engine=producer_engine, **options
-            )
+            producer = LaneProducer(config | options.pop("settings", {}), kafka_id, engine=producer_engine, **options)
             return closed_later.enter_context(producer)
 
         yield make

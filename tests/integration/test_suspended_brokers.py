@@ -29,7 +29,7 @@ from dualwrite import DualWriteError, DualWriter, WriterLimits, failpoints, reco
 from dualwrite.clock import Deadline
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.producer import LaneProducer
 from dualwrite.migrations import upgrade
 from dualwrite.protocol.values import TransactionStatus
 from dualwrite.recovery.claim import OwnerContext
@@ -169,9 +169,7 @@ class BatchWriter(Writer):
 
     def _make_producer(self, row):
         kafka_id = row.kafka_id(row.incarnation)
-        return TransactionalProducer(
-            self._crowd.kafka, kafka_id, coordinator=self._coordinator, incarnation=row.incarnation
-        )
+        return LaneProducer(self._crowd.kafka, kafka_id, coordinator=self._coordinator, incarnation=row.incarnation)
 
     def until_suspended(self):
         self._lane.ready(Deadline(PATIENCE_S))

@@ -34,7 +34,7 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import OutcomeUnverifiable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.producer import LaneProducer
 from dualwrite.migrations import upgrade
 from dualwrite.protocol.lives import LeaseState
 from dualwrite.recovery.claim import OwnerContext, default_owner
@@ -167,7 +167,7 @@ def _producer_maker(job: dict, context: OwnerContext):
     config = KafkaConfig.parse(job["kafka"])
 
     def make_producer(row):
-        return TransactionalProducer(
+        return LaneProducer(
             config,
             row.kafka_id(row.incarnation),
             coordinator=context.coordinator,

@@ -21,7 +21,7 @@ from simulator.state import Broker, new_broker
 
 from dualwrite.clock import Deadline
 from dualwrite.kafka.log import BlockingTransaction
-from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.producer import LaneProducer
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.recovery import recover
 from dualwrite.writing import writer_resources
@@ -66,9 +66,7 @@ class ServedKafka(Simulation):
         """Let every writer and every recovery of this process use this Kafka."""
         patch.setattr(writer_resources, "KafkaCoordinator", lambda _, **_like: _Coordinator(self))
         patch.setattr(recover, "KafkaCoordinator", lambda _: _Coordinator(self))
-        patch.setattr(
-            writer_resources, "TransactionalProducer", partial(TransactionalProducer, make_handle=make_handle(self))
-        )
+        patch.setattr(writer_resources, "LaneProducer", partial(LaneProducer, make_handle=make_handle(self)))
 
 
 class _AtOnce:

@@ -31,7 +31,7 @@ from dualwrite.errors import (
     OutcomeUnverifiable,
 )
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.producer import LaneProducer
 from dualwrite.protocol.values import lane_id
 from dualwrite.recovery.claim import OwnerContext, claim_lanes
 from dualwrite.recovery.recover import recover_rows
@@ -116,7 +116,7 @@ class Told:
 
 def make_producer(
     simulation: Simulation, context: OwnerContext, *, eager: bool, engine: EngineName = "librdkafka"
-) -> Callable[[StateRow], TransactionalProducer]:
+) -> Callable[[StateRow], LaneProducer]:
     """Return the function that makes the producers of a lane in the model.
 
     Args:
@@ -126,8 +126,8 @@ def make_producer(
         engine: What sends them.
     """
 
-    def make(row: StateRow) -> TransactionalProducer:
-        return TransactionalProducer(
+    def make(row: StateRow) -> LaneProducer:
+        return LaneProducer(
             KAFKA,
             row.kafka_id(row.incarnation),
             coordinator=context.coordinator,

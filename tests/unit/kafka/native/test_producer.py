@@ -37,7 +37,7 @@ from dualwrite.errors import (
 )
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.native import producer as instance
-from dualwrite.kafka.producer import TransactionalProducer
+from dualwrite.kafka.producer import LaneProducer
 from dualwrite.protocol.lives import ProducerState
 from dualwrite.protocol.prepared_state import Engine
 
@@ -115,7 +115,7 @@ class Kafka:
 
 
 def producer(here, *, bulk=False, call_timeout_s=30.0, **config):
-    return TransactionalProducer(
+    return LaneProducer(
         KafkaConfig.parse(CONFIG | config),
         KAFKA_ID,
         coordinator=here.context.coordinator,
