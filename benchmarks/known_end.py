@@ -53,7 +53,7 @@ def run(
                 name = writer_name(known, way)
                 with pytest.MonkeyPatch.context() as patch:
                     if known == WITHOUT:
-                        patch.setattr("dualwrite.writing.writer.Lane", BelievingLane)
+                        patch.setattr("dualwrite.writing.writer_resources.Lane", BelievingLane)
                     writer = DualWriter(
                         name.replace(" ", "-"),
                         kafka=ground.kafka,
