@@ -440,7 +440,6 @@ class OfTasks:
     """The part of a writer that only tasks need. Called in greenlets (:mod:`dualwrite.asyncio.greenlets`)."""
 
     def bind_for_tasks(self: _Writer, sessions: object, opened: Callable[[], ThreadPoolExecutor]) -> AsyncBoundSessions:
-        """See :meth:`AsyncDualWriter.bind`."""
         joins_first, block = self._joined()
         return AsyncBoundSessions(
             self.transactional_id,

@@ -117,7 +117,6 @@ class MariaDB:
         self._server = Server()
 
     def refuse_left_open(self, connection: Connection) -> None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         if _in_transaction(connection):
             raise IllegalStateError(LEFT_OPEN)
 
@@ -164,7 +163,6 @@ class MariaDB:
             _change(connection, {name: _at_most(name, limit) for name in _IDLE})
 
     def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         connection.execution_options(isolation_level="READ COMMITTED")
         queries_of(_usable_driver(connection)).begin()
         connection.begin()
@@ -173,7 +171,6 @@ class MariaDB:
         self._limit_idle(connection, self._idle_s)
 
     def begin_reading(self, connection: Connection) -> None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         connection.execution_options(isolation_level="READ COMMITTED")
         self._server.check(connection)
 
@@ -182,7 +179,6 @@ class MariaDB:
         return [literal_column(fact) for fact in FACTS]
 
     def check_start(self, connection: Connection, values: Sequence[object]) -> None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         check_facts(values)
         queries_of(_driver(connection)).timeout_rolls_back = rolls_back_on_timeout(values)
 
@@ -196,7 +192,6 @@ class MariaDB:
         return {}
 
     def require_begun(self, connection: Connection) -> None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         queries_of(_driver(connection)).require_not_rolled_back()
         if not connection.scalar(select(_KEEPS_TRANSACTIONS)):
             raise ended_inside()
@@ -214,7 +209,6 @@ class MariaDB:
         return update
 
     def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         row: Sequence[object] = statement.execute(connection, bound).one()
         return row
 
@@ -307,7 +301,6 @@ class MariaDB:
             queries_of(driver).require_not_rolled_back()
 
     def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         return name.like(re.sub(r"([/%_])", r"/\1", prefix) + "%", escape="/")  # not \, which a mode switches off
 
     def identity(self, connection: Connection, tables: Tables) -> Identity:
@@ -317,7 +310,6 @@ class MariaDB:
         return Identity(tuple(server), schema if found else None)
 
     def witness(self, connection: Connection, follower: Follower) -> Witness:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         return QueryWitness(connection, follower)
 
     def insert_if_missing(self, table: Table) -> Insert:
@@ -325,7 +317,6 @@ class MariaDB:
         return mysql.insert(table).prefix_with("IGNORE").execution_options(preserve_rowcount=True)
 
     def standing(self, driver: DBAPIConnection) -> Standing:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         if not cast("Any", driver).open:
             return Standing.BROKEN
         queries = queries_of(driver)
@@ -336,7 +327,6 @@ class MariaDB:
         return Standing.OPEN if is_open else Standing.ENDED
 
     def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         return number_of(getattr(error, "orig", None)) in _CERTAIN or not queries_of(driver).commit_sent
 
     def prepared_transactions(self, connection: Connection) -> Sequence[tuple[str, datetime]]:

@@ -469,7 +469,6 @@ class PostgreSQL:
         self._warned = False
 
     def refuse_left_open(self, connection: Connection) -> None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         if _driver(connection).pgconn.transaction_status in {1, 2, 3}:
             raise IllegalStateError(LEFT_OPEN)
 
@@ -489,14 +488,12 @@ class PostgreSQL:
         return _usable_driver(connection).pgconn.transaction_status != _IDLE
 
     def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         connection.execution_options(isolation_level="READ COMMITTED")
         self.begin(connection, tables)
         lock_ms = max(1, int(lock_timeout_s * 1000))  # 0 would mean forever
         self._check_server(connection, _DURABLE, f"set_config('lock_timeout', '{lock_ms}', true)", self._limit_idle)
 
     def begin_reading(self, connection: Connection) -> None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         connection.execution_options(isolation_level="READ COMMITTED")
         self._check_server(connection)
 
@@ -527,7 +524,6 @@ class PostgreSQL:
         ]
 
     def check_start(self, connection: Connection, values: Sequence[object]) -> None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         read_only, isolation, started, _ = values
         begun = _begun(connection)
         if read_only == "on":
@@ -548,11 +544,9 @@ class PostgreSQL:
         return (_IS_BEGUN,)
 
     def begun(self, connection: Connection) -> Mapping[str, object]:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         return {"begun_": _begun(connection).started}
 
     def require_begun(self, connection: Connection) -> None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         if not connection.scalar(select(_IS_BEGUN), self.begun(connection)):
             raise ended_inside(
                 "by a COMMIT or ROLLBACK sent as text, by another process on its connection, or by a pooler that shares "
@@ -574,7 +568,6 @@ class PostgreSQL:
         return update.returning(*self.end_columns(), _lower_idle_limit(idle_ms), _limit_transaction(within_ms))
 
     def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         begun = _begun(connection)
         begun.session = session_of(begun.driver)
         begun.session.commit_found_none = False
@@ -591,7 +584,6 @@ class PostgreSQL:
         decides: bool,
         deferred_of: str | None = None,
     ) -> Sequence[object] | None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         del decides
         return _ask(connection, statement, bound, deferred_of=deferred_of)
 
@@ -624,12 +616,10 @@ class PostgreSQL:
         return Watch(WATCHDOG, line_of(driver, driver.fileno()), seconds, connection.invalidate)
 
     def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         del connection
         return str(values[0])
 
     def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         return name.like(re.sub(r"([\\%_])", r"\\\1", prefix) + "%")
 
     def identity(self, connection: Connection, tables: Tables) -> Identity:
@@ -642,20 +632,16 @@ class PostgreSQL:
         return Identity((started, database), table)
 
     def witness(self, connection: Connection, follower: Follower) -> Witness:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         return PsycopgWitness(connection, follower, begun_on(connection))
 
     def insert_if_missing(self, table: Table) -> Insert:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         return postgresql.insert(table).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
 
     def standing(self, driver: DBAPIConnection) -> Standing:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         own: Any = own_connection(driver)
         return _STANDINGS[own.pgconn.transaction_status]
 
     def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         state = sqlstate_of(getattr(error, "orig", None))
         if state in _CERTAIN:
             return True
@@ -670,7 +656,6 @@ class PostgreSQL:
         return state[:2] not in _UNCERTAIN_CLASSES and state not in _UNCERTAIN
 
     def prepared_transactions(self, connection: Connection) -> Sequence[tuple[str, datetime]]:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`."""
         return [(name, prepared_at) for name, prepared_at in connection.execute(_PREPARED, {"prefix": PREFIX})]
 
     def verdict(self, connection: Connection, transaction: str) -> DatabaseVerdict:

@@ -273,7 +273,6 @@ class PsycopgWitness:
         return result
 
     def keep(self, connection: Connection, known: int, number: int) -> bool:
-        """See :class:`Witness`."""
         self.settle(connection)
         if self._driver.pgconn.transaction_status == _ACTIVE:
             raise IllegalStateError(
@@ -285,13 +284,11 @@ class PsycopgWitness:
         return found is not None
 
     def shows(self, connection: Connection, number: int) -> bool:
-        """See :class:`Witness`."""
         return bool(connection.scalar(_SHOWS, {"known": str(number)}))
 
     def execute(
         self, connection: Connection, statements: Sequence[str], number: int | None, *, later: bool = False
     ) -> None:
-        """See :class:`Witness`."""
         self.settle(connection)
         witness = [] if number is None else [f"SELECT set_config('dualwrite.witness', '{number}', true)"]
         with _mapped(connection):
@@ -303,7 +300,6 @@ class PsycopgWitness:
             self.settle(connection)
 
     def settle(self, connection: Connection) -> None:
-        """See :class:`Witness`."""
         if not self._unanswered and self._failure is None:
             return
         with _mapped(connection):
@@ -331,7 +327,6 @@ class PsycopgWitness:
         return (yield from gen)
 
     def stop(self) -> None:
-        """See :class:`Witness`."""
         if self._unanswered:
             with suppress(Exception):  # a connection that is lost, or will show it
                 self._take_answers()
@@ -361,7 +356,6 @@ class SqliteWitness:
         self._cursor = cast("sqlite3.Connection", connection.connection.dbapi_connection).cursor()
 
     def keep(self, connection: Connection, known: int, number: int) -> bool:
-        """See :class:`Witness`."""
         del connection
         if not known:
             self._cursor.execute(_MAKE_ON_SQLITE)
@@ -374,7 +368,6 @@ class SqliteWitness:
         return self._cursor.rowcount == 1
 
     def shows(self, connection: Connection, number: int) -> bool:
-        """See :class:`Witness`."""
         del connection
         try:
             self._cursor.execute(_FIND, (self._first + number,))
@@ -389,7 +382,6 @@ class SqliteWitness:
     def execute(
         self, connection: Connection, statements: Sequence[str], number: int | None, *, later: bool = False
     ) -> None:
-        """See :class:`Witness`."""
         del later
         with _mapped(connection):
             for statement in statements:
@@ -399,7 +391,6 @@ class SqliteWitness:
                 self._cursor.execute(_BEGIN_ON_SQLITE, (self._first + number,))
 
     def stop(self) -> None:
-        """See :class:`Witness`."""
         # An interrupted statement has closed the connection; ValueError is aiosqlite's.
         with suppress(sqlite3.ProgrammingError, ValueError):
             self._cursor.close()
@@ -596,7 +587,6 @@ class QueryWitness:
 
     @property
     def doubtful(self) -> bool:
-        """See :class:`~dualwrite.stores.sql.savepoint_probe.Witness`."""
         return self._queries.doubtful
 
     @doubtful.setter
@@ -604,7 +594,6 @@ class QueryWitness:
         self._queries.doubtful = doubtful
 
     def keep(self, connection: Connection, known: int, number: int) -> bool:
-        """See :class:`~dualwrite.stores.sql.savepoint_probe.Witness`."""
         with _mapped(connection):
             if not known:
                 self._store(number)
@@ -615,7 +604,6 @@ class QueryWitness:
         return kept
 
     def shows(self, connection: Connection, number: int) -> bool:
-        """See :class:`~dualwrite.stores.sql.savepoint_probe.Witness`."""
         with _mapped(connection):
             return self._changes(_SHOW.format(number=self._first + number))
 
@@ -645,7 +633,6 @@ class QueryWitness:
     def execute(
         self, connection: Connection, statements: Sequence[str], number: int | None, *, later: bool = False
     ) -> None:
-        """See :class:`~dualwrite.stores.sql.savepoint_probe.Witness`."""
         del later
         with _mapped(connection):
             for statement in statements:
@@ -659,5 +646,4 @@ class QueryWitness:
         del connection
 
     def stop(self) -> None:
-        """See :class:`~dualwrite.stores.sql.savepoint_probe.Witness`."""
         self._queries.follower = None

@@ -111,13 +111,11 @@ class SavepointWatch:
         _watched[connection] = self
 
     def expect_session(self) -> None:
-        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         watch_sessions()
         self._sees_sessions = True
 
     @property
     def direct(self) -> bool:
-        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         if not self._sees_sessions and _has_sessions():
             # A session made since then may have begun a savepoint that it has not sent yet.
             self.expect_session()
@@ -131,16 +129,13 @@ class SavepointWatch:
 
     @property
     def holds(self) -> bool:
-        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         return self._savepoints.holds
 
     @property
     def may_roll_back(self) -> bool:
-        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         return self._savepoints.may_roll_back
 
     def add(self, message: Sendable) -> None:
-        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         self._require_track()
         if self._witness.doubtful or (self._savepoints.needs_witness and not self._witness.shown_all):
             self._renew_witness()
@@ -179,7 +174,6 @@ class SavepointWatch:
         return self._unit
 
     def require_unit(self) -> None:
-        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         try:
             self._witness.settle(self._connection)
         except exc.SQLAlchemyError as error:
@@ -203,7 +197,6 @@ class SavepointWatch:
         return None
 
     def drop_unit(self) -> None:
-        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         self._require_transaction()
         # Whatever the unit did is undone, if its savepoint is still there.
         self._unanswered = self._lost_track = None
@@ -252,11 +245,9 @@ class SavepointWatch:
         return self._mapped(error)
 
     def take(self) -> Sequence[Sendable]:
-        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         return self._savepoints.take()
 
     def finish(self) -> None:
-        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         if self._unanswered is not None:
             self._judge_unanswered()
         if self._lost_track is not None:
@@ -284,7 +275,6 @@ class SavepointWatch:
             _watched.pop(unit, None)
 
     def stop(self) -> None:
-        """See :class:`dualwrite.interfaces.SavepointWatch`."""
         if self._unit is not None:
             self._unwatch_unit()
         if _watched.get(self._connection) is self:
