@@ -28,7 +28,7 @@ def mortal(writer: DualWriter) -> DualWriter:
     """From now on a lane that is given back is dead: the writer neither settles it nor records anything of it."""
     turns = writer._lanes._turns
 
-    def on_freed(place):
+    def on_freed(place, _now):
         turns.places.remove(place)
         place.thing.lane.discard()
 
