@@ -25,7 +25,7 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.network import Network
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.values import StateRow
+from dualwrite.protocol.values import Decision, StateRow
 from dualwrite.recovery.claim import OwnerContext, claim_rows, unique_owner
 from dualwrite.recovery.settle import settle
 from dualwrite.sinks.batches import complete_handed_over
@@ -168,7 +168,9 @@ def _decide(claimant: OwnerContext, rows: Sequence[StateRow], states: Sequence[P
     with store.engine.connect() as connection:
         store.begin(connection)
         for row, state in sorted(zip(rows, states, strict=True), key=lambda one: one[0].transactional_id):
-            ours, _ = store.decide(connection, row.transactional_id, row.incarnation, state, namespace=row.namespace)
+            ours, _ = store.decide(
+                connection, Decision(row.transactional_id, row.incarnation, state, namespace=row.namespace)
+            )
             if not ours:
                 raise RuntimeError(f"{row.transactional_id} is another's")
         store.commit(connection)

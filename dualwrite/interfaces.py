@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.process import DatabaseVerdict
     from dualwrite.protocol.values import (
+        Decision,
         EndAnswer,
         Incident,
         LogProof,
@@ -341,19 +342,7 @@ class Decisions(Protocol):
         """
         ...
 
-    def decide(
-        self,
-        connection: Handle,
-        transactional_id: str,
-        incarnation: int,
-        state: PreparedTxnState,
-        *,
-        namespace: str | None = None,
-        idle_s: float | None = None,
-        within_s: float | None = None,
-        answer_s: float | None = None,
-        deferred: bool = False,
-    ) -> tuple[bool, str | None]:
+    def decide(self, connection: Handle, decision: Decision) -> tuple[bool, str | None]:
         """The last statement of a dual write: store the state if the row still names the incarnation.
 
         Makes the coming COMMIT durable even if the session had asked for less. May be called for several ids in one
@@ -361,14 +350,7 @@ class Decisions(Protocol):
 
         Args:
             connection: Inside the transaction.
-            transactional_id: The row's key.
-            incarnation: The incarnation that the row must name.
-            state: The state to store.
-            namespace: The namespace that the row must have, if given.
-            idle_s: The server, if it can, ends the session when COMMIT does not come within this many seconds.
-            within_s: The server, if it can, ends the transaction, COMMIT included, after this many seconds.
-            answer_s: How long to wait for the answer, in seconds; after that the connection is lost.
-            deferred: Do first what :meth:`run_deferred` does, in the same exchange with the server if the driver can.
+            decision: The state to store, for which row, and the time that the server may take.
 
         Returns:
             Whether the one row was updated, and the database's name for this transaction if it has one. False means
@@ -384,16 +366,7 @@ class Decisions(Protocol):
         """
         ...
 
-    def hold(
-        self,
-        connection: Handle,
-        transactional_id: str,
-        incarnation: int,
-        *,
-        namespace: str | None = None,
-        answer_s: float | None = None,
-        deferred: bool = False,
-    ) -> tuple[bool, str | None]:
+    def hold(self, connection: Handle, decision: Decision) -> tuple[bool, str | None]:
         """The last statement if nothing was produced: keep the row's incarnation as it is until COMMIT, if it is ours.
 
         Returns and raises as :meth:`decide`.

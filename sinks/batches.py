@@ -36,6 +36,7 @@ from dualwrite.protocol.batches import (
 from dualwrite.protocol.known_end import Ended
 from dualwrite.protocol.lives import BATCH_LIFE, BatchEvent, BatchState, Machine
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.values import Decision as RowDecision
 from dualwrite.protocol.values import Outcome, StateRow
 from dualwrite.recovery.settle import end_participants
 
@@ -239,11 +240,9 @@ class Decision(Generic[P]):
     def _decide_on(self, connection: Connection, part: P) -> None:
         ours, _ = self._context.store.decide(
             connection,
-            part.transactional_id,
-            part.incarnation,
-            part.prepared,
-            namespace=part.namespace,
-            idle_s=self._idle_s,
+            RowDecision(
+                part.transactional_id, part.incarnation, part.prepared, namespace=part.namespace, idle_s=self._idle_s
+            ),
         )
         if not ours:
             raise Fenced(

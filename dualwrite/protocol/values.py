@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
-from typing import Final
+from typing import Final, NamedTuple
 
 from dualwrite.errors import ConfigurationError, DatabaseWentBack
 from dualwrite.protocol.prepared_state import PreparedTxnState
@@ -193,6 +193,31 @@ class StateRow:
     def kafka_id(self, incarnation: int) -> str:
         """The Kafka ``transactional.id`` of an incarnation: it has exactly one writer, ever."""
         return kafka_id(self.transactional_id, self.namespace, incarnation)
+
+
+class Decision(NamedTuple):
+    """The last statement of a dual write, as its owner asks the database for it.
+
+    Attributes:
+        transactional_id: The row's key.
+        incarnation: The incarnation that the row must name.
+        state: The state to store; None to keep the row as it is, because nothing was produced.
+        namespace: The namespace that the row must have, if given: a row that was deleted and recreated has another one.
+        idle_s: The server, if it can, ends the session when COMMIT does not come within this many seconds.
+        within_s: The server, if it can, ends the transaction, COMMIT included, after this many seconds.
+        answer_s: How long to wait for the answer, in seconds; after that the connection is lost.
+        deferred: Whether what the user's statements have deferred to COMMIT is run first, in the same exchange with the server
+            if the driver can.
+    """
+
+    transactional_id: str
+    incarnation: int
+    state: PreparedTxnState | None = None
+    namespace: str | None = None
+    idle_s: float | None = None
+    within_s: float | None = None
+    answer_s: float | None = None
+    deferred: bool = False
 
 
 @dataclass(frozen=True)

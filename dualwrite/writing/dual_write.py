@@ -45,6 +45,7 @@ from dualwrite.protocol.lives import WRITE_LIFE, Machine, Phase, WriteEvent, Wri
 from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, Unsendable
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.process import Allowance, DoubtStep, allow
+from dualwrite.protocol.values import Decision
 from dualwrite.recovery.in_doubt import LOSSES, note_raised, resolve_commit
 from dualwrite.stores.sql.access import conflict_behind, permit_of
 from dualwrite.writing.transaction import (
@@ -639,32 +640,23 @@ class DualWrite(Work):
 
         What is deferred to COMMIT runs before it. Left to COMMIT, it would take its time after the last check of the clock.
         """
-        store, incarnation, namespace = self._context.store, self._lane.row.incarnation, self._lane.row.namespace
-        allowance = None
+        row, allowance = self._lane.row, None
+        decision = Decision(row.transactional_id, row.incarnation, namespace=row.namespace, deferred=True)
         if state.has_transaction:
             allowance = self._require_time(allow(self._left_s(), self._margin_s, deadline.remaining_s()))
             answer = Deadline(allowance.answer_s)
-            ours, self._database_transaction = store.decide(
-                self._handle,
-                self.transactional_id,
-                incarnation,
-                state,
-                namespace=namespace,
+            decision = decision._replace(
+                state=state,
                 idle_s=allowance.decide_s,
                 within_s=allowance.decide_s,
                 answer_s=allowance.answer_s,
-                deferred=True,
             )
+            ours, self._database_transaction = self._context.store.decide(self._handle, decision)
         else:
-            answer = Deadline(deadline.remaining_s() / 2)
-            ours, self._database_transaction = store.hold(
-                self._handle,
-                self.transactional_id,
-                incarnation,
-                namespace=namespace,
-                answer_s=answer.remaining_s(),
-                deferred=True,
-            )
+            answer_s = deadline.remaining_s() / 2
+            answer = Deadline(answer_s)
+            decision = decision._replace(answer_s=answer_s)
+            ours, self._database_transaction = self._context.store.hold(self._handle, decision)
         if not ours:
             raise self._fenced(None)
         # Only now: what it locks stays locked until COMMIT, and a session that is paused from here on ends by itself.

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, event
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Fenced
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.values import StateRow
+from dualwrite.protocol.values import Decision, StateRow
 from dualwrite.stores.sql.store import SqlStateStore
 
 
@@ -22,7 +22,7 @@ def decide(store: SqlStateStore, row: StateRow, number: int = 0) -> PreparedTxnS
     with store.engine.connect() as connection:
         store.begin(connection)
         assert store.read_incarnation(connection, row.transactional_id) == row.incarnation
-        assert store.decide(connection, row.transactional_id, row.incarnation, state)[0]
+        assert store.decide(connection, Decision(row.transactional_id, row.incarnation, state))[0]
         store.commit(connection)
     return state
 

@@ -33,7 +33,7 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError
 from dualwrite.interfaces import Database, StateStore
 from dualwrite.protocol.process import DatabaseVerdict
-from dualwrite.protocol.values import Outcome
+from dualwrite.protocol.values import Decision, Outcome
 from dualwrite.stores import opening
 
 BY_URL = {"rocksdb", "zookeeper"}
@@ -55,7 +55,7 @@ class Place:
             store.begin(handle)
             assert store.read_incarnation(handle, "orders", **known) == incarnation
             self.kind.put(handle, number)
-            assert store.decide(handle, "orders", incarnation, prepared(incarnation, number))[0]
+            assert store.decide(handle, Decision("orders", incarnation, prepared(incarnation, number)))[0]
             store.commit(handle)
 
     @property
@@ -162,7 +162,7 @@ def test_a_decision_and_its_rows_become_visible_together(place, store):
         store.begin(handle)
         assert store.read_incarnation(handle, "orders", namespace=row.namespace, known=row) == 1
         place.kind.put(handle, 1)
-        assert store.decide(handle, "orders", 1, prepared(1), namespace=row.namespace)[0]
+        assert store.decide(handle, Decision("orders", 1, prepared(1), namespace=row.namespace))[0]
         assert store.read(["orders"]) == [row]
         store.commit(handle)
     assert store.read(["orders"])[0].prepared == prepared(1)
@@ -176,7 +176,7 @@ def test_one_handle_serves_one_dual_write_after_another(place, store):
             store.begin(handle)
             assert store.read_incarnation(handle, "orders") == 1
             place.kind.put(handle, number)
-            assert store.decide(handle, "orders", 1, prepared(1, number))[0]
+            assert store.decide(handle, Decision("orders", 1, prepared(1, number)))[0]
             (store.rollback if number == 2 else store.commit)(handle)
     assert store.read(["orders"])[0].prepared == prepared(1, 3)
     assert place.numbers == [1, 3]
@@ -189,7 +189,7 @@ def test_what_is_rolled_back_leaves_nothing(place, store, end):
         store.begin(handle)
         store.read_incarnation(handle, "orders")
         place.kind.put(handle, 1)
-        assert store.decide(handle, "orders", 1, prepared(1))[0]
+        assert store.decide(handle, Decision("orders", 1, prepared(1)))[0]
         getattr(store, end)(handle)
     assert store.read(["orders"]) == [row]
     assert place.numbers == []
@@ -201,7 +201,7 @@ def test_rows_alone_commit_if_the_row_is_still_ours(place, store):
         store.begin(handle)
         store.read_incarnation(handle, "orders")
         place.kind.put(handle, 1)
-        assert store.hold(handle, "orders", 1)[0]
+        assert store.hold(handle, Decision("orders", 1))[0]
         store.commit(handle)
     assert store.read(["orders"]) == [row]
     assert place.numbers == [1]
@@ -221,10 +221,10 @@ def test_a_former_owner_cannot_decide(place, store):
     with place.database.connect() as handle:
         store.begin(handle)
         assert store.read_incarnation(handle, "orders", known=row) == 2
-        assert store.decide(handle, "orders", 1, prepared(1)) == (False, None)
-        assert store.hold(handle, "orders", 1) == (False, None)
-        assert store.decide(handle, "orders", 2, prepared(2), namespace="another") == (False, None)
-        assert store.decide(handle, "nobody", 1, prepared(1)) == (False, None)
+        assert store.decide(handle, Decision("orders", 1, prepared(1))) == (False, None)
+        assert store.hold(handle, Decision("orders", 1)) == (False, None)
+        assert store.decide(handle, Decision("orders", 2, prepared(2), namespace="another")) == (False, None)
+        assert store.decide(handle, Decision("nobody", 1, prepared(1))) == (False, None)
         store.rollback(handle)
 
 
@@ -236,7 +236,7 @@ def test_a_decision_whose_row_was_claimed_before_its_commit_writes_nothing(place
         store.begin(handle)
         assert store.read_incarnation(handle, "orders") == 1
         place.kind.put(handle, 1)
-        assert store.decide(handle, "orders", 1, prepared(1))[0]
+        assert store.decide(handle, Decision("orders", 1, prepared(1)))[0]
         [row] = claim(store, owner="you")
         with pytest.raises(TransactionAborted, match="another owner has claimed it"):
             store.commit(handle)
@@ -261,7 +261,7 @@ def test_a_state_that_could_not_be_settled_is_not_decided(place, store):
     with place.database.connect() as handle:
         store.begin(handle)
         with pytest.raises(IllegalStateError):
-            store.decide(handle, "orders", 1, prepared(2))
+            store.decide(handle, Decision("orders", 1, prepared(2)))
         store.rollback(handle)
 
 
@@ -335,9 +335,9 @@ def test_the_row_tells_whether_a_commit_without_an_answer_has_happened(place, st
             store.read_incarnation(handle, "orders")
             ours = prepared(1, 10 + written)
             if produces:
-                mine, name = store.decide(handle, "orders", 1, ours)
+                mine, name = store.decide(handle, Decision("orders", 1, ours))
             else:
-                mine, name = store.hold(handle, "orders", 1)
+                mine, name = store.hold(handle, Decision("orders", 1))
             assert mine
             place.kind.put(handle, int(written))
             (store.commit if written else store.discard)(handle)
@@ -370,7 +370,7 @@ def writer(place: Place, **more: Any) -> DualWriter:
 def block(place: Place, owner: DualWriter, number: int) -> Iterator[None]:
     """A dual write of this number."""
     with owner.transaction() as tx:
-        given = tx._dual_write.given(place.database.traits.gives)  # whatever its name is
+        given = tx._dual_write.resource(place.database.traits.gives)  # whatever its name is
         name = place.database.traits.gives
         place.kind.put(given if name == "connection" else _Named(name, given), number)
         tx.produce(TOPIC, str(number), partition=0)

@@ -17,6 +17,7 @@ from sqlalchemy import Connection, create_engine, make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from dualwrite.errors import TransactionAborted, Unavailable
+from dualwrite.protocol.values import Decision
 from dualwrite.stores.sql.access import usable
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedPostgres, PostgresProxy
@@ -70,7 +71,7 @@ def test_it_goes_out_with_the_last_statement_as_one_request(
                 connection.execute(text("INSERT INTO orders VALUES (:n)"), {"n": number})
                 before = len(proxy.requests)
                 arguments = [prepared(1, number)] if last == "decide" else []
-                assert getattr(store, last)(connection, "orders", 1, *arguments, deferred=True)[0]
+                assert getattr(store, last)(connection, Decision("orders", 1, *arguments, deferred=True))[0]
                 (statements,) = [request.statements for request in proxy.requests[before:]]
                 assert statements[0] == IMMEDIATE
                 assert len(statements) == 2
@@ -86,11 +87,11 @@ def test_a_violated_constraint_aborts_and_nothing_is_decided(
     begin(store, connection)
     order_of_nobody(connection)
     with pytest.raises(TransactionAborted, match="deferred to COMMIT failed.*foreign key") as caught:
-        store.decide(connection, "orders", 1, prepared(1), deferred=True)
+        store.decide(connection, Decision("orders", 1, prepared(1), deferred=True))
     assert not caught.value.retryable
     store.rollback(connection)
     begin(store, connection)  # the same connection goes on
-    assert store.decide(connection, "orders", 1, prepared(1, 5), deferred=True)[0]
+    assert store.decide(connection, Decision("orders", 1, prepared(1, 5), deferred=True))[0]
     store.commit(connection)
     assert store.read(["orders"])[0].prepared == prepared(1, 5)
     assert not postgres.query("SELECT * FROM orders")
@@ -101,10 +102,10 @@ def test_the_same_on_an_asynchronous_connection(postgres: Database, store: SqlSt
         begin(store, connection)
         order_of_nobody(connection)
         with pytest.raises(TransactionAborted, match="deferred to COMMIT failed.*foreign key"):
-            store.decide(connection, "orders", 1, prepared(1), deferred=True)
+            store.decide(connection, Decision("orders", 1, prepared(1), deferred=True))
         store.rollback(connection)
         begin(store, connection)
-        assert store.decide(connection, "orders", 1, prepared(1, 5), deferred=True)[0]
+        assert store.decide(connection, Decision("orders", 1, prepared(1, 5), deferred=True))[0]
         store.commit(connection)
 
     in_tasks(postgres, work)
@@ -116,7 +117,7 @@ def test_a_row_of_another_owner_is_not_decided(
 ) -> None:
     begin(store, connection)
     postgres.claim(store, "orders")
-    assert store.decide(connection, "orders", 1, prepared(1), deferred=True) == (False, None)
+    assert store.decide(connection, Decision("orders", 1, prepared(1), deferred=True)) == (False, None)
     store.rollback(connection)
 
 
@@ -128,7 +129,7 @@ def test_an_error_of_the_record_itself_is_not_taken_for_a_constraint(
     with postgres.engine().begin() as other:
         other.execute(text("SELECT FROM kafka_transaction_state FOR UPDATE"))
         with pytest.raises((TransactionAborted, Unavailable)) as caught:
-            store.decide(connection, "orders", 1, prepared(1), deferred=True)
+            store.decide(connection, Decision("orders", 1, prepared(1), deferred=True))
     assert "deferred" not in str(caught.value)
     store.rollback(connection)
 
@@ -138,7 +139,7 @@ def test_a_statement_that_failed_before_is_named_as_the_cause(store: SqlStateSto
     with pytest.raises(Exception, match="division by zero"):
         connection.execute(text("SELECT 1 / 0"))
     with pytest.raises(TransactionAborted) as caught:
-        store.decide(connection, "orders", 1, prepared(1), deferred=True)
+        store.decide(connection, Decision("orders", 1, prepared(1), deferred=True))
     assert "deferred" not in str(caught.value)
     store.rollback(connection)
 
@@ -151,7 +152,7 @@ def test_with_cursors_of_the_applications_own_it_goes_out_before(postgres: Datab
         begin(store, connection)
         order_of_nobody(connection)
         with pytest.raises(TransactionAborted, match="deferred to COMMIT failed.*foreign key"):
-            store.decide(connection, "orders", 1, prepared(1), deferred=True)
+            store.decide(connection, Decision("orders", 1, prepared(1), deferred=True))
         store.rollback(connection)
 
 
@@ -167,7 +168,7 @@ def test_over_a_connection_of_psycopgs_it_goes_out_too(
         order_of_nobody(connection)
         arguments = [prepared(1)] if last == "decide" else []
         with pytest.raises(TransactionAborted, match="deferred to COMMIT failed.*foreign key"):
-            getattr(store, last)(connection, "orders", 1, *arguments, deferred=True)
+            getattr(store, last)(connection, Decision("orders", 1, *arguments, deferred=True))
         store.rollback(connection)
 
 
@@ -187,9 +188,9 @@ def test_an_interruption_in_it_is_passed_on_and_the_connection_goes_on(
         thread: Any = threading.Thread(target=interrupt)
         thread.start()
         with pytest.raises(KeyboardInterrupt):
-            store.decide(connection, "orders", 1, prepared(1), deferred=True)
+            store.decide(connection, Decision("orders", 1, prepared(1), deferred=True))
         thread.join()
         store.rollback(connection)
     begin(store, connection)
-    assert store.decide(connection, "orders", 1, prepared(1, 5), deferred=True)[0]
+    assert store.decide(connection, Decision("orders", 1, prepared(1, 5), deferred=True))[0]
     store.commit(connection)

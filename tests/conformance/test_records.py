@@ -9,7 +9,7 @@ from harness.databases import Database, prepared
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.values import Outcome, StateRow
+from dualwrite.protocol.values import Decision, Outcome, StateRow
 from dualwrite.stores.sql.store import SqlStateStore
 
 
@@ -19,7 +19,7 @@ def decided(database: Database, store: SqlStateStore, name: str = "orders", numb
     with store.engine.connect() as connection:
         store.begin(connection)
         store.read_incarnation(connection, name)
-        store.decide(connection, name, row.incarnation, state)
+        store.decide(connection, Decision(name, row.incarnation, state))
         store.commit(connection)
     return replace(row, prepared=state)
 
@@ -133,7 +133,7 @@ def decided_natively(database: Database, store: SqlStateStore, epoch: int) -> St
     with store.engine.connect() as connection:
         store.begin(connection)
         store.read_incarnation(connection, "orders")
-        store.decide(connection, "orders", row.incarnation, native(row.incarnation, epoch))
+        store.decide(connection, Decision("orders", row.incarnation, native(row.incarnation, epoch)))
         store.commit(connection)
     return store.read(["orders"])[0]
 

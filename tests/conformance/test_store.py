@@ -21,7 +21,7 @@ from dualwrite.errors import (
 )
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.process import DatabaseVerdict
-from dualwrite.protocol.values import Outcome
+from dualwrite.protocol.values import Decision, Outcome
 from dualwrite.stores.sql.savepoints import SavepointWatch
 from dualwrite.stores.sql.store import SqlStateStore
 
@@ -44,7 +44,7 @@ def test_a_decision_and_its_rows_become_visible_together(
     store.begin(connection)
     assert store.read_incarnation(connection, "orders") == 1
     insert(connection, 1)
-    assert store.decide(connection, "orders", 1, state)[0]
+    assert store.decide(connection, Decision("orders", 1, state))[0]
     assert (store.read(["orders"])[0].prepared, orders(database)) == (row.prepared, [])
     store.commit(connection)
     found = store.read(["orders"])[0]
@@ -61,7 +61,7 @@ def test_the_connection_serves_one_dual_write_after_another(
         store.begin(connection)
         store.read_incarnation(connection, "orders")
         insert(connection, number)
-        assert store.decide(connection, "orders", 1, prepared(1, number))[0]
+        assert store.decide(connection, Decision("orders", 1, prepared(1, number)))[0]
         (store.rollback if number == 3 else store.commit)(connection)
     assert orders(database) == [0, 1, 2, 4, 5, 6, 7]
     assert store.read(["orders"])[0].prepared == prepared(1, 7)
@@ -72,7 +72,7 @@ def test_a_rollback_leaves_nothing(database: Database, store: SqlStateStore, con
     store.begin(connection)
     store.read_incarnation(connection, "orders")
     insert(connection, 1)
-    store.decide(connection, "orders", 1, prepared(1))
+    store.decide(connection, Decision("orders", 1, prepared(1)))
     store.rollback(connection)
     assert (store.read(["orders"]), orders(database)) == ([row], [])
     store.rollback(connection)
@@ -98,10 +98,10 @@ def test_who_was_claimed_away_cannot_decide(database: Database, store: SqlStateS
     database.claim(store, "orders")
     store.begin(connection)
     store.read_incarnation(connection, "orders")
-    assert store.decide(connection, "orders", 1, prepared(1)) == (False, None)
-    assert store.hold(connection, "orders", 1) == (False, None)
-    assert store.hold(connection, "orders", 2)[0]
-    assert store.decide(connection, "nobody", 1, prepared(1)) == (False, None)
+    assert store.decide(connection, Decision("orders", 1, prepared(1))) == (False, None)
+    assert store.hold(connection, Decision("orders", 1)) == (False, None)
+    assert store.hold(connection, Decision("orders", 2))[0]
+    assert store.decide(connection, Decision("nobody", 1, prepared(1))) == (False, None)
     store.commit(connection)
     assert not store.read(["orders"])[0].prepared.has_transaction
 
@@ -112,11 +112,11 @@ def test_a_row_that_was_made_anew_is_not_ours(database: Database, store: SqlStat
     renewed = database.claim(store, "orders").namespace
     store.begin(connection)
     assert store.read_incarnation(connection, "orders", namespace=ours) is None
-    assert store.decide(connection, "orders", 1, prepared(1), namespace=ours) == (False, None)
-    assert store.hold(connection, "orders", 1, namespace=ours) == (False, None)
+    assert store.decide(connection, Decision("orders", 1, prepared(1), namespace=ours)) == (False, None)
+    assert store.hold(connection, Decision("orders", 1, namespace=ours)) == (False, None)
     assert store.read_incarnation(connection, "orders", namespace=renewed) == 1
-    assert store.hold(connection, "orders", 1, namespace=renewed)[0]
-    assert store.decide(connection, "orders", 1, prepared(1), namespace=renewed)[0]
+    assert store.hold(connection, Decision("orders", 1, namespace=renewed))[0]
+    assert store.decide(connection, Decision("orders", 1, prepared(1), namespace=renewed))[0]
     store.commit(connection)
     assert store.read(["orders"])[0].prepared == prepared(1)
 
@@ -126,7 +126,7 @@ def test_several_ids_are_decided_at_once(database: Database, store: SqlStateStor
     store.begin(connection)
     store.read_incarnation(connection, "a")
     for number, name in enumerate("abc"):
-        assert store.decide(connection, name, 1, prepared(1, number))[0]
+        assert store.decide(connection, Decision(name, 1, prepared(1, number)))[0]
     store.commit(connection)
     assert [row.prepared for row in store.find("")] == [prepared(1, number) for number in range(3)]
 
@@ -140,7 +140,7 @@ def test_a_decision_forgets_what_became_of_the_one_before(
     assert store.read(["orders"])[0].completed is Outcome.COMMITTED
     store.begin(connection)
     store.read_incarnation(connection, "orders")
-    store.decide(connection, "orders", 1, prepared(1, 2))
+    store.decide(connection, Decision("orders", 1, prepared(1, 2)))
     store.commit(connection)
     assert store.read(["orders"])[0].completed is None
 
@@ -161,7 +161,7 @@ def test_a_state_that_could_not_be_settled_is_not_decided(
     database.claim(store, "orders")
     store.begin(connection)
     with pytest.raises(IllegalStateError, match="cannot be recorded"):
-        store.decide(connection, "orders", 1, state)
+        store.decide(connection, Decision("orders", 1, state))
 
 
 def test_a_state_that_could_not_be_read_back_is_not_decided(
@@ -172,7 +172,7 @@ def test_a_state_that_could_not_be_read_back_is_not_decided(
     store.begin(connection)
     for firsts in [long, (FirstOffset("a;b", 0, 0),)]:
         with pytest.raises(ConfigurationError, match="not a prepared transaction state"):
-            store.decide(connection, "orders", 1, PreparedTxnState(42, 0, 1, firsts))
+            store.decide(connection, Decision("orders", 1, PreparedTxnState(42, 0, 1, firsts)))
 
 
 def test_a_connection_inside_a_transaction_is_refused_and_left_alone(
@@ -229,7 +229,7 @@ def test_a_violated_deferred_constraint_at_commit_is_a_definite_abort(
     store.begin(connection)
     store.read_incarnation(connection, "orders")
     insert(connection, 1, customer=404)
-    store.decide(connection, "orders", 1, prepared(1))
+    store.decide(connection, Decision("orders", 1, prepared(1)))
     with pytest.raises(TransactionAborted, match="COMMIT failed") as caught:
         store.commit(connection)
     assert not caught.value.retryable
@@ -248,7 +248,7 @@ def test_a_listener_that_stops_the_commit_is_a_definite_abort(
     store.begin(connection)
     store.read_incarnation(connection, "orders")
     insert(connection, 1)
-    store.decide(connection, "orders", 1, prepared(1))
+    store.decide(connection, Decision("orders", 1, prepared(1)))
 
     def stop(_: Connection) -> None:
         raise KeyboardInterrupt
@@ -319,7 +319,7 @@ def test_a_commit_interrupted_after_it_was_sent_is_in_doubt(
     database.claim(store, "orders")
     store.begin(connection)
     store.read_incarnation(connection, "orders")
-    store.decide(connection, "orders", 1, prepared(1))
+    store.decide(connection, Decision("orders", 1, prepared(1)))
     send = connection.dialect.do_commit
     before = connection.connection.dbapi_connection
 
@@ -353,8 +353,8 @@ def test_a_transaction_ended_inside_is_noticed_before_the_decision(
 ) -> None:
     row = database.claim(store, "orders")
     for last in [
-        lambda: store.decide(connection, "orders", 1, prepared(1)),
-        lambda: store.hold(connection, "orders", 1),
+        lambda: store.decide(connection, Decision("orders", 1, prepared(1))),
+        lambda: store.hold(connection, Decision("orders", 1)),
     ]:
         store.begin(connection)
         store.read_incarnation(connection, "orders")
@@ -391,9 +391,9 @@ def test_a_statement_that_stands_alone_decides_nothing(
     stand_alone(connection.connection.dbapi_connection)
     with pytest.raises(IllegalStateError, match="ended inside") as caught:
         if last == "decide":
-            store.decide(connection, "orders", 1, prepared(1))
+            store.decide(connection, Decision("orders", 1, prepared(1)))
         else:
-            store.hold(connection, "orders", 1)
+            store.hold(connection, Decision("orders", 1))
     assert caught.value.outcome == "unknown"
     store.discard(connection)
     assert (store.read(["orders"]), orders(database)) == ([row], [])
@@ -410,7 +410,7 @@ def test_who_was_claimed_away_is_told_so_while_the_transaction_is_open(
     store.read_incarnation(connection, "orders")
     insert(connection, 1)
     database.claim(store, "orders")
-    assert store.decide(connection, "orders", 1, prepared(1)) == (False, None)
+    assert store.decide(connection, Decision("orders", 1, prepared(1))) == (False, None)
     store.rollback(connection)
     assert orders(database) == []
 
@@ -421,7 +421,7 @@ def test_a_transaction_ended_after_the_decision_is_in_doubt(
     database.claim(store, "orders")
     store.begin(connection)
     store.read_incarnation(connection, "orders")
-    store.decide(connection, "orders", 1, prepared(1))
+    store.decide(connection, Decision("orders", 1, prepared(1)))
     end_unseen(connection, "COMMIT")
     with pytest.raises(TransactionInDoubt) as caught:
         store.commit(connection)
@@ -439,7 +439,7 @@ def test_savepoints_are_the_users(database: Database, store: SqlStateStore, conn
         insert(connection, 2)
     connection.begin_nested()
     insert(connection, 3)
-    assert store.decide(connection, "orders", 1, prepared(1))[0]
+    assert store.decide(connection, Decision("orders", 1, prepared(1)))[0]
     store.commit(connection)
     assert orders(database) == [1, 2, 3]
 

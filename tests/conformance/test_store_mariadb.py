@@ -16,6 +16,7 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, TransactionInDoubt, Unavailable
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.process import DatabaseVerdict
+from dualwrite.protocol.values import Decision
 from dualwrite.stores.sql.consumed import NOTHING_YET, ClaimedOffset, ConsumedOffsets
 from dualwrite.stores.sql.database import JoinedStore
 from dualwrite.stores.sql.leases import Leases
@@ -98,7 +99,7 @@ def test_temporary_tables_and_ordinary_statements_pass(
     ):
         connection.exec_driver_sql(statement)
     watch.finish()
-    assert store.decide(connection, "orders", 1, prepared(1))[0]
+    assert store.decide(connection, Decision("orders", 1, prepared(1)))[0]
     store.commit(connection)
     assert orders(database) == [1]
 
@@ -126,7 +127,7 @@ def test_an_end_that_no_text_shows_is_noticed_at_once_by_the_servers_status(
     for more in (  # a block that continues would write into no transaction, or into another one
         lambda: run_raw(driver, "INSERT INTO orders (id) VALUES (2)"),
         lambda: connection.execute(text("INSERT INTO orders (id) VALUES (2)")),
-        lambda: store.decide(connection, "orders", 1, prepared(1)),
+        lambda: store.decide(connection, Decision("orders", 1, prepared(1))),
     ):
         with pytest.raises(IllegalStateError, match="ended inside it"):
             more()
@@ -146,7 +147,7 @@ def test_an_end_that_the_servers_status_does_not_show_is_noticed_by_the_decision
         run_raw(spoilt, f"CALL {procedure}()")
     connection.execute(text("INSERT INTO orders (id) VALUES (2)"))
     with pytest.raises(IllegalStateError, match="ended inside it"):
-        store.decide(connection, "orders", 1, prepared(1))
+        store.decide(connection, Decision("orders", 1, prepared(1)))
     store.rollback(connection)
     assert orders(database) == [1]
     assert not store.read(["orders"])[0].prepared.has_transaction
@@ -209,12 +210,12 @@ def test_a_deadlock_that_nobody_watched_is_noticed_at_the_decision(
     with pytest.raises(TransactionAborted, match="Deadlock"):
         connection.execute(text("INSERT INTO orders (id) VALUES (2)"))
     with pytest.raises(TransactionAborted, match="Deadlock"):
-        store.decide(connection, "orders", 1, prepared(1))
+        store.decide(connection, Decision("orders", 1, prepared(1)))
     with pytest.raises(TransactionAborted):
         store.commit(connection)
     assert orders(database) == []
     store.begin(connection)
-    assert store.decide(connection, "orders", 1, prepared(1))[0]
+    assert store.decide(connection, Decision("orders", 1, prepared(1)))[0]
     store.commit(connection)
 
 
@@ -231,8 +232,8 @@ def test_a_claim_in_the_meantime_fences_at_every_level(database: Database, level
             begin(database, store, connection)
             database.claim(newer, "orders")
             assert store.read_incarnation(connection, "orders") == (2 if level == "READ COMMITTED" else 1)
-        assert store.decide(connection, "orders", 1, prepared(1)) == (False, None)
-        assert store.hold(connection, "orders", 1) == (False, None)
+        assert store.decide(connection, Decision("orders", 1, prepared(1))) == (False, None)
+        assert store.hold(connection, Decision("orders", 1)) == (False, None)
         store.rollback(connection)
     assert not store.read(["orders"])[0].prepared.has_transaction
 
@@ -246,7 +247,7 @@ def test_a_claim_that_the_snapshot_does_not_see_is_a_conflict(database: Database
         begin(database, store, connection)
         database.claim(newer, "orders")
         with pytest.raises(TransactionAborted, match="changed since last read") as caught:
-            store.decide(connection, "orders", 1, prepared(1))
+            store.decide(connection, Decision("orders", 1, prepared(1)))
         assert caught.value.retryable
         store.rollback(connection)
         connection.exec_driver_sql("SET SESSION innodb_snapshot_isolation = OFF")
@@ -257,7 +258,7 @@ def test_a_claim_waits_for_a_decision_and_no_longer_than_it_may(
     database: Database, store: SqlStateStore, connection: Connection
 ) -> None:
     begin(database, store, connection)
-    assert store.decide(connection, "orders", 1, prepared(1))[0]
+    assert store.decide(connection, Decision("orders", 1, prepared(1)))[0]
     hasty = database.store(lock_timeout_s=1)
     with pytest.raises(Unavailable, match="lock"):
         database.claim(hasty, "orders")
@@ -273,7 +274,7 @@ def test_a_claim_does_not_wait_for_the_rows_of_others(
     """Even if the table is so small that a scan looks cheaper than its index."""
     store.claim(["a", "b", "orders"], owner="me", cluster_id="cluster-one")
     store.begin(connection)
-    assert store.decide(connection, "orders", 1, prepared(1))[0]
+    assert store.decide(connection, Decision("orders", 1, prepared(1)))[0]
     hasty = database.store(lock_timeout_s=1)
     rows = hasty.claim(["a", "b", "c"], owner="me", cluster_id="cluster-one")
     assert [row.incarnation for row in rows] == [2, 2, 1]
@@ -285,7 +286,7 @@ def test_the_lost_answer_of_a_commit_is_found_under_the_lock(
     database: Database, store: SqlStateStore, connection: Connection
 ) -> None:
     begin(database, store, connection)
-    assert store.decide(connection, "orders", 1, prepared(1))[0]
+    assert store.decide(connection, Decision("orders", 1, prepared(1)))[0]
     asking = Thread(lambda: database.store().read_locked("orders", Deadline(60)))
     driver: Any = connection.connection.dbapi_connection
     real = driver._read_ok_packet
@@ -305,7 +306,7 @@ def test_a_session_that_was_killed_before_its_commit_is_in_doubt_and_has_not_com
     database: Database, store: SqlStateStore, connection: Connection
 ) -> None:
     begin(database, store, connection)
-    assert store.decide(connection, "orders", 1, prepared(1))[0]
+    assert store.decide(connection, Decision("orders", 1, prepared(1)))[0]
     (number,) = connection.exec_driver_sql("SELECT connection_id()").one()
     database.execute(f"KILL {number}")
     with pytest.raises(TransactionInDoubt):
@@ -318,7 +319,7 @@ def test_an_answer_that_does_not_come_in_time_is_in_doubt(
     database: Database, store: SqlStateStore, connection: Connection
 ) -> None:
     begin(database, store, connection)
-    assert store.decide(connection, "orders", 1, prepared(1))[0]
+    assert store.decide(connection, Decision("orders", 1, prepared(1)))[0]
     driver: Any = connection.connection.dbapi_connection
     driver._execute_command = lambda *_: None  # COMMIT is swallowed
     with pytest.raises(TransactionInDoubt, match="Lost connection"):
@@ -330,7 +331,7 @@ def test_a_paused_owner_loses_its_session_and_its_lock(database: Database) -> No
     store = database.store(paused_owner_timeout_s=1)
     with store.engine.connect() as connection:
         begin(database, store, connection)
-        assert store.decide(connection, "orders", 1, prepared(1))[0]
+        assert store.decide(connection, Decision("orders", 1, prepared(1)))[0]
         assert database.claim(database.store(lock_timeout_s=60), "orders").incarnation == 2
         with pytest.raises(TransactionInDoubt):
             store.commit(connection)
@@ -346,7 +347,9 @@ def test_the_time_before_commit_is_limited_more_tightly_and_afterwards_as_before
     for end in (store.commit, store.rollback):
         begin(database, store, connection)
         assert connection.exec_driver_sql(idle).one() == (40, 60)
-        assert store.decide(connection, "orders", incarnation(store), prepared(incarnation(store)), idle_s=7.5)[0]
+        assert store.decide(
+            connection, Decision("orders", incarnation(store), prepared(incarnation(store)), idle_s=7.5)
+        )[0]
         assert connection.exec_driver_sql(idle).one() == (7, 7)
         end(connection)
         assert connection.exec_driver_sql(idle).one() == (40, 0)
@@ -449,7 +452,7 @@ def test_missing_rights_are_granted_by_what_the_error_says(database: Database) -
             run_raw(connection.connection.dbapi_connection, "SAVEPOINT unseen")
             watch.add(lambda _: None)
             watch.finish()
-            assert store.decide(connection, "orders", row.incarnation, prepared(1))[0]
+            assert store.decide(connection, Decision("orders", row.incarnation, prepared(1)))[0]
             store.commit(connection)
     finally:
         store.engine.dispose()
@@ -474,7 +477,7 @@ def test_without_strict_mode_the_librarys_rows_are_exact_and_a_warning_speaks_of
         store.begin(connection)
         store.read_incarnation(connection, long)
         assert connection.scalar(text("SELECT @@session.sql_mode")) == ""
-        assert store.decide(connection, long, row.incarnation + 1, state)[0]
+        assert store.decide(connection, Decision(long, row.incarnation + 1, state))[0]
         store.commit(connection)
     assert store.read([long])[0].prepared == state
     with pytest.raises(ConfigurationError, match="1 to 255 characters"):
@@ -580,7 +583,7 @@ def test_a_lock_wait_that_rolls_back_the_transaction_is_not_taken_for_a_commit_a
         with pytest.raises(exc.OperationalError, match="1205"):
             connection.exec_driver_sql("DELETE FROM orders WHERE id = 1")
         with pytest.raises(TransactionAborted, match=r"rolled back the whole transaction.*timeout exceeded"):
-            store.decide(connection, "orders", row.incarnation, prepared(row.incarnation))
+            store.decide(connection, Decision("orders", row.incarnation, prepared(row.incarnation)))
         store.rollback(connection)
         other.rollback()
     assert database.query("SELECT id FROM orders") == [(1,)], "the row inserted before the timeout is gone"
@@ -596,11 +599,11 @@ def test_a_server_that_is_killed_keeps_what_it_has_committed(
     with store.engine.connect() as connection:
         store.begin(connection)
         connection.execute(text("INSERT INTO orders (id) VALUES (1)"))
-        assert store.decide(connection, "orders", row.incarnation, prepared(row.incarnation))[0]
+        assert store.decide(connection, Decision("orders", row.incarnation, prepared(row.incarnation)))[0]
         store.commit(connection)
         store.begin(connection)
         connection.execute(text("INSERT INTO orders (id) VALUES (2)"))
-        assert store.decide(connection, "orders", row.incarnation, prepared(row.incarnation, 2))[0]
+        assert store.decide(connection, Decision("orders", row.incarnation, prepared(row.incarnation, 2)))[0]
         logging_server.kill()
         with pytest.raises(TransactionInDoubt):
             store.commit(connection)

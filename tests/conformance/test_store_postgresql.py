@@ -18,7 +18,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Fenced, TransactionAborted, TransactionInDoubt, Unavailable
 from dualwrite.protocol.process import DatabaseVerdict
-from dualwrite.protocol.values import StateRow
+from dualwrite.protocol.values import Decision, StateRow
 from dualwrite.stores.sql import access
 from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.stores.sql.short_transactions import ShortTransactions
@@ -67,7 +67,7 @@ class TestIsolationLevels:
             for number in range(3):
                 incarnation = postgres.claim(store, "orders").incarnation
                 begin(store, connection, incarnation)
-                assert store.decide(connection, "orders", incarnation, prepared(incarnation, number))[0]
+                assert store.decide(connection, Decision("orders", incarnation, prepared(incarnation, number)))[0]
                 store.commit(connection)
         assert store.read(["orders"])[0].prepared == prepared(3, 2)
 
@@ -77,8 +77,8 @@ class TestIsolationLevels:
         postgres.claim(store, "orders")
         with postgres.engine(isolation_level=level).connect() as connection:
             for last in [
-                lambda incarnation: store.decide(connection, "orders", incarnation, prepared(incarnation))[0],
-                lambda incarnation: store.hold(connection, "orders", incarnation)[0],
+                lambda incarnation: store.decide(connection, Decision("orders", incarnation, prepared(incarnation)))[0],
+                lambda incarnation: store.hold(connection, Decision("orders", incarnation))[0],
             ]:
                 incarnation = store.read(["orders"])[0].incarnation
                 begin(store, connection, incarnation)
@@ -100,7 +100,7 @@ class TestIsolationLevels:
         postgres.claim(store, "orders")
         with postgres.engine(isolation_level=level).connect() as connection:
             begin(store, connection)
-            store.decide(connection, "orders", 1, prepared(1))
+            store.decide(connection, Decision("orders", 1, prepared(1)))
             claim = Thread(lambda: postgres.claim(store, "orders"))
             wait_until_blocked(postgres)
             assert not claim.done
@@ -114,7 +114,7 @@ class TestIsolationLevels:
         postgres.claim(store, "orders")
         with postgres.engine(isolation_level=level).connect() as connection:
             begin(store, connection)
-            assert store.hold(connection, "orders", 1)[0]
+            assert store.hold(connection, Decision("orders", 1))[0]
             claim = Thread(lambda: postgres.claim(store, "orders"))
             wait_until_blocked(postgres)
             store.commit(connection)
@@ -129,7 +129,7 @@ def test_a_commit_that_finds_no_transaction_is_in_doubt(
     row = postgres.claim(store, "orders")
     begin(store, connection)
     connection.execute(text("INSERT INTO orders VALUES (1)"))
-    assert store.decide(connection, "orders", 1, prepared(1))[0]
+    assert store.decide(connection, Decision("orders", 1, prepared(1)))[0]
     driver: Any = connection.connection.driver_connection
     child = os.fork()
     if child == 0:
@@ -160,8 +160,8 @@ def test_a_serialization_failure_at_commit_may_be_tried_again(postgres: Database
             connection.execute(text("SELECT count(*) FROM orders")).all()
         one.execute(text("INSERT INTO orders VALUES (1)"))
         two.execute(text("INSERT INTO orders VALUES (2)"))
-        assert store.decide(one, "a", 1, prepared(1, 1))[0]
-        assert store.decide(two, "b", 1, prepared(1, 2))[0]
+        assert store.decide(one, Decision("a", 1, prepared(1, 1)))[0]
+        assert store.decide(two, Decision("b", 1, prepared(1, 2)))[0]
         store.commit(one)
         with pytest.raises(TransactionAborted, match="COMMIT failed") as caught:
             store.commit(two)
@@ -175,7 +175,7 @@ def test_a_failed_transaction_is_not_committed_silently(
 ) -> None:
     postgres.claim(store, "orders")
     begin(store, connection)
-    store.decide(connection, "orders", 1, prepared(1))
+    store.decide(connection, Decision("orders", 1, prepared(1)))
     with pytest.raises(DBAPIError):
         connection.execute(text("SELECT 1 / 0"))
     with pytest.raises(TransactionAborted, match="ROLLBACK") as caught:
@@ -192,7 +192,7 @@ def test_nothing_is_decided_in_a_failed_transaction(
     with pytest.raises(DBAPIError):
         connection.execute(text("SELECT 1 / 0"))
     with pytest.raises(TransactionAborted, match="earlier statement"):
-        store.decide(connection, "orders", 1, prepared(1))
+        store.decide(connection, Decision("orders", 1, prepared(1)))
 
 
 def test_a_session_killed_before_commit_is_in_doubt(
@@ -200,7 +200,7 @@ def test_a_session_killed_before_commit_is_in_doubt(
 ) -> None:
     row = postgres.claim(store, "orders")
     begin(store, connection)
-    _, name = store.decide(connection, "orders", 1, prepared(1))
+    _, name = store.decide(connection, Decision("orders", 1, prepared(1)))
     terminate(postgres, backend(connection))
     with pytest.raises(TransactionInDoubt) as caught:
         store.commit(connection)
@@ -216,7 +216,7 @@ def test_a_session_lost_before_commit_was_sent_is_a_definite_abort(
 ) -> None:
     postgres.claim(store, "orders")
     begin(store, connection)
-    store.decide(connection, "orders", 1, prepared(1))
+    store.decide(connection, Decision("orders", 1, prepared(1)))
     terminate(postgres, backend(connection))
     with pytest.raises(DBAPIError):
         connection.execute(text("SELECT 1"))
@@ -234,7 +234,7 @@ def test_a_commit_whose_answer_is_lost_is_in_doubt_and_found_out() -> None:
         with store.engine.connect() as connection:
             begin(store, connection)
             connection.execute(text("SET LOCAL synchronous_commit = on"))
-            _, name = store.decide(connection, "orders", 1, prepared(1))
+            _, name = store.decide(connection, Decision("orders", 1, prepared(1)))
             assert store.transaction_verdict(name) is DatabaseVerdict.UNKNOWN
             commit = Thread(lambda: store.commit(connection))
             wait_until(database, "wait_event = 'SyncRep'")
@@ -328,7 +328,7 @@ def test_an_owner_that_is_paused_after_it_has_recorded_its_decision_has_decided_
     postgres.claim(store, "orders")
     with store.engine.connect() as connection:
         begin(store, connection)
-        store.decide(connection, "orders", 1, prepared(1), **limits)
+        store.decide(connection, Decision("orders", 1, prepared(1), **limits))
         assert postgres.claim(postgres.store(), "orders").incarnation == 2  # waits for the lock
         with pytest.raises((TransactionAborted, TransactionInDoubt)):
             store.commit(connection)
@@ -343,11 +343,11 @@ def test_before_17_an_owner_is_limited_only_while_it_is_paused(postgres: Databas
         assert connection.dialect.server_version_info is not None
         assert connection.dialect.server_version_info[0] == 16
         begin(store, connection)
-        store.decide(connection, "orders", 1, prepared(1), within_s=0.05)
+        store.decide(connection, Decision("orders", 1, prepared(1), within_s=0.05))
         connection.execute(text("SELECT pg_sleep(0.2)"))
         store.commit(connection)
         begin(store, connection)
-        store.decide(connection, "orders", 1, prepared(1, 7), idle_s=0.05)
+        store.decide(connection, Decision("orders", 1, prepared(1, 7), idle_s=0.05))
         assert postgres.claim(postgres.store(), "orders").incarnation == 2  # waits for the lock
         with pytest.raises((TransactionAborted, TransactionInDoubt)):
             store.commit(connection)
@@ -374,7 +374,7 @@ def test_the_server_ends_a_commit_that_takes_too_long(
     begin(store, connection)
     connection.execute(text("SET LOCAL statement_timeout = '50ms'"))
     connection.execute(text("INSERT INTO orders VALUES (1)"))
-    store.decide(connection, "orders", 1, prepared(1), within_s=0.5)
+    store.decide(connection, Decision("orders", 1, prepared(1), within_s=0.5))
     with pytest.raises(TransactionInDoubt, match="transaction timeout"):
         store.commit(connection)
     assert store.read_locked("orders", Deadline(120)) == row
@@ -393,7 +393,7 @@ def test_what_was_deferred_to_commit_can_be_run_before_the_decision(
     assert connection.scalar(calls) == 0
     store.run_deferred(connection)
     assert connection.scalar(calls) == 1
-    store.decide(connection, "orders", 1, prepared(1))
+    store.decide(connection, Decision("orders", 1, prepared(1)))
     store.commit(connection)
 
 
@@ -404,7 +404,7 @@ def test_a_commit_that_is_not_answered_is_given_up(postgres: Database, store: Sq
     with store.engine.connect() as connection:
         begin(store, connection)
         connection.execute(text("INSERT INTO orders VALUES (1)"))
-        store.decide(connection, "orders", 1, prepared(1))
+        store.decide(connection, Decision("orders", 1, prepared(1)))
         pid = backend(connection)
         with pytest.raises(TransactionInDoubt, match="COMMIT"):
             store.commit(connection, answer_s=0.2)
@@ -433,7 +433,7 @@ def test_the_limit_for_the_rest_of_the_transaction_is_only_lowered_and_only_for_
         before = connection.scalar(show)
         connection.rollback()
         begin(store, connection)
-        store.decide(connection, "orders", 1, prepared(1), within_s=within_s)
+        store.decide(connection, Decision("orders", 1, prepared(1), within_s=within_s))
         assert expected_ms[0] <= int(connection.scalar(show) or 0) <= expected_ms[1]
         store.commit(connection)
         assert connection.scalar(show) == before
@@ -479,7 +479,7 @@ def test_from_the_record_of_the_decision_on_the_limit_is_lower(
     with store.engine.connect() as connection:
         begin(store, connection)
         assert connection.scalar(show) == "1min"
-        store.decide(connection, "orders", 1, prepared(1), idle_s=idle_s)
+        store.decide(connection, Decision("orders", 1, prepared(1), idle_s=idle_s))
         assert connection.scalar(show) == expected
         store.commit(connection)
         assert connection.scalar(show) == "0"
@@ -494,8 +494,8 @@ def test_the_commit_of_a_decision_is_durable(
     connection.execute(text(f"SET synchronous_commit = {present}"))
     connection.commit()
     for last in [
-        lambda: store.decide(connection, "orders", 1, prepared(1)),
-        lambda: store.hold(connection, "orders", 1),
+        lambda: store.decide(connection, Decision("orders", 1, prepared(1))),
+        lambda: store.hold(connection, Decision("orders", 1)),
     ]:
         begin(store, connection)
         last()
@@ -518,7 +518,7 @@ def test_waiting_for_a_lock_has_an_end(postgres: Database, connection: Connectio
     row = postgres.claim(store, "orders")
     hasty = postgres.store(lock_timeout_s=0.05)
     begin(store, connection)
-    store.decide(connection, "orders", 1, prepared(1))
+    store.decide(connection, Decision("orders", 1, prepared(1)))
     with pytest.raises(Unavailable, match="lock"):
         postgres.claim(hasty, "orders")
     with pytest.raises(Unavailable, match="lock"):
@@ -551,7 +551,7 @@ def test_a_decision_waits_for_a_claim_under_way(
     decisions: list[Thread] = []
 
     def decide_meanwhile(_: object) -> None:
-        decisions.append(Thread(lambda: store.decide(connection, "orders", 1, prepared(1))))
+        decisions.append(Thread(lambda: store.decide(connection, Decision("orders", 1, prepared(1)))))
         wait_until_blocked(postgres)
 
     postgres.claim(store, "orders", verify=decide_meanwhile)
@@ -656,7 +656,7 @@ def write(store: SqlStateStore, connection: Connection, number: int, *statements
     for statement in statements:
         connection.exec_driver_sql(statement)
     watch.finish()
-    assert store.decide(connection, "orders", 1, prepared(1, number), deferred=True)[0]
+    assert store.decide(connection, Decision("orders", 1, prepared(1, number), deferred=True))[0]
     (store.commit if commits else store.rollback)(connection)
 
 
@@ -734,6 +734,6 @@ def test_names_and_states_arrive_as_they_are_whatever_the_session_says_of_backsl
     with store.engine.connect() as connection:
         store.begin(connection)
         assert store.read_incarnation(connection, name, namespace=row.namespace) == 1
-        assert store.decide(connection, name, 1, prepared(1), namespace=row.namespace)[0]
+        assert store.decide(connection, Decision(name, 1, prepared(1), namespace=row.namespace))[0]
         store.commit(connection)
     assert store.read([name])[0].prepared == prepared(1)

@@ -17,6 +17,7 @@ from psycopg import generators
 from sqlalchemy import Connection, event, exc, text
 
 from dualwrite.errors import IllegalStateError, TransactionAborted
+from dualwrite.protocol.values import Decision
 from dualwrite.stores.sql.savepoints import SavepointWatch
 from dualwrite.stores.sql.store import SqlStateStore
 
@@ -317,5 +318,5 @@ def test_a_rollback_does_not_bring_back_the_witness_of_an_earlier_dual_write(
                 store.rollback(connection)
             else:
                 write.finish()
-                assert store.decide(connection, "orders", 1, prepared(1))[0]
+                assert store.decide(connection, Decision("orders", 1, prepared(1)))[0]
                 store.commit(connection)

@@ -16,6 +16,7 @@ from sqlalchemy.pool import StaticPool
 import dualwrite.migrations
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, TransactionInDoubt, Unavailable
 from dualwrite.protocol.process import DatabaseVerdict
+from dualwrite.protocol.values import Decision
 from dualwrite.stores.sql.store import SqlStateStore
 
 manual = pytest.mark.skipif(sys.version_info < (3, 12), reason="sqlite3 has autocommit= from Python 3.12 on")
@@ -60,7 +61,7 @@ def test_every_way_of_transaction_control_decides(
         store.begin(connection)
         assert store.read_incarnation(connection, "orders") == number
         connection.execute(text("INSERT INTO orders VALUES (:id, NULL)"), {"id": number})
-        assert store.decide(connection, "orders", number, prepared(number)) == (True, None)
+        assert store.decide(connection, Decision("orders", number, prepared(number))) == (True, None)
         (store.rollback if number == 2 else store.commit)(connection)
     assert store.read(["orders"])[0].prepared == prepared(3)
     assert [row[0] for row in sqlite.query("SELECT id FROM orders")] == [1, 3]
@@ -93,7 +94,7 @@ def test_a_transaction_ended_inside_is_noticed(sqlite: Database, store: SqlState
         end()
         connection.execute(text("DELETE FROM orders"))
         with pytest.raises(IllegalStateError, match="ended inside"):
-            store.decide(connection, "orders", 1, prepared(1))
+            store.decide(connection, Decision("orders", 1, prepared(1)))
         store.rollback(connection)
 
 
@@ -104,7 +105,7 @@ def test_a_reader_in_the_way_of_commit_is_a_definite_abort(sqlite: Database) -> 
     with store.engine.connect() as connection:
         store.begin(connection)
         connection.execute(text("INSERT INTO orders VALUES (1, NULL)"))
-        store.decide(connection, "orders", 1, prepared(1))
+        store.decide(connection, Decision("orders", 1, prepared(1)))
         reader.execute("BEGIN")
         reader.execute("SELECT * FROM orders").fetchall()
         with pytest.raises(TransactionAborted, match="locked") as caught:
@@ -114,7 +115,7 @@ def test_a_reader_in_the_way_of_commit_is_a_definite_abort(sqlite: Database) -> 
         assert store.read(["orders"]) == [row]
         assert not sqlite.query("SELECT * FROM orders")
         store.begin(connection)
-        store.decide(connection, "orders", 1, prepared(1))
+        store.decide(connection, Decision("orders", 1, prepared(1)))
         store.commit(connection)
 
 
@@ -127,7 +128,7 @@ def test_a_full_disk_is_a_clear_error(sqlite: Database) -> None:
         wide = prepared(1)
         long = type(wide)(42, 0, 1, tuple(type(wide.first_offsets[0])("t", n, n) for n in range(20_000)))
         with pytest.raises(Unavailable, match="full"):
-            store.decide(connection, "orders", 1, long)
+            store.decide(connection, Decision("orders", 1, long))
         store.rollback(connection)
         connection.invalidate()
     assert store.read(["orders"]) == [row]
@@ -138,7 +139,7 @@ def test_an_error_of_commit_that_says_nothing_is_in_doubt(sqlite: Database, monk
     sqlite.claim(store, "orders")
     with store.engine.connect() as connection:
         store.begin(connection)
-        store.decide(connection, "orders", 1, prepared(1))
+        store.decide(connection, Decision("orders", 1, prepared(1)))
 
         def fail(driver: Any) -> None:
             driver.commit()
@@ -193,7 +194,7 @@ def test_wal_is_fine(sqlite: Database) -> None:
     with store.engine.connect() as connection:
         store.begin(connection)
         store.read_incarnation(connection, "orders")
-        assert store.decide(connection, "orders", 1, prepared(1))[0]
+        assert store.decide(connection, Decision("orders", 1, prepared(1)))[0]
         assert not store.read(["orders"])[0].prepared.has_transaction
         store.commit(connection)
     assert store.read(["orders"])[0].prepared == prepared(1)
@@ -232,7 +233,7 @@ def test_tables_in_an_attached_file_work(sqlite: Database, tmp_path: Path) -> No
     with engine.connect() as connection:
         store.begin(connection)
         connection.execute(text("INSERT INTO orders VALUES (1, NULL)"))
-        store.decide(connection, "orders", 1, prepared(1))
+        store.decide(connection, Decision("orders", 1, prepared(1)))
         store.commit(connection)
     assert store.read(["orders"])[0].prepared == prepared(1)
 

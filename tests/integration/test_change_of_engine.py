@@ -18,7 +18,7 @@ from dualwrite.failpoints import FailpointError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import LaneProducer
-from dualwrite.protocol.values import Outcome
+from dualwrite.protocol.values import Decision, Outcome
 from dualwrite.recovery.claim import OwnerContext, unique_owner
 from dualwrite.sinks.batches import complete_handed_over
 from dualwrite.stores.sql.store import SqlStateStore
@@ -140,7 +140,9 @@ def test_one_decision_completes_what_workers_of_both_engines_have_prepared(
                 context.store.begin(connection)
                 context.store.read_incarnation(connection, lanes[0].transactional_id)
                 for lane, state in zip(lanes, states, strict=True):
-                    assert context.store.decide(connection, lane.transactional_id, lane.row.incarnation, state)[0]
+                    assert context.store.decide(
+                        connection, Decision(lane.transactional_id, lane.row.incarnation, state)
+                    )[0]
                 context.store.commit(connection)
             rows = context.store.read(names)
             assert {row.prepared.engine.value for row in rows} == set(ENGINES)

@@ -10,7 +10,7 @@ from dualwrite.errors import Unavailable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import LaneProducer
-from dualwrite.protocol.values import Outcome, TransactionStatus
+from dualwrite.protocol.values import Decision, Outcome, TransactionStatus
 from dualwrite.recovery.claim import OwnerContext, claim_rows, unique_owner
 from dualwrite.recovery.settle import settle
 from dualwrite.sinks.batches import complete_handed_over
@@ -99,7 +99,7 @@ def decide(context, engine, lane):
         with engine.connect() as connection:
             store.begin(connection)
             store.read_incarnation(connection, "orders")
-            ours, _ = store.decide(connection, "orders", lane.row.incarnation, state)
+            ours, _ = store.decide(connection, Decision("orders", lane.row.incarnation, state))
             assert ours
             store.commit(connection)
         return store.read(["orders"])

@@ -23,6 +23,7 @@ from dualwrite.protocol.known_end import Ended, EndStep
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.values import (
     NEVER_MS,
+    Decision,
     EndAnswer,
     LogProof,
     OpenTransaction,
@@ -80,7 +81,7 @@ class Stage:
         with self.store.engine.connect() as connection:
             self.store.begin(connection)
             self.store.read_incarnation(connection, self.row.transactional_id)
-            self.store.decide(connection, self.row.transactional_id, self.row.incarnation, state)
+            self.store.decide(connection, Decision(self.row.transactional_id, self.row.incarnation, state))
             self.store.commit(connection)
 
     def end(self, epoch, *, committed=True):

@@ -17,7 +17,7 @@ from sqlalchemy import Connection, Engine, create_engine, inspect, text
 import dualwrite.migrations
 from dualwrite import migrations
 from dualwrite.errors import ConfigurationError
-from dualwrite.protocol.values import Outcome
+from dualwrite.protocol.values import Decision, Outcome
 from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.stores.sql.short_transactions import SCHEMA_REVISION, check_schema
 from dualwrite.stores.sql.tables import SINCE, VERSION_TABLE, declare_tables
@@ -149,7 +149,7 @@ def works(engine: Engine) -> None:
     with engine.connect() as connection:
         store.begin(connection)
         assert store.read_incarnation(connection, "orders", known=row) == row.incarnation
-        assert store.decide(connection, "orders", row.incarnation, state)[0]
+        assert store.decide(connection, Decision("orders", row.incarnation, state))[0]
         store.commit(connection)
     (row,) = store.read(["orders"])
     assert row.prepared == state

@@ -26,7 +26,7 @@ from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionA
 from dualwrite.interfaces import PAUSED_OWNER_TIMEOUT_S, Database
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.process import DatabaseVerdict
-from dualwrite.protocol.values import Incident, Outcome, Participant, StateRow
+from dualwrite.protocol.values import Decision, Incident, Outcome, Participant, StateRow
 from dualwrite.stores.sql.tables import (
     check_claimed,
     check_decidable,
@@ -445,64 +445,27 @@ class KeyedStore(Incidents):
             check_not_gone_back(known, found.row.incarnation, str(found.row.prepared))
         return found.row.incarnation
 
-    def decide(
-        self,
-        connection: KeyedHandle,
-        transactional_id: str,
-        incarnation: int,
-        state: PreparedTxnState,
-        *,
-        namespace: str | None = None,
-        idle_s: float | None = None,
-        within_s: float | None = None,
-        answer_s: float | None = None,
-        deferred: bool = False,
-    ) -> tuple[bool, str | None]:
+    def decide(self, connection: KeyedHandle, decision: Decision) -> tuple[bool, str | None]:
         """See :meth:`dualwrite.interfaces.StateStore.decide`. No server ends the session of a paused owner."""
-        del idle_s, within_s, answer_s, deferred
-        check_decidable(transactional_id, incarnation, state)
-        return self._end_with(
-            connection,
-            transactional_id,
-            incarnation,
-            namespace,
-            lambda found, name: decided(found, state, name, now()),
-        )
+        check_decidable(decision)
+        state = decision.state
+        assert state is not None
+        return self._end_with(connection, decision, lambda found, name: decided(found, state, name, now()))
 
-    def hold(
-        self,
-        connection: KeyedHandle,
-        transactional_id: str,
-        incarnation: int,
-        *,
-        namespace: str | None = None,
-        answer_s: float | None = None,
-        deferred: bool = False,
-    ) -> tuple[bool, str | None]:
+    def hold(self, connection: KeyedHandle, decision: Decision) -> tuple[bool, str | None]:
         """See :meth:`dualwrite.interfaces.StateStore.hold`. The row is written, with the name of the transaction."""
-        del answer_s, deferred
-        return self._end_with(
-            connection,
-            transactional_id,
-            incarnation,
-            namespace,
-            lambda found, name: replace(found, transaction=name),
-        )
+        return self._end_with(connection, decision, lambda found, name: replace(found, transaction=name))
 
     def _end_with(
-        self,
-        handle: KeyedHandle,
-        transactional_id: str,
-        incarnation: int,
-        namespace: str | None,
-        change: Callable[[Stored, str], Stored],
+        self, handle: KeyedHandle, decision: Decision, change: Callable[[Stored, str], Stored]
     ) -> tuple[bool, str | None]:
+        transactional_id, incarnation = decision.transactional_id, decision.incarnation
         if not handle.begun:
             raise IllegalStateError("no dual write has begun on this handle", transactional_id=transactional_id)
         key = state_key(transactional_id)
         entry = self._keys.get([key]).get(key)
         found = None if entry is None else decode_row(entry.value)
-        if found is None or not is_ours(found, incarnation, namespace):
+        if found is None or not is_ours(found, incarnation, decision.namespace):
             return False, None
         name = transaction_name(transactional_id, incarnation)
         handle.changes.append(Change(key, entry, encode_row(change(found, name))))

@@ -16,7 +16,7 @@ from sqlalchemy import Integer, String, bindparam, exc, func, literal, null, or_
 from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError
 from dualwrite.interfaces import PAUSED_OWNER_TIMEOUT_S
 from dualwrite.protocol.process import DatabaseVerdict
-from dualwrite.protocol.values import Incident, Outcome, Participant
+from dualwrite.protocol.values import Decision, Incident, Outcome, Participant
 from dualwrite.stores.sql import dialect, drivers, savepoints
 from dualwrite.stores.sql.access import begin_on, begun_on, engine_of, keep, let_go, map_database_error
 from dualwrite.stores.sql.drivers import CompiledOnce, roll_back_before_closing
@@ -158,56 +158,24 @@ class SqlStateStore:
             check_not_gone_back(known, int(incarnation), prepared)
         return None if incarnation is None else int(incarnation)
 
-    def decide(
-        self,
-        connection: Connection,
-        transactional_id: str,
-        incarnation: int,
-        state: PreparedTxnState,
-        *,
-        namespace: str | None = None,
-        idle_s: float | None = None,
-        within_s: float | None = None,
-        answer_s: float | None = None,
-        deferred: bool = False,
-    ) -> tuple[bool, str | None]:
+    def decide(self, connection: Connection, decision: Decision) -> tuple[bool, str | None]:
         """See :meth:`dualwrite.interfaces.StateStore.decide`."""
-        text = check_decidable(transactional_id, incarnation, state)
+        text = check_decidable(decision)
         try:
-            with self._dialect.bounded(connection, answer_s):
-                row = self._decisions.decide(
-                    connection,
-                    transactional_id,
-                    incarnation,
-                    text,
-                    namespace=namespace,
-                    idle_s=idle_s,
-                    within_s=within_s,
-                    deferred=deferred,
-                )
-                return self._ended(connection, transactional_id, row)
+            with self._dialect.bounded(connection, decision.answer_s):
+                row = self._decisions.decide(connection, decision, text)
+                return self._ended(connection, decision.transactional_id, row)
         except exc.SQLAlchemyError as error:
-            raise self._as_ours(error, transactional_id) from error
+            raise self._as_ours(error, decision.transactional_id) from error
 
-    def hold(
-        self,
-        connection: Connection,
-        transactional_id: str,
-        incarnation: int,
-        *,
-        namespace: str | None = None,
-        answer_s: float | None = None,
-        deferred: bool = False,
-    ) -> tuple[bool, str | None]:
+    def hold(self, connection: Connection, decision: Decision) -> tuple[bool, str | None]:
         """See :meth:`dualwrite.interfaces.StateStore.hold`."""
         try:
-            with self._dialect.bounded(connection, answer_s):
-                row = self._decisions.hold(
-                    connection, transactional_id, incarnation, namespace=namespace, deferred=deferred
-                )
-                return self._ended(connection, transactional_id, row)
+            with self._dialect.bounded(connection, decision.answer_s):
+                row = self._decisions.hold(connection, decision)
+                return self._ended(connection, decision.transactional_id, row)
         except exc.SQLAlchemyError as error:
-            raise self._as_ours(error, transactional_id) from error
+            raise self._as_ours(error, decision.transactional_id) from error
 
     def _ended(
         self, connection: Connection, transactional_id: str, row: Sequence[Any] | None
@@ -738,44 +706,32 @@ class Decisions:
         hold = select(*dialect.end_columns()).select_from(state).where(*is_ours).with_for_update(read=True)
         self._hold = CompiledOnce(hold)
 
-    def decide(
-        self,
-        connection: Connection,
-        transactional_id: str,
-        incarnation: int,
-        state: str,
-        *,
-        namespace: str | None,
-        idle_s: float | None,
-        within_s: float | None,
-        deferred: bool,
-    ) -> Sequence[Any] | None:
-        """Write the prepared state into the row.
+    def decide(self, connection: Connection, decision: Decision, text: str) -> Sequence[Any] | None:
+        """Write the prepared state, as text, into the row.
 
         Returns:
             The dialect's end columns; None if the row is no longer ours, or the transaction is not the one that was begun.
         """
+        idle_s, within_s = decision.idle_s, decision.within_s
         bound = {
-            "id_": transactional_id,
-            "incarnation_": incarnation,
-            "namespace_": namespace,
-            "state_": state,
+            "id_": decision.transactional_id,
+            "incarnation_": decision.incarnation,
+            "namespace_": decision.namespace,
+            "state_": text,
             "idle_ms_": None if idle_s is None else max(1, int(idle_s * 1000)),  # 0 would be no limit
             "within_ms_": None if within_s is None else max(1, int(within_s * 1000)),
             **self._dialect.begun(connection),
         }
-        first = transactional_id if deferred else None
+        first = decision.transactional_id if decision.deferred else None
         return self._dialect.ask_last(connection, self._decide, bound, decides=True, deferred_of=first)
 
-    def hold(
-        self, connection: Connection, transactional_id: str, incarnation: int, *, namespace: str | None, deferred: bool
-    ) -> Sequence[Any] | None:
+    def hold(self, connection: Connection, decision: Decision) -> Sequence[Any] | None:
         """Lock the row as it is. Returns as :meth:`decide`."""
         bound = {
-            "id_": transactional_id,
-            "incarnation_": incarnation,
-            "namespace_": namespace,
+            "id_": decision.transactional_id,
+            "incarnation_": decision.incarnation,
+            "namespace_": decision.namespace,
             **self._dialect.begun(connection),
         }
-        first = transactional_id if deferred else None
+        first = decision.transactional_id if decision.deferred else None
         return self._dialect.ask_last(connection, self._hold, bound, decides=False, deferred_of=first)

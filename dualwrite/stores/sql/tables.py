@@ -40,7 +40,7 @@ from sqlalchemy.types import TypeDecorator, TypeEngine
 from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError
 from dualwrite.protocol.lost_decisions import contradiction
 from dualwrite.protocol.prepared_state import PreparedTxnState, stored_text
-from dualwrite.protocol.values import Outcome, StateRow, gone_back, other_cluster
+from dualwrite.protocol.values import Decision, Outcome, StateRow, gone_back, other_cluster
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Dialect
@@ -363,21 +363,24 @@ def _incomplete(state: PreparedTxnState, incarnation: int) -> str | None:
     return None
 
 
-def check_decidable(transactional_id: str, incarnation: int, state: PreparedTxnState) -> str:
-    """The text to store for a decision of that incarnation.
+def check_decidable(decision: Decision) -> str:
+    """The text to store for a decision.
 
     Raises:
         IllegalStateError: A later claim would refuse the row.
         ConfigurationError: The text is too long, or cannot be parsed.
     """
-    cause = _incomplete(state, incarnation)
-    if not state.has_transaction:
-        cause = "it names no transaction"
-    elif state.incarnation != incarnation:
-        cause = cause or f"it names incarnation {state.incarnation}, not {incarnation}"
-    if cause is not None:
-        raise IllegalStateError(f"the prepared state cannot be recorded: {cause}", transactional_id=transactional_id)
-    return stored_text(state)
+    state, incarnation = decision.state, decision.incarnation
+    cause: str | None = "it names no transaction"
+    if state is not None and state.has_transaction:
+        cause = _incomplete(state, incarnation)
+        if cause is None and state.incarnation != incarnation:
+            cause = f"it names incarnation {state.incarnation}, not {incarnation}"
+        if cause is None:
+            return stored_text(state)
+    raise IllegalStateError(
+        f"the prepared state cannot be recorded: {cause}", transactional_id=decision.transactional_id
+    )
 
 
 def check_not_gone_back(known: StateRow, incarnation: int, prepared: str | None) -> None:

@@ -23,7 +23,7 @@ from dualwrite.protocol.message import (
     Unsendable,
 )
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.values import NEVER_MS, StateRow
+from dualwrite.protocol.values import NEVER_MS, Decision, StateRow
 from dualwrite.recovery.claim import OwnerContext
 from dualwrite.stores.sql import dialect as committing
 from dualwrite.stores.sql.access import keep, let_go, map_database_error
@@ -436,18 +436,12 @@ class MemoryStore:
         self._dialect.check_start(connection, values)
         return self._lane.row.incarnation + self._planted.fenced
 
-    def decide(
-        self, connection: Connection, transactional_id: str, incarnation: int, state: PreparedTxnState, **limits: Any
-    ) -> tuple[bool, str | None]:
-        del state
-        return self.hold(connection, transactional_id, incarnation, **limits)
+    def decide(self, connection: Connection, decision: Decision) -> tuple[bool, str | None]:
+        return self.hold(connection, decision)
 
-    def hold(
-        self, connection: Connection, transactional_id: str, incarnation: int, **limits: Any
-    ) -> tuple[bool, str | None]:
-        del incarnation, limits
+    def hold(self, connection: Connection, decision: Decision) -> tuple[bool, str | None]:
         self._planted.reach(Place.DECIDE)
-        with self._mapped(transactional_id):
+        with self._mapped(decision.transactional_id):
             statement = select(*self._dialect.end_columns()).where(*self._dialect.is_begun())
             found = connection.execute(statement, self._dialect.begun(connection)).one_or_none()
             if found is None:

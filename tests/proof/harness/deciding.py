@@ -18,6 +18,7 @@ from typing import Any, Final
 from sqlalchemy import NullPool, create_engine, text
 
 from dualwrite.interfaces import Database
+from dualwrite.protocol.values import Decision
 from dualwrite.stores.opening import database_of
 from harness.databases import CLUSTER, emptied, prepare, prepare_mariadb, prepared, sqlite_url
 from harness.dictionary import DictionaryDatabase
@@ -181,7 +182,7 @@ def owner(kind: Kind, place: str, point: str) -> None:
         assert store.read_incarnation(handle, "orders", namespace=row.namespace, known=row) == row.incarnation
         kind.put(handle, 1)
         at("begun")
-        assert store.decide(handle, "orders", row.incarnation, prepared(row.incarnation))[0]
+        assert store.decide(handle, Decision("orders", row.incarnation, prepared(row.incarnation)))[0]
         at("decided")
         store.commit(handle, answer_s=30)
         at("committed")

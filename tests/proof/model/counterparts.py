@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 def unconditional_update(patch: pytest.MonkeyPatch) -> None:
-    def decide(self, connection, transactional_id, incarnation, state, *, namespace=None):
+    def decide(self, connection, decision):
         database = self._database
 
         def update(session: Session):
-            row = database.lock(session, transactional_id)
-            database.write(session, replace(row, prepared=state, completed=None))
+            row = database.lock(session, decision.transactional_id)
+            database.write(session, replace(row, prepared=decision.state, completed=None))
             return True, database.name(session)
 
         return self._mapped(_of(connection), "UPDATE", update)

@@ -15,7 +15,7 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
-from dualwrite.protocol.values import Incident, Outcome, Participant, StateRow, gone_back
+from dualwrite.protocol.values import Decision, Incident, Outcome, Participant, StateRow, gone_back
 from dualwrite.stores.sql.drivers import name_of, parse
 from dualwrite.stores.sql.tables import check_not_gone_back
 from simulator.connection import SimulatedConnection
@@ -102,47 +102,27 @@ class SimulatedStore:
             check_not_gone_back(known, row.incarnation, str(row.prepared))
         return row.incarnation
 
-    def decide(
-        self,
-        connection: Connection,
-        transactional_id: str,
-        incarnation: int,
-        state: PreparedTxnState,
-        *,
-        namespace: str | None = None,
-        idle_s: float | None = None,
-        within_s: float | None = None,
-        answer_s: float | None = None,
-        deferred: bool = False,
-    ) -> tuple[bool, str | None]:
+    def decide(self, connection: Connection, decision: Decision) -> tuple[bool, str | None]:
         """See :meth:`dualwrite.interfaces.StateStore.decide`. The scheduler chooses when a session ends."""
-        del idle_s, within_s, answer_s, deferred
+        state = decision.state
+        assert state is not None
 
         def update(session: Session) -> tuple[bool, str | None]:
-            row = self._database.lock(session, transactional_id)
-            if row is None or not _is_ours(row, incarnation, namespace):
+            row = self._database.lock(session, decision.transactional_id)
+            if row is None or not _is_ours(row, decision.incarnation, decision.namespace):
                 return False, None
             self._database.write(session, replace(row, prepared=state, completed=None, settle_fence=None))
             return True, self._database.name(session)
 
         return self._mapped(_of(connection), "UPDATE", update)
 
-    def hold(
-        self,
-        connection: Connection,
-        transactional_id: str,
-        incarnation: int,
-        *,
-        namespace: str | None = None,
-        answer_s: float | None = None,
-        deferred: bool = False,
-    ) -> tuple[bool, str | None]:
+    def hold(self, connection: Connection, decision: Decision) -> tuple[bool, str | None]:
         """See :meth:`dualwrite.interfaces.StateStore.hold`."""
-        del answer_s, deferred
 
         def share(session: Session) -> tuple[bool, str | None]:
-            row = self._database.lock(session, transactional_id, exclusive=False)
-            return (True, self._database.name(session)) if _is_ours(row, incarnation, namespace) else (False, None)
+            row = self._database.lock(session, decision.transactional_id, exclusive=False)
+            ours = _is_ours(row, decision.incarnation, decision.namespace)
+            return (True, self._database.name(session)) if ours else (False, None)
 
         return self._mapped(_of(connection), "SELECT FOR SHARE", share)
 

@@ -42,8 +42,8 @@ class Store:
     def read_incarnation(self, _connection, transactional_id):
         self.done.append(f"read {transactional_id}")
 
-    def decide(self, _connection, transactional_id, _incarnation, _prepared, **_):
-        self.done.append(f"decide {transactional_id}")
+    def decide(self, _connection, decision):
+        self.done.append(f"decide {decision.transactional_id}")
         return self.ours, None
 
     def run_deferred(self, _connection):

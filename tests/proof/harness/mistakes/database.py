@@ -19,12 +19,12 @@ from harness.mistakes.registry import Check, mistake, performed
 def unconditional_update(patch: pytest.MonkeyPatch) -> None:
     """An owner writes its state into the row even if another process owns the id by now."""
 
-    def decide(self, connection, transactional_id, incarnation, state, **_):
-        text = check_decidable(transactional_id, incarnation, state)
+    def decide(self, connection, decision):
+        text = check_decidable(decision)
         table = self._tables.state
         statement = (
             update(table)
-            .where(table.c.transactional_id == transactional_id)
+            .where(table.c.transactional_id == decision.transactional_id)
             .values(prepared_transaction_state=text, completed=null(), updated_at=database_now())
             .returning(*self._dialect.end_columns())
         )
@@ -129,16 +129,19 @@ def commit_not_durable(patch: pytest.MonkeyPatch) -> None:
 @mistake(performed("row_deleted_under_its_owner", "told None, not Fenced"))
 def namespace_not_compared(patch: pytest.MonkeyPatch) -> None:
     """A row that was deleted and created again is taken for ours once it reaches our incarnation."""
-    for name in ("read_incarnation", "decide", "hold"):
-        real = getattr(SqlStateStore, name)
-        patch.setattr(SqlStateStore, name, _without_namespace(real))
+    read = SqlStateStore.read_incarnation
 
+    def read_any(*args, namespace, **options):
+        del namespace
+        return read(*args, **options)
 
-def _without_namespace(real):
-    def call(*args, namespace=None, **kwargs):
-        return real(*args, **kwargs)
+    patch.setattr(SqlStateStore, "read_incarnation", read_any)
+    for name in ("decide", "hold"):
 
-    return call
+        def call(self, connection, decision, real=getattr(SqlStateStore, name)):  # noqa: B008 - each has its own
+            return real(self, connection, decision._replace(namespace=None))
+
+        patch.setattr(SqlStateStore, name, call)
 
 
 @mistake(

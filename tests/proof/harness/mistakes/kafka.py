@@ -31,7 +31,7 @@ def state_without_first_offsets(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Evidence, "state_of", state_of)
     patch.setattr(tables, "_incomplete", lambda *_: None)
-    patch.setattr(store, "check_decidable", lambda _, __, prepared: str(prepared))
+    patch.setattr(store, "check_decidable", lambda decision: str(decision.state))
     patch.setattr(inspect, "is_open", lambda *_: True)
     patch.setattr(inspect, "others_than", lambda *_: frozenset())
 

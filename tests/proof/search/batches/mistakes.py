@@ -14,6 +14,7 @@ from harness.mistakes.handing_over import claiming_nothing_decided, gone_on_when
 from model.counterparts import end_of_the_decider_repeated
 
 from dualwrite.protocol.lives import BatchEvent
+from dualwrite.protocol.values import Decision as RowDecision
 from dualwrite.sinks.batches import Decision
 from search.batches import programs
 from search.batches.lab import Breaking
@@ -75,7 +76,7 @@ def decided_after_another_has_claimed(patch: pytest.MonkeyPatch) -> None:
 
     def decide_on(self, connection, part):
         self._context.store.decide(
-            connection, part.transactional_id, part.incarnation, part.prepared, namespace=part.namespace
+            connection, RowDecision(part.transactional_id, part.incarnation, part.prepared, namespace=part.namespace)
         )
 
     patch.setattr(Decision, "_decide_on", decide_on)

@@ -11,7 +11,7 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import TransactionAborted, TransactionInDoubt
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.process import DoubtStep
-from dualwrite.protocol.values import Outcome
+from dualwrite.protocol.values import Decision, Outcome
 from dualwrite.recovery.claim import OwnerContext
 from dualwrite.recovery.in_doubt import resolve_commit
 from dualwrite.stores.keyed.rocksdb import RocksDatabase
@@ -38,7 +38,9 @@ def write(database, handle, number, *, messages=True):
     handle.batch.put(f"order/{number}", number)
     state = prepared(incarnation, number) if messages else PreparedTxnState()
     ours, name = (
-        store.decide(handle, "orders", incarnation, state) if messages else store.hold(handle, "orders", incarnation)
+        store.decide(handle, Decision("orders", incarnation, state))
+        if messages
+        else store.hold(handle, Decision("orders", incarnation))
     )
     assert ours
     return state, name

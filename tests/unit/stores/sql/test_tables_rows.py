@@ -10,7 +10,7 @@ import pytest
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
-from dualwrite.protocol.values import Outcome
+from dualwrite.protocol.values import Decision, Outcome
 from dualwrite.stores.sql.tables import check_decidable, check_name, digest, in_chunks, parse_rows, parse_state_row
 
 STATE = PreparedTxnState(42, 0, 3, (FirstOffset("orders", 0, 17),), 1767225600000)
@@ -67,7 +67,7 @@ def test_rows_come_in_the_order_of_code_points() -> None:
 
 
 def test_what_is_decided_can_be_read_back() -> None:
-    assert check_decidable("orders", 3, STATE) == str(STATE)
+    assert check_decidable(Decision("orders", 3, STATE)) == str(STATE)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_what_is_decided_can_be_read_back() -> None:
 )
 def test_what_could_not_be_settled_is_not_decided(state: PreparedTxnState) -> None:
     with pytest.raises(IllegalStateError, match="cannot be recorded"):
-        check_decidable("orders", 3, state)
+        check_decidable(Decision("orders", 3, state))
 
 
 def test_the_digest_is_the_identity() -> None:
