@@ -269,7 +269,7 @@ class Records(Protocol):
         """All incidents of these ids, oldest first, including acknowledged ones."""
         ...
 
-    def note_told(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
+    def note_reported(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
         """Record that these incidents, by id and transaction, are reported to a caller now. Skips missing ones."""
         ...
 

@@ -21,9 +21,9 @@ from dualwrite.writing import transaction as entered
 from dualwrite.writing.group_commit import full_error, run_group
 from dualwrite.writing.retry import pause_after_s
 from dualwrite.writing.units_of_work import (
+    Answer,
     GroupRun,
     RowUnit,
-    Told,
     check_within,
     closed_error,
     copied,
@@ -241,9 +241,9 @@ class AsyncGroups:
             unit.work.answer()
         try:
             if group.taken:
-                told = await self._run(group, token)
+                answers = await self._run(group, token)
                 self._grouped(group.begun)
-                for tell in told:
+                for tell in answers:
                     tell()
         finally:
             if pause_s := pause_after_s(group.failures):
@@ -253,20 +253,20 @@ class AsyncGroups:
             self._units.end(group.taken, group.again, rest=group.resting if pause_s else ())
             self._let_next_run(token)
 
-    async def _run(self, group: GroupRun, token: object) -> Sequence[Told]:
+    async def _run(self, group: GroupRun, token: object) -> Sequence[Answer]:
         try:
             pool = self._pool()
         except IllegalStateError as closed:  # while the units waited to run again
             return group.failed(closed)
-        told: list[Sequence[Told]] = []
+        answers: list[Sequence[Answer]] = []
         with suppress(asyncio.CancelledError):  # it comes after the group, whose units have their answers
             await run(
                 pool,
-                lambda: told.append(
+                lambda: answers.append(
                     run_group(group, self._block, self._limits, self._call, lambda: self._let_next_run(token))
                 ),
             )
-        return told[0] if told else group.failed(asyncio.CancelledError())
+        return answers[0] if answers else group.failed(asyncio.CancelledError())
 
     def _call(self, task: _Task, transaction: Transaction) -> object:
         work = task.work

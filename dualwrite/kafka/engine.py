@@ -491,7 +491,7 @@ def warn_if_bounded(
     )
 
 
-def tell_that_unlimited(how: str, *, cluster_id: str, transactional_id: str) -> None:
+def log_that_unlimited(how: str, *, cluster_id: str, transactional_id: str) -> None:
     """Log, once per process, cluster and way, that the broker never ends a transaction by itself.
 
     Args:

@@ -209,7 +209,7 @@ class PendingStep(Enum):
 
 
 # As the outcome of the proof with one exception: an owner that only looks leaves it to a settler to commit the rest.
-_TOLD_BY_THE_LOG = {
+_SHOWN_BY_THE_LOG = {
     LogProof.COMMITTED: PendingStep.COMMITTED,
     LogProof.PARTLY: PendingStep.PENDING,
     LogProof.ABORTED: PendingStep.LOST,
@@ -230,8 +230,8 @@ def next_pending_step(proof: LogProof, view: TransactionView | None, state: Prep
         view: The coordinator's view, taken before that; None if not asked.
         state: The transaction.
     """
-    if (told := _TOLD_BY_THE_LOG.get(proof)) is not None:
-        return told
+    if (step := _SHOWN_BY_THE_LOG.get(proof)) is not None:
+        return step
     if view is None or (view.producer_id, view.epoch) != (state.producer_id, state.epoch):
         return PendingStep.LOOK
     return PendingStep.PENDING if view.status in _TO_BE_COMMITTED else PendingStep.LOOK

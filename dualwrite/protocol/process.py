@@ -229,7 +229,7 @@ class Health:
         answered: Whether database and Kafka answered the last dual write, settling or probe.
         lease_lost: Whether another member of its fleet has its id: it is about to take another one.
         lease_expired: Whether its lease was not renewed in time, so that another member may take its id.
-        untold_losses: The number of losses that only the log has reported; see ``on_loss``.
+        unreported_losses: The number of losses that only the log has reported; see ``on_loss``.
         max_lanes: The maximum number of lanes.
         lanes: The number of lanes that exist.
         used: The number of lanes that dual writes use now.
@@ -249,7 +249,7 @@ class Health:
     answered: bool = True
     lease_lost: bool = False
     lease_expired: bool = False
-    untold_losses: int = 0
+    unreported_losses: int = 0
     max_lanes: int = 0
     lanes: int = 0
     used: int = 0
@@ -269,7 +269,7 @@ class Health:
             "its lease is lost: it is taking another id": self.lease_lost,
             "its lease was not renewed in time": self.lease_expired,
             f"lanes that could not be settled: {self.stuck}": self.stuck > 0,
-            f"losses that only the log has reported: {self.untold_losses}": self.untold_losses > 0,
+            f"losses that only the log has reported: {self.unreported_losses}": self.unreported_losses > 0,
         }
         object.__setattr__(self, "problems", tuple(text for text, applies in wrong.items() if applies))
 

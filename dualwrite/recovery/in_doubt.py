@@ -40,7 +40,7 @@ LOSSES: Final = (DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable)
 """The errors that report a loss."""
 
 
-def note_told(store: StateStore, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
+def note_reported(store: StateStore, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
     """Note that these losses are reported to a caller now. If that cannot be noted, they are reported again later.
 
     Args:
@@ -50,7 +50,7 @@ def note_told(store: StateStore, losses: Collection[tuple[str, PreparedTxnState]
     if not losses:
         return
     try:
-        store.note_told(losses)
+        store.note_reported(losses)
     except DualWriteError as error:
         logger.warning("could not record which losses were reported; they will be reported again: %s", error)
 
@@ -58,11 +58,11 @@ def note_told(store: StateStore, losses: Collection[tuple[str, PreparedTxnState]
 def note_raised(store: StateStore, loss: DatabaseWentBack | DecidedTransactionLost | OutcomeUnverifiable) -> None:
     """Note that a loss is reported to a caller by the error that is about to be raised."""
     if loss.state is not None and loss.transactional_id is not None:
-        note_told(store, [(loss.transactional_id, PreparedTxnState.from_string(loss.state))])
+        note_reported(store, [(loss.transactional_id, PreparedTxnState.from_string(loss.state))])
 
 
 @contextmanager
-def noting_told(store: StateStore) -> Generator[None, None, None]:
+def noting_reported(store: StateStore) -> Generator[None, None, None]:
     """Note that a loss that leaves the block is reported to its caller."""
     try:
         yield
@@ -72,7 +72,7 @@ def noting_told(store: StateStore) -> Generator[None, None, None]:
 
 
 @contextmanager
-def telling_at_open(store: StateStore, name: str) -> Generator[None, None, None]:
+def reporting_at_open(store: StateStore, name: str) -> Generator[None, None, None]:
     """Report all unreported losses of a writer with a single error, so that the next opening succeeds.
 
     Args:
@@ -85,7 +85,7 @@ def telling_at_open(store: StateStore, name: str) -> Generator[None, None, None]
     try:
         yield
     except LOSSES:
-        note_told(store, [(found.transactional_id, found.state) for found in untold(_incidents(store, name))])
+        note_reported(store, [(found.transactional_id, found.state) for found in unreported(_incidents(store, name))])
         raise
     incidents = _incidents(store, name)
     left = [found for found in incidents if found.acknowledged_at is None]
@@ -95,13 +95,13 @@ def telling_at_open(store: StateStore, name: str) -> Generator[None, None, None]
             name,
             len(left),
         )
-    new = untold(incidents)
-    note_told(store, [(found.transactional_id, found.state) for found in new])
+    new = unreported(incidents)
+    note_reported(store, [(found.transactional_id, found.state) for found in new])
     if new:
         raise _as_error(new[0], others=len(new) - 1)
 
 
-def untold(incidents: Iterable[Incident]) -> Sequence[Incident]:
+def unreported(incidents: Iterable[Incident]) -> Sequence[Incident]:
     """The incidents that were not reported to any caller, and that no person has looked at."""
     return [found for found in incidents if found.told_at is None and found.acknowledged_at is None]
 

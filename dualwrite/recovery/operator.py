@@ -31,15 +31,15 @@ from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.values import StateRow, TransactionStatus, check_seconds, check_selection, is_drawn, parsed
 from dualwrite.recovery import recover
 from dualwrite.recovery.claim import OwnerContext, claim_writers, unique_owner
-from dualwrite.recovery.in_doubt import note_told
+from dualwrite.recovery.in_doubt import note_reported
 from dualwrite.recovery.recover import (
     IdStatus,
     RecoveryReport,
     connected_coordinator,
     inspect_rows,
     recover_rows,
+    report_losses,
     rows_of,
-    tell,
     whole_writers,
 )
 from dualwrite.recovery.settle import Loss, settle
@@ -126,7 +126,7 @@ def terminate(
             store = used.store()
             context = OwnerContext(coordinator, store, unique_owner(KafkaConfig.parse(kafka).client_id), observer)
             report = terminate_by(context, transactional_id, deadline, lose_decided=lose_decided)
-            note_told(store, [(loss.row.transactional_id, loss.row.prepared) for loss in report.losses])
+            note_reported(store, [(loss.row.transactional_id, loss.row.prepared) for loss in report.losses])
             for loss in report.losses:
                 observer.lost(loss.as_error())
             return report
@@ -321,14 +321,14 @@ def forget(
         # Read before Kafka is asked: a row written since then is not deleted.
         found = recover.status(transactional_id, kafka=kafka, database=used, prefix=prefix, timeout_s=timeout_s)
         unsettled = {item.row.transactional_id for item in found if _is_unsettled(item)}
-        told = {incident.transactional_id for incident in store.incidents(transactional_id or prefix or "")}
+        with_incidents = {incident.transactional_id for incident in store.incidents(transactional_id or prefix or "")}
         leased = forgetting.leased()
         facts = {
             name: Facts(
                 untouched_for_s=(now - row.updated_at).total_seconds(),
                 unsettled=name in unsettled,
                 leased=name in leased,
-                has_open_incident=name in told,
+                has_open_incident=name in with_incidents,
             )
             for name, row in rows.items()
         }
@@ -514,5 +514,5 @@ def take_over(
             owner=unique_owner(owner),
             observer=observer,
         )
-        tell(report, rows_of(store, transactional_id, None), store, observer)
+        report_losses(report, rows_of(store, transactional_id, None), store, observer)
         return report

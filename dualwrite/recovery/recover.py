@@ -43,7 +43,7 @@ from dualwrite.protocol.values import (
     writer_of,
 )
 from dualwrite.recovery.claim import OwnerContext, claim_writers, unique_owner
-from dualwrite.recovery.in_doubt import note_told, untold
+from dualwrite.recovery.in_doubt import note_reported, unreported
 from dualwrite.recovery.inspect import Unsettled, inspect
 from dualwrite.recovery.lost_decisions import (
     Forgotten,
@@ -224,29 +224,29 @@ def recover(
         rows = rows_of(store, transactional_id, prefix)
         report.unknown = transactional_id is not None and not rows and not report.forgotten
         if not dry_run:
-            tell(report, rows, store, observer)
+            report_losses(report, rows, store, observer)
         return report
 
 
 class _Progress:
     """Counts the ids of one :func:`recover`, and tells its caller."""
 
-    def __init__(self, told: Callable[[int, int], None] | None) -> None:
-        self._told = told
+    def __init__(self, report: Callable[[int, int], None] | None) -> None:
+        self._report = report
         self._settled = self._planned = 0
         self._one_at_a_time = threading.Lock()
 
     def note_planned(self, items: Sequence[IdStatus]) -> None:
         self._planned = len({item.row.transactional_id for item in items})
-        if self._told is not None:
-            self._told(0, self._planned)
+        if self._report is not None:
+            self._report(0, self._planned)
 
     def note_settled(self, _: str) -> None:
-        if self._told is None:
+        if self._report is None:
             return
         with self._one_at_a_time:
             self._settled += 1
-            self._told(self._settled, self._planned)
+            self._report(self._settled, self._planned)
 
 
 def _open_for_s(asked: float | None, transactional_id: str | None) -> float:
@@ -265,15 +265,15 @@ def _asked_for(store: StateStore, transactional_id: str | None, prefix: str | No
     return lambda name: name != writer_of(name) and writer_of(name) in names
 
 
-def tell(report: RecoveryReport, rows: Sequence[StateRow], store: StateStore, observer: Observer) -> None:
+def report_losses(report: RecoveryReport, rows: Sequence[StateRow], store: StateStore, observer: Observer) -> None:
     """Report all losses, including those that other processes found and did not report before they ended."""
     by_id = {row.transactional_id: row for row in rows}
     reported = {(loss.row.transactional_id, loss.row.prepared) for loss in report.losses}
-    for found in untold(store.incidents_of(by_id.keys())):
+    for found in unreported(store.incidents_of(by_id.keys())):
         if (found.transactional_id, found.state) not in reported:
             row = replace(by_id[found.transactional_id], prepared=found.state)
             report.losses.append(Loss(row, found.outcome, found.detail))
-    note_told(store, [(loss.row.transactional_id, loss.row.prepared) for loss in report.losses])
+    note_reported(store, [(loss.row.transactional_id, loss.row.prepared) for loss in report.losses])
     for loss in report.losses:
         observer.lost(loss.as_error())
 

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from dualwrite.writing.fair_queue import Ticket
     from dualwrite.writing.health import Vitals
     from dualwrite.writing.lane import Lane
-    from dualwrite.writing.lane_pool import Kept, Lanes
+    from dualwrite.writing.lane_pool import Lanes, PooledLane
 
 # The ORM session of a dual write, or of one of its units: made at first use, on its connection, and on no other.
 
@@ -823,7 +823,7 @@ class WriterBlock(DualWrite):
         self._joined = joined
         self._adopted: AbstractContextManager[Handle] | None = None
         self._own: AbstractContextManager[Handle] | None = None
-        self._ticket: Ticket[Kept] | None = None
+        self._ticket: Ticket[PooledLane] | None = None
         self._has_lane = False
         self.observer = None
 

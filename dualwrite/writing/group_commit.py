@@ -31,10 +31,11 @@ from dualwrite.writing import transaction as entered
 from dualwrite.writing.retry import Patience, pause_after_s, refuse_not_run, run_again
 from dualwrite.writing.transaction import write_of
 from dualwrite.writing.units_of_work import (
+    Answer,
     Divided,
     GroupRun,
     RowUnit,
-    Told,
+    answer_all,
     check_within,
     closed_error,
     copied,
@@ -42,7 +43,6 @@ from dualwrite.writing.units_of_work import (
     fail_left,
     late_error,
     named,
-    tell_all,
 )
 
 if TYPE_CHECKING:
@@ -414,11 +414,11 @@ class Groups:
 
     def _run(self, group: GroupRun) -> None:
         note_running(self)
-        told = run_group(group, self._block, self._limits, self._call, lambda: self._let_next_run(group))
+        answers = run_group(group, self._block, self._limits, self._call, lambda: self._let_next_run(group))
         self._let_next_run(group)
         if group.begun:
             self._grouped(group.begun)
-        tell_all(told)
+        answer_all(answers)
 
     def _end(self, group: GroupRun) -> None:
         with self._lock:
@@ -594,7 +594,7 @@ def run_group(
     limits: WriterLimits,
     call: Call,
     all_run: Callable[[], None],
-) -> Sequence[Told]:
+) -> Sequence[Answer]:
     """Run a group to its end. Returns what to tell the callers; ``group.again`` are the units that run again.
 
     Args:

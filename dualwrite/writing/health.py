@@ -55,29 +55,29 @@ class Vitals:
         elif isinstance(error, _MISSING) or isinstance(error.__cause__, _MISSING):
             self._answered = False
 
-    def health(self, lanes: Lanes, *, is_open: bool, untold_losses: int) -> Health:
+    def health(self, lanes: Lanes, *, is_open: bool, unreported_losses: int) -> Health:
         """The writer's health. Returns at once."""
         answered = self._answered
         if is_open and not answered:
             self._probe.start()
         now, all_lanes = now_s(), lanes.all
-        used = [kept for kept in all_lanes if kept.taken_at is not None]
-        unsettled = [kept for kept in all_lanes if kept.taken_at is None and kept.lane.needs_settling]
-        left = [left_s for kept in used if (left_s := kept.lane.time_left_s) is not None]
+        used = [pooled for pooled in all_lanes if pooled.taken_at is not None]
+        unsettled = [pooled for pooled in all_lanes if pooled.taken_at is None and pooled.lane.needs_settling]
+        left = [left_s for pooled in used if (left_s := pooled.lane.time_left_s) is not None]
         return Health(
             self._name,
             is_open,
-            fenced=self._fenced or any(kept.given_up for kept in unsettled),
+            fenced=self._fenced or any(pooled.given_up for pooled in unsettled),
             answered=answered,
-            untold_losses=untold_losses,
+            unreported_losses=unreported_losses,
             max_lanes=lanes.max_lanes,
             lanes=len(all_lanes),
             used=len(used),
             waiting=lanes.waiting,
             unsettled=len(unsettled),
-            stuck=sum(kept.failures > 0 for kept in unsettled),
-            unsettled_s=max((kept.lane.unsettled_s for kept in unsettled), default=0.0),
-            open_s=max((now - since for kept in used if (since := kept.taken_at) is not None), default=0.0),
+            stuck=sum(pooled.failures > 0 for pooled in unsettled),
+            unsettled_s=max((pooled.lane.unsettled_s for pooled in unsettled), default=0.0),
+            open_s=max((now - since for pooled in used if (since := pooled.taken_at) is not None), default=0.0),
             time_left_s=min(left, default=None),
         )
 

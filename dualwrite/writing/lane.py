@@ -26,7 +26,7 @@ from dualwrite.protocol.lost_decisions import contradiction
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.values import NEVER_MS, Outcome, Partition, StateRow, gone_back, is_older
 from dualwrite.recovery.claim import OwnerContext, claim_rows
-from dualwrite.recovery.in_doubt import note_told, prove_committed
+from dualwrite.recovery.in_doubt import note_reported, prove_committed
 from dualwrite.recovery.settle import settle
 from dualwrite.writing.fair_queue import NoTurn, Turns
 
@@ -291,17 +291,17 @@ class Lane:
             except DatabaseWentBack as error:
                 if error.state is None:
                     raise  # the claim is refused until a person has looked
-                self._losses.tell(error)
+                self._losses.report(error)
                 report = self._renew(deadline)
         except (DecidedTransactionLost, OutcomeUnverifiable) as loss:
-            self._losses.tell(loss)
+            self._losses.report(loss)
             raise Unavailable(
                 "an earlier transaction of this lane is lost, and not all it left behind is settled yet; nothing was begun",
                 transactional_id=self.transactional_id,
                 next_step="run the work again",
             ) from loss
         for found in report.losses:
-            self._losses.tell(found.as_error())
+            self._losses.report(found.as_error())
 
     def settle(self, deadline: Deadline) -> None:
         """Claim and settle a lane that is not in use. Reports the losses that it finds.
@@ -315,7 +315,7 @@ class Lane:
         try:
             self._settle_former(deadline)
         except DatabaseWentBack as error:
-            self._losses.tell(error)
+            self._losses.report(error)
 
     def complete(self, state: PreparedTxnState, deadline: Deadline) -> None:
         """Commit in Kafka what the database has decided.
@@ -499,10 +499,10 @@ class RecordedLosses:
         self._losses = losses
         self._forgotten: str | None = None
 
-    def tell(self, loss: FoundLoss) -> None:
+    def report(self, loss: FoundLoss) -> None:
         """Report a loss that is recorded already, and note in the database whether a caller has got it."""
-        if self._losses.tell(loss) and loss.state is not None:
-            note_told(self._context.store, [(self._id, PreparedTxnState.from_string(loss.state))])
+        if self._losses.report(loss) and loss.state is not None:
+            note_reported(self._context.store, [(self._id, PreparedTxnState.from_string(loss.state))])
 
     def record_came_back(self, row: StateRow) -> None:
         """Record and report that the row's transaction, aborted on both sides, is committed in Kafka.
@@ -515,7 +515,7 @@ class RecordedLosses:
         )
         error = OutcomeUnverifiable(detail, transactional_id=self._id, state=str(row.prepared))
         self._context.store.record_outcomes([(row, Outcome.UNVERIFIABLE, detail)])
-        self.tell(error)
+        self.report(error)
 
     def record_forgotten(self, row: StateRow, error: DatabaseWentBack) -> None:
         """Record the decision on this row that the database has lost. Kafka has its messages."""
@@ -549,7 +549,7 @@ class RecordedLosses:
             recorded = found.incarnation == row.incarnation  # if the claim is lost too, no opening can succeed
             error = gone_back(seen, self._id, str(row.prepared), recorded=recorded)
             self.record_forgotten(row, error)
-            self.tell(error)
+            self.report(error)
 
 
 # Reports losses of transactions that have ended for their callers; never raises them into another caller's block.
@@ -575,9 +575,9 @@ class Losses:
     def __init__(self, on_loss: OnLoss | None = None, observer: Observer = NO_OBSERVER) -> None:
         self._on_loss = on_loss
         self._observer = observer
-        self._untold: queue.SimpleQueue[FoundLoss] = queue.SimpleQueue()
+        self._unreported: queue.SimpleQueue[FoundLoss] = queue.SimpleQueue()
 
-    def tell(self, loss: FoundLoss) -> bool:
+    def report(self, loss: FoundLoss) -> bool:
         """Report one loss. Returns whether ``on_loss`` took it, besides the log."""
         logger.error(
             "a transaction was lost after its block had ended: %s",
@@ -597,16 +597,16 @@ class Losses:
                 logger.exception("on_loss raised for the loss of %s", loss.transactional_id)
             else:
                 return True
-        self._untold.put(loss)
+        self._unreported.put(loss)
         return False
 
     @property
-    def untold(self) -> int:
+    def unreported(self) -> int:
         """The number of losses that only the log has reported."""
-        return self._untold.qsize()
+        return self._unreported.qsize()
 
-    def raise_untold(self) -> None:
+    def raise_unreported(self) -> None:
         """Raise the first loss that only the log has reported, if any. Each is raised at most once."""
-        untold = [self._untold.get_nowait() for _ in range(self._untold.qsize())]
-        if untold:
-            raise untold[0]
+        unreported = [self._unreported.get_nowait() for _ in range(self._unreported.qsize())]
+        if unreported:
+            raise unreported[0]

@@ -41,7 +41,7 @@ _END_AFTER_S: Final = 1.0
 _WATCH_EVERY_S: Final = 1.0
 
 
-class Kept:
+class PooledLane:
     """A lane, and the state of its housekeeping since a block last used it.
 
     Attributes:
@@ -118,7 +118,7 @@ class Lanes:
         self._kafka_at = kafka_at
         self.ends: EndQuestions | None = None
         self.watch: Callable[[], bool] = lambda: False
-        self._turns: Turns[Kept] = Turns(on_freed=self._freed)
+        self._turns: Turns[PooledLane] = Turns(on_freed=self._freed)
         self._choose, self._due = (
             self._chosen,
             self._choose_due,
@@ -140,7 +140,7 @@ class Lanes:
         return self._turns.places[0].thing.lane
 
     @property
-    def all(self) -> Sequence[Kept]:
+    def all(self) -> Sequence[PooledLane]:
         """The lanes as they are now, those in use included."""
         return [place.thing for place in list(self._turns.places)]
 
@@ -159,17 +159,17 @@ class Lanes:
             lanes: The lanes.
             keep_house: Whether to take care of free lanes in the background.
         """
-        self._turns.places = [Place(Kept(lane)) for lane in lanes]
+        self._turns.places = [Place(PooledLane(lane)) for lane in lanes]
         if not keep_house:
             return
         self._housekeeper = threading.Thread(target=self._keep_house, name=f"dualwrite {self._name}", daemon=True)
         self._housekeeper.start()
 
-    def ticket(self) -> Ticket[Kept]:
+    def ticket(self) -> Ticket[PooledLane]:
         """A ticket for a block to take its lane with. It must be ended, however the block ends; see :class:`Ticket`."""
         return Ticket(self._turns, self._choose)
 
-    def take(self, ticket: Ticket[Kept]) -> Lane:
+    def take(self, ticket: Ticket[PooledLane]) -> Lane:
         """Wait for a lane; first come, first served.
 
         Raises:
@@ -185,9 +185,9 @@ class Lanes:
             if self.closed:
                 raise IllegalStateError("the writer is closed", transactional_id=self._name)
             raise self._busy()
-        kept = ticket.place.thing
-        kept.failures, kept.given_up, kept.taken_at = 0, False, now_s()
-        return kept.lane
+        pooled = ticket.place.thing
+        pooled.failures, pooled.given_up, pooled.taken_at = 0, False, now_s()
+        return pooled.lane
 
     def _busy(self) -> Unavailable:
         """The error of a caller that got no lane: whether it was Kafka, the other callers, or both that kept the lanes busy."""
@@ -209,7 +209,7 @@ class Lanes:
             next_step=step,
         )
 
-    def _chosen(self, places: Sequence[Place[Kept]]) -> Place[Kept] | None:
+    def _chosen(self, places: Sequence[Place[PooledLane]]) -> Place[PooledLane] | None:
         """The working lane that was free for longest, or else another one.
 
         A lane whose last transaction is still ending would make the block wait, so others come first.
@@ -217,10 +217,10 @@ class Lanes:
         known = ending = None
         left = False
         for place in places:
-            kept = place.thing
-            if place.holder is not None or kept.needs_settling:
+            pooled = place.thing
+            if place.holder is not None or pooled.needs_settling:
                 continue
-            if kept.pending is not None and not kept.pending.known:
+            if pooled.pending is not None and not pooled.pending.known:
                 if ending is None or place.free_since < ending.free_since:
                     ending = place
             else:
@@ -235,14 +235,14 @@ class Lanes:
         chosen.thing.worked = True
         return chosen
 
-    def _other(self, places: Sequence[Place[Kept]]) -> Place[Kept] | None:
+    def _other(self, places: Sequence[Place[PooledLane]]) -> Place[PooledLane] | None:
         """A new lane, or one that needs settling.
 
         The latter only if no working lane will be free soon: the background settles it, and it may be one that cannot be
         settled now.
         """
         if len(places) < self.max_lanes:
-            new = Place(Kept(self._make_lane(len(places))))
+            new = Place(PooledLane(self._make_lane(len(places))))
             self._turns.places.append(new)
             return new
         unsettled = longest_free(places)
@@ -251,12 +251,12 @@ class Lanes:
         unsettled.thing.worked = False
         return unsettled
 
-    def _freed(self, place: Place[Kept], now: float) -> None:
-        kept = place.thing
-        kept.taken_at = None
-        kept.pending = kept.lane.come_to_rest()
-        kept.needs_settling = kept.pending is None and kept.lane.needs_settling
-        due_at = kept.due_at(now, self._idle_after_s)
+    def _freed(self, place: Place[PooledLane], now: float) -> None:
+        pooled = place.thing
+        pooled.taken_at = None
+        pooled.pending = pooled.lane.come_to_rest()
+        pooled.needs_settling = pooled.pending is None and pooled.lane.needs_settling
+        due_at = pooled.due_at(now, self._idle_after_s)
         # Housekeeping is woken for what is due before its next look, not by every dual write.
         if due_at is not None and (self._due_at is None or due_at < self._due_at):
             self.look_again()
@@ -269,25 +269,25 @@ class Lanes:
     def _keep_house(self) -> None:
         while (ticket := self._next_due()) is not None:
             assert ticket.place is not None
-            kept = ticket.place.thing
-            lane = kept.lane
+            pooled = ticket.place.thing
+            lane = pooled.lane
             try:
                 idles = now_s() >= ticket.place.free_since + self._idle_after_s
                 _see_to(lane, Deadline(min(self._timeout_s, _ATTEMPT_S)), idles=idles)
-                kept.failures = kept.failures + 1 if lane.needs_settling else 0
+                pooled.failures = pooled.failures + 1 if lane.needs_settling else 0
             except Fenced as error:
-                kept.given_up = True
+                pooled.given_up = True
                 logger.warning("%s: left to the new owner to settle: %s", lane.transactional_id, error)
             except DualWriteError as error:
-                kept.failures += 1
+                pooled.failures += 1
                 logger.warning("%s: not settled yet; retrying later: %s", lane.transactional_id, error)
             except Exception:
-                kept.failures += 1
+                pooled.failures += 1
                 logger.exception("%s: not settled yet; retrying later", lane.transactional_id)
             finally:
                 ticket.end()
 
-    def _next_due(self) -> Ticket[Kept] | None:
+    def _next_due(self) -> Ticket[PooledLane] | None:
         """Wait for a lane whose housekeeping is due, and take it; None when closing."""
         while not self.closed:
             if now_s() >= self._watch_at and self.watch():
@@ -305,7 +305,7 @@ class Lanes:
                 self._look.get(timeout=None if self._due_at is None else max(0.0, self._due_at - now_s()))
         return None
 
-    def _choose_due(self, places: Sequence[Place[Kept]]) -> Place[Kept] | None:
+    def _choose_due(self, places: Sequence[Place[PooledLane]]) -> Place[PooledLane] | None:
         due = [
             (at, place)
             for place in places
@@ -332,7 +332,7 @@ class Lanes:
             self._housekeeper.join(self._timeout_s)
             self._housekeeper = None
         count = len(self)
-        lanes = [kept.lane for kept in self._turns.drain(Deadline(self._timeout_s))]
+        lanes = [pooled.lane for pooled in self._turns.drain(Deadline(self._timeout_s))]
         deadline = Deadline(min(self._timeout_s, _CLOSE_S))
         try:
             _attempt(lanes, lambda lane: lane.prove_end(deadline))

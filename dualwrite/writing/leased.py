@@ -231,7 +231,7 @@ class LeasedWriter(DualWriter):
                 writer = self._next(keeper)
             except Exception as error:  # noqa: BLE001 - whatever it is, only another attempt can help
                 if isinstance(error, LOSSES):
-                    self._losses.tell(error)
+                    self._losses.report(error)
                 logger.warning("%s: no free id yet; retrying: %s", former.transactional_id, error)
                 self._closing.wait(pause_s * random.uniform(0.5, 1.5))  # noqa: S311 - jitter
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -272,7 +272,7 @@ class LeasedWriter(DualWriter):
                     observer=self._observer,
                 )
                 for loss in report.losses:
-                    self._losses.tell(loss.as_error())
+                    self._losses.report(loss.as_error())
                 if report.went_back:
                     raise report.went_back[0]
                 leases.give_back(name, owner, settled=True)
@@ -290,7 +290,7 @@ class LeasedWriter(DualWriter):
             known,
             lease_lost=self._lost is not None,
             lease_expired=self._lost is None and keeper.state is LeaseState.EXPIRED,
-            untold_losses=known.untold_losses + self._losses.untold,
+            unreported_losses=known.unreported_losses + self._losses.unreported,
         )
 
     def close(self) -> None:
@@ -312,7 +312,7 @@ class LeasedWriter(DualWriter):
             late, self._late = self._late, None
             if late is not None:
                 raise late
-            self._losses.raise_untold()
+            self._losses.raise_unreported()
         finally:
             if self._keeper is not None:
                 # The heartbeats continue until here: closing may take longer than a lease lasts.

@@ -196,7 +196,7 @@ class Task(Protocol):
 
 
 TaskT = TypeVar("TaskT", bound=Task)
-Told = Callable[[], None]
+Answer = Callable[[], None]
 
 
 def closed_error(name: str) -> IllegalStateError:
@@ -208,10 +208,10 @@ def closed_error(name: str) -> IllegalStateError:
     return IllegalStateError("the writer was closed before the unit began; nothing was written", transactional_id=name)
 
 
-def tell_all(told: Iterable[Told]) -> None:
+def answer_all(answers: Iterable[Answer]) -> None:
     """Tell the callers. What a callback of one raises, ``SystemExit`` say, comes out once all others have their answer."""
     raised: BaseException | None = None
-    for tell in told:
+    for tell in answers:
         try:
             tell()
         except BaseException as error:  # noqa: BLE001 - raised below
@@ -222,7 +222,7 @@ def tell_all(told: Iterable[Told]) -> None:
 
 def fail_left(units: Iterable[Unit[Any]], name: str) -> None:
     """Fail units that a closed writer never ran or will not rerun."""
-    tell_all([_failed(unit, closed_error(name)) for unit in units if unit.work.begin()])
+    answer_all([_failed(unit, closed_error(name)) for unit in units if unit.work.begin()])
 
 
 def late_error(name: str, within_s: float) -> Unavailable:
@@ -332,18 +332,18 @@ class GroupRun:
         if not self._results:
             raise NothingKept
 
-    def committed(self) -> Sequence[Told]:
+    def committed(self) -> Sequence[Answer]:
         """Note that the group has committed. Returns what to tell the callers."""
-        told: list[Told] = []
+        answers: list[Answer] = []
         again = []
         for unit in self.taken:
             if unit in self._results:
-                told.append(_succeeded(unit, self._results[unit]))
+                answers.append(_succeeded(unit, self._results[unit]))
             elif unit in self._errors:
                 error = self._errors[unit]
                 unit.failures += 1
                 if after_unit(error, unit.failures) is Fate.FAIL:
-                    told.append(_failed(unit, error))
+                    answers.append(_failed(unit, error))
                 else:
                     self._let_rest(unit)
                     unit.work.rest(error)
@@ -352,9 +352,9 @@ class GroupRun:
                 unit.work.rest(None)
                 again.append(unit)
         self.again = again
-        return told
+        return answers
 
-    def failed(self, error: BaseException, *, aborted: bool = False) -> Sequence[Told]:
+    def failed(self, error: BaseException, *, aborted: bool = False) -> Sequence[Answer]:
         """Note that the group has ended with an error, which has left its block.
 
         Args:
@@ -368,18 +368,18 @@ class GroupRun:
             return self.committed()
         if not self._ran:  # the block could not begin: until a unit does, its caller may give it up
             self._ran = set(self.taken) - self._dropped
-        told: list[Told] = []
+        answers: list[Answer] = []
         again = []
         for unit in self.taken:
             if unit in self._ran and not self._runs_again(unit, error, aborted=aborted):
                 if unit in self._begun or self.begins(unit):
-                    told.append(_failed(unit, self._shown(unit, error)))
+                    answers.append(_failed(unit, self._shown(unit, error)))
             elif unit not in self._dropped:
                 unit.work.rest(error if unit in self._ran else None)
                 again.append(unit)
         self.again = again
         self._log(error)
-        return told
+        return answers
 
     def _runs_again(self, unit: Unit[Any], error: BaseException, *, aborted: bool) -> bool:
         unit.failures += 1
@@ -416,11 +416,11 @@ class GroupRun:
         return error if len(self._ran) == 1 else copied(error)
 
 
-def _succeeded(unit: Unit[Any], result: object) -> Told:
+def _succeeded(unit: Unit[Any], result: object) -> Answer:
     return lambda: unit.work.succeed(result)
 
 
-def _failed(unit: Unit[Any], error: BaseException) -> Told:
+def _failed(unit: Unit[Any], error: BaseException) -> Answer:
     return lambda: unit.work.fail(error)
 
 

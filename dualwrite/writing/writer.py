@@ -17,7 +17,7 @@ from dualwrite.kafka.producer import EngineName, wanted_engine
 from dualwrite.protocol.leases import LeaseTiming
 from dualwrite.protocol.values import DEFAULT_LIMITS, WriterLimits, check_writer_name
 from dualwrite.recovery.claim import unique_owner
-from dualwrite.recovery.in_doubt import LOSSES, noting_told
+from dualwrite.recovery.in_doubt import LOSSES, noting_reported
 from dualwrite.stores.opening import database_of, is_made_here
 from dualwrite.stores.sql.database import sql_of
 from dualwrite.telemetry.loaded import observer_if_loaded
@@ -290,7 +290,7 @@ class DualWriter(Submitting):
         """
         # Lanes are there from the end of open() to the beginning of close().
         is_open = len(self._lanes) > 0 and not self._lanes.closed and os.getpid() == self._pid
-        return self._vitals.health(self._lanes, is_open=is_open, untold_losses=self._losses.untold)
+        return self._vitals.health(self._lanes, is_open=is_open, unreported_losses=self._losses.unreported)
 
     @property
     def ready(self) -> bool:
@@ -312,10 +312,10 @@ class DualWriter(Submitting):
             return
         opened = self._connected
         try:
-            with noting_told(opened.context.store) if opened is not None else nullcontext():
+            with noting_reported(opened.context.store) if opened is not None else nullcontext():
                 self._groups.close(self._limits.timeout_s)
                 self._lanes.close()
-                self._losses.raise_untold()
+                self._losses.raise_unreported()
         finally:
             if self._unobserve is not None:
                 self._unobserve()

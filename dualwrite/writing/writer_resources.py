@@ -16,7 +16,7 @@ from dualwrite.kafka.producer import LaneProducer
 from dualwrite.kafka.transaction_ends import EndQuestions, look_again
 from dualwrite.protocol.values import lane_id
 from dualwrite.recovery.claim import OwnerContext, claim_lanes
-from dualwrite.recovery.in_doubt import telling_at_open
+from dualwrite.recovery.in_doubt import reporting_at_open
 from dualwrite.writing.fair_queue import Turns
 from dualwrite.writing.health import SeldomAsked
 from dualwrite.writing.lane import Lane
@@ -184,7 +184,7 @@ class Opened:
             DualWriteError: As ``DualWriter.open``.
         """
         count = min(_LANES_FROM_THE_START, self._lanes.max_lanes)
-        with telling_at_open(self.context.store, self._name):
+        with reporting_at_open(self.context.store, self._name):
             rows = claim_lanes(self.context, self._name, count, deadline)
         lanes = [self.lane(number) for number in range(count)]
         for lane in lanes:

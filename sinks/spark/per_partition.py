@@ -135,7 +135,7 @@ class BatchJob(DriverSide):
             try:
                 if error is not None and self._begun_partitions:
                     self._note_failed()
-                    self._tell_what_stays(error)
+                    self._log_what_stays(error)
             finally:
                 self._close()
 
@@ -157,7 +157,7 @@ class BatchJob(DriverSide):
             # settles what they leave.
             jobs.end(self.name, Deadline(self._options.timeout_s))
 
-    def _tell_what_stays(self, error: BaseException) -> None:
+    def _log_what_stays(self, error: BaseException) -> None:
         """Log how the whole batch ended: tasks report only their own partition.
 
         Raises:

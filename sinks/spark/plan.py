@@ -414,8 +414,8 @@ def reason_of(error: Exception) -> str:
         return "{}: {}".format(*ours[-1])
     if raised := _RAISED.findall(text):
         return str(raised[-1])
-    told = (line.removeprefix(": ") for line in text.splitlines() if line and not line.startswith(_CALLING))
-    return next(told, type(error).__name__)
+    lines = (line.removeprefix(": ") for line in text.splitlines() if line and not line.startswith(_CALLING))
+    return next(lines, type(error).__name__)
 
 
 @contextmanager

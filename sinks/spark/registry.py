@@ -116,7 +116,7 @@ def _client(settings: RegistrySettings, known: Iterable[Registered] = ()) -> Gen
 
 
 @contextmanager
-def _told() -> Generator[None, None, None]:
+def _errors_mapped() -> Generator[None, None, None]:
     try:
         yield
     except SchemaRegistryError as error:
@@ -159,7 +159,7 @@ def latest(settings: RegistrySettings, field: str, part_format: Format, topic: s
             "described by its descriptor, and a record's name is not known before its schema"
         )
     subject = f"{topic}-{field}"
-    with _client(settings) as client, _told():
+    with _client(settings) as client, _errors_mapped():
         found = client.get_latest_version(subject).schema
     if (found.schema_type or "AVRO") != _KINDS[part_format]:
         raise ConfigurationError(f"the latest schema of {subject!r} is {found.schema_type}, not {part_format}")
@@ -178,7 +178,7 @@ def registered(settings: RegistrySettings, schema: PartSchema, topics: Iterable[
         ConfigurationError: The registry refuses it.
         Unavailable: The registry does not answer.
     """
-    with _client(settings) as client, _told():
+    with _client(settings) as client, _errors_mapped():
         for topic in topics:
             _find(client, settings, schema, topic, register=settings.auto_register)
     found = tuple(client.known.values())
@@ -212,7 +212,7 @@ class TaskRegistry:
             ConfigurationError: The registry does not have the schema under the topic's subject.
             Unavailable: The registry does not answer.
         """
-        with _told():
+        with _errors_mapped():
             serialize = _find(self._client, self._settings, schema, topic, register=False)
         context = _context(schema, topic)
         return lambda row: serialize(row, context)

@@ -156,7 +156,7 @@ def works(engine: Engine) -> None:
     store.record_outcomes([(row, Outcome.LOST, "a test")])
     store.mark_settled({"orders": row.incarnation})
     assert [incident.outcome for incident in store.incidents()] == [Outcome.LOST]
-    store.note_told([("orders", state)])
+    store.note_reported([("orders", state)])
     assert store.acknowledge("orders", state)
     assert [one.transactional_id for one in store.find("ord")] == ["orders"]
     assert database.living(["orders"]) == set()

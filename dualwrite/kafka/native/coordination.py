@@ -25,7 +25,7 @@ from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.brokers import Brokers
 from dualwrite.kafka.cluster import find_coordinators
 from dualwrite.kafka.config import TWO_PHASE_COMMIT
-from dualwrite.kafka.engine import choose_transaction_timeout_ms, tell_that_unlimited, warn_if_bounded
+from dualwrite.kafka.engine import choose_transaction_timeout_ms, log_that_unlimited, warn_if_bounded
 from dualwrite.kafka.failures import Code
 from dualwrite.kafka.native.error_meanings import Meaning, Request, meaning_of
 from dualwrite.kafka.network import Message, NotYet
@@ -344,14 +344,14 @@ def initialise(requests: CoordinatorRequests, ways: Sequence[Attempt], deadline:
     return Initialised(answered, way)
 
 
-def tell_time_limit(
+def log_time_limit(
     granted: Attempt, requested_ms: int | None, broker_maximum_ms: int | None, *, cluster_id: str, transactional_id: str
 ) -> None:
     """Log, once per process and cluster, whether transactions have a time limit that the user has not asked for."""
     named = {"cluster_id": cluster_id, "transactional_id": transactional_id}
     if granted.timeout_ms == NEVER_MS:
         how = "two-phase commit" if granted.two_phase else f"transaction.timeout.ms={NEVER_MS}"
-        tell_that_unlimited(how, **named)
+        log_that_unlimited(how, **named)
     else:
         warn_if_bounded(requested_ms, broker_maximum_ms, granted.timeout_ms, **named)
 

@@ -51,9 +51,9 @@ from dualwrite.kafka.native.coordination import (
     attempts,
     group_of,
     initialise,
+    log_time_limit,
     offsets_of,
     refusal_of_two_phase,
-    tell_time_limit,
 )
 from dualwrite.kafka.native.error_meanings import Meaning, Request, meaning_of
 from dualwrite.kafka.native.produce_state import Partition, ProduceCore, Refusal
@@ -188,7 +188,7 @@ class NativeInstance(ProducerEngine):
         self._ids = self._answered(initialised.answered, Phase.INIT).ids
         cluster_id = self._coordinator.cluster_id(deadline)
         granted = initialised.granted
-        tell_time_limit(granted, asked_timeout_ms, maximum_ms, cluster_id=cluster_id, transactional_id=self._id)
+        log_time_limit(granted, asked_timeout_ms, maximum_ms, cluster_id=cluster_id, transactional_id=self._id)
         self._renews = self._ids[1] < _EPOCHS
         self.machine.apply(event)
         self.log.info("ready as producer %d:%d, native transactions", *self._ids)
@@ -360,7 +360,7 @@ class NativeInstance(ProducerEngine):
         """Tell callbacks and statistics what has been acknowledged; returns how many callbacks there were."""
         sender = self._sender
         if self._statistics is not None:
-            self._statistics.tell(sender.delivered, self._open.core, now_s())
+            self._statistics.note(sender.delivered, self._open.core, now_s())
         if not sender.delivered:
             return 0
         found, sender.delivered = sender.delivered, []
@@ -503,13 +503,13 @@ class NativeInstance(ProducerEngine):
         if not isinstance(self.transaction, OpenTransaction):
             return 0
         self._sender.pump()
-        told = self._report()
+        called = self._report()
         # Also if nothing is in flight: a message whose leader has moved waits until the new one is looked up.
-        if timeout_s and not told and not self.transaction.core.is_flushed:
+        if timeout_s and not called and not self.transaction.core.is_flushed:
             self._sender.wait(Deadline(timeout_s))
-            told = self._report()
+            called = self._report()
         self.transaction.deliveries.raise_callback_error()
-        return told
+        return called
 
     def close(self) -> None:
         """Close the connections without ending the transaction."""
@@ -679,20 +679,20 @@ class Deliveries(Callbacks):
 
     def delivered(self, found: Iterable[Delivered]) -> int:
         """Tell the callbacks of acknowledged batches; returns how many there were."""
-        told = 0
+        called = 0
         for one in found:
             for index, awaited in one.batch.callbacks:
                 offset = one.base_offset + index if one.base_offset >= 0 else _NO_OFFSET
-                self._tell(awaited, one.partition, None, offset)
-                told += 1
-        return told
+                self._call_back(awaited, one.partition, None, offset)
+                called += 1
+        return called
 
     def failed(self, awaited: Iterable[tuple[Partition, object]], code: int) -> None:
         """Tell the callbacks of messages that were not delivered."""
         for partition, one in awaited:
-            self._tell(one, partition, code, _NO_OFFSET)
+            self._call_back(one, partition, code, _NO_OFFSET)
 
-    def _tell(self, awaited: object, partition: Partition, code: int | None, offset: int) -> None:
+    def _call_back(self, awaited: object, partition: Partition, code: int | None, offset: int) -> None:
         # Loaded where callbacks are used, and not else.
         from confluent_kafka import KafkaError  # noqa: PLC0415 - as above
         from confluent_kafka import Message as KafkaMessage  # noqa: PLC0415 - as above
@@ -798,7 +798,7 @@ class Statistics:
         self._next_at: float | None = None
         self._messages = self._bytes = self._batches = 0
 
-    def tell(self, delivered: Iterable[Delivered], core: ProduceCore, now: float) -> None:
+    def note(self, delivered: Iterable[Delivered], core: ProduceCore, now: float) -> None:
         """Count acknowledged batches, and call the callback if it is due. Its exceptions are logged.
 
         Args:

@@ -289,7 +289,7 @@ class Incidents:
             if one.transactional_id == name
         )
 
-    def note_told(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
+    def note_reported(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
         self._change_incidents(losses, lambda one: None if one.told_at is not None else replace(one, told_at=now()))
 
     def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:

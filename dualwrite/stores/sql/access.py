@@ -590,7 +590,7 @@ def _in_atomic(given: DjangoConnection, engine: Engine) -> Generator[Connection,
         )
     marked = TransactionAborted("Django has marked the transaction for rollback", retryable=False)
     asked = False
-    told: BaseException | None = None
+    reported: BaseException | None = None
     hooks: list[Any] = []
 
     def permit(_: object) -> None:
@@ -608,7 +608,7 @@ def _in_atomic(given: DjangoConnection, engine: Engine) -> Generator[Connection,
                     yield connection
                 except BaseException as error:
                     if error is not marked:
-                        told = error
+                        reported = error
                         # Asked for a permit, the block's own code has ended: the error is not one that it has raised itself.
                         if not asked or not isinstance(error, _AFTER_THE_DECISION):
                             raise
@@ -622,8 +622,9 @@ def _in_atomic(given: DjangoConnection, engine: Engine) -> Generator[Connection,
             given.run_on_commit = hooks
             given.run_and_clear_commit_hooks()
     finally:
-        if told is not None:
-            raise told  # also if Django could not connect again, or a hook has failed: the outcome is what the caller must know
+        if reported is not None:
+            # Also if Django could not connect again, or a hook has failed: the outcome is what the caller must know.
+            raise reported
 
 
 def _psycopg_of(given: DjangoConnection) -> psycopg.Connection[Any]:

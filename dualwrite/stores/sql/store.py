@@ -351,10 +351,10 @@ class SqlStateStore:
         """See :meth:`dualwrite.interfaces.StateStore.incidents_of`."""
         return self._own.read(lambda connection: self._records.incidents_of(connection, transactional_ids))
 
-    def note_told(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.note_told`."""
+    def note_reported(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
+        """See :meth:`dualwrite.interfaces.StateStore.note_reported`."""
         if losses:
-            self._own.run(lambda connection: self._records.note_told(connection, losses))
+            self._own.run(lambda connection: self._records.note_reported(connection, losses))
 
     def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:
         """See :meth:`dualwrite.interfaces.StateStore.acknowledge`."""
@@ -527,7 +527,7 @@ class Records:
             incident.c.told_at,
         )
 
-    def note_told(self, connection: Connection, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
+    def note_reported(self, connection: Connection, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
         """Record that these losses are now reported to a caller, unless they already were."""
         incident = self._incident
         keys = sorted((transactional_id, digest(state)) for transactional_id, state in losses)

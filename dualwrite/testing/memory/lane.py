@@ -485,7 +485,7 @@ class MemoryStore:
         del deadline
         raise DualWriteError("the database does not say how the COMMIT ended", transactional_id=transactional_id)
 
-    def note_told(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
+    def note_reported(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
         """See the port. There is no table of incidents."""
         del losses
 

@@ -189,9 +189,9 @@ class InMemoryWriter(Submitting):
         Messages of dual writes whose rows are committed become visible; the others are aborted. Lanes in use are left alone. A
         lane is also settled before its next use, and by :meth:`close`.
         """
-        for kept in self._lanes.all:
-            if kept.taken_at is None:
-                kept.lane.settle(Deadline(_AT_ONCE))
+        for pooled in self._lanes.all:
+            if pooled.taken_at is None:
+                pooled.lane.settle(Deadline(_AT_ONCE))
 
     def open(self) -> None:
         """See :meth:`DualWriter.open`.
@@ -258,7 +258,7 @@ class InMemoryWriter(Submitting):
     def health(self) -> Health:
         """See :meth:`DualWriter.health`."""
         is_open = self._open and not self._lanes.closed
-        return self._vitals.health(self._lanes, is_open=is_open, untold_losses=0)
+        return self._vitals.health(self._lanes, is_open=is_open, unreported_losses=0)
 
     @property
     def ready(self) -> bool:

@@ -412,8 +412,8 @@ class SimulatedStore:
             lambda: [found for key, found in self._database.incidents.items() if key[0] in transactional_ids]
         )
 
-    def note_told(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.note_told`. The model itself records the losses reported to processes."""
+    def note_reported(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
+        """See :meth:`dualwrite.interfaces.StateStore.note_reported`. The model itself records the losses reported to processes."""
         del losses
 
     def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:

@@ -11,7 +11,7 @@ WRONG = [
     ({"lease_lost": True}, "taking another id"),
     ({"lease_expired": True}, "not renewed"),
     ({"stuck": 2}, "could not be settled: 2"),
-    ({"untold_losses": 3}, "reported: 3"),
+    ({"unreported_losses": 3}, "reported: 3"),
 ]
 
 
@@ -30,6 +30,13 @@ def test_one_wrong_thing_makes_it_unready_and_is_named(wrong, sentence):
 
 def test_all_that_is_wrong_is_named():
     health = Health(
-        "orders", open=False, fenced=True, answered=False, lease_lost=True, lease_expired=True, stuck=1, untold_losses=1
+        "orders",
+        open=False,
+        fenced=True,
+        answered=False,
+        lease_lost=True,
+        lease_expired=True,
+        stuck=1,
+        unreported_losses=1,
     )
     assert len(health.problems) == len(WRONG)

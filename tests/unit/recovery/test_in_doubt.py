@@ -14,7 +14,7 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.protocol.values import Incident, Outcome
-from dualwrite.recovery.in_doubt import note_told, noting_told, telling_at_open, untold
+from dualwrite.recovery.in_doubt import note_reported, noting_reported, reporting_at_open, unreported
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
 STATE = prepared(1)
@@ -31,7 +31,7 @@ class Store:
     def incidents(self, prefix):
         return [one for one in self.found if one.transactional_id.startswith(prefix)]
 
-    def note_told(self, losses):
+    def note_reported(self, losses):
         if self.refusal is not None:
             raise self.refusal
         self.told += losses
@@ -50,27 +50,27 @@ def incident(name="orders", number=0, *, outcome=Outcome.LOST, told=False, ackno
 
 
 def opening(store, name="orders"):
-    with telling_at_open(store, name):
+    with reporting_at_open(store, name):
         pass
 
 
 def test_reporting_nothing_asks_nothing_of_the_database():
     store = Store()
     store.refusal = AssertionError("asked")
-    note_told(store, [])
+    note_reported(store, [])
 
 
 def test_a_report_that_cannot_be_noted_is_made_again_and_no_error_of_its_own(caplog):
     store = Store()
     store.refusal = Unavailable("away")
-    note_told(store, [("orders", STATE)])
+    note_reported(store, [("orders", STATE)])
     assert "reported again: away" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [DecidedTransactionLost, OutcomeUnverifiable, DatabaseWentBack])
 def test_a_loss_that_leaves_the_block_is_noted_and_passed_on(kind):
     store, loss = Store(), kind("lost", transactional_id="orders#1", state=str(STATE))
-    with pytest.raises(kind) as caught, noting_told(store):
+    with pytest.raises(kind) as caught, noting_reported(store):
         raise loss
     assert caught.value is loss
     assert store.told == [("orders#1", STATE)]
@@ -88,7 +88,7 @@ def test_a_loss_that_leaves_the_block_is_noted_and_passed_on(kind):
 )
 def test_an_error_that_names_no_loss_is_passed_on_and_nothing_is_noted(error):
     store = Store()
-    with pytest.raises(type(error)), noting_told(store):
+    with pytest.raises(type(error)), noting_reported(store):
         raise error
     assert store.told == []
 
@@ -99,7 +99,7 @@ def test_an_error_that_names_no_loss_is_passed_on_and_nothing_is_noted(error):
 )
 def test_unreported_is_what_no_caller_has_heard_of_and_no_person_has_looked_at(told, acknowledged, reported):
     found = incident(told=told, acknowledged=acknowledged)
-    assert (list(untold([found])) == [found]) is reported
+    assert (list(unreported([found])) == [found]) is reported
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_another_writer_whose_name_begins_alike_reports_its_losses_itself():
 def test_a_loss_that_the_opening_itself_finds_is_raised_and_the_others_count_as_reported():
     store = Store(incident("orders", 1), incident("orders#1", 2))
     found = DecidedTransactionLost("found now", transactional_id="orders", state=str(prepared(1, 1)))
-    with pytest.raises(DecidedTransactionLost) as caught, telling_at_open(store, "orders"):
+    with pytest.raises(DecidedTransactionLost) as caught, reporting_at_open(store, "orders"):
         raise found
     assert caught.value is found
     assert store.told == [("orders", prepared(1, 1)), ("orders#1", prepared(1, 2))]
@@ -138,7 +138,7 @@ def test_a_loss_that_the_opening_itself_finds_is_raised_and_the_others_count_as_
 
 def test_an_opening_that_fails_reports_nothing():
     store = Store(incident())
-    with pytest.raises(Unavailable), telling_at_open(store, "orders"):
+    with pytest.raises(Unavailable), reporting_at_open(store, "orders"):
         raise Unavailable("away")
     assert store.told == []
 

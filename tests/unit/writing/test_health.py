@@ -14,7 +14,7 @@ LANES = Lanes("orders", lambda _: None, max_lanes=8, timeout_s=1, lane_timeout_s
 
 def vitals_with(probe):
     vitals = Vitals("orders", probe)
-    return vitals, lambda **given: vitals.health(LANES, **{"is_open": True, "untold_losses": 0, **given})
+    return vitals, lambda **given: vitals.health(LANES, **{"is_open": True, "unreported_losses": 0, **given})
 
 
 def no_probe():
@@ -114,7 +114,7 @@ def test_a_fenced_writer_stays_so():
 
 def test_a_loss_that_only_the_log_has_makes_it_unready():
     _, health = vitals_with(no_probe)
-    assert "reported: 1" in health(untold_losses=1).problems[0]
+    assert "reported: 1" in health(unreported_losses=1).problems[0]
 
 
 def test_a_writers_probe_asks_both_servers(shop, monkeypatch):

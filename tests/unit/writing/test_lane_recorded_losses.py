@@ -31,7 +31,7 @@ class Store:
             raise Unavailable("away")
         self.outcomes += [(row.prepared, outcome) for row, outcome, _ in outcomes]
 
-    def note_told(self, losses):
+    def note_reported(self, losses):
         self.told += losses
 
 

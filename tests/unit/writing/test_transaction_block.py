@@ -195,7 +195,7 @@ def test_a_loss_that_a_block_raises_is_noted_as_reported(servers, monkeypatch):
             one_block(here)
         return caught.value
 
-    with noting(monkeypatch, "note_told") as told:
+    with noting(monkeypatch, "note_reported") as told:
         owner = servers.start(work).to("write.decided")
         servers.simulation.broker = time_out(servers.simulation.broker, servers.row().kafka_id(1))
         servers.simulation.write_markers()

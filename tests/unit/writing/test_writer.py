@@ -299,10 +299,10 @@ def test_a_loss_that_nobody_was_given_is_raised_by_close_unless_the_body_raises(
     loss = DecidedTransactionLost("lost", transactional_id="orders", state="")
     with pytest.raises(DecidedTransactionLost):  # noqa: SIM117
         with shop.writer() as writer:
-            writer._losses.tell(loss)
+            writer._losses.report(loss)
     with pytest.raises(Refused), caplog.at_level(logging.ERROR, "dualwrite"):  # noqa: SIM117
         with shop.writer() as writer:
-            writer._losses.tell(loss)
+            writer._losses.report(loss)
             raise Refused
     assert "loss reported only in this log" in caplog.text
 
@@ -310,7 +310,7 @@ def test_a_loss_that_nobody_was_given_is_raised_by_close_unless_the_body_raises(
 def test_a_loss_that_on_loss_took_is_not_raised_again(shop):
     told = []
     with shop.writer(on_loss=told.append) as writer:
-        writer._losses.tell(DecidedTransactionLost("lost", transactional_id="orders", state=""))
+        writer._losses.report(DecidedTransactionLost("lost", transactional_id="orders", state=""))
     assert len(told) == 1
 
 

@@ -153,7 +153,7 @@ def a_failed_unit_fails_its_group(patch: pytest.MonkeyPatch) -> None:
     """The caller of a unit that is committed hears the error of another unit of its group."""
     real = GroupRun.committed
 
-    def committed(self: GroupRun) -> Sequence[units_of_work.Told]:
+    def committed(self: GroupRun) -> Sequence[units_of_work.Answer]:
         told = real(self)
         error = next(iter(self._errors.values()), None)
         return told if error is None else [units_of_work._failed(unit, error) for unit in self._results]

@@ -192,7 +192,7 @@ def newest_start_alone_taken_for_a_lost_decision(patch: pytest.MonkeyPatch) -> N
 )
 def recorded_taken_for_told(patch: pytest.MonkeyPatch) -> None:
     """A recorded loss counts as reported, though its finder may have died in between."""
-    patch.setattr(in_doubt, "untold", lambda _: [])
+    patch.setattr(in_doubt, "unreported", lambda _: [])
 
 
 @mistake(

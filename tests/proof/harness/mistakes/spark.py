@@ -81,7 +81,7 @@ def run_not_checked_at_the_hand_over(patch: pytest.MonkeyPatch) -> None:
     """A task hands its rows over without a look whether its run was given up meanwhile."""
     from dualwrite.sinks.spark import whole_batch
 
-    patch.setattr(whole_batch, "dual_write", partial(_without, "permit", whole_batch.dual_write))
+    patch.setattr(whole_batch, "DualWrite", partial(_without, "permit", whole_batch.DualWrite))
 
 
 _STREAMS = "integration/test_spark_streams.py::"
@@ -249,7 +249,7 @@ def run_not_checked_at_the_decision(patch: pytest.MonkeyPatch) -> None:
     """A task decides without a look whether its run was given up meanwhile."""
     from dualwrite.sinks.spark import partition_task
 
-    patch.setattr(partition_task, "dual_write", partial(_without, "permit", partition_task.dual_write))
+    patch.setattr(partition_task, "DualWrite", partial(_without, "permit", partition_task.DualWrite))
 
 
 @mistake(

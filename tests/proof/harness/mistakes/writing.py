@@ -304,10 +304,10 @@ def connection_of_any_database_accepted(patch: pytest.MonkeyPatch) -> None:
 def loss_raised_into_the_block_that_finds_it(patch: pytest.MonkeyPatch) -> None:
     """A block that settles its lane raises a loss of the transaction before, and its body never runs."""
 
-    def tell(_, loss):
+    def report(_, loss):
         raise loss
 
-    patch.setattr(Losses, "tell", tell)
+    patch.setattr(Losses, "report", report)
 
 
 @mistake(

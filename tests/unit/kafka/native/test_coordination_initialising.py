@@ -15,8 +15,8 @@ from dualwrite.kafka.native.coordination import (
     Initialised,
     attempts,
     initialise,
+    log_time_limit,
     refusal_of_two_phase,
-    tell_time_limit,
 )
 from dualwrite.protocol.values import NEVER_MS
 
@@ -135,11 +135,11 @@ def log(caplog, monkeypatch):
 )
 def test_the_time_limit_is_told_once(log, granted, said):
     for _ in range(2):
-        tell_time_limit(granted, None, DEFAULT_MS, cluster_id="cluster", transactional_id="orders")
+        log_time_limit(granted, None, DEFAULT_MS, cluster_id="cluster", transactional_id="orders")
     [line] = log.records
     assert said in line.getMessage()
 
 
 def test_the_users_own_timeout_is_not_warned_of(log):
-    tell_time_limit(Attempt(60_000), 60_000, DEFAULT_MS, cluster_id="cluster", transactional_id="orders")
+    log_time_limit(Attempt(60_000), 60_000, DEFAULT_MS, cluster_id="cluster", transactional_id="orders")
     assert not log.records

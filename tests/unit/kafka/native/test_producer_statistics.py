@@ -35,17 +35,17 @@ def delivered(count):
 
 def test_the_callback_is_called_after_each_interval_with_what_was_acknowledged(core, told):
     statistics = Statistics("app", 2.0, told.append)
-    statistics.tell([], core, 10.0)
-    statistics.tell([delivered(2), delivered(3)], core, 10.1)
+    statistics.note([], core, 10.0)
+    statistics.note([delivered(2), delivered(3)], core, 10.1)
     core.append(("orders", 0), b"waits", b"k", (), 1, now=11.0)
-    statistics.tell([], core, 11.9)
+    statistics.note([], core, 11.9)
     assert told == []
-    statistics.tell([], core, 12.0)
-    statistics.tell([], core, 13.9)
+    statistics.note([], core, 12.0)
+    statistics.note([], core, 13.9)
     [found] = map(json.loads, told)
     assert (found["name"], found["txmsgs"], found["batches"]) == ("app", 5, 2)
     assert (found["msg_cnt"], found["msg_size"], found["requests_in_flight"]) == (1, 6, 0)
-    statistics.tell([], core, 14.0)
+    statistics.note([], core, 14.0)
     assert len(told) == 2
 
 
@@ -54,7 +54,7 @@ def test_an_exception_of_the_callback_is_logged_and_changes_nothing(core, caplog
         raise RuntimeError("of the callback")
 
     statistics = Statistics("app", 1.0, fails)
-    statistics.tell([], core, 1.0)
+    statistics.note([], core, 1.0)
     with caplog.at_level(logging.ERROR):
-        statistics.tell([], core, 3.0)
+        statistics.note([], core, 3.0)
     assert "app: stats_cb raised" in caplog.text
