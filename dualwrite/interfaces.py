@@ -777,9 +777,10 @@ def native_of(coordinator: TransactionCoordinator) -> NativeCoordinator:
     Raises:
         IllegalStateError: It cannot.
     """
-    if not isinstance(coordinator, NativeCoordinator):
+    # Not by isinstance(), which compares some twenty names each time: callers ask often.
+    if not hasattr(coordinator, "producer_epochs"):
         raise IllegalStateError("this coordinator cannot end transactions of the native engine")
-    return coordinator
+    return coordinator  # type: ignore[return-value] # as just looked up
 
 
 # The port for observers of dual writes, settling and writers. The implementations here do nothing.

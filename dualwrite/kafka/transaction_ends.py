@@ -47,8 +47,8 @@ _ANSWER_S: Final = 2.0
 """Limits one request: a suspended broker never answers, and other requests queue behind it."""
 _READ_ON_AFTER_S: Final = 0.02
 """Transactions open before ours have usually ended by then. Reading on costs as much as the log is long from there."""
-_TOGETHER_S: Final = 0.05
-"""For so long a caller leaves the asking to the questions about all lanes. Markers usually take a millisecond."""
+_TOGETHER_S: Final = 0.5
+"""For so long a caller leaves the asking to the questions about all. Markers take a millisecond, longer on a busy broker."""
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.0003, 0.005
 _REMEMBERED: Final = 32
 

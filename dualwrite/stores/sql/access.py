@@ -355,6 +355,7 @@ class Borrowed:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._own: Connection | None = None
 
     def __enter__(self) -> Connection:
         """Connect.
@@ -370,9 +371,10 @@ class Borrowed:
         return own
 
     def __exit__(self, *error: object) -> None:
-        """Return it to the pool."""
-        _borrowed.discard(self._own)
-        self._own.close()
+        """Return it to the pool, if there is one: a task may have been cancelled while it connected."""
+        if self._own is not None:
+            _borrowed.discard(self._own)
+            self._own.close()
 
 
 def begin_on(

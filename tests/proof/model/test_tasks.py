@@ -11,7 +11,7 @@ from dualwrite import AsyncDualWriter, WriterLimits
 from dualwrite.asyncio.writer import THREADS
 from model import tasks
 
-FIRST = 1_000_000
+FIRST = 1_000_060
 EVERY_TIME = 30
 SOON = 20
 
