@@ -858,6 +858,7 @@ class WriterBlock(DualWrite):
             self.observer = observed.__enter__()
         observer = self.observer
         lane = ground.lanes.take(ticket)
+        self.transactional_id = lane.transactional_id  # also where connecting fails
         self._has_lane = True
         lane.ready(Deadline(ground.timeout_s))
         if observer is not None:

@@ -11,9 +11,9 @@ from dualwrite import AsyncDualWriter, WriterLimits
 from dualwrite.asyncio.writer import THREADS
 from model import tasks
 
-FIRST = 1_000_060
+FIRST = 1_000_090
 EVERY_TIME = 30
-SOON = 20
+SOON = 100
 
 pytest.importorskip("aiosqlite")
 
