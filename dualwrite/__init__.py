@@ -9,7 +9,7 @@ every package but ``dualwrite.cli``, ``dualwrite.sinks`` and ``dualwrite.testing
 - ``dualwrite.errors``: every error;
 - ``dualwrite.databases``: RocksDB and ZooKeeper as databases;
 - ``dualwrite.operations``: the calls for operators, and their reports;
-- ``dualwrite.types``: what calls return, for annotations;
+- ``dualwrite.types``: what calls return, and the dictionaries that they take, for annotations;
 - ``dualwrite.sinks``, ``dualwrite.state``, ``dualwrite.units``, ``dualwrite.testing``, ``dualwrite.migrations``.
 """
 

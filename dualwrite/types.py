@@ -1,4 +1,4 @@
-"""The types of objects that calls return, for annotations. Applications never create them themselves.
+"""Types for annotations: of the objects that calls return, and of dictionaries that calls take.
 
 `Transaction` and `AsyncTransaction`, which nearly every function of an application takes, are in ``dualwrite`` itself. Each
 name loads what it needs at first use.
@@ -9,18 +9,34 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dualwrite.asyncio.transaction import AsyncBoundSessions
     from dualwrite.consumer.consumer import ConsumerProgress
+    from dualwrite.consumer.working import Deserializers
     from dualwrite.protocol.prepared_state import FirstOffset
     from dualwrite.protocol.process import Health
     from dualwrite.writing.sessions import BoundSessions
+    from dualwrite.writing.transaction import AsyncWriterOptions, Serializers, WriterOptions
 
-__all__ = ["AsyncBoundSessions", "BoundSessions", "ConsumerProgress", "FirstOffset", "Health"]
+__all__ = [
+    "AsyncBoundSessions",
+    "AsyncWriterOptions",
+    "BoundSessions",
+    "ConsumerProgress",
+    "Deserializers",
+    "FirstOffset",
+    "Health",
+    "Serializers",
+    "WriterOptions",
+]
 
 _HOMES = {
     "AsyncBoundSessions": "dualwrite.asyncio.transaction",
+    "AsyncWriterOptions": "dualwrite.writing.transaction",
     "BoundSessions": "dualwrite.writing.sessions",
     "ConsumerProgress": "dualwrite.consumer.consumer",
+    "Deserializers": "dualwrite.consumer.working",
     "FirstOffset": "dualwrite.protocol.prepared_state",
     "Health": "dualwrite.protocol.process",
+    "Serializers": "dualwrite.writing.transaction",
+    "WriterOptions": "dualwrite.writing.transaction",
 }
 
 

@@ -59,6 +59,10 @@ class Deserializers(TypedDict, total=False):
 
     Each is a callable ``(bytes, SerializationContext) -> object``, as those of confluent-kafka, or a dictionary with one for
     each topic that has one. All workers use them at once, and again after an abort.
+
+    Attributes:
+        key: Makes the keys that the handler gets.
+        value: Makes the values.
     """
 
     key: ByTopic

@@ -62,6 +62,10 @@ class Serializers(TypedDict, total=False):
 
     Each is a callable ``(object, SerializationContext) -> bytes``, as those of confluent-kafka, or a dictionary with one for
     each topic that has one. Many threads use them at once.
+
+    Attributes:
+        key: Makes the keys.
+        value: Makes the values.
     """
 
     key: ByTopic

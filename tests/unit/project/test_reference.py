@@ -33,7 +33,11 @@ NOT_FOR_USERS = {
     },
     "SourceOptions": {"parse"},  # the format calls it
 }
-EXPLAINED_BY = {"SinkSettings": "SinkOptions"}  # the same names, as keyword arguments
+EXPLAINED_BY = {
+    "SinkSettings": "SinkOptions",
+    "WriterOptions": "DualWriter",
+    "AsyncWriterOptions": "AsyncDualWriter",
+}  # the same names, as keyword arguments
 
 
 class Entry(NamedTuple):
