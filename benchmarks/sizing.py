@@ -261,7 +261,7 @@ def render(figures: Mapping[str, Any]) -> str:
             "partitions. Never change it once there are transactions. 50 is enough here, as long as every broker leads some "
             "of them.",
             "- **Connections.** While it writes, a task has librdkafka's connections to each broker, to its coordinator, and "
-            "to its bootstrap broker, and kafka-python's, at most one to each broker. A reused worker keeps a producer for "
+            "to its bootstrap broker, and the library's own, at most one to each broker. A reused worker keeps a producer for "
             "each partition of a whole batch that it has prepared, up to eight. Check `max.connections`, "
             "`max.connections.per.ip`, `max.connection.creation.rate`, and the brokers' limit of open files.",
             "- **PostgreSQL.** `max_connections` is 100 by default. A task has one session while it writes, and another once "

@@ -23,7 +23,6 @@ from dualwrite.clock import Deadline
 from dualwrite.kafka.brokers import Brokers
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.network import Network
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.values import Decision, StateRow
 from dualwrite.recovery.claim import OwnerContext, claim_rows, unique_owner
@@ -50,20 +49,20 @@ class Leg:
     @classmethod
     @contextmanager
     def measured(cls) -> Iterator[Self]:
-        """Measure the block: its time, and every request of kafka-python that it sends."""
-        leg, exchange = cls(), Network.exchange
+        """Measure the block: its time, and every request that it sends to a broker of its choice."""
+        leg, exchange = cls(), Brokers.exchange
 
-        def counted(self, requests, *others):
+        def counted(self, requests, *others, **how):
             leg.requests.update(type(request).__name__.removesuffix("Request") for _, request in requests)
-            return exchange(self, requests, *others)
+            return exchange(self, requests, *others, **how)
 
-        Network.exchange = counted
+        Brokers.exchange = counted
         begun = time.perf_counter()
         try:
             yield leg
         finally:
             leg.seconds = time.perf_counter() - begun
-            Network.exchange = exchange
+            Brokers.exchange = exchange
 
 
 def measure(ground: Ground, count: int, topic: str, *, partitions: int, by_claim: bool = False) -> dict[str, Leg]:

@@ -1,38 +1,66 @@
-"""Requests to the brokers of one cluster: sent, interpreted, and retried until answered.
+"""The brokers of one cluster: connections to them, requests to whichever broker must answer, and what errors mean.
 
-One :class:`Brokers` serves many threads; no call outlasts its deadline, whatever the network does.
+:class:`Connections` belong to one caller at a time, a thread or a task, which waits for their answers itself: a dual write
+sends and receives in its own thread. :class:`Brokers` serve any number of callers: each call borrows connections that no
+other call uses meanwhile, so no caller waits for another's answer, and no lock is held during a wait.
+
+Brokers are known by their ids. The bootstrap servers are asked while no id is known, or none of those answers. Whatever goes
+wrong makes the addresses outdated: the next call asks for them first.
+
+No call outlasts its deadline, whatever the network does.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import ssl
+import select
+import selectors
+import socket
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Final, Generic, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
-import kafka.errors as kafka_errors
-from kafka.net.manager import KafkaConnectionManager
-from kafka.protocol.metadata import MetadataRequest
-from tenacity import Retrying, retry_if_exception_type, wait_exponential
-
-from dualwrite.clock import FIRST_PAUSE_S, LONGEST_PAUSE_S, Deadline, pause
+from dualwrite.clock import Deadline, GrowingPause, now_s, pause
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
-from dualwrite.kafka.callers_network import CallersNetwork
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.network import Message, Network, NetworkLoopEnded, NotYet, quieten_logs
+from dualwrite.kafka.connection import READABLE, WRITABLE, Connection, ConnectionBroken, ConnectionSettings
+from dualwrite.kafka.messages import Answer, Done, Message, NotOffered, Rare, Request
+from dualwrite.waiting import here
+
+if TYPE_CHECKING:
+    from dualwrite.kafka.config import KafkaConfig
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
+Node: TypeAlias = int | str
+"""A broker's id, or the name of a bootstrap server."""
 
 _WINDOW: Final = 200  # requests of one call in flight: other users of the connection queue behind them
 _LANES: Final = 4  # connections to a broker for many requests: a broker serves one connection's requests in turn
 _SPREAD_FROM: Final = 32  # requests
-_LOOKUP_TIMEOUT_MS: Final = 5000  # any broker can answer a lookup: move on to the next one soon
+_LOOKUP_S: Final = 5.0  # any broker can answer a lookup: move on to the next one soon
+_MOST_IDLE: Final = 4
+"""This many returned connections are kept for later calls."""
+_JITTER: Final = (0.8, 1.2)
 _UNREACHABLE: Final = (
     "try again when the brokers answer; if they never did, check bootstrap.servers and security.protocol"
 )
+
+
+class NotYet(Exception):
+    """A request has no answer yet, or one that may soon change: ask again.
+
+    Args:
+        why: The reason.
+        moved: Whether another broker may now be the one to ask.
+        unreachable: Whether no broker answered at all.
+    """
+
+    def __init__(self, why: str, *, moved: bool = True, unreachable: bool = False) -> None:
+        super().__init__(why)
+        self.moved = moved
+        self.unreachable = unreachable
 
 
 def until_answered(
@@ -52,62 +80,35 @@ def until_answered(
     Raises:
         Unavailable: Some keys had no answer in time.
     """
-    asking = _Asking(keys, ask, deadline)
-    growing = wait_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S)
-    retrying = Retrying(
-        retry=retry_if_exception_type(NotYet),
-        wait=lambda state: min(growing(state), deadline.remaining_s()),
-        stop=lambda _: deadline.expired,
-        sleep=pause,
-        reraise=True,
-    )
-    try:
-        retrying(asking.go_on)
-    except NotYet as last:
-        total = len(asking.pending) + len(asking.answers)
-        left = f" ({len(asking.pending)} of {total} left)" if asking.answers else ""
-        raise Unavailable(
-            f"Kafka could not {what} in time{left}: {last}", next_step=_UNREACHABLE if last.unreachable else None
-        ) from last
-    return asking.answers
-
-
-class _Asking(Generic[Key, Value]):
-    """The answers so far, and the keys still pending."""
-
-    def __init__(
-        self, keys: Iterable[Key], ask: Callable[[list[Key]], Mapping[Key, Value | NotYet]], deadline: Deadline
-    ) -> None:
-        self.pending = list(dict.fromkeys(keys))
-        self.answers: dict[Key, Value] = {}
-        self._ask = ask
-        self._deadline = deadline
-        self._last: NotYet | None = None
-
-    def go_on(self) -> None:
-        """Ask for all pending keys."""
-        if self._last is not None and self._deadline.expired:  # asking now would replace the last reason by a timeout
-            raise self._last
+    pending, answers = list(dict.fromkeys(keys)), dict[Key, Value]()
+    between = GrowingPause()
+    while pending:
         try:
-            self._ask_once()
+            last = NotYet("the broker left it out of its answer")
+            for key, answer in ask(pending).items():
+                if isinstance(answer, NotYet):
+                    last = answer
+                else:
+                    answers[key] = answer
+            pending = [key for key in pending if key not in answers]
         except NotYet as reason:
-            self._last = reason
-            raise
-
-    def _ask_once(self) -> None:
-        missing = NotYet("the broker left it out of its answer")
-        for key, answer in (self._ask(self.pending) if self.pending else {}).items():
-            if isinstance(answer, NotYet):
-                missing = answer
-            else:
-                self.answers[key] = answer
-        self.pending = [key for key in self.pending if key not in self.answers]
-        if self.pending:
-            raise missing
+            last = reason
+        if not pending:
+            break
+        if not deadline.expired:
+            between.wait(deadline)
+        if deadline.expired:  # asking now would replace the last reason by a timeout
+            left = f" ({len(pending)} of {len(pending) + len(answers)} left)" if answers else ""
+            raise Unavailable(
+                f"Kafka could not {what} in time{left}: {last}", next_step=_UNREACHABLE if last.unreachable else None
+            ) from last
+    return answers
 
 
 def metadata_request(topics: Collection[str]) -> Message:
     """A request for the brokers, the cluster id, and the metadata of these topics. Creates no topic."""
+    from kafka.protocol.metadata import MetadataRequest  # noqa: PLC0415 - loaded when it is needed
+
     named = [MetadataRequest.MetadataRequestTopic(name=topic) for topic in topics]
     return MetadataRequest(topics=named, allow_auto_topic_creation=False)
 
@@ -127,9 +128,11 @@ def verdict(code: int, subject: str, grant: str) -> NotYet | None:
         ConfigurationError: The right is missing.
         Unavailable: Retrying would not help.
     """
-    kind = kafka_errors.for_code(code)
-    if kind is kafka_errors.NoError:
+    if not code:
         return None
+    import kafka.errors as kafka_errors  # noqa: PLC0415 - loaded with the first error
+
+    kind = kafka_errors.for_code(code)
     if issubclass(kind, kafka_errors.AuthorizationError):
         raise ConfigurationError(
             f"Kafka refused {subject}: {kind.__name__}", next_step=f"let an administrator grant this user {grant}"
@@ -139,17 +142,57 @@ def verdict(code: int, subject: str, grant: str) -> NotYet | None:
     raise Unavailable(f"the broker answered {kind.__name__} about {subject}")
 
 
-class Brokers:
-    """The brokers of one cluster. Connects on the first request; thread-safe.
+class Addresses:
+    """Where the brokers of a cluster are.
+
+    Args:
+        bootstrap: The bootstrap servers.
+        like: Others of the same cluster: what they know when this is first used need not be asked for again.
+
+    Attributes:
+        brokers: Host and port by id. Replaced as a whole, so that any thread may read it.
+        outdated: Whether to ask for them again.
+    """
+
+    def __init__(self, bootstrap: Sequence[tuple[str, int]], like: Addresses | None = None) -> None:
+        self._bootstrap = {f"bootstrap-{number}": server for number, server in enumerate(bootstrap)}
+        self._like = like
+        self.brokers: Mapping[int, tuple[str, int]] = {}
+        self.outdated = True
+
+    def must_ask(self) -> bool:
+        """Whether to ask for the brokers' addresses before anything else."""
+        like, self._like = self._like, None
+        if like is not None and like.brokers:
+            self.brokers, self.outdated = like.brokers, False
+        return self.outdated
+
+    @property
+    def bootstrap(self) -> list[str]:
+        """The names of the bootstrap servers."""
+        return list(self._bootstrap)
+
+    def of(self, node: Node) -> tuple[str, int] | None:
+        """Host and port; None if no broker has that id."""
+        return self._bootstrap.get(node) if isinstance(node, str) else self.brokers.get(node)
+
+    def learn(self, brokers: Iterable[Message]) -> None:
+        """Take the brokers of a metadata answer."""
+        self.brokers = {broker.node_id: (broker.host, broker.port) for broker in brokers}
+        self.outdated = False
+
+
+class Connections:
+    """The connections of one caller to the brokers of one cluster. Used by one caller at a time.
+
+    Between calls nothing happens but what the kernel does with bytes that were written.
 
     Args:
         config: How to connect.
-        make_network: Makes the connections from kafka-python's settings.
-        like: Other connections to the same cluster. What they know of its brokers need not be asked for again: the first
-            request goes straight to its broker, not first to a bootstrap server.
-
-    Attributes:
-        listener: Decides which of their addresses the brokers tell.
+        like: Others to the same cluster. What they know of its brokers need not be asked for again: the first request goes
+            straight to its broker, not first to a bootstrap server.
+        settings: How to connect, if it is made of the configuration already.
+        addresses: Where the brokers are, shared with others.
 
     Raises:
         ConfigurationError: A certificate or key of the configuration cannot be used.
@@ -158,32 +201,29 @@ class Brokers:
     def __init__(
         self,
         config: KafkaConfig,
-        make_network: Callable[[Mapping[str, object]], Network] = Network,
         *,
-        like: Brokers | None = None,
+        like: Connections | Brokers | None = None,
+        settings: ConnectionSettings | None = None,
+        addresses: Addresses | None = None,
     ) -> None:
-        self.listener = config.listener
-        self._like = like
-        self._known: Message | None = None
-        self._make_network = make_network
-        self._arguments = config.kafka_python()
-        unknown = self._arguments.keys() - KafkaConnectionManager.DEFAULT_CONFIG.keys()
-        if unknown:  # kafka-python would ignore them silently
-            raise ConfigurationError(f"the installed kafka-python does not know {', '.join(sorted(unknown))}")
-        quieten_logs()
-        self._lock = threading.Lock()
-        self._network: Network | None = None
+        self._settings = config.connecting() if settings is None else settings
+        self.addresses = addresses or _addresses_like(self._settings, like)
+        self._connections: dict[Node, Connection] = {}
+        self._more_lanes: dict[tuple[Node, int], Connection] = {}
+        self._asked: list[Connection] = []
+        self._failures: dict[Node, tuple[int, float, Exception]] = {}
         self._pid = os.getpid()
         self._closed = False
-        self._outdated = True
+
+    # Requests whose answers are waited for.
 
     def exchange(
-        self, requests: Sequence[tuple[int, Message]], deadline: Deadline, *, spread: bool = False
-    ) -> list[Message | NotYet]:
-        """Send each request to its broker, all at once, and return the responses in the same order.
+        self, requests: Sequence[tuple[int, Request | Message]], deadline: Deadline, *, spread: bool = False
+    ) -> list[Answer | NotYet]:
+        """Send each request to its broker, all at once, and return the answers in the same order.
 
         Args:
-            requests: Broker ids with requests. Build the requests afresh: kafka-python writes into them.
+            requests: Broker ids with requests, of this library or of kafka-python.
             deadline: Limits the wait. A request already sent is not withdrawn.
             spread: Whether many requests may use several connections. Otherwise a broker gets them in this order.
 
@@ -192,47 +232,14 @@ class Brokers:
             ConfigurationError: The brokers refuse our credentials or our way of connecting, or are too old.
             IllegalStateError: Closed, or used in a forked process.
         """
-        if requests:
-            self._look_around(deadline)
+        self._check()
+        if requests and self.addresses.outdated and self.addresses.must_ask():
+            self.metadata((), deadline)
         lanes = _LANES if spread and len(requests) >= _SPREAD_FROM else 1
-        answers: list[Message | NotYet] = []
+        answers: list[Answer | NotYet] = []
         for start in range(0, len(requests), _WINDOW):
             answers += self._exchange(requests[start : start + _WINDOW], deadline, lanes=lanes)
         return answers
-
-    def post(self, node: int, request: Message, done: Callable[[Message | NotYet], None]) -> None:
-        """Send a request without a wait, on connections of one caller at a time (:class:`CallersNetwork`).
-
-        Args:
-            node: The broker's id.
-            request: The request, built afresh.
-            done: Called once, with the answer or the reason why there is none, by this call or by a later :meth:`serve`.
-
-        Raises:
-            IllegalStateError: As `exchange`.
-        """
-
-        def judged(answer: Message | Exception) -> None:
-            try:
-                found = self._judged(answer)
-            except ConfigurationError as error:  # raised to callers that wait
-                found = NotYet(str(error))
-            done(found)
-
-        network = self._connected()
-        assert isinstance(network, CallersNetwork)
-        if self._outdated and self._like is not None:
-            known = self._like._known  # noqa: SLF001 - its own class
-            if known is not None and known is not self._known:
-                network.learn(known)
-                self._known, self._outdated = known, False
-        network.post(node, request, judged)
-
-    def serve(self) -> None:
-        """Send and receive what can be without a wait, for requests that were posted. Raises as `post`."""
-        network = self._connected()
-        assert isinstance(network, CallersNetwork)
-        network.serve(0)
 
     def metadata(self, topics: Collection[str], deadline: Deadline, *, node: int | None = None) -> Message:
         """Fetch the brokers, the cluster id, and the metadata of these topics. Creates no topic.
@@ -244,60 +251,126 @@ class Brokers:
 
         Raises:
             NotYet: No broker answered.
-            ConfigurationError: As `exchange`.
-            IllegalStateError: As `exchange`.
+            ConfigurationError, IllegalStateError: As :meth:`exchange`.
         """
-        answered_by, answer = self._first_answer(
-            self._candidates() if node is None else [node], lambda: metadata_request(topics), deadline
-        )
+        self._check()
+        self.addresses.must_ask()
+        nodes: list[Node] = self._candidates() if node is None else [node]
+        answered_by, answer = self._first_answer(nodes, lambda: metadata_request(topics), deadline)
         if not answer.brokers:
             raise NotYet("the broker knows no brokers yet")
-        network = self._connected()
-        network.learn(answer)
-        self._known, self._outdated = answer, False
+        self.addresses.learn(answer.brokers)
         if isinstance(answered_by, str):  # a bootstrap connection: later requests connect to the broker by its id
-            network.disconnect(answered_by)
+            self._disconnect(answered_by)
         return answer
 
-    def lookup(self, request: Callable[[], Message], deadline: Deadline) -> Message:
-        """Send what ``request`` makes to the brokers in turn, until one answers. Raises as `metadata`."""
-        self._look_around(deadline)
+    def lookup(self, request: Callable[[], Request | Message], deadline: Deadline) -> Answer:
+        """Send what ``request`` makes to the brokers in turn, until one answers. Raises as :meth:`metadata`."""
+        self._check()
+        if self.addresses.must_ask():
+            self.metadata((), deadline)
         return self._first_answer(self._candidates(), request, deadline)[1]
 
     def nodes(self, deadline: Deadline) -> list[int]:
-        """The ids of all brokers, asked now. Raises as `metadata`."""
+        """The ids of all brokers, asked now. Raises as :meth:`metadata`."""
         return [broker.node_id for broker in self.metadata((), deadline).brokers]
 
-    def _look_around(self, deadline: Deadline) -> None:
-        self._connected()
-        if self._outdated:
-            self.metadata((), deadline)
+    # Requests whose answers are taken later.
+
+    def post(self, node: int, request: Request | Message, done: Done) -> None:
+        """Send a request without a wait for its answer.
+
+        Args:
+            node: The broker's id.
+            request: The request, of this library or of kafka-python.
+            done: Called once, with the answer or the error, by this call or by a later one of this object.
+        """
+        self._check()
+        self._post(node, request if hasattr(request, "frame") else Rare(request), done, self._settings.request_s)
+
+    def serve(self, seconds: float = 0.0) -> None:
+        """Send and receive what can be at once; wait up to that long, or a little, for something to do."""
+        asked = self._asked
+        if len(asked) == 1 and asked[0].wants == READABLE and asked[0].is_open:
+            # One broker has requests: its socket is all that there is to wait for.
+            [one] = asked
+            if seconds:
+                left_s = one.due_at() - now_s()
+                here().poll(one.receive, one.fileno, min(seconds, left_s) if left_s > 0 else 0.0)
+                if one.in_flight and left_s <= seconds:
+                    one.expire(now_s())
+            else:
+                one.receive(0)
+            if not one.is_busy:
+                asked.clear()
+            return
+        if not asked:
+            if seconds:
+                pause(seconds)
+            return
+        self._serve_all(seconds)
 
     def close(self) -> None:
         """Close all connections. Idempotent; in a forked process it leaves the parent's connections alone."""
+        self._closed = True
         if os.getpid() != self._pid:
             return
-        with self._lock:
-            network, self._network, self._closed = self._network, None, True
-        if network is not None:
-            network.close()
+        ended = ConnectionBroken("the connections to Kafka are closed")
+        for connection in (*self._connections.values(), *self._more_lanes.values()):
+            connection.fail(ended)
+        self._connections.clear()
+        self._more_lanes.clear()
+        self._asked.clear()
 
-    def _candidates(self) -> list[int | str]:
-        connections = self._connected().lanes[0]
-        known = [broker.node_id for broker in connections.cluster.brokers()]
+    @property
+    def is_usable(self) -> bool:
+        """Whether they are not closed."""
+        return not self._closed
+
+    def _check(self) -> None:
+        if self._closed:
+            raise IllegalStateError("the connections to Kafka are closed")
+        if os.getpid() != self._pid:
+            raise _forked()
+
+    def _serve_all(self, seconds: float) -> None:
+        """As :meth:`serve`, for any connections."""
+        now = now_s()
+        due_at = min(one.due_at() for one in self._asked)
+        waits = _Wait(self._asked)
+        try:
+            here().poll(waits.poll, waits.fileno, max(0.0, min(seconds, due_at - now)))
+        finally:
+            waits.close()
+        for one in waits.ready:
+            one.advance()
+        now = now_s()
+        for one in list(self._asked):
+            if one.error is None and now >= one.due_at():
+                one.expire(now)
+        self._asked = [one for one in self._asked if one.is_busy]
+
+    def _candidates(self) -> list[Node]:
+        """The brokers in the order in which to ask them: first one that is connected and has nothing else to answer."""
+        known = list(self.addresses.brokers)
         random.shuffle(known)
-        best = connections.least_loaded_node()
-        first = [best] if best in known else []
-        bootstrap = [broker.node_id for broker in connections.cluster.bootstrap_brokers()]
-        return first + [node for node in known if node != best] + bootstrap
+        now = now_s()
+
+        def unfit(node: int) -> int:
+            connection = self._connections.get(node)
+            if connection is not None and connection.error is None:
+                return len(connection.in_flight) if connection.is_open else 2
+            return 1_000 if now < self._failures.get(node, (0, 0.0, None))[1] else 1
+
+        return [*sorted(known, key=unfit), *self.addresses.bootstrap]
 
     def _first_answer(
-        self, candidates: Sequence[int | str], request: Callable[[], Message], deadline: Deadline
-    ) -> tuple[int | str, Message]:
+        self, candidates: Sequence[Node], request: Callable[[], Request | Message], deadline: Deadline
+    ) -> tuple[Node, Answer]:
         last: NotYet | None = None
         for node in candidates:
             try:
-                [answer] = self._exchange([(node, request())], deadline, lookup=True)
+                [answer] = self._exchange([(node, request())], deadline, patience_s=_LOOKUP_S)
             except NotYet as no_time:  # the previous broker's answer says more than a timeout
                 raise last or no_time from no_time
             if not isinstance(answer, NotYet):
@@ -305,61 +378,263 @@ class Brokers:
             last = answer
         raise last or NotYet("no broker is known")
 
-    def _connected(self) -> Network:
-        if os.getpid() != self._pid:
-            raise IllegalStateError(
-                "connections to Kafka were made before this process was forked",
-                next_step="make the object in the process that uses it",
-            )
-        with self._lock:
-            if self._closed:
-                raise IllegalStateError("the connections to Kafka are closed")
-            if self._network is None:
-                self._network = self._make_network(self._arguments)
-                if self._like is not None and (known := self._like._known) is not None:  # noqa: SLF001 - its own class
-                    self._network.learn(known)
-                    self._outdated = False
-            return self._network
-
     def _exchange(
-        self, requests: Sequence[tuple[int | str, Message]], deadline: Deadline, *, lanes: int = 1, lookup: bool = False
-    ) -> list[Message | NotYet]:
-        network = self._connected()
+        self,
+        requests: Sequence[tuple[Node, Request | Message]],
+        deadline: Deadline,
+        *,
+        lanes: int = 1,
+        patience_s: float | None = None,
+    ) -> list[Answer | NotYet]:
+        patience_s = self._settings.request_s if patience_s is None else min(patience_s, self._settings.request_s)
+        boxes: list[list[Answer | Exception]] = []
+        used: list[Connection | None] = []
+        all_answered = False
         try:
-            answers = network.exchange(requests, deadline, lanes, _LOOKUP_TIMEOUT_MS if lookup else None)
-        except NetworkLoopEnded as ended:
-            with self._lock:
-                if self._network is network:
-                    self._network, self._outdated = None, True
-            network.close()
-            raise NotYet("kafka-python's network loop has ended") from ended
-        return [self._judged(answer) for answer in answers]
+            for number, (node, request) in enumerate(requests):
+                box: list[Answer | Exception] = []
+                boxes.append(box)
+                ours = request if hasattr(request, "frame") else Rare(request)
+                used.append(self._post(node, ours, box.append, patience_s, lane=number % lanes))
+            for box in boxes:
+                while not box:
+                    seconds = deadline.remaining_s()
+                    if not seconds:
+                        raise NotYet("no answer", unreachable=True)
+                    self.serve(seconds)
+            all_answered = True
+        finally:
+            if not all_answered:  # out of time, or interrupted
+                for box, connection in zip(boxes, used, strict=False):
+                    if not box and connection is not None:
+                        connection.withdraw(box.append)
+        return [self._judged(box[0]) for box in boxes]
 
-    def _judged(self, answer: Message | Exception) -> Message | NotYet:
+    def _judged(self, answer: Answer | Exception) -> Answer | NotYet:
         if not isinstance(answer, Exception):
             return answer
-        _raise_if_misconfigured(answer)
-        self._outdated = True
+        if isinstance(answer, NotOffered):
+            raise ConfigurationError(
+                f"the Kafka broker is too old: {answer}", next_step="use Kafka 3.0 or newer"
+            ) from answer
+        if isinstance(answer, ConfigurationError):
+            raise answer
+        self.addresses.outdated = True
         failure = NotYet(str(answer), unreachable=True)
         failure.__cause__ = answer
         return failure
 
+    def _post(self, node: Node, request: Request, done: Done, patience_s: float, *, lane: int = 0) -> Connection | None:
+        connection = self._connections.get(node) if not lane else self._more_lanes.get((node, lane))
+        now = now_s()
+        if connection is None or connection.error is not None or not connection.rests_in_peace(now):
+            made = self._connect(node, lane, connection, now)
+            if isinstance(made, Exception):
+                done(made)
+                return None
+            connection = made
+        connection.used_at = now
+        connection.post(request, done, now + patience_s)
+        if connection not in self._asked:
+            self._asked.append(connection)
+        return connection
 
-def _raise_if_misconfigured(error: Exception) -> None:
-    refusals = (
-        kafka_errors.SaslAuthenticationFailedError,
-        kafka_errors.UnsupportedSaslMechanismError,
-        kafka_errors.IllegalSaslStateError,
+    def _connect(self, node: Node, lane: int, former: Connection | None, now: float) -> Connection | Exception:
+        failures, not_before, why = self._failures.get(node, (0, 0.0, ConnectionBroken("not connected")))
+        if former is not None:
+            self._drop(former, "the connection has rested for too long")
+            if former.was_open:
+                failures = 0
+                self._failures.pop(node, None)
+            elif former.error is not None and former.error is not why:
+                failures, why = failures + 1, former.error
+                self.addresses.outdated = True  # it may have moved
+                longest_s, first_s = self._settings.longest_pause_s, self._settings.pause_s
+                pause_s = min(longest_s, first_s * 2.0 ** min(failures - 1, 30)) * random.uniform(*_JITTER)  # noqa: S311 - as for every backoff
+                not_before = former.broken_at + pause_s
+                self._failures[node] = failures, not_before, why
+        if failures and now < not_before:
+            return why
+        address = self.addresses.of(node)
+        if address is None:
+            return ConnectionBroken(f"no broker has the id {node}")
+        opens_within_s = min(self._settings.longest_opening_s, self._settings.opening_s * 2.0 ** min(failures, 30))
+        made = Connection(self._settings, *address, opens_within_s=opens_within_s)
+        if lane:
+            self._more_lanes[node, lane] = made
+        else:
+            self._connections[node] = made
+        made.advance()
+        return made
+
+    def _drop(self, connection: Connection, why: str) -> None:
+        if connection.error is None:
+            connection.fail(ConnectionBroken(f"{connection.address}: {why}"))
+        if connection in self._asked:
+            self._asked.remove(connection)
+
+    def _disconnect(self, node: Node) -> None:
+        connection = self._connections.get(node)
+        if connection is not None:  # closed before it is forgotten: an interruption may come between both
+            self._drop(connection, "it has told the brokers' addresses")
+            del self._connections[node]
+
+
+class _Wait:
+    """The wait for several connections, or for one that has bytes to send or is not open yet.
+
+    Args:
+        connections: The connections.
+
+    Attributes:
+        ready: Those with something to do.
+    """
+
+    def __init__(self, connections: Sequence[Connection]) -> None:
+        self._by_file = {one.fileno(): one for one in connections if one.error is None and one.fileno() >= 0}
+        self._selector: selectors.BaseSelector | None = None
+        self.ready: list[Connection] = [one for one in connections if one.fileno() < 0 and one.error is None]
+
+    def poll(self, seconds: float) -> None:
+        """Find out which are ready; wait up to that long for the first."""
+        if not hasattr(select, "poll"):  # Windows
+            self._selected(seconds)
+            return
+        look = select.poll()  # unlike select(), it takes descriptors above 1023
+        for file, one in self._by_file.items():
+            look.register(file, one.wants)
+        self.ready += [self._by_file[file] for file, _ in look.poll(seconds * 1000)]
+
+    def _selected(self, seconds: float) -> None:
+        with selectors.DefaultSelector() as selector:
+            self._register(selector)
+            self.ready += [key.data for key, _ in selector.select(seconds)]
+
+    def fileno(self) -> int:
+        """A file that is readable when one of them is ready: for the wait of a task."""
+        self._selector = selectors.DefaultSelector()
+        self._register(self._selector)
+        return self._selector.fileno() if hasattr(self._selector, "fileno") else next(iter(self._by_file))
+
+    def _register(self, selector: selectors.BaseSelector) -> None:
+        for file, one in self._by_file.items():
+            events = (selectors.EVENT_READ if one.wants & READABLE else 0) | (
+                selectors.EVENT_WRITE if one.wants & WRITABLE else 0
+            )
+            selector.register(file, events, one)
+
+    def close(self) -> None:
+        """Close what :meth:`fileno` has made."""
+        if self._selector is not None:
+            self._selector.close()
+
+
+class Brokers:
+    """The brokers of one cluster, for any number of threads and tasks. Connects on the first request.
+
+    Args:
+        config: How to connect.
+        like: As for :class:`Connections`.
+
+    Attributes:
+        listener: Decides which of their addresses the brokers tell.
+        addresses: Where the brokers are.
+
+    Raises:
+        ConfigurationError: A certificate or key of the configuration cannot be used.
+    """
+
+    def __init__(self, config: KafkaConfig, *, like: Connections | Brokers | None = None) -> None:
+        self.listener = config.listener
+        self._config = config
+        self._settings = replace(config.connecting(), largest_answer=_ANY_SIZE)
+        self.addresses = _addresses_like(self._settings, like)
+        self._lock = threading.Lock()
+        self._idle: list[Connections] = []
+        self._pid = os.getpid()
+        self._closed = False
+
+    def exchange(
+        self, requests: Sequence[tuple[int, Request | Message]], deadline: Deadline, *, spread: bool = False
+    ) -> list[Answer | NotYet]:
+        """See :meth:`Connections.exchange`."""
+        ours = self._borrowed()
+        try:
+            return ours.exchange(requests, deadline, spread=spread)
+        finally:
+            self._give_back(ours)
+
+    def metadata(self, topics: Collection[str], deadline: Deadline, *, node: int | None = None) -> Message:
+        """See :meth:`Connections.metadata`."""
+        ours = self._borrowed()
+        try:
+            return ours.metadata(topics, deadline, node=node)
+        finally:
+            self._give_back(ours)
+
+    def lookup(self, request: Callable[[], Request | Message], deadline: Deadline) -> Answer:
+        """See :meth:`Connections.lookup`."""
+        ours = self._borrowed()
+        try:
+            return ours.lookup(request, deadline)
+        finally:
+            self._give_back(ours)
+
+    def nodes(self, deadline: Deadline) -> list[int]:
+        """See :meth:`Connections.nodes`."""
+        return [broker.node_id for broker in self.metadata((), deadline).brokers]
+
+    def close(self) -> None:
+        """Close all connections. Idempotent; in a forked process it leaves the parent's connections alone."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            idle, self._idle, self._closed = self._idle, [], True
+        for ours in idle:
+            ours.close()
+
+    def _borrowed(self) -> Connections:
+        if os.getpid() != self._pid:
+            raise _forked()
+        with self._lock:
+            if self._closed:
+                raise IllegalStateError("the connections to Kafka are closed")
+            if self._idle:
+                return self._idle.pop()  # the one that was used last: the others may be closed by their brokers
+        return Connections(self._config, settings=self._settings, addresses=self.addresses)
+
+    def _give_back(self, ours: Connections) -> None:
+        with self._lock:
+            if not self._closed and len(self._idle) < _MOST_IDLE:
+                self._idle.append(ours)
+                return
+        ours.close()
+
+
+_ANY_SIZE: Final = 2**31 - 1
+"""The largest batch of a log must fit into an answer: the brokers limit it."""
+
+
+def _forked() -> IllegalStateError:
+    return IllegalStateError(
+        "connections to Kafka were made before this process was forked",
+        next_step="make the object in the process that uses it",
     )
-    if isinstance(error, refusals):
-        raise ConfigurationError(
-            f"Kafka refused the authentication: {error}",
-            next_step="check security.protocol and the settings that begin with sasl.",
-        ) from error
-    if isinstance(error.__context__, ssl.SSLCertVerificationError):
-        raise ConfigurationError(
-            f"a Kafka broker's certificate was not accepted: {error.__context__.verify_message}",
-            next_step="check ssl.ca.location, and that bootstrap.servers has the names that the certificates have",
-        ) from error
-    if isinstance(error, kafka_errors.IncompatibleBrokerVersion):
-        raise ConfigurationError(f"the Kafka broker is too old: {error}", next_step="use Kafka 3.0 or newer") from error
+
+
+def _addresses_like(settings: ConnectionSettings, like: Connections | Brokers | None) -> Addresses:
+    bootstrap = _canonical(settings) if settings.canonical_names else settings.servers
+    return Addresses(bootstrap, None if like is None else like.addresses)
+
+
+def _canonical(settings: ConnectionSettings) -> list[tuple[str, int]]:
+    """The canonical names of the bootstrap servers' addresses, for Kerberos; one that is not found stays as it is."""
+    found: list[tuple[str, int]] = []
+    for host, port in settings.servers:
+        try:
+            addresses = socket.getaddrinfo(host, port, settings.family, socket.SOCK_STREAM, 0, socket.AI_CANONNAME)
+        except socket.gaierror:
+            found.append((host, port))
+            continue
+        found += dict.fromkeys((name or host, port) for _, _, _, name, _ in addresses)
+    return found

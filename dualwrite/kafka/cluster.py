@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import base64
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import kafka.errors as kafka_errors
-from kafka.protocol.admin.transactions import DescribeProducersRequest
-from kafka.protocol.consumer.offsets import OffsetForLeaderEpochRequest
 from kafka.protocol.metadata import CoordinatorType, FindCoordinatorRequest
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.brokers import Brokers, until_answered, verdict
-from dualwrite.kafka.network import Message, NotYet
+from dualwrite.kafka.brokers import Brokers, Connections, NotYet, until_answered, verdict
+from dualwrite.kafka.messages import DescribeProducers, Message, OffsetForLeaderEpoch, ProducerState
 
 Answer = TypeVar("Answer")
 Partition = tuple[str, int]
@@ -75,7 +73,7 @@ def internal_partition(key: str, partitions: int) -> int:
 
 
 def find_coordinators(
-    brokers: Brokers, kind: CoordinatorType, keys: Collection[str], deadline: Deadline
+    brokers: Brokers | Connections, kind: CoordinatorType, keys: Collection[str], deadline: Deadline
 ) -> dict[str, tuple[int, int]]:
     """Ask a broker for the coordinators of transactional ids or of groups.
 
@@ -200,7 +198,7 @@ class Topics:
         brokers: The brokers to ask.
     """
 
-    def __init__(self, brokers: Brokers) -> None:
+    def __init__(self, brokers: Brokers | Connections) -> None:
         self._brokers = brokers
         self._lock = threading.Lock()
         self._known: Mapping[str, Topic] = {}
@@ -379,7 +377,7 @@ def producers_now(
         if isinstance(leader, Leader):
             led_by.setdefault(leader.node, {})[place.key] = leader
     requests = [
-        (node, request) for node, led in led_by.items() for request in (describe_producers(led), leader_epochs(led))
+        (node, request) for node, led in led_by.items() for request in (DescribeProducers(led), leader_epochs(led))
     ]
     responses = brokers.exchange(requests, deadline)
     shown: dict[Partition, Producers | NotYet] = {}
@@ -395,13 +393,15 @@ def producers_now(
 
 
 def joined(
-    led: Collection[Partition], described: Message | NotYet, epochs: Message | NotYet
+    led: Collection[Partition],
+    described: Mapping[Partition, tuple[int, Sequence[ProducerState]]] | NotYet,
+    epochs: Mapping[Partition, tuple[int, int]] | NotYet,
 ) -> dict[Partition, Producers | NotYet]:
     """The producers of the partitions that a broker has shown, as far as it has then answered as their leader.
 
     Args:
         led: The partitions that it was asked for.
-        described: Its answer to :func:`describe_producers`.
+        described: Its answer to :class:`DescribeProducers`.
         epochs: Its answer to :func:`leader_epochs`, which it was sent after that.
 
     Raises:
@@ -410,74 +410,40 @@ def joined(
     if isinstance(described, NotYet):
         return dict.fromkeys(led, described)
     ends = dict.fromkeys(led, epochs) if isinstance(epochs, NotYet) else end_offsets(epochs)
+    left_out = NotYet("the broker left a partition out of its answer")
     answers: dict[Partition, Producers | NotYet] = {}
-    for topic in described.topics:
-        for partition in topic.partitions:
-            key = (topic.name, partition.partition_index)
-            subject = f"the producers of {Place(*key)}"
-            why = verdict(partition.error_code, subject, f"Read on the topic {topic.name!r}")
-            end = ends.get(key, NotYet("the broker left a partition out of its answer"))
-            if why is not None:
-                answers[key] = why
-            elif isinstance(end, NotYet):
-                answers[key] = end
-            else:
-                answers[key] = {
-                    producer.producer_id: (
-                        producer.producer_epoch,
-                        None
-                        if producer.current_txn_start_offset == _NO_TRANSACTION
-                        else producer.current_txn_start_offset,
-                    )
-                    for producer in partition.active_producers
-                }
+    for key, (code, producers) in described.items():
+        if code and (why := verdict(code, f"the producers of {Place(*key)}", f"Read on the topic {key[0]!r}")):
+            answers[key] = why
+            continue
+        end = ends.get(key, left_out)
+        answers[key] = (
+            end
+            if isinstance(end, NotYet)
+            else {
+                one.producer_id: (one.epoch, None if one.open_from == _NO_TRANSACTION else one.open_from)
+                for one in producers
+            }
+        )
     return answers
 
 
-def describe_producers(led: Collection[Partition]) -> Message:
-    """The request for the producers of these partitions.
-
-    Args:
-        led: Partitions that one broker leads.
-    """
-    by_topic: dict[str, list[int]] = {}
-    for name, partition in led:
-        by_topic.setdefault(name, []).append(partition)
-    topic = DescribeProducersRequest.TopicRequest
-    return DescribeProducersRequest(
-        topics=[topic(name=name, partition_indexes=indexes) for name, indexes in by_topic.items()]
-    )
-
-
-def leader_epochs(led: Mapping[Partition, Leader]) -> Message:
+def leader_epochs(led: Mapping[Partition, Leader]) -> OffsetForLeaderEpoch:
     """The request that only the leader of the given epoch answers; the answer says where its log ends.
 
     Args:
         led: Partitions with their leaders, which must be the same broker.
     """
-    topic = OffsetForLeaderEpochRequest.OffsetForLeaderTopic
-    by_topic: dict[str, list[Message]] = {}
-    for (name, partition), leader in led.items():
-        by_topic.setdefault(name, []).append(
-            topic.OffsetForLeaderPartition(
-                partition=partition, current_leader_epoch=leader.epoch, leader_epoch=leader.epoch
-            )
-        )
-    return OffsetForLeaderEpochRequest(
-        topics=[topic(topic=name, partitions=partitions) for name, partitions in by_topic.items()]
-    )
+    return OffsetForLeaderEpoch({key: leader.epoch for key, leader in led.items()})
 
 
-def end_offsets(response: Message) -> dict[Partition, int | NotYet]:
+def end_offsets(answer: Mapping[Partition, tuple[int, int]]) -> dict[Partition, int | NotYet]:
     """The end of each log, replicated or not, from the answer to :func:`leader_epochs`.
 
     Raises:
         ConfigurationError: We may not describe a topic.
     """
-    ends: dict[Partition, int | NotYet] = {}
-    for topic in response.topics:
-        for partition in topic.partitions:
-            key = (topic.topic, partition.partition)
-            why = verdict(partition.error_code, str(Place(*key)), f"Describe on the topic {topic.topic!r}")
-            ends[key] = why or partition.end_offset
-    return ends
+    return {
+        key: verdict(code, str(Place(*key)), f"Describe on the topic {key[0]!r}") or end
+        for key, (code, end) in answer.items()
+    }

@@ -1,4 +1,4 @@
-"""The configuration of every client: one set of settings, given once, for librdkafka, kafka-python and the native engine.
+"""The configuration of every client: one set of settings, given once, for librdkafka and for our own connections.
 
 Users give librdkafka's names. What the protocol sets itself is refused, what only one client understands is kept from
 the others, and a name that no client knows is an error, not a silent difference.
@@ -18,12 +18,15 @@ from typing import Final, cast
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka import security
-from dualwrite.kafka.security import CallbackTokens, TokenAnswer
-from dualwrite.kafka.sockets import FAMILIES, address_of
+from dualwrite.kafka.connection import ConnectionSettings, Sasl, server_of
+from dualwrite.kafka.messages import Client
+from dualwrite.kafka.security import CallbackTokens, TokenAnswer, logins
 
 Setting = str | int | float | Callable[..., object]
 """A value as confluent-kafka takes it. librdkafka gets True and False as ``true`` and ``false``."""
 
+FAMILIES: Final = {"any": socket.AF_UNSPEC, "v4": socket.AF_INET, "v6": socket.AF_INET6}
+"""librdkafka's values for ``broker.address.family``."""
 PROTOCOLS: Final = ("plaintext", "ssl", "sasl_plaintext", "sasl_ssl")
 PASSWORD_MECHANISMS: Final = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 MECHANISMS: Final = (*PASSWORD_MECHANISMS, "OAUTHBEARER", "GSSAPI")
@@ -51,11 +54,11 @@ _REFUSED: Final = {
     "ssl.keystore.location": "convert it to PEM and use ssl.certificate.location and ssl.key.location",
     "ssl.keystore.password": "convert the key store to PEM and use ssl.certificate.location and ssl.key.location",
     "ssl.ca.certificate.stores": "use ssl.ca.location",
-    "ssl.engine.id": "use ssl.key.location: kafka-python cannot use a key that an OpenSSL engine holds",
-    "ssl.engine.location": "use ssl.key.location: kafka-python cannot use a key that an OpenSSL engine holds",
-    "ssl.providers": "leave it out: kafka-python cannot load OpenSSL providers",
-    "ssl.curves.list": "set the curves at the brokers: kafka-python cannot choose them",
-    "ssl.sigalgs.list": "set the signature algorithms at the brokers: kafka-python cannot choose them",
+    "ssl.engine.id": "use ssl.key.location: Python's ssl cannot use a key that an OpenSSL engine holds",
+    "ssl.engine.location": "use ssl.key.location: Python's ssl cannot use a key that an OpenSSL engine holds",
+    "ssl.providers": "leave it out: Python's ssl cannot load OpenSSL providers",
+    "ssl.curves.list": "set the curves at the brokers: Python's ssl cannot choose them",
+    "ssl.sigalgs.list": "set the signature algorithms at the brokers: Python's ssl cannot choose them",
     "sasl.jaas.config": "that is a Java client's key: use sasl.username and sasl.password",
     "sasl.oauthbearer.method": "give a function oauth_cb that fetches the token: both clients call it",
     "enable.sasl.oauthbearer.unsecure.jwt": "give a function oauth_cb that makes the token: both clients call it",
@@ -83,7 +86,7 @@ KERBEROS_TICKETS: Final = frozenset(
         "sasl.kerberos.min.time.before.relogin",
     }
 )
-"""Keys by which librdkafka fetches Kerberos tickets. kafka-python fetches none."""
+"""Keys by which librdkafka fetches Kerberos tickets. This library's own connections fetch none."""
 CONNECTING: Final = (_SECURITY - KERBEROS_TICKETS) | {
     "bootstrap.servers",
     "broker.address.family",
@@ -98,7 +101,7 @@ CONNECTING: Final = (_SECURITY - KERBEROS_TICKETS) | {
     "socket.send.buffer.bytes",
     "socket.timeout.ms",
 }
-"""The keys that :meth:`KafkaConfig.kafka_python` carries to its connections."""
+"""The keys that :meth:`KafkaConfig.connecting` carries to this library's own connections."""
 _SECURITY_FAMILY: Final = re.compile(r"(enable[._])?(ssl|sasl|security|https?|oauth|oauthbearer)[._]")
 
 # librdkafka loads the first as code, and renders the others into a shell command.
@@ -242,8 +245,9 @@ def _check_protocol(settings: Mapping[str, Setting]) -> None:
 
 # One configuration dictionary, in librdkafka's terms, for two Kafka clients.
 #
-# librdkafka produces; kafka-python talks to the coordinator. Settings for security and for reaching the brokers mean
-# the same to both (`dualwrite.kafka.config`). Everything else concerns the producer and goes to librdkafka unchanged.
+# librdkafka is one client; this library's own connections are the other. Settings for security and for reaching the
+# brokers mean the same to both (`dualwrite.kafka.config`). Everything else concerns the producer and goes to
+# librdkafka unchanged.
 #
 # librdkafka alone fetches the Kerberos ticket; both clients then use the process's ticket cache.
 
@@ -363,55 +367,51 @@ class KafkaConfig:
         """The name that the user has given to the client; None without one."""
         return self._text("client.id", "") or None
 
-    def kafka_python(self) -> dict[str, object]:
-        """The arguments for kafka-python's connections. Reads certificates and keys from their files.
+    def connecting(self) -> ConnectionSettings:
+        """The settings of this library's own connections. Reads certificates and keys from their files.
 
         Raises:
             ConfigurationError: A file cannot be read, a key does not match its certificate, or a package that the SASL
                 mechanism needs is missing.
         """
-        setup_ms = self._number("socket.connection.setup.timeout.ms") or 10_000
-        arguments: dict[str, object] = {
-            "bootstrap_servers": [server.strip() for server in self._text("bootstrap.servers").split(",")],
-            "client_id": self._text("client.id", "dualwrite"),
-            "client_dns_lookup": self._text("client.dns.lookup", "use_all_dns_ips"),
-            "security_protocol": protocol_of(dict(self._settings)).upper(),
-            "request_timeout_ms": min(self._number("socket.timeout.ms") or 30_000, 30_000),
-            "socket_connection_setup_timeout_ms": setup_ms,
-            "socket_connection_setup_timeout_max_ms": max(setup_ms, 30_000),
-            "connections_max_idle_ms": self._number("connections.max.idle.ms") or 540_000,
+        protocol = protocol_of(dict(self._settings))
+        opening_s = (self._number("socket.connection.setup.timeout.ms") or 10_000) / 1000
+        return ConnectionSettings(
+            servers=[server_of(server) for server in self._text("bootstrap.servers").split(",")],
+            client=Client(self._text("client.id", "dualwrite")),
+            canonical_names=self.get("client.dns.lookup") == "resolve_canonical_bootstrap_servers_only",
+            family=FAMILIES[self._text("broker.address.family", "any")],
+            socket_options=self._socket_options(),
+            tls=security.context({k: str(v) for k, v in self._settings if k in security.KEYS})
+            if "ssl" in protocol
+            else None,
+            sasl=self._sasl() if "sasl" in protocol else None,
+            request_s=min(self._number("socket.timeout.ms") or 30_000, 30_000) / 1000,
+            opening_s=opening_s,
+            longest_opening_s=max(opening_s, 30.0),
             # Short by default: callers wait, up to a deadline, for a broker to come back.
-            "reconnect_backoff_ms": self._number("reconnect.backoff.ms") or 20,
-            "reconnect_backoff_max_ms": self._number("reconnect.backoff.max.ms") or 500,
-            "receive_message_max_bytes": MAX_INT,  # the largest batch of a log must fit: the broker limits it
-            "socket_options": self._socket_options(),
-            "proxy_url": address_of(self._text("broker.address.family", "any")),
-        }
-        if "ssl" in protocol_of(dict(self._settings)):
-            arguments["ssl_context"] = security.context({k: str(v) for k, v in self._settings if k in security.KEYS})
-        if "sasl" in protocol_of(dict(self._settings)):
-            arguments |= self._sasl()
-        return arguments
+            pause_s=(self._number("reconnect.backoff.ms") or 20) / 1000,
+            longest_pause_s=(self._number("reconnect.backoff.max.ms") or 500) / 1000,
+            idle_s=(self._number("connections.max.idle.ms") or 540_000) / 1000,
+        )
 
-    def _sasl(self) -> dict[str, object]:
+    def _sasl(self) -> Sasl:
         mechanism = self._text("sasl.mechanism")
-        arguments: dict[str, object] = {"sasl_mechanism": mechanism}
         if mechanism in PASSWORD_MECHANISMS:
             name = self._text("sasl.username")
-            if mechanism != "PLAIN":  # librdkafka escapes these two as RFC 5802 says, kafka-python does not
+            if mechanism != "PLAIN":  # librdkafka escapes these two as RFC 5802 says, kafka-python's mechanism does not
                 name = name.replace("=", "=3D").replace(",", "=2C")
-            arguments |= {"sasl_plain_username": name, "sasl_plain_password": self._text("sasl.password")}
-        elif mechanism == "OAUTHBEARER":
+            return logins(mechanism, sasl_plain_username=name, sasl_plain_password=self._text("sasl.password"))
+        if mechanism == "OAUTHBEARER":
             callback = cast("Callable[[str], TokenAnswer]", self.get("oauth_cb"))
-            arguments["sasl_oauth_token_provider"] = CallbackTokens(callback, self._text("sasl.oauthbearer.config", ""))
-        else:
-            if importlib.util.find_spec("gssapi") is None:
-                raise ConfigurationError(
-                    "Kafka setting 'sasl.mechanism' is GSSAPI, which needs the Python package gssapi",
-                    next_step="install it in every process that uses this library",
-                )
-            arguments["sasl_kerberos_service_name"] = self._text("sasl.kerberos.service.name", "kafka")
-        return arguments
+            tokens = CallbackTokens(callback, self._text("sasl.oauthbearer.config", ""))
+            return logins(mechanism, sasl_oauth_token_provider=tokens)
+        if importlib.util.find_spec("gssapi") is None:
+            raise ConfigurationError(
+                "Kafka setting 'sasl.mechanism' is GSSAPI, which needs the Python package gssapi",
+                next_step="install it in every process that uses this library",
+            )
+        return logins(mechanism, sasl_kerberos_service_name=self._text("sasl.kerberos.service.name", "kafka"))
 
     def _socket_options(self) -> list[tuple[int, int, int]]:
         keep_alive = str(self.get("socket.keepalive.enable") or "true").lower() in {"true", "t", "1"}

@@ -24,8 +24,7 @@ from kafka.protocol.producer.transaction import AddPartitionsToTxnRequest, EndTx
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.kafka import log
-from dualwrite.kafka.brokers import Brokers, metadata_request, until_answered, verdict
-from dualwrite.kafka.callers_network import CallersNetwork
+from dualwrite.kafka.brokers import Brokers, Connections, NotYet, metadata_request, until_answered, verdict
 from dualwrite.kafka.cluster import (
     Coordinators,
     Leader,
@@ -43,7 +42,7 @@ from dualwrite.kafka.cluster import (
 )
 from dualwrite.kafka.config import CONNECTING, KERBEROS_TICKETS, KafkaConfig
 from dualwrite.kafka.log import HELD_BACK_S, BlockingTransaction, HeldBack, find_blocking
-from dualwrite.kafka.network import Message, Network, NotYet
+from dualwrite.kafka.messages import Message
 from dualwrite.kafka.transaction_ends import PostedQuestion, States
 from dualwrite.protocol.lost_decisions import Later
 from dualwrite.protocol.prepared_state import PreparedTxnState
@@ -75,15 +74,17 @@ class KafkaCoordinator:
     Args:
         config: How to connect.
         like: Another one for the same cluster, whose knowledge of the brokers' addresses is used.
-        one_thread: Whether only one thread uses it, at any time. It then needs no other, and knows the topics of ``like``.
+        one_thread: Whether only one thread uses it, at any time: it may post questions. It then shares what ``like`` knows of
+            topics and addresses.
 
     Raises:
         ConfigurationError: A certificate or key of the configuration cannot be used.
     """
 
     def __init__(self, config: KafkaConfig, *, like: KafkaCoordinator | None = None, one_thread: bool = False) -> None:
-        make_network = CallersNetwork if one_thread else Network
-        self._brokers = Brokers(config, make_network, like=None if like is None else like.brokers)
+        self._brokers = Brokers(config, like=None if like is None else like.brokers)
+        addresses = self._brokers.addresses if like is None else like.brokers.addresses
+        self._posting = Connections(config, addresses=addresses) if one_thread else None
         self._coordinators = Coordinators(self._brokers)
         self._topics: Topics = like._topics if like is not None and one_thread else Topics(self._brokers)  # noqa: SLF001 - its own class
         self._held_back = HeldBack()
@@ -103,6 +104,8 @@ class KafkaCoordinator:
 
     def close(self) -> None:
         """Close the connections. Idempotent; in a forked process it leaves the parent's connections alone."""
+        if self._posting is not None:
+            self._posting.close()
         self._brokers.close()
 
     def cluster_id(self, deadline: Deadline) -> str:
@@ -349,7 +352,8 @@ class KafkaCoordinator:
 
     def post_question(self, native: States, shared: States) -> PostedQuestion | None:
         """See :class:`dualwrite.kafka.transaction_ends.AsksAhead`. For a coordinator of ``one_thread``."""
-        return PostedQuestion.post(self._brokers, self._topics, native, shared)
+        assert self._posting is not None
+        return PostedQuestion.post(self._posting, self._topics, native, shared)
 
     def prove(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[LogProof]:
         """Prove the outcome of each state's transaction from the log; see :func:`dualwrite.kafka.log.prove`.

@@ -28,18 +28,9 @@ from kafka.record.memory_records import MemoryRecords
 
 from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.brokers import Brokers, until_answered, verdict
-from dualwrite.kafka.cluster import (
-    Leader,
-    OpenOffsets,
-    Partition,
-    Place,
-    Topics,
-    describe_producers,
-    end_offsets,
-    leader_epochs,
-)
-from dualwrite.kafka.network import Message, NotYet
+from dualwrite.kafka.brokers import Brokers, NotYet, until_answered, verdict
+from dualwrite.kafka.cluster import Leader, OpenOffsets, Partition, Place, Topics, end_offsets, leader_epochs
+from dualwrite.kafka.messages import DescribeProducers, Message, ProducerState
 from dualwrite.protocol.lost_decisions import Later
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.values import LogProof, TransactionView, is_drawn, parsed, writer_of
@@ -551,7 +542,7 @@ class _LaterSearch:
         by_node: dict[int, list[LaterScan]] = {}
         for scan, leader in leaders.items():
             by_node.setdefault(leader.node, []).append(scan)
-        requests = [(node, describe_producers({scan.place.key for scan in led})) for node, led in by_node.items()]
+        requests = [(node, DescribeProducers({scan.place.key for scan in led})) for node, led in by_node.items()]
         for led, response in zip(by_node.values(), self._brokers.exchange(requests, self._deadline), strict=True):
             shown = response if isinstance(response, NotYet) else newest_records(response)
             for scan in led:
@@ -569,22 +560,19 @@ class _LaterSearch:
 _LEFT_OUT: Final = NotYet("the broker left a partition out of its answer")
 
 
-def newest_records(response: Message) -> dict[Partition, dict[int, tuple[Sequenced, int]] | NotYet]:
+def newest_records(
+    answer: Mapping[Partition, tuple[int, Sequence[ProducerState]]],
+) -> dict[Partition, dict[int, tuple[Sequenced, int]] | NotYet]:
     """By partition and producer id, the newest record and the time of the last write, from ``DescribeProducers``' answer.
 
     Raises:
         ConfigurationError: We may not read a topic.
     """
-    shown: dict[Partition, dict[int, tuple[Sequenced, int]] | NotYet] = {}
-    for topic in response.topics:
-        for partition in topic.partitions:
-            key = (topic.name, partition.partition_index)
-            why = verdict(partition.error_code, f"the producers of {Place(*key)}", f"Read on the topic {topic.name!r}")
-            shown[key] = why or {
-                producer.producer_id: ((producer.producer_epoch, producer.last_sequence), producer.last_timestamp)
-                for producer in partition.active_producers
-            }
-    return shown
+    return {
+        key: verdict(code, f"the producers of {Place(*key)}", f"Read on the topic {key[0]!r}")
+        or {one.producer_id: ((one.epoch, one.last_sequence), one.last_timestamp) for one in producers}
+        for key, (code, producers) in answer.items()
+    }
 
 
 def _read(scan: LaterScan, response: Message | NotYet) -> bool | NotYet | None:
@@ -786,7 +774,7 @@ def spans(
         requests = [
             (leader.node, request)
             for key, leader in led.items()
-            for request in (describe_producers([key]), fetch(Place(*key), leader, firsts[key], max_bytes=_ONE_BATCH))
+            for request in (DescribeProducers([key]), fetch(Place(*key), leader, firsts[key], max_bytes=_ONE_BATCH))
         ]
         responses = brokers.exchange(requests, deadline)
         for key, producers, batches in zip(led, responses[::2], responses[1::2], strict=True):
@@ -804,7 +792,11 @@ def spans(
 
 
 def _span(
-    key: Partition, ids: tuple[int, int], first: int, producers: Message | NotYet, batches: Message | NotYet
+    key: Partition,
+    ids: tuple[int, int],
+    first: int,
+    producers: Mapping[Partition, tuple[int, Sequence[ProducerState]]] | NotYet,
+    batches: Message | NotYet,
 ) -> Span | NotYet | None:
     partition = fetched(Place(*key), batches)
     if partition is None or isinstance(partition, NotYet):

@@ -1,4 +1,4 @@
-"""TLS and logins for kafka-python and the native engine, made from librdkafka's settings.
+"""TLS and logins of this library's own connections, made from librdkafka's settings.
 
 The same files and options must mean the same to every client, tokens for OAUTHBEARER included.
 """
@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
+from kafka.net.sasl import get_sasl_mechanism
 from kafka.net.sasl.oauth import AbstractTokenProvider
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.sockets import TlsSocket
+from dualwrite.kafka.connection import Login, Sasl
 
 KEYS: Final = frozenset(
     {
@@ -73,7 +74,6 @@ def context(settings: Mapping[str, str]) -> ssl.SSLContext:
     """
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     made.minimum_version = ssl.TLSVersion.TLSv1_2
-    made.sslsocket_class = TlsSocket
     verified = settings.get("enable.ssl.certificate.verification", "true").lower() in _TRUE
     made.check_hostname = verified and settings.get("ssl.endpoint.identification.algorithm", "https") == "https"
     made.verify_mode = ssl.CERT_REQUIRED if verified else ssl.CERT_NONE
@@ -153,8 +153,6 @@ def _file(settings: Mapping[str, str], kind: str) -> Iterator[str]:
             yield file.name
 
 
-# OAUTHBEARER for kafka-python, using the function that confluent-kafka calls for librdkafka's tokens.
-
 Extensions = Mapping[str, str]
 TokenAnswer = tuple[str, float] | tuple[str, float, str, Extensions]
 """The result of ``oauth_cb``: token, expiry in seconds since 1970, and optionally principal and extensions."""
@@ -162,8 +160,22 @@ TokenAnswer = tuple[str, float] | tuple[str, float, str, Extensions]
 _FRESH_SHARE = 0.8  # of a token's life, as in librdkafka: after that, fetch a new one
 
 
+def logins(mechanism: str, **settings: object) -> Sasl:
+    """How to log in.
+
+    Args:
+        mechanism: The mechanism's name.
+        settings: kafka-python's settings for it.
+    """
+
+    def begin(host: str) -> Login:
+        return cast("Login", get_sasl_mechanism(mechanism)(host=host, sasl_mechanism=mechanism, **settings))
+
+    return Sasl(mechanism, begin)
+
+
 class CallbackTokens(AbstractTokenProvider):  # type: ignore[misc] # kafka-python has no types
-    """Gives kafka-python the tokens of a confluent-kafka ``oauth_cb``.
+    """Gives kafka-python's mechanism the tokens of a confluent-kafka ``oauth_cb``.
 
     Args:
         callback: The user's function.

@@ -20,9 +20,10 @@ from kafka.record.memory_records import MemoryRecords
 from dualwrite.clock import Deadline, GrowingPause, now_s
 from dualwrite.errors import DualWriteError, Unavailable
 from dualwrite.interfaces import TransactionCoordinator, native_of
-from dualwrite.kafka.cluster import describe_producers, joined, leader_epochs
+from dualwrite.kafka.brokers import NotYet
+from dualwrite.kafka.cluster import joined, leader_epochs
 from dualwrite.kafka.log import Scan, fetched, glance_request
-from dualwrite.kafka.network import Message, NotYet
+from dualwrite.kafka.messages import Answer, DescribeProducers, Message, Request
 from dualwrite.protocol.known_end import (
     Ended,
     EndStep,
@@ -36,7 +37,7 @@ from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.values import LogProof, ShownProducer
 
 if TYPE_CHECKING:
-    from dualwrite.kafka.brokers import Brokers
+    from dualwrite.kafka.brokers import Connections
     from dualwrite.kafka.cluster import Leader, Topics
 
 logger = logging.getLogger(__name__)
@@ -358,7 +359,11 @@ class PostedQuestion:
     """
 
     def __init__(
-        self, brokers: Brokers, topics: Topics, native: Sequence[PreparedTxnState], shared: Sequence[PreparedTxnState]
+        self,
+        brokers: Connections,
+        topics: Topics,
+        native: Sequence[PreparedTxnState],
+        shared: Sequence[PreparedTxnState],
     ) -> None:
         self._brokers = brokers
         self._topics = topics
@@ -379,7 +384,7 @@ class PostedQuestion:
             self._asked.append((state.producer_id, asked))
         for node, led in by_node.items():
             answers: list[Message | NotYet] = []
-            self._post(node, describe_producers(led), answers.append)
+            self._post(node, DescribeProducers(led), answers.append)
             self._post(node, leader_epochs(led), partial(self._note_producers, led, answers))
         for state in shared:
             proofs: dict[Partition, LogProof | None] = {}
@@ -391,7 +396,11 @@ class PostedQuestion:
 
     @classmethod
     def post(
-        cls, brokers: Brokers, topics: Topics, native: Sequence[PreparedTxnState], shared: Sequence[PreparedTxnState]
+        cls,
+        brokers: Connections,
+        topics: Topics,
+        native: Sequence[PreparedTxnState],
+        shared: Sequence[PreparedTxnState],
     ) -> PostedQuestion | None:
         """Ask; None if no leader is known."""
         question = cls(brokers, topics, native, shared)
@@ -419,17 +428,16 @@ class PostedQuestion:
             return None
         return topic.leaders.get(number)
 
-    def _post(self, node: int, request: Message, note: Callable[[Message | NotYet], object]) -> None:
+    def _post(self, node: int, request: Request | Message, note: Callable[[Answer | NotYet], object]) -> None:
         self._outstanding += 1
+        self._brokers.post(node, request, partial(self._done, note))
 
-        def done(answer: Message | NotYet) -> None:
-            self._outstanding -= 1
-            try:
-                note(answer)
-            except DualWriteError as error:  # a right is missing: a caller that needs the end raises it
-                logger.debug("no answer about the ends of transactions: %s", error)
-
-        self._brokers.post(node, request, done)
+    def _done(self, note: Callable[[Answer | NotYet], object], answer: Answer | Exception) -> None:
+        self._outstanding -= 1
+        try:
+            note(NotYet(str(answer)) if isinstance(answer, Exception) else answer)
+        except DualWriteError as error:  # a right is missing: a caller that needs the end raises it
+            logger.debug("no answer about the ends of transactions: %s", error)
 
     def _note_producers(
         self, led: dict[Partition, Leader], described: Sequence[Message | NotYet], epochs: Message | NotYet

@@ -15,14 +15,11 @@ from harness.patience import wait_until
 from harness.tls import Authority, HandshakeServer
 from harness.transactions import PlainProducer, fresh_id
 from harness.users import USERS
-from kafka.errors import KafkaConnectionError
-from kafka.net.transport import KafkaTCPTransport
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator, list_transactions
-from dualwrite.kafka.sockets import PlainSocket, address_of
 from dualwrite.protocol.values import LogProof, TransactionStatus
 from dualwrite.testing import EmbeddedKafka
 
@@ -103,25 +100,6 @@ def test_a_wrong_password_is_a_matter_of_configuration(kafka, mechanism):
         message = refusal(coordinator.cluster_id, soon())
     assert "authentication" in message
     assert "canary-wrong" not in message
-
-
-def test_what_came_before_the_end_of_a_connection_is_read():
-    """A broker that refuses a login says why and closes; kafka-python would see nothing but the end."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = PlainSocket(address_of("any")).socket(socket.AF_INET, socket.SOCK_STREAM, 0)
-        client.connect(listener.getsockname())
-        with listener.accept()[0] as server:
-            server.sendall(b"why")
-    with client:
-        client.setblocking(False)
-        transport = KafkaTCPTransport(None, client)
-        deadline = soon()
-        while (read := transport._sock_recv()) == (b"", None):
-            assert not deadline.expired
-        assert read == (b"why", None)
-        while (read := transport._sock_recv()) == (b"", None):
-            assert not deadline.expired
-        assert isinstance(read[1], KafkaConnectionError)
 
 
 def test_an_unknown_mechanism_is_a_matter_of_configuration(kafka):
@@ -219,7 +197,7 @@ def test_the_oldest_open_transaction_is_one_of_the_ids_that_we_may_describe(kafk
 
 @pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-512"])
 def test_no_password_shows_in_any_log(kafka, caplog, mechanism):
-    caplog.set_level(logging.DEBUG, logger="kafka")  # else it is quiet
+    caplog.set_level(logging.DEBUG, logger="kafka")
     with caplog.at_level(logging.DEBUG), coordinator_of(kafka.client_config("ann", mechanism=mechanism)) as coordinator:
         coordinator.cluster_id(soon())
         repeated = repr(coordinator) + repr(vars(coordinator))
@@ -251,7 +229,7 @@ def files(authority, tmp_path_factory):
     return found
 
 
-def kafka_python_connects(settings, peer):
+def our_own_connects(settings, peer):
     with coordinator_of(settings) as coordinator:
         while not peer.came(0):
             with pytest.raises((ConfigurationError, Unavailable)):
@@ -270,7 +248,7 @@ ENCRYPTED = {"ssl.key.password": PASSWORD}
 
 
 @needs_openssl
-@pytest.mark.parametrize("connect", [librdkafka_connects, kafka_python_connects])
+@pytest.mark.parametrize("connect", [librdkafka_connects, our_own_connects])
 @pytest.mark.parametrize(
     ("server", "from_files", "more", "accepted"),
     [

@@ -14,6 +14,7 @@ from dualwrite import DualWriter, WriterLimits
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, Unavailable
 from dualwrite.kafka.abandoned_transaction import Completion
+from dualwrite.kafka.brokers import Connections
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.native import producer as instance
@@ -157,7 +158,7 @@ def test_a_writer_goes_on_with_another_incarnation_before_its_epochs_end(
 
 def raise_epoch(kafka, kafka_id, to):
     """Raise the id's epoch by aborts of nothing."""
-    with closing(Sender(KafkaConfig.parse(kafka), kafka_id)) as sender:
+    with closing(Sender(Connections(KafkaConfig.parse(kafka)), kafka_id)) as sender:
         requests = CoordinatorRequests(sender.brokers, kafka_id)
         ids = requests.init_producer_id(60_000, Deadline(PATIENCE_S)).ids
         while ids[1] < to:

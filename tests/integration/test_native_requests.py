@@ -14,6 +14,7 @@ from kafka.protocol.admin import AlterClientQuotasRequest, DescribeClientQuotasR
 from dualwrite.clock import Deadline
 from dualwrite.kafka.brokers import Brokers
 from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.messages import Produce
 from dualwrite.kafka.native.coordination import Group, Offset, group_of
 from dualwrite.kafka.native.error_meanings import Code
 from dualwrite.testing import read_committed
@@ -181,10 +182,12 @@ def test_a_right_that_is_missing_is_an_answer(guarded_kafka):
 class Throttled:
     """A producer whose client id may write 10 kB a second, after it has written more than that."""
 
-    def __init__(self, server, proxy, topic):
+    def __init__(self, server, proxy, topic, patch):
+        patch.setattr(Produce, "read", self._noting(Produce.read))
         name = f"throttled-{secrets.token_hex(4)}"
         self._limit(server.client_config(), name)
         self.proxy, self.name = proxy, name
+        self.throttled_ms = 0
         self.producer = Producer({**proxy.client_config(), "client.id": name}).init()
         for _ in range(10):
             self.producer.send(topic, b"x" * 60_000)
@@ -207,16 +210,22 @@ class Throttled:
             while not brokers.exchange([(node, known)], Deadline(PATIENCE_S))[0].entries:
                 pass
 
+    def _noting(self, read):
+        def note(request, answer, version):
+            self.throttled_ms = int.from_bytes(answer[-5:-1], "big")  # the last field before the tagged ones
+            return read(request, answer, version)
+
+        return note
+
     @property
     def is_waiting(self):
-        connections = self.producer.sender._network.lanes[0]._conns.values()
-        return any("throttle" in connection.paused for connection in connections)
+        return self.throttled_ms > 0
 
 
 @pytest.fixture
-def throttled(dualwrite_kafka, dualwrite_topic):
+def throttled(dualwrite_kafka, dualwrite_topic, monkeypatch):
     with KafkaProxy(dualwrite_kafka) as proxy:
-        made = Throttled(dualwrite_kafka, proxy, dualwrite_topic)
+        made = Throttled(dualwrite_kafka, proxy, dualwrite_topic, monkeypatch)
         with closing(made.producer):
             yield made
 

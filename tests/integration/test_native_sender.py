@@ -7,6 +7,7 @@ import pytest
 from harness.patience import PATIENCE_S, wait_until
 
 from dualwrite.clock import Deadline, now_s
+from dualwrite.kafka.brokers import Connections
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.native.error_meanings import Code, Meaning
@@ -26,7 +27,7 @@ class Transactions:
     def __init__(self, server, config=None, *, limit_bytes=100_000, codec="none"):
         self.kafka_id = f"native-{secrets.token_hex(4)}"
         self.coordinator = KafkaCoordinator(KafkaConfig.parse(server.client_config()))
-        self.sender = Sender(KafkaConfig.parse(config or server.client_config()), self.kafka_id)
+        self.sender = Sender(Connections(KafkaConfig.parse(config or server.client_config())), self.kafka_id)
         self.ids = self.coordinator.retire([self.kafka_id], self.deadline)[self.kafka_id]
         self._make = lambda: RecordsBuilder(Codec(codec), limit_bytes=limit_bytes)
         self.begin()

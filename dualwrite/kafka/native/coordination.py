@@ -16,19 +16,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Protocol, TypeAlias
 
-import kafka.errors as kafka_errors
 from kafka.protocol.metadata import CoordinatorType
-from kafka.protocol.producer.transaction import EndTxnRequest, InitProducerIdRequest, TxnOffsetCommitRequest
+from kafka.protocol.producer.transaction import InitProducerIdRequest, TxnOffsetCommitRequest
 
 from dualwrite.clock import Deadline, GrowingPause
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.brokers import Brokers
+from dualwrite.kafka.brokers import Connections, NotYet
 from dualwrite.kafka.cluster import find_coordinators
 from dualwrite.kafka.config import TWO_PHASE_COMMIT
 from dualwrite.kafka.engine import choose_transaction_timeout_ms, log_that_unlimited, warn_if_bounded
 from dualwrite.kafka.failures import Code
+from dualwrite.kafka.messages import EndTxn, Message, NotOffered
+from dualwrite.kafka.messages import Request as WireRequest
 from dualwrite.kafka.native.error_meanings import Meaning, Request, meaning_of
-from dualwrite.kafka.network import Message, NotYet
 from dualwrite.protocol.values import NEVER_MS
 
 logger = logging.getLogger("dualwrite.kafka.producer")
@@ -64,7 +64,7 @@ class CoordinatorRequests:
         kafka_id: The transactional id.
     """
 
-    def __init__(self, brokers: Brokers, kafka_id: str) -> None:
+    def __init__(self, brokers: Connections, kafka_id: str) -> None:
         self._brokers = brokers
         self._id = kafka_id
         self._nodes: dict[_Coordinator, int] = {}
@@ -116,7 +116,7 @@ class CoordinatorRequests:
         return self._answered(
             Request.END_TXN,
             (CoordinatorType.TRANSACTION, self._id),
-            partial(end_txn, self._id, ids, committed=committed),
+            partial(EndTxn, self._id, ids, committed=committed),
             _read_ids,
             deadline,
         )
@@ -152,7 +152,7 @@ class CoordinatorRequests:
         self,
         request: Request,
         coordinator: _Coordinator,
-        build: Callable[[], Message],
+        build: Callable[[], WireRequest | Message],
         read: Callable[[Message], Answered],
         deadline: Deadline,
         *,
@@ -208,14 +208,18 @@ class CoordinatorRequests:
         return found
 
     def _sent(
-        self, node: int, build: Callable[[], Message], read: Callable[[Message], Answered], deadline: Deadline
+        self,
+        node: int,
+        build: Callable[[], WireRequest | Message],
+        read: Callable[[Message], Answered],
+        deadline: Deadline,
     ) -> Answered | NotYet:
         try:
             [answer] = self._brokers.exchange([(node, build())], deadline)
         except NotYet as reason:
             return reason
         except ConfigurationError as error:
-            if isinstance(error.__cause__, kafka_errors.IncompatibleBrokerVersion):
+            if isinstance(error.__cause__, NotOffered):
                 return Answered(Code.UNSUPPORTED_VERSION)
             raise
         return answer if isinstance(answer, NotYet) else read(answer)
@@ -461,8 +465,6 @@ def _of_librdkafka(serialised: bytes) -> Group:
 _ASK_TWO_PHASE: Final = {"min_version": 6, "max_version": 6, "enable2_pc": True}
 """KIP-939's version, which brokers offer only if they have unstable versions enabled."""
 _ASK_ONE_PHASE: Final = {"max_version": 5}
-_NAMED: Final = {"min_version": 5, "max_version": 5}
-"""The version that ends one transaction: it raises the epoch, and answers with the next transaction's."""
 _WITH_ITS_PARTITION: Final = {"min_version": 5, "max_version": 5}
 """The version that adds the group's partition to the transaction by itself."""
 
@@ -475,14 +477,6 @@ def init_producer_id(kafka_id: str, timeout_ms: int, *, two_phase: bool) -> Mess
         producer_id=-1,
         producer_epoch=-1,
         **(_ASK_TWO_PHASE if two_phase else _ASK_ONE_PHASE),
-    )
-
-
-def end_txn(kafka_id: str, ids: tuple[int, int], *, committed: bool) -> Message:
-    """The EndTxn request for the one transaction of this producer id and epoch."""
-    producer_id, epoch = ids
-    return EndTxnRequest(
-        transactional_id=kafka_id, producer_id=producer_id, producer_epoch=epoch, committed=committed, **_NAMED
     )
 
 

@@ -22,13 +22,12 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.clock import Deadline, GrowingPause, now_s
 from dualwrite.errors import ConfigurationError, DualWriteError, Fenced, TransactionAborted, Unavailable
-from dualwrite.kafka.brokers import Brokers
+from dualwrite.kafka.brokers import Brokers, Connections
 from dualwrite.kafka.cluster import internal_partition
 from dualwrite.kafka.engine import OLD_S, Callbacks, IdLogger, ProducerEngine, Transaction, asking, whole
 from dualwrite.kafka.failures import (
@@ -111,8 +110,8 @@ class Wire:
 
 def connect(config: KafkaConfig, kafka_id: str, *, like: Brokers | None = None) -> Wire:
     """The connections of one producer; made when they are first used, to the brokers that ``like`` knows."""
-    sender = Sender(config, kafka_id, make_brokers=partial(Brokers, like=like))
-    return Wire(sender, CoordinatorRequests(sender.brokers, kafka_id))
+    brokers = Connections(config, like=like)
+    return Wire(Sender(brokers, kafka_id), CoordinatorRequests(brokers, kafka_id))
 
 
 MakeWire = Callable[["KafkaConfig", str], Wire]

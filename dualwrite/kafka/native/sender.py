@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Final
 
 from dualwrite.clock import Deadline, now_s
-from dualwrite.kafka.brokers import Brokers, until_answered
-from dualwrite.kafka.callers_network import CallersNetwork
+from dualwrite.kafka.brokers import Connections, NotYet, until_answered
 from dualwrite.kafka.cluster import Topic, Topics
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.native.messages import produce, produced
-from dualwrite.kafka.native.produce_state import Delivered, ProduceCore, ToSend
-from dualwrite.kafka.network import Message, Network, NotYet
+from dualwrite.kafka.messages import Produce, TopicKey
+from dualwrite.kafka.native.produce_state import Delivered, Partition, ProduceCore, ToSend
 
 logger = logging.getLogger("dualwrite.kafka.producer")
-
-MakeNetwork = Callable[[Mapping[str, object]], CallersNetwork]
-MakeBrokers = Callable[[KafkaConfig, Callable[[Mapping[str, object]], Network]], Brokers]
 
 _LOOK_UP_AGAIN_S: Final = 0.02
 _LOOK_UP_S: Final = 5.0
 _SERVE_AFTER_S: Final = 0.001
-_LARGEST_ANSWER: Final = 100_000_000
-"""As librdkafka's and Java's default. Four bytes that are no length would otherwise cost up to two gigabytes of memory."""
 _REFRESH_S: Final = 300.0
 """After this time a topic is looked up again: it may have more partitions. As librdkafka's and Java's default."""
 
@@ -36,38 +29,24 @@ class Sender:
     There is no background thread: nothing is sent or received between calls. Call :meth:`pump` regularly.
 
     Args:
-        config: How to connect.
+        brokers: The connections of this producer.
         kafka_id: The transactional id.
-        make_brokers: Makes the access to the brokers; for simulators.
-        make_network: Makes the connections; for simulators.
     """
 
-    def __init__(
-        self,
-        config: KafkaConfig,
-        kafka_id: str,
-        *,
-        make_brokers: MakeBrokers = Brokers,
-        make_network: MakeNetwork = CallersNetwork,
-    ) -> None:
+    def __init__(self, brokers: Connections, kafka_id: str) -> None:
         self._id = kafka_id
-        self._make_network = make_network
-        self._network: CallersNetwork | None = None
-        self._brokers = make_brokers(config, self._connect)
-        self._topics = Topics(self._brokers)
+        self._brokers = brokers
+        self._topics = Topics(brokers)
         self._written: dict[str, Topic] = {}
+        self._known: dict[str, tuple[Topic, TopicKey, Mapping[int, int | None]]] = {}
         self._found_at: dict[str, float] = {}
         self._ids = (-1, -1)
         self._core: ProduceCore | None = None
         self._looked_up_at = self._served_at = 0.0
         self.delivered: list[Delivered] = []
 
-    def _connect(self, arguments: Mapping[str, object]) -> Network:
-        self._network = self._make_network({**arguments, "receive_message_max_bytes": _LARGEST_ANSWER})
-        return self._network
-
     @property
-    def brokers(self) -> Brokers:
+    def brokers(self) -> Connections:
         """The connections, for this thread's other requests."""
         return self._brokers
 
@@ -137,15 +116,20 @@ class Sender:
         if former.topic_id != topic.topic_id and not alike:
             self._core.note_recreated(name)
             return
+        known = self._known.get(name)
+        if known is None or known[0] is not topic:
+            topic_id = bytes(16) if topic.topic_id is None else base64.urlsafe_b64decode(topic.topic_id + "==")
+            nodes = {number: None if lead is None else lead.node for number, lead in topic.leaders.items()}
+            known = self._known[name] = (topic, TopicKey.of(name, topic_id), nodes)
         self._written[name] = topic
-        self._core.learn(name, {number: None if lead is None else lead.node for number, lead in topic.leaders.items()})
+        self._core.learn(name, known[2])
 
     def pump(self) -> None:
         """Send what may be sent now, and take the answers that are there. Does not wait.
 
         Looks into the sockets only if there is something to send, or if the last look was a millisecond ago.
         """
-        if self._core is None or self._network is None:
+        if self._core is None:
             return
         if self._send(flush=False) or now_s() >= self._served_at + _SERVE_AFTER_S:
             self._serve(0)
@@ -183,8 +167,7 @@ class Sender:
             self._serve(deadline.remaining_s())
 
     def _serve(self, seconds: float) -> None:
-        assert self._network is not None
-        self._network.serve(seconds)
+        self._brokers.serve(seconds)
         self._served_at = now_s()
 
     def close(self) -> None:
@@ -220,25 +203,29 @@ class Sender:
     def _send(self, *, flush: bool) -> bool:
         """Post the requests that may be sent now; returns whether there were any."""
         assert self._core is not None
-        assert self._network is not None
         core, sent = self._core, False
         for request in core.requests(now_s(), flush=flush):
-            message = produce(self._id, self._ids, request, self.topic_ids, core.limits.replicas_s)
-            self._network.post(request.node, message, self._taker(core, request))
+            self._brokers.post(request.node, self._produce(core, request), partial(self._take, core, request))
             sent = True
         return sent
 
-    def _taker(self, core: ProduceCore, request: ToSend) -> Callable[[Message | Exception], None]:
-        topic_ids = self.topic_ids
+    def _produce(self, core: ProduceCore, request: ToSend) -> Produce:
+        producer_id, epoch = self._ids
+        by_topic: dict[str, list[tuple[int, bytes]]] = {}
+        for (topic, number), batch in request.batches.items():
+            sealed = batch.body.sealed(producer_id, epoch, batch.sequence)
+            by_topic.setdefault(topic, []).append((number, sealed))
+        batches = [(self._known[topic][1], partitions) for topic, partitions in by_topic.items()]
+        return Produce(self._id, batches, round(core.limits.replicas_s * 1000))
 
-        def take(answer: Message | Exception) -> None:
-            if isinstance(answer, Exception):
-                logger.debug("%s: a Produce to broker %d has no answer: %s", self._id, request.node, answer)
-                core.unanswered(request, now_s())
-                return
-            # A late answer to an earlier transaction's request belongs to that transaction's core.
-            delivered = core.answered(request, produced(answer, topic_ids), now_s())
-            if core is self._core:
-                self.delivered += delivered
-
-        return take
+    def _take(
+        self, core: ProduceCore, request: ToSend, answer: Mapping[Partition, tuple[int, int]] | Exception
+    ) -> None:
+        if isinstance(answer, Exception):
+            logger.debug("%s: a Produce to broker %d has no answer: %s", self._id, request.node, answer)
+            core.unanswered(request, now_s())
+            return
+        # A late answer to an earlier transaction's request belongs to that transaction's core.
+        delivered = core.answered(request, answer, now_s())
+        if core is self._core:
+            self.delivered += delivered

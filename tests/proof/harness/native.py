@@ -12,11 +12,10 @@ from kafka.protocol.producer import ProduceRequest
 from kafka.protocol.producer.transaction import EndTxnRequest, InitProducerIdRequest
 
 from dualwrite.clock import Deadline
-from dualwrite.kafka.brokers import Brokers, until_answered
+from dualwrite.kafka.brokers import Brokers, NotYet, until_answered
 from dualwrite.kafka.cluster import Coordinators, Topics
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.native.records import Codec, RecordsBody, RecordsBuilder
-from dualwrite.kafka.network import NotYet
 from dualwrite.protocol.values import NEVER_MS
 from harness.patience import wait_until
 

@@ -3,6 +3,7 @@
 import secrets
 
 from dualwrite.clock import Deadline, now_s
+from dualwrite.kafka.brokers import Connections
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.native.coordination import CoordinatorRequests
 from dualwrite.kafka.native.error_meanings import Code
@@ -19,7 +20,7 @@ class Producer:
 
     def __init__(self, config, kafka_id=None):
         self.kafka_id = kafka_id or f"native-{secrets.token_hex(4)}"
-        self.sender = Sender(KafkaConfig.parse(config), self.kafka_id)
+        self.sender = Sender(Connections(KafkaConfig.parse(config)), self.kafka_id)
         self.requests = CoordinatorRequests(self.sender.brokers, self.kafka_id)
         self.ids = (-1, -1)
 

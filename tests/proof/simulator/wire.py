@@ -1,7 +1,6 @@
 """Puts the simulated broker under the native engine's own sender and requests: their messages are those of the real wire.
 
-Stands in for :class:`~dualwrite.kafka.brokers.Brokers` and for the connections below them. What leaders and
-coordinators decide upon (Produce, EndTxn, InitProducerId, TxnOffsetCommit) is a call of the process, which can be held, lost
+Stands in for :class:`~dualwrite.kafka.brokers.Connections`. What leaders and coordinators decide upon (Produce, EndTxn, InitProducerId, TxnOffsetCommit) is a call of the process, which can be held, lost
 and late as every other. What clients have anyway, the addresses of leaders and coordinators, is sent without one.
 
 Each partition has a leader of its own, so that one that does not answer keeps no other waiting. Requests in flight are served
@@ -17,30 +16,30 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from kafka.errors import IncompatibleBrokerVersion
-from kafka.protocol.producer.transaction import EndTxnRequest, InitProducerIdRequest, TxnOffsetCommitRequest
+from kafka.protocol.producer.transaction import InitProducerIdRequest, TxnOffsetCommitRequest
 from kafka.record.default_records import DefaultRecordBatch
 
 from dualwrite.clock import Deadline, pause
 from dualwrite.errors import ConfigurationError
+from dualwrite.kafka.brokers import Connections, NotYet
+from dualwrite.kafka.messages import EndTxn, NotOffered, Produce
 from dualwrite.kafka.native.coordination import CoordinatorRequests
 from dualwrite.kafka.native.producer import MakeWire, Wire
-from dualwrite.kafka.native.sender import MakeBrokers, MakeNetwork, Sender
-from dualwrite.kafka.network import NotYet
+from dualwrite.kafka.native.sender import Sender
 from simulator.process import Unanswered
+from simulator.requests import EndTxn as SimulatedEndTxn
 from simulator.requests import (
-    EndTxn,
     EndTxnResponse,
     ErrorCode,
     ErrorResponse,
     InitProducerId,
     InitProducerIdResponse,
-    Produce,
     ProduceResponse,
     Request,
     Response,
     TxnOffsetCommit,
 )
+from simulator.requests import Produce as SimulatedProduce
 from simulator.scheduler import Simulation
 from simulator.state import topic_id
 
@@ -55,16 +54,17 @@ _VERSION: Final = 2
 
 
 class SimulatedBrokers:
-    """Stands in for :class:`~dualwrite.kafka.brokers.Brokers`.
+    """Stands in for :class:`~dualwrite.kafka.brokers.Connections`.
 
     Args:
         simulation: The simulation with the broker.
-        connect: Makes the connections, which this has nothing to do with.
+        eager: Whether messages arrive while their owner goes on. Otherwise they do when it waits for answers.
     """
 
-    def __init__(self, simulation: Simulation, connect: Callable[[Mapping[str, object]], object]) -> None:
+    def __init__(self, simulation: Simulation, *, eager: bool) -> None:
         self._simulation = simulation
-        connect({})
+        self._eager = eager
+        self._posted: deque[tuple[Produce, Callable[[Message | Exception], None]]] = deque()
 
     def exchange(
         self, requests: Sequence[tuple[int, Message]], deadline: Deadline, *, spread: bool = False
@@ -77,7 +77,7 @@ class SimulatedBrokers:
         request, read = _COORDINATED[type(message)](message)
         is_two_phase = isinstance(request, InitProducerId) and request.enable_2pc
         if is_two_phase and self._simulation.broker.two_phase_commit is None:  # clients know what brokers offer
-            refused = IncompatibleBrokerVersion("the broker does not offer InitProducerId 6")
+            refused = NotOffered("the broker does not offer InitProducerId 6")
             raise ConfigurationError(str(refused)) from refused
         try:
             return read(self._simulation.ask(request))
@@ -117,21 +117,7 @@ class SimulatedBrokers:
     def close(self) -> None:
         """There is nothing to close. Requests already sent may still arrive."""
 
-
-class SimulatedNetwork:
-    """Stands in for :class:`~dualwrite.kafka.callers_network.CallersNetwork`.
-
-    Args:
-        simulation: The simulation with the broker.
-        eager: Whether messages arrive while their owner goes on. Otherwise they do when it waits for answers.
-    """
-
-    def __init__(self, simulation: Simulation, *, eager: bool) -> None:
-        self._simulation = simulation
-        self._eager = eager
-        self._posted: deque[tuple[Message, Callable[[Message | Exception], None]]] = deque()
-
-    def post(self, node: int, request: Message, done: Callable[[Message | Exception], None]) -> None:
+    def post(self, node: int, request: Produce, done: Callable[[Message | Exception], None]) -> None:
         """Send a Produce request without a wait for its answer."""
         del node
         self._posted.append((request, done))
@@ -140,53 +126,41 @@ class SimulatedNetwork:
         """Take the answer to the oldest request in flight, or let time pass."""
         if self._posted and (seconds or self._eager):
             message, done = self._posted.popleft()
-            done(self._asked(message))
+            done(self._produced(message))
         elif seconds:
             pause(seconds)
 
-    def _asked(self, message: Message) -> Message | Exception:
+    def _produced(self, message: Produce) -> dict[tuple[str, int], tuple[int, int]] | Exception:
         try:
-            return SimpleNamespace(
-                responses=[
-                    SimpleNamespace(
-                        name=of_topic.name,
-                        topic_id=of_topic.topic_id,
-                        partition_responses=[
-                            self._produced(message, of_topic, partition) for partition in of_topic.partition_data
-                        ],
-                    )
-                    for of_topic in message.topic_data
-                ]
-            )
+            return {
+                (topic.name, number): self._written(message.transactional_id, (topic.name, number), records)
+                for topic, partitions in message.batches
+                for number, records in partitions
+            }
         except Unanswered as error:
             return error
 
-    def _produced(self, message: Message, of_topic: Message, partition: Message) -> Message:
-        batch = DefaultRecordBatch(partition.records)
-        request = Produce(
-            message.transactional_id,
+    def _written(self, kafka_id: str, partition: tuple[str, int], records: bytes) -> tuple[int, int]:
+        batch = DefaultRecordBatch(records)
+        request = SimulatedProduce(
+            kafka_id,
             batch.producer_id,
             batch.producer_epoch,
-            (of_topic.name, partition.index),
+            partition,
             batch.base_sequence,
             tuple(bytes(record.value).decode() for record in batch),
             _VERSION,
         )
         answer = cast("ProduceResponse", self._simulation.ask(request))
-        return SimpleNamespace(index=partition.index, error_code=int(answer.error_code), base_offset=answer.base_offset)
+        return int(answer.error_code), answer.base_offset
 
 
 def make_wire(simulation: Simulation, *, eager: bool = False) -> MakeWire:
     """The argument for ``TransactionalProducer(make_wire=...)``."""
 
-    def make(config: KafkaConfig, kafka_id: str) -> Wire:
-        sender = Sender(
-            config,
-            kafka_id,
-            make_brokers=cast("MakeBrokers", lambda _, connect: SimulatedBrokers(simulation, connect)),
-            make_network=cast("MakeNetwork", lambda _: SimulatedNetwork(simulation, eager=eager)),
-        )
-        return Wire(sender, CoordinatorRequests(sender.brokers, kafka_id))
+    def make(_: KafkaConfig, kafka_id: str) -> Wire:
+        brokers = cast("Connections", SimulatedBrokers(simulation, eager=eager))
+        return Wire(Sender(brokers, kafka_id), CoordinatorRequests(brokers, kafka_id))
 
     return make
 
@@ -206,7 +180,9 @@ def _init_producer_id(message: Message) -> tuple[Request, _Read]:
 
 
 def _end_txn(message: Message) -> tuple[Request, _Read]:
-    request = EndTxn(message.transactional_id, message.producer_id, message.producer_epoch, message.committed, _VERSION)
+    request = SimulatedEndTxn(
+        message.transactional_id, message.producer_id, message.producer_epoch, message.committed, _VERSION
+    )
     return request, _with_ids
 
 
@@ -243,7 +219,7 @@ def _with_ids(answer: Response) -> Message:
 
 _COORDINATED: Final[Mapping[type[Message], Callable[[Message], tuple[Request, _Read]]]] = {
     InitProducerIdRequest: _init_producer_id,
-    EndTxnRequest: _end_txn,
+    EndTxn: _end_txn,
     TxnOffsetCommitRequest: _txn_offset_commit,
 }
 

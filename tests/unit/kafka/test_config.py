@@ -6,9 +6,9 @@ import pickle
 import socket
 
 import pytest
-from kafka.net.inet import KafkaNetSocket
 
 from dualwrite.errors import ConfigurationError
+from dualwrite.kafka import security
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.security import KEYS as TLS_KEYS
 
@@ -41,7 +41,7 @@ def token(_):
 def test_the_servers_reach_both_clients_by_either_name(name):
     config = KafkaConfig.parse({name: "one:9092, two:9093"})
     assert config.librdkafka()["bootstrap.servers"] == "one:9092, two:9093"
-    assert config.kafka_python()["bootstrap_servers"] == ["one:9092", "two:9093"]
+    assert config.connecting().servers == [("one", 9092), ("two", 9093)]
 
 
 @pytest.mark.parametrize("servers", ["", " ", "one:9092,", "SSL://one:9092", "one:port", "http://one", "[::1", "a b:1"])
@@ -67,17 +67,20 @@ def test_password_login_reaches_both_clients():
     ours = config.librdkafka()
     assert (ours["security.protocol"], ours["sasl.mechanism"]) == ("SASL_PLAINTEXT", "SCRAM-SHA-512")
     assert (ours["sasl.username"], ours["sasl.password"]) == ("ann", "secret")
-    theirs = config.kafka_python()
-    assert (theirs["security_protocol"], theirs["sasl_mechanism"]) == ("SASL_PLAINTEXT", "SCRAM-SHA-512")
-    assert (theirs["sasl_plain_username"], theirs["sasl_plain_password"]) == ("ann", "secret")
+    theirs = config.connecting()
+    assert theirs.sasl.mechanism == "SCRAM-SHA-512"
+    assert theirs.sasl.begin("one").auth_bytes().startswith(b"n,,n=ann,r=")
+    assert theirs.tls is None
+    plain = KafkaConfig.parse({**SASL, "sasl.mechanism": "PLAIN"}).connecting()
+    assert plain.sasl.begin("one").auth_bytes() == b"ann\0ann\0secret"
 
 
 def test_a_user_name_is_escaped_for_the_client_that_does_not_escape_it():
     settings = {**SASL, "sasl.username": "an=n,b"}
-    assert KafkaConfig.parse(settings).kafka_python()["sasl_plain_username"] == "an=3Dn=2Cb"
+    assert KafkaConfig.parse(settings).connecting().sasl.begin("one").auth_bytes().startswith(b"n,,n=an=3Dn=2Cb,r=")
     assert KafkaConfig.parse(settings).librdkafka()["sasl.username"] == "an=n,b"
     plain = KafkaConfig.parse({**settings, "sasl.mechanism": "plain"})
-    assert plain.kafka_python()["sasl_plain_username"] == "an=n,b"
+    assert plain.connecting().sasl.begin("one").auth_bytes() == b"an=n,b\0an=n,b\0secret"
 
 
 def test_a_token_callback_serves_both_clients_and_is_asked_once_while_fresh():
@@ -90,16 +93,20 @@ def test_a_token_callback_serves_both_clients_and_is_asked_once_while_fresh():
     settings = {**SERVERS, "security.protocol": "sasl_ssl", "sasl.mechanism": "OAUTHBEARER", "oauth_cb": callback}
     config = KafkaConfig.parse({**settings, "sasl.oauthbearer.config": "scope=a"})
     assert config.librdkafka()["oauth_cb"] is callback
-    tokens = config.kafka_python()["sasl_oauth_token_provider"]
-    assert (tokens.token(), tokens.token(), tokens.extensions()) == ("token", "token", {"extension": "yes"})
+    sasl = config.connecting().sasl
+    for _ in range(2):
+        assert sasl.begin("one").auth_bytes() == b"n,,\1auth=Bearer token\1extension=yes\1\1"
     assert asked == ["scope=a"]
 
 
 def test_an_expired_token_is_fetched_again():
     given = iter([("old", 1.0), ("new", 4e9)])
     settings = {"security.protocol": "SASL_SSL", "sasl.mechanism": "OAUTHBEARER", "oauth_cb": lambda _: next(given)}
-    tokens = parse(settings).kafka_python()["sasl_oauth_token_provider"]
-    assert [tokens.token(), tokens.token(), tokens.token()] == ["old", "new", "new"]
+    sasl = parse(settings).connecting().sasl
+    shown = [
+        sasl.begin("one").auth_bytes() for _ in range(2)
+    ]  # each asks twice: for the token, and for what comes with it
+    assert shown == [b"n,,\1auth=Bearer old\1\1", b"n,,\1auth=Bearer new\1\1"]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +227,6 @@ def test_settings_of_the_producer_alone_reach_it_unchanged():
     given = {"linger.ms": 5, "compression.type": "zstd", "queue.buffering.max.kbytes": "1048576", "debug": "eos"}
     config = parse(given)
     assert given.items() <= config.librdkafka().items()
-    assert not {"linger_ms", "linger.ms", "compression_type"} & config.kafka_python().keys()
 
 
 def test_connection_settings_reach_both_clients():
@@ -237,15 +243,14 @@ def test_connection_settings_reach_both_clients():
             "socket.send.buffer.bytes": 1000,
         }
     )
-    theirs = config.kafka_python()
-    assert theirs["client_id"] == "app"
-    assert theirs["client_dns_lookup"] == "resolve_canonical_bootstrap_servers_only"
-    assert theirs["request_timeout_ms"] == 4000
-    assert theirs["socket_connection_setup_timeout_ms"] == 2000
-    assert theirs["connections_max_idle_ms"] == 60000
-    assert (theirs["reconnect_backoff_ms"], theirs["reconnect_backoff_max_ms"]) == (7, 70)
-    assert (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0) in theirs["socket_options"]
-    assert (socket.SOL_SOCKET, socket.SO_SNDBUF, 1000) in theirs["socket_options"]
+    theirs = config.connecting()
+    assert theirs.client.name == "app"
+    assert theirs.canonical_names
+    assert (theirs.request_s, theirs.opening_s, theirs.longest_opening_s, theirs.idle_s) == (4, 2, 30, 60)
+    assert (theirs.pause_s, theirs.longest_pause_s) == (0.007, 0.07)
+    assert (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0) in theirs.socket_options
+    assert (socket.SOL_SOCKET, socket.SO_SNDBUF, 1000) in theirs.socket_options
+    assert (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1) in theirs.socket_options
     assert config.librdkafka()["socket.keepalive.enable"] == "false"
 
 
@@ -339,15 +344,16 @@ def test_no_value_shows_in_a_refusal(key):
 def test_a_configuration_with_a_token_callback_pickles():
     settings = {"security.protocol": "SASL_SSL", "sasl.mechanism": "OAUTHBEARER", "oauth_cb": token}
     config = pickle.loads(pickle.dumps(parse(settings)))
-    assert config.kafka_python()["sasl_oauth_token_provider"].token() == CANARY
+    assert CANARY in config.connecting().sasl.begin("one").auth_bytes().decode()
     assert CANARY not in repr(config)
+    assert CANARY not in repr(config.connecting())
 
 
 def test_a_missing_kerberos_package_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     config = parse({"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": "GSSAPI"})
     with pytest.raises(ConfigurationError, match="gssapi"):
-        config.kafka_python()
+        config.connecting()
 
 
 def test_kerberos_reaches_both_clients(monkeypatch):
@@ -355,23 +361,39 @@ def test_kerberos_reaches_both_clients(monkeypatch):
     settings = {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": "GSSAPI", "sasl.kerberos.service.name": "k"}
     config = parse(settings)
     assert config.librdkafka()["sasl.kerberos.service.name"] == "k"
-    assert config.kafka_python()["sasl_kerberos_service_name"] == "k"
+    asked = {}
+    monkeypatch.setattr(security, "get_sasl_mechanism", lambda name: lambda **given: asked.update(given, name=name))
+    config.connecting().sasl.begin("one")
+    assert asked == {"name": "GSSAPI", "sasl_mechanism": "GSSAPI", "sasl_kerberos_service_name": "k", "host": "one"}
 
 
 def test_an_unreadable_certificate_is_named():
     config = parse({"security.protocol": "SSL", "ssl.ca.location": "/does/not/exist.pem"})
     with pytest.raises(ConfigurationError, match=r"'ssl\.ca\.location'"):
-        config.kafka_python()
+        config.connecting()
 
 
-@pytest.mark.parametrize(("family", "addresses"), [("any", 2), ("v4", 1), ("v6", 1)])
-def test_the_address_family_is_kept_to_by_both_clients(monkeypatch, family, addresses):
-    found = [(socket.AF_INET6, 1, 6, "", ("::1", 1, 0, 0)), (socket.AF_INET, 1, 6, "", ("127.0.0.1", 1))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+@pytest.mark.parametrize(
+    ("family", "kept_to"), [("any", socket.AF_UNSPEC), ("v4", socket.AF_INET), ("v6", socket.AF_INET6)]
+)
+def test_the_address_family_is_kept_to_by_both_clients(family, kept_to):
     config = parse({"broker.address.family": family})
     assert config.librdkafka()["broker.address.family"] == family
-    maker = KafkaNetSocket(config.kafka_python()["proxy_url"])
-    assert len(maker.dns_lookup("localhost", 1)) == addresses
+    assert config.connecting().family == kept_to
+
+
+@pytest.mark.parametrize(
+    ("server", "found"),
+    [
+        ("one", ("one", 9092)),
+        ("one:1", ("one", 1)),
+        (" [::1]:2 ", ("::1", 2)),
+        ("[::1]", ("::1", 9092)),
+        ("10.0.0.1:3", ("10.0.0.1", 3)),
+    ],
+)
+def test_a_server_is_a_host_and_a_port(server, found):
+    assert parse({"bootstrap.servers": server}).connecting().servers == [found]
 
 
 def test_an_unknown_address_family_is_refused():

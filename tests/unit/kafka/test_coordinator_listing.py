@@ -9,9 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from kafka.protocol.admin.transactions import DescribeTransactionsRequest, ListTransactionsRequest
 
+from dualwrite import clock as deadlines
 from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
-from dualwrite.kafka import brokers
 from dualwrite.kafka import coordinator as client
 from dualwrite.kafka import coordinator as listing
 from dualwrite.kafka.cluster import Leader, internal_partition
@@ -294,7 +294,7 @@ def test_no_id_is_missing_however_partitions_move(earlier, during):
     cluster.events = [lambda cluster, events=events: happening(cluster, events) for events in during]
     cluster.events += [no_event] * 8 + [Cluster.settle]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(brokers, "LONGEST_PAUSE_S", 0.0)
+        patch.setattr(deadlines, "_sleep", lambda _: None)
         found = listing.list_ids(cluster, "p", Deadline(30))
     assert known <= set(found)
 

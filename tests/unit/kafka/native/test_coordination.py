@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from dualwrite.clock import Deadline, running_on
+from dualwrite.kafka.brokers import NotYet
 from dualwrite.kafka.native.coordination import Answered, CoordinatorRequests, Group, Offset
 from dualwrite.kafka.native.error_meanings import MEANINGS, Code, Meaning, Request
-from dualwrite.kafka.network import NotYet
 
 IDS, NEXT = (7, 3), (7, 4)
 SILENCE = NotYet("no answer", unreachable=True)
