@@ -74,8 +74,7 @@ class KafkaCoordinator:
     Args:
         config: How to connect.
         like: Another one for the same cluster, whose knowledge of the brokers' addresses is used.
-        one_thread: Whether only one thread uses it, at any time: it may post questions. It then shares what ``like`` knows of
-            topics and addresses.
+        one_thread: Whether only one thread uses it, at any time: it may post questions, and shares what ``like`` knows.
 
     Raises:
         ConfigurationError: A certificate or key of the configuration cannot be used.
@@ -83,8 +82,7 @@ class KafkaCoordinator:
 
     def __init__(self, config: KafkaConfig, *, like: KafkaCoordinator | None = None, one_thread: bool = False) -> None:
         self._brokers = Brokers(config, like=None if like is None else like.brokers)
-        addresses = self._brokers.addresses if like is None else like.brokers.addresses
-        self._posting = Connections(config, addresses=addresses) if one_thread else None
+        self._posting = Connections(config, addresses=(like or self).brokers.addresses) if one_thread else None
         self._coordinators = Coordinators(self._brokers)
         self._topics: Topics = like._topics if like is not None and one_thread else Topics(self._brokers)  # noqa: SLF001 - its own class
         self._held_back = HeldBack()
@@ -104,9 +102,8 @@ class KafkaCoordinator:
 
     def close(self) -> None:
         """Close the connections. Idempotent; in a forked process it leaves the parent's connections alone."""
-        if self._posting is not None:
-            self._posting.close()
-        self._brokers.close()
+        for one in filter(None, (self._posting, self._brokers)):
+            one.close()
 
     def cluster_id(self, deadline: Deadline) -> str:
         """The id of the cluster that the bootstrap servers belong to.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from kafka.errors import NotLeaderForPartitionError, TopicAuthorizationFailedError
 
+from dualwrite.kafka.brokers import NotYet
 from dualwrite.kafka.cluster import Leader, Topic
-from dualwrite.kafka.network import NotYet
+from dualwrite.kafka.messages import ProducerState
 from dualwrite.kafka.transaction_ends import PostedQuestion
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.values import ShownProducer
@@ -69,29 +68,14 @@ def state(producer_id, epoch, *partitions, topic_id="id"):
 
 def described(*partitions, code=0):
     """Each partition with its producers: id, epoch, and where the open transaction began, or -1."""
-    return SimpleNamespace(
-        topics=[
-            SimpleNamespace(
-                name="t",
-                partitions=[
-                    SimpleNamespace(
-                        partition_index=number,
-                        error_code=code,
-                        active_producers=[
-                            SimpleNamespace(producer_id=one, producer_epoch=epoch, current_txn_start_offset=start)
-                            for one, epoch, start in producers
-                        ],
-                    )
-                    for number, producers in partitions
-                ],
-            )
-        ]
-    )
+    return {
+        ("t", number): (code, [ProducerState(one, epoch, 0, 0, 0, start) for one, epoch, start in producers])
+        for number, producers in partitions
+    }
 
 
 def led(*numbers, code=0):
-    partitions = [SimpleNamespace(partition=number, error_code=code, end_offset=9) for number in numbers]
-    return SimpleNamespace(topics=[SimpleNamespace(topic="t", partitions=partitions)])
+    return {("t", number): (code, 9) for number in numbers}
 
 
 def test_one_question_to_a_leader_is_about_all_producers_and_each_gets_its_own_rows(brokers, topics):
