@@ -102,8 +102,9 @@ class KafkaCoordinator:
 
     def close(self) -> None:
         """Close the connections. Idempotent; in a forked process it leaves the parent's connections alone."""
-        for one in filter(None, (self._posting, self._brokers)):
-            one.close()
+        if self._posting is not None:
+            self._posting.close()
+        self._brokers.close()
 
     def cluster_id(self, deadline: Deadline) -> str:
         """The id of the cluster that the bootstrap servers belong to.
