@@ -126,6 +126,28 @@ def asking(
     return noted
 
 
+def verb(
+    step: Callable[Concatenate[AnyEngine, Arguments], Result],
+) -> Callable[Concatenate[AnyEngine, Arguments], Result]:
+    """Both of them, for a verb that asks the brokers, in one frame."""
+
+    @wraps(step)
+    def done(self: AnyEngine, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        before = self.asking_since
+        self.asking_since = now_s() if before is None else before
+        try:
+            return step(self, *args, **kwargs)
+        except Exception:
+            raise
+        except BaseException as interruption:
+            self._note_interrupted(step.__name__, interruption)
+            raise
+        finally:
+            self.asking_since = before
+
+    return done
+
+
 class Callbacks:
     """Calls the delivery callbacks of one transaction, and keeps what they raise until a call may raise it.
 
@@ -364,13 +386,13 @@ class ProducerEngine(ABC):
             sent_to=self.transaction.sent_to,
         )
 
-    def require_still_open(self, deadline: Deadline) -> None:
+    def require_still_open(self) -> None:
         """Check before a decision that the prepared transaction is still open; see the producer's method."""
         state = self.prepared
         if state is None or not state.has_transaction or now_s() - self.transaction.looked_at <= OLD_S:
             return
         try:
-            self._require_open(state, deadline)
+            self._require_open(state, Deadline(self._call_timeout_s))
         except Fenced as error:
             self._raise(Failure(error, ProducerEvent.DOUBT))
         self.transaction.looked_at = now_s()

@@ -392,7 +392,7 @@ class TransactionalProducer:
             Unavailable: No answer in time: abort.
         """
         self._require_no_fork()
-        self._instance.require_still_open(Deadline(self._call_timeout_s))
+        self._instance.require_still_open()
 
     def commit_transaction(self) -> None:
         """Commit, preparing first if ``prepare_transaction`` was not called. Consumers see the messages soon after.
@@ -408,11 +408,11 @@ class TransactionalProducer:
         """
         self._check(ProducerEvent.COMMIT)
         deadline = Deadline(self._call_timeout_s)
-        if self.state is ProducerState.KEPT:
+        if self._machine.state is ProducerState.KEPT:
             self._kept.commit_ongoing(deadline)
             self._open(ProducerEvent.COMMIT, deadline)
             return
-        if self.state is ProducerState.BEGUN:
+        if self._machine.state is ProducerState.BEGUN:
             self._instance.prepare(deadline)
         self._instance.commit(ProducerEvent.COMMIT, deadline)
 
@@ -427,7 +427,7 @@ class TransactionalProducer:
         """
         self._check(ProducerEvent.ABORT)
         deadline = Deadline(self._call_timeout_s)
-        if self.state is ProducerState.KEPT:
+        if self._machine.state is ProducerState.KEPT:
             self._kept.abort_kept(deadline)
             self._open(ProducerEvent.ABORT, deadline)
         else:
@@ -542,9 +542,10 @@ class TransactionalProducer:
 
     def _check(self, event: ProducerEvent) -> None:
         """Raise unless the event is allowed now; changes nothing."""
-        self._require_no_fork()
+        if self._made_in != forks.process:
+            raise forks.forked_error(self._made_in, self._id)
         if not self._machine.allows(event):
-            raise not_allowed(event, self.state, self._id)
+            raise not_allowed(event, self._machine.state, self._id)
 
     def _require_no_fork(self) -> None:
         if self._made_in != forks.process:

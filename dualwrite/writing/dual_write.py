@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from sqlalchemy import event
 
@@ -44,7 +44,7 @@ from dualwrite.interfaces import NO_OBSERVER, SQL, Traits
 from dualwrite.protocol.lives import WRITE_LIFE, Machine, Phase, WriteEvent, WriteState
 from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, Unsendable
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.process import Allowance, DoubtStep, allow
+from dualwrite.protocol.process import DoubtStep, allow
 from dualwrite.protocol.values import Decision
 from dualwrite.recovery.in_doubt import LOSSES, note_raised, resolve_commit
 from dualwrite.stores.sql.access import conflict_behind, permit_of
@@ -255,7 +255,8 @@ class DualWrite(Work):
 
     def __enter__(self) -> Transaction:
         """Begin the database's transaction and read the row. See :meth:`dualwrite.writing.writer.DualWriter.transaction`."""
-        self._refuse_while_running()
+        if self.running:
+            self._refuse_inside()
         self._machine.check(WriteEvent.CHECK)  # it is entered once
         try:
             self._begin()
@@ -279,7 +280,8 @@ class DualWrite(Work):
         try:
             self.running = False
             if error is None:
-                self._require_not_parents()
+                if self.is_parents:
+                    raise self._parents()
                 if self._ending is Ending.COMMIT:
                     self._commit()
                 else:
@@ -311,7 +313,8 @@ class DualWrite(Work):
             # A forked process, which leaves the block too. The servers must hear nothing of it: not even of a rollback.
             self._context.store.discard(self._handle)
             return
-        self._stop_watching()
+        if self.savepoints is not None:
+            self.savepoints.stop()
         if self._session is not None:
             self._session.close()
         if self._machine.state not in _ENDED:
@@ -324,23 +327,22 @@ class DualWrite(Work):
         """Whether this is a forked process, and the dual write that of its parent, which alone may end it."""
         return os.getpid() != self._process
 
-    def _require_not_parents(self) -> None:
-        if self.is_parents:
-            raise IllegalStateError(
-                f"the dual write was begun by process {self._process}, and this one was forked inside it: nothing was ended",
-                transactional_id=self.transactional_id,
-                next_step="leave the block to that process; end this one with os._exit()",
-            )
+    def _parents(self) -> IllegalStateError:
+        return IllegalStateError(
+            f"the dual write was begun by process {self._process}, and this one was forked inside it: nothing was ended",
+            transactional_id=self.transactional_id,
+            next_step="leave the block to that process; end this one with os._exit()",
+        )
 
-    def _refuse_while_running(self) -> None:
-        if self.running:  # a verb called there would end the dual write under its block
-            error = IllegalStateError(
-                "the dual write cannot be begun or ended inside its block",
-                transactional_id=self.transactional_id,
-                next_step="leave the block to commit both sides, or raise in it to abort both",
-            )
-            self.refuse(error)
-            raise error
+    def _refuse_inside(self) -> NoReturn:
+        """Refuse a verb that the user's code has called: it would end the dual write under its block."""
+        error = IllegalStateError(
+            "the dual write cannot be begun or ended inside its block",
+            transactional_id=self.transactional_id,
+            next_step="leave the block to commit both sides, or raise in it to abort both",
+        )
+        self.refuse(error)
+        raise error
 
     def _raise_from_callback(self, error: BaseException) -> None:
         """Show what a delivery callback raised as the context of the block's own error, which outweighs it.
@@ -383,7 +385,9 @@ class DualWrite(Work):
     @property
     def connection(self) -> Connection:
         """See :attr:`Transaction.connection`."""
-        connection: Connection = self.resource(SQL.gives)
+        if self._machine.state is not WriteState.CHECKED or self._traits.gives != SQL.gives:
+            self.resource(SQL.gives)  # says why not
+        connection: Connection = self._handle
         return connection
 
     @property
@@ -420,7 +424,8 @@ class DualWrite(Work):
 
     def send(self, message: Sendable) -> None:
         """See :meth:`Work.send`."""
-        self._machine.check(WriteEvent.PRODUCE)
+        if self._machine.state is not WriteState.CHECKED:
+            self._machine.check(WriteEvent.PRODUCE)
         try:
             savepoints = self.savepoints
             if self.of_unit and message.topic is not None:
@@ -483,7 +488,8 @@ class DualWrite(Work):
             TransactionAborted, Fenced, Unavailable, ConfigurationError: There was an error before, which the block swallowed;
                 or the producer refuses now; or a savepoint was rolled back unseen.
         """
-        self._require_no_refusal()
+        if self.refusals.first is not None:
+            self._raise_refusal()
         if self.savepoints is None:
             return
         watched, self.savepoints = self.savepoints, None
@@ -500,7 +506,7 @@ class DualWrite(Work):
             finally:
                 self.engine.corked = False
 
-    def _require_no_refusal(self) -> None:
+    def _raise_refusal(self) -> None:
         if self.refusals.first is not None:
             raise_aborted(self.refusals.first, self.transactional_id, "the block")
 
@@ -518,7 +524,8 @@ class DualWrite(Work):
             IllegalStateError, ConfigurationError: The connection cannot be used for this.
             Unavailable: The database does not answer.
         """
-        self._refuse_while_running()
+        if self.running:
+            self._refuse_inside()
         store, row = self._context.store, self._lane.row
         store.begin(self._handle)
         try:
@@ -551,7 +558,8 @@ class DualWrite(Work):
             DatabaseWentBack: Decided, then lost by the database.
             IllegalStateError: It has already ended.
         """
-        self._refuse_while_running()
+        if self.running:
+            self._refuse_inside()
         self._machine.check(WriteEvent.PREPARE)
         failpoints.hit("write.body_done")
         deadline = Deadline(self._timeout_s)
@@ -568,7 +576,8 @@ class DualWrite(Work):
         with waiting.uninterrupted():
             interruption = self._decide(state, answer, deadline)
             if self.sending:
-                self._enter(Phase.COMPLETE)
+                if self.observer is not None:
+                    self.observer.enter(Phase.COMPLETE)
                 self._lane.complete(state, deadline)
             self._machine.apply(WriteEvent.COMPLETE)
             failpoints.hit("write.completed")
@@ -590,7 +599,8 @@ class DualWrite(Work):
                 count for nothing.
             IllegalStateError: It has already ended.
         """
-        self._refuse_while_running()
+        if self.running:
+            self._refuse_inside()
         self._machine.check(WriteEvent.PREPARE)
         failpoints.hit("write.body_done")
         try:
@@ -611,12 +621,9 @@ class DualWrite(Work):
         self._machine.apply(WriteEvent.HAND_OVER)
         failpoints.hit("batch.handed_over")
 
-    def _enter(self, phase: Phase) -> None:
-        if self.observer is not None:
-            self.observer.enter(phase)
-
     def _prepare(self, *, run_deferred: bool = False) -> PreparedTxnState:
-        self._enter(Phase.PREPARE)
+        if self.observer is not None:
+            self.observer.enter(Phase.PREPARE)
         if self._session is not None:
             self._session.flush()
         self._finish_messages()
@@ -627,9 +634,10 @@ class DualWrite(Work):
             try:
                 state = self._producer.prepare_transaction()
             except IllegalStateError:
-                self._require_no_refusal()
+                self._raise_refusal()
                 raise
-            self._require_no_refusal()  # a delivery callback may have swallowed that a message of its own was refused
+            if self.refusals.first is not None:
+                self._raise_refusal()  # a delivery callback may have swallowed that a message of its own was refused
         self._machine.apply(WriteEvent.PREPARE)
         self._prepared = state
         failpoints.hit("write.prepared")
@@ -640,10 +648,13 @@ class DualWrite(Work):
 
         What is deferred to COMMIT runs before it. Left to COMMIT, it would take its time after the last check of the clock.
         """
-        row, allowance = self._lane.row, None
+        row, allowance, timeout_s = self._lane.row, None, 0.0
         decision = Decision(row.transactional_id, row.incarnation, namespace=row.namespace, deferred=True)
         if state.has_transaction:
-            allowance = self._require_time(allow(self._left_s(), self._margin_s, deadline.remaining_s()))
+            timeout_s = self._producer.transaction_timeout_ms / 1000  # after it, the broker aborts the transaction
+            allowance = allow(timeout_s - self.engine.begun_for_s, self._margin_s, deadline.remaining_s())
+            if allowance is None:
+                raise self._out_of_time(timeout_s)
             answer = Deadline(allowance.answer_s)
             decision = decision._replace(
                 state=state,
@@ -665,20 +676,14 @@ class DualWrite(Work):
         self._machine.apply(WriteEvent.RECORD)
         failpoints.hit("write.recorded")
         if allowance is not None:
-            self._producer.require_still_open()
-            self._require_time(allowance if allowance.fits(self._left_s()) else None)
+            self.engine.require_still_open()
+            if not allowance.fits(timeout_s - self.engine.begun_for_s):
+                raise self._out_of_time(timeout_s)
         return answer
 
-    def _left_s(self) -> float:
-        """The time left of the broker's transaction timeout, in seconds."""
-        return self._producer.transaction_timeout_ms / 1000 - self._producer.begun_for_s
-
-    def _require_time(self, allowance: Allowance | None) -> Allowance:
-        if allowance is not None:
-            return allowance
-        producer = self._producer
-        raise TransactionAborted(
-            f"the transaction was open for {producer.begun_for_s:.0f} s of the {producer.transaction_timeout_ms / 1000:.0f} s "
+    def _out_of_time(self, timeout_s: float) -> TransactionAborted:
+        return TransactionAborted(
+            f"the transaction was open for {self.engine.begun_for_s:.0f} s of the {timeout_s:.0f} s "
             f"after which the broker aborts it; {self._margin_s:g} s must be left when the database has committed",
             transactional_id=self.transactional_id,
             next_step="do less in one transaction, or raise the broker's transaction.max.timeout.ms",
@@ -739,10 +744,12 @@ class DualWrite(Work):
         If Kafka does not accept the abort, the producer is discarded and the next settler aborts its transaction: the row
         does not name it, so it can no longer be committed.
         """
-        self._refuse_while_running()
+        if self.running:
+            self._refuse_inside()
         if self._machine.state in _ENDED:
             return
-        self._enter(Phase.ABORT)
+        if self.observer is not None:
+            self.observer.enter(Phase.ABORT)
         failpoints.hit("write.before_abort")
         with waiting.uninterrupted():
             self._stop_watching()
@@ -830,7 +837,8 @@ class WriterBlock(DualWrite):
     def __enter__(self) -> Transaction:
         """Take a lane and a connection, and begin. See :meth:`dualwrite.writing.writer.DualWriter.transaction`."""
         if self._ticket is not None:
-            self._refuse_while_running()
+            if self.running:
+                self._refuse_inside()
             raise IllegalStateError(
                 "a block is entered once", transactional_id=self._ground.writer, next_step="call transaction() for each"
             )

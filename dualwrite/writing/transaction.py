@@ -428,10 +428,10 @@ class Transaction:
                 and the block may continue without this message. (Both are confluent-kafka's, from ``confluent_kafka.error``.)
         """
         write = self._dual_write
-        write.require_open()  # a serializer may register a schema
         if self._serializing.none:
             own_key, own_value, own_headers = cast("Content", key), cast("Content", value), headers
         else:
+            write.require_open()  # a serializer may register a schema
             own_key, own_value, own_headers = self._serializing.message(topic, key, value, headers)
         engine, observer = write.engine, write.observer
         if on_delivery is not None:

@@ -16,7 +16,7 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 
 from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import DualWriteError, Fenced, TransactionAborted, Unavailable
-from dualwrite.kafka.engine import OLD_S, agree_on_transaction_timeout_ms, asking, whole
+from dualwrite.kafka.engine import OLD_S, agree_on_transaction_timeout_ms, asking, verb
 from dualwrite.kafka.failures import Failure, Phase, not_answered
 from dualwrite.kafka.librdkafka.evidence import (
     INIT_MAY_COME,
@@ -107,8 +107,7 @@ class ProducerInstance(JudgedProducer):
         """The producer id and epoch; None before ``init_transactions``, and after an abort until the next prepare."""
         return self._evidence.ids
 
-    @whole
-    @asking
+    @verb
     def open(self, event: ProducerEvent, asked_timeout_ms: int | None, deadline: Deadline) -> int:
         """Make and initialise the librdkafka instance: aborts an ongoing transaction and fences earlier producers."""
         timeout_ms = agree_on_transaction_timeout_ms(self._coordinator, asked_timeout_ms, self._id, deadline)
@@ -131,8 +130,7 @@ class ProducerInstance(JudgedProducer):
         self._judge(Phase.INIT, took_s)
         return timeout_ms
 
-    @whole
-    @asking
+    @verb
     def begin(self, deadline: Deadline) -> None:
         """Begin a transaction."""
         self._require_end_known(deadline)
@@ -229,8 +227,7 @@ class ProducerInstance(JudgedProducer):
             self._raise(self._delivery_failure())
         self._raise(failure_of(error, Phase.PRODUCE, transactional_id=self._id, subject=topic))
 
-    @whole
-    @asking
+    @verb
     def send_offsets(self, consumed: ConsumedOffsets, deadline: Deadline) -> None:
         """Commit consumed offsets as a part of the transaction."""
         self.require(ProducerEvent.SEND_OFFSETS)
@@ -247,8 +244,7 @@ class ProducerInstance(JudgedProducer):
         transaction.sent_offsets |= any(offset.offset >= 0 for offset in offsets)
         self.machine.apply(ProducerEvent.SEND_OFFSETS)
 
-    @whole
-    @asking
+    @verb
     def prepare(self, deadline: Deadline) -> PreparedTxnState:
         """Flush, make sure that every message is delivered, and name the transaction."""
         transaction = self.transaction
@@ -303,8 +299,7 @@ class ProducerInstance(JudgedProducer):
     def _require_open(self, state: PreparedTxnState, deadline: Deadline) -> None:
         self._evidence.require_open(state, deadline)
 
-    @whole
-    @asking
+    @verb
     def commit(self, event: ProducerEvent, deadline: Deadline) -> None:
         """Commit the prepared transaction."""
         took_s = self._call(Phase.COMMIT, lambda producer, left_s: producer.commit_transaction(left_s), deadline)
@@ -314,8 +309,7 @@ class ProducerInstance(JudgedProducer):
         self._judge(Phase.COMMIT, took_s)
         self.prepared = None
 
-    @whole
-    @asking
+    @verb
     def abort(self, event: ProducerEvent, deadline: Deadline) -> None:
         """Abort, after a short wait for messages in flight. If some remain, the producer is discarded instead.
 

@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, Final
 
 from dualwrite.clock import Deadline, GrowingPause, now_s
 from dualwrite.errors import ConfigurationError, DualWriteError, Fenced, TransactionAborted, Unavailable
+from dualwrite.kafka import engine as forks
 from dualwrite.kafka.brokers import Brokers, Connections
 from dualwrite.kafka.cluster import internal_partition
-from dualwrite.kafka.engine import OLD_S, Callbacks, IdLogger, ProducerEngine, Transaction, asking, whole
+from dualwrite.kafka.engine import OLD_S, Callbacks, IdLogger, ProducerEngine, Transaction, asking, verb, whole
 from dualwrite.kafka.failures import (
     Advice,
     Code,
@@ -132,6 +133,8 @@ class NativeInstance(ProducerEngine):
     """
 
     engine = Engine.NATIVE
+    _sender: Sender
+    _open: OpenTransaction
 
     def __init__(
         self,
@@ -159,7 +162,7 @@ class NativeInstance(ProducerEngine):
         self._wire: Wire | None = None
         self._settings: NativeSettings | None = None
         self._filling: Filling | None = None
-        self._ids: tuple[int, int] | None = None
+        self._ids = (-1, -1)
         self._missing: dict[str, tuple[float, float]] = {}
         self._renews = True
         self._begun_at = 0.0
@@ -168,10 +171,9 @@ class NativeInstance(ProducerEngine):
     @property
     def ids(self) -> tuple[int, int] | None:
         """The producer id, and the epoch of the current or next transaction; None before ``init_transactions``."""
-        return self._ids
+        return None if self._ids[0] < 0 else self._ids
 
-    @whole
-    @asking
+    @verb
     def open(self, event: ProducerEvent, asked_timeout_ms: int | None, deadline: Deadline) -> int:
         """Connect, and get the producer id: aborts an ongoing transaction and fences earlier producers."""
         maximum_ms = self._coordinator.max_transaction_timeout_ms(deadline)
@@ -181,6 +183,7 @@ class NativeInstance(ProducerEngine):
         if self._settings.stats_cb is not None and self._settings.statistics_s:
             self._statistics = Statistics(self._id, self._settings.statistics_s, self._settings.stats_cb)
         self._wire = self._make_wire(self._config, self._id)
+        self._sender = self._wire.sender
         initialised = initialise(self._wire.requests, ways, deadline)
         if refused := refusal_of_two_phase(initialised, self._id):
             self._raise(Failure(refused, ProducerEvent.DOUBT))
@@ -199,37 +202,21 @@ class NativeInstance(ProducerEngine):
             self._raise(failure_of(code, phase, transactional_id=self._id, subject=subject))
         return answered
 
-    @whole
-    @asking
+    @verb
     def begin(self, deadline: Deadline) -> None:
         """Begin a transaction. Nothing is sent."""
         self._require_end_known(deadline)
         assert self._settings is not None
         settings = self._settings
         core = ProduceCore(settings.limits, settings.make_builder)
-        self.transaction = OpenTransaction(core)
+        self.transaction = self._open = OpenTransaction(core)
         self.prepared = None
         if self._filling is None:
             self._filling = Filling(core, settings, self._find_topic)
         else:
             self._filling.begin(core)
-        self._sender.begin(self._own_ids, core)
+        self._sender.begin(self._ids, core)
         self.machine.apply(ProducerEvent.BEGIN)
-
-    @property
-    def _sender(self) -> Sender:
-        assert self._wire is not None
-        return self._wire.sender
-
-    @property
-    def _own_ids(self) -> tuple[int, int]:
-        assert self._ids is not None
-        return self._ids
-
-    @property
-    def _open(self) -> OpenTransaction:
-        assert isinstance(self.transaction, OpenTransaction)
-        return self.transaction
 
     @whole
     def require_topic(self, topic: str) -> None:
@@ -261,7 +248,8 @@ class NativeInstance(ProducerEngine):
     def send(self, message: Message) -> None:
         """Take one message, and send what may be sent."""
         # What `whole` does for other verbs stands here: a frame of its own would be paid for every message.
-        self.require(ProducerEvent.PRODUCE)
+        if self.machine.state is not ProducerState.BEGUN or self._made_in != forks.process:
+            self.require(ProducerEvent.PRODUCE)
         filling = self._filling
         assert filling is not None
         try:
@@ -317,12 +305,16 @@ class NativeInstance(ProducerEngine):
     def _find_topic(self, name: str, fresh: bool) -> Topic | None:  # noqa: FBT001 - a callback
         """The topic, once a broker knows it: one that was made a moment ago may not be known everywhere yet."""
         assert self._settings is not None
-        # Half of the call's time at most: a topic that the brokers do not know must not be told as brokers that do not answer.
-        patience = Deadline(min(self._settings.limits.topic_s, self._deadline.remaining_s() / 2))
-        between = GrowingPause()
         try:
-            while (found := self._ask_for_topic(name, fresh=fresh)) is None and not patience.expired:
+            if (found := self._ask_for_topic(name, fresh=fresh)) is not None:
+                return found
+            # Half of the call's time at most: a topic that the brokers do not know must not be told as brokers that do not
+            # answer.
+            patience = Deadline(min(self._settings.limits.topic_s, self._deadline.remaining_s() / 2))
+            between = GrowingPause()
+            while found is None and not patience.expired:
                 between.wait(patience)
+                found = self._ask_for_topic(name, fresh=fresh)
         except DualWriteError as error:
             self._raise(Failure(error, ProducerEvent.FAIL))
         return found
@@ -373,8 +365,7 @@ class NativeInstance(ProducerEngine):
         assert core.refusal is not None
         self._raise(refused(core.refusal, Phase.DELIVERY, transactional_id=self._id))
 
-    @whole
-    @asking
+    @verb
     def send_offsets(self, consumed: ConsumedOffsets, deadline: Deadline) -> None:
         """Commit consumed offsets as a part of the transaction."""
         self.require(ProducerEvent.SEND_OFFSETS)
@@ -388,7 +379,7 @@ class NativeInstance(ProducerEngine):
         transaction.note_write()
         transaction.offsets_in |= self._find_group(group.group_id, Deadline(min(_ASK_S, deadline.remaining_s())))
         transaction.sent_offsets = transaction.late_offsets = True
-        answered = self._wire.requests.commit_offsets(self._own_ids, group, committed, deadline)
+        answered = self._wire.requests.commit_offsets(self._ids, group, committed, deadline)
         if answered is not None:
             # A late copy of offsets that are part of the transaction is written in the same partition: one that we know.
             transaction.late_offsets = answered.late and answered.code != Code.NONE
@@ -406,8 +397,7 @@ class NativeInstance(ProducerEngine):
             return frozenset()
         return frozenset({(OFFSETS_TOPIC, internal_partition(group_id, len(found.leaders)))})
 
-    @whole
-    @asking
+    @verb
     def prepare(self, deadline: Deadline) -> PreparedTxnState:
         """Send what is left, wait until everything is acknowledged, and name the transaction."""
         transaction = self._open
@@ -425,7 +415,7 @@ class NativeInstance(ProducerEngine):
         transaction.deliveries.raise_callback_error()
         self.machine.apply(ProducerEvent.PREPARE)
         try:
-            state = self._evidence.state(transaction, self._own_ids, self._sender.topic_ids, deadline)
+            state = self._evidence.state(transaction, self._ids, self._sender.topic_ids, deadline)
             transaction.looked_at = transaction.first_write_at or now_s()
             if state.has_transaction and (self.bulk or self.begun_for_s > OLD_S):
                 self._require_open(state, deadline)
@@ -447,8 +437,7 @@ class NativeInstance(ProducerEngine):
     def _require_open(self, state: PreparedTxnState, deadline: Deadline) -> None:
         self._evidence.require_open(state, deadline)
 
-    @whole
-    @asking
+    @verb
     def commit(self, event: ProducerEvent, deadline: Deadline) -> None:
         """Commit the prepared transaction."""
         state = self.prepared
@@ -456,8 +445,7 @@ class NativeInstance(ProducerEngine):
             self._end(Ended(state, committed=True), deadline)
         self._note_ended(event)
 
-    @whole
-    @asking
+    @verb
     def abort(self, event: ProducerEvent, deadline: Deadline) -> None:
         """Abort, after a short wait for the answers to what was sent."""
         transaction = self._open
@@ -470,7 +458,7 @@ class NativeInstance(ProducerEngine):
         if core.sent_to or transaction.sent_offsets:
             transaction.given_up = ended = self._evidence.given_up(
                 transaction,
-                self._own_ids,
+                self._ids,
                 self._sender.topic_ids,
                 Deadline(min(_ASK_S, deadline.remaining_s())),
                 prepared=self.prepared,
@@ -480,14 +468,14 @@ class NativeInstance(ProducerEngine):
 
     def _end(self, ended: Ended, deadline: Deadline) -> None:
         assert self._wire is not None
-        answered = self._wire.requests.end(self._own_ids, deadline, committed=ended.committed)
+        answered = self._wire.requests.end(self._ids, deadline, committed=ended.committed)
         self._ids = self._answered(answered, Phase.COMMIT if ended.committed else Phase.ABORT).ids
         self.pending_end = PendingEnd(ended)
 
     def _note_ended(self, event: ProducerEvent) -> None:
         self.machine.apply(event)
         self.prepared = None
-        if self._renews and self._own_ids[1] >= _EPOCHS:
+        if self._renews and self._ids[1] >= _EPOCHS:
             self.doubt("its epochs are nearly used up")
 
     def _note_interrupted(self, verb: str, interruption: BaseException) -> None:

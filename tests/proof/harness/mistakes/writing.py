@@ -319,7 +319,7 @@ def loss_raised_into_the_block_that_finds_it(patch: pytest.MonkeyPatch) -> None:
 )
 def blocks_end_from_inside(patch: pytest.MonkeyPatch) -> None:
     """A block's own verbs do what they say even if the user's code calls them."""
-    patch.setattr(DualWrite, "_refuse_while_running", lambda _: None)
+    patch.setattr(DualWrite, "_refuse_inside", lambda _: None)
 
 
 @mistake(
