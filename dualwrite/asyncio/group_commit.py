@@ -285,7 +285,7 @@ class AsyncGroups:
         """Run the work in a task of its own, with the context of its caller."""
 
         async def call() -> object:
-            entered.go_on_inside(blocks, asyncio.current_task())
+            entered.continue_inside(blocks, asyncio.current_task())
             return await work(transaction)
 
         return await context.copy().run(asyncio.get_running_loop().create_task, call())

@@ -143,7 +143,7 @@ class Task:
 
 
 class _Later:
-    """Does things at their time, in a thread that starts with the first of them.
+    """Does things at a given time, in a thread that starts with the first of them.
 
     Args:
         name: The writer's transactional id.
@@ -186,7 +186,9 @@ class _Later:
             self._changed.notify()
 
     def _serve(self) -> None:
-        note_running(self._groups)  # callbacks of futures run here: if one waited for a place, no unit would be woken
+        note_running(
+            self._groups
+        )  # callbacks of futures run in this thread: if one waited for a place, no unit would be woken
         while (do := self._next()) is not None:
             try:
                 do()
@@ -209,8 +211,8 @@ class _Later:
 class Groups:
     """Runs the units of a writer in groups.
 
-    Its threads start with the first unit. A unit that waits alone is run by the thread that waits for it, if there is one: the
-    switches to another thread and back would take longer than all else that a unit costs beside a block.
+    Its threads start with the first unit. If a unit waits alone, the thread that waits for it runs it: switching to another
+    thread and back would take longer than everything else that a unit costs on top of a block.
 
     Args:
         name: The writer's transactional id.
@@ -268,7 +270,7 @@ class Groups:
         return future
 
     def _have_served(self) -> None:
-        """Let a thread serve a unit that was added: one that is idle, or a new one."""
+        """Let a thread serve a unit that was added: an idle thread, or a new one."""
         if self._idle:
             self._wake()
         elif self._threads < self._runners:
@@ -295,7 +297,7 @@ class Groups:
         except BaseException:
             with self._lock:
                 self._units.withdraw(unit)
-            unit.work.future.cancel()  # an interrupted caller has no future to wait for
+            unit.work.future.cancel()  # an interrupted caller gets no future, so nobody would wait for the unit
             raise
 
     def _admit(self) -> None:
@@ -339,7 +341,7 @@ class Groups:
             try:
                 self._run(group)
             except BaseException:
-                # SystemExit, say: it would end this thread without a word, and later units would wait for it.
+                # Such as SystemExit: it would silently end this thread, and later units would wait for it.
                 logger.critical("%s: a callback of a unit's future has raised", self._name, exc_info=True)
             finally:
                 self._end(group)
@@ -425,7 +427,7 @@ class Groups:
             if self._running is group:
                 self._running = None
             if group in self._begun:
-                # Once close() has waited, nothing wakes units that rest: they run at once, and fail if the writer is closed.
+                # Once close() has waited, nothing wakes units that pause: they run at once, and fail if the writer is closed.
                 pause_s = 0.0 if self._drained else pause_after_s(group.failures)
                 if pause_s:
                     # First: after an interruption they will run again in any case.
@@ -450,7 +452,7 @@ class Groups:
         blocks = entered.entered_here()
 
         def call() -> object:
-            entered.go_on_inside(blocks)
+            entered.continue_inside(blocks)
             result = task.work(transaction)
             refuse_not_run(result, self._name)
             return result
@@ -546,9 +548,9 @@ class Submitting:
                 the error of its last run. A run that has begun ends with its group. None sets no limit. In seconds.
 
         Returns:
-            The future of the result. It is done once both sides are durable, or nothing of the unit will ever be.
-            ``cancel()`` works until the unit begins. A unit that was cancelled never runs; one whose caller has only stopped
-            to wait (``result(timeout=...)``) does: cancel it, or give ``within_s``.
+            The future of the result. It is done once both sides are durable, or nothing of the unit will ever be. ``cancel()``
+            works until the unit begins. A unit that was cancelled never runs; one whose caller has only stopped waiting
+            (``result(timeout=...)``) still runs: cancel it, or give ``within_s``.
 
             Its exception is what the work has raised; or, for every unit of a group that has failed, the error that
             :meth:`transaction` would raise: after `TransactionInDoubt` and `CompletionPending` do not submit the work again.
@@ -582,7 +584,7 @@ class Submitting:
         raise NotImplementedError
 
 
-# Runs one group: its block, and its units one after the other, in savepoints unless there is only one.
+# Runs one group: its block, and its units one after the other, each in a savepoint unless it is the only one.
 
 Call = Callable[[Any, "Transaction"], object]
 """Calls the work of a task with the transaction of its unit."""
@@ -722,7 +724,7 @@ def note_running(groups: object) -> None:
 
 
 def may_wait(groups: object) -> bool:
-    """Whether the caller may wait for a place. Not if all units would wait with it, or all tasks of an event loop.
+    """Whether the caller may wait for a place: not if all units, or all tasks of an event loop, would wait with it.
 
     Args:
         groups: Those that it waits for.

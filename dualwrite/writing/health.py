@@ -26,8 +26,8 @@ _MISSING: Final = (Unavailable, TransactionInDoubt, CompletionPending)
 class Vitals:
     """Notes whether the servers answer. Used by many threads at once.
 
-    If they did not answer last, the next question starts a probe in the background: a platform sends no work to a process that
-    is not ready, so no dual write would ever find that they answer again.
+    If they did not answer last, the next question starts a probe in the background. A platform sends no work to a process that
+    is not ready, so no dual write would find out that the servers answer again.
 
     Args:
         name: The writer's transactional id.

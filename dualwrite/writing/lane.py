@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PROVE_S: Final = 5.0
-"""Kafka is asked for at least this long how a decided transaction ended, even if the time for its ending is over."""
+"""For at least this long, Kafka is asked how a decided transaction ended, even if the time for ending it is over."""
 _KNOW_END_S: Final = 5.0
 """Limits the wait for the end of a transaction before it is recorded as complete."""
 
@@ -52,7 +52,7 @@ class Lane:
         transactional_id: The key of the row.
         context: The servers.
         make_producer: Makes the producer for a claimed row; not yet initialised.
-        claiming: Its one turn makes the lanes that guard each other claim one at a time.
+        claiming: Only one lane at a time claims: whoever holds this turn.
         guard: Returns the guard of this lane's first claim; called when it claims.
         ends: Asks for the ends of all lanes' transactions at once. Without it each lane asks for its own when it needs it.
         losses: Reports losses that settling finds and that do not belong to the current dual write.
@@ -108,7 +108,7 @@ class Lane:
 
     @property
     def needs_settling(self) -> bool:
-        """Whether a transaction of ours may be open in Kafka that no producer of ours will end."""
+        """Whether Kafka may hold an open transaction of ours that none of our producers will end."""
         state = self._machine.state
         return state is LaneState.UNSETTLED or (state is LaneState.STARTED and not self._is_usable())
 
@@ -389,7 +389,7 @@ class Lane:
                 else:
                     guard = self._guard() if self._guard else None
                 (row,) = claim_rows(self._context, [self.transactional_id], deadline, guard=guard)
-                # Ours from here on, even if settling fails.
+                # The row is ours from here on, even if settling fails.
                 known = self._row
                 self._note_claim(row)
             finally:
@@ -543,7 +543,7 @@ class RecordedLosses:
             return
         found = next(iter(self._context.store.read([self._id])), None)
         if found is None or found.namespace != row.namespace or found.prepared == row.prepared:
-            return  # deleted by hand, or only a claim was lost: the next owner finds that out
+            return  # deleted by hand, or only a claim was lost: the next owner notices it
         seen = contradiction(row.incarnation, row.prepared, found.incarnation, found.prepared)
         if seen is not None:
             recorded = found.incarnation == row.incarnation  # if the claim is lost too, no opening can succeed
@@ -552,7 +552,7 @@ class RecordedLosses:
             self.report(error)
 
 
-# Reports losses of transactions that have ended for their callers; never raises them into another caller's block.
+# Reports losses of transactions whose callers have their answer; never raises them into another caller's block.
 
 FoundLoss = DecidedTransactionLost | OutcomeUnverifiable | DatabaseWentBack
 """The errors that report a loss. ``transactional_id`` and ``state`` name the transaction, ``outcome`` what is known of it."""

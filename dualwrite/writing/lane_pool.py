@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ATTEMPT_S: Final = 10.0
-"""Limits one attempt to settle in the background; after it, a dual write that waits for the lane tries itself."""
+"""Limits one attempt to settle in the background. After it, a dual write that waits for the lane settles it itself."""
 _CLOSE_S: Final = 5.0
 """Limits the settling while closing: the next opening settles the rest."""
 _SILENT_S: Final = 2.0
-"""From this time on, a step that asks Kafka is one that Kafka does not answer."""
+"""A step that has asked Kafka for this long counts as not answered."""
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
 _END_AFTER_S: Final = 1.0
 """After so long at rest housekeeping asks for an end that no caller has asked for, or that is late."""
@@ -81,7 +81,7 @@ class PooledLane:
 
 
 class Lanes:
-    """Gives lanes to blocks, and keeps house for the others on its own thread.
+    """Gives lanes to blocks, and takes care of idle lanes on a thread of its own.
 
     Args:
         name: The writer's transactional id.
@@ -190,7 +190,7 @@ class Lanes:
         return pooled.lane
 
     def _busy(self) -> Unavailable:
-        """The error of a caller that got no lane: whether it was Kafka, the other callers, or both that kept the lanes busy."""
+        """The error of a caller that got no lane. It says whether Kafka, other callers, or both kept the lanes busy."""
         what, now = f"all {self.max_lanes} lanes were busy for {self.lane_timeout_s:g} s", now_s()
         began = [place.thing.lane.asking_since for place in list(self._turns.places) if place.user is not None]
         waited = [now - since for since in began if since is not None]

@@ -111,7 +111,7 @@ class LeasedWriter(DualWriter):
             name = keeper.take(lease_owner(self._owner_name))
             try:
                 writer = self._make(name)
-                DualWriter.open(writer)  # of any kind: this is a thread
+                DualWriter.open(writer)  # DualWriter's own method, whatever the class: this is a thread
                 if self._keeps(writer, keeper):
                     self.transactional_id = name
                     return writer
@@ -223,7 +223,7 @@ class LeasedWriter(DualWriter):
             busy.join()
         keeper = self._keeper
         assert keeper is not None
-        # Still ours if a recovery has fenced us: then it is likely to be the next one that we take.
+        # The id is still ours if a recovery has fenced us; then we probably take it again.
         keeper.give_back(settled=False)
         pause_s = _FIRST_PAUSE_S
         while not self._closing.is_set():
@@ -366,7 +366,8 @@ class _MembersBlock(AbstractContextManager["Transaction"]):
 # Keeps the lease of one member of a fleet by heartbeats, on a thread of its own.
 
 _LOOK_S: Final = 0.5
-"""The time between two looks at the processes beside this one. A look asks no server: it takes microseconds for each."""
+"""The time between two looks at the processes beside this one. A look asks no server, and takes microseconds for each
+process."""
 
 
 class LeaseKeeper:
@@ -479,7 +480,8 @@ class LeaseKeeper:
     def _rest(self, pause_s: float) -> bool:
         """Wait for the next heartbeat, and look at the processes beside this one meanwhile. False if the keeper has stopped."""
         until = now_s() + pause_s
-        # Event.wait resumes right after a pause of the process: then it is time for a heartbeat, which asks for the lease.
+        # After a pause of the process, Event.wait returns at once. Then a heartbeat is due, which asks whether the lease is
+        # still ours.
         while (left_s := until - now_s()) > 0:
             if self._stopped.wait(min(left_s, _LOOK_S) if self._beside else left_s):
                 return False

@@ -3,8 +3,8 @@
 The session's transaction and the writer's block become one: the first message joins them, and the session's own commit
 and rollback end both sides. Asynchronous sessions use the same code below their own classes.
 
-SQLAlchemy begins and ends the transaction of such a session. A joined session's pooled connection has a ``commit`` of ours:
-SQLAlchemy calls it in place of the driver's once everything is flushed. It ends the dual write, whose decision is the
+SQLAlchemy begins and ends the transaction of such a session. The pooled connection of a joined session gets a ``commit`` of
+ours. SQLAlchemy calls it instead of the driver's, once everything is flushed. It ends the dual write, whose decision is the
 database's COMMIT, as at the end of a block.
 """
 
@@ -186,7 +186,7 @@ class _Joined:
         return self._transaction
 
     def begin(self, session: Session) -> None:
-        """Begin the dual write. From now on COMMIT is ours, even if this fails: rows without their messages must not commit."""
+        """Begin the dual write. From now on COMMIT is ours, even if this fails: rows must not commit without messages."""
         vars(self._pooled)["commit"] = self.commit
         self._session = weakref.ref(session)
         _joined[self.connection] = weakref.ref(self)
@@ -253,7 +253,7 @@ class _Joined:
             self.connection.close()
 
     def leave_to_owner(self) -> None:
-        """Continue without the session: its transaction was part of another one on the connection, whose owner will end it."""
+        """Continue without the session: its transaction was part of another one, which the connection's owner will end."""
         self._session = None
         if self._finalizer is not None:
             self._finalizer.detach()
@@ -262,7 +262,9 @@ class _Joined:
         if self._block is None:
             driver = self._pooled.dbapi_connection
             if driver is not None:
-                with suppress(Exception):  # it is lost: the caller has an error to raise, and SQLAlchemy closes it
+                with suppress(
+                    Exception
+                ):  # the connection is lost: the caller has an error to raise, and SQLAlchemy closes the connection
                     driver.rollback()
         else:
             self._block.__exit__(_RolledBack, _RolledBack(), None)

@@ -288,7 +288,7 @@ class Work(ABC):
     def in_savepoint(self) -> bool:
         """Whether a savepoint is open, so that the present work may be undone although the transaction commits.
 
-        Asks nobody: a savepoint past SQLAlchemy is not seen.
+        Sends nothing, and does not see a savepoint past SQLAlchemy.
         """
 
     @abstractmethod
@@ -554,8 +554,8 @@ def would_block_a_loop() -> bool:
 def refuse_blocking_a_loop(transactional_id: str) -> None:
     """Raise if the caller would block an event loop: all of its tasks would stand still, perhaps forever.
 
-    Two tasks that wait for one another's rows are an example: the one that could continue never gets its turn. A notebook runs
-    its cells in an event loop, where nothing else of the application runs.
+    For example, if two tasks wait for each other's rows, the one that could continue never gets its turn. A notebook runs its
+    cells in an event loop, where nothing else of the application runs.
 
     Raises:
         IllegalStateError: It would.
@@ -572,7 +572,7 @@ def refuse_nested(writer: object, transactional_id: str) -> None:
     """Raise if this thread or task is inside a block of that writer: the two could wait for each other, and would commit apart.
 
     Args:
-        writer: What stands for the writer: one object for all of its blocks.
+        writer: The object that stands for the writer, the same for all of its blocks.
         transactional_id: For the error.
 
     Raises:
@@ -604,11 +604,11 @@ def enter(writer: object, ticket: Ticket[Any], transactional_id: str) -> None:
 
 
 def entered_here() -> Blocks:
-    """The open blocks that this thread or task is inside of, for :func:`go_on_inside`."""
+    """The open blocks that this thread or task is inside of, for :func:`continue_inside`."""
     return _open()
 
 
-def go_on_inside(blocks: Blocks, task: object = None) -> None:
+def continue_inside(blocks: Blocks, task: object = None) -> None:
     """Note that work in another context is done inside these blocks, by this thread or by the given task."""
     caller = here().caller if task is None else task
     _entered.set((*_open(), *((of, caller, ticket) for of, _, ticket in blocks)))

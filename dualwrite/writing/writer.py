@@ -286,7 +286,7 @@ class DualWriter(Submitting):
     def health(self) -> Health:
         """Return the writer's knowledge of itself, for probes of a platform, at once. Any thread may call it at any time.
 
-        If the database or Kafka did not answer last, it has them asked in the background, at most once a second.
+        If the database or Kafka did not answer last, both are asked in the background, at most once a second.
         """
         # Lanes are there from the end of open() to the beginning of close().
         is_open = len(self._lanes) > 0 and not self._lanes.closed and os.getpid() == self._pid
@@ -294,7 +294,7 @@ class DualWriter(Submitting):
 
     @property
     def ready(self) -> bool:
-        """Whether dual writes are expected to work now: ``health().ready``. ``health().problems`` says what is not so."""
+        """Whether dual writes are expected to work now: ``health().ready``. ``health().problems`` says what is wrong."""
         return self.health().ready
 
     def close(self) -> None:
