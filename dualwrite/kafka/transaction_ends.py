@@ -21,9 +21,8 @@ from dualwrite.clock import Deadline, GrowingPause, now_s
 from dualwrite.errors import DualWriteError, Unavailable
 from dualwrite.interfaces import TransactionCoordinator, native_of
 from dualwrite.kafka.brokers import NotYet
-from dualwrite.kafka.cluster import joined, leader_epochs
 from dualwrite.kafka.log import Scan, fetched, glance_request
-from dualwrite.kafka.messages import Answer, DescribeProducers, Message, Request
+from dualwrite.kafka.messages import Answer, DescribeProducers, Message, OffsetForLeaderEpoch, Request
 from dualwrite.protocol.known_end import (
     Ended,
     EndStep,
@@ -33,7 +32,7 @@ from dualwrite.protocol.known_end import (
     next_native_end_step,
     rows_of,
 )
-from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
 from dualwrite.protocol.values import LogProof, ShownProducer
 
 if TYPE_CHECKING:
@@ -202,36 +201,35 @@ class EndQuestions:
 
     def _alone(self, do: Callable[[], None]) -> None:
         """Do it, unless another thread is at it: that one does the same."""
+        lock = self._lock
         try:
             try:
-                if self._lock.acquire(blocking=False):
+                if lock.acquire(blocking=False):
                     do()
-            except (
-                DualWriteError
-            ) as error:  # a right is missing, or the writer was closed: a caller that needs an end raises it
+            except DualWriteError as error:  # a right is missing, or the writer was closed: who needs an end raises it
                 logger.debug("could not ask how transactions have ended: %s", error)
                 self._posted = None
             finally:
-                self._let_go()
+                if lock._is_owned():  # type: ignore[attr-defined] # noqa: SLF001 - as threading.Condition asks it
+                    lock.release()
         finally:
-            self._let_go()  # the first one may have been interrupted
-
-    def _let_go(self) -> None:
-        if self._lock._is_owned():  # type: ignore[attr-defined] # noqa: SLF001 - as threading.Condition asks it
-            self._lock.release()
+            if lock._is_owned():  # type: ignore[attr-defined] # noqa: SLF001 - the first one may have been interrupted
+                lock.release()
 
     def _take_and_post(self) -> None:
         self._take()
         if self._posted is not None or self._coordinator is None:
             return
         # A transaction that ends from here on is not asked for: the leaders may answer before that.
-        asked = list(self._unknown)
-        native = [pending for pending in asked if pending.ended.state.is_native]
-        shared = [pending for pending in asked if not pending.ended.state.is_native]
-        self._asked, self._posted_at = [*native, *shared], now_s()
-        self._posted = self._coordinator.post_question(
-            [pending.ended.state for pending in native], [pending.ended.state for pending in shared]
-        )
+        asked: tuple[list[PendingEnd], list[PendingEnd]] = [], []
+        states: tuple[list[PreparedTxnState], list[PreparedTxnState]] = [], []
+        for pending in list(self._unknown):
+            state = pending.ended.state
+            is_shared = state.engine is not Engine.NATIVE
+            asked[is_shared].append(pending)
+            states[is_shared].append(state)
+        self._asked, self._posted_at = [*asked[0], *asked[1]], now_s()
+        self._posted = self._coordinator.post_question(*states)
 
     def _take(self) -> None:
         posted, asked = self._posted, self._asked
@@ -356,6 +354,7 @@ class PostedQuestion:
 
     Attributes:
         shared: For each of librdkafka's transactions, the proof by partition, as far as leaders have answered.
+        is_sent: Whether any leader was asked.
     """
 
     def __init__(
@@ -370,22 +369,22 @@ class PostedQuestion:
         self._outstanding = 0
         self._shown: dict[Partition, dict[int, ShownProducer]] = {}
         self._asked: list[tuple[int, list[Partition]]] = []
+        self._producers: set[int] = set()
         self.shared: list[dict[Partition, LogProof | None]] = []
-        by_node: dict[int, dict[Partition, Leader]] = {}
+        by_node: dict[int, dict[Partition, int]] = {}
         for state in native:
-            partitions = [(first.topic, first.partition, first.topic_id) for first in state.first_offsets]
-            for more in state.further:
-                partitions += [(more.topic, number, more.topic_id) for number in more.numbers]
-            asked = []
-            for name, number, topic_id in partitions:
-                if (leader := self._leader(name, number, topic_id)) is not None:
-                    asked.append((name, number))
-                    by_node.setdefault(leader.node, {})[name, number] = leader
+            asked: list[Partition] = []
             self._asked.append((state.producer_id, asked))
-        for node, led in by_node.items():
-            answers: list[Message | NotYet] = []
-            self._post(node, DescribeProducers(led), answers.append)
-            self._post(node, leader_epochs(led), partial(self._note_producers, led, answers))
+            self._producers.add(state.producer_id)
+            for first in state.first_offsets:
+                self._ask(by_node, asked, first.topic, first.partition, first.topic_id)
+            for more in state.further:
+                for number in more.numbers:
+                    self._ask(by_node, asked, more.topic, number, more.topic_id)
+        for node, epochs in by_node.items():
+            described: list[Answer | NotYet] = []
+            self._post(node, DescribeProducers(epochs), described.append)
+            self._post(node, OffsetForLeaderEpoch(epochs), partial(self._note_producers, epochs, described))
         for state in shared:
             proofs: dict[Partition, LogProof | None] = {}
             self.shared.append(proofs)
@@ -393,6 +392,7 @@ class PostedQuestion:
                 scan = Scan(first, state.producer_id, state.epoch)
                 if (leader := self._leader(first.topic, first.partition, first.topic_id)) is not None:
                     self._post(leader.node, glance_request(scan, leader), partial(self._note_glance, scan, proofs))
+        self.is_sent = bool(self._outstanding or self._shown)
 
     @classmethod
     def post(
@@ -406,11 +406,6 @@ class PostedQuestion:
         question = cls(brokers, topics, native, shared)
         return question if question.is_sent else None
 
-    @property
-    def is_sent(self) -> bool:
-        """Whether any leader was asked."""
-        return bool(self._outstanding or self._shown)
-
     def has_come(self) -> bool:
         """Take in what has arrived, without a wait. Returns whether nothing more will come."""
         if self._outstanding:
@@ -421,6 +416,19 @@ class PostedQuestion:
     def native(self) -> Sequence[Mapping[Partition, ShownProducer]]:
         """For each native transaction, its producer by partition, as far as leaders have shown it."""
         return [rows_of(producer_id, asked, self._shown) for producer_id, asked in self._asked]
+
+    def _ask(
+        self,
+        by_node: dict[int, dict[Partition, int]],
+        asked: list[Partition],
+        name: str,
+        number: int,
+        topic_id: str | None,
+    ) -> None:
+        """Note that a partition is asked for, of its leader under the epoch that we know."""
+        if (leader := self._leader(name, number, topic_id)) is not None:
+            asked.append((name, number))
+            by_node.setdefault(leader.node, {})[name, number] = leader.epoch
 
     def _leader(self, name: str, number: int, topic_id: str | None) -> Leader | None:
         topic = self._topics.known(name)
@@ -440,14 +448,19 @@ class PostedQuestion:
             logger.debug("no answer about the ends of transactions: %s", error)
 
     def _note_producers(
-        self, led: dict[Partition, Leader], described: Sequence[Message | NotYet], epochs: Message | NotYet
+        self, led: Mapping[Partition, int], described: Sequence[Answer | NotYet], epochs: Answer | NotYet
     ) -> None:
-        first = described[0] if described else NotYet("no answer")
-        for key, there in joined(led, first, epochs).items():
-            if isinstance(there, NotYet):
-                self._topics.forget([key[0]])
-            else:
-                self._shown[key] = {producer_id: ShownProducer(*row) for producer_id, row in there.items()}
+        producers: Answer | NotYet = described[0] if described else NotYet("no answer")
+        for key in led:
+            found = None if isinstance(producers, NotYet) else producers.get(key)
+            leads = None if isinstance(epochs, NotYet) else epochs.get(key)
+            if found is None or leads is None or found[0] or leads[0]:
+                self._topics.forget([key[0]])  # it has another leader, or a caller that needs the end is told why not
+                continue
+            self._shown[key] = rows = {}
+            for row in found[1]:
+                if row.producer_id in self._producers:
+                    rows[row.producer_id] = ShownProducer(row.epoch, row.open_from if row.open_from >= 0 else None)
 
     def _note_glance(self, scan: Scan, proofs: dict[Partition, LogProof | None], answer: Message | NotYet) -> None:
         partition = fetched(scan.place, answer)

@@ -130,9 +130,10 @@ def next_native_end_step(
         return EndStep.SETTLE
     if shown is None:
         return EndStep.ASK
-    if all(partition in shown and _has_ended(ended, shown[partition]) for partition in ended.partitions):
-        return EndStep.KNOWN
-    return EndStep.WAIT if early else EndStep.SETTLE
+    for partition in ended.partitions:
+        if partition not in shown or not _has_ended(ended, shown[partition]):
+            return EndStep.WAIT if early else EndStep.SETTLE
+    return EndStep.KNOWN
 
 
 def rows_of(

@@ -272,8 +272,11 @@ class Ticket(Generic[T]):
 
     def end(self) -> None:
         """Give the thing back. May be called at any time, and more than once."""
+        place = self.place
+        if self.ended and place is not None and (place.holder is None or place.holder() is not self):
+            return  # a former call has done all of it
         self.ended = True
-        if self.place is None:
+        if place is None:
             self._turns.leave(self)
         else:
             self._turns.serve()

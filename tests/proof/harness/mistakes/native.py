@@ -1,7 +1,5 @@
 """Mistakes about native transactions, which producer id and epoch name exactly."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from dualwrite.kafka import transaction_ends
@@ -9,6 +7,7 @@ from dualwrite.kafka.abandoned_transaction import AbandonedTransaction
 from dualwrite.kafka.engine import GREATEST_TIMEOUT_MS
 from dualwrite.kafka.native import coordination
 from dualwrite.kafka.native.coordination import CoordinatorRequests
+from dualwrite.kafka.transaction_ends import PostedQuestion
 from dualwrite.protocol import known_end
 from dualwrite.protocol.batches import CompletionStep, next_native_completion_step
 from dualwrite.protocol.lost_decisions import Lookup
@@ -65,15 +64,12 @@ def another_producers_row_shows_the_end(patch: pytest.MonkeyPatch) -> None:
 )
 def former_leader_shows_the_end(patch: pytest.MonkeyPatch) -> None:
     """The answer to the question about all lanes counts, whether or not the broker leads the partition."""
-    real = transaction_ends.joined
-
-    def joined(led, described, _epochs):
-        leads = [SimpleNamespace(partition=number, error_code=0, end_offset=0) for _, number in led]
-        return real(
-            led, described, SimpleNamespace(topics=[SimpleNamespace(topic=next(iter(led))[0], partitions=leads)])
-        )
-
-    patch.setattr(transaction_ends, "joined", joined)
+    real = PostedQuestion._note_producers
+    patch.setattr(
+        PostedQuestion,
+        "_note_producers",
+        lambda self, led, described, _: real(self, led, described, dict.fromkeys(led, (0, 0))),
+    )
 
 
 @mistake(
