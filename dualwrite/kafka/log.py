@@ -164,7 +164,7 @@ def prove(brokers: Brokers, topics: Topics, states: Sequence[PreparedTxnState], 
     proofs: dict[Scan, LogProof] = {}
     for start in range(0, len(pending), AT_ONCE):
         search = _LogSearch(brokers, topics, deadline)
-        proofs |= until_answered(pending[start : start + AT_ONCE], search.go_on, deadline, what)
+        proofs |= until_answered(pending[start : start + AT_ONCE], search.resume, deadline, what)
     return [
         combined(state, {scan.place: proofs[scan] for scan in of_state})
         for state, of_state in zip(states, scans, strict=True)
@@ -217,7 +217,7 @@ def _answered_now(search: _LogSearch, scans: Sequence[Scan]) -> dict[Scan, LogPr
     answers: dict[Scan, LogProof] = {}
     for start in range(0, len(scans), AT_ONCE):
         try:
-            found = search.go_on(list(scans[start : start + AT_ONCE]))
+            found = search.resume(list(scans[start : start + AT_ONCE]))
         except NotYet as reason:
             logger.debug("no answer about the ends of transactions: %s", reason)
         else:
@@ -268,7 +268,7 @@ class _LogSearch:
         self._fresh = fresh
         self._held_back = held_back
 
-    def go_on(self, scans: list[Scan]) -> dict[Scan, LogProof | NotYet]:
+    def resume(self, scans: list[Scan]) -> dict[Scan, LogProof | NotYet]:
         """Read each partition until its proof is found, or until an error."""
         answers: dict[Scan, LogProof | NotYet] = {}
         leaders = self._leaders(scans, answers)
@@ -503,7 +503,7 @@ def later_commits(
     pending = [scan for of_state in scans for scan in of_state]
     search = _LaterSearch(brokers, topics, deadline)
     for start in range(0, len(pending), AT_ONCE):
-        until_answered(pending[start : start + AT_ONCE], search.go_on, deadline, "look for later transactions")
+        until_answered(pending[start : start + AT_ONCE], search.resume, deadline, "look for later transactions")
     return [joined(state, of_state) for state, of_state in zip(states, scans, strict=True)]
 
 
@@ -515,7 +515,7 @@ class _LaterSearch:
         self._topics = topics
         self._deadline = deadline
 
-    def go_on(self, scans: list[LaterScan]) -> dict[LaterScan, bool | NotYet]:
+    def resume(self, scans: list[LaterScan]) -> dict[LaterScan, bool | NotYet]:
         """Read each partition up to the producer's newest record, or until an error."""
         found = self._topics.find({scan.first.topic for scan in scans}, self._deadline, fresh=True)
         answers: dict[LaterScan, bool | NotYet] = {}

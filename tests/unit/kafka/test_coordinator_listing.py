@@ -97,7 +97,7 @@ class Cluster:
         return list(NODES)
 
     def metadata(self, topics, _deadline):
-        self.go_on()
+        self.resume()
         return self.described(NODES[-1], topics)
 
     def exchange(self, requests, _deadline):
@@ -105,14 +105,14 @@ class Cluster:
 
     def answer(self, node, request):
         self.asked.append((node, type(request)))
-        self.go_on()
+        self.resume()
         if isinstance(request, ListTransactionsRequest):
             return self.listed(node)
         if isinstance(request, DescribeTransactionsRequest):
             return SimpleNamespace(transaction_states=[self.probed(node, one) for one in request.transactional_ids])
         return self.described(node, [TOPIC])
 
-    def go_on(self):
+    def resume(self):
         if self.events:
             self.events.pop(0)(self)
 

@@ -34,12 +34,12 @@ def test_what_the_function_raises_is_raised_and_the_next_call_works(caller):
 
 
 def test_a_function_that_hangs_is_left_behind_and_calls_wait_behind_it(caller):
-    go_on = threading.Event()
+    resume = threading.Event()
     with pytest.raises(NoAnswer):
-        caller.call(go_on.wait, Deadline(0.01))
+        caller.call(resume.wait, Deadline(0.01))
     with pytest.raises(NoAnswer):
         caller.call(lambda: 1, Deadline(0.01))
-    go_on.set()
+    resume.set()
     assert caller.call(lambda: 2, Deadline(LONG_S)) == 2
 
 
@@ -59,15 +59,15 @@ def test_finish_ends_the_thread(caller):
 
 
 def test_a_last_function_that_takes_too_long_is_done_later(caller):
-    go_on, done = threading.Event(), threading.Event()
+    resume, done = threading.Event(), threading.Event()
 
     def last():
-        go_on.wait()
+        resume.wait()
         done.set()
 
     with pytest.raises(NoAnswer):
         caller.finish(last, 0.01)
-    go_on.set()
+    resume.set()
     assert done.wait(LONG_S)
 
 
