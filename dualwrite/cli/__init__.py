@@ -20,6 +20,6 @@ def main() -> None:
     if missing:
         sys.stderr.write(f"dualwrite: the command needs {' and '.join(missing)}: pip install 'dualwrite[cli]'\n")
         sys.exit(_USAGE_ERROR)
-    from dualwrite.cli.group import commands  # noqa: PLC0415 - only now is click known to be installed
+    from dualwrite.cli.options import commands  # noqa: PLC0415 - only now is click known to be installed
 
     commands()

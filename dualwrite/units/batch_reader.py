@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError
 from dualwrite.protocol.lives import Effect
-from dualwrite.units.announcing import UNIT_PARTITION
 from dualwrite.units.image import Follower
 from dualwrite.units.log import PartitionLogs
 from dualwrite.units.records import BatchRange, UnitRecord
+from dualwrite.units.writer import UNIT_PARTITION
 
 if TYPE_CHECKING:
     from typing_extensions import Self

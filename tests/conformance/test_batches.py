@@ -17,7 +17,7 @@ from harness.databases import Database
 from harness.patience import PATIENCE_S
 from sqlalchemy import Engine, select
 
-from dualwrite.cli.group import commands
+from dualwrite.cli.options import commands
 from dualwrite.errors import ConfigurationError
 from dualwrite.protocol.batches import Destination, Way
 from dualwrite.protocol.values import owner_prefix, pool_of_sink, stream_name

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from sqlalchemy import create_engine, inspect
 
-from dualwrite.cli.group import COMMANDS, commands
+from dualwrite.cli.options import COMMANDS, commands
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.values import Outcome
 from dualwrite.stores.sql.short_transactions import check_schema

@@ -16,7 +16,7 @@ from harness.patience import PATIENCE_S
 from sqlalchemy import make_url, text
 
 from dualwrite import DecidedTransactionLost, DualWriter, Fenced, TransactionAborted, WriterLimits, recover
-from dualwrite.cli.group import commands
+from dualwrite.cli.options import commands
 from dualwrite.protocol.values import Outcome
 from dualwrite.recovery.recover import status
 from dualwrite.stores.sql.store import SqlStateStore

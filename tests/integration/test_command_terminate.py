@@ -9,7 +9,7 @@ from confluent_kafka import KafkaException, Producer
 from harness.checker import Case
 from harness.patience import PATIENCE_S
 
-from dualwrite.cli.group import commands
+from dualwrite.cli.options import commands
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import read_committed

@@ -9,7 +9,7 @@ from harness.orders import on_both, write
 from sqlalchemy import create_engine, insert
 
 from dualwrite import ConfigurationError, DualWriter, WriterLimits, failpoints, recover
-from dualwrite.cli.group import commands
+from dualwrite.cli.options import commands
 from dualwrite.errors import DatabaseWentBack
 from dualwrite.protocol import lost_decisions
 from dualwrite.protocol.values import Outcome, TransactionStatus

@@ -10,7 +10,7 @@ from harness.orders import on_both, write
 from sqlalchemy import make_url, text
 
 from dualwrite import ConfigurationError, DualWriter, WriterLimits, recover
-from dualwrite.cli.group import commands
+from dualwrite.cli.options import commands
 from dualwrite.operations import forget
 from dualwrite.stores.sql.ledger import Runs
 from dualwrite.stores.sql.slots import SlotPool

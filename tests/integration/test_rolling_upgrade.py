@@ -66,7 +66,7 @@ with dualwrite.DualWriter(name, kafka=json.loads(kafka), database=create_engine(
         writer.run(work)
         print(number, flush=True)
 """
-COMMAND = "from dualwrite.cli.group import commands; commands()"
+COMMAND = "from dualwrite.cli.options import commands; commands()"
 
 
 def started_in(site):

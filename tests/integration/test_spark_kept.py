@@ -9,7 +9,7 @@ from harness.spark import ROWS, SPARKS_ERRORS
 from harness.spark import numbers as numbered
 from harness.spark_source import ArmedSource, nothing_is_left, options, write_with
 
-from dualwrite.cli.group import commands
+from dualwrite.cli.options import commands
 from dualwrite.sinks.spark import foreach_batch, register, write_batch
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]

@@ -24,9 +24,9 @@ from dualwrite.errors import IllegalStateError
 from dualwrite.failpoints import FailpointError
 from dualwrite.protocol.lives import UnitState, UnitWriterState
 from dualwrite.units import BatchReader, KeyedImage, UnitReader, UnitWriter
-from dualwrite.units.announcing import Written, announce_batch
 from dualwrite.units.log import PartitionLogs
 from dualwrite.units.records import HEADER, AbortTransaction, decoded
+from dualwrite.units.writer import Written, announce_batch
 
 pytestmark = on_postgresql
 

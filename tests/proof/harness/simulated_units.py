@@ -23,7 +23,8 @@ from simulator.state import create_topic, partition
 
 from dualwrite import DualWriteError, Unavailable
 from dualwrite.clock import Deadline, pause
-from dualwrite.units import UnitRecord, announcing, batch_reader, writer
+from dualwrite.units import UnitRecord, batch_reader, writer
+from dualwrite.units import writer as announcing
 from dualwrite.units.log import PartitionLogs
 from dualwrite.units.records import Offsets, Partition
 from harness.simulated import TIMEOUT_S, Here, Running, Servers, simulated

@@ -18,7 +18,7 @@ import dualwrite.testing
 import dualwrite.types
 import dualwrite.units
 from dualwrite import DualWriteError, failpoints
-from dualwrite.cli.group import COMMANDS
+from dualwrite.cli.options import COMMANDS
 
 PUBLIC_MODULES = (
     *(dualwrite, dualwrite.databases, dualwrite.errors, dualwrite.operations, dualwrite.sinks, dualwrite.sinks.spark),

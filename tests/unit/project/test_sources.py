@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 from harness.places import ROOT
 
-from dualwrite.cli.group import commands
+from dualwrite.cli.options import commands
 from dualwrite.telemetry import names
 
 PAGE = (ROOT / "docs" / "sources.md").read_text(encoding="utf-8")

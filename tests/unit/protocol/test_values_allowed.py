@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from dualwrite import ConfigurationError, DualWriter, PreparedTxnState, WriterLimits, recover, status
-from dualwrite.cli.group import commands
+from dualwrite.cli.options import commands
 from dualwrite.operations import blocking_transactions, forget, terminate
 from dualwrite.protocol.values import LONGEST_S, check_not_empty, check_seconds, check_selection, check_writer_name
 from dualwrite.recovery.operator import complete_prepared

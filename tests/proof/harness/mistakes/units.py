@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from dualwrite.protocol.lives import UnitWriterEvent
-from dualwrite.units import announcing, writer
-from dualwrite.units.announcing import Written
+from dualwrite.units import writer
+from dualwrite.units import writer as announcing
 from dualwrite.units.image import Follower
 from dualwrite.units.log import PartitionLogs
+from dualwrite.units.writer import Written
 from harness.mistakes.registry import Check, mistake
 
 _UNITS = "integration/test_units.py::"

@@ -4,7 +4,7 @@ import pytest
 from click.testing import CliRunner
 from sqlalchemy import make_url
 
-from dualwrite.cli.group import commands
+from dualwrite.cli.options import commands
 from dualwrite.errors import ConfigurationError
 from dualwrite.stores.sql.access import LIVENESS, engine_of, liveness_of
 

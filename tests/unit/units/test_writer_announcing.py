@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from dualwrite import ConfigurationError, Unavailable
-from dualwrite.units import BatchReader, announcing
-from dualwrite.units.announcing import Written, announce_batch
+from dualwrite.units import BatchReader, writer
+from dualwrite.units.writer import Written, announce_batch
 
 TASKS = 3
 BATCHES = 3
@@ -121,7 +121,7 @@ def found(seeds=60):
 
 def test_a_batch_that_begins_at_the_beginning_of_the_topic_is_found(monkeypatch):
     """Not where the last unit ended."""
-    monkeypatch.setattr(announcing, "last_ranges", lambda *_: None)
+    monkeypatch.setattr(writer, "last_ranges", lambda *_: None)
     assert found() is not None
 
 
@@ -133,7 +133,7 @@ def test_a_driver_that_does_not_see_the_tasks_of_another_one_is_found(monkeypatc
 
 def test_a_driver_that_names_a_later_batch_after_its_own_is_found(monkeypatch):
     """One whose batch was run again meanwhile, when the driver of the later batch has died before it announces it."""
-    monkeypatch.setattr(announcing, "_require_new", lambda *_: None)
+    monkeypatch.setattr(writer, "_require_new", lambda *_: None)
     real = Job.written
     monkeypatch.setattr(Job, "written", lambda self, number: real(self, number)._replace(newest=str(number)))
     with pytest.raises(AssertionError, match="Batch 0 in 2 partitions> holds"):
