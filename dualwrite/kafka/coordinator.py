@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -113,7 +113,11 @@ class KafkaCoordinator:
             Unavailable: No broker answered in time.
             ConfigurationError: The brokers refuse our credentials or our way of connecting.
         """
-        return cluster_id(self._brokers, deadline)
+
+        def ask(_: list[None]) -> dict[None, str | NotYet]:
+            return {None: self._brokers.metadata((), deadline).cluster_id or NotYet("the cluster has no id yet")}
+
+        return until_answered([None], ask, deadline, "report its cluster id")[None]
 
     def max_transaction_timeout_ms(self, deadline: Deadline) -> int | None:
         """The smallest ``transaction.max.timeout.ms`` of all brokers; None if we may not read it.
@@ -121,7 +125,23 @@ class KafkaCoordinator:
         Raises:
             Unavailable: Not all brokers answered in time.
         """
-        return max_transaction_timeout_ms(self._brokers, deadline)
+
+        def ask(_: list[None]) -> dict[None, int | None]:
+            requests = [(node, _describe_broker(node)) for node in self._brokers.nodes(deadline)]
+            found = []
+            for response in self._brokers.exchange(requests, deadline):
+                if isinstance(response, NotYet):
+                    raise response
+                for result in response.results:
+                    if kafka_errors.for_code(result.error_code) is kafka_errors.ClusterAuthorizationFailedError:
+                        return {None: None}
+                    why = verdict(result.error_code, "the broker's configuration", "DescribeConfigs on the cluster")
+                    if why is not None:
+                        raise why
+                    found += [int(config.value) for config in result.configs if config.name == _LONGEST_TIMEOUT]
+            return {None: min(found)}
+
+        return until_answered([None], ask, deadline, f"report its {_LONGEST_TIMEOUT}")[None]
 
     def describe(self, kafka_ids: Collection[str], deadline: Deadline) -> Mapping[str, TransactionView]:
         """The coordinator's view of each id; an unknown id has the status ``NO_SUCH_ID``. Source: KIP-664.
@@ -170,7 +190,29 @@ class KafkaCoordinator:
         Raises:
             Unavailable: Not all brokers answered in time.
         """
-        return transaction_version(self._brokers, deadline)
+
+        def ask(_: list[None]) -> dict[None, int]:
+            requests = [
+                (
+                    node,
+                    ApiVersionsRequest(
+                        client_software_name="dualwrite", client_software_version="0", min_version=_FIRST_WITH_FEATURES
+                    ),
+                )
+                for node in self._brokers.nodes(deadline)
+            ]
+            found = []
+            for response in self._brokers.exchange(requests, deadline):
+                if isinstance(response, NotYet):
+                    raise response
+                why = verdict(response.error_code, "the versions of a broker", "Describe on the cluster")
+                if why is not None:
+                    raise why
+                finalized = {feature.name: feature.max_version_level for feature in response.finalized_features or ()}
+                found.append(finalized.get(_TRANSACTION_VERSION, 0))
+            return {None: min(found)}
+
+        return until_answered([None], ask, deadline, f"report its {_TRANSACTION_VERSION}")[None]
 
     def retire(
         self, kafka_ids: Collection[str], deadline: Deadline, *, timeouts_ms: Mapping[str, int] | None = None
@@ -189,7 +231,32 @@ class KafkaCoordinator:
             Unavailable: Some ids were not retired in time. Any of them may have been.
             ConfigurationError: We may not write under an id, or a timeout exceeds ``transaction.max.timeout.ms``.
         """
-        return retire(self._coordinators, kafka_ids, timeouts_ms or {}, deadline)
+        timeouts = dict.fromkeys(kafka_ids, _RETIRED_TIMEOUT_MS) | dict(timeouts_ms or {})
+
+        def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
+            for kafka_id in ids:
+                request = InitProducerIdRequest(
+                    transactional_id=kafka_id,
+                    transaction_timeout_ms=timeouts[kafka_id],
+                    producer_id=-1,
+                    producer_epoch=-1,
+                    max_version=_NEWEST_INIT_VERSION,
+                )
+                yield request, [kafka_id]
+
+        def read(ids: list[str], response: Message) -> Iterator[tuple[str, tuple[int, int] | NotYet]]:
+            [kafka_id] = ids
+            kind = kafka_errors.for_code(response.error_code)
+            if kind is kafka_errors.InvalidTransactionTimeoutError:
+                raise ConfigurationError(f"the broker's transaction.max.timeout.ms is below {timeouts[kafka_id]} ms")
+            if kind is kafka_errors.NoError:
+                yield kafka_id, (response.producer_id, response.producer_epoch)
+            elif kind in _OVERTAKEN:  # another process is retiring it at the same time
+                yield kafka_id, NotYet(f"{kafka_id!r}: {kind.__name__}", moved=False)
+            else:
+                yield kafka_id, _retriable(response.error_code, f"retiring {kafka_id!r}", _write_right(kafka_id))
+
+        return self._coordinators.ask(kafka_ids, requests, read, deadline, "retire the transactional ids")
 
     def add_partitions(
         self, transactions: Mapping[str, tuple[int, int, Collection[Partition]]], deadline: Deadline
@@ -203,7 +270,34 @@ class KafkaCoordinator:
             Unavailable: Some coordinators did not answer in time. Any of the partitions may have been added.
             ConfigurationError: We may not write under an id, or to a topic.
         """
-        return add_partitions(self._coordinators, transactions, deadline)
+
+        def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
+            for kafka_id in ids:
+                producer_id, epoch, partitions = transactions[kafka_id]
+                yield _add_partitions(kafka_id, producer_id, epoch, partitions), [kafka_id]
+
+        def read(ids: list[str], response: Message) -> Iterator[tuple[str, bool | NotYet]]:
+            [kafka_id] = ids
+            errors = [
+                (topic.name, partition.partition_error_code)
+                for topic in response.results_by_topic_v3_and_below
+                for partition in topic.results_by_partition
+            ]
+            kinds = [kafka_errors.for_code(code) for _, code in errors]
+            # "Operation not attempted" only echoes another partition's error; that error may be worth a retry.
+            others = [
+                error
+                for error, kind in zip(errors, kinds, strict=True)
+                if kind not in {kafka_errors.NoError, *_NOT_ADDED}
+            ]
+            if others:
+                topic, code = others[0]
+                right = f"{_write_right(kafka_id)}; and Write on the topic {topic!r}"
+                yield kafka_id, _retriable(code, f"ending {kafka_id!r} in partitions of {topic!r}", right)
+            else:
+                yield kafka_id, all(kind is kafka_errors.NoError for kind in kinds)
+
+        return self._coordinators.ask(transactions, requests, read, deadline, "add partitions to the transactions")
 
     def list_ids(self, prefix: str, deadline: Deadline) -> Sequence[str]:
         """All transactional ids with that prefix known to any coordinator, sorted; only those that we may describe.
@@ -215,7 +309,16 @@ class KafkaCoordinator:
         Raises:
             Unavailable: Some brokers did not answer in time, or some ids had no coordinator.
         """
-        return list_ids(self._brokers, prefix, deadline)
+        listing = list_transactions(self._brokers, (), deadline)
+        if not listing.is_complete:
+            logger.warning(
+                "transactional ids may be missing: nothing shows that all partitions of %s had a coordinator; let an "
+                "administrator grant this user Describe on that topic, and on the transactional ids with the prefix %r",
+                TOPIC,
+                PROBES,
+            )
+        found = {state.transactional_id for state in listing.transactions}
+        return sorted(kafka_id for kafka_id in found if kafka_id.startswith(prefix))
 
     def compacted(self, topics: Collection[str], deadline: Deadline) -> Collection[str]:
         """Those of the topics that are compacted. One whose settings we may not describe is left out. Asks once.
@@ -223,7 +326,22 @@ class KafkaCoordinator:
         Raises:
             Unavailable: No answer.
         """
-        return compacted(self._brokers, topics, deadline)
+        resources = [
+            DescribeConfigsRequest.DescribeConfigsResource(
+                resource_type=_TOPIC_RESOURCE, resource_name=topic, configuration_keys=[_CLEANUP]
+            )
+            for topic in topics
+        ]
+        request = DescribeConfigsRequest(resources=resources, include_synonyms=False, include_documentation=False)
+        [answer] = self._brokers.exchange([(self._brokers.nodes(deadline)[0], request)], deadline)
+        if isinstance(answer, NotYet):
+            raise Unavailable(f"the broker did not report the {_CLEANUP} of topics: {answer}")
+        return {
+            result.resource_name
+            for result in answer.results
+            for config in result.configs or ()
+            if config.name == _CLEANUP and "compact" in (config.value or "")
+        }
 
     def longest_open_s(self, deadline: Deadline) -> float:
         """The age of the oldest open transaction of any id that we may describe, in seconds; 0 if none is open.
@@ -233,7 +351,22 @@ class KafkaCoordinator:
         Raises:
             Unavailable: The brokers did not answer in time.
         """
-        return longest_open_s(self._brokers, lambda ids: self.describe(ids, deadline), deadline)
+        request = ListTransactionsRequest(state_filters=[status.value for status in OPEN], producer_id_filters=[])
+
+        def ask(_: list[None]) -> dict[None, set[str] | NotYet]:
+            found: set[str] = set()
+            for answer in self._brokers.exchange([(node, request) for node in self._brokers.nodes(deadline)], deadline):
+                if isinstance(answer, NotYet):
+                    return {None: answer}
+                if (why := verdict(answer.error_code, _LIST, _TO_LIST)) is not None:
+                    return {None: why}
+                found.update(state.transactional_id for state in answer.transaction_states)
+            return {None: found}
+
+        listed = until_answered([None], ask, deadline, "list the open transactions")[None]
+        views = self.describe(listed, deadline).values() if listed else ()
+        started = [view.started_ms for view in views if view.started_ms is not None]
+        return max(0.0, time.time() - min(started) / 1000) if started else 0.0
 
     def topic_ids(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, str]:
         """The id of each topic as URL-safe base64. A topic that does not exist is missing from the result.
@@ -333,7 +466,35 @@ class KafkaCoordinator:
             Unavailable: Some leaders did not answer in time.
             ConfigurationError: We may not read or describe a topic.
         """
-        return open_transactions(self._brokers, self._topics, asked, deadline)
+        ids = [state.topic_ids for state, _ in asked]
+        found = until_answered(
+            {topic for of_state in ids for topic in of_state},
+            lambda pending: self._topics.find(pending, deadline, fresh=True),
+            deadline,
+            "describe the topics",
+        )
+        in_topics = {
+            topic: frozenset((topic, number) for number in known.leaders) for topic, known in found.items() if known
+        }
+        places = {
+            Place(*key, topic_id=of_state.get(key[0]))
+            for (_, partitions), of_state in zip(asked, ids, strict=True)
+            for key in frozenset(partitions).union(*(in_topics.get(topic, ()) for topic in of_state))
+        }
+        shown = producers(self._brokers, self._topics, places, deadline, fresh=False)
+        by_producer: dict[int, list[tuple[Place, int, int]]] = {}
+        for place in sorted(places, key=lambda one: one.key):
+            for producer_id, (epoch, start) in (shown[place] or {}).items():
+                if start is not None:
+                    by_producer.setdefault(producer_id, []).append((place, epoch, start))
+        return [
+            [
+                OpenTransaction(place.key, epoch, start)
+                for place, epoch, start in by_producer.get(state.producer_id, ())
+                if place.topic_id == of_state.get(place.topic) and (place.topic in of_state or place.key in partitions)
+            ]
+            for (state, partitions), of_state in zip(asked, ids, strict=True)
+        ]
 
     def producer_epochs(
         self, states: Sequence[PreparedTxnState], deadline: Deadline
@@ -346,7 +507,31 @@ class KafkaCoordinator:
         Raises:
             ConfigurationError: We may not read or describe a topic.
         """
-        return producer_epochs(self._brokers, self._topics, states, deadline, held_back=self._held_back)
+        named = [(state, state.topic_ids) for state in states]
+        places = [{key: Place(*key, topic_id=ids[key[0]]) for key in sorted(state.partitions)} for state, ids in named]
+        shown = _producers_now(
+            self._brokers, self._topics, {place for one in places for place in one.values()}, deadline, fresh=False
+        )
+        # A new topic may have taken the place of the known one.
+        doubtful = {
+            place
+            for state, of_state in zip(states, places, strict=True)
+            for place in of_state.values()
+            if place in shown and state.producer_id not in (shown[place] or {})
+        }
+        if doubtful:
+            again = _producers_now(self._brokers, self._topics, doubtful, deadline, fresh=True)
+            shown = {place: there for place, there in shown.items() if place not in doubtful} | again
+        for state, of_state in zip(states, places, strict=True):
+            for first in state.first_offsets:
+                there = shown.get(of_state[first.topic, first.partition]) or {}
+                starts = [start for producer_id, (_, start) in there.items() if producer_id != state.producer_id]
+                stable = min((start for start in starts if start is not None), default=first.offset)
+                self._held_back.note(Place(first.topic, first.partition), stable, upto=first.offset)
+        return [
+            {key: _shown(shown[place], state.producer_id) for key, place in of_state.items() if place in shown}
+            for state, of_state in zip(states, places, strict=True)
+        ]
 
     def post_question(self, native: States, shared: States) -> PostedQuestion | None:
         """See :class:`dualwrite.kafka.transaction_ends.AsksAhead`. For a coordinator of ``one_thread``."""
@@ -466,57 +651,10 @@ class Listing:
     is_complete: bool
 
 
-def list_ids(brokers: Brokers, prefix: str, deadline: Deadline) -> Sequence[str]:
-    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.list_ids`."""
-    listing = list_transactions(brokers, (), deadline)
-    if not listing.is_complete:
-        logger.warning(
-            "transactional ids may be missing: nothing shows that all partitions of %s had a coordinator; let an administrator "
-            "grant this user Describe on that topic, and on the transactional ids with the prefix %r",
-            TOPIC,
-            PROBES,
-        )
-    found = {state.transactional_id for state in listing.transactions}
-    return sorted(kafka_id for kafka_id in found if kafka_id.startswith(prefix))
-
-
 def ids_of(brokers: Brokers, producer_ids: Collection[int], deadline: Deadline) -> Mapping[int, str]:
     """The transactional ids of producer ids; those that no coordinator shows us are missing. Raises as `list_transactions`."""
     transactions = list_transactions(brokers, producer_ids, deadline).transactions
     return {state.producer_id: state.transactional_id for state in transactions}
-
-
-def longest_open_s(
-    brokers: Brokers, describe: Callable[[Collection[str]], Mapping[str, TransactionView]], deadline: Deadline
-) -> float:
-    """The age of the oldest transaction that a coordinator shows us as open, in seconds; 0 if none is.
-
-    One that is hidden while its coordinator changes may be missing.
-
-    Args:
-        brokers: The connections.
-        describe: Asks the coordinators for their views.
-        deadline: Limits the wait for lists.
-
-    Raises:
-        Unavailable: Some brokers did not answer in time.
-    """
-    request = ListTransactionsRequest(state_filters=[status.value for status in OPEN], producer_id_filters=[])
-
-    def ask(_: list[None]) -> dict[None, set[str] | NotYet]:
-        found: set[str] = set()
-        for answer in brokers.exchange([(node, request) for node in brokers.nodes(deadline)], deadline):
-            if isinstance(answer, NotYet):
-                return {None: answer}
-            if (why := verdict(answer.error_code, _LIST, _TO_LIST)) is not None:
-                return {None: why}
-            found.update(state.transactional_id for state in answer.transaction_states)
-        return {None: found}
-
-    listed = until_answered([None], ask, deadline, "list the open transactions")[None]
-    views = describe(listed).values() if listed else ()
-    started = [view.started_ms for view in views if view.started_ms is not None]
-    return max(0.0, time.time() - min(started) / 1000) if started else 0.0
 
 
 def list_transactions(brokers: Brokers, producer_ids: Collection[int], deadline: Deadline) -> Listing:
@@ -672,72 +810,6 @@ def end(
     return coordinators.ask(transactions, requests, read, deadline, "end the transactions", once=once)
 
 
-def retire(
-    coordinators: Coordinators, kafka_ids: Collection[str], timeouts_ms: Mapping[str, int], deadline: Deadline
-) -> Mapping[str, tuple[int, int]]:
-    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.retire`."""
-    timeouts = dict.fromkeys(kafka_ids, _RETIRED_TIMEOUT_MS) | dict(timeouts_ms)
-
-    def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
-        for kafka_id in ids:
-            request = InitProducerIdRequest(
-                transactional_id=kafka_id,
-                transaction_timeout_ms=timeouts[kafka_id],
-                producer_id=-1,
-                producer_epoch=-1,
-                max_version=_NEWEST_INIT_VERSION,
-            )
-            yield request, [kafka_id]
-
-    def read(ids: list[str], response: Message) -> Iterator[tuple[str, tuple[int, int] | NotYet]]:
-        [kafka_id] = ids
-        kind = kafka_errors.for_code(response.error_code)
-        if kind is kafka_errors.InvalidTransactionTimeoutError:
-            raise ConfigurationError(f"the broker's transaction.max.timeout.ms is below {timeouts[kafka_id]} ms")
-        if kind is kafka_errors.NoError:
-            yield kafka_id, (response.producer_id, response.producer_epoch)
-        elif kind in _OVERTAKEN:  # another process is retiring it at the same time
-            yield kafka_id, NotYet(f"{kafka_id!r}: {kind.__name__}", moved=False)
-        else:
-            yield kafka_id, _retriable(response.error_code, f"retiring {kafka_id!r}", _write_right(kafka_id))
-
-    return coordinators.ask(kafka_ids, requests, read, deadline, "retire the transactional ids")
-
-
-def add_partitions(
-    coordinators: Coordinators,
-    transactions: Mapping[str, tuple[int, int, Collection[Partition]]],
-    deadline: Deadline,
-) -> Mapping[str, bool]:
-    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.add_partitions`."""
-
-    def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
-        for kafka_id in ids:
-            producer_id, epoch, partitions = transactions[kafka_id]
-            yield _add_partitions(kafka_id, producer_id, epoch, partitions), [kafka_id]
-
-    def read(ids: list[str], response: Message) -> Iterator[tuple[str, bool | NotYet]]:
-        [kafka_id] = ids
-        errors = [
-            (topic.name, partition.partition_error_code)
-            for topic in response.results_by_topic_v3_and_below
-            for partition in topic.results_by_partition
-        ]
-        kinds = [kafka_errors.for_code(code) for _, code in errors]
-        # "Operation not attempted" only echoes another partition's error; that error may be worth a retry.
-        others = [
-            error for error, kind in zip(errors, kinds, strict=True) if kind not in {kafka_errors.NoError, *_NOT_ADDED}
-        ]
-        if others:
-            topic, code = others[0]
-            right = f"{_write_right(kafka_id)}; and Write on the topic {topic!r}"
-            yield kafka_id, _retriable(code, f"ending {kafka_id!r} in partitions of {topic!r}", right)
-        else:
-            yield kafka_id, all(kind is kafka_errors.NoError for kind in kinds)
-
-    return coordinators.ask(transactions, requests, read, deadline, "add partitions to the transactions")
-
-
 def _retriable(error_code: int, subject: str, right: str) -> NotYet:
     why = verdict(error_code, subject, right)
     assert why is not None, "answers without an error are handled by the caller"
@@ -766,108 +838,6 @@ def _add_partitions(kafka_id: str, producer_id: int, epoch: int, partitions: Col
 
 _TRANSACTION_VERSION: Final = "transaction.version"
 _FIRST_WITH_FEATURES: Final = 3
-
-
-def transaction_version(brokers: Brokers, deadline: Deadline) -> int:
-    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.transaction_version`."""
-
-    def ask(_: list[None]) -> dict[None, int]:
-        requests = [
-            (
-                node,
-                ApiVersionsRequest(
-                    client_software_name="dualwrite", client_software_version="0", min_version=_FIRST_WITH_FEATURES
-                ),
-            )
-            for node in brokers.nodes(deadline)
-        ]
-        found = []
-        for response in brokers.exchange(requests, deadline):
-            if isinstance(response, NotYet):
-                raise response
-            why = verdict(response.error_code, "the versions of a broker", "Describe on the cluster")
-            if why is not None:
-                raise why
-            finalized = {feature.name: feature.max_version_level for feature in response.finalized_features or ()}
-            found.append(finalized.get(_TRANSACTION_VERSION, 0))
-        return {None: min(found)}
-
-    return until_answered([None], ask, deadline, f"report its {_TRANSACTION_VERSION}")[None]
-
-
-def open_transactions(
-    brokers: Brokers,
-    topics: Topics,
-    asked: Sequence[tuple[PreparedTxnState, Collection[Partition]]],
-    deadline: Deadline,
-) -> list[list[OpenTransaction]]:
-    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.open_transactions`."""
-    ids = [state.topic_ids for state, _ in asked]
-    found = until_answered(
-        {topic for of_state in ids for topic in of_state},
-        lambda pending: topics.find(pending, deadline, fresh=True),
-        deadline,
-        "describe the topics",
-    )
-    in_topics = {
-        topic: frozenset((topic, number) for number in known.leaders) for topic, known in found.items() if known
-    }
-    places = {
-        Place(*key, topic_id=of_state.get(key[0]))
-        for (_, partitions), of_state in zip(asked, ids, strict=True)
-        for key in frozenset(partitions).union(*(in_topics.get(topic, ()) for topic in of_state))
-    }
-    shown = producers(brokers, topics, places, deadline, fresh=False)
-    by_producer: dict[int, list[tuple[Place, int, int]]] = {}
-    for place in sorted(places, key=lambda one: one.key):
-        for producer_id, (epoch, start) in (shown[place] or {}).items():
-            if start is not None:
-                by_producer.setdefault(producer_id, []).append((place, epoch, start))
-    return [
-        [
-            OpenTransaction(place.key, epoch, start)
-            for place, epoch, start in by_producer.get(state.producer_id, ())
-            if place.topic_id == of_state.get(place.topic) and (place.topic in of_state or place.key in partitions)
-        ]
-        for (state, partitions), of_state in zip(asked, ids, strict=True)
-    ]
-
-
-def producer_epochs(
-    brokers: Brokers, topics: Topics, states: Sequence[PreparedTxnState], deadline: Deadline, *, held_back: HeldBack
-) -> list[dict[Partition, ShownProducer | None]]:
-    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.producer_epochs`.
-
-    Args:
-        brokers: The brokers.
-        topics: The topics; uses the leaders already known.
-        states: The transactions.
-        deadline: Covers all requests.
-        held_back: Receives where other producers' transactions are open in partitions with a known first offset.
-    """
-    named = [(state, state.topic_ids) for state in states]
-    places = [{key: Place(*key, topic_id=ids[key[0]]) for key in sorted(state.partitions)} for state, ids in named]
-    shown = _producers_now(brokers, topics, {place for one in places for place in one.values()}, deadline, fresh=False)
-    # A new topic may have taken the place of the known one.
-    doubtful = {
-        place
-        for state, of_state in zip(states, places, strict=True)
-        for place in of_state.values()
-        if place in shown and state.producer_id not in (shown[place] or {})
-    }
-    if doubtful:
-        again = _producers_now(brokers, topics, doubtful, deadline, fresh=True)
-        shown = {place: there for place, there in shown.items() if place not in doubtful} | again
-    for state, of_state in zip(states, places, strict=True):
-        for first in state.first_offsets:
-            there = shown.get(of_state[first.topic, first.partition]) or {}
-            starts = [start for producer_id, (_, start) in there.items() if producer_id != state.producer_id]
-            stable = min((start for start in starts if start is not None), default=first.offset)
-            held_back.note(Place(first.topic, first.partition), stable, upto=first.offset)
-    return [
-        {key: _shown(shown[place], state.producer_id) for key, place in of_state.items() if place in shown}
-        for state, of_state in zip(states, places, strict=True)
-    ]
 
 
 def _producers_now(
@@ -929,56 +899,6 @@ def _view(state: Message) -> TransactionView | NotYet:
         partitions=tuple((topic.topic, partition) for topic in state.topics for partition in topic.partitions),
         newest_started_ms=state.transaction_start_time_ms if state.transaction_start_time_ms >= 0 else None,
     )
-
-
-def cluster_id(brokers: Brokers, deadline: Deadline) -> str:
-    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.cluster_id`."""
-
-    def ask(_: list[None]) -> dict[None, str | NotYet]:
-        return {None: brokers.metadata((), deadline).cluster_id or NotYet("the cluster has no id yet")}
-
-    return until_answered([None], ask, deadline, "report its cluster id")[None]
-
-
-def max_transaction_timeout_ms(brokers: Brokers, deadline: Deadline) -> int | None:
-    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.max_transaction_timeout_ms`."""
-
-    def ask(_: list[None]) -> dict[None, int | None]:
-        requests = [(node, _describe_broker(node)) for node in brokers.nodes(deadline)]
-        found = []
-        for response in brokers.exchange(requests, deadline):
-            if isinstance(response, NotYet):
-                raise response
-            for result in response.results:
-                if kafka_errors.for_code(result.error_code) is kafka_errors.ClusterAuthorizationFailedError:
-                    return {None: None}
-                why = verdict(result.error_code, "the broker's configuration", "DescribeConfigs on the cluster")
-                if why is not None:
-                    raise why
-                found += [int(config.value) for config in result.configs if config.name == _LONGEST_TIMEOUT]
-        return {None: min(found)}
-
-    return until_answered([None], ask, deadline, f"report its {_LONGEST_TIMEOUT}")[None]
-
-
-def compacted(brokers: Brokers, topics: Collection[str], deadline: Deadline) -> Collection[str]:
-    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.compacted`."""
-    resources = [
-        DescribeConfigsRequest.DescribeConfigsResource(
-            resource_type=_TOPIC_RESOURCE, resource_name=topic, configuration_keys=[_CLEANUP]
-        )
-        for topic in topics
-    ]
-    request = DescribeConfigsRequest(resources=resources, include_synonyms=False, include_documentation=False)
-    [answer] = brokers.exchange([(brokers.nodes(deadline)[0], request)], deadline)
-    if isinstance(answer, NotYet):
-        raise Unavailable(f"the broker did not report the {_CLEANUP} of topics: {answer}")
-    return {
-        result.resource_name
-        for result in answer.results
-        for config in result.configs or ()
-        if config.name == _CLEANUP and "compact" in (config.value or "")
-    }
 
 
 def _describe_broker(node: int) -> Message:

@@ -12,8 +12,7 @@ from kafka.protocol.admin.transactions import DescribeTransactionsRequest, ListT
 from dualwrite import clock as deadlines
 from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
-from dualwrite.kafka import coordinator as client
-from dualwrite.kafka import coordinator as listing
+from dualwrite.kafka import coordinator
 from dualwrite.kafka.cluster import Leader, internal_partition
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
@@ -147,9 +146,10 @@ class Cluster:
 def ids_in(monkeypatch):
     def list_ids(cluster, timeout_s=30.0):
         with monkeypatch.context() as patch:
-            patch.setattr(client, "Brokers", cluster)
-            coordinator = KafkaCoordinator(KafkaConfig.parse({"bootstrap.servers": "any:1"}))
-            return coordinator.list_ids("p", Deadline(timeout_s))
+            patch.setattr(coordinator, "Brokers", cluster)
+            return KafkaCoordinator(KafkaConfig.parse({"bootstrap.servers": "any:1"})).list_ids(
+                "p", Deadline(timeout_s)
+            )
 
     return list_ids
 
@@ -262,7 +262,7 @@ def test_without_evidence_the_list_is_taken_as_it_is_and_a_warning_names_the_rig
     assert ids_in(cluster) == ["p0", "p2"]
     [warning] = caplog.messages
     assert TOPIC in warning
-    assert listing.PROBES in warning
+    assert coordinator.PROBES in warning
 
 
 def happening(cluster, events):
@@ -295,18 +295,19 @@ def test_no_id_is_missing_however_partitions_move(earlier, during):
     cluster.events += [no_event] * 8 + [Cluster.settle]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deadlines, "_sleep", lambda _: None)
-        found = listing.list_ids(cluster, "p", Deadline(30))
+        patch.setattr(coordinator, "Brokers", cluster)
+        found = KafkaCoordinator(KafkaConfig.parse({"bootstrap.servers": "any:1"})).list_ids("p", Deadline(30))
     assert known <= set(found)
 
 
 def test_the_ids_of_producers_come_from_a_complete_list():
     cluster = Cluster([no_event] * 20 + [lambda cluster: cluster.load(2, 1)])
     del cluster.brokers[2].loaded[1]
-    assert listing.ids_of(cluster, [hash("p1")], Deadline(30))[hash("p1")] == "p1"
+    assert coordinator.ids_of(cluster, [hash("p1")], Deadline(30))[hash("p1")] == "p1"
 
 
 @pytest.mark.parametrize("count", [1, 50, 200])
 def test_each_partition_has_a_probe(count):
-    probes = listing._probe_ids(count)
+    probes = coordinator._probe_ids(count)
     assert [internal_partition(probe, count) for probe in probes] == list(range(count))
-    assert all(probe.startswith(listing.PROBES) for probe in probes)
+    assert all(probe.startswith(coordinator.PROBES) for probe in probes)
