@@ -14,7 +14,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -26,13 +26,14 @@ from sqlalchemy import AdaptedConnection, Connection, Engine, event, exc
 from sqlalchemy.util.concurrency import in_greenlet
 
 from dualwrite.clock import now_s
+from dualwrite.errors import DualWriteError
 from dualwrite.stores.sql.access import sqlstate_of
 from dualwrite.stores.sql.tables import digest
 
 if TYPE_CHECKING:
     import sqlite3
 
-    from sqlalchemy import CursorResult, Executable
+    from sqlalchemy import Executable
     from sqlalchemy.engine.interfaces import DBAPIConnection, Dialect, ExceptionContext
     from typing_extensions import Self
 
@@ -333,19 +334,49 @@ class CompiledOnce:
             compiled = self._compiled = _compiled(self._statement, connection.dialect)
         return compiled
 
-    def execute(self, connection: Connection, bound: Mapping[str, Any]) -> CursorResult[Any]:
-        """Execute it with these values. Events, logs and errors of the execution are SQLAlchemy's.
+    def execute(self, connection: Connection, bound: Mapping[str, Any]) -> tuple[Sequence[Any] | None, int]:
+        """Execute it with these values, below SQLAlchemy.
+
+        Returns:
+            Its first row, if there is one; and how many rows it has changed.
 
         Raises:
             SQLAlchemyError: The database failed.
         """
         compiled = self.text(connection)
         if compiled is None:
-            return connection.execute(self._statement, dict(bound))
-        values = {**compiled.constants, **bound} if compiled.constants else dict(bound)
-        if compiled.order is None:
-            return connection.exec_driver_sql(compiled.template, values)
-        return connection.exec_driver_sql(compiled.template, tuple(values[name] for name in compiled.order))
+            result = connection.execute(self._statement, dict(bound))
+            return result.first() if result.returns_rows else None, result.rowcount
+        values: Any = {**compiled.constants, **bound}
+        if compiled.order is not None:
+            values = tuple([values[name] for name in compiled.order])
+        return execute_below(connection, compiled.template, values)
+
+
+def execute_below(connection: Connection, statement: str, values: Any = ()) -> tuple[Sequence[Any] | None, int]:
+    """Execute one of our own statements on a cursor of the driver's.
+
+    SQLAlchemy's execution takes a hundred calls, and tells the application's listeners of statements that are not theirs.
+    Errors are those of its own executions: it alone knows its events, and which connections are lost with this one.
+
+    Raises:
+        SQLAlchemyError: The database failed.
+    """
+    cursor = connection.connection.cursor()
+    try:
+        if values:
+            cursor.execute(statement, values)
+        else:
+            cursor.execute(statement)
+        found = cursor.fetchone() if cursor.description else None, cursor.rowcount
+    except BaseException as error:
+        with suppress(Exception):  # first: SQLite keeps its locks as long as the statement is there, connected or not
+            cursor.close()
+        if isinstance(error, DualWriteError):  # of the watch over the driver
+            raise
+        connection._handle_dbapi_exception(error, statement, values, None, None)  # noqa: SLF001 - as above
+    cursor.close()
+    return found
 
 
 def _compiled(statement: Executable, dialect: Dialect) -> OwnText:

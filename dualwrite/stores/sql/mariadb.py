@@ -22,7 +22,7 @@ from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, driver_words, fileno_of, number_of
 from dualwrite.stores.sql.dialect import Identity, Standing, driver_of
-from dualwrite.stores.sql.drivers import WATCHDOG, Watch, line_of
+from dualwrite.stores.sql.drivers import WATCHDOG, Watch, execute_below, line_of
 from dualwrite.stores.sql.mariadb_server import FACTS, Server, check_facts, is_mariadb, rolls_back_on_timeout
 from dualwrite.stores.sql.savepoint_probe import IN_TRANSACTION, QueryWitness, ended_inside, queries_of, status_of
 
@@ -127,7 +127,7 @@ class MariaDB:
         self.refuse_left_open(connection)
         connection.begin()
         # PyMySQL does not see what a SELECT has begun: whatever it was, its snapshot is too old.
-        connection.exec_driver_sql("START TRANSACTION")
+        execute_below(connection, "START TRANSACTION")
         self._mark(connection, driver)
 
     def join(self, connection: Connection, tables: Tables) -> bool:
@@ -143,14 +143,14 @@ class MariaDB:
                 "engine with isolation_level='READ COMMITTED'",
             )
         if not late:
-            connection.exec_driver_sql("START TRANSACTION")
+            execute_below(connection, "START TRANSACTION")
         self._mark(connection, driver, joined_late=late)
         return late
 
     def _mark(self, connection: Connection, driver: DBAPIConnection, *, joined_late: bool = False) -> None:
         queries = queries_of(driver)
         queries.begin()
-        connection.exec_driver_sql(f"SAVEPOINT {_SAVEPOINT}")
+        execute_below(connection, f"SAVEPOINT {_SAVEPOINT}")
         connection.info[_MARKED] = True
         # A statement before the dual write may have opened a savepoint past SQLAlchemy.
         queries.doubtful = joined_late
@@ -209,7 +209,8 @@ class MariaDB:
         return update
 
     def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
-        row: Sequence[object] = statement.execute(connection, bound).one()
+        row, _ = statement.execute(connection, bound)
+        assert row is not None  # it has no FROM
         return row
 
     def ask_last(
@@ -224,8 +225,8 @@ class MariaDB:
         """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Nothing is deferred; COMMIT has no limit."""
         del deferred_of
         if not decides:
-            return statement.execute(connection, bound).one_or_none()
-        if statement.execute(connection, bound).rowcount != 1:
+            return statement.execute(connection, bound)[0]
+        if statement.execute(connection, bound)[1] != 1:
             return None
         idle_ms = bound["idle_ms_"]
         self._limit_idle(connection, None if idle_ms is None else idle_ms / 1000)
@@ -254,7 +255,7 @@ class MariaDB:
         if not connection.info.pop(_MARKED, False):
             return  # the transaction's first decision has released it
         try:
-            connection.exec_driver_sql(f"RELEASE SAVEPOINT {_SAVEPOINT}")
+            execute_below(connection, f"RELEASE SAVEPOINT {_SAVEPOINT}")
         except exc.DBAPIError as error:
             if number_of(error.orig) != _NO_SAVEPOINT:
                 raise
@@ -344,7 +345,5 @@ def _change(connection: Connection, settings: Mapping[str, str]) -> None:
     """Change settings of the session, keeping what they were, for :meth:`MariaDB.restore`."""
     changed: set[str] = connection.info.setdefault(_CHANGED, set())
     kept = [f"@dualwrite_{name} = @@session.{name}" for name in settings if name not in changed]
-    connection.exec_driver_sql(
-        "SET " + ", ".join([*kept, *(f"SESSION {name} = {to}" for name, to in settings.items())])
-    )
+    execute_below(connection, "SET " + ", ".join([*kept, *(f"SESSION {name} = {to}" for name, to in settings.items())]))
     changed.update(settings)

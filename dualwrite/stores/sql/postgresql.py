@@ -449,7 +449,7 @@ def _ask_by_sqlalchemy(
             connection.exec_driver_sql(_IMMEDIATE)
         except exc.SQLAlchemyError as error:
             raise dialect.deferred_failed(error, deferred_of) from error
-    return statement.execute(connection, bound).one_or_none()
+    return statement.execute(connection, bound)[0]
 
 
 class PostgreSQL:

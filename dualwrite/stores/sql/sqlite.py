@@ -22,7 +22,7 @@ from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, ended_inside
 from dualwrite.stores.sql.dialect import Identity, Standing
-from dualwrite.stores.sql.drivers import ask, is_awaited, own_connection
+from dualwrite.stores.sql.drivers import ask, execute_below, is_awaited, own_connection
 from dualwrite.stores.sql.savepoint_probe import SqliteWitness
 
 if TYPE_CHECKING:
@@ -104,8 +104,8 @@ class SQLite:
         elif driver.isolation_level is None:
             raise _in_autocommit()
         else:
-            connection.exec_driver_sql("BEGIN IMMEDIATE")
-        connection.exec_driver_sql(f"SAVEPOINT {_SAVEPOINT}")
+            execute_below(connection, "BEGIN IMMEDIATE")
+        execute_below(connection, f"SAVEPOINT {_SAVEPOINT}")
 
     def _check_settings(self, connection: Connection, tables: Tables) -> None:
         _check_settings(connection, _driver(connection), tables)
@@ -142,7 +142,7 @@ class SQLite:
     def require_begun(self, connection: Connection) -> None:
         """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Only that transaction has the savepoint."""
         try:
-            connection.exec_driver_sql(f"RELEASE {_SAVEPOINT}")
+            execute_below(connection, f"RELEASE {_SAVEPOINT}")
         except exc.OperationalError as error:
             if "no such savepoint" not in str(error.orig):
                 raise
@@ -150,7 +150,7 @@ class SQLite:
                 "by a COMMIT or ROLLBACK sent as text or by executescript()",
                 "leave COMMIT and ROLLBACK to the dual write",
             ) from error
-        connection.exec_driver_sql(f"SAVEPOINT {_SAVEPOINT}")
+        execute_below(connection, f"SAVEPOINT {_SAVEPOINT}")
 
     def end_columns(self) -> Sequence[ColumnElement[object]]:
         """A constant, returned for the row that matched."""
@@ -169,7 +169,8 @@ class SQLite:
         return update.returning(*self.end_columns())
 
     def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
-        row: Sequence[object] = statement.execute(connection, bound).one()
+        row, _ = statement.execute(connection, bound)
+        assert row is not None  # it has no FROM
         return row
 
     def ask_last(
@@ -183,7 +184,7 @@ class SQLite:
     ) -> Sequence[object] | None:
         """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Nothing is deferred: see :meth:`run_deferred`."""
         del decides, deferred_of
-        return statement.execute(connection, bound).one_or_none()
+        return statement.execute(connection, bound)[0]
 
     def require_not_rolled_back(self, connection: Connection) -> None:
         """Nothing: :meth:`begun` notices it."""

@@ -1,9 +1,10 @@
 """SQLite's locks after an interruption: free at once, whatever still refers to the interrupted statement."""
 
 import gc
+import sqlite3
 
 import pytest
-from sqlalchemy import create_engine, event
+from sqlalchemy import create_engine, event, text
 
 from dualwrite.migrations import upgrade
 from dualwrite.stores.sql.store import SqlStateStore
@@ -14,9 +15,28 @@ def interrupt(connection, cursor, statement, *others):
         raise KeyboardInterrupt
 
 
-def test_an_interrupted_statement_does_not_keep_the_write_lock(tmp_path):
+class Interrupted(sqlite3.Cursor):
+    """Is interrupted where it takes the first row of a SELECT of the library's own."""
+
+    armed = False
+
+    def fetchone(self):
+        if Interrupted.armed:
+            raise KeyboardInterrupt
+        return super().fetchone()
+
+
+class Connection(sqlite3.Connection):
+    """Its cursors may be interrupted."""
+
+    def cursor(self, factory=Interrupted):
+        return super().cursor(factory)
+
+
+@pytest.mark.parametrize("whose", ["the library's", "the application's"])
+def test_an_interrupted_statement_does_not_keep_the_write_lock(tmp_path, monkeypatch, whose):
     url = f"sqlite:///{tmp_path}/rows.db"
-    engine = create_engine(url)
+    engine = create_engine(url, connect_args={"factory": Connection})
     with engine.begin() as connection:
         upgrade(connection)
     store = SqlStateStore(engine)
@@ -25,9 +45,12 @@ def test_an_interrupted_statement_does_not_keep_the_write_lock(tmp_path):
     try:
         with engine.connect() as connection:
             store.begin(connection)
-            event.listen(connection, "after_cursor_execute", interrupt)
             with pytest.raises(KeyboardInterrupt) as interrupted:
-                store.read_incarnation(connection, "orders")
+                if whose == "the library's":
+                    monkeypatch.setattr(Interrupted, "armed", True)
+                    store.read_incarnation(connection, "orders")
+                event.listen(connection, "after_cursor_execute", interrupt)
+                connection.execute(text("SELECT * FROM kafka_transaction_state"))
             with others.begin() as other:
                 other.exec_driver_sql("DELETE FROM kafka_transaction_state")
         del interrupted
