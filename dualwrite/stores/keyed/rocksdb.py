@@ -463,7 +463,7 @@ class RocksForgetting:
         return set()
 
     def forget(self, rows: Sequence[StateRow]) -> bool:
-        """See the port. A writer that is still open is thereby fenced."""
+        """See the port. This fences a writer that is still open."""
         found = self._keys.get([state_key(row.transactional_id) for row in rows])
         if [decode_row(entry.value).row for entry in found.values()] != list(rows):
             return False

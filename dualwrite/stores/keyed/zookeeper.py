@@ -758,7 +758,7 @@ class ZooKeeperForgetting:
     def forget(self, rows: Sequence[StateRow]) -> bool:
         """Delete the rows, all or none. Durable on return.
 
-        A writer that is still open is thereby fenced: its next dual write aborts on both sides.
+        This fences a writer that is still open: its next dual write aborts on both sides.
 
         Returns:
             False if a row was used since it was read: nothing was deleted.

@@ -239,7 +239,7 @@ class Forgetting:
     def forget(self, rows: Sequence[StateRow]) -> bool:
         """Delete the rows with their slots and leases, all or none. Durable on return.
 
-        A writer that is still open is thereby fenced: its next dual write aborts on both sides.
+        This fences a writer that is still open: its next dual write aborts on both sides.
 
         Returns:
             False if a row was used since it was read, or its slot or lease is held: nothing was deleted.
