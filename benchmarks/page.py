@@ -293,9 +293,8 @@ def _threads(counts: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[st
         "Lanes go to whichever thread came first.",
         "",
         "Where the time goes: Python runs one thread at a time, so all threads together do no more dual writes than one could "
-        "that never waited. More than three quarters of it is the callers' own time: the block, SQLAlchemy's statements, and, "
-        "with the native producer, the requests and answers of Kafka. The rest asks how each transaction has ended, in a thread "
-        "of its own. Through librdkafka a write takes about as much processor time, but librdkafka's threads, which need no "
+        "that never waited: the block, SQLAlchemy's statements, and, with the native producer, the requests and answers of "
+        "Kafka, among them the one that asks how transactions have ended. Through librdkafka a write takes about as much processor time, but librdkafka's threads, which need no "
         "interpreter, do a part of it beside the others, so it can do more writes per second when all threads are busy. "
         "[Group commit](group-commit.md) is the way to more: many callers share a dual write.",
         "",
@@ -336,7 +335,8 @@ def _known_end(ways: Mapping[str, Mapping[str, float]]) -> list[str]:
     return [
         "## Knowing how each transaction has ended",
         "",
-        "In the background, the writer learns the end of each transaction before it uses that lane again. Compared, in "
+        "The writer learns the end of each transaction before it uses that lane again: one question, which nobody waits for, is "
+        "about all lanes at rest, and a caller posts it when no other lane is left. Compared, in "
         "alternation, with the same writer trusting Kafka's answer: milliseconds of a call by one thread, and dual writes per "
         "second, each with one message and one row, all to one partition.",
         "",
