@@ -13,6 +13,7 @@ from benchmarks import network
 from benchmarks.servers import Ground
 from benchmarks.ways import METADATA
 from dualwrite.clock import Deadline
+from dualwrite.kafka.transaction_ends import PendingEnd
 from dualwrite.testing.proxy import Api, KafkaProxy, PostgresProxy
 from dualwrite.writing.lane import Lane
 
@@ -28,12 +29,13 @@ def count(ground: Ground, operations: int) -> dict[str, dict[str, dict[str, floa
         kafka = stack.enter_context(KafkaProxy(ground.kafka_server))
         postgres = stack.enter_context(PostgresProxy(ground.postgres))
         watched: list[Lane] = []
-        watch_end = Lane.watch_end
+        come_to_rest = Lane.come_to_rest
 
-        def note(lane: Lane) -> None:  # else the watcher might ask before the call has returned
+        def note(lane: Lane) -> PendingEnd | None:  # else the question might be sent before the call has returned
             watched.append(lane)
+            return lane.pending_end
 
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(Lane, "watch_end", note)
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(Lane, "come_to_rest", note)
         engine = create_engine(postgres.url(ground.url))
         stack.callback(engine.dispose)
         METADATA.create_all(engine)
@@ -52,7 +54,7 @@ def count(ground: Ground, operations: int) -> dict[str, dict[str, dict[str, floa
                 write([f"{name} {number}"])
                 returned = asked()
                 for lane in watched:
-                    watch_end(lane)
+                    come_to_rest(lane)
                     lane.know_end(Deadline(30))
                 if number >= _WARM_UP:
                     counted[name]["in the call"] += returned - before

@@ -311,7 +311,7 @@ def test_what_a_tool_aborts_under_a_live_owner_is_recorded_when_it_idles(
     kafka, engine, orders, dualwrite_topic, monkeypatch
 ):
     """Idling asks the log by itself before it records "committed"."""
-    monkeypatch.setattr(Lane, "watch_end", lambda *_: None)
+    monkeypatch.setattr(Lane, "come_to_rest", lambda *_: None)
     told = []
 
     def at(name):
