@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dualwrite.asyncio.greenlets import awaited, run, says_more
 from dualwrite.asyncio.transaction import AsyncTransaction
-from dualwrite.clock import Deadline, now_s
+from dualwrite.clock import now_s
 from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.grouping import Unit, Units
 from dualwrite.protocol.values import WriterLimits
@@ -22,18 +22,18 @@ from dualwrite.writing.group_commit import full_error, run_group
 from dualwrite.writing.retry import pause_after_s
 from dualwrite.writing.units_of_work import (
     Answer,
+    Expiry,
     GroupRun,
     RowUnit,
     check_within,
     closed_error,
-    copied,
     fail_left,
-    late_error,
 )
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
+    from dualwrite.clock import Deadline
     from dualwrite.writing.transaction import Transaction
 
 logger = logging.getLogger(__name__)
@@ -56,15 +56,14 @@ class _Task:
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.context = contextvars.copy_context()
         self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.until = None if within_s is None else Deadline(within_s)
-        self._within_s = within_s or 0.0
+        self._expiry = Expiry(name, within_s)
         self._name = name
         self._runs = self._gone = False
-        self._last: BaseException | None = None
 
     @property
-    def _is_late(self) -> bool:
-        return self.until is not None and self.until.expired
+    def until(self) -> Deadline | None:
+        """When no run may begin any more; None if there is no limit."""
+        return self._expiry.until
 
     def begin(self) -> bool:
         self._expire()
@@ -73,15 +72,15 @@ class _Task:
 
     def rest(self, error: BaseException | None) -> None:
         self._runs = False
-        self._last = error or self._last
+        self._expiry.note(error)
         if self._gone:
             self.future.cancel()
         self._expire()
 
     def _expire(self) -> None:
         """Tell the caller that its time is over, unless the work runs: with the error of its last run, if it has one."""
-        if self._is_late and not self._runs and not self.future.done():
-            self.fail(late_error(self._name, self._within_s) if self._last is None else copied(self._last))
+        if self._expiry.is_over and not self._runs and not self.future.done():
+            self.fail(self._expiry.error())
 
     def succeed(self, result: object) -> None:
         if not self.future.done():
@@ -112,7 +111,7 @@ class _Task:
             if cancelled is not None:
                 raise cancelled
             while not self.future.done():
-                left_s = None if self.until is None or self._is_late else self.until.remaining_s()
+                left_s = None if self.until is None or self._expiry.is_over else self.until.remaining_s()
                 await asyncio.wait([self.future], timeout=left_s)
                 self._expire()
         except BaseException:  # a cancellation, or GeneratorExit

@@ -77,6 +77,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NO_TRANSACTION: Final = PreparedTxnState()
 _ENDED: Final = frozenset({WriteState.COMPLETED, WriteState.ABORTED, WriteState.HANDED_OVER})
 
 
@@ -629,7 +630,7 @@ class DualWrite(Work):
         self._finish_messages()
         if run_deferred:
             self._context.store.run_deferred(self._handle, self.transactional_id)
-        state = PreparedTxnState()
+        state = _NO_TRANSACTION
         if self.sending:
             try:
                 state = self._producer.prepare_transaction()

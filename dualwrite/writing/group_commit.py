@@ -33,15 +33,14 @@ from dualwrite.writing.transaction import write_of
 from dualwrite.writing.units_of_work import (
     Answer,
     Divided,
+    Expiry,
     GroupRun,
     RowUnit,
     answer_all,
     check_within,
     closed_error,
-    copied,
     execute_rows,
     fail_left,
-    late_error,
     named,
 )
 
@@ -86,7 +85,6 @@ class Task:
         context: The context variables of its caller.
         rows: The unit, if it is one of rows.
         answered: Set when a unit that stands in line was given a place, or never will be.
-        until: When no run may begin any more; None if there is no limit.
     """
 
     def __init__(
@@ -97,15 +95,18 @@ class Task:
         self.future = future
         self.context = contextvars.copy_context()
         self.answered = waiting.Event()
-        self.until = None if within_s is None else Deadline(within_s)
-        self._name, self._within_s = name, within_s or 0.0
+        self._expiry = Expiry(name, within_s)
         self._changing = threading.Lock()
         self._runs = self._over = False
-        self._last: BaseException | None = None
+
+    @property
+    def until(self) -> Deadline | None:
+        """When no run may begin any more; None if there is no limit."""
+        return self._expiry.until
 
     def begin(self) -> bool:
         """See :class:`dualwrite.writing.units_of_work.Task`."""
-        if self.until is not None and self.until.expired:
+        if self._expiry.is_over:
             self.expire()
         with self._changing:
             self._runs = self._may_run()
@@ -122,7 +123,7 @@ class Task:
         """See :class:`dualwrite.writing.units_of_work.Task`."""
         with self._changing:
             self._runs = False
-            self._last = error or self._last
+            self._expiry.note(error)
 
     def expire(self) -> None:
         """Tell the caller that its time is over, unless the work runs: with the error of its last run, if it has one."""
@@ -131,7 +132,7 @@ class Task:
                 return
             may_run, self._over = self._may_run(), True
         if may_run:
-            self.fail(late_error(self._name, self._within_s) if self._last is None else copied(self._last))
+            self.fail(self._expiry.error())
 
     def succeed(self, result: object) -> None:
         """See :class:`dualwrite.writing.units_of_work.Task`."""

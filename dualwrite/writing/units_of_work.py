@@ -17,6 +17,7 @@ from sqlalchemy import TextClause, exc
 from sqlalchemy.sql.dml import UpdateBase
 
 from dualwrite import failpoints, waiting
+from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError, TransactionAborted, Unavailable
 from dualwrite.protocol.grouping import Fate, Unit, after_culprit, after_ending_group, after_group, after_unit
 from dualwrite.protocol.lives import WriteState
@@ -247,6 +248,37 @@ def check_within(within_s: float | None) -> None:
     """
     if within_s is not None:
         check_seconds("within_s", within_s)
+
+
+class Expiry:
+    """When a unit may no longer begin, and the error that its caller then gets: one rule for threads and for tasks.
+
+    Args:
+        name: The writer's transactional id.
+        within_s: No run begins later than this, in seconds; None sets no limit.
+
+    Attributes:
+        until: When no run may begin any more; None if there is no limit.
+    """
+
+    def __init__(self, name: str, within_s: float | None) -> None:
+        self.until = None if within_s is None else Deadline(within_s)
+        self._name = name
+        self._within_s = within_s or 0.0
+        self._last: BaseException | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is over."""
+        return self.until is not None and self.until.expired
+
+    def note(self, error: BaseException | None) -> None:
+        """Note how a run has failed, or None if it has not begun."""
+        self._last = error or self._last
+
+    def error(self) -> BaseException:
+        """The error of the last run; that the unit has not begun in time, if there was none."""
+        return late_error(self._name, self._within_s) if self._last is None else copied(self._last)
 
 
 class NothingKept(Exception):

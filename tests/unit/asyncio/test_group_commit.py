@@ -284,7 +284,7 @@ def test_a_unit_whose_time_is_over_when_it_would_run_again_fails_with_its_last_e
     async def work():
         task = _Task("orders", unit(1), 60.0)
         assert task.begin()
-        task.until = Deadline(0)
+        task._expiry.until = Deadline(0)
         task.rest(Unavailable("away"))
         with pytest.raises(Unavailable, match="away"):
             await asyncio.wait_for(task.outcome(None), 30)
