@@ -24,7 +24,14 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from dualwrite.clock import Deadline, GrowingPause, now_s, pause
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
-from dualwrite.kafka.connection import READABLE, WRITABLE, Connection, ConnectionBroken, ConnectionSettings
+from dualwrite.kafka.connection import (
+    LOOK_AFTER_S,
+    READABLE,
+    WRITABLE,
+    Connection,
+    ConnectionBroken,
+    ConnectionSettings,
+)
 from dualwrite.kafka.messages import Answer, Done, Message, NotOffered, Rare, Request
 from dualwrite.waiting import here
 
@@ -241,6 +248,27 @@ class Connections:
             answers += self._exchange(requests[start : start + _WINDOW], deadline, lanes=lanes)
         return answers
 
+    def ask(self, node: int, request: Request | Message, deadline: Deadline) -> Answer | NotYet:
+        """Send one request, and return its answer. Raises as :meth:`exchange`."""
+        if self._closed or os.getpid() != self._pid:
+            self._check()
+        if self.addresses.outdated and self.addresses.must_ask():
+            self.metadata((), deadline)
+        box: list[Answer | Exception] = []
+        ours = request if hasattr(request, "frame") else Rare(request)
+        connection = self._post(node, ours, box.append, self._settings.request_s)
+        try:
+            while not box:
+                seconds = deadline.remaining_s()
+                if not seconds:
+                    raise NotYet("no answer", unreachable=True)
+                self.serve(seconds)
+        finally:
+            if not box and connection is not None:  # out of time, or interrupted
+                connection.withdraw(box.append)
+        answer = box[0]
+        return self._judged(answer) if isinstance(answer, Exception) else answer
+
     def metadata(self, topics: Collection[str], deadline: Deadline, *, node: int | None = None) -> Message:
         """Fetch the brokers, the cluster id, and the metadata of these topics. Creates no topic.
 
@@ -285,23 +313,24 @@ class Connections:
             request: The request, of this library or of kafka-python.
             done: Called once, with the answer or the error, by this call or by a later one of this object.
         """
-        self._check()
+        if self._closed or os.getpid() != self._pid:
+            self._check()
         self._post(node, request if hasattr(request, "frame") else Rare(request), done, self._settings.request_s)
 
     def serve(self, seconds: float = 0.0) -> None:
         """Send and receive what can be at once; wait up to that long, or a little, for something to do."""
         asked = self._asked
-        if len(asked) == 1 and asked[0].wants == READABLE and asked[0].is_open:
+        if len(asked) == 1 and (one := asked[0]).is_open and not one.unsent:
             # One broker has requests: its socket is all that there is to wait for.
-            [one] = asked
             if seconds:
-                left_s = one.due_at() - now_s()
+                due_at = one.in_flight[0][4] if len(one.in_flight) == 1 else one.due_at()
+                left_s = due_at - now_s()
                 here().poll(one.receive, one.fileno, min(seconds, left_s) if left_s > 0 else 0.0)
                 if one.in_flight and left_s <= seconds:
                     one.expire(now_s())
             else:
                 one.receive(0)
-            if not one.is_busy:
+            if not one.in_flight and not one.is_busy:
                 asked.clear()
             return
         if not asked:
@@ -427,7 +456,11 @@ class Connections:
     def _post(self, node: Node, request: Request, done: Done, patience_s: float, *, lane: int = 0) -> Connection | None:
         connection = self._connections.get(node) if not lane else self._more_lanes.get((node, lane))
         now = now_s()
-        if connection is None or connection.error is not None or not connection.rests_in_peace(now):
+        if (
+            connection is None
+            or connection.error is not None
+            or (now - connection.used_at > LOOK_AFTER_S and not connection.rests_in_peace(now))
+        ):
             made = self._connect(node, lane, connection, now)
             if isinstance(made, Exception):
                 done(made)

@@ -41,6 +41,7 @@ from dualwrite.kafka.messages import (
     Done,
     NotOffered,
     Offered,
+    Rare,
     Request,
     Unreadable,
     opening_request,
@@ -57,7 +58,7 @@ WRITABLE: Final = select.POLLOUT if hasattr(select, "POLLOUT") else 4
 _LENGTH: Final = 4
 _READ_BYTES: Final = 65_536
 _LARGEST_ID: Final = 2**31 - 1
-_LOOK_AFTER_S: Final = 1.0
+LOOK_AFTER_S: Final = 1.0
 """A connection that has rested for longer is looked at before it is used: the broker may have closed it."""
 _PORT: Final = 9092
 _OVER_WHEN: Final = (0.85, 0.95)
@@ -197,8 +198,12 @@ class Connection:
 
     Attributes:
         error: Why it is broken; None while it is not.
+        is_open: Whether requests are sent at once.
         was_open: Whether it was ever open.
-        in_flight: The requests that wait for their answers, in their order.
+        in_flight: The requests that wait for their answers, in their order: correlation id, request, version, what takes the
+            answer, and when it must be there.
+        waiting: The requests that wait until it is open.
+        unsent: Bytes that the kernel has not taken yet.
         used_at: When the owner used it last (seconds, on the clock of ``now_s``).
         broken_at: When it broke, if it is broken.
     """
@@ -206,14 +211,14 @@ class Connection:
     def __init__(self, settings: ConnectionSettings, host: str, port: int, *, opens_within_s: float) -> None:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.error: Exception | None = None
-        self.was_open = False
+        self.is_open = self.was_open = False
         self.in_flight: deque[tuple[int, Request, int, Done, float]] = deque()
         self.used_at = self.broken_at = now_s()
         self._settings = settings
         self._host, self._port = host, port
         self._client = settings.client
         self._largest = settings.largest_answer
-        self._waiting: deque[tuple[Request, Done, float]] = deque()
+        self.waiting: deque[tuple[Request, Done, float]] = deque()
         self._opens_within_s = opens_within_s
         self._wants = WRITABLE
         self._opening: _Step[None] | None = None
@@ -223,8 +228,9 @@ class Connection:
         self._tls: ssl.SSLObject | None = None
         self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._received = bytearray()
-        self._unsent = bytearray()
+        self.unsent = bytearray()
         self._offered = Offered({})
+        self._numbers: dict[type[Request], int] = {}
         self._correlation_id = 0
         self._login_until: float | None = None
         self._is_whole = True
@@ -232,26 +238,21 @@ class Connection:
 
     def _begin(self, opening: _Step[None]) -> None:
         self._open_by = self._step_by = now_s() + self._opens_within_s
-        self._opening, self._wants = opening, WRITABLE
+        self._opening, self._wants, self.is_open = opening, WRITABLE, False
 
     # What the owner asks before it waits.
 
     @property
-    def is_open(self) -> bool:
-        """Whether requests are sent at once."""
-        return self._opening is None and self.error is None
-
-    @property
     def is_busy(self) -> bool:
         """Whether there is something to wait for."""
-        return self.error is None and bool(self.in_flight or self._waiting or self._unsent)
+        return self.error is None and bool(self.in_flight or self.waiting or self.unsent)
 
     @property
     def wants(self) -> int:
         """The event that it waits for: its file becomes readable, writable, or either."""
         if self._opening is not None:
             return self._wants
-        return READABLE | WRITABLE if self._unsent else READABLE
+        return READABLE | WRITABLE if self.unsent else READABLE
 
     def fileno(self) -> int:
         """The file to wait for; -1 if there is none now."""
@@ -260,7 +261,7 @@ class Connection:
     def due_at(self) -> float:
         """When :meth:`expire` has something to do, if nothing comes before."""
         if self._opening is not None:
-            return min(self._step_by, min((due for _, _, due in self._waiting), default=self._step_by))
+            return min(self._step_by, min((due for _, _, due in self.waiting), default=self._step_by))
         if len(self.in_flight) == 1:
             return self.in_flight[0][4]
         return min((entry[4] for entry in self.in_flight), default=float("inf"))
@@ -275,28 +276,35 @@ class Connection:
             done: Called once, by this call or by a later one, unless the request is withdrawn.
             due_at: When an answer must be there (seconds, on the clock of ``now_s``). Without it the connection breaks.
         """
+        if self.is_open and self._is_whole and (self._login_until is None or now_s() < self._login_until):
+            self._send(request, done, due_at)
+            return
         if not self._is_whole:
             self.fail(self._interrupted())
         if self.error is not None:
             done(self.error)
-        elif self._opening is not None or (self._login_until is not None and now_s() >= self._login_until):
+            return
+        self.waiting.append((request, done, due_at))
+        if self._opening is None and not self.in_flight:
             # A login that is about to end is made again once no answer is outstanding, before anything else is sent.
-            self._waiting.append((request, done, due_at))
-            if self._opening is None and not self.in_flight:
-                self._begin(self._log_in_again())
-        else:
-            self._send(request, done, due_at)
+            self._begin(self._log_in_again())
 
     def _send(self, request: Request, done: Done, due_at: float) -> None:
-        try:
-            number = request.version(self._offered)
-        except NotOffered as error:
-            done(error)
-            return
+        number = self._numbers.get(type(request))
+        if number is None:
+            try:
+                number = request.version(self._offered)
+            except NotOffered as error:
+                done(error)
+                return
+            if not isinstance(request, Rare):  # each of those is another request
+                self._numbers[type(request)] = number
+        correlation_id = self._correlation_id + 1 if self._correlation_id < _LARGEST_ID else 1
+        frame = request.frame(number, correlation_id, self._client)
         self._is_whole = False
-        self._correlation_id = self._correlation_id + 1 if self._correlation_id < _LARGEST_ID else 1
-        self.in_flight.append((self._correlation_id, request, number, done, due_at))
-        self._write(request.frame(number, self._correlation_id, self._client))
+        self._correlation_id = correlation_id
+        self.in_flight.append((correlation_id, request, number, done, due_at))
+        self._write(frame)
         self._is_whole = True
 
     def withdraw(self, done: Done) -> None:
@@ -304,8 +312,8 @@ class Connection:
 
         A request that has waited in this process, and arrives much later, would meet another transaction.
         """
-        self._waiting = deque(entry for entry in self._waiting if entry[1] != done)
-        if self._unsent and any(entry[3] == done for entry in self.in_flight):
+        self.waiting = deque(entry for entry in self.waiting if entry[1] != done)
+        if self.unsent and any(entry[3] == done for entry in self.in_flight):
             self.fail(ConnectionBroken(f"{self.address}: the broker took only a part of a request in time"))
 
     def receive(self, seconds: float) -> None:
@@ -328,7 +336,7 @@ class Connection:
         if self._opening is not None:
             self._go_on(self._opening)
         else:
-            if self._unsent:
+            if self.unsent:
                 self._flush()
             if self.error is None:
                 self._take_all()
@@ -345,7 +353,7 @@ class Connection:
             self._received += data
             while (frame := self._next_frame()) is not None:
                 self._take(frame)
-        if self._waiting and not self.in_flight and self.error is None:
+        if self.waiting and not self.in_flight and self.error is None:
             self._begin(self._log_in_again())
 
     def _go_on(self, opening: _Step[None]) -> None:
@@ -353,8 +361,8 @@ class Connection:
             self._wants = next(opening)
         except StopIteration:
             self._opening = None
-            self.was_open = True
-            waiting, self._waiting = self._waiting, deque()
+            self.is_open = self.was_open = True
+            waiting, self.waiting = self.waiting, deque()
             for entry in waiting:
                 self._send(*entry)
         except (ConnectionBroken, ConfigurationError) as error:
@@ -377,8 +385,8 @@ class Connection:
             if now >= self._open_by:
                 self.fail(ConnectionBroken(f"{self.address}: no connection within {self._opens_within_s:.3g} s"))
                 return
-            late = [entry for entry in self._waiting if now >= entry[2]]
-            self._waiting = deque(entry for entry in self._waiting if now < entry[2])
+            late = [entry for entry in self.waiting if now >= entry[2]]
+            self.waiting = deque(entry for entry in self.waiting if now < entry[2])
             for _, done, _ in late:
                 done(ConnectionBroken(f"{self.address}: no connection in time"))
             self.advance()
@@ -387,7 +395,7 @@ class Connection:
 
     def rests_in_peace(self, now: float) -> bool:
         """Whether a connection that nobody waits for can be used again: the broker has not closed it meanwhile."""
-        if self.in_flight or now - self.used_at < _LOOK_AFTER_S or not self.is_open:
+        if self.in_flight or now - self.used_at < LOOK_AFTER_S or not self.is_open:
             return True
         return now - self.used_at < self._settings.idle_s and not self._poll.poll(0)
 
@@ -397,15 +405,15 @@ class Connection:
         if self.error is None:
             self.error, self.broken_at = error, now_s()
             logger.debug("%s: the connection is closed: %s", self.address, error)
-        self._opening = None
+        self._opening, self.is_open = None, False
         for one in (self._sock, self._file):
             if one is not None:
                 one.close()
         while self.in_flight:
             self.in_flight.popleft()[3](error)
-        while self._waiting:
-            self._waiting.popleft()[1](error)
-        self._unsent.clear()
+        while self.waiting:
+            self.waiting.popleft()[1](error)
+        self.unsent.clear()
         self._is_whole = True
 
     def _broken(self, why: str, cause: BaseException | None = None) -> ConnectionBroken:
@@ -422,8 +430,8 @@ class Connection:
         if self._tls is not None:
             self._tls.write(data)
             data = self._leaving.read()
-        if self._unsent:
-            self._unsent += data
+        if self.unsent:
+            self.unsent += data
             return
         assert self._sock is not None
         try:
@@ -437,12 +445,12 @@ class Connection:
                 self.fail(self._broken(_words(error), error))
             return
         if sent < len(data):
-            self._unsent += memoryview(data)[sent:]
+            self.unsent += memoryview(data)[sent:]
 
     def _flush(self) -> None:
         assert self._sock is not None
         try:
-            del self._unsent[: self._sock.send(self._unsent)]
+            del self.unsent[: self._sock.send(self.unsent)]
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
@@ -611,7 +619,7 @@ class Connection:
                 yield from self._write_all(self._leaving.read())
             except ssl.SSLError:
                 # Tell the broker why, without a wait until it has heard it.
-                self._unsent += self._leaving.read()
+                self.unsent += self._leaving.read()
                 self._flush()
                 raise
             else:
@@ -630,11 +638,11 @@ class Connection:
         self._received += self._decrypted(b"")
 
     def _write_all(self, data: bytes) -> _Step[None]:
-        self._unsent += data
-        while self._unsent:
+        self.unsent += data
+        while self.unsent:
             self._flush()
             self._raise_if_broken()
-            if self._unsent:
+            if self.unsent:
                 yield WRITABLE
 
     def _ask(self, api_key: int, version: int, content: bytes = b"") -> _Step[bytes]:
@@ -643,8 +651,8 @@ class Connection:
         self._write(opening_request(api_key, version, self._correlation_id, self._client, content))
         while (frame := self._next_frame()) is None:
             self._raise_if_broken()
-            yield READABLE | WRITABLE if self._unsent else READABLE
-            if self._unsent:
+            yield READABLE | WRITABLE if self.unsent else READABLE
+            if self.unsent:
                 self._flush()
             if data := self._read():
                 self._received += data

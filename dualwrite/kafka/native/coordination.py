@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from kafka.protocol.metadata import CoordinatorType
 from kafka.protocol.producer.transaction import InitProducerIdRequest, TxnOffsetCommitRequest
@@ -40,8 +40,7 @@ _BY_WEIGHT: Final = (Meaning.DONE, Meaning.AGAIN, Meaning.MOVED, Meaning.ABORT, 
 _Coordinator: TypeAlias = tuple[CoordinatorType, str]
 
 
-@dataclass(frozen=True)
-class Answered:
+class Answered(NamedTuple):
     """A coordinator's answer.
 
     Attributes:
@@ -162,10 +161,13 @@ class CoordinatorRequests:
         last: Answered | NotYet | None = None
         late = False
         while not deadline.expired:
-            found = self._find(coordinator, deadline) if after_silence else self._reach(coordinator, deadline)
+            found: int | Answered | NotYet | None = self._nodes.get(coordinator) if after_silence else None
+            if found is None:
+                found = self._find(coordinator, deadline) if after_silence else self._reach(coordinator, deadline)
             answer = found if isinstance(found, NotYet | Answered) else self._sent(found, build, read, deadline)
             if isinstance(answer, Answered):
-                answer = replace(answer, late=late)
+                if late:
+                    answer = answer._replace(late=True)
                 meaning = meaning_of(request, answer.code)
                 if meaning not in _REPEATED:
                     return answer
@@ -215,7 +217,7 @@ class CoordinatorRequests:
         deadline: Deadline,
     ) -> Answered | NotYet:
         try:
-            [answer] = self._brokers.exchange([(node, build())], deadline)
+            answer = self._brokers.ask(node, build(), deadline)
         except NotYet as reason:
             return reason
         except ConfigurationError as error:

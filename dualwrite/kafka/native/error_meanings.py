@@ -174,6 +174,8 @@ def meaning_of(request: Request, code: int) -> Meaning:
         request: What was asked.
         code: The answer's error code.
     """
+    if not code:
+        return Meaning.DONE
     try:
         return MEANINGS[request].get(Code(code), Meaning.END)
     except ValueError:

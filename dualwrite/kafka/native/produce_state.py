@@ -81,6 +81,7 @@ class PartitionQueue:
     Attributes:
         first_offset: The offset of the transaction's first record here; None until it is known.
         sent: Whether a batch was ever sent: the partition may be part of the transaction.
+        unsent: How many batches are not in flight: those to send, for the first time or again, and the one that collects.
     """
 
     def __init__(self, make_builder: Callable[[], RecordsBuilder], in_flight: int = MAX_IN_FLIGHT) -> None:
@@ -92,6 +93,7 @@ class PartitionQueue:
         self._knows_us = False
         self.first_offset: int | None = None
         self.sent = False
+        self.unsent = 0
 
     @property
     def is_empty(self) -> bool:
@@ -143,9 +145,11 @@ class PartitionQueue:
         opened = self._open
         if opened is None:
             opened = self._open = _Open(self._make_builder(), now)
+            self.unsent += 1
         if not opened.builder.append(value, key, headers, timestamp_ms):
             self.close_open(now)
             opened = self._open = _Open(self._make_builder(), now)
+            self.unsent += 1
             opened.builder.append(value, key, headers, timestamp_ms)
         size = (0 if value is None else len(value)) + (0 if key is None else len(key))
         opened.queued_bytes += size
@@ -157,6 +161,7 @@ class PartitionQueue:
         """Queue a whole batch behind what was collected before."""
         self.close_open(now)
         self._close(body, now, body.raw_size, ())
+        self.unsent += 1
 
     def close_open(self, now: float) -> None:
         """Close the batch that collects records, if there is one."""
@@ -177,9 +182,10 @@ class PartitionQueue:
                 without a linger, a loop over a few messages would otherwise send a request for each of the first ones.
             flush: Whether to send what still collects, too.
         """
-        batch = self._unsent()
-        if batch is not None:
-            return batch if batch.ready_at <= now else None
+        if self.unsent > (self._open is not None):
+            batch = self._unsent()
+            if batch is not None:
+                return batch if batch.ready_at <= now else None
         if self._open is None or not self._takes(len(self._batches)):
             return None
         if not flush and (self._batches or self._open.since > due_since):
@@ -208,6 +214,7 @@ class PartitionQueue:
     def note_sent(self, batch: Batch) -> None:
         """The batch was given to a connection."""
         batch.in_flight = self.sent = True
+        self.unsent -= 1
         batch.attempts += 1
         batch.sent_behind = batch is not self._batches[0]
 
@@ -215,6 +222,7 @@ class PartitionQueue:
         """No answer comes any more: it may be in the log or not. It is sent again, under the same numbers."""
         batch.in_flight = False
         batch.ready_at = ready_at
+        self.unsent += 1
 
     def note_answer(self, batch: Batch, code: int, meaning: Meaning, base_offset: int, ready_at: float) -> Meaning:
         """Take the answer about a batch.
@@ -242,7 +250,9 @@ class PartitionQueue:
                 self.first_offset = base_offset
             self._knows_us = True
             self._batches.remove(batch)
-        elif meaning in {Meaning.AGAIN, Meaning.MOVED}:
+            return meaning
+        self.unsent += 1
+        if meaning is Meaning.AGAIN or meaning is Meaning.MOVED:
             batch.ready_at = ready_at
         return meaning
 
@@ -278,7 +288,7 @@ class Limits:
     replicas_s: float = 30.0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class ToSend:
     """One Produce request.
 
@@ -306,7 +316,7 @@ class Refusal:
     partition: Partition
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Delivered:
     """A batch that was acknowledged.
 
@@ -333,6 +343,8 @@ class ProduceCore:
         queued_bytes: The bytes of keys and values that are not acknowledged.
         queued_messages: The number of messages that are not acknowledged.
         outdated: Topics of which a partition with messages has no known leader: look them up.
+        to_send: The partitions with batches that are not in flight.
+        give_up_at: Before this time no batch has waited too long: :meth:`give_up` has nothing to do.
     """
 
     def __init__(self, limits: Limits, make_builder: Callable[[], RecordsBuilder]) -> None:
@@ -340,7 +352,9 @@ class ProduceCore:
         self._make_builder = make_builder
         self._queues: dict[Partition, PartitionQueue] = {}
         self._busy: dict[Partition, PartitionQueue] = {}
-        self._leaders: dict[Partition, int] = {}
+        self._leaders: dict[str, Mapping[int, int | None]] = {}
+        self.to_send: dict[Partition, PartitionQueue] = {}
+        self.give_up_at = float("inf")
         self.refusal: Refusal | None = None
         self.queued_bytes = 0
         self.queued_messages = 0
@@ -395,42 +409,49 @@ class ProduceCore:
         callback: object = None,
     ) -> None:
         """Take one message."""
-        self.queued_bytes += self._queue(partition).append(
-            value, key, headers, timestamp_ms, now=now, callback=callback
-        )
+        queue = self.to_send.get(partition) or self._queue(partition, now)
+        self.queued_bytes += queue.append(value, key, headers, timestamp_ms, now=now, callback=callback)
         self.queued_messages += 1
 
     def add(self, partition: Partition, body: RecordsBody, now: float) -> None:
         """Take a whole batch."""
-        self._queue(partition).add(body, now)
+        self._queue(partition, now).add(body, now)
         self.queued_bytes += body.raw_size
         self.queued_messages += body.count
 
-    def _queue(self, partition: Partition) -> PartitionQueue:
+    def _queue(self, partition: Partition, now: float) -> PartitionQueue:
         queue = self._queues.get(partition)
         if queue is None:
             queue = self._queues[partition] = PartitionQueue(self._make_builder, self._limits.in_flight)
-            if partition not in self._leaders:
-                self._forget_leader(partition)
-        self._busy[partition] = queue
+            if self._leader(partition) is None:
+                self.outdated.add(partition[0])
+        if not self._busy:
+            self.give_up_at = now + self._limits.delivery_s
+        self._busy[partition] = self.to_send[partition] = queue
         return queue
 
+    def _leader(self, partition: Partition) -> int | None:
+        topic, number = partition
+        return self._leaders[topic].get(number) if topic in self._leaders else None
+
     def _forget_leader(self, partition: Partition) -> None:
-        self._leaders.pop(partition, None)
-        self.outdated.add(partition[0])
+        topic, number = partition
+        if (
+            self._leader(partition) is not None
+        ):  # changed in a copy: transactions share what the topic's look-up has shown
+            self._leaders[topic] = {**self._leaders[topic], number: None}
+        self.outdated.add(topic)
 
     def learn(self, topic: str, leaders: Mapping[int, int | None]) -> None:
         """Take the leaders of a topic's partitions: broker ids, or None where there is none at the moment."""
         self.outdated.discard(topic)
-        for number, node in leaders.items():
-            if node is None:
-                self._leaders.pop((topic, number), None)
-            else:
-                self._leaders[topic, number] = node
-        if any(key[0] == topic and key not in self._leaders for key in self._busy):
-            self.outdated.add(topic)
+        known = self._leaders.get(topic)
+        self._leaders[topic] = leaders if known is None else {**known, **leaders}
+        for name, number in self._busy:
+            if name == topic and self._leaders[topic].get(number) is None:
+                self.outdated.add(topic)
 
-    def requests(self, now: float, *, flush: bool = False) -> Iterator[ToSend]:
+    def requests(self, now: float, *, flush: bool = False) -> Sequence[ToSend]:
         """The requests to send now. Each counts as sent when it is returned.
 
         Args:
@@ -438,33 +459,37 @@ class ProduceCore:
             flush: Whether to send what still collects, too.
         """
         due_since = now - self._limits.linger_s
-        while self.refusal is None:
+        made: list[ToSend] = []
+        while self.to_send and self.refusal is None:
             by_node: dict[int, dict[Partition, Batch]] = {}
-            for key, queue in self._busy.items():
-                node = self._leaders.get(key)
+            for key, queue in self.to_send.items():
+                node = self._leader(key)
                 if node is not None and (batch := queue.next_to_send(now, due_since, flush=flush)) is not None:
+                    queue.note_sent(batch)
                     by_node.setdefault(node, {})[key] = batch
             if not by_node:
-                return
+                break
             for node, batches in by_node.items():
-                yield from self._divided(node, batches)
+                for key in batches:
+                    if not self.to_send[key].unsent:
+                        del self.to_send[key]
+                if len(batches) == 1:
+                    made.append(ToSend(node, batches))
+                else:
+                    made += self._divided(node, batches)
+        self.in_flight += len(made)
+        return made
 
     def _divided(self, node: int, batches: Mapping[Partition, Batch]) -> Iterator[ToSend]:
         part: dict[Partition, Batch] = {}
         size = 0
         for key, batch in batches.items():
             if part and size + batch.body.size > self._limits.request_bytes:
-                yield self._sent(node, part)
+                yield ToSend(node, part)
                 part, size = {}, 0
             part[key] = batch
             size += batch.body.size
-        yield self._sent(node, part)
-
-    def _sent(self, node: int, batches: Mapping[Partition, Batch]) -> ToSend:
-        for key, batch in batches.items():
-            self._queues[key].note_sent(batch)
-        self.in_flight += 1
-        return ToSend(node, batches)
+        yield ToSend(node, part)
 
     def answered(self, sent: ToSend, answers: Mapping[Partition, tuple[int, int]], now: float) -> Iterable[Delivered]:
         """Take the answer to a request.
@@ -480,14 +505,18 @@ class ProduceCore:
         self.in_flight -= 1
         delivered = []
         for key, batch in sent.batches.items():
+            queue = self._queues[key]
             answer = answers.get(key)
             if answer is None:
-                self._queues[key].note_unanswered(batch, now + self._backoff_s(batch))
+                queue.note_unanswered(batch, now + self._backoff_s(batch))
+                self.to_send[key] = queue
                 continue
             code, base_offset = answer
-            queue = self._queues[key]
-            again_at = now + self._backoff_s(batch)
-            meaning = queue.note_answer(batch, code, meaning_of(Request.PRODUCE, code), base_offset, again_at)
+            meaning = meaning_of(Request.PRODUCE, code) if code else Meaning.DONE
+            again_at = now + self._backoff_s(batch) if code else now
+            meaning = queue.note_answer(batch, code, meaning, base_offset, again_at)
+            if meaning is not Meaning.DONE:
+                self.to_send[key] = queue
             if meaning is Meaning.DONE:
                 self.queued_bytes -= batch.queued_bytes
                 self.queued_messages -= batch.body.count
@@ -506,7 +535,8 @@ class ProduceCore:
         """No answer comes to a request: the connection broke, or the broker took too long."""
         self.in_flight -= 1
         for key, batch in sent.batches.items():
-            self._queues[key].note_unanswered(batch, now + self._backoff_s(batch))
+            queue = self.to_send[key] = self._queues[key]
+            queue.note_unanswered(batch, now + self._backoff_s(batch))
             self._forget_leader(key)
 
     def note_missing(self, topic: str, now: float) -> None:
@@ -529,11 +559,16 @@ class ProduceCore:
 
     def give_up(self, now: float) -> None:
         """Refuse the transaction if a batch has waited for its acknowledgement longer than ``delivery_s``."""
+        oldest_at = now
         for key, queue in self._busy.items():
             oldest = queue.oldest
-            if oldest is not None and now > oldest.closed_at + self._limits.delivery_s:
+            if oldest is None:
+                continue
+            if now > oldest.closed_at + self._limits.delivery_s:
                 self._refuse(Meaning.ABORT, oldest.last_code or None, key)
                 return
+            oldest_at = min(oldest_at, oldest.closed_at)
+        self.give_up_at = oldest_at + self._limits.delivery_s
 
     def next_at(self) -> float | None:
         """When there is something to do that neither an answer nor a look-up brings, if there is anything."""
@@ -542,7 +577,7 @@ class ProduceCore:
             oldest = queue.oldest
             if oldest is not None:
                 times.append(oldest.closed_at + self._limits.delivery_s)
-            if key in self._leaders and (ready_at := queue.ready_at()) is not None:
+            if self._leader(key) is not None and (ready_at := queue.ready_at()) is not None:
                 times.append(ready_at)
         return min(times, default=None)
 

@@ -73,8 +73,20 @@ class Sender:
             Unavailable: No broker answered.
             ConfigurationError: We may not describe it.
         """
-        if name in self._written and not fresh:
-            return self._written[name]
+        if not fresh:
+            if name in self._written:
+                return self._written[name]
+            known = self._known.get(name)
+            if (
+                known is not None
+                and known[0] is self._topics.known(name)
+                and now_s() < self._found_at.get(name, 0.0) + _REFRESH_S
+            ):
+                # As the last look-up has shown it, which may be that of a former transaction.
+                assert self._core is not None
+                self._written[name] = known[0]
+                self._core.learn(name, known[2])
+                return known[0]
         fresh = fresh or name not in self._found_at or now_s() >= self._found_at[name] + _REFRESH_S
         found = None if fresh else self._topics.known(name)
         if found is None:
@@ -127,18 +139,24 @@ class Sender:
     def pump(self) -> None:
         """Send what may be sent now, and take the answers that are there. Does not wait.
 
-        Looks into the sockets only if there is something to send, or if the last look was a millisecond ago.
+        Looks into the sockets only if the last look, or the first request since, is a millisecond old.
         """
-        if self._core is None:
+        core = self._core
+        if core is None or not (core.to_send or core.in_flight):
             return
-        if self._send(flush=False) or now_s() >= self._served_at + _SERVE_AFTER_S:
+        now, in_flight = now_s(), core.in_flight
+        if core.to_send:
+            self._send(core, now, flush=False)
+        if not in_flight:
+            self._served_at = now
+        elif now >= self._served_at + _SERVE_AFTER_S:
             self._serve(0)
 
     def wait(self, deadline: Deadline) -> None:
         """Send what may be sent, and wait for an answer, or for the next thing to do."""
+        assert self._core is not None
         self._prepare_to_send(deadline)
-        self._send(flush=True)
-        self._wait(deadline)
+        self._wait(self._core, deadline)
 
     def flush(self, deadline: Deadline) -> bool:
         """Send everything, and wait for the acknowledgements.
@@ -148,18 +166,23 @@ class Sender:
         """
         core = self._core
         assert core is not None
-        while not core.is_flushed and core.refusal is None and not deadline.expired:
-            self._prepare_to_send(deadline)
-            self._send(flush=True)
-            if not core.is_flushed and core.refusal is None:
-                self._wait(deadline)
-        return core.is_flushed
+        while core.queued_messages and core.refusal is None and not deadline.expired:
+            if core.to_send or core.outdated or now_s() >= core.give_up_at:
+                self._prepare_to_send(deadline)
+            if core.queued_messages and core.refusal is None:
+                self._wait(core, deadline)
+        return not core.queued_messages
 
     def _prepare_to_send(self, deadline: Deadline) -> None:
-        assert self._core is not None
-        self._core.give_up(now_s())
-        if self._core.outdated and now_s() >= self._looked_up_at + _LOOK_UP_AGAIN_S:
+        core = self._core
+        assert core is not None
+        now = now_s()
+        if now >= core.give_up_at:
+            core.give_up(now)
+        if core.outdated and now >= self._looked_up_at + _LOOK_UP_AGAIN_S:
             self._look_up(deadline)
+            now = now_s()
+        self._send(core, now, flush=True)
 
     def drain(self, deadline: Deadline) -> None:
         """Wait for the answers to what was sent, after a refusal: the fewer are missing, the more is known."""
@@ -174,14 +197,15 @@ class Sender:
         """Close the connections."""
         self._brokers.close()
 
-    def _wait(self, deadline: Deadline) -> None:
-        assert self._core is not None
-        waits = [deadline.remaining_s()]
-        if (at := self._core.next_at()) is not None:
-            waits.append(max(0.0, at - now_s()))
-        if self._core.outdated:
-            waits.append(_LOOK_UP_AGAIN_S)
-        self._serve(min(waits))
+    def _wait(self, core: ProduceCore, deadline: Deadline) -> None:
+        seconds = deadline.remaining_s()
+        # With everything in flight there is nothing to do before an answer comes, or a batch has waited for too long.
+        at = core.next_at() if core.to_send else core.give_up_at
+        if at is not None:
+            seconds = min(seconds, max(0.0, at - now_s()))
+        if core.outdated:
+            seconds = min(seconds, _LOOK_UP_AGAIN_S)
+        self._serve(seconds)
 
     def _look_up(self, deadline: Deadline) -> None:
         assert self._core is not None
@@ -200,21 +224,21 @@ class Sender:
                 self._learn(name, topic[0])
         self._looked_up_at = now_s()
 
-    def _send(self, *, flush: bool) -> bool:
-        """Post the requests that may be sent now; returns whether there were any."""
-        assert self._core is not None
-        core, sent = self._core, False
-        for request in core.requests(now_s(), flush=flush):
+    def _send(self, core: ProduceCore, now: float, *, flush: bool) -> None:
+        """Post the requests that may be sent now."""
+        for request in core.requests(now, flush=flush):
             self._brokers.post(request.node, self._produce(core, request), partial(self._take, core, request))
-            sent = True
-        return sent
 
     def _produce(self, core: ProduceCore, request: ToSend) -> Produce:
         producer_id, epoch = self._ids
         by_topic: dict[str, list[tuple[int, bytes]]] = {}
         for (topic, number), batch in request.batches.items():
             sealed = batch.body.sealed(producer_id, epoch, batch.sequence)
-            by_topic.setdefault(topic, []).append((number, sealed))
+            of_topic = by_topic.get(topic)
+            if of_topic is None:
+                by_topic[topic] = [(number, sealed)]
+            else:
+                of_topic.append((number, sealed))
         batches = [(self._known[topic][1], partitions) for topic, partitions in by_topic.items()]
         return Produce(self._id, batches, round(core.limits.replicas_s * 1000))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -66,12 +66,10 @@ class SimulatedBrokers:
         self._eager = eager
         self._posted: deque[tuple[Produce, Callable[[Message | Exception], None]]] = deque()
 
-    def exchange(
-        self, requests: Sequence[tuple[int, Message]], deadline: Deadline, *, spread: bool = False
-    ) -> list[Message | NotYet]:
-        """Send the coordinators their requests, one after the other."""
-        del deadline, spread
-        return [self._asked(message) for _, message in requests]
+    def ask(self, node: int, request: Message, deadline: Deadline) -> Message | NotYet:
+        """Send a coordinator a request."""
+        del node, deadline
+        return self._asked(request)
 
     def _asked(self, message: Message) -> Message | NotYet:
         request, read = _COORDINATED[type(message)](message)
@@ -121,6 +119,8 @@ class SimulatedBrokers:
         """Send a Produce request without a wait for its answer."""
         del node
         self._posted.append((request, done))
+        if self._eager:
+            self.serve(0)
 
     def serve(self, seconds: float) -> None:
         """Take the answer to the oldest request in flight, or let time pass."""

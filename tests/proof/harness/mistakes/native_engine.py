@@ -85,7 +85,6 @@ def prepared_before_all_acknowledgements(patch: pytest.MonkeyPatch) -> None:
 
     def flush(self, deadline):
         self._prepare_to_send(deadline)
-        self._send(flush=True)
         self._serve(0.001)
         return True
 

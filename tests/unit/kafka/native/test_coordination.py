@@ -56,23 +56,20 @@ class ScriptedBrokers:
         if node in self.away:
             raise NotYet("away")
 
-    def exchange(self, requests, _deadline):
-        [(node, request)] = requests
+    def ask(self, node, request, _deadline):
         self.sent.append((node, request))
         code = self.codes.pop(0) if self.codes else SILENCE
         if isinstance(code, NotYet):
-            return [code]
+            return code
         of_partitions = code if isinstance(code, tuple) else (code,)
         partitions = [SimpleNamespace(error_code=int(one)) for one in of_partitions]
         ids = NEXT if of_partitions[0] is Code.NONE else (-1, -1)
-        return [
-            SimpleNamespace(
-                error_code=int(of_partitions[0]),
-                producer_id=ids[0],
-                producer_epoch=ids[1],
-                topics=[SimpleNamespace(partitions=partitions)],
-            )
-        ]
+        return SimpleNamespace(
+            error_code=int(of_partitions[0]),
+            producer_id=ids[0],
+            producer_epoch=ids[1],
+            topics=[SimpleNamespace(partitions=partitions)],
+        )
 
 
 @pytest.fixture(autouse=True)
