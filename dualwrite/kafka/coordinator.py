@@ -1,7 +1,6 @@
 """``KafkaCoordinator``: what recipes ask and tell Kafka about transactions, from outside any producer.
 
-Describing, listing and ending transactions, for both transaction versions, over kafka-python's codec. One instance
-serves all threads.
+Describing, listing and ending transactions, for both transaction versions. One instance serves all threads.
 """
 
 from __future__ import annotations
