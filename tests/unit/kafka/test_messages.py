@@ -1,8 +1,11 @@
 """Requests packed by hand equal kafka-python's bytes, and their answers are read as it reads them."""
 
+import ast
+import re
 import uuid
 
 import pytest
+from harness.places import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from kafka.protocol.admin.transactions import DescribeProducersRequest, DescribeProducersResponse
@@ -425,6 +428,23 @@ def test_what_a_broker_does_not_offer_is_refused(request_, ranges):
 def test_the_highest_version_that_both_sides_know_is_sent():
     assert [Produce("id", [], 1).version(Offered({0: (3, top)})) for top in (12, 13, 14)] == [12, 13, 13]
     assert Rare(InitProducerIdRequest(max_version=5)).version(Offered({22: (0, 9)})) == 5
+
+
+ALLOWED = re.compile(r"kafka\.(errors|protocol|record|net\.sasl)(\.|$)")
+
+
+def test_of_kafka_python_only_messages_records_errors_and_logins_are_used():
+    """Its connections, its event loop and its clients are not; a private attribute of an object is for the linter to find."""
+    found = {}
+    for path in (ROOT / "dualwrite").rglob("*.py"):
+        if "testing" not in path.parts:
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                named = node.names if isinstance(node, ast.Import) else []
+                modules = [one.name for one in named] + [getattr(node, "module", None) or ""]
+                bad = [one for one in modules if one.partition(".")[0] == "kafka" and not ALLOWED.match(one)]
+                if bad and not getattr(node, "level", 0):
+                    found[str(path)] = bad
+    assert not found
 
 
 def test_a_long_varint_is_no_answer():
