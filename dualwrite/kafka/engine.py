@@ -51,9 +51,9 @@ _END_UNKNOWN: Final = "the previous transaction is not known to have ended in ev
 
 
 class Column(Protocol):
-    """A column of Arrow: a ``pyarrow.Array`` or ``ChunkedArray``.
+    """A column of Arrow: a ``pyarrow.Array`` or ``ChunkedArray``, described by what both have.
 
-    Described by what both have: pyarrow has no types, and importing it would cost every process 0.2 s.
+    pyarrow has no types, and importing it would cost every process 0.2 s.
     """
 
     @property
@@ -73,11 +73,7 @@ def not_allowed(event: ProducerEvent, state: ProducerState, transactional_id: st
 
 
 class IdLogger(logging.LoggerAdapter):  # type: ignore[type-arg] # not generic at run time on Python 3.10
-    """Prefixes every line with the transactional id.
-
-    Args:
-        transactional_id: The id.
-    """
+    """Prefixes every line with the transactional id."""
 
     def __init__(self, transactional_id: str) -> None:
         super().__init__(logger, {})
@@ -149,11 +145,7 @@ def verb(
 
 
 class Callbacks:
-    """Calls the delivery callbacks of one transaction, and keeps what they raise until a call may raise it.
-
-    Attributes:
-        callback_error: The first exception that a callback raised, and no call has raised yet.
-    """
+    """Calls the delivery callbacks of one transaction, and keeps what they raise until a call may raise it."""
 
     def __init__(self) -> None:
         self.callback_error: BaseException | None = None
@@ -180,12 +172,8 @@ class Callbacks:
 class Transaction:
     """The current transaction, as far as this process knows it.
 
-    Attributes:
-        first_write_at: When the first message or offset was taken, and the broker's timeout starts; None if there is none.
-        sent_offsets: Whether consumed offsets are a part of it.
-        looked_at: When it was last seen open, once it is prepared.
-        given_up: The transaction, once its abort was sent.
-        deliveries: The callbacks of its messages.
+    The broker's timeout starts at ``first_write_at``, when the first message or offset was taken. ``looked_at`` is when it
+    was last seen open, once it is prepared; ``given_up`` is set once its abort was sent.
     """
 
     def __init__(self, deliveries: Callbacks | None = None) -> None:
@@ -209,24 +197,11 @@ class Transaction:
 class ProducerEngine(ABC):
     """One producer of one engine. Used by one thread at a time.
 
-    Args:
-        transactional_id: Kafka's ``transactional.id``.
-        machine: The producer's life. The engine applies the event of a verb that has succeeded, and ``FAIL`` or ``DOUBT``.
-        coordinator: Shows whether transactions have ended.
-        call_timeout_s: Limits each call that takes messages, in seconds.
-        max_message_bytes: The greatest size of a message.
-        bulk: Whether it is for many messages in a transaction, and calls no ``on_delivery``.
-
-    Attributes:
-        engine: Which engine it is.
-        max_message_bytes: As given.
-        bulk: As given.
-        transaction: The current transaction, or the last one.
-        prepared: The state of the transaction that is prepared, or whose commit was not answered.
-        pending_end: The last transaction while its end is unknown.
-        corked: Whether messages wait for others to be sent with, until something must be sent.
-        epoch_may_rise: Whether later transactions may have an epoch that settling takes for a settler's.
-        asking_since: When the step began that asks the brokers now, by the clock of the process; None if there is none.
+    The engine applies the event of a verb that has succeeded to the machine, and ``FAIL`` or ``DOUBT``. ``prepared`` also
+    names a transaction whose commit was not answered; ``pending_end`` is the last transaction while its end is unknown.
+    While ``corked``, messages wait for others to be sent with, until something must be sent. ``epoch_may_rise`` says that
+    later transactions may have an epoch that settling takes for a settler's. ``asking_since`` is when the step began that
+    asks the brokers now.
     """
 
     engine: Engine
@@ -260,8 +235,7 @@ class ProducerEngine(ABC):
     def open(self, event: ProducerEvent, asked_timeout_ms: int | None, deadline: Deadline) -> int:
         """Connect and initialise: aborts an ongoing transaction and fences earlier producers.
 
-        Returns:
-            The transaction timeout that was agreed on, in milliseconds.
+        Returns the transaction timeout that was agreed on, in ms.
         """
 
     @abstractmethod
@@ -271,21 +245,13 @@ class ProducerEngine(ABC):
     def require_topic(self, topic: str) -> None:  # noqa: B027 - not every engine asks
         """Raise if the brokers answer that there is no such topic, before a message for it is handed over.
 
-        Does not wait, as :meth:`send` does, for a topic that was made a moment ago: run the work again then. Does nothing where
-        the engine asks in the background (librdkafka).
-
-        Raises:
-            TransactionAborted: No broker knows the topic; ``retryable`` until that has lasted for
-                ``topic.metadata.propagation.max.ms``.
-            ConfigurationError: A right is missing.
+        Does not wait, as :meth:`send` does, for a topic that was made a moment ago: run the work again then. The error is
+        ``retryable`` until that has lasted for ``topic.metadata.propagation.max.ms``. Does nothing where the engine asks in
+        the background (librdkafka).
         """
 
     def require(self, event: ProducerEvent) -> None:
-        """Raise unless the event is allowed now; changes nothing.
-
-        Raises:
-            IllegalStateError: It is not, or the producer was made in the process that this one was forked from.
-        """
+        """Raise unless the event is allowed now, in the process that made the producer; changes nothing."""
         if self._made_in != process:
             raise forked_error(self._made_in, self._id)
         if not self.machine.allows(event):
@@ -293,20 +259,14 @@ class ProducerEngine(ABC):
 
     @abstractmethod
     def send(self, message: Message) -> None:
-        """Take one message: it was checked when it was made. Waits for room if the queue is full.
-
-        Raises:
-            IllegalStateError, TransactionAborted, ConfigurationError, Fenced, Unavailable: As
-                :meth:`dualwrite.kafka.producer.TransactionalProducer.produce`.
-        """
+        """Take one message: it was checked when it was made. Waits for room if the queue is full."""
 
     @abstractmethod
     def send_many(self, batch: MessageBatch) -> None:
-        """Take many messages; see :meth:`send`. Those that nobody has checked yet are checked one by one as they are taken.
+        """Take many messages; see :meth:`send`.
 
-        Raises:
-            TypeError, UnicodeEncodeError: As :meth:`dualwrite.protocol.message.MessageBatch.checked`; messages before that one
-                may have been taken.
+        Those that nobody has checked yet are checked as they are taken: at a ``TypeError`` or ``UnicodeEncodeError``,
+        messages before that one may have been taken.
         """
 
     @abstractmethod
@@ -318,11 +278,7 @@ class ProducerEngine(ABC):
         """Commit consumed offsets as a part of the transaction."""
 
     def take(self, held: Sendable) -> None:
-        """Take whatever has waited: each kind has its own method.
-
-        Raises:
-            DualWriteError: As the method of its kind.
-        """
+        """Take whatever has waited: each kind has its own method."""
         if isinstance(held, Message):
             self.send(held)
         elif isinstance(held, MessageBatch):
@@ -333,11 +289,7 @@ class ProducerEngine(ABC):
             self.send_columns(held)
 
     def refuse_callback(self) -> None:
-        """Refuse a delivery callback in bulk mode.
-
-        Raises:
-            IllegalStateError: The producer is in bulk mode.
-        """
+        """Refuse a delivery callback in bulk mode."""
         if self.bulk:
             raise IllegalStateError("a producer in bulk mode calls no on_delivery", transactional_id=self._id)
 
@@ -427,11 +379,7 @@ class ProducerEngine(ABC):
             raise TransactionAborted(f"begin_transaction: {_END_UNKNOWN}", transactional_id=self._id)
 
     def refuse(self, message: Unsendable, topic: str) -> NoReturn:
-        """Refuse a message that no broker would take: the transaction fails.
-
-        Raises:
-            TransactionAborted: Always.
-        """
+        """Refuse a message that no broker would take: the transaction fails."""
         self._raise(Failure(message.refusal(topic, self._id), ProducerEvent.FAIL))
 
     def _raise(self, failure: Failure) -> NoReturn:
@@ -465,13 +413,7 @@ def choose_transaction_timeout_ms(
 ) -> int:
     """Choose the ``transaction.timeout.ms`` to ask for: the user's own, else the greatest that works.
 
-    Args:
-        requested_ms: The user's value; None for the greatest possible.
-        broker_maximum_ms: The broker's ``transaction.max.timeout.ms``; None if it cannot be read.
-        greatest_ms: The greatest value that the engine takes.
-
-    Raises:
-        ConfigurationError: The user's value is above what the engine or the broker allows, or not positive.
+    A maximum of None could not be read. Refuses a value of the user's that is above what the engine or the broker allows.
     """
     if requested_ms is None:
         known_ms = BROKER_DEFAULT_MS if broker_maximum_ms is None else broker_maximum_ms
@@ -514,13 +456,7 @@ def warn_if_bounded(
 
 
 def log_that_unlimited(how: str, *, cluster_id: str, transactional_id: str) -> None:
-    """Log, once per process, cluster and way, that the broker never ends a transaction by itself.
-
-    Args:
-        how: The way in which that was agreed on.
-        cluster_id: The cluster.
-        transactional_id: The producer's id.
-    """
+    """Log, once per process, cluster and way, that the broker never ends a transaction by itself."""
     with _warned_lock:
         if (cluster_id, how) in _told:
             return
@@ -531,12 +467,7 @@ def log_that_unlimited(how: str, *, cluster_id: str, transactional_id: str) -> N
 def agree_on_transaction_timeout_ms(
     coordinator: TransactionCoordinator, requested_ms: int | None, transactional_id: str, deadline: Deadline
 ) -> int:
-    """Ask the brokers for their maximum, choose the timeout, and warn if it is short.
-
-    Raises:
-        ConfigurationError: The user's value exceeds the maximum.
-        Unavailable: The brokers did not answer in time.
-    """
+    """Ask the brokers for their maximum, choose the timeout, and warn if it is short."""
     maximum_ms = coordinator.max_transaction_timeout_ms(deadline)
     chosen_ms = choose_transaction_timeout_ms(requested_ms, maximum_ms)
     cluster_id = coordinator.cluster_id(deadline)
@@ -559,12 +490,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def forked_error(made_in: int, transactional_id: str) -> IllegalStateError:
-    """The error for a producer that another process has made.
-
-    Args:
-        made_in: That process.
-        transactional_id: The producer's id.
-    """
+    """The error for a producer that another process has made."""
     return IllegalStateError(
         f"this producer was made by process {made_in} and does not work after a fork",
         transactional_id=transactional_id,

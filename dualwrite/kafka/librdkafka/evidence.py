@@ -55,13 +55,8 @@ _ASK_S: Final = 2.0
 class Evidence:
     """Makes the prepared states of one producer.
 
-    Small transactions take their first offsets from the delivery reports. The partitions are asked where only failures
-    are reported (bulk), where a transaction wrote only consumer offsets, or where librdkafka did not know an offset.
-
-    Args:
-        coordinator: The coordinator.
-        kafka_id: The transactional id.
-        incarnation: Stamped into the states.
+    Small transactions take their first offsets from the delivery reports. The partitions are asked where only failures are
+    reported (bulk), where a transaction wrote only consumer offsets, or where librdkafka did not know an offset.
     """
 
     def __init__(self, coordinator: TransactionCoordinator, kafka_id: str, incarnation: int | None) -> None:
@@ -82,16 +77,7 @@ class Evidence:
     ) -> PreparedTxnState:
         """The state of a transaction that wrote something, all of it delivered.
 
-        Args:
-            transaction: The transaction.
-            bulk: Whether the deliveries hold no offsets.
-            age_s: Seconds that the transaction has been open.
-            deadline: Limits the requests.
-
-        Raises:
-            TransactionAborted: The broker ended the transaction, or shows nothing of it.
-            Fenced: The coordinator shows another producer.
-            Unavailable: No answer in time.
+        `TransactionAborted`: the broker ended it, or shows nothing of it. `Fenced`: the coordinator shows another producer.
         """
         deliveries = transaction.deliveries
         offsets = {
@@ -122,14 +108,7 @@ class Evidence:
     def ended(
         self, transaction: OpenTransaction, state: PreparedTxnState | None, *, bulk: bool, deadline: Deadline
     ) -> Ended:
-        """Describe a transaction that is about to be aborted, as completely as possible.
-
-        Args:
-            transaction: The transaction.
-            state: Its state, if it is prepared.
-            bulk: Whether the deliveries hold no offsets.
-            deadline: Limits the requests.
-        """
+        """Describe a transaction that is about to be aborted, as completely as possible."""
         deliveries = transaction.deliveries
         if state is not None and state.has_transaction:
             return Ended(state, committed=False)
@@ -153,13 +132,7 @@ class Evidence:
             return Ended(state, committed=False, complete=False)
 
     def require_open(self, state: PreparedTxnState, deadline: Deadline) -> None:
-        """Check that a prepared transaction is still open everywhere.
-
-        Raises:
-            TransactionAborted: The broker or an operator ended it.
-            Fenced: The coordinator shows another producer.
-            Unavailable: No answer in time.
-        """
+        """Check that a prepared transaction is still open everywhere."""
         self._open_view(deadline)
         offsets = {(first.topic, first.partition): first.offset for first in state.first_offsets}
         self._require_open(offsets, (state.producer_id, state.epoch), deadline)
@@ -278,12 +251,7 @@ class OpenTransaction(Transaction):
 class JudgedProducer(ProducerEngine):
     """A librdkafka instance and the state machine of its life. All calls go through here and move the machine.
 
-    Args:
-        transactional_id: Kafka's ``transactional.id``.
-        machine: The producer's life.
-        coordinator: Shows whether transactions have ended.
-        silent_retry_after_s: A call that takes longer may have been sent twice.
-        call_timeout_s, max_message_bytes, bulk: As for every engine.
+    A call that takes longer than ``silent_retry_after_s`` may have been sent twice.
     """
 
     transaction: OpenTransaction
@@ -419,19 +387,12 @@ def kafka_error(exception: KafkaException) -> KafkaError:
 def kafka_exception_behind(
     error: KafkaException | SystemError | AttributeError, ask: Callable[[], object]
 ) -> KafkaException:
-    """Recover librdkafka's exception from the Python exception that hides it.
+    """Recover librdkafka's exception from the Python exception that hides it; raise that one again if it has another cause.
 
-    librdkafka raises a fatal error from inside ``poll`` and ``flush``. If a delivery callback runs after it, Python
-    raises a ``SystemError``: the callback returned with an exception set or, if confluent-kafka has lost the exception
-    by then, ``flush`` failed without one. If a log line follows it, the pending exception makes the look-up of the
-    logger's method fail. In these last two cases the fatal error itself is lost, but librdkafka keeps it.
-
-    Args:
-        error: What ``poll`` or ``flush`` has raised.
-        ask: A call that an instance with a fatal error answers with that error.
-
-    Raises:
-        SystemError, AttributeError: The error has another cause.
+    librdkafka raises a fatal error from inside ``poll`` and ``flush``. If a delivery callback runs after it, Python raises
+    a ``SystemError``: the callback returned with an exception set or, if confluent-kafka has lost the exception by then,
+    ``flush`` failed without one. If a log line follows it, the pending exception makes the look-up of the logger's method
+    fail. In these last two cases the fatal error itself is lost, but librdkafka keeps it, and answers ``ask`` with it.
     """
     cause: BaseException | None = error
     while isinstance(cause, SystemError) and not _is_lost(cause):
@@ -462,14 +423,7 @@ def _is_lost(error: BaseException) -> bool:
 def failure_of(
     cause: KafkaError | KafkaException, phase: Phase, *, transactional_id: str, subject: str | None = None
 ) -> Failure:
-    """Map an error of confluent-kafka.
-
-    Args:
-        cause: The error, or the exception that carries it.
-        phase: The call that failed.
-        transactional_id: The producer's id.
-        subject: The topic or consumer group concerned, named in the hint for a missing right.
-    """
+    """Map an error of confluent-kafka. The hint for a missing right names the subject: a topic or consumer group."""
     exception = cause if isinstance(cause, KafkaException) else KafkaException(cause)
     cause = kafka_error(exception)
     advice = _LOCAL.get(cause.code()) or advice_on(cause.code())
@@ -495,16 +449,9 @@ _NEVER_SENT: Final = frozenset({KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNO
 class Deliveries(Callbacks):
     """Counts the messages of one transaction and keeps the first offset by partition.
 
-    Each transaction has its own instance, so a late report cannot count towards the next one.
-
-    Attributes:
-        produced: How many messages librdkafka took.
-        delivered: How many of them the broker confirmed; stays 0 where only failures are reported.
-        failed: How many were reported as failed.
-        first_failure: The first failure's error and topic.
-        first_offsets: By (topic, partition), the smallest offset reported.
-        without_offset: Partitions with a confirmed message whose offset librdkafka did not know.
-        failed_in: Partitions of failed messages, which may be in the log nevertheless.
+    Each transaction has its own instance, so a late report cannot count towards the next one. ``delivered`` stays 0 where
+    only failures are reported. ``without_offset`` are partitions with a confirmed message whose offset librdkafka did not
+    know; ``failed_in`` those of failed messages, which may be in the log nevertheless.
     """
 
     def __init__(self) -> None:
@@ -570,7 +517,6 @@ def _is_purge(error: KafkaError) -> bool:
 _SEQUENCES: Final = 2**31
 Partition = tuple[str, int]
 Span = tuple[int, int]
-"""The sequence numbers of a first and of a newest record."""
 
 
 class Sequences:
@@ -585,12 +531,8 @@ class Sequences:
     def take(self, ids: tuple[int, int], shown: Mapping[Partition, Span | None]) -> Partition | None:
         """Take the sequence numbers of a transaction whose messages are all delivered. It may be taken twice.
 
-        Args:
-            ids: Producer id and epoch. A new epoch numbers its records from 0.
-            shown: By partition, the sequence numbers of the first and the newest record; None where they are not known.
-
-        Returns:
-            A partition that holds earlier messages of the same transaction; None if there is no such gap.
+        A new epoch numbers its records from 0. Returns a partition that holds earlier messages of the same transaction;
+        None if there is no such gap.
         """
         if ids != self._ids:
             # What was forgotten may have been written under these ids.

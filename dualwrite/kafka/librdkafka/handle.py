@@ -32,11 +32,7 @@ class NoAnswer(Exception):
 
 
 class BoundedCaller:
-    """One daemon thread that runs calls in turn.
-
-    Args:
-        name: The thread's name.
-    """
+    """One daemon thread that runs calls in turn."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -45,8 +41,7 @@ class BoundedCaller:
     def call(self, function: Callable[[], T], deadline: Deadline) -> T:
         """Run the function on the thread and wait for it. Its exceptions are raised here.
 
-        Raises:
-            NoAnswer: The deadline passed first. Later calls queue behind the one that hangs.
+        After `NoAnswer`, later calls queue behind the one that hangs.
         """
         call = _Call(function)
         self._calls.put(call.run)
@@ -55,8 +50,7 @@ class BoundedCaller:
     def finish(self, last: Callable[[], T], wait_s: float) -> T:
         """Run one last function after the calls already queued, then end the thread.
 
-        Raises:
-            NoAnswer: It did not finish within ``wait_s``; it continues in the background.
+        After `NoAnswer`, it continues in the background.
         """
         call = _Call(last)
         self._calls.put(call.run)
@@ -166,13 +160,8 @@ _NAMES = {
 class ClientLog(IdLogger):
     """Takes librdkafka's log lines, prefixed like our own.
 
-    Args:
-        transactional_id: The id.
-        quiet_below: Drops lines below this level.
-
-    Attributes:
-        init_unanswered: Whether librdkafka logged that it asks for a producer id again although the first request may
-            still take effect.
+    ``init_unanswered``: librdkafka logged that it asks for a producer id again although the first request may still take
+    effect.
     """
 
     def __init__(self, transactional_id: str, *, quiet_below: int = logging.NOTSET) -> None:
@@ -191,20 +180,10 @@ class ClientLog(IdLogger):
 
 
 class Handle:
-    """A librdkafka producer instance.
+    """A librdkafka producer instance; `NoAnswer` if the deadline comes before it is made.
 
-    Args:
-        settings: librdkafka's configuration.
-        transactional_id: Named in threads and log lines.
-        deadline: Limits the making of the instance.
-
-    Attributes:
-        raw: The confluent-kafka producer, for calls that respect their timeout (``produce``, ``poll``, ``flush``).
-        client_error: The newest error of the client itself (not of a call) that librdkafka reported.
-
-    Raises:
-        NoAnswer: The deadline passed first.
-        KafkaException: librdkafka refuses the settings.
+    ``raw`` is for calls that respect their timeout (``produce``, ``poll``, ``flush``). ``client_error`` is the newest error
+    of the client itself, not of a call.
     """
 
     def __init__(self, settings: Mapping[str, object], transactional_id: str, deadline: Deadline) -> None:
@@ -226,8 +205,7 @@ class Handle:
     def timed(self, function: Callable[[Producer, float], object], deadline: Deadline) -> float:
         """Call the function with the instance and the seconds left. Returns the seconds that it took.
 
-        Raises:
-            NoAnswer: The deadline passed first: the instance must be discarded.
+        After `NoAnswer`, the instance must be discarded.
         """
         raw, left_s = self.raw, deadline.remaining_s()
         began = now_s()
@@ -271,4 +249,3 @@ class Handle:
 
 
 MakeHandle = Callable[[Mapping[str, object], str, Deadline], Handle]
-"""Makes a handle from settings, a transactional id and a deadline, as :class:`Handle` itself does."""

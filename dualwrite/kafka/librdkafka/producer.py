@@ -62,18 +62,7 @@ _Parts = tuple[str, bytes | None, bytes | None, int, "DeliveryCallback", "Delive
 
 
 class ProducerInstance(JudgedProducer):
-    """Carries out the verbs against librdkafka and moves the machine.
-
-    Args:
-        transactional_id: Kafka's ``transactional.id``.
-        machine: The producer's life.
-        coordinator: Shows whether transactions have ended.
-        config: librdkafka's settings.
-        incarnation: Stamped into the prepared states.
-        make_handle: Makes the librdkafka instance.
-        bulk: Whether delivery reports cover failures only.
-        call_timeout_s: Limits each call that takes messages, in seconds.
-    """
+    """Carries out the verbs against librdkafka and moves the machine."""
 
     engine = Engine.LIBRDKAFKA
 
@@ -368,16 +357,7 @@ def _connect(producer: Producer, left_s: float) -> None:
 
 
 def messages_of(columns: MessageColumns, max_bytes: int) -> Iterator[Message]:
-    """The messages of the rows, each checked as it is taken.
-
-    Args:
-        columns: The rows.
-        max_bytes: ``message.max.bytes``.
-
-    Raises:
-        TypeError: Values or keys are neither binary nor text, or numbers no integers.
-        Unsendable: A row cannot be sent.
-    """
+    """The messages of the rows, each checked as it is taken."""
     topic, values, keys, headers, partitions, timestamps = columns
     rows = zip(
         contents_of(values),
@@ -401,11 +381,7 @@ def messages_of(columns: MessageColumns, max_bytes: int) -> Iterator[Message]:
 
 
 def contents_of(column: pa.Array | pa.ChunkedArray) -> list[bytes | None]:
-    """Keys or values; text as UTF-8.
-
-    Raises:
-        TypeError: They are neither binary nor text.
-    """
+    """Keys or values; text as UTF-8."""
     import pyarrow as pa  # noqa: PLC0415 - needed where columns are given, and not else
 
     try:

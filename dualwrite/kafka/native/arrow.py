@@ -47,11 +47,7 @@ _NO_HEADERS: Final = pa.scalar(b"\0", _BINARY)
 
 
 class NamelessHeader(ValueError):
-    """A header of a row has no name, or is null itself.
-
-    Attributes:
-        row: The number of the row.
-    """
+    """A header of a row has no name, or is null itself."""
 
     def __init__(self, row: int) -> None:
         super().__init__(f"a header of row {row} has no name")
@@ -83,14 +79,9 @@ class _Part:
 class Rows:
     """The rows as columns ready for joining.
 
-    Attributes:
-        count: The number of rows.
-        keys, values: None where all are null.
-        headers: The headers of each row, already encoded behind their number; None where no row has any.
-        header_counts: Their number in each row.
-        timestamp_ms: The timestamp of every row (ms since 1970), if they have no timestamps of their own.
-        timestamps: The timestamp of each row (ms since 1970).
-        lengths: The bytes of each record, without what depends on its batch: its own length, its time and its offset.
+    Keys, values and headers are None where no row has any; headers are encoded behind their number. ``timestamp_ms`` counts
+    where rows have no ``timestamps`` of their own. ``lengths`` are the bytes of each record without what depends on its
+    batch: its own length, its time and its offset.
     """
 
     count: int
@@ -111,13 +102,7 @@ class Rows:
         timestamps: Column | None,
         timestamp_ms: int,
     ) -> Rows:
-        """Look at every part of every row once.
-
-        Raises:
-            TypeError: A column is of another type.
-            ValueError: The columns differ in length, or a timestamp does not exist.
-            NamelessHeader: A header has no name.
-        """
+        """Look at every part of every row once."""
         count = len(values)
         for column in (keys, headers, timestamps):
             if column is not None and len(column) != count:
@@ -174,11 +159,7 @@ class Rows:
 
 
 def contiguous(column: Column, name: str) -> pa.Array:
-    """A column of binary or text as one array of large binary.
-
-    Raises:
-        TypeError: It is of another type.
-    """
+    """A column of binary or text as one array of large binary."""
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     if not _holds_bytes(kind):
         raise TypeError(f"{name} are binary or text, not {column.type}")
@@ -187,11 +168,7 @@ def contiguous(column: Column, name: str) -> pa.Array:
 
 
 def widened(column: Column, name: str) -> Column:
-    """A column of bytes or headers with 64-bit offsets: Arrow cannot take rows from more than 2 GiB of chunks with others.
-
-    Raises:
-        TypeError: It is none of a message's columns.
-    """
+    """A column of bytes or headers with 64-bit offsets: Arrow cannot take rows from more than 2 GiB of chunks with others."""
     if pa.types.is_nested(column.type):
         return _lists(column)
     return column if pa.types.is_integer(column.type) else contiguous(column, name)
@@ -290,16 +267,7 @@ _PIECE_BYTES: Final = 8_000_000
 
 
 class Columns:
-    """The columns of messages for one topic, divided into pieces.
-
-    Args:
-        given: The messages.
-        first_row: The number of the first row in errors.
-
-    Raises:
-        ValueError: The columns differ in length.
-        TypeError: The partitions or the timestamps are no integers.
-    """
+    """The columns of messages for one topic, divided into pieces. Errors count rows from ``first_row`` on."""
 
     def __init__(self, given: MessageColumns, *, first_row: int = 0) -> None:
         self._topic, values, keys, headers, partitions, timestamps = given
@@ -334,23 +302,9 @@ class Columns:
         max_message_bytes: int,
         timestamp_ms: int,
     ) -> Iterator[tuple[int, RecordsBody]]:
-        """The rows as batches, each made when it is asked for.
+        """The rows as batches, each made when it is asked for; yields a partition, or `ANYWHERE`, and a batch.
 
-        Args:
-            partition_count: The topic's partitions.
-            partitioner: The partition of a key.
-            codec: How batches are compressed.
-            batch_bytes: The greatest size of a batch.
-            batch_messages: The most messages in a batch.
-            max_message_bytes: The greatest size of a message.
-            timestamp_ms: Now.
-
-        Yields:
-            A partition, or `ANYWHERE`, and a batch.
-
-        Raises:
-            Unsendable: A row cannot be sent. Rows more than 8 MB before it may have been yielded.
-            TypeError: A column is of another type.
+        At `Unsendable`, rows more than 8 MB before the one that cannot be sent may have been yielded.
         """
         for first, count in self._pieces():
             values, keys, headers, partitions, timestamps = (
@@ -420,11 +374,7 @@ def _integers(column: Column, instead_of_null: int) -> Numbers:
 
 
 def column_of(contents: Sequence[Content]) -> pa.Array:
-    """Keys or values as a column; text as UTF-8.
-
-    Raises:
-        TypeError: One is neither bytes nor text nor None.
-    """
+    """Keys or values as a column; text as UTF-8."""
     if not set(map(type, contents)) <= _CONTENTS:  # Arrow would take a bytearray
         contents = [as_bytes(content, "key or value") for content in contents]
     return pa.array(contents, pa.large_binary())
@@ -445,12 +395,7 @@ _LEAST_MORE: Final = 3
 
 
 class RowTooLarge(Exception):
-    """A row is larger than a message may be.
-
-    Attributes:
-        row: Its number.
-        size: The bytes of its key, value and headers.
-    """
+    """A row is larger than a message may be: ``size`` counts its key, value and headers."""
 
     def __init__(self, row: int, size: int) -> None:
         super().__init__(f"row {row} has {size} bytes")
@@ -474,28 +419,10 @@ def batches(
     """The rows of some columns as batches: in each partition, those that ``RecordsBuilder`` makes of the same rows.
 
     A batch is compressed when it is asked for; its records are joined together with those of the other partitions.
+    Partitions ascend, :data:`ANYWHERE` first; each keeps the order of its rows. ``limit_bytes`` counts before compression:
+    a larger row is alone in its batch. ``timestamp_ms`` stands in for a timestamp that is null or not given.
 
-    Args:
-        values: The values: binary or text of any Arrow type, in one array or in chunks; a null is a tombstone.
-        keys: As many keys, likewise; None if no row has one.
-        headers: As many lists of headers, each a struct of ``key`` (text) and ``value`` (binary), or maps from key to
-            value; None if no row has one. A null list is an empty one; the value of a header may be null.
-        timestamps: When each message was created: integers, ms since 1970, none of them negative; None if none is known.
-        partitions: The partition of each row; :data:`ANYWHERE` for all if not given.
-        timestamp_ms: When those messages were created whose own timestamp is null or not given.
-        codec: How each batch is compressed.
-        limit_bytes: The greatest size of a sealed batch, counted before compression. A single row may be larger, and is
-            then alone in its batch.
-        limit_records: The most rows in a batch.
-        max_message_bytes: The greatest size of a row's key, value and headers.
-
-    Yields:
-        A partition, and a batch for it: partitions ascending, :data:`ANYWHERE` first, the rows of each in their order.
-
-    Raises:
-        TypeError: A column is of another type.
-        ValueError: The columns differ in length, or a timestamp does not exist.
-        RowTooLarge, NamelessHeader: A row is, or has one; no batch was yielded.
+    `RowTooLarge` and `NamelessHeader` come before the first batch.
     """
     order, found, firsts = _runs(len(values), partitions)
 
@@ -575,19 +502,7 @@ def _cuts(rows: Rows, first: int, end: int, limits: tuple[int, int]) -> Iterator
 
 
 def partition_rows(keys: Column, partition_count: int, partitioner: Partitioner) -> Partitions:
-    """The partition of every row.
-
-    Args:
-        keys: The keys: binary or text of any Arrow type, in one array or in chunks.
-        partition_count: The topic's partitions, at least 1.
-        partitioner: Which partition a key has.
-
-    Returns:
-        A partition for each row; :data:`ANYWHERE` where the partitioner leaves it to the sender.
-
-    Raises:
-        TypeError: The keys are of another type.
-    """
+    """The partition of every row; :data:`ANYWHERE` where the partitioner leaves it to the sender."""
     content = contiguous(keys, "keys")
     if partitioner.hash is None:
         return np.full(len(keys), ANYWHERE, np.int32)
@@ -610,12 +525,7 @@ _FNV_PRIME: Final = np.uint32(0x01000193)
 
 
 def hashes(keys: pa.Array, one: _Hash) -> Hashes:
-    """The hash of every key.
-
-    Args:
-        keys: Large binary, without nulls.
-        one: The hash of one key, as a partitioner names it.
-    """
+    """The hash of every key: large binary, without nulls."""
     together = _TOGETHER.get(one)
     if together is None:
         return np.fromiter(map(one, keys.to_numpy(zero_copy_only=False)), np.int64, len(keys))
@@ -717,12 +627,8 @@ def _widths(zigzag: _Words, highest: int) -> Numbers:
 def rows(fields: Sequence[Numbers | bytes], count: int) -> tuple[Bytes, Numbers]:
     """Encode some fields of every row, one after another.
 
-    Args:
-        fields: Columns of numbers, each written as a varint, and bytes that are the same in every row.
-        count: The number of rows.
-
-    Returns:
-        The bytes of all rows, and where each row begins: one offset more than there are rows.
+    Numbers become varints; bytes are the same in every row. Returns the bytes of all rows, and where each row begins: one
+    offset more than there are rows.
     """
     words = list(_in_words(fields))
     offsets = np.zeros(count + 1, np.int64)
@@ -751,13 +657,7 @@ def rows(fields: Sequence[Numbers | bytes], count: int) -> tuple[Bytes, Numbers]
 
 @dataclass
 class _Word:
-    """Up to eight bytes of every row: the lowest ones of a number.
-
-    Attributes:
-        content: The bytes.
-        widths: How many of them count.
-        widest: The greatest width.
-    """
+    """Up to eight bytes of every row: the lowest ones of a number; ``widths`` says how many of them count."""
 
     content: _Words | np.uint64 = _ZERO
     widths: Numbers | int = 0

@@ -43,11 +43,8 @@ _Coordinator: TypeAlias = tuple[CoordinatorType, str]
 class Answered(NamedTuple):
     """A coordinator's answer.
 
-    Attributes:
-        code: The error code.
-        ids: Producer id and epoch: of the new producer, or of the transaction after the one that ended. -1 for both in
-            an answer that names none.
-        late: Whether another copy of the request was not answered: it may still arrive.
+    The ids are those of the new producer, or of the transaction after the one that ended; -1 for both in an answer that
+    names none. ``late``: another copy of the request was not answered, and may still arrive.
     """
 
     code: int
@@ -56,12 +53,7 @@ class Answered(NamedTuple):
 
 
 class CoordinatorRequests:
-    """Asks the coordinators of one producer. Used by one thread at a time.
-
-    Args:
-        brokers: The sender's connections.
-        kafka_id: The transactional id.
-    """
+    """Asks the coordinators of one producer. Used by one thread at a time."""
 
     def __init__(self, brokers: Connections, kafka_id: str) -> None:
         self._brokers = brokers
@@ -74,17 +66,8 @@ class CoordinatorRequests:
         A late copy would abort what the producer has begun meanwhile. So the request is repeated only after an answer, with
         which the broker is done with it: never after silence.
 
-        Args:
-            timeout_ms: The broker's time limit for each transaction.
-            deadline: Limits the wait.
-            two_phase: Whether to ask for KIP-939's two-phase commit, under which no transaction has a time limit.
-
-        Returns:
-            The answer, at the deadline the last one; ``UNSUPPORTED_VERSION`` if the broker does not offer the version that is
-            needed. None if there was no answer: a request may still arrive.
-
-        Raises:
-            ConfigurationError: The brokers refuse our credentials or our way of connecting.
+        Returns the last answer at the deadline, and ``UNSUPPORTED_VERSION`` if the broker does not offer the version that
+        is needed. None if there was no answer: a request may still arrive.
         """
         return self._answered(
             Request.INIT_PRODUCER_ID,
@@ -98,19 +81,8 @@ class CoordinatorRequests:
     def end(self, ids: tuple[int, int], deadline: Deadline, *, committed: bool) -> Answered | None:
         """Commit or abort the transaction of this producer id and epoch, and no other. Source: KIP-890.
 
-        Repeated until it is answered: a copy that comes late finds that its transaction has ended.
-
-        Args:
-            ids: The transaction's producer id and epoch.
-            deadline: Limits the wait.
-            committed: Whether to commit.
-
-        Returns:
-            The answer, with the ids of the next transaction on success. None at the deadline: the transaction may have
-            ended.
-
-        Raises:
-            ConfigurationError: The brokers refuse our credentials or our way of connecting.
+        Repeated until it is answered: a copy that comes late finds that its transaction has ended. None at the deadline:
+        the transaction may have ended.
         """
         return self._answered(
             Request.END_TXN,
@@ -125,19 +97,8 @@ class CoordinatorRequests:
     ) -> Answered | None:
         """Commit consumed offsets as a part of the transaction of this producer id and epoch.
 
-        Repeated until it is answered: a copy that comes after the transaction has ended is refused.
-
-        Args:
-            ids: The transaction's producer id and epoch.
-            group: The consumer's group.
-            offsets: By topic and partition, the next offset to consume; at least one.
-            deadline: Limits the wait.
-
-        Returns:
-            The answer, at the deadline the last one: the gravest of the partitions' answers. None if there was none.
-
-        Raises:
-            ConfigurationError: The brokers refuse our credentials or our way of connecting.
+        Repeated until it is answered: a copy that comes after the transaction has ended is refused. Returns the gravest of
+        the partitions' answers, at the deadline of the last attempt; None if there was none.
         """
         return self._answered(
             Request.TXN_OFFSET_COMMIT,
@@ -258,12 +219,7 @@ _REFUSED: Final = frozenset(
 
 @dataclass(frozen=True)
 class Attempt:
-    """One way to ask for a producer id.
-
-    Attributes:
-        timeout_ms: The time limit of each transaction; ``NEVER_MS`` for none.
-        two_phase: Whether to ask for two-phase commit.
-    """
+    """One way to ask for a producer id. ``NEVER_MS`` is no time limit."""
 
     timeout_ms: int
     two_phase: bool = False
@@ -274,12 +230,7 @@ _TWO_PHASE: Final = Attempt(NEVER_MS, two_phase=True)
 
 @dataclass(frozen=True)
 class Initialised:
-    """The result of the last attempt.
-
-    Attributes:
-        answered: The answer; None if none came, so that the request may still arrive.
-        granted: The attempt.
-    """
+    """The result of the last attempt. Where ``answered`` is None, the request may still arrive."""
 
     answered: Answered | None
     granted: Attempt
@@ -288,16 +239,9 @@ class Initialised:
 def attempts(
     requested_ms: int | None, broker_maximum_ms: int | None, *, two_phase_commit: bool | None = None
 ) -> Sequence[Attempt]:
-    """The attempts, in their order.
+    """The attempts, in their order. A maximum of None could not be read.
 
-    Args:
-        requested_ms: The user's ``transaction.timeout.ms``; None for the longest possible.
-        broker_maximum_ms: The broker's ``transaction.max.timeout.ms``; None if it cannot be read.
-        two_phase_commit: Whether the user requires two-phase commit, or forbids it; None for neither.
-
-    Raises:
-        ConfigurationError: The broker does not allow the user's value, or it is not a timeout, or it stands beside two-phase
-            commit.
+    ``two_phase_commit`` is True if the user requires it, False if the user forbids it. A timeout beside it is refused.
     """
     if two_phase_commit:
         if requested_ms is not None:
@@ -333,16 +277,7 @@ def refusal_of_two_phase(initialised: Initialised, transactional_id: str) -> Con
 
 
 def initialise(requests: CoordinatorRequests, ways: Sequence[Attempt], deadline: Deadline) -> Initialised:
-    """Get a producer id; aborts what is open under the transactional id.
-
-    Args:
-        requests: The producer's requests.
-        ways: The attempts, at least one.
-        deadline: Limits the wait.
-
-    Raises:
-        ConfigurationError: The broker refuses our credentials.
-    """
+    """Get a producer id; aborts what is open under the transactional id."""
     for way in ways:
         answered = requests.init_producer_id(way.timeout_ms, deadline, two_phase=way.two_phase)
         if answered is None or answered.code not in _REFUSED:
@@ -375,11 +310,8 @@ _NO_EPOCH: Final = -1
 class Group:
     """A consumer's membership in its group, as it stood when the offsets were consumed. Source: KIP-447.
 
-    Attributes:
-        group_id: The group's id.
-        generation: The group's generation, or the member's epoch (KIP-848); -1 for a consumer without a subscription.
-        member_id: The member's id; empty for a consumer without a subscription.
-        instance_id: The static member's ``group.instance.id``.
+    ``generation`` is the member's epoch under KIP-848. A consumer without a subscription has generation -1 and no member
+    id.
     """
 
     group_id: str
@@ -390,12 +322,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Offset:
-    """An offset to commit for a partition.
+    """An offset to commit for a partition: the next one to consume.
 
-    Attributes:
-        offset: The next offset to consume.
-        leader_epoch: The leader epoch of the last record consumed; -1 if it is not known.
-        metadata: The application's own text.
+    ``leader_epoch`` is that of the last record consumed, -1 if it is not known; ``metadata`` is the application's own text.
     """
 
     offset: int
@@ -414,14 +343,7 @@ class ConsumedOffset(Protocol):
 
 
 def group_of(metadata: object) -> Group:
-    """The group of a consumer.
-
-    Args:
-        metadata: ``consumer_group_metadata()`` of confluent-kafka's consumer, or ``group_metadata()`` of kafka-python's.
-
-    Raises:
-        TypeError: It is neither, or that of a consumer without a group.
-    """
+    """The group of a consumer, from confluent-kafka's ``consumer_group_metadata()`` or kafka-python's ``group_metadata()``."""
     if isinstance(metadata, bytes) and metadata.startswith(_MAGIC):
         return _of_librdkafka(metadata[len(_MAGIC) :])
     group_id = getattr(metadata, "group_id", None)

@@ -164,16 +164,10 @@ MEANINGS: Final[Mapping[Request, Mapping[Code, Meaning]]] = MappingProxyType(
         Request.END_TXN: MappingProxyType(_END_TXN),
     }
 )
-"""By request, the meaning of each error code."""
 
 
 def meaning_of(request: Request, code: int) -> Meaning:
-    """The meaning of an answer; ``END`` for a code that the table does not have.
-
-    Args:
-        request: What was asked.
-        code: The answer's error code.
-    """
+    """The meaning of an answer; ``END`` for a code that the table does not have."""
     if not code:
         return Meaning.DONE
     try:

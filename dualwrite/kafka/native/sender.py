@@ -27,10 +27,6 @@ class Sender:
     """Connects a :class:`ProduceCore` to the brokers. Used by one thread at a time.
 
     There is no background thread: nothing is sent or received between calls. Call :meth:`pump` regularly.
-
-    Args:
-        brokers: The connections of this producer.
-        kafka_id: The transactional id.
     """
 
     def __init__(self, brokers: Connections, kafka_id: str) -> None:
@@ -62,17 +58,7 @@ class Sender:
         self.delivered = []
 
     def topic(self, name: str, deadline: Deadline, *, fresh: bool = False) -> Topic | None:
-        """The topic with its partitions; None if there is none. Unchanged throughout a transaction, unless ``fresh``.
-
-        Args:
-            name: Its name.
-            deadline: Limits the wait.
-            fresh: Whether to ask the brokers even if the answer is known.
-
-        Raises:
-            Unavailable: No broker answered.
-            ConfigurationError: We may not describe it.
-        """
+        """The topic with its partitions; None if there is none. Unchanged throughout a transaction, unless ``fresh``."""
         if not fresh:
             if name in self._written:
                 return self._written[name]
@@ -103,11 +89,7 @@ class Sender:
         return name in self._found_at
 
     def finds(self, name: str, deadline: Deadline) -> bool:
-        """Whether the topic is found now. Unlike :meth:`topic`, also between two transactions.
-
-        Raises:
-            Unavailable, ConfigurationError: As :meth:`topic`.
-        """
+        """Whether the topic is found now. Unlike :meth:`topic`, also between two transactions."""
         find = partial(self._find, deadline, fresh=True)
         [(found,)] = until_answered([name], find, deadline, f"describe topic {name!r}").values()
         if found is not None:
@@ -161,8 +143,7 @@ class Sender:
     def flush(self, deadline: Deadline) -> bool:
         """Send everything, and wait for the acknowledgements.
 
-        Returns:
-            Whether everything was acknowledged. Otherwise the core was refused, or the deadline has come.
+        Returns False if the core was refused, or the deadline has come.
         """
         core = self._core
         assert core is not None

@@ -102,18 +102,9 @@ OTHER_ENGINE: Final = 'or choose engine="librdkafka" (producer_engine in the wri
 class NativeSettings:
     """The checked settings of one native producer; make them with :func:`native_settings`.
 
-    Attributes:
-        limits: The limits of sending.
-        codec: How batches are compressed.
-        partitioner: librdkafka's name of the partitioner.
-        batch_bytes: The greatest size of a sealed batch before compression; a single larger message is alone in its batch.
-        batch_messages: The most messages in a batch.
-        max_message_bytes: The greatest size of key and value together.
-        queue_bytes: The greatest size of keys and values that are not acknowledged, together.
-        queue_messages: The most messages that are not acknowledged.
-        sticky_s: How long messages without a key go to the same partition; 0 chooses a partition for each.
-        statistics_s: The time between two calls of ``stats_cb``; 0 for none.
-        stats_cb: Called with statistics as JSON text.
+    ``batch_bytes`` counts before compression: a single larger message is alone in its batch. ``queue_bytes`` counts keys
+    and values that are not acknowledged. ``sticky_s`` is how long messages without a key go to the same partition; 0
+    chooses one for each. ``statistics_s`` is the time between two calls of ``stats_cb``, which gets JSON text; 0 for none.
     """
 
     limits: Limits
@@ -135,14 +126,9 @@ class NativeSettings:
 
 @dataclass(frozen=True)
 class Known:
-    """A setting that this engine takes.
+    """A setting that this engine takes: ``names`` are librdkafka's, its aliases last.
 
-    Attributes:
-        names: librdkafka's name for it, then that name's aliases.
-        takes: The values.
-        effect: What it does here.
-        default: The value if the user gives none; None where that depends on other settings, or where there is none.
-        in_bulk: The same in bulk mode, if it is another.
+    A default of None depends on other settings, or there is none; ``in_bulk`` is that of bulk mode, if it is another.
     """
 
     names: tuple[str, ...]
@@ -306,16 +292,9 @@ _BY_NAME: Final = {name: row for row in SETTINGS for name in row.names}
 
 
 def native_settings(config: KafkaConfig, *, bulk: bool, transaction_timeout_ms: int) -> NativeSettings:
-    """Read the native engine's settings out of a configuration.
+    """Read the native engine's settings out of a configuration; an error names the setting.
 
-    Args:
-        config: The user's configuration.
-        bulk: Whether the producer is in bulk mode, which has other defaults.
-        transaction_timeout_ms: The transaction timeout; a message cannot be delivered for longer.
-
-    Raises:
-        ConfigurationError: A setting is not known to this engine, or its value is out of bounds, or two contradict each
-            other. The message names the setting.
+    Bulk mode has other defaults. No message can be delivered for longer than the transaction timeout.
     """
     given = _given(config)
     value = {row.names[0]: row.in_bulk if bulk and row.in_bulk is not None else row.default for row in SETTINGS} | given
