@@ -55,13 +55,9 @@ class Completion(Enum):
 class AbandonedTransaction:
     """A transaction left open by another producer, observed from outside.
 
-    No row of ours names it: nothing is claimed, fenced or recorded, and no partition is repaired. So a loop of its own ends it,
-    not settling's table, most of whose steps are these.
-
-    Args:
-        coordinator: The coordinator.
-        kafka_id: The transactional id.
-        natively: Whether the new producer's engine is the native one, so that the cluster has transaction version 2.
+    No row of ours names it: nothing is claimed, fenced or recorded, and no partition is repaired. So a loop of its own ends
+    it, not settling's table, most of whose steps are these. ``natively``: the new producer's engine is the native one, so
+    that the cluster has transaction version 2.
     """
 
     def __init__(self, coordinator: TransactionCoordinator, kafka_id: str, *, natively: bool = False) -> None:
@@ -71,20 +67,12 @@ class AbandonedTransaction:
         self._seen: TransactionView | None = None
 
     def keep(self, deadline: Deadline) -> TransactionView:
-        """Note the coordinator's view: from now on nothing but the transaction that it shows may be ended here.
-
-        Raises:
-            Unavailable: As :meth:`look`.
-        """
+        """Note the coordinator's view: from now on nothing but the transaction that it shows may be ended here."""
         self._seen = self.look(deadline)
         return self._seen
 
     def look(self, deadline: Deadline) -> TransactionView:
-        """The coordinator's view, once it is out of transition.
-
-        Raises:
-            Unavailable: It stayed in transition, or did not answer, until the deadline.
-        """
+        """The coordinator's view, once it is out of transition."""
         between = GrowingPause()
         while True:
             view = self._coordinator.describe([self._kafka_id], deadline)[self._kafka_id]
@@ -93,11 +81,7 @@ class AbandonedTransaction:
             self._wait(between, deadline, f"the coordinator still shows {view.status.value}")
 
     def complete(self, state: PreparedTxnState, deadline: Deadline) -> Completion:
-        """Commit the ongoing transaction if it is the state's, else abort it.
-
-        Raises:
-            DecidedTransactionLost, OutcomeUnverifiable, Fenced, Unavailable: As :meth:`commit`.
-        """
+        """Commit the ongoing transaction if it is the state's, else abort it."""
         view = self._kept(deadline)
         if view.status is not TransactionStatus.ONGOING:
             return Completion.NOTHING_ONGOING
@@ -108,12 +92,7 @@ class AbandonedTransaction:
         return Completion.ABORTED
 
     def commit_ongoing(self, deadline: Deadline) -> None:
-        """Commit the ongoing transaction, whichever it is.
-
-        Raises:
-            IllegalStateError: There is none.
-            Fenced, Unavailable: As :meth:`commit`.
-        """
+        """Commit the ongoing transaction, whichever it is; `IllegalStateError` if there is none."""
         view = self._kept(deadline)
         if view.status is not TransactionStatus.ONGOING:
             raise IllegalStateError(
@@ -142,17 +121,12 @@ class AbandonedTransaction:
     def commit(self, view: TransactionView, state: PreparedTxnState | None, deadline: Deadline) -> None:
         """Commit the transaction that the view shows, and wait until the coordinator has completed it.
 
-        Args:
-            view: The coordinator's view of it.
-            state: The state that names it, to prove the outcome once the coordinator no longer shows it.
-            deadline: Covers all attempts.
+        The state names it, to prove the outcome once the coordinator no longer shows it: `DecidedTransactionLost` if the
+        log proves that it was aborted, `OutcomeUnverifiable` if the log no longer shows the outcome.
 
-        Raises:
-            DecidedTransactionLost: The log proves that it was aborted.
-            OutcomeUnverifiable: The log no longer shows the outcome.
-            Fenced: The broker refuses, and there is no evidence that could prove the outcome. Or another producer of the id has
-                been at work since the transaction was kept: what that one does stays as it is.
-            Unavailable: Not complete by the deadline. You may repeat the call.
+        `Fenced` if the broker refuses, and there is no evidence that could prove the outcome; or if another producer of the
+        id has been at work since the transaction was kept: what that one does stays as it is. After `Unavailable` you may
+        repeat the call.
         """
         natively = self._natively if state is None else state.is_native
         between = GrowingPause()
@@ -176,16 +150,9 @@ class AbandonedTransaction:
     def abort(self, view: TransactionView, deadline: Deadline, *, natively: bool = False) -> None:
         """Abort the transaction that the view shows, and wait until the coordinator is at rest.
 
-        The abort's answer does not matter: ``InitProducerId`` comes next, and aborts anything still open. It alone
-        would suffice, but librdkafka would then sleep half a second.
-
-        Args:
-            view: The coordinator's view of it.
-            deadline: Limits the requests.
-            natively: Whether the transaction is one of the native engine, whatever the new producer's is.
-
-        Raises:
-            Unavailable: No answer by the deadline.
+        The abort's answer does not matter: ``InitProducerId`` comes next, and aborts anything still open. It alone would
+        suffice, but librdkafka would then sleep half a second. ``natively``: the transaction is one of the native engine,
+        whatever the new producer's is.
         """
         if view.status is TransactionStatus.ONGOING:
             self._end(view, deadline, committed=False, natively=natively or self._natively)
@@ -194,9 +161,7 @@ class AbandonedTransaction:
     def abort_kept(self, deadline: Deadline) -> None:
         """Abort the transaction that was kept, if it is still open.
 
-        Raises:
-            Fenced: Another producer of the id has been at work since.
-            Unavailable: As :meth:`abort`.
+        `Fenced` if another producer of the id has been at work since.
         """
         self.abort(self._kept(deadline), deadline)
 

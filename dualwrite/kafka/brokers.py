@@ -58,10 +58,7 @@ _UNREACHABLE: Final = (
 class NotYet(Exception):
     """A request has no answer yet, or one that may soon change: ask again.
 
-    Args:
-        why: The reason.
-        moved: Whether another broker may now be the one to ask.
-        unreachable: Whether no broker answered at all.
+    ``moved``: another broker may now be the one to ask. ``unreachable``: no broker answered at all.
     """
 
     def __init__(self, why: str, *, moved: bool = True, unreachable: bool = False) -> None:
@@ -78,14 +75,8 @@ def until_answered(
 ) -> dict[Key, Value]:
     """Ask for all keys, and retry those without an answer, with a growing wait in between.
 
-    Args:
-        keys: The keys to ask for.
-        ask: Asks once. It returns an answer for each key, or raises :class:`NotYet` for all of them.
-        deadline: Covers all attempts.
-        what: The action, for error messages: "Kafka could not ``what`` in time".
-
-    Raises:
-        Unavailable: Some keys had no answer in time.
+    ``ask`` asks once: it returns an answer for each key, or raises :class:`NotYet` for all of them. The error at the
+    deadline says "Kafka could not ``what`` in time".
     """
     pending, answers = list(dict.fromkeys(keys)), dict[Key, Value]()
     between = GrowingPause()
@@ -121,19 +112,9 @@ def metadata_request(topics: Collection[str]) -> Message:
 
 
 def verdict(code: int, subject: str, grant: str) -> NotYet | None:
-    """Decide what a broker's error code means for the caller: success, retry, or failure.
+    """Decide what a broker's error code means: None for no error, else the reason to retry.
 
-    Args:
-        code: The error code in a response.
-        subject: The subject of the request, for error messages.
-        grant: The right that the request needs, for error messages.
-
-    Returns:
-        None if there is no error, else the reason to retry.
-
-    Raises:
-        ConfigurationError: The right is missing.
-        Unavailable: Retrying would not help.
+    `ConfigurationError` if the right is missing that ``grant`` names; `Unavailable` if retrying would not help.
     """
     if not code:
         return None
@@ -152,13 +133,8 @@ def verdict(code: int, subject: str, grant: str) -> NotYet | None:
 class Addresses:
     """Where the brokers of a cluster are.
 
-    Args:
-        bootstrap: The bootstrap servers.
-        like: Others of the same cluster: what they know when this is first used need not be asked for again.
-
-    Attributes:
-        brokers: Host and port by id. Replaced as a whole, so that any thread may read it.
-        outdated: Whether to ask for them again.
+    What others (``like``) know when this is first used need not be asked for again. ``brokers`` is replaced as a whole, so
+    that any thread may read it.
     """
 
     def __init__(self, bootstrap: Sequence[tuple[str, int]], like: Addresses | None = None) -> None:
@@ -192,17 +168,8 @@ class Addresses:
 class Connections:
     """The connections of one caller to the brokers of one cluster. Used by one caller at a time.
 
-    Between calls nothing happens but what the kernel does with bytes that were written.
-
-    Args:
-        config: How to connect.
-        like: Others to the same cluster. What they know of its brokers need not be asked for again: the first request goes
-            straight to its broker, not first to a bootstrap server.
-        settings: How to connect, if it is made of the configuration already.
-        addresses: Where the brokers are, shared with others.
-
-    Raises:
-        ConfigurationError: A certificate or key of the configuration cannot be used.
+    Between calls nothing happens but what the kernel does with bytes that were written. What others (``like``) know of the
+    brokers need not be asked for again: the first request goes straight to its broker, not first to a bootstrap server.
     """
 
     def __init__(
@@ -229,15 +196,12 @@ class Connections:
     ) -> list[Answer | NotYet]:
         """Send each request to its broker, all at once, and return the answers in the same order.
 
-        Args:
-            requests: Broker ids with requests, of this library or of kafka-python.
-            deadline: Limits the wait. A request already sent is not withdrawn.
-            spread: Whether many requests may use several connections. Otherwise a broker gets them in this order.
+        A request already sent is not withdrawn at the deadline. With ``spread`` many requests may use several connections;
+        otherwise a broker gets them in this order.
 
-        Raises:
-            NotYet: No broker could be reached, or some did not answer in time.
-            ConfigurationError: The brokers refuse our credentials or our way of connecting, or are too old.
-            IllegalStateError: Closed, or used in a forked process.
+        Raises `NotYet` if no broker could be reached, or some did not answer in time; `ConfigurationError` if the brokers
+        refuse our credentials or our way of connecting, or are too old; `IllegalStateError` if closed, or used in a forked
+        process.
         """
         self._check()
         if requests and self.addresses.outdated and self.addresses.must_ask():
@@ -272,14 +236,7 @@ class Connections:
     def metadata(self, topics: Collection[str], deadline: Deadline, *, node: int | None = None) -> Message:
         """Fetch the brokers, the cluster id, and the metadata of these topics. Creates no topic.
 
-        Args:
-            topics: Names of topics.
-            deadline: Limits the wait.
-            node: The broker to ask; any broker if not given.
-
-        Raises:
-            NotYet: No broker answered.
-            ConfigurationError, IllegalStateError: As :meth:`exchange`.
+        Raises as :meth:`exchange`.
         """
         self._check()
         self.addresses.must_ask()
@@ -308,10 +265,7 @@ class Connections:
     def post(self, node: int, request: Request | Message, done: Done) -> None:
         """Send a request without a wait for its answer.
 
-        Args:
-            node: The broker's id.
-            request: The request, of this library or of kafka-python.
-            done: Called once, with the answer or the error, by this call or by a later one of this object.
+        ``done`` is called once, with the answer or the error, by this call or by a later one of this object.
         """
         if self._closed or os.getpid() != self._pid:
             self._check()
@@ -514,14 +468,7 @@ class Connections:
 
 
 class _Wait:
-    """The wait for several connections, or for one that has bytes to send or is not open yet.
-
-    Args:
-        connections: The connections.
-
-    Attributes:
-        ready: Those with something to do.
-    """
+    """The wait for several connections, or for one that has bytes to send or is not open yet."""
 
     def __init__(self, connections: Sequence[Connection]) -> None:
         self._by_file = {one.fileno(): one for one in connections if one.error is None and one.fileno() >= 0}
@@ -565,16 +512,7 @@ class _Wait:
 class Brokers:
     """The brokers of one cluster, for any number of threads and tasks. Connects on the first request.
 
-    Args:
-        config: How to connect.
-        like: As for :class:`Connections`.
-
-    Attributes:
-        listener: Decides which of their addresses the brokers tell.
-        addresses: Where the brokers are.
-
-    Raises:
-        ConfigurationError: A certificate or key of the configuration cannot be used.
+    ``listener`` decides which of their addresses the brokers tell.
     """
 
     def __init__(self, config: KafkaConfig, *, like: Connections | Brokers | None = None) -> None:

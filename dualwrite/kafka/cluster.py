@@ -32,12 +32,7 @@ _SIGN_BIT: Final = 0x8000_0000
 
 @dataclass(frozen=True)
 class Leader:
-    """The leader of a partition.
-
-    Attributes:
-        node: The broker's id.
-        epoch: The leader epoch, by which a broker detects that it is no longer the leader that we asked for.
-    """
+    """The leader of a partition. By the epoch a broker detects that it is no longer the leader that we asked for."""
 
     node: int
     epoch: int
@@ -47,9 +42,8 @@ class Leader:
 class Topic:
     """A topic that exists.
 
-    Attributes:
-        topic_id: Its id as Kafka prints it; None from a broker without topic ids.
-        leaders: Each partition's leader; None while it has none.
+    ``topic_id`` is printed as Kafka prints it; None from a broker without topic ids. A partition has None while it has no
+    leader.
     """
 
     topic_id: str | None
@@ -59,9 +53,7 @@ class Topic:
 def internal_partition(key: str, partitions: int) -> int:
     """The partition of an internal topic that belongs to a key: Java's ``String.hashCode``, as brokers use it.
 
-    Args:
-        key: The ``group.id`` for ``__consumer_offsets``, the ``transactional.id`` for ``__transaction_state``.
-        partitions: How many partitions the topic has.
+    The key is the ``group.id`` for ``__consumer_offsets``, the ``transactional.id`` for ``__transaction_state``.
     """
     encoded = key.encode("utf-16-be")
     hashed = 0
@@ -77,18 +69,7 @@ def find_coordinators(
 ) -> dict[str, tuple[int, int]]:
     """Ask a broker for the coordinators of transactional ids or of groups.
 
-    Args:
-        brokers: The brokers to ask.
-        kind: What the keys are.
-        keys: The ids.
-        deadline: Limits the wait.
-
-    Returns:
-        By id, the error code, and the coordinator's broker if that is 0.
-
-    Raises:
-        NotYet: No broker answered.
-        ConfigurationError: The brokers refuse our credentials or our way of connecting, or are too old.
+    By id, the error code, and the coordinator's broker if that is 0. Raises as :meth:`Connections.metadata`.
     """
 
     def request() -> Message:
@@ -99,11 +80,7 @@ def find_coordinators(
 
 
 class Coordinators:
-    """The transaction coordinators.
-
-    Args:
-        brokers: The brokers to ask.
-    """
+    """The transaction coordinators."""
 
     def __init__(self, brokers: Brokers) -> None:
         self._brokers = brokers
@@ -121,18 +98,8 @@ class Coordinators:
     ) -> dict[str, Answer]:
         """Send the coordinators a request about each id, until all have answered.
 
-        Args:
-            kafka_ids: The ids.
-            requests: Makes the requests for the ids of one coordinator, each with the ids that it covers.
-            read: Reads the response to a request that covered these ids.
-            deadline: Covers all attempts.
-            what: The action, for error messages: "Kafka could not ``what`` in time".
-            once: Whether to send each request at most once. Ids without an answer are then missing from the result.
-
-        Raises:
-            Unavailable: Some coordinators did not answer in time. With ``once``: they could not be found, or none
-                answered.
-            ConfigurationError: A right is missing.
+        With ``once`` each request is sent at most once: ids without an answer are missing from the result, and
+        `Unavailable` means that no coordinator was found, or none answered.
         """
         if not once:
             return until_answered(
@@ -192,11 +159,7 @@ class Coordinators:
 
 
 class Topics:
-    """The topics and their leaders.
-
-    Args:
-        brokers: The brokers to ask.
-    """
+    """The topics and their leaders."""
 
     def __init__(self, brokers: Brokers | Connections) -> None:
         self._brokers = brokers
@@ -208,16 +171,9 @@ class Topics:
         return self._known.get(topic)
 
     def find(self, topics: Collection[str], deadline: Deadline, *, fresh: bool) -> dict[str, Topic | NotYet | None]:
-        """Each topic, or None for one that does not exist.
+        """Each topic, or None for one that does not exist; `NotYet` if no broker answered.
 
-        Args:
-            topics: Their names.
-            deadline: Limits the wait.
-            fresh: Whether to look up known topics again: a topic may have been recreated under its name.
-
-        Raises:
-            NotYet: No broker answered.
-            ConfigurationError: We may not describe a topic.
+        ``fresh`` looks up known topics again: a topic may have been recreated under its name.
         """
         known = {} if fresh else self._known
         unknown = [topic for topic in dict.fromkeys(topics) if topic not in known]
@@ -252,11 +208,7 @@ def right_to_look(kafka_id: str) -> str:
 
 
 def read_topics(response: Message) -> dict[str, Topic | NotYet | None]:
-    """The topics that a broker has described, by name; None for one that it does not know.
-
-    Raises:
-        ConfigurationError: We may not describe a topic.
-    """
+    """The topics that a broker has described, by name; None for one that it does not know."""
     answers: dict[str, Topic | NotYet | None] = {}
     for topic in response.topics:
         if kafka_errors.for_code(topic.error_code) is kafka_errors.UnknownTopicOrPartitionError:
@@ -291,13 +243,7 @@ Producers = Mapping[int, tuple[int, int | None]]
 
 @dataclass(frozen=True)
 class Place:
-    """A partition of one particular topic.
-
-    Attributes:
-        topic: The topic's name.
-        partition: The partition's number.
-        topic_id: The topic's id, since a new topic may have taken the name. None if it is not known.
-    """
+    """A partition of one particular topic: ``topic_id``, where it is known, since a new topic may have taken the name."""
 
     topic: str
     partition: int
@@ -312,11 +258,7 @@ class Place:
         return f"{self.topic}[{self.partition}]"
 
     def leader(self, topics: Mapping[str, Topic | NotYet | None]) -> Leader | NotYet | None:
-        """The partition's leader; None if the partition does not exist.
-
-        Args:
-            topics: The known topics.
-        """
+        """The partition's leader; None if the partition does not exist."""
         topic = topics[self.topic]
         if not isinstance(topic, Topic):
             return topic
@@ -343,17 +285,8 @@ def producers(
 ) -> dict[Place, Producers | None]:
     """The producers that each partition remembers, as its leader shows them (``DescribeProducers``).
 
-    Args:
-        brokers: The brokers.
-        topics: The topics.
-        places: The partitions. The answer is None for one that does not exist: no broker knows its topic, or only a new
-            one of that name.
-        deadline: Limits the wait.
-        fresh: Whether to look up the topics' ids and leaders first, instead of using those already known.
-
-    Raises:
-        Unavailable: Some leaders did not answer in time.
-        ConfigurationError: We may not read or describe a topic.
+    None for a partition that does not exist: no broker knows its topic, or only a new one of that name. ``fresh`` looks up
+    the topics' ids and leaders first.
     """
 
     def ask(pending: list[Place]) -> dict[Place, Producers | NotYet | None]:
@@ -399,13 +332,7 @@ def joined(
 ) -> dict[Partition, Producers | NotYet]:
     """The producers of the partitions that a broker has shown, as far as it has then answered as their leader.
 
-    Args:
-        led: The partitions that it was asked for.
-        described: Its answer to :class:`DescribeProducers`.
-        epochs: Its answer to :func:`leader_epochs`, which it was sent after that.
-
-    Raises:
-        ConfigurationError: We may not read or describe a topic.
+    The broker was sent :func:`leader_epochs` after :class:`DescribeProducers`.
     """
     if isinstance(described, NotYet):
         return dict.fromkeys(led, described)
@@ -431,18 +358,13 @@ def joined(
 def leader_epochs(led: Mapping[Partition, Leader]) -> OffsetForLeaderEpoch:
     """The request that only the leader of the given epoch answers; the answer says where its log ends.
 
-    Args:
-        led: Partitions with their leaders, which must be the same broker.
+    All of the partitions have the same leader.
     """
     return OffsetForLeaderEpoch({key: leader.epoch for key, leader in led.items()})
 
 
 def end_offsets(answer: Mapping[Partition, tuple[int, int]]) -> dict[Partition, int | NotYet]:
-    """The end of each log, replicated or not, from the answer to :func:`leader_epochs`.
-
-    Raises:
-        ConfigurationError: We may not describe a topic.
-    """
+    """The end of each log, replicated or not, from the answer to :func:`leader_epochs`."""
     return {
         key: verdict(code, str(Place(*key)), f"Describe on the topic {key[0]!r}") or end
         for key, (code, end) in answer.items()

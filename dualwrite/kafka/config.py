@@ -136,15 +136,7 @@ _NUMBERS: Final = {
 
 
 def checked(kafka: Mapping[str, object], *, trusted: bool) -> dict[str, Setting]:
-    """The settings of a dictionary, under the names that this library uses.
-
-    Args:
-        kafka: librdkafka's keys and values.
-        trusted: Whether to accept keys that load or execute code.
-
-    Raises:
-        ConfigurationError: As :meth:`dualwrite.kafka.config.KafkaConfig.parse`.
-    """
+    """The settings of a dictionary, under the names that this library uses; see :meth:`KafkaConfig.parse`."""
     settings: dict[str, Setting] = {}
     for given, value in kafka.items():
         key = _checked_key(given)
@@ -280,13 +272,10 @@ class KafkaConfig:
     def parse(cls, kafka: Mapping[str, object], *, trusted: bool = True) -> KafkaConfig:
         """Check a dictionary such as confluent-kafka's ``Producer`` takes. Makes no connection and reads no file.
 
-        Args:
-            kafka: librdkafka's keys and values.
-            trusted: Whether to accept keys that load or execute code. Pass False for the options of a job.
+        ``trusted`` accepts keys that load or execute code: pass False for the options of a job.
 
-        Raises:
-            ConfigurationError: A key is missing, unknown, contradicts another key or the protocol, or cannot mean the
-                same to both clients. The message names the key and shows no value.
+        `ConfigurationError` if a key is missing, unknown, contradicts another key or the protocol, or cannot mean the same
+        to both clients. It names the key and shows no value.
         """
         settings = checked(kafka, trusted=trusted)
         return cls(tuple(sorted(settings.items(), key=lambda item: item[0])))
@@ -340,14 +329,10 @@ class KafkaConfig:
         return first, longest or max(first, _DEFAULT_RETRY_BACKOFF_MS)
 
     def librdkafka(self, **own: Setting) -> dict[str, Setting]:
-        """The dictionary for confluent-kafka's ``Producer``.
+        """The dictionary for confluent-kafka's ``Producer``, with the caller's own settings.
 
-        Args:
-            own: Settings of the caller, as in ``config.librdkafka(**{"transactional.id": "orders"})``.
-
-        Raises:
-            ConfigurationError: The user set one of these keys to another value. Only ``transaction.timeout.ms`` may
-                differ: the caller has already taken the user's value into account.
+        The user may have set none of these to another value but ``transaction.timeout.ms``: the caller has already taken
+        the user's value into account.
         """
         first, longest = self._retry_backoff_ms()
         merged: dict[str, Setting] = {
@@ -370,9 +355,8 @@ class KafkaConfig:
     def connecting(self) -> ConnectionSettings:
         """The settings of this library's own connections. Reads certificates and keys from their files.
 
-        Raises:
-            ConfigurationError: A file cannot be read, a key does not match its certificate, or a package that the SASL
-                mechanism needs is missing.
+        `ConfigurationError` if a file cannot be read, a key does not match its certificate, or a package that the SASL
+        mechanism needs is missing.
         """
         protocol = protocol_of(dict(self._settings))
         opening_s = (self._number("socket.connection.setup.timeout.ms") or 10_000) / 1000

@@ -104,12 +104,7 @@ class Login(Protocol):
 
 @dataclass(frozen=True)
 class Sasl:
-    """How to log in.
-
-    Attributes:
-        mechanism: Its name.
-        begin: Makes a login to this host.
-    """
+    """How to log in: ``begin`` makes a login to a host."""
 
     mechanism: str
     begin: Callable[[str], Login] = field(repr=False)
@@ -119,21 +114,10 @@ class Sasl:
 class ConnectionSettings:
     """How to connect; its ``repr`` shows no secret.
 
-    Attributes:
-        servers: Host and port of each bootstrap server.
-        client: The client's name.
-        canonical_names: Whether each bootstrap server stands for the canonical names of its addresses.
-        family: The address family, ``AF_UNSPEC`` for any.
-        socket_options: The sockets' options.
-        tls: How to verify brokers and what to present to them; None for no TLS.
-        sasl: How to log in; None for no login.
-        request_s: How long an answer may take.
-        opening_s: How long a connection may take to open; twice as long after each failure.
-        longest_opening_s: The longest such time.
-        pause_s: The pause before the next attempt to connect; twice as long after each failure.
-        longest_pause_s: The longest pause.
-        idle_s: A connection that has rested for longer is replaced before it is used.
-        largest_answer: The largest answer in bytes. Four bytes of something else would otherwise be taken for a length.
+    ``canonical_names``: each bootstrap server stands for the canonical names of its addresses. None for ``tls`` or ``sasl``
+    is none. ``opening_s`` and ``pause_s`` double after each failure, up to their longest. A connection that has rested for
+    longer than ``idle_s`` is replaced before it is used. Without ``largest_answer`` (bytes), four bytes of something else
+    would be taken for a length.
     """
 
     servers: Sequence[tuple[str, int]]
@@ -190,22 +174,9 @@ _Step = Generator[int, None, T]
 class Connection:
     """A connection to one broker. Used by one caller at a time. Begins to open with the first :meth:`advance`.
 
-    Args:
-        settings: How to connect.
-        host: The broker's host.
-        port: The broker's port.
-        opens_within_s: How long it may take to open.
-
-    Attributes:
-        error: Why it is broken; None while it is not.
-        is_open: Whether requests are sent at once.
-        was_open: Whether it was ever open.
-        in_flight: The requests that wait for their answers, in their order: correlation id, request, version, what takes the
-            answer, and when it must be there.
-        waiting: The requests that wait until it is open.
-        unsent: Bytes that the kernel has not taken yet.
-        used_at: When the owner used it last (seconds, on the clock of ``now_s``).
-        broken_at: When it broke, if it is broken.
+    ``error`` is None while it is not broken. ``is_open``: requests are sent at once. ``in_flight`` has, in their order,
+    correlation id, request, version, what takes the answer, and when it must be there; ``waiting`` those that wait until it
+    is open. ``unsent`` are bytes that the kernel has not taken yet. Times are in seconds, on the clock of ``now_s``.
     """
 
     def __init__(self, settings: ConnectionSettings, host: str, port: int, *, opens_within_s: float) -> None:
@@ -271,10 +242,8 @@ class Connection:
     def post(self, request: Request, done: Done, due_at: float) -> None:
         """Send a request; at once, unless the connection is not open yet.
 
-        Args:
-            request: The request.
-            done: Called once, by this call or by a later one, unless the request is withdrawn.
-            due_at: When an answer must be there (seconds, on the clock of ``now_s``). Without it the connection breaks.
+        ``done`` is called once, by this call or by a later one, unless the request is withdrawn. Without an answer at
+        ``due_at`` (seconds, on the clock of ``now_s``) the connection breaks.
         """
         if self.is_open and self._is_whole and (self._login_until is None or now_s() < self._login_until):
             self._send(request, done, due_at)

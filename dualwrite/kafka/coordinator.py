@@ -62,21 +62,17 @@ if TYPE_CHECKING:
 class KafkaCoordinator:
     """:class:`~dualwrite.interfaces.TransactionCoordinator` over the wire. Connects on the first call; thread-safe.
 
-    A call on many ids sends one request per broker where Kafka has a batched request, otherwise one per id, all at
-    once. Transient failures (a coordinator that moves, loads or is gone, a change of leader, a lost connection) are
-    retried after 2 ms, then with growing waits, up to the deadline.
+    A call on many ids sends one request per broker where Kafka has a batched request, otherwise one per id, all at once.
+    Transient failures (a coordinator that moves, loads or is gone, a change of leader, a lost connection) are retried after
+    2 ms, then with growing waits, up to the deadline; then the call raises `Unavailable`. `ConfigurationError` means that a
+    right is missing, or that the brokers refuse our way of connecting.
 
-    Required rights: Describe and Write on the transactional ids; Describe and Read on the topics written, for the
-    evidence, and Write on them, to end transactions that a broker has forgotten; DescribeConfigs on the cluster, for
+    Required rights: Describe and Write on the transactional ids; Describe and Read on the topics written, for the evidence,
+    and Write on them, to end transactions that a broker has forgotten; DescribeConfigs on the cluster, for
     :meth:`max_transaction_timeout_ms`.
 
-    Args:
-        config: How to connect.
-        like: Another one for the same cluster, whose knowledge of the brokers' addresses is used.
-        one_thread: Whether only one thread uses it, at any time: it may post questions, and shares what ``like`` knows.
-
-    Raises:
-        ConfigurationError: A certificate or key of the configuration cannot be used.
+    What ``like`` knows of the brokers' addresses is used. With ``one_thread``, only one thread uses it at any time: it may
+    post questions, and shares what ``like`` knows.
     """
 
     def __init__(self, config: KafkaConfig, *, like: KafkaCoordinator | None = None, one_thread: bool = False) -> None:
@@ -106,12 +102,7 @@ class KafkaCoordinator:
         self._brokers.close()
 
     def cluster_id(self, deadline: Deadline) -> str:
-        """The id of the cluster that the bootstrap servers belong to.
-
-        Raises:
-            Unavailable: No broker answered in time.
-            ConfigurationError: The brokers refuse our credentials or our way of connecting.
-        """
+        """The id of the cluster that the bootstrap servers belong to."""
 
         def ask(_: list[None]) -> dict[None, str | NotYet]:
             return {None: self._brokers.metadata((), deadline).cluster_id or NotYet("the cluster has no id yet")}
@@ -119,11 +110,7 @@ class KafkaCoordinator:
         return until_answered([None], ask, deadline, "report its cluster id")[None]
 
     def max_transaction_timeout_ms(self, deadline: Deadline) -> int | None:
-        """The smallest ``transaction.max.timeout.ms`` of all brokers; None if we may not read it.
-
-        Raises:
-            Unavailable: Not all brokers answered in time.
-        """
+        """The smallest ``transaction.max.timeout.ms`` of all brokers; None if we may not read it."""
 
         def ask(_: list[None]) -> dict[None, int | None]:
             requests = [(node, _describe_broker(node)) for node in self._brokers.nodes(deadline)]
@@ -143,12 +130,7 @@ class KafkaCoordinator:
         return until_answered([None], ask, deadline, f"report its {_LONGEST_TIMEOUT}")[None]
 
     def describe(self, kafka_ids: Collection[str], deadline: Deadline) -> Mapping[str, TransactionView]:
-        """The coordinator's view of each id; an unknown id has the status ``NO_SUCH_ID``. Source: KIP-664.
-
-        Raises:
-            Unavailable: Not all coordinators answered in time.
-            ConfigurationError: We may not describe an id.
-        """
+        """The coordinator's view of each id; an unknown id has the status ``NO_SUCH_ID``. Source: KIP-664."""
         return describe(self._coordinators, kafka_ids, deadline)
 
     def end(
@@ -157,13 +139,8 @@ class KafkaCoordinator:
         """Send ``EndTxn`` for each Kafka id with its state's producer id and epoch, which stay valid.
 
         A request may be sent more than once, because the first answer may get lost. A repetition is harmless unless a
-        producer begins another transaction with that id and epoch.
-
-        With ``once`` each request is sent at most once; an id without an answer is missing from the result.
-
-        Raises:
-            Unavailable: Some coordinators did not answer in time. Any of the transactions may have ended.
-            ConfigurationError: We may not write under an id.
+        producer begins another transaction with that id and epoch. With ``once`` each request is sent at most once; an id
+        without an answer is missing from the result. After `Unavailable` any of the transactions may have ended.
         """
         return end(self._coordinators, transactions, deadline, committed=committed, once=once)
 
@@ -172,11 +149,8 @@ class KafkaCoordinator:
     ) -> Mapping[str, EndAnswer]:
         """Send ``EndTxn`` v5 for each Kafka id with the producer id and epoch that name one transaction.
 
-        Any process may do so under transaction version 2, and repeat it. Source: KIP-890.
-
-        Raises:
-            Unavailable: Some coordinators did not answer in time. Any of the transactions may have ended.
-            ConfigurationError: We may not write under an id, or a broker is older than 4.0.
+        Any process may do so under transaction version 2, and repeat it. After `Unavailable` any of the transactions may
+        have ended. `ConfigurationError` also if a broker is older than 4.0. Source: KIP-890.
         """
         named = {kafka_id: PreparedTxnState(*ids) for kafka_id, ids in transactions.items()}
         return end(self._coordinators, named, deadline, committed=committed, exactly=True)
@@ -185,9 +159,6 @@ class KafkaCoordinator:
         """The cluster's finalized ``transaction.version``: from 2 on, every transaction has an epoch of its own (KIP-890).
 
         0 if the cluster has not finalized one. While it is being raised or lowered, the lowest of the brokers' answers.
-
-        Raises:
-            Unavailable: Not all brokers answered in time.
         """
 
         def ask(_: list[None]) -> dict[None, int]:
@@ -218,17 +189,8 @@ class KafkaCoordinator:
     ) -> Mapping[str, tuple[int, int]]:
         """Repeat ``InitProducerId`` for each id until it succeeds: aborts what is ongoing and fences its producers.
 
-        Args:
-            kafka_ids: The ids.
-            deadline: Covers all attempts.
-            timeouts_ms: The transaction timeout for ids with transactions left to end; the others get a short one.
-
-        Returns:
-            By id, its producer id and epoch now.
-
-        Raises:
-            Unavailable: Some ids were not retired in time. Any of them may have been.
-            ConfigurationError: We may not write under an id, or a timeout exceeds ``transaction.max.timeout.ms``.
+        ``timeouts_ms`` is for ids with transactions left to end; the others get a short one. Returns each id's producer id
+        and epoch now. After `Unavailable` any of the ids may have been retired.
         """
         timeouts = dict.fromkeys(kafka_ids, _RETIRED_TIMEOUT_MS) | dict(timeouts_ms or {})
 
@@ -262,12 +224,8 @@ class KafkaCoordinator:
     ) -> Mapping[str, bool]:
         """Send ``AddPartitionsToTxn`` for each Kafka id with producer id, epoch and partitions: begins a transaction.
 
-        Returns:
-            By id, whether its partitions were added; False if its producer id or epoch differs, or a partition is gone.
-
-        Raises:
-            Unavailable: Some coordinators did not answer in time. Any of the partitions may have been added.
-            ConfigurationError: We may not write under an id, or to a topic.
+        By id, False if its producer id or epoch differs, or a partition is gone. After `Unavailable` any of the partitions
+        may have been added.
         """
 
         def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
@@ -302,11 +260,8 @@ class KafkaCoordinator:
         """All transactional ids with that prefix known to any coordinator, sorted; only those that we may describe.
 
         Requires Describe on the topic ``__transaction_state`` and on the transactional ids with the prefix
-        ``dualwrite-probe.``. Without them nothing shows that the list is complete: then ids may be missing whose coordinator is
-        changing, and a warning is logged.
-
-        Raises:
-            Unavailable: Some brokers did not answer in time, or some ids had no coordinator.
+        ``dualwrite-probe.``. Without them nothing shows that the list is complete: then ids may be missing whose
+        coordinator is changing, and a warning is logged.
         """
         listing = list_transactions(self._brokers, (), deadline)
         if not listing.is_complete:
@@ -320,11 +275,7 @@ class KafkaCoordinator:
         return sorted(kafka_id for kafka_id in found if kafka_id.startswith(prefix))
 
     def compacted(self, topics: Collection[str], deadline: Deadline) -> Collection[str]:
-        """Those of the topics that are compacted. One whose settings we may not describe is left out. Asks once.
-
-        Raises:
-            Unavailable: No answer.
-        """
+        """Those of the topics that are compacted. One whose settings we may not describe is left out. Asks once."""
         resources = [
             DescribeConfigsRequest.DescribeConfigsResource(
                 resource_type=_TOPIC_RESOURCE, resource_name=topic, configuration_keys=[_CLEANUP]
@@ -346,9 +297,6 @@ class KafkaCoordinator:
         """The age of the oldest open transaction of any id that we may describe, in seconds; 0 if none is open.
 
         The metric that KIP-939 proposes for brokers, ``ActiveTransactionOpenTimeMaxMs``.
-
-        Raises:
-            Unavailable: The brokers did not answer in time.
         """
         request = ListTransactionsRequest(state_filters=[status.value for status in OPEN], producer_id_filters=[])
 
@@ -368,12 +316,7 @@ class KafkaCoordinator:
         return max(0.0, time.time() - min(started) / 1000) if started else 0.0
 
     def topic_ids(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, str]:
-        """The id of each topic as URL-safe base64. A topic that does not exist is missing from the result.
-
-        Raises:
-            Unavailable: The brokers did not answer in time.
-            ConfigurationError: We may not describe a topic.
-        """
+        """The id of each topic as URL-safe base64. A topic that does not exist is missing from the result."""
         found = self._find_topics(topics, deadline, fresh=True)
         return {
             name: topic.topic_id for name, topic in found.items() if topic is not None and topic.topic_id is not None
@@ -386,10 +329,6 @@ class KafkaCoordinator:
 
         None where that producer has nothing open. A partition is left out once no broker knows its topic, even if a new
         topic has the name.
-
-        Raises:
-            Unavailable: Some leaders did not answer in time.
-            ConfigurationError: We may not read or describe a topic.
         """
         places = [
             [Place(first.topic, first.partition, first.topic_id) for first in state.first_offsets] for state in states
@@ -408,12 +347,7 @@ class KafkaCoordinator:
     def producer_open_offsets(
         self, producer_id: int, epoch: int, partitions: Collection[Partition], deadline: Deadline
     ) -> Mapping[Partition, int | None]:
-        """The offset at which a producer's open transaction began in each partition; None where it has nothing open.
-
-        Raises:
-            Unavailable: Some leaders did not answer in time.
-            ConfigurationError: We may not read or describe a topic.
-        """
+        """The offset at which a producer's open transaction began in each partition; None where it has nothing open."""
         places = [Place(topic, partition) for topic, partition in partitions]
         shown = open_offsets(self._brokers, self._topics, places, deadline, fresh=False)
         return {place.key: (shown[place] or {}).get((producer_id, epoch)) for place in places}
@@ -421,12 +355,7 @@ class KafkaCoordinator:
     def sequences(
         self, producer_id: int, epoch: int, firsts: Mapping[Partition, int], deadline: Deadline
     ) -> Mapping[Partition, tuple[int, int] | None]:
-        """Sequence numbers of a producer's open transaction; see :func:`dualwrite.kafka.log.spans`.
-
-        Raises:
-            Unavailable: Some leaders did not answer in time.
-            ConfigurationError: We may not read or describe a topic.
-        """
+        """Sequence numbers of a producer's open transaction; see :func:`dualwrite.kafka.log.spans`."""
         return log.spans(self._brokers, self._topics, (producer_id, epoch), firsts, deadline)
 
     def still_open(
@@ -435,10 +364,6 @@ class KafkaCoordinator:
         """For each producer id with its partitions: those in which it has a transaction open, and where that began.
 
         The transaction may be under any epoch. A partition whose topic no broker knows any more shows nothing.
-
-        Raises:
-            Unavailable: Some leaders did not answer in time.
-            ConfigurationError: We may not read or describe a topic.
         """
         places = {Place(*key) for _, partitions in suspects for key in partitions}
         shown = open_offsets(self._brokers, self._topics, places, deadline, fresh=True)
@@ -458,12 +383,8 @@ class KafkaCoordinator:
         """For each state with further partitions: the transactions that its producer has open, under any epoch.
 
         Looks in these, and in every partition of the topics that the state names: an undecided transaction whose marker was
-        forgotten is named nowhere else. A partition of a topic that no broker knows any more shows nothing; nor does one of a
-        new topic, where the state names the old one's id.
-
-        Raises:
-            Unavailable: Some leaders did not answer in time.
-            ConfigurationError: We may not read or describe a topic.
+        forgotten is named nowhere else. A partition of a topic that no broker knows any more shows nothing; nor does one of
+        a new topic, where the state names the old one's id.
         """
         ids = [state.topic_ids for state, _ in asked]
         found = until_answered(
@@ -502,9 +423,6 @@ class KafkaCoordinator:
 
         After a native transaction of epoch E, an epoch above E with nothing open shows that it has ended there. None for a
         partition that is gone with its topic. Unanswered partitions are missing.
-
-        Raises:
-            ConfigurationError: We may not read or describe a topic.
         """
         named = [(state, state.topic_ids) for state in states]
         places = [{key: Place(*key, topic_id=ids[key[0]]) for key in sorted(state.partitions)} for state, ids in named]
@@ -538,33 +456,19 @@ class KafkaCoordinator:
         return PostedQuestion.post(self._posting, self._topics, native, shared)
 
     def prove(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[LogProof]:
-        """Prove the outcome of each state's transaction from the log; see :func:`dualwrite.kafka.log.prove`.
-
-        Raises:
-            Unavailable: The leaders did not answer in time, or there was too much to read.
-            ConfigurationError: We may not read or describe a topic.
-        """
+        """Prove the outcome of each state's transaction from the log; see :func:`dualwrite.kafka.log.prove`."""
         return log.prove(self._brokers, self._topics, states, deadline)
 
     def prove_now(
         self, states: Sequence[PreparedTxnState], deadline: Deadline, *, read_on: bool
     ) -> Sequence[Mapping[Partition, LogProof | None]]:
-        """Read, without retrying, what each partition's log proves; see :func:`dualwrite.kafka.log.prove_now`.
-
-        Raises:
-            ConfigurationError: We may not read or describe a topic.
-        """
+        """Read, without retrying, what each partition's log proves; see :func:`dualwrite.kafka.log.prove_now`."""
         return log.prove_now(self._brokers, self._topics, states, deadline, read_on=read_on, held_back=self._held_back)
 
     def blocking(
         self, partitions: Collection[Partition], deadline: Deadline, *, open_for_s: float
     ) -> Sequence[BlockingTransaction]:
-        """Transactions that hold back readers; see :func:`~dualwrite.kafka.log.find_blocking`.
-
-        Raises:
-            Unavailable: Some leaders or coordinators did not answer in time.
-            ConfigurationError: We may not read or describe a topic.
-        """
+        """Transactions that hold back readers; see :func:`~dualwrite.kafka.log.find_blocking`."""
         return find_blocking(
             [Place(*key) for key in partitions],
             open_in=lambda places: open_offsets(self._brokers, self._topics, places, deadline, fresh=True),
@@ -574,11 +478,7 @@ class KafkaCoordinator:
         )
 
     def newly_held_back(self, deadline: Deadline) -> Sequence[BlockingTransaction]:
-        """Transactions seen to hold back readers for some seconds, when asking how others ended. Each is reported once.
-
-        Raises:
-            Unavailable, ConfigurationError: As :meth:`blocking`.
-        """
+        """Transactions seen to hold back readers for some seconds, when asking how others ended. Each is reported once."""
         due = self._held_back.due()
         if not due:
             return ()
@@ -586,22 +486,12 @@ class KafkaCoordinator:
         return [one for one in found if one.first_offset == due[Place(one.topic, one.partition)]]
 
     def partitions_of(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, int]:
-        """The number of partitions of each topic. A topic that does not exist is missing from the result.
-
-        Raises:
-            Unavailable: The brokers did not answer in time.
-            ConfigurationError: We may not describe a topic.
-        """
+        """The number of partitions of each topic. A topic that does not exist is missing from the result."""
         found = self._find_topics(topics, deadline, fresh=True)
         return {name: len(topic.leaders) for name, topic in found.items() if topic is not None}
 
     def later_commits(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[Later]:
-        """Each producer's commits after its state, from the logs; see :func:`dualwrite.kafka.log.later_commits`.
-
-        Raises:
-            Unavailable: The leaders did not answer in time, or there was too much to read.
-            ConfigurationError: We may not read or describe a topic.
-        """
+        """Each producer's commits after its state, from the logs; see :func:`dualwrite.kafka.log.later_commits`."""
         return log.later_commits(self._brokers, self._topics, states, deadline)
 
     def _find_topics(self, topics: Collection[str], deadline: Deadline, *, fresh: bool) -> dict[str, Topic | None]:
@@ -639,12 +529,7 @@ _Leaders = Mapping[int, Leader | None] | None
 
 @dataclass(frozen=True)
 class Listing:
-    """The transactions that the coordinators have listed.
-
-    Attributes:
-        transactions: The entries of their answers.
-        is_complete: Whether there is evidence that they know no others.
-    """
+    """The transactions that the coordinators have listed; ``is_complete`` if there is evidence that they know no others."""
 
     transactions: Sequence[Message]
     is_complete: bool
@@ -659,8 +544,7 @@ def ids_of(brokers: Brokers, producer_ids: Collection[int], deadline: Deadline) 
 def list_transactions(brokers: Brokers, producer_ids: Collection[int], deadline: Deadline) -> Listing:
     """List the transactions of these producer ids, or all; only those that we may describe.
 
-    Raises:
-        Unavailable: Some brokers did not answer in time, or some transactions had no coordinator.
+    `Unavailable` if some brokers did not answer in time, or some transactions had no coordinator.
     """
 
     def ask(_: list[None]) -> dict[None, Listing | NotYet]:
@@ -911,10 +795,6 @@ def _describe_broker(node: int) -> Message:
 
 
 def connection_settings(kafka: Mapping[str, object]) -> dict[str, object]:
-    """The settings by which any client of librdkafka reaches the brokers.
-
-    Raises:
-        ConfigurationError: As :meth:`KafkaConfig.parse`.
-    """
+    """The settings by which any client of librdkafka reaches the brokers."""
     reaching = CONNECTING | KERBEROS_TICKETS
     return {key: value for key, value in KafkaConfig.parse(kafka).librdkafka().items() if key in reaching}

@@ -133,11 +133,9 @@ WITHIN_A_TRANSACTION: Final = frozenset({Phase.PRODUCE, Phase.DELIVERY, Phase.SE
 
 @dataclass(frozen=True)
 class Failure:
-    """An error, and the state in which it leaves the producer.
+    """An error to raise, and the state in which it leaves the producer.
 
-    Attributes:
-        error: What to raise; its cause is the client's own error, where it has one.
-        event: ``FAIL`` where an abort makes the producer usable again, ``DOUBT`` where it must be discarded.
+    After ``FAIL`` an abort makes the producer usable again; after ``DOUBT`` it must be discarded.
     """
 
     error: DualWriteError
@@ -155,12 +153,9 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Advice:
-    """The advice on an error.
+    """The advice on an error: what helps, and what to do, in words.
 
-    Attributes:
-        kind: What helps.
-        step: What to do, in words; ``{subject}`` stands for the topic or group, ``{id}`` for the transactional id. None
-            where the phase alone says it.
+    ``{subject}`` stands for the topic or group, ``{id}`` for the transactional id. A step of None: the phase alone says it.
     """
 
     kind: Kind
@@ -253,15 +248,7 @@ def advice_on(code: int) -> Advice:
 def error_for(
     advice: Advice, what: str, phase: Phase, *, transactional_id: str, subject: str | None = None
 ) -> DualWriteError:
-    """The error for the caller.
-
-    Args:
-        advice: The advice on the error.
-        what: What happened, in one sentence; the error's text begins with the step.
-        phase: The step that failed.
-        transactional_id: The producer's id.
-        subject: The topic or consumer group concerned.
-    """
+    """The error for the caller; its text begins with the step. ``what`` says in one sentence what happened."""
     said = f"{phase.of(subject)}: {what}"
     step = _step(advice, transactional_id, subject)
     if advice.kind is Kind.FENCED:

@@ -34,9 +34,6 @@ def list_offsets(
 
     librdkafka does not refresh it by itself: it repeats the leader epoch that it has cached, and the broker refuses each
     request.
-
-    Raises:
-        KafkaException: A broker refused, or did not answer.
     """
     answers = admin.list_offsets(dict(wanted), isolation_level=isolation, request_timeout=timeout_s)
     try:

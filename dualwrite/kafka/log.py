@@ -46,28 +46,18 @@ class Aborted(Protocol):
     """An aborted transaction of one partition, as a ``read_committed`` answer lists it."""
 
     @property
-    def producer_id(self) -> int:
-        """Its producer."""
-        ...
+    def producer_id(self) -> int: ...
 
     @property
-    def first_offset(self) -> int:
-        """Its first offset."""
-        ...
+    def first_offset(self) -> int: ...
 
 
 @dataclass(eq=False)
 class Scan:
     """The state of the search for the marker that ended one transaction in one partition.
 
-    Attributes:
-        first: The transaction's first offset there.
-        producer_id: Its producer's id.
-        epoch: Its producer's epoch.
-        position: The next offset to read.
-        begun: Whether the transaction's own first batch has been seen.
-        glanced: Whether :meth:`glance` was tried, without a proof.
-        is_gone: Whether the partition no longer exists.
+    ``begun``: the transaction's own first batch has been seen. ``glanced``: :meth:`glance` was tried, without a proof.
+    ``is_gone``: the partition no longer exists.
     """
 
     first: FirstOffset
@@ -83,19 +73,13 @@ class Scan:
 
     @property
     def place(self) -> Place:
-        """The partition."""
         return Place(self.first.topic, self.first.partition, self.first.topic_id)
 
     def glance(self, records: Iterable[DefaultRecordBatch], aborted: Iterable[Aborted]) -> LogProof | None:
         """The proof from a ``read_committed`` answer at the first offset; None if you have to :meth:`read` on.
 
-        The answer has no batch while a transaction that begins there or before is open. A producer has one transaction
-        open at a time. So an aborted one of the same producer that spans this offset, and does not begin after it, is
-        this one.
-
-        Args:
-            records: The batches at the first offset.
-            aborted: The aborted transactions that span the batches, of any producer.
+        The answer has no batch while a transaction that begins there or before is open. A producer has one transaction open
+        at a time. So an aborted one of the same producer that spans this offset, and does not begin after it, is this one.
         """
         self.glanced = True
         batch = next((batch for batch in records if batch.next_offset > self.first.offset), None)
@@ -142,21 +126,13 @@ def prove(brokers: Brokers, topics: Topics, states: Sequence[PreparedTxnState], 
     """Prove the outcome of each transaction from the logs.
 
     An abort in one partition proves it for the whole transaction: Kafka decides once, and writes its decision to every
-    partition. If one partition nevertheless shows a commit and another an abort, an operator wrote a marker by hand.
-    The answer is then ``ABORTED``, since a part of the transaction is missing, and an error in the log names both
-    partitions. A commit in some partitions, and no outcome in others, is ``PARTLY``: replication is behind, the broker
-    has forgotten to end the others, or their records were deleted, and the transaction may still be open there.
+    partition. If one partition nevertheless shows a commit and another an abort, an operator wrote a marker by hand. The
+    answer is then ``ABORTED``, since a part of the transaction is missing, and an error in the log names both partitions. A
+    commit in some partitions, and no outcome in others, is ``PARTLY``: replication is behind, the broker has forgotten to
+    end the others, or their records were deleted, and the transaction may still be open there.
 
-    Args:
-        brokers: The brokers.
-        topics: The topics.
-        states: Each names the producer and the transaction's first offset in each partition.
-        deadline: Limits the reading. If other transactions are open before one of these, its partitions are read from
-            there on to their ends.
-
-    Raises:
-        Unavailable: The leaders did not answer in time, or there was too much to read.
-        ConfigurationError: We may not read or describe a topic.
+    If other transactions are open before one of these, its partitions are read from there on to their ends: `Unavailable`
+    may mean that there was too much to read.
     """
     scans = [[Scan(first, state.producer_id, state.epoch) for first in state.first_offsets] for state in states]
     pending = [scan for of_state in scans for scan in of_state]
@@ -182,19 +158,9 @@ def prove_now(
 ) -> list[dict[Partition, LogProof | None]]:
     """Read, without retrying, what each partition's log proves of each transaction. Unanswered partitions are missing.
 
-    None stands for a partition that is gone with its topic: no broker knows the topic, or only a new one of that name.
-
-    Args:
-        brokers: The brokers.
-        topics: The topics; uses the leaders already known.
-        states: As for :func:`prove`.
-        deadline: Covers all requests.
-        read_on: Whether to read on, however long the log, if other transactions are open before one of these. Otherwise
-            the answer is ``OPEN``.
-        held_back: Receives each partition's last stable offset.
-
-    Raises:
-        ConfigurationError: We may not read or describe a topic.
+    None stands for a partition that is gone with its topic: no broker knows the topic, or only a new one of that name. If
+    other transactions are open before one of these, ``read_on`` reads on, however long the log; otherwise the answer is
+    ``OPEN``. ``held_back`` receives each partition's last stable offset.
     """
     scans = [[Scan(first, state.producer_id, state.epoch) for first in state.first_offsets] for state in states]
     asked = [scan for of_state in scans for scan in of_state]
@@ -242,13 +208,7 @@ def combined(state: PreparedTxnState, proofs: dict[Place, LogProof]) -> LogProof
 class _LogSearch:
     """Reads some partitions in parallel. After an error it continues where it stopped.
 
-    Args:
-        brokers: The brokers.
-        topics: The topics.
-        deadline: Covers all requests.
-        read_on: Whether to read on if :meth:`Scan.glance` finds no proof; else the answer is ``OPEN``.
-        fresh: Whether to look up the leaders first: a topic may have been deleted and recreated under its name.
-        held_back: Receives each partition's last stable offset.
+    With ``fresh`` it looks up the leaders first: a topic may have been deleted and recreated under its name.
     """
 
     def __init__(
@@ -370,18 +330,12 @@ class LogBatch(Protocol):
 
 @dataclass(eq=False)
 class LaterScan:
-    """The state of the search in one partition.
+    """The state of the search for later commits in one partition.
 
-    Attributes:
-        first: The known transaction's first offset there.
-        producer_id: The producer.
-        epoch: The known transaction's epoch if it is native: then each transaction has its own.
-        newest: Its newest record, as the leader reports it; None reads to the log's end.
-        position: The next offset to read.
-        idle_since_ms: Time of the producer's last write to the partition, markers included, by the leader's clock.
-        found: Where the newest committed transaction after the known one begins; None while none was seen.
-        found_epoch: Its epoch.
-        done: Whether no record of the producer follows.
+    ``epoch`` is the known transaction's if it is native: then each transaction has its own. ``newest`` is the producer's
+    newest record, as the leader reports it; None reads to the log's end. ``idle_since_ms`` is the time of its last write,
+    markers included, by the leader's clock. ``found`` and ``found_epoch`` are the beginning and the epoch of the newest
+    committed transaction after the known one. ``done``: no record of the producer follows.
     """
 
     first: FirstOffset
@@ -402,7 +356,6 @@ class LaterScan:
 
     @property
     def place(self) -> Place:
-        """The partition."""
         return Place(self.first.topic, self.first.partition, self.first.topic_id)
 
     def read(self, batches: Iterable[LogBatch]) -> None:
@@ -486,18 +439,8 @@ def later_commits(
 ) -> list[Later]:
     """For each state, its producer's later commits, as the logs of the state's partitions show them.
 
-    A partition that no longer holds the state's records shows nothing, nor does one whose leader has forgotten the
-    producer (``producer.id.expiration.ms``, a day by default).
-
-    Args:
-        brokers: The brokers.
-        topics: The topics.
-        states: Each names a producer, and where one of its transactions began.
-        deadline: Limits the reading.
-
-    Raises:
-        Unavailable: The leaders did not answer in time, or there was too much to read.
-        ConfigurationError: We may not read or describe a topic.
+    A partition that no longer holds the state's records shows nothing, nor does one whose leader has forgotten the producer
+    (``producer.id.expiration.ms``, a day by default). `Unavailable` may mean that there was too much to read.
     """
     scans = [scans_of(state) for state in states]
     pending = [scan for of_state in scans for scan in of_state]
@@ -563,11 +506,7 @@ _LEFT_OUT: Final = NotYet("the broker left a partition out of its answer")
 def newest_records(
     answer: Mapping[Partition, tuple[int, Sequence[ProducerState]]],
 ) -> dict[Partition, dict[int, tuple[Sequenced, int]] | NotYet]:
-    """By partition and producer id, the newest record and the time of the last write, from ``DescribeProducers``' answer.
-
-    Raises:
-        ConfigurationError: We may not read a topic.
-    """
+    """By partition and producer id, the newest record and the time of the last write, from ``DescribeProducers``' answer."""
     return {
         key: verdict(code, f"the producers of {Place(*key)}", f"Read on the topic {key[0]!r}")
         or {one.producer_id: ((one.epoch, one.last_sequence), one.last_timestamp) for one in producers}
@@ -652,12 +591,7 @@ def find_blocking(
 ) -> list[BlockingTransaction]:
     """The transactions open in these partitions, sorted by partition and first offset.
 
-    Args:
-        places: The partitions.
-        open_in: Asks the partitions' leaders for open transactions.
-        ids_of: Looks up the Kafka ids of producer ids.
-        describe: Asks the coordinators for their views.
-        open_for_s: Omit transactions known to have begun less than this many seconds ago.
+    Omits transactions known to have begun less than ``open_for_s`` seconds ago.
     """
     found = [
         BlockingTransaction(place.topic, place.partition, start, producer_id, epoch)
@@ -710,10 +644,7 @@ class HeldBack:
     def note(self, place: Place, stable: int, *, upto: int) -> None:
         """Record a partition's last stable offset.
 
-        Args:
-            place: The partition.
-            stable: Its last stable offset.
-            upto: Where a transaction of our own begins. If ``stable`` is lower, another producer's is open.
+        ``upto`` is where a transaction of our own begins: if ``stable`` is lower, another producer's is open.
         """
         with self._lock:
             if stable >= upto or stable < 0:
@@ -748,19 +679,7 @@ def spans(
 ) -> dict[Partition, Span | None]:
     """By partition, the sequence numbers of a producer's first record at an offset, and of its newest record.
 
-    Args:
-        brokers: The brokers.
-        topics: The topics; uses the leaders already known.
-        ids: The producer's id and epoch.
-        firsts: By partition, the offset of the first record.
-        deadline: Limits the requests.
-
-    Returns:
-        None for a partition that does not hold that record.
-
-    Raises:
-        Unavailable: Some leaders did not answer in time.
-        ConfigurationError: We may not read or describe a topic.
+    None for a partition that does not hold that record. Uses the leaders already known.
     """
 
     def ask(pending: list[Partition]) -> dict[Partition, Span | NotYet | None]:
@@ -829,12 +748,8 @@ def fetch(
 ) -> Message:
     """Build the request for the batches from an offset on.
 
-    Args:
-        place: The partition.
-        leader: Its leader.
-        offset: The first offset; the broker sends the whole batch that holds it.
-        max_bytes: Roughly how much to send; the broker sends at least one batch, however large.
-        read_committed: Whether to stop at the last stable offset and list the aborted transactions.
+    The broker sends at least one whole batch, however large: the one that holds the offset. ``read_committed`` stops at the
+    last stable offset and lists the aborted transactions.
     """
     partition = FetchRequest.FetchTopic.FetchPartition(
         partition=place.partition,
@@ -860,11 +775,7 @@ def fetch(
 
 
 def fetched(place: Place, response: Message | NotYet) -> Message | NotYet | None:
-    """The partition's part of the answer to :func:`fetch`; None where its log has no such offset.
-
-    Raises:
-        ConfigurationError: We may not read the topic.
-    """
+    """The partition's part of the answer to :func:`fetch`; None where its log has no such offset."""
     if isinstance(response, NotYet):
         return response
     [partition] = response.responses[0].partitions

@@ -32,7 +32,6 @@ _SHORT: Final = tuple(bytes((number,)) for number in range(128))
 _SEVEN_BITS, _MORE, _LAST_SHIFT = 127, 128, 28
 _NO_TAGS: Final = b"\0"
 ID_ENDS: Final = 4
-"""Where an answer's correlation id ends."""
 
 try:
     _OUR_VERSION = version("dualwrite")
@@ -50,13 +49,7 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True)
 class Client:
-    """The client's name in the head of each request.
-
-    Attributes:
-        name: ``client.id``.
-        head: It as in requests without tagged fields.
-        flexible_head: It as in the others.
-    """
+    """The client's name in the head of each request; ``flexible_head`` is for those with tagged fields."""
 
     name: str
     head: bytes = field(init=False)
@@ -69,11 +62,7 @@ class Client:
 
 
 class Offered:
-    """The versions of requests that a broker offers.
-
-    Attributes:
-        ranges: By API key, the lowest and the highest version.
-    """
+    """The versions of requests that a broker offers: by API key, the lowest and the highest."""
 
     __slots__ = ("ranges",)
 
@@ -81,11 +70,7 @@ class Offered:
         self.ranges = ranges
 
     def highest(self, name: str, api_key: int, lowest: int, highest: int) -> int:
-        """The highest version of a request that both sides know.
-
-        Raises:
-            NotOffered: There is none.
-        """
+        """The highest version of a request that both sides know; `NotOffered` if there is none."""
         theirs = self.ranges.get(api_key)
         if theirs is None or theirs[1] < lowest or theirs[0] > highest:
             raise NotOffered(f"it does not offer {name} {lowest}" + (f" to {highest}" if highest > lowest else ""))
@@ -96,11 +81,7 @@ class Request(Protocol):
     """One request, at whatever version the broker offers."""
 
     def version(self, offered: Offered) -> int:
-        """The version to send.
-
-        Raises:
-            NotOffered: There is none.
-        """
+        """The version to send; `NotOffered` if there is none."""
         ...
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
@@ -135,15 +116,7 @@ def compact(text: str) -> bytes:
 
 
 class Cursor:
-    """Reads the fields of an answer one after the other.
-
-    Args:
-        data: The answer.
-        at: Where to begin.
-
-    Raises:
-        Unreadable: Every method, if the answer ends before the field does.
-    """
+    """Reads the fields of an answer one after the other; `Unreadable` if the answer ends before a field does."""
 
     __slots__ = ("at", "data")
 
@@ -214,14 +187,9 @@ API_VERSIONS, SASL_HANDSHAKE, SASL_AUTHENTICATE = 18, 17, 36
 
 
 def opening_request(api_key: int, version: int, correlation_id: int, client: Client, content: bytes = b"") -> bytes:
-    """A request of the opening.
+    """A request of the opening: version 0 or 3 for ApiVersions, 1 for the others.
 
-    Args:
-        api_key: Which.
-        version: 0 or 3 for ApiVersions, 1 for the others.
-        correlation_id: As in every request.
-        client: As in every request.
-        content: The mechanism of a SaslHandshake, or the bytes of a SaslAuthenticate.
+    ``content`` is the mechanism of a SaslHandshake, or the bytes of a SaslAuthenticate.
     """
     if api_key == API_VERSIONS:
         body = compact("dualwrite") + compact(_OUR_VERSION) + _NO_TAGS if version else b""
@@ -235,9 +203,7 @@ def opening_request(api_key: int, version: int, correlation_id: int, client: Cli
 def read_api_versions(answer: bytes, version: int) -> tuple[int, dict[int, tuple[int, int]]]:
     """The error code and, by API key, the lowest and the highest version offered. Its head never has tagged fields.
 
-    Args:
-        answer: The answer.
-        version: That of the request. A broker that does not know it answers at version 0.
+    A broker that does not know the request's version answers at version 0.
     """
     read = Cursor(answer, ID_ENDS)
     code = read.int16()
@@ -268,13 +234,7 @@ def read_sasl_authenticate(answer: bytes) -> tuple[int, str | None, bytes, int]:
 
 
 class TopicKey(NamedTuple):
-    """A topic as requests name it.
-
-    Attributes:
-        name: Its name.
-        topic_id: The 16 bytes of its id; zeros if it has none.
-        name_field: The name as tagged versions have it.
-    """
+    """A topic as requests name it: ``topic_id`` is zeros if it has none; ``name_field`` is for tagged versions."""
 
     name: str
     topic_id: bytes
@@ -289,13 +249,9 @@ class TopicKey(NamedTuple):
 class Produce:
     """Batches for the partitions of one leader, in a transaction.
 
-    From version 12 on a Produce adds its partitions to the transaction by itself. From 13 on it names topics by their ids: a
-    topic that was made again is refused.
-
-    Args:
-        transactional_id: The transactional id.
-        batches: By topic, the partitions with their sealed batches.
-        timeout_ms: How long the broker may wait for its replicas before it answers.
+    From version 12 on a Produce adds its partitions to the transaction by itself. From 13 on it names topics by their ids:
+    a topic that was made again is refused. ``timeout_ms`` is how long the broker may wait for its replicas before it
+    answers.
     """
 
     NAME, KEY, LOWEST, HIGHEST = "Produce", 0, 12, 13
@@ -381,13 +337,7 @@ _ONE_PARTITION: Final = struct.Struct(">Bihq16x4s4xB")
 
 
 class TransactionEnded(NamedTuple):
-    """The answer to an EndTxn.
-
-    Attributes:
-        error_code: The error code.
-        producer_id: Of the next transaction; -1 if the answer names none.
-        producer_epoch: Likewise.
-    """
+    """The answer to an EndTxn. The ids are those of the next transaction; -1 if the answer names none."""
 
     error_code: int
     producer_id: int
@@ -395,13 +345,7 @@ class TransactionEnded(NamedTuple):
 
 
 class EndTxn:
-    """Ends the one transaction of a producer id and epoch: at version 5, which raises the epoch. Source: KIP-890.
-
-    Args:
-        transactional_id: The transactional id.
-        ids: The transaction's producer id and epoch.
-        committed: Whether to commit.
-    """
+    """Ends the one transaction of a producer id and epoch: at version 5, which raises the epoch. Source: KIP-890."""
 
     NAME, KEY, VERSION = "EndTxn", 26, 5
     __slots__ = ("committed", "producer_epoch", "producer_id", "transactional_id")
@@ -446,13 +390,8 @@ _ENDED: Final = struct.Struct(">4xBihqhB")
 class ProducerState(NamedTuple):
     """A producer that a partition remembers.
 
-    Attributes:
-        producer_id: Its id.
-        epoch: The epoch of its newest record or marker there.
-        last_sequence: The sequence number of its newest record; -1 after a marker.
-        last_timestamp: The time of its newest record (ms since 1970).
-        coordinator_epoch: That of its newest marker.
-        open_from: Where its open transaction began; -1 if it has none open.
+    ``last_sequence`` is that of its newest record, -1 after a marker; ``coordinator_epoch`` that of its newest marker.
+    ``open_from`` is where its open transaction began; -1 if it has none open.
     """
 
     producer_id: int
@@ -464,11 +403,7 @@ class ProducerState(NamedTuple):
 
 
 class DescribeProducers:
-    """The producers that partitions remember. Followers answer it, too, and may lag behind. Source: KIP-664.
-
-    Args:
-        partitions: Partitions that one broker leads.
-    """
+    """The producers that partitions of one leader remember. Followers answer it, too, and may lag behind. Source: KIP-664."""
 
     NAME, KEY, VERSION = "DescribeProducers", 61, 0
     __slots__ = ("partitions",)
@@ -527,11 +462,7 @@ def _states(read: Cursor) -> Sequence[ProducerState]:
 
 
 class OffsetForLeaderEpoch:
-    """Where the logs of partitions end. Only the leader of the given epoch answers it.
-
-    Args:
-        epochs: By partition, the epoch of its leader. All have the same broker.
-    """
+    """Where the logs of one broker's partitions end. Only the leader of the given epoch answers it."""
 
     NAME, KEY, VERSION = "OffsetForLeaderEpoch", 23, 4
     __slots__ = ("epochs",)
@@ -593,11 +524,7 @@ def by_topic(partitions: Collection[Partition]) -> dict[str, list[int]]:
 
 
 class Rare:
-    """A message of kafka-python, which packs it and reads its answer.
-
-    Args:
-        message: The request; it may name the lowest and the highest version (``min_version``, ``max_version``).
-    """
+    """A message of kafka-python, which packs it and reads its answer. It may name ``min_version`` and ``max_version``."""
 
     __slots__ = ("message",)
 

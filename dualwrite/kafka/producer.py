@@ -558,17 +558,8 @@ class LaneProducer(TransactionalProducer):
     It shows what a lane must know before it uses the producer again: how the last transaction has ended, and what the next
     settler must look for. Users have no lanes, so they get a `TransactionalProducer`.
 
-    Args:
-        config: The configuration, for both Kafka clients.
-        transactional_id: As for `TransactionalProducer`.
-        coordinator: Access to the coordinator, which may be shared; if not given, made and closed with the producer.
-        incarnation: Stamped into the prepared states.
-        transaction_timeout_ms: As for `TransactionalProducer`.
-        call_timeout_s: As for `TransactionalProducer`.
-        bulk: As for `TransactionalProducer`.
-        engine: As for `TransactionalProducer`.
-        make_handle: Makes the librdkafka instance; for simulators.
-        make_wire: Makes the native engine's connections; for simulators.
+    A coordinator that is not given is made, and closed with the producer. Simulators give ``make_handle`` and
+    ``make_wire``.
     """
 
     def __init__(  # Both constructors call _set_up: neither's arguments are the other's.
@@ -615,11 +606,7 @@ class LaneProducer(TransactionalProducer):
         return None if self._chosen is None else self._chosen.pending_end
 
     def note_end(self, step: EndStep) -> None:
-        """Take the next step for :attr:`pending_end`: the producer continues, or becomes doubtful.
-
-        Args:
-            step: The result of :func:`dualwrite.kafka.transaction_ends.ask_for_ends`.
-        """
+        """Take the next step for :attr:`pending_end`: the producer continues, or becomes doubtful."""
         self._instance.note_end(step)
 
     @property
@@ -646,11 +633,7 @@ _logged: Final[set[str]] = set()
 
 
 def wanted_engine(name: str) -> Engine | None:
-    """The engine of that name; None for ``auto``.
-
-    Raises:
-        ConfigurationError: There is no such engine.
-    """
+    """The engine of that name; None for ``auto``."""
     if name not in get_args(EngineName):
         raise ConfigurationError(f"there is no producer engine {name!r}", next_step="choose auto, native or librdkafka")
     return None if name == "auto" else Engine(name)
@@ -661,19 +644,11 @@ def choose_engine(
 ) -> Engine:
     """The engine to use. Logged once in a process, where neither the user nor the environment decides.
 
-    ``DUALWRITE_PRODUCER_ENGINE`` in the environment decides where the user leaves it open.
+    Where the user leaves it open, ``DUALWRITE_PRODUCER_ENGINE`` in the environment decides, then the cluster. If one of the
+    settings is librdkafka's alone, that engine is used unless the native one is wanted.
 
-    Args:
-        wanted: The user's wish; None leaves the choice to the environment, then to the cluster.
-        config: The user's settings. If one is librdkafka's alone, that engine is used unless the native one is wanted.
-        coordinator: Knows the cluster's transaction version.
-        deadline: Limits the question.
-        bulk: Whether the producer is in bulk mode.
-
-    Raises:
-        ConfigurationError: The native engine was asked for, or two-phase commit, which only it has, and the cluster does not
-            have transaction version 2.
-        Unavailable: The brokers did not answer in time.
+    `ConfigurationError` if the native engine was asked for, or two-phase commit, which only it has, and the cluster does
+    not have transaction version 2.
     """
     wanted = wanted or wanted_engine(os.environ.get(_VARIABLE, "auto"))
     if config.two_phase_commit:

@@ -42,14 +42,7 @@ _TRUE, _FALSE = frozenset({"true", "t", "1"}), frozenset({"false", "f", "0"})
 
 
 def check(settings: Mapping[str, str]) -> None:
-    """Refuse contradictory settings, without reading a file.
-
-    Args:
-        settings: The keys of :data:`KEYS` that are set.
-
-    Raises:
-        ConfigurationError: Names the key.
-    """
+    """Refuse contradictory settings, without reading a file."""
     for kind in ("ca", "certificate", "key"):
         if f"ssl.{kind}.location" in settings and f"ssl.{kind}.pem" in settings:
             raise ConfigurationError(f"Kafka settings 'ssl.{kind}.location' and 'ssl.{kind}.pem': give one of the two")
@@ -66,11 +59,7 @@ def check(settings: Mapping[str, str]) -> None:
 def context(settings: Mapping[str, str]) -> ssl.SSLContext:
     """The context that verifies brokers and presents our certificate as librdkafka does with the same settings.
 
-    Args:
-        settings: The keys of :data:`KEYS` that are set, checked.
-
-    Raises:
-        ConfigurationError: A file cannot be read, is not PEM, or a key does not match its certificate or password.
+    `ConfigurationError` if a file cannot be read, is not PEM, or a key does not match its certificate or password.
     """
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     made.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -161,12 +150,7 @@ _FRESH_SHARE = 0.8  # of a token's life, as in librdkafka: after that, fetch a n
 
 
 def logins(mechanism: str, **settings: object) -> Sasl:
-    """How to log in.
-
-    Args:
-        mechanism: The mechanism's name.
-        settings: kafka-python's settings for it.
-    """
+    """How to log in, by kafka-python's mechanism of that name and its settings."""
 
     def begin(host: str) -> Login:
         return cast("Login", get_sasl_mechanism(mechanism)(host=host, sasl_mechanism=mechanism, **settings))
@@ -177,9 +161,7 @@ def logins(mechanism: str, **settings: object) -> Sasl:
 class CallbackTokens(AbstractTokenProvider):  # type: ignore[misc] # kafka-python has no types
     """Gives kafka-python's mechanism the tokens of a confluent-kafka ``oauth_cb``.
 
-    Args:
-        callback: The user's function.
-        argument: The user's ``sasl.oauthbearer.config``, passed to the function as confluent-kafka does.
+    The function gets the user's ``sasl.oauthbearer.config``, as from confluent-kafka.
     """
 
     def __init__(self, callback: Callable[[str], TokenAnswer], argument: str) -> None:

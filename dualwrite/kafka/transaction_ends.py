@@ -56,12 +56,8 @@ _REMEMBERED: Final = 32
 class PendingEnd:
     """A transaction whose commit or abort was acknowledged, but whose markers have not been seen in every partition.
 
-    Args:
-        ended: The transaction.
-
-    Attributes:
-        known: Whether its end is known by now, and the producer may continue. Any thread may set it; the owner takes note.
-        answered_at: When the commit or abort was acknowledged: no question asked before tells anything about it.
+    ``known``: the producer may continue. Any thread may set it; the owner takes note. No question asked before
+    ``answered_at`` tells anything about the end.
     """
 
     __slots__ = ("_asked_since", "answered_at", "ended", "known")
@@ -126,15 +122,9 @@ class AsksAhead(Protocol):
 class EndQuestions:
     """The questions about the ends of one writer's transactions: one at a time, about all that are not known. Thread-safe.
 
-    No call waits for another, or for a broker, but :meth:`know`.
-
-    Args:
-        coordinator: Kafka, for these questions alone. None if everybody who needs an end asks for it.
-        late: Kafka, for questions about one end. None if callers have a coordinator of their own.
-
-    Attributes:
-        late: As given.
-        wanted: Whether no lane with a known end is left, so that it is time to ask. The lanes' pool sets it.
+    No call waits for another, or for a broker, but :meth:`know`. ``coordinator`` is for these questions alone; without it
+    everybody who needs an end asks for it. ``late`` is for questions about one end; without it callers have a coordinator
+    of their own. The lanes' pool sets ``wanted`` when no lane with a known end is left, so that it is time to ask.
     """
 
     def __init__(self, coordinator: AsksAhead | None, *, late: TransactionCoordinator | None = None) -> None:
@@ -174,11 +164,7 @@ class EndQuestions:
             self._alone(self._take)
 
     def know(self, pending: PendingEnd, deadline: Deadline) -> bool:
-        """Let the questions about all ends find this one, as long as they are likely to.
-
-        Returns:
-            Whether it is known.
-        """
+        """Let the questions about all ends find this one, as long as they are likely to; returns whether it is known."""
         if not pending.ended.complete:
             return False
         self._unknown[pending] = None
@@ -249,14 +235,7 @@ class EndQuestions:
 def ask_for_ends(
     coordinator: TransactionCoordinator, pending: Sequence[PendingEnd], deadline: Deadline
 ) -> Sequence[EndStep]:
-    """Ask once for all of their ends, whichever engine made the transactions.
-
-    Returns:
-        The next step for each; ``WAIT`` means to ask again.
-
-    Raises:
-        ConfigurationError: We may not read or describe a topic.
-    """
+    """Ask once for all of their ends, whichever engine made the transactions; ``WAIT`` means to ask again."""
     asked = [one for one in pending if _step(one, None, early=True) is EndStep.ASK]
     for one in asked:
         one.note_asked()
@@ -289,14 +268,7 @@ def _native(coordinator: TransactionCoordinator, asked: Sequence[PendingEnd], de
 
 
 def know_end(coordinator: TransactionCoordinator, pending_end: PendingEnd, deadline: Deadline) -> EndStep:
-    """Ask until the end is known, or waiting no longer helps.
-
-    Returns:
-        ``KNOWN``, ``RECORD`` or ``SETTLE``.
-
-    Raises:
-        ConfigurationError: We may not read or describe a topic.
-    """
+    """Ask until the end is known, or waiting no longer helps: ``KNOWN``, ``RECORD`` or ``SETTLE``."""
     between = GrowingPause(first_s=0.001, longest_s=0.1)
     while True:
         try:
@@ -312,13 +284,8 @@ def know_end(coordinator: TransactionCoordinator, pending_end: PendingEnd, deadl
 def end_at_rest(coordinator: TransactionCoordinator, state: PreparedTxnState, deadline: Deadline) -> EndStep:
     """Check how a committed transaction whose end is known has ended, before the row calls it completed.
 
-    The log has shown it already, except for a native transaction.
-
-    Returns:
-        As :func:`~dualwrite.protocol.known_end.native_step_at_rest`.
-
-    Raises:
-        ConfigurationError: We may not read or describe a topic.
+    The log has shown it already, except for a native transaction. The step is that of
+    :func:`~dualwrite.protocol.known_end.native_step_at_rest`.
     """
     if not state.is_native:
         return EndStep.KNOWN
@@ -327,11 +294,7 @@ def end_at_rest(coordinator: TransactionCoordinator, state: PreparedTxnState, de
 
 
 def look_again(coordinator: TransactionCoordinator, states: Sequence[PreparedTxnState], deadline: Deadline) -> None:
-    """Ask the leaders about transactions whose ends are known: the coordinator notes what else is open in their partitions.
-
-    Raises:
-        ConfigurationError: We may not read or describe a topic.
-    """
+    """Ask the leaders about transactions whose ends are known: the coordinator notes what else is open in their partitions."""
     if native := [state for state in states if state.is_native]:
         native_of(coordinator).producer_epochs(native, deadline)
     if shared := [state for state in states if not state.is_native]:
@@ -341,20 +304,12 @@ def look_again(coordinator: TransactionCoordinator, states: Sequence[PreparedTxn
 class PostedQuestion:
     """How several transactions have ended: one question to each leader of their partitions, which nobody waits for.
 
-    A leader answers for native transactions with the partition's producers, and for one of librdkafka's with a look into its
-    log. It answers in the order of its requests, and the last one only if it leads the partition under the epoch that we know:
-    an answer of a follower, or of a former leader, does not count. What does not fit shows nothing, and must be asked for by
-    itself: a partition whose leader has moved, a topic that was made again, an answer that says no.
+    A leader answers for native transactions with the partition's producers, and for one of librdkafka's with a look into
+    its log. It answers in the order of its requests, and the last one only if it leads the partition under the epoch that
+    we know: an answer of a follower, or of a former leader, does not count. What does not fit shows nothing, and must be
+    asked for by itself: a partition whose leader has moved, a topic that was made again, an answer that says no.
 
-    Args:
-        brokers: The connections, for one caller at a time.
-        topics: The topics. No broker is asked for them.
-        native: Native transactions.
-        shared: Those of librdkafka's engine.
-
-    Attributes:
-        shared: For each of librdkafka's transactions, the proof by partition, as far as leaders have answered.
-        is_sent: Whether any leader was asked.
+    No broker is asked for topics. ``shared`` are the transactions of librdkafka's engine.
     """
 
     def __init__(

@@ -43,12 +43,7 @@ _IMPORT_FROM: Final = 100_000
 
 @dataclass(frozen=True)
 class _Target:
-    """A topic's partitions.
-
-    Attributes:
-        count: The number of its partitions.
-        candidates: Those with a leader, or all if none has one.
-    """
+    """A topic's partitions: their number, and as candidates those with a leader, or all if none has one."""
 
     count: int
     candidates: tuple[int, ...]
@@ -64,18 +59,8 @@ class Filling:
     """Brings the messages of one transaction after another into its :class:`ProduceCore`. Used by one thread at a time.
 
     Nothing here waits or sends. Before the next message the owner waits while :attr:`is_full`, and lets batches go.
-
-    Args:
-        core: The first transaction's messages.
-        settings: The limits, the partitioner and the codec.
-        topic: Looks a topic up by its name; None if there is none. It may ask a broker, and must where the second argument is
-            true. Called once for each topic and transaction, and then for a partition that the topic does not have.
-        sticky: Where messages without a key go; for tests.
-        clock: The time, in seconds, on the owner's clock.
-        clock_ms: The time (ms since 1970).
-
-    Raises:
-        ConfigurationError: There is no such partitioner.
+    ``topic`` looks a topic up by its name: it may ask a broker, and must where the second argument is true. It is called
+    once for each topic and transaction, and then for a partition that the topic does not have.
     """
 
     def __init__(
@@ -111,12 +96,7 @@ class Filling:
     def append(self, message: Message, *, now: float) -> None:
         """Take one message. If this raises, nothing of it was taken.
 
-        Args:
-            message: The message; if it has a callback, it stays with its batch until the acknowledgement.
-            now: The time, in seconds on the owner's clock.
-
-        Raises:
-            Unsendable: There is no such topic or partition.
+        A callback stays with its batch until the acknowledgement. `Unsendable` if there is no such topic or partition.
         """
         topic, value, key, number, headers, created_ms, on_delivery, _ = message
         target = self._targets.get(topic) or self._target(topic)
@@ -134,15 +114,8 @@ class Filling:
     def append_many(self, batch: MessageBatch) -> Iterator[None]:
         """Take many messages of one topic: as :meth:`append` for each, in less time. Those not checked yet are checked.
 
-        Args:
-            batch: The messages.
-
-        Yields:
-            Now and then, so that the owner may wait while :attr:`is_full`, and let batches go.
-
-        Raises:
-            Unsendable, TypeError, UnicodeEncodeError: As :meth:`append` and :meth:`MessageBatch.checked`. What stands before
-                may have been taken.
+        Yields now and then, so that the owner may wait while :attr:`is_full`, and let batches go. If it raises, what stands
+        before may have been taken.
         """
         topic = batch.topic
         check_topic(topic)
@@ -172,19 +145,8 @@ class Filling:
     ) -> Iterator[None]:
         """Take the rows of Arrow's columns; no Python object is made for a row.
 
-        Args:
-            columns: The messages.
-            timestamp_ms: When those were created that have no timestamp of their own (ms since 1970); None is now.
-            first_row: The number of the first row in errors.
-
-        Yields:
-            After each batch, so that the owner may wait while :attr:`is_full`, and let batches go.
-
-        Raises:
-            Unsendable: There is no such topic, or a row cannot be sent: its number is named. Rows more than 8 MB before
-                it may have been taken.
-            TypeError: A column is of another type.
-            ValueError: The columns differ in length.
+        Yields after each batch, so that the owner may wait while :attr:`is_full`, and let batches go. `Unsendable` names
+        the number of a row, counted from ``first_row``; rows more than 8 MB before it may have been taken.
         """
         from dualwrite.kafka.native.arrow import Columns  # noqa: PLC0415 - imports pyarrow
 
@@ -246,12 +208,8 @@ class StickyPartitions:
     """Keeps messages without a key together, so that one of many partitions gets one large batch, not all small ones.
 
     Messages stay in a partition until its batch is sent or full, or for ``sticky.partitioning.linger.ms``. Then they move
-    to another one, at random. Source: KIP-480, KIP-794, librdkafka's ``rd_kafka_msg_sticky_partition``.
-
-    Args:
-        sticky_s: ``sticky.partitioning.linger.ms``, in seconds; 0 chooses for each message.
-        batch_bytes: The greatest size of a batch.
-        choose: Chooses one of several partitions; for tests.
+    to another one, at random; 0 chooses for each message. Source: KIP-480, KIP-794, librdkafka's
+    ``rd_kafka_msg_sticky_partition``.
     """
 
     def __init__(self, sticky_s: float, batch_bytes: int, choose: Choose = random.choice) -> None:
@@ -273,15 +231,7 @@ class StickyPartitions:
         now: float,
         collects_in: Callable[[tuple[str, int]], bool],
     ) -> int:
-        """The partition of one message.
-
-        Args:
-            topic: Its topic.
-            candidates: The partitions to choose from.
-            size: The bytes of its key and value.
-            now: The time, in seconds.
-            collects_in: Whether a batch is open in a partition.
-        """
+        """The partition of one message."""
         stay = self._stays.get(topic)
         size += OVERHEAD
         if (
@@ -297,13 +247,7 @@ class StickyPartitions:
         return stay.partition
 
     def whole_batch(self, topic: str, candidates: Sequence[int], size: int) -> int:
-        """The partition of a whole batch: one of those that got the fewest bytes of the transaction.
-
-        Args:
-            topic: Its topic.
-            candidates: The partitions to choose from.
-            size: Its bytes.
-        """
+        """The partition of a whole batch: one of those that got the fewest bytes of the transaction."""
         sent_to = self._sent_to.setdefault(topic, {})
         least = min(sent_to.get(one, 0) for one in candidates)
         partition = self._choose([one for one in candidates if sent_to.get(one, 0) == least])

@@ -36,18 +36,9 @@ _SEQUENCES: Final = 2**31
 class Batch:
     """A closed batch, until it is acknowledged.
 
-    Attributes:
-        body: Its records.
-        sequence: The first record's sequence number.
-        closed_at: When it was closed (seconds, on the caller's clock).
-        queued_bytes: The bytes of its messages' keys and values.
-        callbacks: By index in the batch, what to call with the offset.
-        ready_at: When it may be sent, again or for the first time.
-        attempts: How often it was sent.
-        answers: How many of these requests were answered, in whatever way.
-        in_flight: Whether it waits for an answer.
-        sent_behind: Whether a batch before it was unacknowledged when it was sent last.
-        last_code: The error code of the last answer; None if there was none.
+    ``queued_bytes`` counts keys and values. ``callbacks`` are by index in the batch. ``ready_at`` is when it may be sent,
+    again or for the first time. ``attempts`` counts its requests, ``answers`` those that were answered, in whatever way.
+    ``sent_behind``: a batch before it was unacknowledged when it was sent last.
     """
 
     body: RecordsBody
@@ -74,14 +65,8 @@ class _Open:
 class PartitionQueue:
     """The queue of one partition, for one transaction.
 
-    Args:
-        make_builder: Makes the builder of the next batch.
-        in_flight: The batches that may wait for their acknowledgement, at most :data:`MAX_IN_FLIGHT`.
-
-    Attributes:
-        first_offset: The offset of the transaction's first record here; None until it is known.
-        sent: Whether a batch was ever sent: the partition may be part of the transaction.
-        unsent: How many batches are not in flight: those to send, for the first time or again, and the one that collects.
+    ``first_offset`` is that of the transaction's first record here. ``sent``: a batch was ever sent, so the partition may
+    be part of the transaction. ``unsent`` counts the batches that are not in flight, the one that collects included.
     """
 
     def __init__(self, make_builder: Callable[[], RecordsBuilder], in_flight: int = MAX_IN_FLIGHT) -> None:
@@ -137,11 +122,7 @@ class PartitionQueue:
         now: float,
         callback: object = None,
     ) -> int:
-        """Collect one record.
-
-        Returns:
-            The bytes of its key and value.
-        """
+        """Collect one record; returns the bytes of its key and value."""
         opened = self._open
         if opened is None:
             opened = self._open = _Open(self._make_builder(), now)
@@ -174,13 +155,10 @@ class PartitionQueue:
         self._next_sequence = (self._next_sequence + body.count) % _SEQUENCES
 
     def next_to_send(self, now: float, due_since: float, *, flush: bool) -> Batch | None:
-        """The batch to send now; None if none may be sent.
+        """The batch to send now; None if none may be sent. ``flush`` sends what still collects, too.
 
-        Args:
-            now: The time.
-            due_since: A batch that was opened at this time or before has collected for long enough, if nothing is in flight:
-                without a linger, a loop over a few messages would otherwise send a request for each of the first ones.
-            flush: Whether to send what still collects, too.
+        A batch that was opened at ``due_since`` or before has collected for long enough, if nothing is in flight: without a
+        linger, a loop over a few messages would otherwise send a request for each of the first ones.
         """
         if self.unsent > (self._open is not None):
             batch = self._unsent()
@@ -225,17 +203,9 @@ class PartitionQueue:
         self.unsent += 1
 
     def note_answer(self, batch: Batch, code: int, meaning: Meaning, base_offset: int, ready_at: float) -> Meaning:
-        """Take the answer about a batch.
+        """Take the answer about a batch; ``base_offset`` is below 0 if the broker did not say.
 
-        Args:
-            batch: The batch.
-            code: The answer's error code.
-            meaning: What the table says of it.
-            base_offset: The offset of its first record, where ``meaning`` is ``DONE``; below 0 if the broker did not say.
-            ready_at: When it may be sent again, if it must.
-
-        Returns:
-            What it means here: a batch refused for a gap is sent again if one before it was unacknowledged.
+        Returns what the answer means here: a batch refused for a gap is sent again if one before it was unacknowledged.
         """
         batch.in_flight = False
         batch.last_code = code
@@ -267,15 +237,9 @@ _WAITS_FOR_A_TOPIC: Final = frozenset(
 class Limits:
     """The limits of sending, in seconds and bytes.
 
-    Attributes:
-        linger_s: How long a batch collects records before it is sent; longer while another one of its partition is in flight.
-        delivery_s: How long a batch may take to be acknowledged (``message.timeout.ms``).
-        topic_s: How long a topic or partition may be unknown to its leader (``topic.metadata.propagation.max.ms``).
-        first_backoff_s: The pause before the first repetition; it doubles with each further one.
-        longest_backoff_s: The longest pause.
-        request_bytes: The batches of one request, together; a larger batch is sent alone.
-        in_flight: The batches of one partition that may wait for their acknowledgement, 1 to 5.
-        replicas_s: How long a broker may wait for its replicas before it answers (``request.timeout.ms``).
+    A batch collects for ``linger_s``, longer while another one of its partition is in flight. ``delivery_s`` is
+    ``message.timeout.ms``, ``topic_s`` is ``topic.metadata.propagation.max.ms``, ``replicas_s`` is ``request.timeout.ms``.
+    The pause doubles with each repetition. A batch larger than ``request_bytes`` is sent alone.
     """
 
     linger_s: float = 0.005
@@ -290,12 +254,7 @@ class Limits:
 
 @dataclass(eq=False, slots=True)
 class ToSend:
-    """One Produce request.
-
-    Attributes:
-        node: The broker.
-        batches: By topic and partition, the batch.
-    """
+    """One Produce request to a broker."""
 
     node: int
     batches: Mapping[Partition, Batch]
@@ -303,13 +262,7 @@ class ToSend:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a transaction failed.
-
-    Attributes:
-        meaning: ``ABORT`` or ``END``.
-        code: The broker's error code; None if a batch was not acknowledged in time.
-        partition: Where.
-    """
+    """Why a transaction failed: ``ABORT`` or ``END``. Without a code, a batch was not acknowledged in time."""
 
     meaning: Meaning
     code: int | None
@@ -318,13 +271,7 @@ class Refusal:
 
 @dataclass(slots=True)
 class Delivered:
-    """A batch that was acknowledged.
-
-    Attributes:
-        partition: Where.
-        batch: The batch.
-        base_offset: Its first record's offset; below 0 if the broker did not say.
-    """
+    """A batch that was acknowledged; ``base_offset`` is below 0 if the broker did not say."""
 
     partition: Partition
     batch: Batch
@@ -334,17 +281,9 @@ class Delivered:
 class ProduceCore:
     """Sends the messages of one transaction. One for each transaction.
 
-    Args:
-        limits: The limits.
-        make_builder: Makes the builders of batches.
-
-    Attributes:
-        refusal: The first reason for which the transaction must be aborted; nothing is sent any more then.
-        queued_bytes: The bytes of keys and values that are not acknowledged.
-        queued_messages: The number of messages that are not acknowledged.
-        outdated: Topics of which a partition with messages has no known leader: look them up.
-        to_send: The partitions with batches that are not in flight.
-        give_up_at: Before this time no batch has waited too long: :meth:`give_up` has nothing to do.
+    ``refusal`` is the first reason for which the transaction must be aborted; nothing is sent any more then.
+    ``queued_bytes`` and ``queued_messages`` count what is not acknowledged. ``outdated`` are topics of which a partition
+    with messages has no known leader: look them up. Before ``give_up_at`` no batch has waited too long.
     """
 
     def __init__(self, limits: Limits, make_builder: Callable[[], RecordsBuilder]) -> None:
@@ -452,12 +391,7 @@ class ProduceCore:
                 self.outdated.add(topic)
 
     def requests(self, now: float, *, flush: bool = False) -> Sequence[ToSend]:
-        """The requests to send now. Each counts as sent when it is returned.
-
-        Args:
-            now: The time, in seconds on the owner's clock.
-            flush: Whether to send what still collects, too.
-        """
+        """The requests to send now. Each counts as sent when it is returned. ``flush`` sends what still collects, too."""
         due_since = now - self._limits.linger_s
         made: list[ToSend] = []
         while self.to_send and self.refusal is None:
@@ -492,15 +426,9 @@ class ProduceCore:
         yield ToSend(node, part)
 
     def answered(self, sent: ToSend, answers: Mapping[Partition, tuple[int, int]], now: float) -> Iterable[Delivered]:
-        """Take the answer to a request.
+        """Take the answer to a request; returns what was acknowledged.
 
-        Args:
-            sent: The request.
-            answers: By partition, the error code and the base offset. A partition that the broker left out is asked again.
-            now: The time.
-
-        Returns:
-            What was acknowledged.
+        By partition, the error code and the base offset. A partition that the broker left out is asked again.
         """
         self.in_flight -= 1
         delivered = []

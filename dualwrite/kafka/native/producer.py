@@ -98,12 +98,7 @@ _PURGED: Final = -152
 
 @dataclass(frozen=True)
 class Wire:
-    """The connections of one producer.
-
-    Attributes:
-        sender: Carries messages to the leaders.
-        requests: Asks the coordinators.
-    """
+    """The connections of one producer: ``sender`` reaches the leaders, ``requests`` the coordinators."""
 
     sender: Sender
     requests: CoordinatorRequests
@@ -119,18 +114,7 @@ MakeWire = Callable[["KafkaConfig", str], Wire]
 
 
 class NativeInstance(ProducerEngine):
-    """Carries out the verbs on the wire and moves the machine.
-
-    Args:
-        transactional_id: Kafka's ``transactional.id``.
-        machine: The producer's life.
-        coordinator: Shows whether transactions are open, and whether they have ended.
-        config: librdkafka's settings, as far as this engine knows them.
-        incarnation: Stamped into the prepared states.
-        bulk: Whether it is for many messages in a transaction.
-        call_timeout_s: Limits each call that takes messages, in seconds.
-        make_wire: Makes the connections; for simulators.
-    """
+    """Carries out the verbs on the wire and moves the machine."""
 
     engine = Engine.NATIVE
     _sender: Sender
@@ -511,9 +495,8 @@ class NativeInstance(ProducerEngine):
 class OpenTransaction(Transaction):
     """The current transaction, with its messages on their way.
 
-    Attributes:
-        offsets_in: The partitions that hold its consumers' groups, as far as we may describe that topic.
-        late_offsets: Whether consumed offsets may still be on their way there.
+    ``offsets_in`` are the partitions that hold its consumers' groups, as far as we may describe that topic;
+    ``late_offsets``: consumed offsets may still be on their way there.
     """
 
     deliveries: Deliveries
@@ -537,13 +520,7 @@ class OpenTransaction(Transaction):
 
 
 class Evidence:
-    """Makes the states of one producer's transactions, and looks whether they are open.
-
-    Args:
-        transactional_id: Kafka's ``transactional.id``.
-        coordinator: Shows which transaction is open.
-        incarnation: Stamped into the states.
-    """
+    """Makes the states of one producer's transactions, and looks whether they are open."""
 
     def __init__(self, transactional_id: str, coordinator: TransactionCoordinator, incarnation: int | None) -> None:
         self._id = transactional_id
@@ -562,14 +539,7 @@ class Evidence:
     ) -> PreparedTxnState:
         """The state of a transaction, with every partition that it was sent to.
 
-        Args:
-            transaction: The transaction.
-            ids: Its producer id and epoch.
-            topic_ids: The ids of the topics that it was sent to, as far as they are known.
-            deadline: Limits the requests.
-
-        Raises:
-            DualWriteError: As the coordinator's methods.
+        ``topic_ids`` are those of its topics, as far as they are known.
         """
         offsets = transaction.first_offsets
         known = dict(topic_ids)
@@ -603,13 +573,7 @@ class Evidence:
         return found
 
     def require_open(self, state: PreparedTxnState, deadline: Deadline) -> None:
-        """Ask the coordinator, then the leaders: it does not show that an operator's tool ended it in one partition.
-
-        Raises:
-            TransactionAborted: The broker or an operator ended it.
-            Fenced: The coordinator shows another producer.
-            Unavailable: No answer in time.
-        """
+        """Ask the coordinator, then the leaders: it does not show that an operator's tool ended it in one partition."""
         view = self._coordinator.describe([self._id], deadline)[self._id]
         if view.producer_id != state.producer_id or view.epoch > state.epoch + 1:
             shown = (view.producer_id, view.epoch)
@@ -635,12 +599,7 @@ class Evidence:
     ) -> Ended:
         """A transaction that is about to be aborted. Where a late copy of a request may come, it is not known completely.
 
-        Args:
-            transaction: The transaction.
-            ids: Its producer id and epoch.
-            topic_ids: As for :meth:`state`.
-            deadline: Limits the requests.
-            prepared: Its state, if it is prepared.
+        ``prepared`` is its state, if it is prepared.
         """
         complete = not transaction.core.late and not transaction.late_offsets
         if prepared is not None:
@@ -726,13 +685,9 @@ _LATE: Final = Advice(Kind.PASSING)
 
 
 def failure_of(code: int | None, phase: Phase, *, transactional_id: str, subject: str | None = None) -> Failure:
-    """Map the answer to a step.
+    """Map the answer to a step; a code of None means that no answer came in time.
 
-    Args:
-        code: The error code of the answer, not 0; None if no answer came in time.
-        phase: The step that failed.
-        transactional_id: The producer's id.
-        subject: The topic or consumer group concerned, named in the hint for a missing right.
+    The hint for a missing right names the subject: a topic or consumer group.
     """
     if code is None:
         return not_answered(phase, transactional_id=transactional_id, subject=subject)
@@ -743,13 +698,7 @@ def failure_of(code: int | None, phase: Phase, *, transactional_id: str, subject
 
 
 def refused(refusal: Refusal, phase: Phase, *, transactional_id: str) -> Failure:
-    """Map the refusal of a transaction's messages.
-
-    Args:
-        refusal: Why the core sends no more.
-        phase: The step that found it: ``PRODUCE`` or ``DELIVERY``.
-        transactional_id: The producer's id.
-    """
+    """Map the refusal of a transaction's messages, as ``PRODUCE`` or ``DELIVERY`` has found it."""
     topic, number = refusal.partition
     if refusal.code is None:
         # An abort raises the epoch, so no late copy of the batch can be written behind it.
@@ -772,10 +721,7 @@ logger = logging.getLogger(__name__)
 class Statistics:
     """Counts what one producer sends, and calls ``stats_cb`` in the thread that uses the producer, whenever it is due.
 
-    Args:
-        transactional_id: Named in the statistics.
-        interval_s: The least time between two calls, in seconds.
-        callback: Called with JSON text.
+    The callback gets JSON text, at most once per ``interval_s``.
     """
 
     def __init__(self, transactional_id: str, interval_s: float, callback: StatisticsCallback) -> None:
@@ -786,13 +732,7 @@ class Statistics:
         self._messages = self._bytes = self._batches = 0
 
     def note(self, delivered: Iterable[Delivered], core: ProduceCore, now: float) -> None:
-        """Count acknowledged batches, and call the callback if it is due. Its exceptions are logged.
-
-        Args:
-            delivered: What was acknowledged since the last call.
-            core: The current transaction's messages.
-            now: The time, in seconds on the producer's clock.
-        """
+        """Count acknowledged batches, and call the callback if it is due. Its exceptions are logged."""
         for one in delivered:
             self._batches += 1
             self._messages += one.batch.body.count

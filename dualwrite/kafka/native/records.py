@@ -58,13 +58,8 @@ _TRANSACTIONAL: Final = 0x10
 class RecordsBody:
     """The records of one batch, before it has a producer id, an epoch and sequence numbers.
 
-    Attributes:
-        count: The number of records, at least 1.
-        attributes_codec: The codec's number in the batch's attributes, 0 to 4.
-        base_timestamp_ms: The first record's timestamp (ms since 1970): the others are relative to it.
-        max_timestamp_ms: The highest timestamp (ms since 1970).
-        records: The records as the batch carries them, compressed.
-        raw_size: The bytes of the records before compression.
+    ``attributes_codec`` is the codec's number in the batch's attributes. The other records' timestamps are relative to
+    ``base_timestamp_ms``, the first one's. ``records`` are compressed; ``raw_size`` is their bytes before that.
     """
 
     count: int
@@ -80,14 +75,7 @@ class RecordsBody:
         return HEADER_SIZE + len(self.records)
 
     def sealed(self, producer_id: int, epoch: int, base_sequence: int, *, transactional: bool = True) -> bytes:
-        """The whole batch. Equal arguments give equal bytes: a retry repeats what the broker may have already.
-
-        Args:
-            producer_id: The producer's id, from ``InitProducerId``.
-            epoch: The transaction's epoch.
-            base_sequence: The first record's sequence number in its partition; the others follow one by one.
-            transactional: False outside a transaction.
-        """
+        """The whole batch. Equal arguments give equal bytes: a retry repeats what the broker may have already."""
         checked = _CHECKED.pack(
             self.attributes_codec | (_TRANSACTIONAL if transactional else 0),
             self.count - 1,
@@ -133,15 +121,11 @@ _MAX_TIMESTAMP_MS: Final = 2**63 - 1
 
 
 class RecordsBuilder:
-    """Collects the records of one batch.
+    """Collects the records of one batch. Not thread-safe.
 
-    It keeps nothing of what it is given: a value that changes after :meth:`append` changes no record. Not thread-safe.
-
-    Args:
-        codec: How :meth:`build` compresses the records.
-        limit_bytes: The greatest size of the sealed batch, counted before compression: what is full does not depend on
-            how well the records compress. A single record may be larger, and is then alone in its batch.
-        limit_records: The most records, at least 1.
+    It keeps nothing of what it is given: a value that changes after :meth:`append` changes no record. ``limit_bytes``
+    counts before compression: what is full does not depend on how well the records compress. A single larger record is
+    alone in its batch.
     """
 
     __slots__ = ("_base_ms", "_codec", "_count", "_limit", "_max_ms", "_most", "_records")
@@ -166,21 +150,10 @@ class RecordsBuilder:
         return HEADER_SIZE + len(self._records)
 
     def append(self, value: bytes | None, key: bytes | None, headers: Sequence[Header], timestamp_ms: int) -> bool:
-        """Add one record.
+        """Add one record; False if the batch has no room for it. The first record always has room.
 
-        Args:
-            value: The message's value; None is a tombstone.
-            key: The message's key; an empty key is not the same as None.
-            headers: Names and values, in this order; a name may repeat.
-            timestamp_ms: When the message was created (ms since 1970), not negative.
-
-        Returns:
-            False if the batch has no room for it: nothing was added, and it belongs into the next batch. The first record
-            always has room.
-
-        Raises:
-            TypeError: A key or a value is not bytes.
-            ValueError: The timestamp is negative, or does not fit into 64 bits.
+        An empty key is not the same as None. A name of a header may repeat. The timestamp is in ms since 1970, not
+        negative.
         """
         count = self._count
         delta = timestamp_ms - self._base_ms if count else 0
@@ -226,11 +199,7 @@ class RecordsBuilder:
         return True
 
     def build(self) -> RecordsBody:
-        """The records so far as one body, compressed.
-
-        Raises:
-            ValueError: There is no record.
-        """
+        """The records so far, at least one, as one body, compressed."""
         if not self._count:
             raise ValueError("a batch without records")
         number, records = self._codec.compress(self._records)
@@ -318,14 +287,8 @@ _CODECS: Final[dict[str, tuple[int, Callable[[Buffer, int], bytes], int, int]]] 
 class Codec:
     """A codec at a level, as librdkafka's ``compression.type`` and ``compression.level`` name it.
 
-    Attributes:
-        name: ``none``, ``gzip``, ``snappy``, ``lz4`` or ``zstd``.
-        level: -1 (the codec's own default) to 12. Above the codec's highest level it means the highest; ``none`` and
-            ``snappy`` have no levels, and ignore it.
-        number: The number that a batch's attributes give the codec, 0 to 4.
-
-    Raises:
-        ConfigurationError: There is no such codec, or no such level.
+    Level -1 is the codec's own default. A level above the codec's highest means the highest; ``none`` and ``snappy`` have
+    no levels, and ignore it.
     """
 
     name: str = "none"
@@ -342,9 +305,8 @@ class Codec:
     def compress(self, raw: Buffer) -> tuple[int, bytes]:
         """Compress the records of a batch; the same input gives the same bytes.
 
-        Returns:
-            The number for the batch's attributes, and the bytes. Records that would become larger stay as they are, under
-            the number 0.
+        Returns the number for the batch's attributes, too. Records that would become larger stay as they are, under the
+        number 0.
         """
         number, function, default, highest = _CODECS[self.name]
         made = function(raw, default if self.level == DEFAULT_LEVEL else min(self.level, highest))
@@ -392,11 +354,8 @@ def fnv1a(key: bytes) -> int:
 class Partitioner:
     """One of librdkafka's ``partitioner`` settings.
 
-    Attributes:
-        name: librdkafka's name.
-        hash: The hash of a key, whose remainder is the partition; None if no key decides.
-        null_is_any: Whether a message without a key may go anywhere; otherwise it goes where an empty key goes.
-        empty_is_any: Whether the same holds for an empty key.
+    ``hash`` is None if no key decides. ``null_is_any``: a message without a key may go anywhere; otherwise it goes where an
+    empty key goes. ``empty_is_any``: the same holds for an empty key.
     """
 
     name: str
@@ -405,15 +364,7 @@ class Partitioner:
     empty_is_any: bool = False
 
     def partition(self, key: bytes | None, partition_count: int) -> int | None:
-        """The partition of a key.
-
-        Args:
-            key: The message's key.
-            partition_count: The topic's partitions, at least 1.
-
-        Returns:
-            0 to ``partition_count`` - 1; None if the message may go anywhere, and its sender chooses.
-        """
+        """The partition of a key; None if the message may go anywhere, and its sender chooses."""
         if self.hash is None or (self.empty_is_any and not key) or (self.null_is_any and key is None):
             return None
         return self.hash(key or b"") % partition_count
@@ -435,11 +386,7 @@ NAMES: Final = tuple(_PARTITIONERS)
 
 
 def partitioner(name: str = DEFAULT) -> Partitioner:
-    """The partitioner that librdkafka calls so.
-
-    Raises:
-        ConfigurationError: There is none of this name.
-    """
+    """The partitioner that librdkafka calls so."""
     found = _PARTITIONERS.get(name)
     if found is None:
         raise ConfigurationError(f"partitioner {name!r} is none of {', '.join(NAMES)}")
