@@ -89,23 +89,15 @@ def session_of_block(bind: Connection) -> Session:
 
 
 def no_session(**_: object) -> Session:
-    """Stands in for ``tx.session`` in a block that joins another session's transaction.
-
-    Raises:
-        IllegalStateError: Always.
-    """
+    """Stands in for ``tx.session`` in a block that joins another session's transaction. Always raises `IllegalStateError`."""
     raise IllegalStateError("the dual write of a session has no other session", next_step="use your own session")
 
 
 class OwnSession:
     """Makes the session, flushes and closes it.
 
-    Args:
-        connection: The connection.
-        factory: Makes the session, called with ``bind=connection``.
-        transactional_id: The id of the dual write.
-        refuse: Called with the error that must abort the work even if it continues.
-        savepoint: Whether the session works in a savepoint. SQLAlchemy rolls back what a session has joined if its flush fails.
+    ``refuse`` is called with the error that must abort the work even if it continues. ``savepoint`` lets the session work in a
+    savepoint: SQLAlchemy rolls back what a session has joined if its flush fails.
     """
 
     def __init__(
@@ -127,7 +119,7 @@ class OwnSession:
 
     @property
     def session(self) -> Session:
-        """The session."""
+        """The session, made at its first use."""
         if self._made is None:
             self._made = self._factory(bind=self._connection)
             if self._savepoint:
@@ -184,27 +176,10 @@ class Ending(Enum):
 class DualWrite(Work):
     """One dual write on a ready lane. ``with DualWrite(...) as tx`` runs it; used by one thread, and entered once.
 
-    Args:
-        lane: Only this dual write uses it until the block has ended.
-        context: The servers.
-        handle: The database's: a connection that is not inside a transaction, or what it has instead.
-        traits: The traits of the kind of database.
-        session_factory: Makes the ORM session, called with ``bind=connection``.
-        margin_s: Seconds that must be left of the broker's transaction timeout at the decision.
-        timeout_s: Limits the ending, in seconds.
-        ending: How the block's end ends the dual write.
-        permit: Called in the database's transaction after its last statement. If it raises, both sides abort.
-        savepoints: Whether messages wait for savepoints. False if the block's code opens none: then it may also produce in the
-            middle of a COPY.
-        observer: Observes this dual write; None if nobody does.
-        serializing: Makes the bytes of messages.
-
-    Attributes:
-        sending: Whether a Kafka transaction has begun.
-        savepoints: The savepoints that messages wait for; None if none are used.
-        of_unit: Whether the messages are those of the only unit of a group. It must not wait for a topic: others wait for it.
-        running: Whether the user's code is running: it may not end the dual write from inside, under its block, which could
-            then only report an outcome that is not true.
+    No other dual write uses ``lane`` until the block has ended. ``handle`` is a connection that is not inside a transaction,
+    or what the database has instead. ``margin_s`` must be left of the broker's transaction timeout at the decision. ``permit``
+    is called in the database's transaction after its last statement; if it raises, both sides abort. ``savepoints`` is False
+    if the block's code opens none: then it may also produce in the middle of a COPY.
     """
 
     running = False
@@ -231,6 +206,7 @@ class DualWrite(Work):
         self.observer = observer
         self.sending = False
         self.savepoints: SavepointWatch | None = None
+        # The only unit of a group must not wait for a topic: others wait for it.
         self.of_unit = False
         self._lane = lane
         self._producer = lane.producer
@@ -445,15 +421,10 @@ class DualWrite(Work):
         failpoints.hit("write.produced")
 
     def hold(self, message: Sendable) -> int:
-        """Take a message inside the savepoint of a unit. It waits, so an error concerns nothing but the unit.
+        """Take a message inside the savepoint of a unit, and return its size in bytes.
 
-        Returns:
-            The bytes of its key and value.
-
-        Raises:
-            TransactionAborted, ConfigurationError: It would be refused later; or no broker knows its topic; or its savepoint
-                cannot be known.
-            TypeError, UnicodeEncodeError: A part is of another type, or a text has a surrogate.
+        The message waits, so an error (as of :meth:`send`, or that its savepoint cannot be known) concerns nothing but the
+        unit.
         """
         assert self.savepoints is not None
         message = self.kept(message)
@@ -485,9 +456,7 @@ class DualWrite(Work):
     def _finish_messages(self) -> None:
         """Hand over the messages that still wait. From then on only delivery callbacks may produce.
 
-        Raises:
-            TransactionAborted, Fenced, Unavailable, ConfigurationError: There was an error before, which the block swallowed;
-                or the producer refuses now; or a savepoint was rolled back unseen.
+        Raises also for an error before, which the block swallowed, and for a savepoint that was rolled back unseen.
         """
         if self.refusals.first is not None:
             self._raise_refusal()
@@ -518,13 +487,7 @@ class DualWrite(Work):
     # The steps
 
     def _begin(self) -> None:
-        """Begin the database transaction and read the row, before anything can be produced.
-
-        Raises:
-            Fenced: The row names an incarnation other than ours.
-            IllegalStateError, ConfigurationError: The connection cannot be used for this.
-            Unavailable: The database does not answer.
-        """
+        """Begin the database transaction and read the row, before anything can be produced."""
         if self.running:
             self._refuse_inside()
         store, row = self._context.store, self._lane.row
@@ -551,13 +514,8 @@ class DualWrite(Work):
     def _commit(self) -> None:
         """End the dual write: prepare Kafka, record, commit the database (the decision), commit Kafka.
 
-        Raises:
-            TransactionAborted, Fenced, ConfigurationError: Both sides are aborted.
-            TransactionInDoubt: The database's answer is missing, and the doubt could not be resolved.
-            CompletionPending: Decided; Kafka will follow.
-            DecidedTransactionLost, OutcomeUnverifiable: Decided, but Kafka does not have it, or that can no longer be known.
-            DatabaseWentBack: Decided, then lost by the database.
-            IllegalStateError: It has already ended.
+        Both sides are aborted after `TransactionAborted`, `Fenced` and `ConfigurationError`. The database has decided after the
+        other errors, except `IllegalStateError`, and `TransactionInDoubt`, whose doubt could not be resolved.
         """
         if self.running:
             self._refuse_inside()
@@ -589,16 +547,11 @@ class DualWrite(Work):
         """End the dual write undecided: prepare Kafka, and commit the database's part without naming it in the row.
 
         For writes that another process decides together with others. On return the rows are durable, :attr:`prepared` is the
-        open Kafka transaction, and this process must neither commit nor abort either of them.
+        open Kafka transaction, and this process must neither commit nor abort either of them. After an error Kafka's side is
+        aborted; the rows may remain where they are, and count for nothing.
 
-        Args:
-            prepared: Prepare the database's transaction (``PREPARE TRANSACTION``); the settler of the row ends it. Otherwise
-                it is committed, and the rows must stand where nobody reads them.
-
-        Raises:
-            TransactionAborted, Fenced, ConfigurationError: Kafka's side is aborted. The rows may remain where they are, and
-                count for nothing.
-            IllegalStateError: It has already ended.
+        With ``prepared`` the database's transaction is prepared (``PREPARE TRANSACTION``), and the settler of the row ends it.
+        Otherwise it is committed, and the rows must stand where nobody reads them.
         """
         if self.running:
             self._refuse_inside()
@@ -782,18 +735,8 @@ class DualWrite(Work):
 class Ground:
     """The parts of a writer that its blocks stand on. One for all of them.
 
-    Attributes:
-        writer: The writer's name.
-        context: Returns the servers: the writer's, or those with the store of a transaction that other code begins and ends.
-            Raises if the writer is not open.
-        lanes: The lanes.
-        database: Gives the connections.
-        vitals: Notes whether the servers answer.
-        observer: Observes the dual writes.
-        serializing: Makes the bytes of messages.
-        session_factory: Makes the ORM sessions.
-        margin_s: As for :class:`DualWrite`.
-        timeout_s: As for :class:`DualWrite`; also limits the wait until a lane is ready.
+    ``context`` returns the servers: the writer's, or those with the store of a transaction that other code begins and ends. It
+    raises if the writer is not open. ``timeout_s`` limits the ending, and the wait until a lane is ready.
     """
 
     writer: str
@@ -814,10 +757,7 @@ class WriterBlock(DualWrite):
     Everything that it takes is given back in reverse order; its ticket for the lane twice, as the first time may be
     interrupted. If even that does not happen, the lane is free once this object is collected.
 
-    Args:
-        ground: The writer.
-        connection: The user's own; None takes one from the engine.
-        joined: The store of the transaction that other code has begun on the connection, and will end.
+    ``joined`` is the store of the transaction that other code has begun on ``connection``, and will end.
     """
 
     def __init__(  # the rest is known when it has a lane
@@ -895,7 +835,6 @@ class WriterBlock(DualWrite):
         return adopted, adopted.__enter__()
 
     def _context_on(self, lane: Lane, context: OwnerContext) -> OwnerContext:
-        """The servers on this lane."""
         del lane
         return context
 
@@ -925,11 +864,8 @@ class WriterBlock(DualWrite):
     def _give_back(self, error: BaseException | None) -> None:
         """Give back what the block has taken.
 
-        Args:
-            error: The error that leaves the block, if any.
-
-        Raises:
-            TransactionAborted: Instead of a deadlock or a serialization failure of a statement, which is the cause.
+        A deadlock or a serialization failure of a statement leaves the block as `TransactionAborted`, with the failure as its
+        cause.
         """
         ticket = self._ticket
         try:

@@ -57,10 +57,8 @@ Choose = Callable[[Sequence[Place[T]]], "Place[T] | None"]
 class Turns(Generic[T]):
     """The things, and the queue for them.
 
-    Args:
-        things: The things.
-        on_freed: Called with each place whose user has ended and the time on the clock of the process, before it is given out
-            again, by whichever thread notices.
+    ``on_freed`` is called with each place whose user has ended and the time on the clock of the process, before it is given
+    out again, by whichever thread notices.
     """
 
     def __init__(
@@ -78,11 +76,7 @@ class Turns(Generic[T]):
         self._again = False
 
     def ticket(self, choose: Choose[T] | None = None) -> Ticket[T]:
-        """A ticket, which holds nothing yet.
-
-        Args:
-            choose: Chooses its place; by default the one that was free for longest.
-        """
+        """A ticket, which holds nothing yet. Without ``choose`` it gets the place that was free for longest."""
         return Ticket(self, choose or longest_free)
 
     @property
@@ -215,15 +209,9 @@ class Ticket(Generic[T]):
         finally:
             ticket.end()
 
-    Attributes:
-        place: The place that it holds, once it has one.
-        choose: Chooses its place.
-        last: Whether it is served even after :meth:`Turns.close`.
-        kind: Tickets alike in this find a place, or none, alike.
-        arrival: Its place among all that have waited.
-        answered: Whether it got a place or was refused: there is nothing more to wait for.
-        ended: Whether its use is over: it holds nothing, and never will.
-        woken: Set when it is answered; None until a caller waits.
+    Tickets of the same ``kind`` find a place, or none, alike. ``last`` is served even after :meth:`Turns.close`. ``answered``
+    says that it got a place or was refused, so there is nothing more to wait for; ``ended`` that it holds nothing, and never
+    will.
     """
 
     __slots__ = (
@@ -251,11 +239,7 @@ class Ticket(Generic[T]):
         self.woken: Event | None = None
 
     def wait(self, deadline: Deadline) -> T:
-        """Wait for a thing, behind earlier tickets that would take it.
-
-        Raises:
-            NoTurn: There was none for us.
-        """
+        """Wait for a thing, behind earlier tickets that would take it. Raises `NoTurn` if there was none for us."""
         self._turns.queue_up(self)
         if not self.answered:
             self.wait_for_answer(deadline)
@@ -283,6 +267,6 @@ class Ticket(Generic[T]):
 
 
 def longest_free(places: Sequence[Place[T]]) -> Place[T] | None:
-    """The place that was free for longest."""
+    """The place that was free for longest; None if there is no place."""
     free = [place for place in places if place.holder is None]
     return min(free, key=lambda place: place.free_since, default=None)

@@ -73,18 +73,9 @@ def limits_for(traits: Traits, limits: WriterLimits) -> WriterLimits:
 class Task:
     """The work of a unit, as a thread runs it.
 
-    Args:
-        name: The writer's transactional id.
-        work: Called with the transaction of the unit; or the unit, if it is one of rows: it then produces its messages.
-        future: What its caller waits for.
-        within_s: No run begins later than this, in seconds; None sets no limit.
-
-    Attributes:
-        work: What is called.
-        future: As given.
-        context: The context variables of its caller.
-        rows: The unit, if it is one of rows.
-        answered: Set when a unit that stands in line was given a place, or never will be.
+    ``work`` is called with the transaction of the unit; that of a unit of ``rows`` produces its messages. No run begins later
+    than ``within_s`` seconds from now. ``answered`` is set when a unit that stands in line was given a place, or never will
+    be.
     """
 
     def __init__(
@@ -144,12 +135,7 @@ class Task:
 
 
 class _Later:
-    """Does things at a given time, in a thread that starts with the first of them.
-
-    Args:
-        name: The writer's transactional id.
-        groups: The groups that wait for these things.
-    """
+    """Does things at a given time, in a thread that starts with the first of them."""
 
     def __init__(self, name: str, groups: Groups) -> None:
         self._name = name
@@ -161,13 +147,7 @@ class _Later:
         self._started = self._closed = False
 
     def after(self, seconds: float, do: Callable[[], object], over: Callable[[], bool] = lambda: False) -> None:
-        """Do it later.
-
-        Args:
-            seconds: The time from now.
-            do: Does it.
-            over: Whether it need not be done any more.
-        """
+        """Do it in so many seconds, unless it is ``over`` before, and need not be done any more."""
         with self._changed:
             if len(self._waiting) > self._sweep_at:  # most units end long before their time is over
                 self._waiting = [one for one in self._waiting if not one[3]()]
@@ -181,7 +161,6 @@ class _Later:
                 self._changed.notify()
 
     def close(self) -> None:
-        """End the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -197,7 +176,6 @@ class _Later:
                 logger.critical("%s: a callback of a unit's future has raised", self._name, exc_info=True)
 
     def _next(self) -> Callable[[], object] | None:
-        """Wait for the next thing whose time has come."""
         with self._changed:
             while not self._closed:
                 while self._waiting and self._waiting[0][3]():
@@ -210,17 +188,12 @@ class _Later:
 
 
 class Groups:
-    """Runs the units of a writer in groups.
+    """Runs the units of a writer in groups, of which ``runners`` may exist at a time, one of them running its units.
 
     Its threads start with the first unit. If a unit waits alone, the thread that waits for it runs it: switching to another
     thread and back would take longer than everything else that a unit costs on top of a block.
 
-    Args:
-        name: The writer's transactional id.
-        block: The block of a new dual write.
-        limits: When a group takes no more units; how many may wait, and how long :meth:`submit` waits then.
-        runners: How many groups there may be at a time, one of them running its units.
-        grouped: Called with the number of units of each group that is about to end.
+    ``grouped`` is called with the number of units of each group that is about to end.
     """
 
     def __init__(
@@ -271,7 +244,6 @@ class Groups:
         return future
 
     def _have_served(self) -> None:
-        """Let a thread serve a unit that was added: an idle thread, or a new one."""
         if self._idle:
             self._wake()
         elif self._threads < self._runners:
@@ -306,11 +278,7 @@ class Groups:
             unit.work.answered.set()
 
     def close(self, within_s: float) -> None:
-        """Finish the waiting units, and refuse new ones. Units that have not begun in time fail. May be called again.
-
-        Args:
-            within_s: How long to wait, in seconds.
-        """
+        """Finish the waiting units, and refuse new ones. Units that have not begun in time fail. May be called again."""
         with self._lock:
             self._closed = True
             self._may_begin.notify_all()
@@ -333,7 +301,6 @@ class Groups:
         return self._closed and self._units.empty
 
     def _wake(self) -> None:
-        """Wake a thread of this writer if there is something for it to do."""
         if self._group_may_begin:
             self._may_begin.notify()
 
@@ -600,12 +567,7 @@ def run_group(
 ) -> Sequence[Answer]:
     """Run a group to its end. Returns what to tell the callers; ``group.again`` are the units that run again.
 
-    Args:
-        group: The units.
-        block: The block of a new dual write.
-        limits: When no more units begin.
-        call: Calls the work of a unit; of a `RowUnit`, it produces the messages.
-        all_run: Called once the units have run, before the commit.
+    ``call`` calls the work of a unit; of a `RowUnit`, it produces the messages. ``all_run`` is called before the commit.
     """
     transaction: Transaction | None = None
     try:
@@ -725,22 +687,12 @@ def note_running(groups: object) -> None:
 
 
 def may_wait(groups: object) -> bool:
-    """Whether the caller may wait for a place: not if all units, or all tasks of an event loop, would wait with it.
-
-    Args:
-        groups: Those that it waits for.
-    """
+    """Whether the caller may wait for a place: not if all units, or all tasks of an event loop, would wait with it."""
     return _running.get() != (groups, threading.get_ident()) and not transaction.would_block_a_loop()
 
 
 def full_error(name: str, limits: WriterLimits, *, waited: bool) -> Unavailable:
-    """The error of a unit for which there was no place.
-
-    Args:
-        name: The writer's transactional id.
-        limits: They say how many units may wait.
-        waited: Whether its caller has waited for a place.
-    """
+    """The error of a unit for which there was no place, after its caller has ``waited`` or not."""
     why = (
         "none has left its place in time"
         if waited
@@ -759,8 +711,7 @@ def full_error(name: str, limits: WriterLimits, *, waited: bool) -> Unavailable:
 class UnitFuture(Future[Result]):
     """The future of a unit. A thread that waits for it without a timeout may run the unit itself.
 
-    Args:
-        run_here: Runs the unit in this thread, if nothing else is to run with it or before it.
+    ``run_here`` does so, unless something else is to run with the unit or before it.
     """
 
     def __init__(self, run_here: Callable[[Future[Any]], None]) -> None:

@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 _PROBE_EVERY_S: Final = 1.0
 _MISSING: Final = (Unavailable, TransactionInDoubt, CompletionPending)
-"""The errors that say that an answer is missing."""
 
 
 class Vitals:
@@ -28,10 +27,6 @@ class Vitals:
 
     If they did not answer last, the next question starts a probe in the background. A platform sends no work to a process that
     is not ready, so no dual write would find out that the servers answer again.
-
-    Args:
-        name: The writer's transactional id.
-        probe: Asks the database and Kafka.
     """
 
     def __init__(self, name: str, probe: Callable[[], object]) -> None:
@@ -98,10 +93,7 @@ _FORGOTTEN_AFTER_S: Final = 180.0
 class Probe:
     """Asks in a thread of its own: one question at a time, at most one every ``every_s`` seconds. Thread-safe.
 
-    Args:
-        name: The thread's name.
-        ask: The question. It handles its errors.
-        every_s: The time between two questions, in seconds.
+    ``ask`` handles its errors.
     """
 
     def __init__(self, name: str, ask: Callable[[], None], *, every_s: float) -> None:
@@ -127,13 +119,7 @@ class Probe:
 
 
 class SeldomAsked:
-    """A number that a server reports, as of the last time it was asked. Reading it starts another request once that is due.
-
-    Args:
-        name: The thread's name.
-        ask: Asks the server.
-        on_error: Called with what the question raises.
-    """
+    """A number that a server reports, as of the last time it was asked. Reading it starts another request once that is due."""
 
     def __init__(self, name: str, ask: Callable[[], float], on_error: Callable[[Exception], None]) -> None:
         self._question = ask

@@ -48,14 +48,9 @@ _KNOW_END_S: Final = 5.0
 class Lane:
     """One transactional id that we own, claimed again whenever its producer must not be reused.
 
-    Args:
-        transactional_id: The key of the row.
-        context: The servers.
-        make_producer: Makes the producer for a claimed row; not yet initialised.
-        claiming: Only one lane at a time claims: whoever holds this turn.
-        guard: Returns the guard of this lane's first claim; called when it claims.
-        ends: Asks for the ends of all lanes' transactions at once. Without it each lane asks for its own when it needs it.
-        losses: Reports losses that settling finds and that do not belong to the current dual write.
+    ``make_producer`` returns a producer that is not initialised yet. Only one lane at a time claims: whoever holds
+    ``claiming``. ``ends`` asks for the ends of all lanes' transactions at once; without it each lane asks for its own when it
+    needs it. ``losses`` reports what settling finds and what does not belong to the current dual write.
     """
 
     def __init__(
@@ -157,8 +152,7 @@ class Lane:
     def come_to_rest(self) -> PendingEnd | None:
         """Ask for the end of the last transaction, too, from now on. Called when a dual write is over.
 
-        Returns:
-            The transaction whose end is not known; None if it is, or if nothing will show it any more.
+        Returns the transaction whose end is not known; None if it is, or if nothing will show it any more.
         """
         pending = self.pending_end
         if pending is not None and self._ends is not None:
@@ -166,11 +160,7 @@ class Lane:
         return pending
 
     def know_end(self, deadline: Deadline) -> None:
-        """Find out how the last transaction has ended. If that cannot be known, the producer is not used again.
-
-        Raises:
-            ConfigurationError, Unavailable: As :meth:`note_end`, or a right is missing.
-        """
+        """Find out how the last transaction has ended. If that cannot be known, the producer is not used again."""
         pending = self.pending_end
         if pending is None:
             return
@@ -189,11 +179,7 @@ class Lane:
     def prove_end(self, deadline: Deadline) -> bool:
         """As :meth:`know_end`, then check the log before a commit is recorded as complete. For owners that close or idle.
 
-        Returns:
-            Whether it may be recorded now. If not, :attr:`needs_settling` says whether settling finds out why.
-
-        Raises:
-            ConfigurationError, Unavailable: As :meth:`know_end`.
+        Returns whether it may be recorded now. If not, :attr:`needs_settling` says whether settling finds out why.
         """
         self.know_end(deadline)
         if self._unrecorded is None or not self._is_usable():
@@ -208,8 +194,7 @@ class Lane:
     def note_end(self, step: EndStep) -> None:
         """Take the step that was found for :attr:`pending_end`.
 
-        Raises:
-            ConfigurationError, Unavailable: An aborted transaction came back, and that could not be recorded. Ask again.
+        Raises if an aborted transaction came back, and that could not be recorded. Ask again then.
         """
         producer, pending = self.producer, self.producer.pending_end
         assert pending is not None
@@ -237,9 +222,6 @@ class Lane:
 
         If the last transaction was handed over, the row must say that its decider has completed it: then no request is on its
         way that could end the next one. The producer's own commit, which Kafka answers with success, brings it in line.
-
-        Raises:
-            ConfigurationError, Unavailable: The row could not be read.
         """
         producer = self._producer
         if producer is None or producer.state not in {ProducerState.READY, ProducerState.PREPARED}:
@@ -261,10 +243,8 @@ class Lane:
     def ready(self, deadline: Deadline) -> None:
         """Make the lane usable: claims, settles and makes a producer, unless it has a usable one.
 
-        Raises:
-            Fenced: Another owner has taken over.
-            DatabaseWentBack: The database has lost a claim, so this one is refused. Nothing is begun.
-            ConfigurationError, Unavailable: It could not be made usable now. Nothing is begun; try again.
+        Nothing is begun after an error. `Fenced` and `DatabaseWentBack` (the database has lost a claim) stay; after others try
+        again.
         """
         producer = self._producer
         if producer is not None and producer.reusable:
@@ -306,11 +286,8 @@ class Lane:
     def settle(self, deadline: Deadline) -> None:
         """Claim and settle a lane that is not in use. Reports the losses that it finds.
 
-        On return nothing of ours is open in Kafka any more, unless :attr:`needs_settling` says so.
-
-        Raises:
-            Fenced: Another owner has taken over, and settles.
-            ConfigurationError, Unavailable: It could not be settled now.
+        On return nothing of ours is open in Kafka any more, unless :attr:`needs_settling` says so. After `Fenced` the other
+        owner settles.
         """
         try:
             self._settle_former(deadline)
@@ -320,10 +297,8 @@ class Lane:
     def complete(self, state: PreparedTxnState, deadline: Deadline) -> None:
         """Commit in Kafka what the database has decided.
 
-        Raises:
-            CompletionPending: No answer in time. The next settler completes it, or finds it lost.
-            DecidedTransactionLost, OutcomeUnverifiable: The broker aborted it, or its outcome can no longer be known.
-            DatabaseWentBack: The database has lost it meanwhile, and what Kafka did is not known. It is recorded.
+        After `CompletionPending` the next settler completes it, or finds it lost. `DatabaseWentBack` means that the database
+        has lost it meanwhile, and what Kafka did is not known; it is recorded.
         """
         if state.has_transaction:
             self._row = replace(self.row, prepared=state, completed=None)
@@ -453,11 +428,7 @@ class Lane:
             self._unrecorded = None
 
     def compare_with_row(self) -> None:
-        """Check whether the database has lost our newest decision, and report it if so. For owners that close or idle.
-
-        Raises:
-            ConfigurationError, Unavailable: The row could not be read.
-        """
+        """Check whether the database has lost our newest decision, and report it if so. For owners that close or idle."""
         if self._row is not None:
             self._losses.compare(self._row)
 
@@ -485,13 +456,7 @@ class Lane:
 
 
 class RecordedLosses:
-    """Records what a lane finds lost, and reports it.
-
-    Args:
-        transactional_id: The lane's id.
-        context: The servers.
-        losses: Reports losses that do not belong to the current dual write.
-    """
+    """Records what a lane finds lost, and reports it."""
 
     def __init__(self, transactional_id: str, context: OwnerContext, losses: Losses) -> None:
         self._id = transactional_id
@@ -505,11 +470,7 @@ class RecordedLosses:
             note_reported(self._context.store, [(self._id, PreparedTxnState.from_string(loss.state))])
 
     def record_came_back(self, row: StateRow) -> None:
-        """Record and report that the row's transaction, aborted on both sides, is committed in Kafka.
-
-        Raises:
-            ConfigurationError, Unavailable: It could not be recorded. It is not reported then.
-        """
+        """Record, then report, that the row's transaction, aborted on both sides, is committed in Kafka."""
         detail = (
             "aborted on both sides, but the log shows a commit: its messages are visible, and its rows are not there"
         )
@@ -533,11 +494,7 @@ class RecordedLosses:
     def compare(self, row: StateRow) -> None:
         """Check whether the database has lost the decision that this row holds; record and report it once if so.
 
-        Args:
-            row: The row as its owner knows it.
-
-        Raises:
-            ConfigurationError, Unavailable: The row could not be read.
+        ``row`` is the row as its owner knows it, which the database's is compared with.
         """
         if not row.prepared.has_transaction or str(row.prepared) == self._forgotten:
             return
@@ -566,10 +523,8 @@ class Losses:
     Every loss becomes one log record at level ``ERROR``, with the fields ``dualwrite_event`` (``loss``),
     ``dualwrite_transactional_id``, ``dualwrite_state`` and ``dualwrite_outcome`` for log collectors.
 
-    Args:
-        on_loss: Called with each loss, in the thread that found it. An exception that it raises is logged, and the loss counts
-            as reported in the log alone.
-        observer: Observes each loss.
+    ``on_loss`` is called in the thread that found the loss. If it raises, that is logged, and only the log has reported the
+    loss.
     """
 
     def __init__(self, on_loss: OnLoss | None = None, observer: Observer = NO_OBSERVER) -> None:

@@ -44,14 +44,9 @@ _WATCH_EVERY_S: Final = 1.0
 class PooledLane:
     """A lane, and the state of its housekeeping since a block last used it.
 
-    Attributes:
-        lane: The lane.
-        needs_settling: Whether it has to be settled before it can be used; as it was when its last use ended.
-        pending: Its last transaction, if the end of that was not known then.
-        worked: Whether it was usable when it was given out, so that it will be free again soon.
-        failures: How often settling it has failed.
-        given_up: Whether another owner settles it.
-        taken_at: When a block took it, in seconds on the clock of the process; None if none uses it.
+    ``needs_settling`` and ``pending`` (its last transaction, if the end of that was not known) are as of the end of its last
+    use. ``worked`` says that it was usable when it was given out, so that it will be free again soon; ``given_up``, that
+    another owner settles it. ``taken_at`` is on the clock of the process.
     """
 
     __slots__ = ("failures", "given_up", "lane", "needs_settling", "pending", "taken_at", "worked")
@@ -83,19 +78,9 @@ class PooledLane:
 class Lanes:
     """Gives lanes to blocks, and takes care of idle lanes on a thread of its own.
 
-    Args:
-        name: The writer's transactional id.
-        make_lane: Makes the lane with that number; not claimed yet.
-        max_lanes: The maximum number of lanes.
-        timeout_s: How long closing waits for lanes in use, in seconds.
-        lane_timeout_s: How long :meth:`take` waits, in seconds.
-        idle_after_s: After this time without use the row records that its last transaction is complete, in seconds.
-        kafka_at: Kafka's address, for errors.
-
-    Attributes:
-        ends: Asks for the ends of all lanes' transactions at once; None where each lane asks for its own.
-        watch: Looks for what is worth a warning; returns whether there was something to look at, which is at most once a
-            second. Called in the background.
+    ``make_lane`` returns the lane with that number, not claimed yet. Closing waits ``timeout_s`` for lanes in use. After
+    ``idle_after_s`` without use the row records that its last transaction is complete. ``watch`` is called in the background,
+    at most once a second: it looks for what is worth a warning, and returns whether there was something to look at.
     """
 
     def __init__(
@@ -155,9 +140,7 @@ class Lanes:
     def open(self, lanes: Iterable[Lane], *, keep_house: bool = True) -> None:
         """Start with these lanes, which are ready, in order of their numbers.
 
-        Args:
-            lanes: The lanes.
-            keep_house: Whether to take care of free lanes in the background.
+        ``keep_house`` says whether to take care of free lanes in the background.
         """
         self._turns.places = [Place(PooledLane(lane)) for lane in lanes]
         if not keep_house:
@@ -170,12 +153,7 @@ class Lanes:
         return Ticket(self._turns, self._choose)
 
     def take(self, ticket: Ticket[PooledLane]) -> Lane:
-        """Wait for a lane; first come, first served.
-
-        Raises:
-            IllegalStateError: Closed.
-            Unavailable: All lanes were in use until the end of the wait.
-        """
+        """Wait for a lane; first come, first served. Raises `Unavailable` if all were in use until the end of the wait."""
         if self.ends is not None:
             self.ends.take_answer()
         self._turns.queue_up(ticket)
@@ -321,10 +299,8 @@ class Lanes:
     def close(self) -> None:
         """Wait for lanes in use, settle and record what is left, and discard the producers. May be called more than once.
 
-        ``left_settled`` then says whether nothing is left for the next owner to settle.
-
-        Raises:
-            Unavailable: The database did not take the record that all is complete. All is closed.
+        ``left_settled`` then says whether nothing is left for the next owner to settle. All is closed even if this raises
+        `Unavailable`, because the database did not take the record that all is complete.
         """
         self._turns.close()
         self._look.put(None)
@@ -357,10 +333,7 @@ def _attempt(lanes: Iterable[Lane], do: Callable[[Lane], object]) -> None:
 def _see_to(lane: Lane, deadline: Deadline, *, idles: bool) -> None:
     """Do what is due: find out how the last transaction has ended; settle, or record that all is complete.
 
-    Args:
-        lane: The lane.
-        deadline: Limits the work.
-        idles: Whether it has not been used for so long that its last transaction should be recorded as complete.
+    ``idles`` says that the lane was not used for so long that its last transaction should be recorded as complete.
     """
     if not lane.needs_settling:
         lane.know_end(deadline)

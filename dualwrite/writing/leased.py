@@ -53,11 +53,7 @@ _RUN_AGAIN: Final = "run the work again: this writer takes another id by itself"
 class LeasedWriter(DualWriter):
     """A `DualWriter` that stands for one writer after the other, each with an id that it has leased.
 
-    Args:
-        fleet: The fleet's name.
-        timing: How long a lease lasts, and how often it is renewed.
-        make: Makes the writer of an id; by default one with the same settings.
-        settings: As for `DualWriter`.
+    ``make`` makes the writer of an id; by default one with the same settings.
     """
 
     def __init__(
@@ -106,7 +102,6 @@ class LeasedWriter(DualWriter):
             raise
 
     def _next(self, keeper: LeaseKeeper) -> DualWriter:
-        """An open writer under a newly leased id."""
         while True:
             name = keeper.take(lease_owner(self._owner_name))
             try:
@@ -373,13 +368,9 @@ process."""
 class LeaseKeeper:
     """One lease at a time. Its methods are called by one thread at a time, except for ``state``.
 
-    Args:
-        leases: The leases of the fleet.
-        timing: How long a lease lasts, and how often it is renewed.
-        on_lost: Called in the heartbeats' thread once another member has taken the lease, with each heartbeat until it is given
-            up. It returns at once.
-        on_dead: Called there with leases of other members that have expired, or whose processes have died beside this one. It
-            returns at once.
+    Both callbacks are called in the heartbeats' thread, and return at once: ``on_lost`` once another member has taken the
+    lease, with each heartbeat until it is given up; ``on_dead`` with leases of other members that have expired, or whose
+    processes have died beside this one.
     """
 
     def __init__(
@@ -412,11 +403,7 @@ class LeaseKeeper:
         return state
 
     def take(self, owner: str) -> str:
-        """Take the lowest free number, and keep it from now on. Returns the id, which is not claimed yet.
-
-        Raises:
-            ConfigurationError, Unavailable: Nothing was taken.
-        """
+        """Take the lowest free number, and keep it from now on. Returns the id, which is not claimed yet."""
         asked_at = now_s()
         name = self._leases.take(owner, self._timing.timeout_s, has_died=self._has_died)
         with self._lock:
@@ -431,11 +418,7 @@ class LeaseKeeper:
         return name
 
     def still_held(self) -> bool:
-        """Renew the lease now. Returns False if another member has taken it.
-
-        Raises:
-            ConfigurationError, Unavailable: That could not be found out.
-        """
+        """Renew the lease now. Returns False if another member has taken it; raises if that could not be found out."""
         asked_at = now_s()
         renewed, _ = self._leases.renew(self._owner, self._timing.timeout_s, wait_s=self._timing.timeout_s)
         with self._lock:

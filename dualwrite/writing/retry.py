@@ -47,16 +47,7 @@ class _Rules(TypedDict):
 
 @dataclass(frozen=True)
 class Patience:
-    """How often and for how long to try.
-
-    Args:
-        attempts: The maximum number of attempts.
-        within_s: No attempt begins later than this after the first one; None sets no limit. In seconds.
-        longest_pause_s: The longest pause between two attempts, in seconds.
-
-    Raises:
-        ConfigurationError: A value cannot work.
-    """
+    """How often and for how long to try. No attempt begins later than ``within_s`` after the first one."""
 
     attempts: int
     within_s: float | None
@@ -68,12 +59,7 @@ class Patience:
 
 
 class Attempts:
-    """The attempts at one piece of work: judges, logs and remembers their errors. The caller makes them.
-
-    Args:
-        name: The writer's transactional id.
-        patience: How often and for how long to try.
-    """
+    """The attempts at one piece of work: judges, logs and remembers their errors. The caller makes them."""
 
     def __init__(self, name: str, patience: Patience) -> None:
         self._name = name
@@ -142,14 +128,8 @@ def run_again(
 ) -> Result:
     """Make attempts until one commits both sides, or may not be followed by another.
 
-    Args:
-        block: The block of a new dual write.
-        work: Called with the transaction of each.
-        name: The writer's transactional id.
-        patience: How often and for how long to try.
-
-    Raises:
-        BaseException: The error of the last attempt; its notes name those of the earlier ones.
+    ``block`` returns the block of a new dual write, and ``work`` is called with the transaction of each. The error of the last
+    attempt is raised; its notes name those of the earlier ones.
     """
 
     def attempt() -> Result:
@@ -169,20 +149,12 @@ def run_again(
 
 
 def pause_after_s(failures: int) -> float:
-    """The pause before an attempt that :func:`run_again` does not make, by its rule, in seconds.
-
-    Args:
-        failures: The number of attempts that have failed; no pause if it is 0.
-    """
+    """The pause after so many failures before an attempt that :func:`run_again` does not make, by its rule, in seconds."""
     return 0.0 if not failures else random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**failures))  # noqa: S311 - no secret
 
 
 def refuse_not_run(result: object, name: str) -> None:
-    """Refuse the result of a coroutine or generator function: none of its code has run, so an empty dual write would commit.
-
-    Raises:
-        IllegalStateError: It is one.
-    """
+    """Refuse the result of a coroutine or generator function: none of it has run, so an empty dual write would commit."""
     if not is_not_run(result):
         return
     raise IllegalStateError(

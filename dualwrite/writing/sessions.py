@@ -59,12 +59,8 @@ class Kind:
 class Joining:
     """The sessions of one factory, and the dual writes that they have joined.
 
-    Args:
-        transactional_id: The writer's.
-        kind: The sessions.
-        block: Begins a dual write in a transaction.
-        joins_first: Sessions of this engine join a dual write before ``begin_nested()`` sends their first SAVEPOINT: SQLite's,
-            where a savepoint that no BEGIN precedes commits at its end.
+    Sessions of the engine ``joins_first`` join a dual write before ``begin_nested()`` sends their first SAVEPOINT: SQLite's,
+    where a savepoint that no BEGIN precedes commits at its end.
     """
 
     def __init__(self, transactional_id: str, kind: Kind, block: Block, *, joins_first: Engine | None = None) -> None:
@@ -101,11 +97,7 @@ class Joining:
         return joined.transaction
 
     def block_of(self, session: Session, connection: Connection) -> AbstractContextManager[Transaction]:
-        """A dual write in the session's transaction; not begun yet.
-
-        Raises:
-            ConfigurationError: The session cannot have one.
-        """
+        """A dual write in the session's transaction, not begun yet. Refuses sessions that cannot have one."""
         if session.twophase or isinstance(connection.get_transaction(), TwoPhaseTransaction):
             raise two_phase()
         if connection.dialect.is_async and not self.kind.awaited:
@@ -159,11 +151,7 @@ class _RolledBack(Exception):
 class _Joined:
     """One dual write in the transaction of a connection, until SQLAlchemy commits it or rolls it back.
 
-    Attributes:
-        sessions: Of which sessions the connection is one.
-        connection: The connection.
-        refusal: The first error after which the transaction must not commit, as a value.
-        is_open: Whether the transaction has not ended.
+    ``refusal`` is the first error after which the transaction must not commit, as a value.
     """
 
     def __init__(self, sessions: Joining, connection: Connection) -> None:
@@ -216,21 +204,13 @@ class _Joined:
         return self._session is None or self._session() is session
 
     def refuse(self, what: str, next_step: str) -> NoReturn:
-        """Refuse a message. The transaction must not commit without it.
-
-        Raises:
-            IllegalStateError: Always.
-        """
+        """Refuse a message. The transaction must not commit without it."""
         error = IllegalStateError(what, transactional_id=self.sessions.transactional_id, next_step=next_step)
         self.refusal = self.refusal or as_value(error)
         raise error
 
     def commit(self) -> None:
-        """End the dual write. SQLAlchemy calls it in place of the driver's COMMIT.
-
-        Raises:
-            DualWriteError: As the end of a block. The database has rolled back, unless the error says otherwise.
-        """
+        """End the dual write. SQLAlchemy calls it in place of the driver's COMMIT. It raises as the end of a block does."""
         self._close()
         if self.refusal is not None:
             self._abort()

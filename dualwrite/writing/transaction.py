@@ -78,18 +78,7 @@ Called = TypeVar("Called")
 
 
 class Serializing:
-    """Makes the bytes of messages. Many threads use it, and its serializers, at once.
-
-    Args:
-        key: The serializers of keys.
-        value: The serializers of values.
-
-    Attributes:
-        none: Whether there is no serializer for any topic.
-
-    Raises:
-        ConfigurationError: One of them cannot be called.
-    """
+    """Makes the bytes of messages. Many threads use it, and its serializers, at once."""
 
     def __init__(self, key: ByTopic = None, value: ByTopic = None) -> None:
         for name, given in (("the key serializer", key), ("the value serializer", value)):
@@ -100,21 +89,13 @@ class Serializing:
 
     @classmethod
     def of(cls, given: Serializers | None) -> Self:
-        """Make it of what a writer was given.
-
-        Raises:
-            ConfigurationError: There is another entry than ``key`` and ``value``, or one of them cannot be called.
-        """
+        """Make it of what a writer was given."""
         return cls(**key_and_value("serializers", given))
 
     def message(
         self, topic: str, key: object, value: object, headers: ObservedHeaders
     ) -> tuple[Bytes, Bytes, ObservedHeaders]:
-        """The key, value and headers to produce. The caller's headers stay as they are. What has no serializer stays, too.
-
-        Raises:
-            KeySerializationError, ValueSerializationError: A serializer has failed. Nothing was produced.
-        """
+        """The key, value and headers to produce. The caller's headers stay as they are. What has no serializer stays, too."""
         key_by, value_by = for_topic(self._key, topic), for_topic(self._value, topic)
         if key_by is None and value_by is None:
             return cast("Bytes", key), cast("Bytes", value), headers
@@ -125,11 +106,7 @@ class Serializing:
     def many(
         self, topic: str, keys: Sequence[object] | None, values: Sequence[object]
     ) -> tuple[Sequence[Bytes] | None, Sequence[Bytes]]:
-        """The keys and values of many messages of one topic, whose serializers get no headers.
-
-        Raises:
-            KeySerializationError, ValueSerializationError: As :meth:`message`. Nothing was produced.
-        """
+        """The keys and values of many messages of one topic, whose serializers get no headers."""
         key_by, value_by = for_topic(self._key, topic), for_topic(self._value, topic)
         return (
             None if keys is None else [_made(key_by, one, "key", topic, None) for one in keys],
@@ -138,11 +115,7 @@ class Serializing:
 
 
 def key_and_value(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The entries ``key`` and ``value`` of an argument.
-
-    Raises:
-        ConfigurationError: It is no dictionary, or has another entry.
-    """
+    """The entries ``key`` and ``value`` of an argument, which may have no others."""
     if given is None:
         return {}
     if not isinstance(given, Mapping) or (given.keys() - {"key", "value"}):
@@ -151,11 +124,7 @@ def key_and_value(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def check_callable(name: str, given: object, signature: str) -> None:
-    """Refuse what is neither a callable, nor one for each topic, nor None.
-
-    Raises:
-        ConfigurationError: It cannot be called.
-    """
+    """Refuse what is neither a callable, nor one for each topic, nor None."""
     for one in given.values() if isinstance(given, Mapping) else [given]:
         if one is not None and not callable(one):
             raise ConfigurationError(
@@ -203,16 +172,7 @@ def as_value(error: BaseException) -> DualWriteError:
 
 
 def raise_aborted(refusal: DualWriteError, transactional_id: str, subject: str) -> NoReturn:
-    """Abort a dual write that continued after an error that it must not survive.
-
-    Args:
-        refusal: The first error.
-        transactional_id: The id of the dual write.
-        subject: The code that continued.
-
-    Raises:
-        TransactionAborted, Fenced: Always.
-    """
+    """Abort a dual write whose code (the ``subject``) continued after an error that it must not survive."""
     if isinstance(refusal, Fenced):
         raise copy(refusal)  # raised itself, the kept one would get this traceback
     raise TransactionAborted(
@@ -224,11 +184,7 @@ def raise_aborted(refusal: DualWriteError, transactional_id: str, subject: str) 
 
 
 class Refusals:
-    """The first error that must abort a piece of work, even if its code continues.
-
-    Attributes:
-        first: The error, as a value; None if there is none.
-    """
+    """The first error that must abort a piece of work, even if its code continues; kept as a value."""
 
     __slots__ = ("first",)
 
@@ -243,11 +199,7 @@ class Refusals:
 class Work(ABC):
     """The work of a block's code, as its :class:`Transaction` needs it: a dual write, or one unit of it.
 
-    Attributes:
-        transactional_id: The id that it runs under.
-        observer: Observes it; None if nobody does.
-        engine: Takes its messages.
-        refusals: The first error that must abort it, even if its code continues.
+    ``refusals`` has the first error that must abort it, even if its code continues.
     """
 
     transactional_id: str
@@ -267,11 +219,7 @@ class Work(ABC):
 
     @abstractmethod
     def resource(self, name: str) -> Any:
-        """The object that the database gives to the user's code under this name.
-
-        Raises:
-            IllegalStateError: The block has ended, or this kind of database does not have it.
-        """
+        """The object that the database gives to the user's code under this name, until the block has ended."""
 
     @property
     @abstractmethod
@@ -293,20 +241,13 @@ class Work(ABC):
 
     @abstractmethod
     def require_open(self) -> None:
-        """Raise if messages can no longer be sent.
-
-        Raises:
-            IllegalStateError: The block has ended.
-        """
+        """Raise `IllegalStateError` if messages can no longer be sent, because the block has ended."""
 
     @abstractmethod
     def send(self, message: Sendable) -> None:
         """Hand one or many messages, or offsets, to the engine: at once, or when the open savepoint is released.
 
-        Raises:
-            IllegalStateError: The block has ended.
-            TransactionAborted, Fenced, Unavailable, ConfigurationError: They are refused. What refuses them must abort, even if
-                its code continues.
+        What refuses them must abort, even if its code continues.
         """
 
     def refuse(self, error: DualWriteError) -> None:
@@ -556,9 +497,6 @@ def refuse_blocking_a_loop(transactional_id: str) -> None:
 
     For example, if two tasks wait for each other's rows, the one that could continue never gets its turn. A notebook runs its
     cells in an event loop, where nothing else of the application runs.
-
-    Raises:
-        IllegalStateError: It would.
     """
     if would_block_a_loop():
         raise IllegalStateError(
@@ -569,14 +507,9 @@ def refuse_blocking_a_loop(transactional_id: str) -> None:
 
 
 def refuse_nested(writer: object, transactional_id: str) -> None:
-    """Raise if this thread or task is inside a block of that writer: the two could wait for each other, and would commit apart.
+    """Raise if this thread or task is inside a block of that writer: the two could wait for each other, or commit apart.
 
-    Args:
-        writer: The object that stands for the writer, the same for all of its blocks.
-        transactional_id: For the error.
-
-    Raises:
-        IllegalStateError: It is.
+    ``writer`` stands for the writer, and is the same object for all of its blocks.
     """
     _refuse_nested(_open(), id(writer), here().caller, transactional_id)
 
@@ -594,8 +527,7 @@ def _refuse_nested(inside: tuple[_Entered, ...], writer: int, caller: object, tr
 def enter(writer: object, ticket: Ticket[Any], transactional_id: str) -> None:
     """Note that this thread or task enters a block of that writer. The block lasts until the ticket has ended.
 
-    Raises:
-        IllegalStateError: It would block an event loop, or is inside a block of that writer.
+    Refuses to block an event loop, and a block inside a block of that writer.
     """
     refuse_blocking_a_loop(transactional_id)
     inside, caller = _open() if _entered.get() else (), here().caller
@@ -665,11 +597,7 @@ class AsyncWriterSettings(CommonSettings, AsyncWriterOptions, total=False):
 
 
 def check_options(given: Mapping[str, object]) -> None:
-    """Refuse what is not an argument of a writer, or what the caller gives to it.
-
-    Raises:
-        ConfigurationError: There is such an argument.
-    """
+    """Refuse what is not an argument of a writer, or what the caller gives to it."""
     known = WriterOptions.__annotations__.keys()
     if unknown := sorted(given.keys() - known):
         raise ConfigurationError(

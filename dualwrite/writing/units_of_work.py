@@ -99,11 +99,7 @@ class RowUnit:
 
 
 def execute_rows(units: Sequence[RowUnit], transaction: Transaction) -> None:
-    """Write the rows of units with the same statement.
-
-    Raises:
-        SQLAlchemyError: The database refuses one of them.
-    """
+    """Write the rows of units with the same statement."""
     rows = [row for unit in units for row in unit.rows]
     transaction.connection.execute(units[0].statement, rows[0] if len(rows) == 1 else rows)
     failpoints.hit("group.rows_executed")
@@ -164,11 +160,7 @@ logger = logging.getLogger(__name__)
 
 
 class Task(Protocol):
-    """A unit's work, and the caller waiting for its result.
-
-    Attributes:
-        rows: The unit, if it is one of rows.
-    """
+    """A unit's work, and the caller waiting for its result. ``rows`` is the unit, if it is one of rows."""
 
     rows: RowUnit | None
 
@@ -182,8 +174,7 @@ class Task(Protocol):
     def rest(self, error: BaseException | None) -> None:
         """Note that the work has not begun, or that it runs again later: until then it may be given up.
 
-        Args:
-            error: What the run has failed with; None if it has not begun.
+        ``error`` is what the run has failed with; None if it has not begun.
         """
         ...
 
@@ -201,11 +192,7 @@ Answer = Callable[[], None]
 
 
 def closed_error(name: str) -> IllegalStateError:
-    """The error of a unit that a closed writer will not run.
-
-    Args:
-        name: The writer's transactional id.
-    """
+    """The error of a unit that a closed writer will not run."""
     return IllegalStateError("the writer was closed before the unit began; nothing was written", transactional_id=name)
 
 
@@ -227,12 +214,7 @@ def fail_left(units: Iterable[Unit[Any]], name: str) -> None:
 
 
 def late_error(name: str, within_s: float) -> Unavailable:
-    """The error of a unit that has not begun in time.
-
-    Args:
-        name: The writer's transactional id.
-        within_s: The time that its caller gave it, in seconds.
-    """
+    """The error of a unit that has not begun in the time that its caller gave it."""
     return Unavailable(
         f"the unit has not begun within {within_s:g} s: nothing of it was written, and it will not run",
         transactional_id=name,
@@ -241,25 +223,13 @@ def late_error(name: str, within_s: float) -> Unavailable:
 
 
 def check_within(within_s: float | None) -> None:
-    """Refuse a time that no unit can begin in, or that no thread can wait for.
-
-    Raises:
-        ConfigurationError: It is one.
-    """
+    """Refuse a time that no unit can begin in, or that no thread can wait for."""
     if within_s is not None:
         check_seconds("within_s", within_s)
 
 
 class Expiry:
-    """When a unit may no longer begin, and the error that its caller then gets: one rule for threads and for tasks.
-
-    Args:
-        name: The writer's transactional id.
-        within_s: No run begins later than this, in seconds; None sets no limit.
-
-    Attributes:
-        until: When no run may begin any more; None if there is no limit.
-    """
+    """When a unit may no longer begin, and the error that its caller then gets: one rule for threads and for tasks."""
 
     def __init__(self, name: str, within_s: float | None) -> None:
         self.until = None if within_s is None else Deadline(within_s)
@@ -288,15 +258,9 @@ class NothingKept(Exception):
 class GroupRun:
     """Notes how the units of one group end, and derives what follows.
 
-    Args:
-        name: The writer's transactional id.
-        taken: The units, in the order in which they are to run.
-
-    Attributes:
-        taken: The units.
-        again: After the end: the units for a later group, in their order.
-        resting: After the end: those of them that wait for a server or a conflict. The others have nothing to wait for.
-        failures: After the end: how often those that wait for a server or a conflict have failed; 0 if there are none.
+    ``taken`` are the units in the order in which they are to run. After the end, ``again`` are the units for a later group, in
+    their order, and ``resting`` those of them that wait for a server or a conflict; the others have nothing to wait for.
+    ``failures`` says how often those that wait have failed; 0 if there are none.
     """
 
     def __init__(self, name: str, taken: Sequence[Unit[Any]]) -> None:
@@ -356,11 +320,7 @@ class GroupRun:
             self._postponed.add(unit.key)
 
     def require_any(self) -> None:
-        """Leave the block if no unit is to commit.
-
-        Raises:
-            NothingKept: None is.
-        """
+        """Leave the block, with `NothingKept`, if no unit is to commit."""
         if not self._results:
             raise NothingKept
 
@@ -387,14 +347,9 @@ class GroupRun:
         return answers
 
     def failed(self, error: BaseException, *, aborted: bool = False) -> Sequence[Answer]:
-        """Note that the group has ended with an error, which has left its block.
+        """Note that the group has ended with an error, which has left its block. Returns what to tell the callers.
 
-        Args:
-            error: The error.
-            aborted: Whether both sides have certainly aborted, whatever the error is.
-
-        Returns:
-            What to tell the callers.
+        ``aborted`` says that both sides have certainly aborted, whatever the error is.
         """
         if isinstance(error, NothingKept):
             return self.committed()
@@ -478,9 +433,6 @@ class Uses:
     """The uses of a unit by its code, each a block: those under way are waited for at its end, and later ones refused.
 
     A part of the unit may run on in another task or thread: its statement, or its message, must not fall into the next unit.
-
-    Args:
-        transactional_id: For the error.
     """
 
     def __init__(self, transactional_id: str) -> None:
@@ -491,11 +443,7 @@ class Uses:
         self._ended_by: object = None
 
     def require(self) -> None:
-        """Raise if the unit has ended.
-
-        Raises:
-            IllegalStateError: It has.
-        """
+        """Raise `IllegalStateError` if the unit has ended."""
         if self._ended and (self._ended_by is None or self._ended_by != waiting.here().caller):
             raise IllegalStateError(
                 "the unit of work has ended, and its connection and messages with it: nothing of this call was written",
@@ -528,18 +476,7 @@ class Uses:
 
 
 class UnitWrite(Work):
-    """One unit of a dual write.
-
-    Args:
-        write: The dual write.
-        connection: The connection of the unit.
-        uses: Entered for each use of the unit.
-
-    Attributes:
-        uses: As given.
-        size: The size of its messages, in bytes.
-        dropped: Whether it was rolled back.
-    """
+    """One unit of a dual write. ``uses`` is entered for each use of the unit; ``size`` counts the bytes of its messages."""
 
     def __init__(self, write: DualWrite, connection: Connection, uses: Uses) -> None:
         self._write = write
@@ -607,9 +544,7 @@ class UnitWrite(Work):
     def finish(self) -> None:
         """Flush its session, and release the savepoints that it has left open.
 
-        Raises:
-            TransactionAborted, Fenced: It continued after an error.
-            SQLAlchemyError: The database refuses what was flushed.
+        Raises if it continued after an error, or if the database refuses what was flushed.
         """
         if self.refusals.first is not None:
             raise_aborted(self.refusals.first, self.transactional_id, "the unit")
@@ -624,12 +559,7 @@ class UnitWrite(Work):
 
 
 class Divided:
-    """Begins and ends the units of one dual write, one at a time. The block of the dual write is around it.
-
-    Args:
-        transaction: The transaction of the block.
-
-    """
+    """Begins and ends the units of one dual write, one at a time. The block of the dual write is around it."""
 
     def __init__(self, transaction: Transaction) -> None:
         self._transaction = transaction
@@ -649,11 +579,7 @@ class Divided:
         return savepoints
 
     def begin(self) -> Transaction:
-        """Begin a unit. Returns its transaction.
-
-        Raises:
-            DualWriteError: The group cannot continue.
-        """
+        """Begin a unit, and return its transaction. A `DualWriteError` says that the group cannot continue."""
         uses = Uses(self._write.transactional_id)
         self._unit = UnitWrite(self._write, self._savepoints.open_unit(uses), uses)
         failpoints.hit("group.unit_begun")
@@ -662,10 +588,7 @@ class Divided:
     def work_ended(self) -> None:
         """End what the unit may do, also by parts that continue. Then make sure that the database has opened its savepoint.
 
-        Otherwise errors of its work are not its own.
-
-        Raises:
-            DualWriteError: The group cannot continue.
+        Otherwise errors of its work are not its own. A `DualWriteError` says that the group cannot continue.
         """
         assert self._unit is not None
         self._unit.uses.end()
@@ -674,14 +597,8 @@ class Divided:
     def end(self, error: BaseException | None) -> BaseException | None:
         """End the unit: keep it, or roll it back if its work has failed.
 
-        Args:
-            error: The error of its work, if any.
-
-        Returns:
-            The error that it has failed with, or None if it is kept.
-
-        Raises:
-            DualWriteError: The group cannot continue.
+        Returns the error that it has failed with, or None if it is kept. A `DualWriteError` says that the group cannot
+        continue.
         """
         unit, self._unit = self._unit, None
         assert unit is not None

@@ -39,14 +39,7 @@ _LOOK_S: Final = 2.0
 
 @dataclass(frozen=True)
 class ProducerSettings:
-    """How the producers of lanes are made.
-
-    Attributes:
-        config: The settings of Kafka.
-        timeout_s: Limits the ending of a transaction, in seconds.
-        bulk: As for ``DualWriter``.
-        engine: As ``producer_engine`` for ``DualWriter``.
-    """
+    """How the producers of lanes are made. ``timeout_s`` limits the ending of a transaction."""
 
     config: KafkaConfig
     timeout_s: float
@@ -57,10 +50,7 @@ class ProducerSettings:
 class ReaderWarnings:
     """Logs warnings: of other writers' open transactions that hold back readers for seconds, and of compacted topics.
 
-    Args:
-        name: The writer's name.
-        coordinator: Kafka.
-        ends: Names the writer's newest transactions, so that their partitions are looked at.
+    ``ends`` names the writer's newest transactions, so that their partitions are looked at.
     """
 
     def __init__(self, name: str, coordinator: KafkaCoordinator, ends: EndQuestions) -> None:
@@ -105,19 +95,8 @@ class ReaderWarnings:
 class Opened:
     """The connections of one writer, and what is made on them.
 
-    Args:
-        name: The writer's transactional id.
-        store: The database.
-        settings: How producers are made.
-        owner: The writer's name in the rows, which no other owner has.
-        lanes: The writer's lanes.
-        losses: Reports losses.
-        observer: Observes what is done.
-
-    Attributes:
-        context: The servers.
-        longest_open_s: The age of the oldest transaction that is open in Kafka; see
-            :meth:`dualwrite.interfaces.Observer.opened`.
+    ``owner`` is the writer's name in the rows, which no other owner has. ``longest_open_s`` is the age of the oldest
+    transaction that is open in Kafka; see :meth:`dualwrite.interfaces.Observer.opened`.
     """
 
     def __init__(
@@ -178,11 +157,7 @@ class Opened:
         )
 
     def claim(self, deadline: Deadline) -> Sequence[Lane]:
-        """Claim and settle all lanes of the writer, and return those that it starts with, ready for use.
-
-        Raises:
-            DualWriteError: As ``DualWriter.open``.
-        """
+        """Claim and settle all lanes of the writer, and return those that it starts with, ready for use."""
         count = min(_LANES_FROM_THE_START, self._lanes.max_lanes)
         with reporting_at_open(self.context.store, self._name):
             rows = claim_lanes(self.context, self._name, count, deadline)
@@ -200,11 +175,7 @@ class Opened:
         return lanes
 
     def probe(self) -> None:
-        """Ask the database and Kafka something.
-
-        Raises:
-            DualWriteError: One of them does not answer.
-        """
+        """Ask the database and Kafka something. Raises if one of them does not answer."""
         rows = self.context.store.read([self._name])
         self.context.coordinator.describe([row.kafka_id(row.incarnation) for row in rows], Deadline(_PROBE_S))
 
@@ -216,11 +187,7 @@ class Opened:
 
 
 def require_opened(opened: Opened | None, transactional_id: str, pid: int) -> Opened:
-    """The parts of a writer that is open, in the process that has made it.
-
-    Raises:
-        IllegalStateError: It was made in another process, or is not open.
-    """
+    """The parts of a writer that is open, in the process that has made it."""
     if os.getpid() != pid:
         raise IllegalStateError(
             "the writer was made in another process",
