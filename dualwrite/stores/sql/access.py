@@ -89,13 +89,7 @@ _BLOCKING: Final = {"sqlite+aiosqlite": "sqlite", "postgresql+psycopg_async": "p
 
 
 def engine_of(engine: Engine | URL | str) -> Engine:
-    """The engine itself, or a new one for a URL.
-
-    A new engine connects on first use and detects lost servers; the caller disposes of it.
-
-    Raises:
-        ConfigurationError: The argument is neither (an ``AsyncEngine``, say), or the URL's driver is not installed.
-    """
+    """The engine itself, or a new one for a URL, which connects on first use; the caller disposes of it."""
     if isinstance(engine, Engine):
         return engine
     if not isinstance(engine, (str, URL)):
@@ -105,16 +99,7 @@ def engine_of(engine: Engine | URL | str) -> Engine:
 
 
 def new_engine(url: URL, *, connect_args: Mapping[str, Any] | None = None, **options: Any) -> Engine:
-    """A new engine, which connects on first use and detects lost servers; the caller disposes of it.
-
-    Args:
-        url: Where to.
-        connect_args: Arguments of the driver, beside those that every engine of the library has.
-        options: More of SQLAlchemy's.
-
-    Raises:
-        SQLAlchemyError, ImportError: The driver is not installed.
-    """
+    """A new engine, which connects on first use and detects lost servers; the caller disposes of it."""
     given = {**liveness_of(url), **_unprepared(url), **(connect_args or {})}
     made = create_engine(url, connect_args=given, **options)
     if url.get_backend_name() in MYSQL:
@@ -139,12 +124,7 @@ def fileno_of(driver: Any) -> int:
 
 
 def async_engine_of(engine: object) -> AsyncEngine:
-    """The engine itself, or a new one for a URL, as :func:`engine_of`.
-
-    Raises:
-        ConfigurationError: The argument is neither (an ``Engine``, say), the URL's driver is not installed, or the engine's
-            driver is not supported.
-    """
+    """The engine itself, or a new one for a URL, as :func:`engine_of`."""
     from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine  # noqa: PLC0415 - for those that use it
 
     if isinstance(engine, (str, URL)):
@@ -211,11 +191,7 @@ def _no_engine(given: object) -> ConfigurationError:
 
 
 def kind_of(url: URL | str) -> Dialect:
-    """The kind of database that a URL names. Works without its driver.
-
-    Raises:
-        ConfigurationError: The argument is not a URL, or SQLAlchemy does not know that kind of database.
-    """
+    """The kind of database that a URL names. Works without its driver."""
     with _refused():
         return make_url(url).get_dialect()()
 
@@ -241,7 +217,6 @@ logger = logging.getLogger(__name__)
 LEFT_OPEN: Final = "the driver's connection is already in a transaction"
 LEFT_IN_AUTOCOMMIT: Final = "the connection is in autocommit: each statement would be committed by itself"
 _LEFT: Final = frozenset({LEFT_OPEN, LEFT_IN_AUTOCOMMIT})
-"""The errors of a connection that other code, or the engine's settings, have made unusable."""
 
 _borrowed: Final[set[Connection]] = set()
 
@@ -259,8 +234,7 @@ class Begun:
         decided: The ids whose decisions it holds.
         refuses: Whether a COMMIT by other code is refused.
         left: Whether it was left to the process that this one was forked from.
-        plain: Whether nothing but plain statements on rows was executed in it, as far as this process can tell: it has watched
-            all of them.
+        plain: Whether this process has watched all statements in it, and all were plain ones on rows.
     """
 
     __slots__ = (
@@ -297,7 +271,6 @@ _infos: Final[weakref.WeakKeyDictionary[object, dict[Any, Any]]] = weakref.WeakK
 """Facts about each of the user's psycopg connections, which outlive the connection of SQLAlchemy over it."""
 _PERMIT: Final = "dualwrite.permit"
 _AFTER_THE_DECISION: Final = (CompletionPending, DecidedTransactionLost, OutcomeUnverifiable)
-"""The errors of a block whose rows are committed."""
 
 
 class DjangoConnection(Protocol):
@@ -320,14 +293,9 @@ class DjangoConnection(Protocol):
 
 @contextmanager
 def usable(given: object, engine: Engine) -> Generator[Connection, None, None]:
-    """The user's connection as SQLAlchemy's.
+    """The user's connection (SQLAlchemy's, psycopg's or Django's) as SQLAlchemy's.
 
-    Args:
-        given: A connection of SQLAlchemy's, of psycopg's or of Django's.
-        engine: The writer's engine.
-
-    Yields:
-        The connection. One of psycopg's or Django's stays open, unless its transaction is in doubt.
+    One of psycopg's or Django's stays open, unless its transaction is in doubt.
 
     Raises:
         ConfigurationError: The connection is asynchronous, or not SQLAlchemy's while the writer uses another database.
@@ -358,11 +326,6 @@ class Borrowed:
         self._own: Connection | None = None
 
     def __enter__(self) -> Connection:
-        """Connect.
-
-        Raises:
-            DualWriteError: The engine could not connect.
-        """
         try:
             own = self._own = self._engine.connect()
         except exc.SQLAlchemyError as error:
@@ -382,14 +345,7 @@ def begin_on(
 ) -> None:
     """Begin a transaction; on another connection of the pool if other code has left the engine's own one unusable.
 
-    Args:
-        connection: The connection.
-        begin: Begins on it.
-        tables: Its argument.
-        own: Whether it is one of the engine's own, and not the user's; by default one that was :class:`Borrowed` is.
-
-    Raises:
-        DualWriteError: As ``begin``.
+    A connection is the engine's ``own``, and not the user's, if it was :class:`Borrowed`, unless the caller says otherwise.
     """
     others: int | None = None
     while True:
@@ -476,12 +432,9 @@ def _sever(fileno: int) -> None:
 class UnitConnection(Connection):
     """The connection of one unit: that of its group, until the unit has ended.
 
-    Parts of a unit may outlive it: the siblings of a part that has failed in ``asyncio.gather``, a thread. With the group's own
-    connection they would write into the commit of the others.
-
-    Args:
-        group: The connection of the group.
-        uses: Entered for each use; raises once the unit has ended.
+    Parts of a unit may outlive it: the siblings of a part that has failed in ``asyncio.gather``, a thread. With the group's
+    own connection they would write into the commit of the others. So ``uses`` is entered for each use, and raises once the
+    unit has ended.
     """
 
     def __init__(self, group: Connection, uses: AbstractContextManager[object]) -> None:
@@ -787,9 +740,8 @@ def _mysql_meaning(error: exc.DBAPIError) -> Meaning:
 def conflict_behind(error: BaseException, transactional_id: str) -> TransactionAborted | None:
     """A retryable error to replace one of the user's statement, which ended a dual write that aborted on both sides.
 
-    Returns:
-        The error for a deadlock, a serialization failure, or a busy SQLite lock, even if the statement ran on the
-        driver's own connection, or through Django; None for everything else: the user's error stays.
+    That is a deadlock, a serialization failure, or a busy SQLite lock, even if the statement ran on the driver's own
+    connection, or through Django. None for everything else: the user's error stays.
     """
     if type(error).__module__ == _DJANGO and error.__cause__ is not None:
         error = error.__cause__
@@ -812,12 +764,7 @@ def conflict_behind(error: BaseException, transactional_id: str) -> TransactionA
 
 
 def ended_inside(by: str, next_step: str) -> IllegalStateError:
-    """The error for a dual write whose database transaction was ended inside it. Nothing was decided.
-
-    Args:
-        by: What ends one.
-        next_step: The advice.
-    """
+    """The error for a dual write whose database transaction was ended inside it. Nothing was decided."""
     error = IllegalStateError(
         f"the database transaction of the dual write was ended inside it, {by}: no message is sent; if it was committed, "
         "what was written before that stays, and what was written after it may stay",
@@ -870,12 +817,6 @@ def map_database_error(
     """The error to raise, ``from error``, for a database error of one of our own statements.
 
     Not for errors of COMMIT: :func:`dualwrite.stores.sql.dialect.commit` handles those.
-
-    Args:
-        error: SQLAlchemy's error.
-        engine: The engine that raised it, to name the exact command.
-        schema: The schema of the library's tables.
-        transactional_id: The id that the statement concerned.
 
     Returns:
         ``ConfigurationError`` if a person must change something; ``TransactionAborted`` if another run may succeed

@@ -44,12 +44,7 @@ BEGUN: Final = -2
 
 @dataclass(frozen=True)
 class WrittenPartition:
-    """One partition that is written and committed.
-
-    Attributes:
-        rows: Number of rows in it.
-        rows_digest: The sink's digest of them, to recognise them in a later attempt; None if it recorded none.
-    """
+    """One partition that is written and committed; ``rows_digest`` is None if the sink recorded none."""
 
     rows: int
     rows_digest: int | None
@@ -57,13 +52,7 @@ class WrittenPartition:
 
 @dataclass(frozen=True)
 class Written:
-    """How much of a batch is written and committed.
-
-    Attributes:
-        partitions: Number of partitions.
-        rows: Number of rows in them.
-        messages: Number of messages in them.
-    """
+    """How much of a batch is written and committed."""
 
     partitions: int
     rows: int
@@ -73,10 +62,8 @@ class Written:
 class Ledger:
     """The ledger in one database schema. Given a connection, its methods run in the caller's transaction.
 
-    A row counts once its transaction commits.
-
-    Args:
-        schema: The database schema of the library's tables; None for the default one.
+    A row counts once its transaction commits. All methods raise ``ConfigurationError`` if a table or a right is missing,
+    ``Unavailable`` if the database does not answer, and ``TransactionAborted`` if the caller's transaction has failed.
     """
 
     def __init__(self, schema: str | None = None) -> None:
@@ -94,19 +81,7 @@ class Ledger:
         ).where(*of_batch, ledger.c.partition_id >= 0)
 
     def seen(self, connection: Connection, sink: str, batch_id: str, partition_id: int) -> bool:
-        """Whether the partition of that batch is written and committed.
-
-        Args:
-            connection: Inside a transaction.
-            sink: Name of the sink.
-            batch_id: Name of the batch.
-            partition_id: Number of the partition, ``WHOLE_BATCH`` for a batch that is written as a whole.
-
-        Raises:
-            ConfigurationError: The table or a right is missing.
-            Unavailable: The database does not answer.
-            TransactionAborted: The transaction has failed.
-        """
+        """Whether the partition is written and committed; ``WHOLE_BATCH`` stands for a batch written as a whole."""
         bound = {"sink_": sink, "batch_": batch_id, "partition_": partition_id}
         with self._on(connection):
             seen = bool(connection.scalar(self._seen, bound))
@@ -115,11 +90,7 @@ class Ledger:
         return seen
 
     def partition(self, connection: Connection, sink: str, batch_id: str, partition_id: int) -> WrittenPartition | None:
-        """The record of a partition; None unless it is written and committed.
-
-        Raises:
-            ConfigurationError, Unavailable, TransactionAborted: As :meth:`seen`.
-        """
+        """The record of a partition; None unless it is written and committed."""
         ledger = self._ledger
         statement = select(ledger.c.row_count, ledger.c.rows_digest).where(
             *self._of_batch, ledger.c.partition_id == partition_id
@@ -132,11 +103,7 @@ class Ledger:
         return WrittenPartition(*row)
 
     def partitions(self, database: Connection | Engine, sink: str, batch_id: str) -> Mapping[int, WrittenPartition]:
-        """The records of the partitions that are written and committed, by number and in order.
-
-        Raises:
-            ConfigurationError, Unavailable, TransactionAborted: As :meth:`seen`.
-        """
+        """The records of the partitions that are written and committed, by number and in order."""
         ledger = self._ledger
         statement = (
             select(ledger.c.partition_id, ledger.c.row_count, ledger.c.rows_digest)
@@ -150,18 +117,7 @@ class Ledger:
     def insert_empty(
         self, connection: Connection, sink: str, batch_id: str, partition_ids: Collection[int], *, partition_count: int
     ) -> None:
-        """Record partitions without rows as written, unless they are recorded already.
-
-        Args:
-            connection: Inside a transaction.
-            sink: Name of the sink.
-            batch_id: Name of the batch.
-            partition_ids: Numbers of the partitions.
-            partition_count: Number of partitions of the batch.
-
-        Raises:
-            ConfigurationError, Unavailable, TransactionAborted: As :meth:`seen`.
-        """
+        """Record partitions without rows as written, unless they are recorded already."""
         if not partition_ids:
             return
         statement = dialect_of(connection.engine).insert_if_missing(self._ledger).values(written_at=database_now())
@@ -171,14 +127,9 @@ class Ledger:
             connection.execute(statement, rows)
 
     def require(self, connection: Connection, sink: str, batch_id: str, destination: Destination) -> int | None:
-        """Check, inside the transaction that writes a partition, that the batch goes to that destination.
+        """Refuse, inside the transaction that writes a partition, a batch that goes to another destination.
 
-        Returns:
-            The number of partitions that the batch was begun with; None if it was not begun.
-
-        Raises:
-            ConfigurationError: The batch goes to another destination; or as :meth:`seen`.
-            Unavailable, TransactionAborted: As :meth:`seen`.
+        Returns the number of partitions that the batch was begun with; None if it was not begun.
         """
         ledger = self._ledger
         statement = select(ledger.c.partition_count, ledger.c.destination).where(
@@ -196,11 +147,7 @@ class Ledger:
         return int(begun.partition_count)
 
     def started(self, database: Connection | Engine, sink: str, batch_id: str) -> int | None:
-        """The number of partitions that the batch was begun with; None if no part of it is committed.
-
-        Raises:
-            ConfigurationError, Unavailable, TransactionAborted: As :meth:`seen`.
-        """
+        """The number of partitions that the batch was begun with; None if no part of it is committed."""
         with self._on(database) as connection:
             return connection.scalar(self._started, {"sink_": sink, "batch_": batch_id})
 
@@ -215,21 +162,12 @@ class Ledger:
     ) -> None:
         """Record a batch's destination before any part is written, or compare it with the recorded one.
 
-        Until the transaction ends, no other run of the batch begins or decides. The batch no longer counts as failed.
-
-        Args:
-            database: A connection inside a transaction, at READ COMMITTED on PostgreSQL; or the engine, for a
-                transaction of its own.
-            sink: Name of the sink.
-            batch_id: Name of the batch.
-            destination: The destination of the batch.
-            partition_count: Number of partitions, if each is decided on its own.
+        Until the transaction ends, no other run of the batch begins or decides. The batch no longer counts as failed. A
+        connection is inside a transaction, at READ COMMITTED on PostgreSQL; an engine gives it a transaction of its own.
 
         Raises:
             ConfigurationError: The batch has another destination, was written in another way, or was begun with another
-                number of partitions; a name cannot be a key; the table or a right is missing.
-            Unavailable: The database does not answer.
-            TransactionAborted: The transaction has failed.
+                number of partitions; a name cannot be a key; or as all methods.
         """
         check_name(sink, "the name of a sink")
         check_name(batch_id, "the name of a batch")
@@ -286,21 +224,13 @@ class Ledger:
         )
 
     def fail(self, engine: Engine, sink: str, batch_id: str) -> None:
-        """Record, for display only, that a run of the batch failed. The protocol never reads it.
-
-        Raises:
-            ConfigurationError, Unavailable: As :meth:`seen`.
-        """
+        """Record, for display only, that a run of the batch failed. The protocol never reads it."""
         bound = {"sink_": sink, "batch_": batch_id}
         with self._on(engine) as connection:
             self._change_begun(connection, bound, failed_at=database_now())
 
     def written(self, database: Connection | Engine, sink: str, batch_id: str) -> Written:
-        """The partitions, rows and messages of the batch that are committed.
-
-        Raises:
-            ConfigurationError, Unavailable, TransactionAborted: As :meth:`seen`.
-        """
+        """The partitions, rows and messages of the batch that are committed."""
         with self._on(database) as connection:
             row = connection.execute(self._written, {"sink_": sink, "batch_": batch_id}).one()
         return Written(*map(int, row))
@@ -320,26 +250,16 @@ class Ledger:
     ) -> bool:
         """Record that the partition is written. Waits if another attempt's open transaction has recorded it.
 
-        Args:
-            connection: Inside a transaction.
-            sink: Name of the sink.
-            batch_id: Name of the batch.
-            partition_id: Number of the partition, ``WHOLE_BATCH`` for a batch that is written as a whole.
-            row_count: Rows in it.
-            message_count: Messages in it.
-            partition_count: Number of partitions of the batch.
-            started_at: When its writing began, by the database's clock, for display; None if unknown.
-            rows_digest: Recognises the rows in a later attempt; a signed 64-bit number.
+        ``started_at``, by the database's clock, is for display. ``rows_digest``, signed and of 64 bits, recognises the rows in
+        a later attempt.
 
         Returns:
             True if the row is ours: commit. False if another attempt was first: roll back, its work counts. At REPEATABLE
             READ and SERIALIZABLE that raises ``TransactionAborted`` instead; the next attempt then finds it *seen*.
 
         Raises:
-            ConfigurationError: The batch was begun with another number of partitions; a name cannot be a key; the table
-                or a right is missing.
-            Unavailable: The database does not answer.
-            TransactionAborted: The transaction has failed.
+            ConfigurationError: The batch was begun with another number of partitions; a name cannot be a key; or as all
+                methods.
         """
         check_name(sink, "the name of a sink")
         check_name(batch_id, "the name of a batch")
@@ -371,16 +291,9 @@ class Ledger:
     ) -> None:
         """Record, for display only, that Kafka has all of the batch. The protocol never reads it.
 
-        Args:
-            engine: The database.
-            sink: Name of the sink.
-            batch_id: Name of the batch.
-            partition_id: The row that stands for the whole batch. Does nothing if it is missing or already complete.
-            decided_ago_s: Seconds since the batch was decided, if known more exactly than from the time at which the
-                deciding transaction wrote the row.
-
-        Raises:
-            ConfigurationError, Unavailable: As :meth:`seen`.
+        Does nothing if the row of ``partition_id``, which stands for the whole batch, is missing or already complete.
+        ``decided_ago_s`` is given if it is known more exactly than from the time at which the deciding transaction wrote the
+        row.
         """
         ledger = self._ledger
         statement = (
@@ -423,13 +336,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a batch, as its tasks know it. Pickles.
-
-    Attributes:
-        sink: Name of the sink.
-        name: The batch within the sink; or a stream, whose batches follow each other.
-        token: Unique to this run.
-    """
+    """One run of a batch, as its tasks know it; ``name`` may be a stream, whose batches follow each other. Pickles."""
 
     sink: str
     name: str
@@ -437,15 +344,7 @@ class Run:
 
 
 class Runs:
-    """The runs in one database.
-
-    Args:
-        engine: The database.
-        schema: The database schema of the library's tables; None for the default one.
-
-    Raises:
-        ConfigurationError: The database is not supported.
-    """
+    """The runs in one database."""
 
     def __init__(self, engine: Engine, schema: str | None = None) -> None:
         self._engine = engine
@@ -456,11 +355,7 @@ class Runs:
         self._own = ShortTransactions(engine, self._dialect, tables)
 
     def present(self, sink: str, name: str) -> Run:
-        """The run that may write; begins one if there is none. Ends no other run.
-
-        Raises:
-            ConfigurationError, Unavailable: As :meth:`replace`.
-        """
+        """The run that may write; begins one if there is none. Ends no other run."""
         run = self._run
         statement = select(run.c.token).where(run.c.sink == sink, run.c.name == name)
 
@@ -474,13 +369,8 @@ class Runs:
     def replace(self, sink: str, name: str) -> Run | None:
         """Begin the next run, after which :meth:`require` refuses tasks of earlier runs. Does not wait.
 
-        Returns:
-            The new run. None if a task that :meth:`require` let through still has a transaction open or prepared:
-            nothing has changed. Settle what is prepared, and call again.
-
-        Raises:
-            ConfigurationError: The table or a right is missing, a name cannot be a key, the database is read-only.
-            Unavailable: The database does not answer.
+        Returns None, and changes nothing, if a task that :meth:`require` let through still has a transaction open or prepared:
+        settle what is prepared, and call again.
         """
         run = self._run
         of_batch = (run.c.sink == sink, run.c.name == name)
@@ -497,13 +387,9 @@ class Runs:
         return Run(sink, name, token) if self._own.run(work) else None
 
     def require(self, connection: Connection, run: Run) -> None:
-        """Let a task continue if it belongs to this run. Call it inside the task's transaction.
+        """Let a task continue if it belongs to this run; raise ``Fenced`` if another has begun, or this one was given up.
 
-        Until that transaction ends, and beyond if it is prepared, the run cannot be replaced.
-
-        Raises:
-            Fenced: Another run has begun, or this one was given up.
-            ConfigurationError, Unavailable, TransactionAborted: The transaction has failed.
+        Call it inside the task's transaction. Until that ends, and beyond if it is prepared, the run cannot be replaced.
         """
         table = self._run
         statement = (
@@ -599,17 +485,7 @@ def read_batches(
 
 
 def batch_in_part(engine: Engine, sink: str, but: str, *, schema: str | None = None) -> str | None:
-    """A batch of the sink that has some of its partitions written and others not; None if there is none.
-
-    Args:
-        engine: The database.
-        sink: Name of the sink.
-        but: The batch that does not count.
-        schema: The database schema of the library's tables.
-
-    Raises:
-        ConfigurationError, Unavailable: As :func:`read_batches`.
-    """
+    """A batch of the sink, other than ``but``, with some partitions written and others not; None if there is none."""
     view = declare_tables(schema).batch
     statement = select(view.c.batch_id).where(
         view.c.sink == sink,
@@ -625,17 +501,7 @@ def batch_in_part(engine: Engine, sink: str, but: str, *, schema: str | None = N
 
 
 def newest_batch(engine: Engine, sink: str, topic: str, *, schema: str | None = None) -> str | None:
-    """The batch whose messages are the newest that the sink has written to the topic; None if it has written none.
-
-    Args:
-        engine: The database.
-        sink: Name of the sink.
-        topic: The topic.
-        schema: The database schema of the library's tables.
-
-    Raises:
-        ConfigurationError, Unavailable: As :func:`read_batches`.
-    """
+    """The batch whose messages are the newest that the sink has written to the topic; None if it has written none."""
     part = declare_tables(schema).ledger
     begun = part.alias()
     of_batch = and_(begun.c.sink == part.c.sink, begun.c.batch_id == part.c.batch_id, begun.c.partition_id == BEGUN)
@@ -662,15 +528,6 @@ def read_nobody_at_work(
     """For batches being written that show no active worker: the time since when, by sink and batch id.
 
     Either their drivers were killed, or their tasks compute for long before they write, which the database cannot see.
-
-    Args:
-        engine: The database.
-        batches: The result of :func:`read_batches`.
-        schema: The database schema of the library's tables.
-
-    Raises:
-        ConfigurationError: A table, or the right to read it, is missing.
-        Unavailable: The database does not answer.
     """
     tables = declare_tables(schema)
     ledger, run, slot = tables.ledger, tables.run, tables.slot
@@ -711,11 +568,7 @@ def read_nobody_at_work(
 
 
 def check_partition_count(sink: str, batch_id: str, recorded: int | None, present: int) -> None:
-    """Refuse a batch whose number of partitions changed since it began: rows may have moved between partitions.
-
-    Raises:
-        ConfigurationError: The numbers differ.
-    """
+    """Refuse a batch whose number of partitions changed since it began: rows may have moved between partitions."""
     if recorded is not None and recorded != present:
         raise ConfigurationError(
             f"batch {batch_id!r} of sink {sink!r} was begun with {recorded} partitions and now has {present}: a partition "
