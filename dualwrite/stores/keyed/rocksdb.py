@@ -375,7 +375,7 @@ class RocksKeys:
         return True
 
     def commit(self, handle: KeyedHandle, changes: Sequence[Change], *, answer_s: float | None) -> bool:
-        """See the port. Waits for an fsync that has begun, however long it takes."""
+        """Waits for an fsync that has begun, however long it takes."""
         assert isinstance(handle, RocksHandle)
         with self._writing(answer_s):
             try:
@@ -463,7 +463,7 @@ class RocksForgetting:
         return set()
 
     def forget(self, rows: Sequence[StateRow]) -> bool:
-        """See the port. This fences a writer that is still open."""
+        """This fences a writer that is still open."""
         found = self._keys.get([state_key(row.transactional_id) for row in rows])
         if [decode_row(entry.value).row for entry in found.values()] != list(rows):
             return False

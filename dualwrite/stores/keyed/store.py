@@ -47,9 +47,7 @@ if TYPE_CHECKING:
 class Stored:
     """A row, with what SQL databases keep track of by themselves.
 
-    Attributes:
-        row: The row.
-        transaction: The name of the newest transaction that was committed on it; None if there was none.
+    ``transaction`` is the name of the newest transaction that was committed on it; None if there was none.
     """
 
     row: StateRow
@@ -87,11 +85,7 @@ def encode_row(stored: Stored) -> bytes:
 
 
 def decode_row(value: bytes) -> Stored:
-    """The row of a value.
-
-    Raises:
-        ConfigurationError: This library cannot have written it.
-    """
+    """The row of a value; refused if this library cannot have written it."""
     found = _decode(STATE, value)
     try:
         moment = datetime.fromisoformat(cast("str", found["updated_at"]))
@@ -117,11 +111,7 @@ def encode_incident(incident: Incident) -> bytes:
 
 
 def decode_incident(value: bytes) -> Incident:
-    """The incident of a value.
-
-    Raises:
-        ConfigurationError: This library cannot have written it.
-    """
+    """The incident of a value; refused if this library cannot have written it."""
     found = _decode(INCIDENT, value)
     try:
         return Incident(
@@ -177,12 +167,7 @@ INCIDENT: Final = "incident"
 
 @dataclass(frozen=True)
 class Entry:
-    """A value as it was read.
-
-    Attributes:
-        value: JSON.
-        version: Differs from that of every earlier value of the key.
-    """
+    """A value (JSON) as it was read, with a version that differs from that of every earlier value of the key."""
 
     value: bytes
     version: Hashable
@@ -192,10 +177,8 @@ class Entry:
 class Change:
     """One key of an atomic write.
 
-    Attributes:
-        key: The key.
-        expected: As it was read, which is the condition; None if it must not exist.
-        value: The new value; None to leave it, and only state the condition: then ``expected`` is given.
+    ``expected`` is the condition: the entry as it was read, None if it must not exist. Without a new ``value`` the key is left
+    as it is, and only the condition counts: then ``expected`` is given.
     """
 
     key: Key
@@ -207,42 +190,25 @@ class Keys(Protocol):
     """Keys and values of one database, for all processes that use it. Thread-safe. No key is ever deleted."""
 
     def get(self, keys: Sequence[Key]) -> Mapping[Key, Entry]:
-        """The newest committed values; missing keys are left out.
-
-        Raises:
-            Unavailable: The database does not answer.
-        """
+        """The newest committed values; missing keys are left out."""
         ...
 
     def scan(self, table: str, prefix: str) -> Mapping[Key, Entry]:
-        """All keys of the table whose name begins with the prefix, with their newest committed values.
-
-        Raises:
-            Unavailable: The database does not answer.
-        """
+        """All keys of the table whose name begins with the prefix, with their newest committed values."""
         ...
 
     def write(self, changes: Sequence[Change]) -> bool:
-        """Write all changes or none. Durable on return.
+        """Write all changes or none. Durable on return. False if a key was not as expected.
 
-        Returns:
-            False if a key was not as expected: nothing was written.
-
-        Raises:
-            Unavailable: The database does not answer. It may have been written.
+        After ``Unavailable`` it may have been written.
         """
         ...
 
     def commit(self, handle: KeyedHandle, changes: Sequence[Change], *, answer_s: float | None) -> bool:
         """Write what the user has put into the handle, and the changes, all or nothing: the decision. Durable on return.
 
-        Args:
-            handle: The handle of a dual write.
-            changes: The library's own changes.
-            answer_s: How long to wait for the answer, in seconds; None waits forever.
-
-        Returns:
-            False if a key of ``changes`` was not as expected: nothing was written.
+        False if a key of ``changes`` was not as expected: nothing was written. Without ``answer_s``, in seconds, the wait for
+        the answer has no end.
 
         Raises:
             TransactionAborted: It was certainly not written, for instance because a condition of the user's own does not hold.
@@ -253,8 +219,7 @@ class Keys(Protocol):
     def locked(self, keys: Sequence[Key], within_s: float) -> AbstractContextManager[None]:
         """Hold a lock on these keys across processes. It need not stop :meth:`write` or :meth:`commit`.
 
-        Raises:
-            Unavailable: They were not free within ``within_s`` seconds, or the database does not answer.
+        ``Unavailable`` if they were not free within that many seconds.
         """
         ...
 
@@ -314,11 +279,7 @@ class Incidents:
         return until_unchanged(attempt) if keys else 0
 
     def _write(self, changes: Iterable[Change]) -> None:
-        """Write all changes.
-
-        Raises:
-            Conflict: A key is not as expected.
-        """
+        """Write all changes, or raise ``Conflict``."""
         wanted = list(changes)
         if wanted and not self._keys.write(wanted):
             raise Conflict
@@ -343,14 +304,9 @@ class Conflict(Exception):
 
 
 def until_unchanged(attempt: Callable[[], Result], deadline: Deadline | None = None) -> Result:
-    """Run the attempt until it ends without a conflict.
+    """Run the attempt until it ends without a conflict, or raise ``Unavailable`` at the deadline (half a minute if not given).
 
-    Args:
-        attempt: Reads, computes and writes. After a conflict it runs again from the start, so it must have no other effect.
-        deadline: No attempt begins later than this; half a minute if not given.
-
-    Raises:
-        Unavailable: The conflicts did not end.
+    The attempt reads, computes and writes. After a conflict it runs again from the start, so it must have no other effect.
     """
     until = deadline or Deadline(_WITHIN_S)
     retrying = Retrying(
@@ -373,9 +329,7 @@ def until_unchanged(attempt: Callable[[], Result], deadline: Deadline | None = N
 class KeyedHandle:
     """The user's part of a dual write, and the library's own changes. A subclass holds the user's part. Used by one thread.
 
-    Attributes:
-        begun: Whether a dual write has begun on it, and not ended.
-        changes: The library's own changes, which commit with the user's part.
+    ``begun`` says that a dual write has begun on it, and not ended; ``changes`` commit with the user's part.
     """
 
     def __init__(self) -> None:
@@ -403,10 +357,6 @@ class KeyedStore(Incidents):
     """The rows of one database. Implements :class:`dualwrite.interfaces.StateStore`. Thread-safe.
 
     Times are those of the process that writes: such a database has no clock of its own.
-
-    Args:
-        keys: The database.
-        name: Its name, for people.
     """
 
     def __init__(self, keys: Keys, name: str) -> None:
@@ -416,13 +366,13 @@ class KeyedStore(Incidents):
     # Inside the caller's transaction
 
     def check_same_database(self, connection: KeyedHandle) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.check_same_database`. Handles are made by the database itself."""
+        """Nothing to compare: handles are made by the database itself."""
 
     def watch_savepoints(self, connection: KeyedHandle, transactional_id: str) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.watch_savepoints`. There are none."""
+        """There are no savepoints."""
 
     def begin(self, connection: KeyedHandle) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.begin`. Nothing is sent before the commit."""
+        """Nothing is sent before the commit."""
         if connection.begun:
             raise IllegalStateError("a dual write has already begun on this handle")
         connection.clear()
@@ -446,14 +396,14 @@ class KeyedStore(Incidents):
         return found.row.incarnation
 
     def decide(self, connection: KeyedHandle, decision: Decision) -> tuple[bool, str | None]:
-        """See :meth:`dualwrite.interfaces.StateStore.decide`. No server ends the session of a paused owner."""
+        """No server ends the session of a paused owner."""
         check_decidable(decision)
         state = decision.state
         assert state is not None
         return self._end_with(connection, decision, lambda found, name: decided(found, state, name, now()))
 
     def hold(self, connection: KeyedHandle, decision: Decision) -> tuple[bool, str | None]:
-        """See :meth:`dualwrite.interfaces.StateStore.hold`. The row is written, with the name of the transaction."""
+        """The row is written, too, with the name of the transaction."""
         return self._end_with(connection, decision, lambda found, name: replace(found, transaction=name))
 
     def _end_with(
@@ -472,16 +422,12 @@ class KeyedStore(Incidents):
         return True, name
 
     def run_deferred(self, connection: KeyedHandle, transactional_id: str | None = None) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.run_deferred`. Nothing is deferred."""
+        """Nothing is deferred."""
 
     def prepare(
         self, connection: KeyedHandle, row: StateRow, state: PreparedTxnState, *, answer_s: float | None = None
     ) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.prepare`.
-
-        Raises:
-            ConfigurationError: Always.
-        """
+        """Always refused: nothing is ever prepared."""
         del connection, row, state, answer_s
         raise ConfigurationError(f"{self._name} prepares no transactions", next_step="decide each dual write by itself")
 
@@ -497,7 +443,7 @@ class KeyedStore(Incidents):
             self.rollback(connection)
 
     def rollback(self, connection: KeyedHandle) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.rollback`. Nothing was sent."""
+        """Nothing was sent."""
         connection.clear()
         connection.changes = []
         connection.begun = False
@@ -517,7 +463,7 @@ class KeyedStore(Incidents):
         verify: Callable[[Sequence[StateRow]], None] | None = None,
         raise_to: Mapping[str, int] | None = None,
     ) -> Sequence[StateRow]:
-        """See :meth:`dualwrite.interfaces.StateStore.claim`. If a row changes meanwhile, ``verify`` is called again."""
+        """If a row changes meanwhile, ``verify`` is called again."""
         ids = sorted({check_name(transactional_id) for transactional_id in transactional_ids})
         floors = raise_to or {}
 
@@ -554,7 +500,7 @@ class KeyedStore(Incidents):
         return _rows(self._entries(transactional_ids).values())
 
     def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:
-        """See :meth:`dualwrite.interfaces.StateStore.read_locked`. Writes the row again, as it is."""
+        """Writes the row again, as it is."""
         key = state_key(transactional_id)
 
         def attempt() -> StateRow:
@@ -621,15 +567,15 @@ class KeyedStore(Incidents):
         return until_unchanged(attempt)
 
     def participants(self, rows: Collection[StateRow]) -> Sequence[Participant]:
-        """See :meth:`dualwrite.interfaces.StateStore.participants`. Nothing is ever prepared."""
+        """Nothing is ever prepared."""
         del rows
         return []
 
     def end_participant(self, participant: Participant, *, committed: bool) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.end_participant`. There are none."""
+        """There are no participants."""
 
     def transaction_verdict(self, transaction: str | None) -> DatabaseVerdict:
-        """See :meth:`dualwrite.interfaces.StateStore.transaction_verdict`. Call :meth:`read_locked` before."""
+        """Call :meth:`read_locked` before."""
         if transaction is None:
             return DatabaseVerdict.UNKNOWN
         return verdict(self._stored(id_in(transaction)), transaction)
@@ -668,11 +614,7 @@ def _rows(entries: Iterable[Entry]) -> Sequence[StateRow]:
 def claimed_row(
     found: Stored | None, transactional_id: str, *, owner: str, cluster_id: str, at_least: int, now: datetime
 ) -> Stored:
-    """The row after a claim.
-
-    Raises:
-        ConfigurationError: It belongs to another cluster, or names an incarnation that it had not reached.
-    """
+    """The row after a claim; refused if it belongs to another cluster, or names an incarnation that it had not reached."""
     before = found or Stored(
         StateRow(transactional_id, PreparedTxnState(), secrets.token_hex(6), 0, 0, None, cluster_id, owner, now)
     )
@@ -773,7 +715,7 @@ class KeyedDatabase(Database):
         """A new handle, for one dual write."""
 
     def store(self, *, paused_owner_timeout_s: float | None = PAUSED_OWNER_TIMEOUT_S) -> KeyedStore:
-        """See :meth:`Database.store`. A paused owner holds no lock, so no server has to take one from it."""
+        """A paused owner holds no lock, so no server has to take one from it."""
         del paused_owner_timeout_s
         return KeyedStore(self.keys, self.traits.name)
 

@@ -127,12 +127,7 @@ class Multi:
 
 
 class Operations:
-    """The operations of a ``Multi`` on their way to the request that decides. Only the library uses it.
-
-    Attributes:
-        names: Each of them, for people.
-        size: Their size in a request, in bytes.
-    """
+    """The operations of a ``Multi`` on their way to the request that decides. Only the library uses it."""
 
     def __init__(self, session: Session, jute_maxbuffer: int = JUTE_MAXBUFFER) -> None:
         self._session = session
@@ -164,17 +159,14 @@ class Operations:
         self._request.operations += one.operations
 
     def add_to(self, request: TransactionRequest) -> None:
-        """Append the operations to the request that decides."""
         request.operations += self._request.operations
 
     def clear(self) -> None:
-        """Forget all operations."""
         self._request = self._session.new()
         self.names.clear()
         self.size = 0
 
     def end(self) -> None:
-        """Take no more operations."""
         self.clear()
         self._ended = True
 
@@ -272,7 +264,7 @@ class ZooKeeperDatabase(KeyedDatabase):
         return cls(hosts + parts.path.rstrip("/"), auth=[("digest", unquote(login))] if login else ())
 
     def check(self) -> None:
-        """See the port. Makes the znodes that are missing."""
+        """Makes the znodes that are missing."""
         session = self._opened()
         found = session.read(self._paths.all)
         content = found.get(self._paths.root, (FORMAT, 0))[0]
@@ -344,7 +336,7 @@ class ZooKeeperDatabase(KeyedDatabase):
         return ZooKeeperForgetting(self.keys)
 
     def forked(self) -> None:
-        """See the port. A client of your own is as it was."""
+        """A client of your own is as it was."""
         self._opening = threading.Lock()
         self._session = None
         self._kazoo = self._client(self._hosts)
@@ -373,12 +365,7 @@ class ZooKeeperDatabase(KeyedDatabase):
 
 
 class ZooKeeperKeys:
-    """Implements :class:`dualwrite.stores.keyed.store.Keys`. Used by many threads.
-
-    Args:
-        session: The session with ZooKeeper.
-        jute_maxbuffer: The servers' limit of a request, in bytes.
-    """
+    """Implements :class:`dualwrite.stores.keyed.store.Keys`. Used by many threads."""
 
     def __init__(self, session: Session, jute_maxbuffer: int) -> None:
         self._session = session
@@ -405,14 +392,7 @@ class ZooKeeperKeys:
         return self._sent(request)
 
     def delete(self, entries: Mapping[Key, Entry]) -> bool:
-        """Delete all entries or none, if they are as they were read. Durable on return.
-
-        Returns:
-            False if one has changed: nothing was deleted.
-
-        Raises:
-            ConfigurationError, Unavailable: As :meth:`write`.
-        """
+        """Delete all entries or none, if they are as they were read. Durable on return. False if one has changed."""
         request = self._session.new()
         for key, entry in entries.items():
             path = self._paths.entry(*key)
@@ -422,7 +402,6 @@ class ZooKeeperKeys:
         return self._sent(request)
 
     def _sent(self, request: TransactionRequest) -> bool:
-        """Whether its conditions held."""
         with requests(self._paths.root):
             failure = first_failure(self._session.send(request))
         if failure is None:
@@ -480,7 +459,7 @@ class ZooKeeperKeys:
 
     @contextmanager
     def locked(self, keys: Sequence[Key], within_s: float) -> Generator[None, None, None]:
-        """See the port. If our session expires meanwhile, another process may hold them too."""
+        """If our session expires meanwhile, another process may hold them too."""
         deadline = Deadline(within_s)
         with ExitStack() as held:
             for path in sorted({self._paths.lock(*key) for key in keys}):
@@ -498,7 +477,7 @@ def _entry(path: str, content: bytes, version: int) -> Entry:
 
 
 def _release(lock: Lock) -> None:
-    """Release it. If ZooKeeper does not answer, it goes with the session."""
+    """If ZooKeeper does not answer, the lock goes with the session."""
     with requests(lock.path):
         lock.release()
 
@@ -529,14 +508,7 @@ _HEADER_BYTES: Final = 8
 
 
 class Session:
-    """The client's session, and the requests of the library. Used by many threads.
-
-    Args:
-        kazoo: A started client.
-        paths: The library's paths.
-        acl: The ACL of the znodes to come; the client's default one if None.
-        answer_s: How long an answer is waited for, in seconds.
-    """
+    """The client's session, and the requests of the library. Used by many threads."""
 
     def __init__(self, kazoo: KazooClient, paths: Paths, acl: Sequence[ACL] | None, answer_s: float) -> None:
         self.kazoo = kazoo
@@ -547,21 +519,12 @@ class Session:
         self._making = threading.Lock()
 
     def read(self, paths: Sequence[str]) -> Mapping[str, tuple[bytes, int]]:
-        """The newest content and version of each of these znodes; those that do not exist are left out.
-
-        Raises:
-            ConfigurationError: The session has no right to read one.
-            Unavailable: ZooKeeper does not answer.
-        """
+        """The newest content and version of each of these znodes; those that do not exist are left out."""
         answers = self._newest([self.kazoo.get_async] * len(paths), paths)
         return {path: (found[0], found[1].version) for path, found in answers.items()}
 
     def children(self, path: str) -> Sequence[str]:
-        """The newest names of a znode's children; none if it does not exist.
-
-        Raises:
-            ConfigurationError, Unavailable: As :meth:`read`.
-        """
+        """The newest names of a znode's children; none if it does not exist."""
         found: Sequence[str] = self._newest([self.kazoo.get_children_async], [path]).get(path, [])
         return found
 
@@ -589,7 +552,6 @@ class Session:
         return found
 
     def new(self) -> TransactionRequest:
-        """A ``multi`` without operations."""
         return self.kazoo.transaction()
 
     def owns(self, request: TransactionRequest) -> bool:
@@ -599,22 +561,13 @@ class Session:
     def send(self, request: TransactionRequest, answer_s: float | None = None) -> Sequence[Any]:
         """Send a ``multi`` once, and return the result of each operation: an exception for each if one has failed.
 
-        Args:
-            request: Its operations.
-            answer_s: How long to wait for the answer, in seconds; as for other requests if None.
-
-        Raises:
-            Exception: Any of kazoo's: it is not known whether it was, or will be, carried out.
+        After any error of kazoo's it is not known whether it was, or will be, carried out.
         """
         results: Sequence[Any] = request.commit_async().get(timeout=self._answer_s if answer_s is None else answer_s)
         return results
 
     def alive(self) -> str:
-        """The path of a znode that exists while the present session lives, and never again.
-
-        Raises:
-            ConfigurationError, Unavailable: As :meth:`read`.
-        """
+        """The path of a znode that exists while the present session lives, and never again."""
         with self._making:
             session = self.kazoo.client_id
             if self._alive is None or session is None or self._alive[0] != session[0]:
@@ -625,11 +578,7 @@ class Session:
             return self._alive[1]
 
     def require_connected(self) -> None:
-        """Refuse to send a decision into a connection that is lost: kazoo would keep it until it has another one.
-
-        Raises:
-            TransactionAborted: It is.
-        """
+        """Refuse to send a decision into a connection that is lost: kazoo would keep it until it has another one."""
         if not self.kazoo.connected:
             raise TransactionAborted("the connection to ZooKeeper was lost before the multi was sent")
 
@@ -685,11 +634,9 @@ class Paths:
         return [self.root, *(self.table(name) for name in TABLES), self.locks, self.sessions]
 
     def table(self, table: str) -> str:
-        """The parent of a table's entries."""
         return f"{self.root}/{table}"
 
     def entry(self, table: str, name: str) -> str:
-        """The znode of an entry."""
         return f"{self.root}/{table}/{quoted(name)}"
 
     def lock(self, table: str, name: str) -> str:
@@ -718,11 +665,7 @@ def packed(life: str, value: bytes) -> bytes:
 
 
 def unpacked(path: str, content: bytes) -> tuple[str, bytes]:
-    """The name of the znode's life, and the entry.
-
-    Raises:
-        ConfigurationError: This version of the library has not written it.
-    """
+    """The name of the znode's life, and the entry; refused if this version of the library has not written it."""
     head, separator, value = content.partition(b"\n")
     words = head.split(b" ")
     if not separator or b" ".join(words[:2]) != FORMAT or len(words) != 3:  # noqa: PLR2004 - product, format, life
@@ -737,12 +680,7 @@ def unpacked(path: str, content: bytes) -> tuple[str, bytes]:
 
 
 class ZooKeeperForgetting:
-    """Implements :class:`dualwrite.interfaces.Forgetting`. There are neither leases nor runs in ZooKeeper.
-
-    Raises:
-        ConfigurationError: Raised by the methods: the session may not read or delete.
-        Unavailable: Raised by the methods: ZooKeeper does not answer.
-    """
+    """Implements :class:`dualwrite.interfaces.Forgetting`. There are neither leases nor runs in ZooKeeper."""
 
     def __init__(self, keys: ZooKeeperKeys) -> None:
         self._keys = keys
@@ -752,16 +690,12 @@ class ZooKeeperForgetting:
         return datetime.now(timezone.utc)
 
     def leased(self) -> set[str]:
-        """None."""
         return set()
 
     def forget(self, rows: Sequence[StateRow]) -> bool:
-        """Delete the rows, all or none. Durable on return.
+        """Delete the rows, all or none, Durable on return. False if one was used since it was read.
 
         This fences a writer that is still open: its next dual write aborts on both sides.
-
-        Returns:
-            False if a row was used since it was read: nothing was deleted.
         """
         entries = self._keys.get([state_key(row.transactional_id) for row in rows])
         found = {key: decode_row(entry.value).row for key, entry in entries.items()}
@@ -771,16 +705,9 @@ class ZooKeeperForgetting:
     def forget_incidents(
         self, prefix: str, acknowledged_before: datetime, /, *, dry_run: bool, name: str | None = None
     ) -> int:
-        """Delete incidents that were acknowledged before that time. Durable on return.
+        """Delete incidents that were acknowledged before that time, by the clocks of the processes. Durable on return.
 
-        Args:
-            prefix: Only ids with this prefix.
-            acknowledged_before: By the clocks of the processes.
-            dry_run: Only count them.
-            name: A writer's id, which includes its lanes, instead of the prefix.
-
-        Returns:
-            The number of incidents.
+        ``name`` is a writer's id, which includes its lanes, instead of the prefix. Returns their number.
         """
         count = 0
         for key, entry in self._keys.scan(INCIDENT, name or prefix).items():
@@ -792,7 +719,6 @@ class ZooKeeperForgetting:
         return count
 
     def forget_runs(self, prefix: str, begun_before: datetime, /, *, dry_run: bool, name: str | None = None) -> int:
-        """There are none."""
         del prefix, begun_before, dry_run, name
         return 0
 
@@ -805,9 +731,7 @@ NOT_AS_EXPECTED: Final = (
     kazoo_errors.NodeExistsError,
     kazoo_errors.NotEmptyError,
 )
-"""A condition of an operation did not hold: others have written."""
 FAILED: Final = (kazoo_errors.KazooException, KazooTimeoutError)
-"""Every error of kazoo's, and of its waits."""
 _REFUSED: Final = (kazoo_errors.NoAuthError, kazoo_errors.AuthFailedError)
 
 
@@ -846,9 +770,6 @@ class ZooKeeperHandle(KeyedHandle):
 
     It decides only in that session: an owner that was paused for longer than the session's timeout finds that it has expired,
     and decides nothing that Kafka may have aborted meanwhile.
-
-    Raises:
-        ConfigurationError, Unavailable: As the session's requests.
     """
 
     def __init__(self, session: Session, jute_maxbuffer: int) -> None:
@@ -858,11 +779,9 @@ class ZooKeeperHandle(KeyedHandle):
         self.alive = session.alive()
 
     def clear(self) -> None:
-        """Forget the user's operations."""
         super().clear()
         self.operations.clear()
 
     def end(self) -> None:
-        """Refuse further operations."""
         super().end()
         self.operations.end()

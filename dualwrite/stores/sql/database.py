@@ -58,7 +58,7 @@ class SqlDatabase(Database):
 
     @property
     def traits(self) -> Traits:
-        """See :attr:`Database.traits`. SQLite has one write lock, so that one block at a time can write."""
+        """SQLite has one write lock, so that one block at a time can write."""
         name = self.engine.dialect.name
         return Traits(_NAMES.get(name, name), "connection", blocks=1 if self._is_sqlite else None, savepoints=True)
 
@@ -101,7 +101,7 @@ class SqlDatabase(Database):
         return self.engine.dialect.name == "sqlite"
 
     def check(self) -> None:
-        """See :meth:`Database.check`. The durability of commits is checked where one begins."""
+        """The durability of commits is checked where one begins."""
         self._found = check_schema(self.engine, self._schema)
 
     def store(self, *, paused_owner_timeout_s: float | None = PAUSED_OWNER_TIMEOUT_S) -> SqlStateStore:
@@ -127,7 +127,7 @@ class SqlDatabase(Database):
 
     @contextmanager
     def adopt(self, given: object, store: StateStore) -> Generator[Connection, None, None]:
-        """See :meth:`Database.adopt`. Takes a connection of SQLAlchemy's or of psycopg's."""
+        """Takes a connection of SQLAlchemy's or of psycopg's."""
         with usable(given, self.engine) as connection:
             if connection.engine.pool is not self._blocks.pool:
                 store.check_same_database(connection)
@@ -144,7 +144,7 @@ class SqlDatabase(Database):
         return Leases(self.engine, fleet, schema=self.tables_schema)
 
     def living(self, names: Collection[str]) -> set[str]:
-        """See :meth:`Database.living`. Includes slots, which the tasks of a job hold."""
+        """Includes slots, which the tasks of a job hold."""
         from dualwrite.stores.sql.slots import living_leases  # noqa: PLC0415 - a writer needs no slots
 
         slots = living_leases(self.engine, names, schema=self.tables_schema)
@@ -156,7 +156,7 @@ class SqlDatabase(Database):
         return read_leases(self.engine, transactional_id, prefix=prefix, schema=self.tables_schema)
 
     def warnings(self) -> Sequence[str]:
-        """See :meth:`Database.warnings`. Only PostgreSQL keeps old versions where look-ups meet them."""
+        """Only PostgreSQL keeps old versions where look-ups meet them."""
         if self.engine.dialect.name != "postgresql":
             return ()
         from dualwrite.stores.sql.postgresql import kept_versions  # noqa: PLC0415 - large, as in dialect_of
@@ -374,7 +374,7 @@ class JoinedStore(SqlStateStore):
     """
 
     def check_same_database(self, connection: Connection) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.check_same_database`. The transaction continues."""
+        """The transaction continues."""
         self._same_database.check(connection)
 
     def begin(self, connection: Connection) -> None:

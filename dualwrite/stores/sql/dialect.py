@@ -39,9 +39,8 @@ class Standing(Enum):
 class Identity:
     """Identifies a database. The values have no meaning by themselves: compare two identities.
 
-    Attributes:
-        database: The running server process and the database in it; or the file.
-        table: The library's state table there; None if there is none.
+    ``database`` is the running server process and the database in it, or the file; ``table`` is the library's state table
+    there, None if there is none.
     """
 
     database: tuple[object, ...]
@@ -58,11 +57,7 @@ class Dialect(Protocol):
     """Whether quoted names that differ only in case name different savepoints."""
 
     def refuse_left_open(self, connection: Connection) -> None:
-        """Refuse a connection that other code has left in a transaction, past SQLAlchemy.
-
-        Raises:
-            IllegalStateError: It has: :data:`~dualwrite.stores.sql.access.LEFT_OPEN`.
-        """
+        """Refuse a connection that other code has left in a transaction, past SQLAlchemy."""
         ...
 
     def begin(self, connection: Connection, tables: Tables) -> None:
@@ -71,37 +66,24 @@ class Dialect(Protocol):
         Raises:
             IllegalStateError: The connection is in a transaction.
             ConfigurationError: The connection is in autocommit or read-only, or its commits would not survive a crash.
-            SQLAlchemyError: The database failed.
         """
         ...
 
     def join(self, connection: Connection, tables: Tables) -> bool:
         """Make a transaction that other code has begun one that can hold a decision.
 
-        Returns:
-            Whether statements have been executed in it, for :meth:`check_start` to judge.
-
-        Raises:
-            IllegalStateError: It has gone too far for that.
-            ConfigurationError, SQLAlchemyError: As :meth:`begin`.
+        Returns whether statements have been executed in it, for :meth:`check_start` to judge. ``IllegalStateError``: it has
+            gone too
+        far for that.
         """
         ...
 
     def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
-        """Begin one of the store's own transactions: on the primary, at READ COMMITTED, durable, with limited waits.
-
-        Raises:
-            ConfigurationError: The database is a standby, read-only, or not durable.
-            SQLAlchemyError: The database failed.
-        """
+        """Begin one of the store's own transactions: on the primary, at READ COMMITTED, durable, with limited waits."""
         ...
 
     def begin_reading(self, connection: Connection) -> None:
-        """Begin a short transaction that only reads.
-
-        Raises:
-            ConfigurationError: The database is a standby, which may show old data.
-        """
+        """Begin a short transaction that only reads; refuse a standby, which may show old data."""
         ...
 
     def start_columns(self) -> Sequence[ColumnElement[object]]:
@@ -109,11 +91,7 @@ class Dialect(Protocol):
         ...
 
     def check_start(self, connection: Connection, values: Sequence[object]) -> None:
-        """Check the values of :meth:`start_columns`.
-
-        Raises:
-            ConfigurationError: The transaction is read-only.
-        """
+        """Check the values of :meth:`start_columns`: a read-only transaction is refused."""
         ...
 
     def is_begun(self) -> Sequence[ColumnElement[bool]]:
@@ -134,7 +112,6 @@ class Dialect(Protocol):
         Raises:
             IllegalStateError: It was ended; see :func:`~dualwrite.stores.sql.access.ended_inside`.
             TransactionAborted: The database has rolled it back.
-            SQLAlchemyError: The database failed.
         """
         ...
 
@@ -145,8 +122,7 @@ class Dialect(Protocol):
     def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
         """Check the values of :meth:`end_columns`. Returns the database's name of the transaction, if it has one.
 
-        Raises:
-            IllegalStateError, TransactionAborted: As :meth:`require_begun`, where :meth:`is_begun` cannot say all of it.
+        Raises as :meth:`require_begun`, where :meth:`is_begun` cannot say all of it.
         """
         ...
 
@@ -155,23 +131,13 @@ class Dialect(Protocol):
     ) -> Update:
         """The statement that records a decision, from the UPDATE of its row.
 
-        Args:
-            update: The UPDATE.
-            idle_ms: The server ends the session after this time without a statement; NULL keeps the current limit.
-            within_ms: The server ends the transaction after this time, even during COMMIT; NULL keeps the current
-                limit.
+        The server ends the session after ``idle_ms`` without a statement, and the transaction after ``within_ms``, even during
+        COMMIT; NULL keeps the current limit.
         """
         ...
 
     def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[Any]:
-        """Execute the first statement of a dual write, with BEGIN in the same exchange if the driver has sent none.
-
-        Returns:
-            Its one row.
-
-        Raises:
-            SQLAlchemyError: The database failed.
-        """
+        """Execute the first statement of a dual write, with BEGIN in the same exchange if the driver has sent none."""
         ...
 
     def ask_last(
@@ -183,29 +149,23 @@ class Dialect(Protocol):
         decides: bool,
         deferred_of: str | None = None,
     ) -> Sequence[object] | None:
-        """Execute the last statement of a dual write.
+        """Execute the last statement of a dual write: that of :meth:`deciding`, or a SELECT of :meth:`end_columns`.
 
-        Args:
-            connection: Inside the transaction.
-            statement: That of :meth:`deciding`, or a SELECT of :meth:`end_columns`.
-            bound: Its values; ``idle_ms_`` and ``within_ms_`` among them if it decides.
-            decides: Whether it is that of :meth:`deciding`.
-            deferred_of: The id of a dual write for which :meth:`run_deferred` goes before, in the same exchange if it can.
+        If it decides, ``bound`` holds ``idle_ms_`` and ``within_ms_``. For the dual write ``deferred_of``,
+        :meth:`run_deferred` goes before, in the same exchange if it can.
 
         Returns:
             The values for :meth:`check_end`; None if no row matched.
 
         Raises:
             TransactionAborted: A deferred constraint is violated; or the transaction can no longer decide.
-            SQLAlchemyError: The database failed.
         """
         ...
 
     def require_not_rolled_back(self, connection: Connection) -> None:
         """Refuse to continue after an error with which the database has rolled back the whole transaction.
 
-        Raises:
-            TransactionAborted: It has: it would execute the next statement in another one.
+        It would execute the next statement in another one.
         """
         ...
 
@@ -214,11 +174,7 @@ class Dialect(Protocol):
         ...
 
     def run_deferred(self, connection: Connection) -> None:
-        """Run now what is deferred to COMMIT: constraints and their triggers.
-
-        Raises:
-            SQLAlchemyError: A constraint is violated, or the database failed.
-        """
+        """Run now what is deferred to COMMIT: constraints and their triggers."""
         ...
 
     def commit_found_none(self, driver: DBAPIConnection) -> bool:
@@ -234,11 +190,7 @@ class Dialect(Protocol):
         ...
 
     def identity(self, connection: Connection, tables: Tables) -> Identity:
-        """The database and table that statements on this connection reach. It is outside a transaction, or only reads.
-
-        Raises:
-            SQLAlchemyError: The database failed.
-        """
+        """The database and table that statements on this connection reach. It is outside a transaction, or only reads."""
         ...
 
     def witness(self, connection: Connection, follower: Follower) -> Witness:
@@ -301,8 +253,7 @@ def _stop_refusing(connection: Connection) -> None:
 def run_deferred(connection: Connection, dialect: Dialect, transactional_id: str | None = None) -> None:
     """Run deferred constraints and triggers now, so that their time is spent before the decision.
 
-    Raises:
-        TransactionAborted: A constraint is violated, or the database failed; roll back.
+    If it raises ``TransactionAborted``, a constraint is violated or the database failed: roll back.
     """
     driver = driver_of(connection)
     if driver is None or dialect.standing(driver) is not Standing.OPEN:
@@ -333,18 +284,13 @@ def commit(
 ) -> None:
     """Commit the connection's transaction, or prepare it. It is durable on return, and only then.
 
-    Args:
-        connection: Inside a transaction.
-        dialect: The adapter for the database.
-        transactional_id: The transaction's Kafka id, for errors.
-        prepare_as: Prepare the transaction under this name instead: plain ASCII without quotes.
-        answer_s: Seconds to wait for the answer; None waits forever.
-        joined: Called by SQLAlchemy while it commits the transaction; leave its own state of the transaction to it.
+    ``prepare_as`` is plain ASCII without quotes. ``joined``: SQLAlchemy calls this while it commits the transaction, so its
+    own state of the transaction is left to it. Without ``answer_s``, in seconds, the wait for the answer has no end.
 
     Raises:
         TransactionAborted: The transaction has certainly been rolled back.
-        TransactionInDoubt: The answer is missing: the transaction may have been committed, or may yet be. Also raised
-            for any interruption (``KeyboardInterrupt``) while waiting. The connection was discarded.
+        TransactionInDoubt: The answer is missing: the transaction may have been committed, or may yet be. Also raised for any
+            interruption (``KeyboardInterrupt``) while waiting. The connection was discarded.
     """
     verb = "COMMIT" if prepare_as is None else "PREPARE TRANSACTION"
     roll_back, throw_away = (rollback_joined, discard_joined) if joined else (rollback, discard)

@@ -46,12 +46,9 @@ class Line:
     """A duplicate of a connection's socket, by which it can be shut.
 
     By the time that a wait has lasted too long, the connection's own descriptor may have been closed, and its number may
-    belong to another file. One duplicate serves a connection for as long as it lives: making one for each wait took longer than
-    the rest of the watch. It closes with the connection's object. A forked process closes it at once: the server could not see
-    that its parent has died as long as any process holds the socket.
-
-    Args:
-        fileno: The descriptor of a connected socket of any family.
+    belong to another file. One duplicate serves a connection for as long as it lives: making one for each wait took longer
+    than the rest of the watch. It closes with the connection's object. A forked process closes it at once: the server could
+    not see that its parent has died as long as any process holds the socket.
     """
 
     __slots__ = ("__weakref__", "_file", "_fileno")
@@ -82,7 +79,6 @@ class Line:
             self._give_back(fileno)
 
     def __del__(self) -> None:
-        """Give the duplicate back."""
         self.close()
 
 
@@ -100,14 +96,8 @@ def line_of(driver: Any, fileno: int) -> Line:
 class Watch:
     """One wait, for as long as its ``with`` block lasts: if that is too long, the connection is shut, and the wait fails.
 
-    Args:
-        dog: Watches.
-        line: The connection's.
-        seconds: Seconds that the block may last.
-        shut: Called after a block without an error if the answer came at the last moment, and the connection was shut.
-
-    Attributes:
-        expired: Whether the connection was shut. It is unusable then, even if the answer arrived.
+    If the answer came at the last moment, and the connection was shut, ``shut`` is called after the block. ``expired`` says
+    that the connection was shut: it is unusable then, even if the answer arrived.
     """
 
     __slots__ = ("_dog", "_due_s", "_line", "_shut", "expired")
@@ -120,7 +110,6 @@ class Watch:
         self.expired = False
 
     def __enter__(self) -> Self:
-        """Begin to watch."""
         dog = self._dog
         with dog.lock:
             dog.watched.add(self)
@@ -129,7 +118,6 @@ class Watch:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        """End the watch: from now on it does not expire."""
         dog = self._dog
         with dog.lock:
             dog.watched.discard(self)
@@ -146,7 +134,6 @@ class Watch:
         return self._due_s
 
     def expire(self) -> None:
-        """Shut the connection."""
         self.expired = True
         self._line.shut()
 
@@ -228,7 +215,6 @@ _AROUND: Final = re.compile(
 )
 """Statements that contain others."""
 _CONTAINED: Final = re.compile(r"(?:;|\b(?:atomic|then|else|do|repeat|loop|for|immediate)\b)[\s'\"]*", re.IGNORECASE)
-"""All that may stand before one of them."""
 _SAVEPOINTS: Final = re.compile(r"(?:savepoint|release|rollback)\b", re.IGNORECASE)
 _SAVEPOINT_WORDS: Final = re.compile(r"savepoint|release|rollback", re.IGNORECASE)
 _UNREADABLE: Final = re.compile(r"call\b|execute\b|begin\b", re.IGNORECASE)
@@ -315,10 +301,8 @@ class CompiledOnce:
     """A statement whose text is made at its first execution, and sent as it is from then on.
 
     For each execution of a statement object SQLAlchemy makes its cache key, and prepares the types of its values and results.
-    That takes as much processor time as everything after it.
-
-    Args:
-        statement: The statement. Its values are bound parameters with names; neither they nor its results are converted.
+    That takes as much processor time as everything after it. Here the values are bound parameters with names; neither they nor
+    the results are converted.
     """
 
     def __init__(self, statement: Executable) -> None:
@@ -335,14 +319,7 @@ class CompiledOnce:
         return compiled
 
     def execute(self, connection: Connection, bound: Mapping[str, Any]) -> tuple[Sequence[Any] | None, int]:
-        """Execute it with these values, below SQLAlchemy.
-
-        Returns:
-            Its first row, if there is one; and how many rows it has changed.
-
-        Raises:
-            SQLAlchemyError: The database failed.
-        """
+        """Execute it below SQLAlchemy. Returns its first row, if there is one, and how many rows it has changed."""
         compiled = self.text(connection)
         if compiled is None:
             result = connection.execute(self._statement, dict(bound))
@@ -358,9 +335,6 @@ def execute_below(connection: Connection, statement: str, values: Any = ()) -> t
 
     SQLAlchemy's execution takes a hundred calls, and tells the application's listeners of statements that are not theirs.
     Errors are those of its own executions: it alone knows its events, and which connections are lost with this one.
-
-    Raises:
-        SQLAlchemyError: The database failed.
     """
     cursor = connection.connection.cursor()
     try:
@@ -401,11 +375,7 @@ Listened = TypeVar("Listened", Connection, Engine)
 
 
 class Listeners:
-    """Functions that SQLAlchemy calls for every connection of an engine. They stay; each checks whether it is concerned.
-
-    Args:
-        functions: By the names of events.
-    """
+    """Functions that SQLAlchemy calls for every connection of an engine. They stay; each checks whether it is concerned."""
 
     def __init__(self, functions: Mapping[str, Callable[..., object]]) -> None:
         self._functions: Final = functions
@@ -530,11 +500,7 @@ def parse(name: str) -> tuple[str, int] | None:
 
 
 def end(engine: Engine, name: str, *, committed: bool) -> None:
-    """Commit or roll back a prepared transaction; does nothing if none has that name.
-
-    Raises:
-        SQLAlchemyError: The database failed.
-    """
+    """Commit or roll back a prepared transaction; does nothing if none has that name."""
     verb = "COMMIT" if committed else "ROLLBACK"
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         try:

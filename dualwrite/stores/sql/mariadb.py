@@ -121,7 +121,7 @@ class MariaDB:
             raise IllegalStateError(LEFT_OPEN)
 
     def begin(self, connection: Connection, tables: Tables) -> None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. :meth:`check_start` checks the server's part."""
+        """:meth:`check_start` checks the server's part."""
         del tables
         driver = _usable_driver(connection)
         self.refuse_left_open(connection)
@@ -131,7 +131,7 @@ class MariaDB:
         self._mark(connection, driver)
 
     def join(self, connection: Connection, tables: Tables) -> bool:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Refuses a snapshot that is too old."""
+        """Refuses a snapshot that is too old."""
         del tables
         driver = _usable_driver(connection)
         late = _has_begun(connection)
@@ -183,7 +183,7 @@ class MariaDB:
         queries_of(_driver(connection)).timeout_rolls_back = rolls_back_on_timeout(values)
 
     def is_begun(self) -> Sequence[ColumnElement[bool]]:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. :meth:`check_end` knows the rest."""
+        """:meth:`check_end` knows the rest."""
         return (_KEEPS_TRANSACTIONS,)
 
     def begun(self, connection: Connection) -> Mapping[str, object]:
@@ -222,7 +222,7 @@ class MariaDB:
         decides: bool,
         deferred_of: str | None = None,
     ) -> Sequence[object] | None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Nothing is deferred; COMMIT has no limit."""
+        """Nothing is deferred; COMMIT has no limit."""
         del deferred_of
         if not decides:
             return statement.execute(connection, bound)[0]
@@ -237,7 +237,7 @@ class MariaDB:
         del connection
 
     def bounded(self, connection: Connection, seconds: float | None) -> AbstractContextManager[object]:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Shuts the connection when the time is up."""
+        """Shuts the connection when the time is up."""
         if seconds is None:
             return nullcontext()
         driver = _driver(connection)
@@ -245,7 +245,7 @@ class MariaDB:
         return Watch(WATCHDOG, line_of(driver, fileno_of(driver)), seconds, connection.invalidate)
 
     def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. There is no name: the row itself shows the outcome."""
+        """There is no name: the row itself shows the outcome."""
         del values
         queries_of(_driver(connection)).require_not_rolled_back()
         self._release(connection)
@@ -268,10 +268,9 @@ class MariaDB:
         return False
 
     def restore(self, connection: Connection) -> None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`.
+        """Discard a connection whose transaction was ended inside the dual write, or that is in another one already.
 
-        Discards a connection whose transaction was ended inside the dual write, or that is in another one already: the cause
-        (autocommit, ``completion_type``, locks) is in the session, and would affect its next user.
+        The cause (autocommit, ``completion_type``, locks) is in the session, and would affect its next user.
         """
         driver = driver_of(connection)
         if driver is None:
@@ -296,7 +295,7 @@ class MariaDB:
             connection.invalidate()
 
     def require_not_rolled_back(self, connection: Connection) -> None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. The watch over the driver refuses its statements."""
+        """The watch over the driver refuses its statements."""
         driver = driver_of(connection)
         if driver is not None:
             queries_of(driver).require_not_rolled_back()
@@ -305,7 +304,7 @@ class MariaDB:
         return name.like(re.sub(r"([/%_])", r"/\1", prefix) + "%", escape="/")  # not \, which a mode switches off
 
     def identity(self, connection: Connection, tables: Tables) -> Identity:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. A transaction may span all schemas of a server."""
+        """A transaction may span all schemas of a server."""
         bound = {"schema": tables.schema, "name": tables.state.name}
         *server, schema, found = connection.execute(_IDENTITY, bound).one()
         return Identity(tuple(server), schema if found else None)
@@ -314,7 +313,7 @@ class MariaDB:
         return QueryWitness(connection, follower)
 
     def insert_if_missing(self, table: Table) -> Insert:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. IGNORE shortens values: callers check names."""
+        """IGNORE shortens values: callers check names."""
         return mysql.insert(table).prefix_with("IGNORE").execution_options(preserve_rowcount=True)
 
     def standing(self, driver: DBAPIConnection) -> Standing:

@@ -473,17 +473,14 @@ class PostgreSQL:
             raise IllegalStateError(LEFT_OPEN)
 
     def begin(self, connection: Connection, tables: Tables) -> None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. :meth:`check_start` checks the server's part."""
+        """:meth:`check_start` checks the server's part."""
         del tables
         if _usable_driver(connection).pgconn.transaction_status in {1, 2, 3}:
             raise IllegalStateError(LEFT_OPEN)
         connection.begin()
 
     def join(self, connection: Connection, tables: Tables) -> bool:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`.
-
-        :meth:`check_start` refuses a snapshot that is too old.
-        """
+        """:meth:`check_start` refuses a snapshot that is too old."""
         del tables
         return _usable_driver(connection).pgconn.transaction_status != _IDLE
 
@@ -540,7 +537,7 @@ class PostgreSQL:
         begun.started = int(str(started))
 
     def is_begun(self) -> Sequence[ColumnElement[bool]]:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. All of it can be said."""
+        """All of it can be said."""
         return (_IS_BEGUN,)
 
     def begun(self, connection: Connection) -> Mapping[str, object]:
@@ -564,7 +561,7 @@ class PostgreSQL:
     def deciding(
         self, update: Update, *, idle_ms: ColumnElement[int | None], within_ms: ColumnElement[int | None]
     ) -> Update:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. PostgreSQL 17 and newer also limit COMMIT."""
+        """PostgreSQL 17 and newer also limit COMMIT."""
         return update.returning(*self.end_columns(), _lower_idle_limit(idle_ms), _limit_transaction(within_ms))
 
     def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
@@ -596,18 +593,15 @@ class PostgreSQL:
         del connection
 
     def run_deferred(self, connection: Connection) -> None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`.
-
-        No ``statement_timeout`` would limit them during COMMIT.
-        """
+        """No ``statement_timeout`` would limit them during COMMIT."""
         connection.exec_driver_sql(_IMMEDIATE)
 
     def commit_found_none(self, driver: DBAPIConnection) -> bool:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. The server warns, unless the session hides warnings."""
+        """The server warns, unless the session hides warnings."""
         return session_of(own_connection(driver)).commit_found_none
 
     def bounded(self, connection: Connection, seconds: float | None) -> AbstractContextManager[object]:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Shuts the connection when the time is up."""
+        """Shuts the connection when the time is up."""
         begun = begun_on(connection)
         driver = _driver(connection) if begun is None else begun.driver
         if seconds is None or driver.closed:
@@ -623,10 +617,7 @@ class PostgreSQL:
         return name.like(re.sub(r"([\\%_])", r"\\\1", prefix) + "%")
 
     def identity(self, connection: Connection, tables: Tables) -> Identity:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`.
-
-        Any role may read it; copies of a server started later.
-        """
+        """Any role may read it; copies of a server started later."""
         name = connection.dialect.identifier_preparer.format_table(tables.state)
         started, database, table = connection.execute(_IDENTITY, {"name": name}).one()
         return Identity((started, database), table)

@@ -160,7 +160,7 @@ class SavepointWatch:
             self._require_track()
 
     def open_unit(self, uses: AbstractContextManager[object]) -> Connection:
-        """See :class:`dualwrite.interfaces.SavepointWatch`. Its answer comes with that to the unit's first statement.
+        """The answer to its SAVEPOINT comes with that to the unit's first statement.
 
         The witness is renewed with it, so that no message of the unit needs a statement of its own for that.
         """
@@ -180,7 +180,7 @@ class SavepointWatch:
             raise self._gone(error) from error
 
     def keep_unit(self) -> str | None:
-        """See :class:`dualwrite.interfaces.SavepointWatch`. The next unit, or COMMIT, releases it in the database."""
+        """The next unit, or COMMIT, releases its savepoint in the database."""
         self._require_transaction()
         driver = committing.driver_of(self._connection)
         if driver is not None and self._dialect.standing(driver) is Standing.FAILED:

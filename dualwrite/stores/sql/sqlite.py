@@ -61,16 +61,13 @@ class SQLite:
     quotes_keep_case = False
 
     def refuse_left_open(self, connection: Connection) -> None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. With ``autocommit=False`` it is always in one."""
+        """With ``autocommit=False`` the connection is always in a transaction."""
         driver = _driver(connection)
         if _in_transaction(driver) and ask(driver, _autocommit) is not False:
             raise IllegalStateError(LEFT_OPEN)
 
     def begin(self, connection: Connection, tables: Tables) -> None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`.
-
-        Waits for the write lock up to the driver's ``timeout``.
-        """
+        """Waits for the write lock up to the driver's ``timeout``."""
         driver = _driver(connection)
         if ask(driver, _autocommit) is True:
             raise _in_autocommit()
@@ -80,7 +77,7 @@ class SQLite:
         self._take_write_lock(connection, tables)
 
     def join(self, connection: Connection, tables: Tables) -> bool:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Not inside a savepoint, whose end may be a COMMIT here.
+        """Refuse to join inside a savepoint, whose end may be a COMMIT here.
 
         The driver's legacy mode sends no BEGIN before SAVEPOINT, and SQLite commits when such a savepoint is released.
         """
@@ -116,7 +113,7 @@ class SQLite:
         connection.execute(update(state).where(literal_column("0")).values(incarnation=state.c.incarnation))
 
     def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. The driver's own ``timeout`` limits the wait."""
+        """The driver's own ``timeout`` limits the wait."""
         del lock_timeout_s
         self.begin(connection, tables)
 
@@ -140,7 +137,7 @@ class SQLite:
         return {}
 
     def require_begun(self, connection: Connection) -> None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Only that transaction has the savepoint."""
+        """Only the transaction that was begun has the savepoint."""
         try:
             execute_below(connection, f"RELEASE {_SAVEPOINT}")
         except exc.OperationalError as error:
@@ -164,7 +161,7 @@ class SQLite:
     def deciding(
         self, update: Update, *, idle_ms: ColumnElement[int | None], within_ms: ColumnElement[int | None]
     ) -> Update:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. No server could end a paused process's transaction."""
+        """Without limits: no server could end a paused process's transaction."""
         del idle_ms, within_ms
         return update.returning(*self.end_columns())
 
@@ -182,7 +179,7 @@ class SQLite:
         decides: bool,
         deferred_of: str | None = None,
     ) -> Sequence[object] | None:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Nothing is deferred: see :meth:`run_deferred`."""
+        """Nothing is deferred: see :meth:`run_deferred`."""
         del decides, deferred_of
         return statement.execute(connection, bound)[0]
 
@@ -205,7 +202,7 @@ class SQLite:
 
     @contextmanager
     def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Limits waits for other users, not for the disk."""
+        """Limits waits for other users, not for the disk."""
         if seconds is None:
             yield
             return
@@ -219,11 +216,11 @@ class SQLite:
                 _rows(driver, f"PRAGMA busy_timeout = {present_ms}")
 
     def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Not LIKE, which ignores case in SQLite."""
+        """Not LIKE, which ignores case in SQLite."""
         return name.bool_op("GLOB")(re.sub(r"([*?\[])", r"[\1]", prefix) + "*")
 
     def identity(self, connection: Connection, tables: Tables) -> Identity:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`. Independent of the name or link that opened the file."""
+        """Independent of the name or link that opened the file."""
         schema = tables.schema or "main"
         file = _files(_driver(connection)).get(schema)
         try:
@@ -246,10 +243,7 @@ class SQLite:
             return Standing.BROKEN
 
     def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
-        """See :class:`~dualwrite.stores.sql.dialect.Dialect`.
-
-        A lock or constraint failure of COMMIT leaves it open.
-        """
+        """A lock or constraint failure of COMMIT leaves the transaction open."""
         if is_awaited(driver) and not isinstance(error, Exception):
             return False  # the driver's thread continues the COMMIT that its task no longer awaits
         if self.standing(driver) is Standing.OPEN:

@@ -51,25 +51,17 @@ _ANSWER_S: Final = 2.0
 class SqlStateStore:
     """The rows in the user's database: PostgreSQL, MariaDB, MySQL or SQLite.
 
-    Implements :class:`dualwrite.interfaces.StateStore`. Methods that take a connection run inside the caller's
-    transaction. The others run in short transactions of their own, on other connections of the engine, at READ COMMITTED,
-    and are retried after a conflict. Thread-safe.
+    Implements :class:`dualwrite.interfaces.StateStore`. Methods that take a connection run inside the caller's transaction.
+    The others run in short transactions of their own, on other connections of the engine, at READ COMMITTED, and are retried
+    after a conflict. Thread-safe.
 
-    PgBouncer works with ``pool_mode=transaction``; give psycopg ``prepare_threshold=None`` then, unless PgBouncer
-    itself handles prepared statements. ``pool_mode=statement`` cannot hold a transaction and is refused, by PgBouncer
-    at the latest.
+    PgBouncer works with ``pool_mode=transaction``; give psycopg ``prepare_threshold=None`` then, unless PgBouncer itself
+    handles prepared statements. ``pool_mode=statement`` cannot hold a transaction and is refused, by PgBouncer at the latest.
 
-    Args:
-        engine: A SQLAlchemy engine, or a URL to make one from, which :meth:`close` then disposes of.
-        schema: The database schema of the library's tables, if not the default one.
-        paused_owner_timeout_s: On PostgreSQL, seconds that a dual write may go without a statement before the server
-            ends its session: a paused owner (SIGSTOP, a frozen virtual machine) must not hold its locks forever. A
-            lower limit of the session stays. None sets no limit.
-        lock_timeout_s: Seconds that a claim waits for the lock of a row that a dying session still holds; on SQLite the
-            driver's ``timeout`` applies instead.
-
-    Raises:
-        ConfigurationError: The engine's database or driver is not supported.
+    On PostgreSQL, a dual write may go ``paused_owner_timeout_s`` without a statement before the server ends its session: a
+    paused owner (SIGSTOP, a frozen virtual machine) must not hold its locks forever. A lower limit of the session stays; None
+    sets no limit. A claim waits ``lock_timeout_s`` for the lock of a row that a dying session still holds; on SQLite the
+    driver's ``timeout`` applies instead.
     """
 
     def __init__(
@@ -109,12 +101,10 @@ class SqlStateStore:
     # Inside the caller's transaction
 
     def check_same_database(self, connection: Connection) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.check_same_database`."""
         refuse_transaction(connection)
         self._same_database.check(connection)
 
     def begin(self, connection: Connection) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.begin`."""
         refuse_transaction(connection)
         try:
             begin_on(connection, self._dialect.begin, self._tables)
@@ -136,7 +126,6 @@ class SqlStateStore:
         return begun.decided[0] if begun is not None and len(begun.decided) == 1 else None
 
     def watch_savepoints(self, connection: Connection, transactional_id: str) -> savepoints.SavepointWatch:
-        """See :meth:`dualwrite.interfaces.StateStore.watch_savepoints`."""
         return savepoints.SavepointWatch(connection, self._dialect, transactional_id)
 
     def read_incarnation(
@@ -147,7 +136,6 @@ class SqlStateStore:
         namespace: str | None = None,
         known: StateRow | None = None,
     ) -> int | None:
-        """See :meth:`dualwrite.interfaces.StateStore.read_incarnation`."""
         try:
             bound = {"id_": transactional_id, "namespace_": namespace}
             incarnation, prepared, *values = self._dialect.read_first(connection, self._decisions.start, bound)
@@ -159,7 +147,6 @@ class SqlStateStore:
         return None if incarnation is None else int(incarnation)
 
     def decide(self, connection: Connection, decision: Decision) -> tuple[bool, str | None]:
-        """See :meth:`dualwrite.interfaces.StateStore.decide`."""
         text = check_decidable(decision)
         try:
             with self._dialect.bounded(connection, decision.answer_s):
@@ -169,7 +156,6 @@ class SqlStateStore:
             raise self._as_ours(error, decision.transactional_id) from error
 
     def hold(self, connection: Connection, decision: Decision) -> tuple[bool, str | None]:
-        """See :meth:`dualwrite.interfaces.StateStore.hold`."""
         try:
             with self._dialect.bounded(connection, decision.answer_s):
                 row = self._decisions.hold(connection, decision)
@@ -189,11 +175,9 @@ class SqlStateStore:
         return True, self._dialect.check_end(connection, row)
 
     def run_deferred(self, connection: Connection, transactional_id: str | None = None) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.run_deferred`."""
         dialect.run_deferred(connection, self._dialect, transactional_id)
 
     def commit(self, connection: Connection, *, answer_s: float | None = None) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.commit`."""
         try:
             dialect.commit(connection, self._dialect, self._decided(connection), answer_s=answer_s)
         finally:
@@ -203,7 +187,6 @@ class SqlStateStore:
     def prepare(
         self, connection: Connection, row: StateRow, state: PreparedTxnState, *, answer_s: float | None = None
     ) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.prepare`."""
         name = drivers.name_of(row.namespace, state)
         try:
             dialect.commit(connection, self._dialect, row.transactional_id, prepare_as=name, answer_s=answer_s)
@@ -211,13 +194,11 @@ class SqlStateStore:
             let_go(connection)
 
     def rollback(self, connection: Connection) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.rollback`."""
         dialect.rollback(connection)
         let_go(connection)
         self._dialect.restore(connection)
 
     def discard(self, connection: Connection) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.discard`."""
         dialect.discard(connection)
         let_go(connection)
 
@@ -236,7 +217,7 @@ class SqlStateStore:
         verify: Callable[[Sequence[StateRow]], None] | None = None,
         raise_to: Mapping[str, int] | None = None,
     ) -> Sequence[StateRow]:
-        """See :meth:`dualwrite.interfaces.StateStore.claim`. A retry after a conflict calls ``verify`` again."""
+        """A retry after a conflict calls ``verify`` again."""
         ids = sorted({check_name(transactional_id) for transactional_id in transactional_ids})
         claim = Claim(self._tables, self._dialect, owner=owner, cluster_id=cluster_id, raise_to=raise_to or {})
 
@@ -257,11 +238,9 @@ class SqlStateStore:
         return self._own.run(work) if ids else []
 
     def read(self, transactional_ids: Sequence[str]) -> Sequence[StateRow]:
-        """See :meth:`dualwrite.interfaces.StateStore.read`."""
         return self._own.read(partial(read_rows, self._tables, sorted(set(transactional_ids))))
 
     def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:
-        """See :meth:`dualwrite.interfaces.StateStore.read_locked`."""
         # The server answers when the wait for the lock ends; if it does not, it counts as lost soon after.
         answer_s = deadline.remaining_s() + _ANSWER_S
         rows = self._locked([transactional_id], lambda rows: rows, deadline, answer_s=answer_s)
@@ -274,7 +253,6 @@ class SqlStateStore:
         return rows[0]
 
     def while_locked(self, transactional_ids: Sequence[str], work: Callable[[], None], deadline: Deadline) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.while_locked`."""
         self._locked(transactional_ids, lambda _: work(), deadline)
 
     def _locked(
@@ -293,7 +271,6 @@ class SqlStateStore:
         )
 
     def find(self, prefix: str) -> Sequence[StateRow]:
-        """See :meth:`dualwrite.interfaces.StateStore.find`."""
         state = self._tables.state
         statement = select(state).where(self._dialect.begins_with(state.c.transactional_id, prefix))
         return self._own.read(
@@ -301,21 +278,18 @@ class SqlStateStore:
         )
 
     def record_outcomes(self, outcomes: Sequence[tuple[StateRow, Outcome, str]]) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.record_outcomes`."""
         if outcomes:
             self._own.run(lambda connection: self._records.record(connection, outcomes))
 
     def mark_settled(self, incarnations: Mapping[str, int]) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.mark_settled`."""
         if incarnations:
             self._own.run(lambda connection: self._records.mark_settled(connection, incarnations))
 
     def raise_fence(self, row: StateRow, fence: int) -> bool:
-        """See :meth:`dualwrite.interfaces.StateStore.raise_fence`."""
         return self._own.run(lambda connection: self._records.raise_fence(connection, row, fence))
 
     def participants(self, rows: Collection[StateRow]) -> Sequence[Participant]:
-        """See :meth:`dualwrite.interfaces.StateStore.participants`. There are none on SQLite."""
+        """There are none on SQLite."""
         by_namespace = {row.namespace: row for row in rows}
         found = self._own.read(self._dialect.prepared_transactions) if by_namespace else []
         return [
@@ -333,38 +307,31 @@ class SqlStateStore:
         ]
 
     def end_participant(self, participant: Participant, *, committed: bool) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.end_participant`."""
         try:
             drivers.end(self._engine, participant.name, committed=committed)
         except exc.SQLAlchemyError as error:
             raise self._as_ours(error, participant.row.transactional_id) from error
 
     def incident(self, transactional_id: str, state: PreparedTxnState) -> Outcome | None:
-        """See :meth:`dualwrite.interfaces.StateStore.incident`."""
         return self._own.read(lambda connection: self._records.incident(connection, transactional_id, state))
 
     def incidents(self, prefix: str = "", *, acknowledged: bool = False) -> Sequence[Incident]:
-        """See :meth:`dualwrite.interfaces.StateStore.incidents`."""
         return self._own.read(lambda connection: self._records.incidents(connection, prefix, acknowledged=acknowledged))
 
     def incidents_of(self, transactional_ids: Collection[str]) -> Sequence[Incident]:
-        """See :meth:`dualwrite.interfaces.StateStore.incidents_of`."""
         return self._own.read(lambda connection: self._records.incidents_of(connection, transactional_ids))
 
     def note_reported(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
-        """See :meth:`dualwrite.interfaces.StateStore.note_reported`."""
         if losses:
             self._own.run(lambda connection: self._records.note_reported(connection, losses))
 
     def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:
-        """See :meth:`dualwrite.interfaces.StateStore.acknowledge`."""
         return self._own.run(lambda connection: self._records.acknowledge(connection, transactional_id, state))
 
     def transaction_verdict(self, transaction: str | None) -> DatabaseVerdict:
-        """See :meth:`dualwrite.interfaces.StateStore.transaction_verdict`.
+        """``UNKNOWN`` on SQLite, where only the row shows the outcome.
 
-        ``UNKNOWN`` on SQLite, where only the row shows the outcome; on PostgreSQL for a transaction that is too old or
-        still runs, and after a restart or failover of the server.
+        So it is on PostgreSQL for a transaction that is too old or still runs, and after a restart or failover of the server.
         """
         if transaction is None:
             return DatabaseVerdict.UNKNOWN
@@ -380,11 +347,7 @@ def listen_to(engine: Engine) -> None:
 
 
 def refuse_transaction(connection: Connection) -> None:
-    """Refuse a connection that is in a transaction already.
-
-    Raises:
-        IllegalStateError: It is.
-    """
+    """Refuse a connection that is in a transaction already."""
     if connection.in_transaction():
         raise IllegalStateError(
             "the connection is already in a transaction",
@@ -479,7 +442,7 @@ class Records:
         connection.execute(self._settle, marks)
 
     def raise_fence(self, connection: Connection, row: StateRow, fence: int) -> bool:
-        """Set the fence of the row's transaction if the row is as it was read; see :meth:`StateStore.raise_fence`."""
+        """Set the fence of the row's transaction, if the row is as it was read."""
         values = {
             "id_": row.transactional_id,
             "namespace_": row.namespace,
@@ -577,15 +540,7 @@ def _by_age(rows: Iterable[Row[Any]]) -> Sequence[Incident]:
 
 
 class Claim:
-    """One claim. Run it inside a transaction at READ COMMITTED.
-
-    Args:
-        tables: The library's tables.
-        dialect: The adapter for the database.
-        owner: The new owner.
-        cluster_id: The current Kafka cluster.
-        raise_to: The least incarnation for some ids.
-    """
+    """One claim, which raises some ids to a least incarnation. Run it inside a transaction at READ COMMITTED."""
 
     def __init__(
         self, tables: Tables, dialect: Dialect, *, owner: str, cluster_id: str, raise_to: Mapping[str, int]
@@ -600,12 +555,8 @@ class Claim:
     def check_guard(self, connection: Connection, transactional_id: str, incarnation: int, *, claimed: bool) -> None:
         """Lock the guard's row until the claim has committed, provided that our owner still holds it.
 
-        Args:
-            connection: Inside the claim's transaction.
-            transactional_id: The guard.
-            incarnation: The incarnation of our newest known claim of it.
-            claimed: Whether the claim includes the guard. It then takes the stronger lock at once: two claims that hold
-                the weaker one and want the stronger would deadlock.
+        ``incarnation`` is that of our newest known claim of it. If the claim includes the guard (``claimed``), it takes the
+        stronger lock at once: two claims that hold the weaker one and want the stronger would deadlock.
 
         Raises:
             Fenced: Another owner has claimed the row, or the row is gone.
@@ -619,8 +570,7 @@ class Claim:
     def run(self, connection: Connection, ids: Sequence[str]) -> Sequence[StateRow]:
         """Insert missing rows, raise all incarnations, and return the rows in order of id.
 
-        Raises:
-            ConfigurationError: A row cannot be parsed, or belongs to another cluster. Roll back.
+        Roll back if it raises: a row cannot be parsed, or belongs to another cluster.
         """
         for chunk in in_chunks(ids):
             self._lock_or_insert(connection, chunk)
@@ -673,8 +623,7 @@ class Claim:
 class Decisions:
     """Decides a row inside the caller's transaction. The statements are made once: each dual write runs two.
 
-    Attributes:
-        start: Reads the row's incarnation and prepared state, both None without a row; then the dialect's start columns.
+    ``start`` reads the row's incarnation and prepared state, both None without a row; then the dialect's start columns.
     """
 
     def __init__(self, tables: Tables, dialect: Dialect) -> None:
@@ -709,8 +658,7 @@ class Decisions:
     def decide(self, connection: Connection, decision: Decision, text: str) -> Sequence[Any] | None:
         """Write the prepared state, as text, into the row.
 
-        Returns:
-            The dialect's end columns; None if the row is no longer ours, or the transaction is not the one that was begun.
+        Returns the dialect's end columns; None if the row is no longer ours, or the transaction is not the one that was begun.
         """
         idle_s, within_s = decision.idle_s, decision.within_s
         bound = {
