@@ -28,11 +28,7 @@ logger = logging.getLogger(__name__)
 class OwnerContext:
     """The two servers of a dual write, and our name there.
 
-    Attributes:
-        coordinator: Kafka.
-        store: The database.
-        owner: Our name, which no other owner ever has, so that we recognise our own claims; see :func:`unique_owner`.
-        observer: Observes what is done on them.
+    No other owner ever has that name, so that we recognise our own claims; see :func:`unique_owner`.
     """
 
     coordinator: TransactionCoordinator
@@ -149,15 +145,7 @@ def claim_writers(
 ) -> Sequence[StateRow]:
     """Claim all lanes of writers in one transaction: an owner that loses one of them loses all.
 
-    Args:
-        context: The servers.
-        transactional_ids: The ids of whole writers.
-        select: Reads the rows again: a lane may have been added just before the claim, and none after it.
-        deadline: Limits the whole call.
-        raise_to: As for :func:`claim_rows`.
-
-    Raises:
-        ConfigurationError, Unavailable: As :func:`claim_rows`.
+    ``select`` reads the rows again: a lane may have been added just before the claim, and none after it.
     """
     wanted = {name: floor for name, floor in (raise_to or {}).items() if name in transactional_ids}
     claimed = {row.transactional_id: row for row in claim_rows(context, transactional_ids, deadline, raise_to=wanted)}
@@ -173,22 +161,12 @@ def claim_writers(
 
 
 def claim_lanes(context: OwnerContext, name: str, count: int, deadline: Deadline) -> Mapping[str, StateRow]:
-    """Claim the first lane, then every other that has a row, and settle them.
+    """Claim the first lane, then every other that has a row, and settle them. Returns the rows by id.
 
-    The first lane comes first: from its claim on, the former owner can add no lane.
+    The first lane comes first: from its claim on, the former owner can add no lane. There are ``count`` lanes at least.
 
-    Args:
-        context: The servers.
-        name: The writer's transactional id.
-        count: The minimum number of lanes.
-        deadline: Limits the whole call.
-
-    Returns:
-        The rows by id, claimed and settled.
-
-    Raises:
-        DecidedTransactionLost, OutcomeUnverifiable: Settling found a loss. It is recorded; the next claim succeeds.
-        ConfigurationError, Fenced, Unavailable: As claiming and settling.
+    If settling found a loss, it is recorded and raised (``DecidedTransactionLost``, ``OutcomeUnverifiable``); the next claim
+    succeeds.
     """
     rows = {row.transactional_id: row for row in claim_rows(context, [name], deadline)}
     others = [

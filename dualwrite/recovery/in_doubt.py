@@ -37,16 +37,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOSSES: Final = (DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable)
-"""The errors that report a loss."""
 
 
 def note_reported(store: StateStore, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
-    """Note that these losses are reported to a caller now. If that cannot be noted, they are reported again later.
-
-    Args:
-        store: The database.
-        losses: Transactional ids with the transactions that were lost.
-    """
+    """Note that these losses are reported to a caller now. If that cannot be noted, they are reported again later."""
     if not losses:
         return
     try:
@@ -73,15 +67,7 @@ def noting_reported(store: StateStore) -> Generator[None, None, None]:
 
 @contextmanager
 def reporting_at_open(store: StateStore, name: str) -> Generator[None, None, None]:
-    """Report all unreported losses of a writer with a single error, so that the next opening succeeds.
-
-    Args:
-        store: The database.
-        name: The writer's transactional id; its lanes' losses are its own.
-
-    Raises:
-        DecidedTransactionLost, OutcomeUnverifiable: The first unreported loss.
-    """
+    """Report all unreported losses of a writer, its lanes' included, with a single error, so that the next opening succeeds."""
     try:
         yield
     except LOSSES:
@@ -134,13 +120,7 @@ def prove_committed(
     """Find out by reading alone how a transaction ended that could not be settled. Returns if it is committed.
 
     Another owner may have claimed the id, but being fenced says nothing about the outcome. Or a server does not answer.
-
-    Args:
-        context: The servers.
-        row: The row as its owner knows it.
-        state: The transaction.
-        deadline: Limits the requests.
-        unsettled: Why it could not be settled, for people.
+    ``unsettled`` says for people why it could not be settled.
 
     Raises:
         CompletionPending: The next settler will commit it, or that is not known.
@@ -215,10 +195,8 @@ def resolve_commit(
 ) -> DoubtStep:
     """Find out whether the COMMIT that would have recorded ``ours``, empty for rows alone, has happened.
 
-    The row is read under its lock on a fresh connection, so the old backend has ended before the answer.
-
-    Returns:
-        A verdict, never a question.
+    The row is read under its lock on a fresh connection, so the old backend has ended before the answer. Returns a verdict,
+    never a question.
 
     Raises:
         Unavailable: The database, or Kafka if the log had to be read, did not answer before the deadline.

@@ -44,9 +44,7 @@ class HasView(Protocol):
     """Knowledge of an incarnation, whichever engine made its transactions."""
 
     @property
-    def view(self) -> TransactionView | None:
-        """The coordinator's answer; None if it was not asked."""
-        ...
+    def view(self) -> TransactionView | None: ...
 
 
 Known = TypeVar("Known", bound=HasView)
@@ -94,7 +92,6 @@ def warn_if_deleted(item: Incarnation[Known], proof: LogProof | None, logger: lo
 
 
 Steps = Mapping[Step, Callable[[list[Incarnation[Known]]], None]]
-"""By step, what carries it out."""
 
 
 def by_step(
@@ -113,8 +110,7 @@ def perform(
 ) -> None:
     """Carry out one round: each group's step. Incarnations that must wait take their step when no other can proceed.
 
-    Raises:
-        Unavailable: The deadline has come.
+    Raises ``Unavailable`` once the deadline has come.
     """
     for step, group in groups.items():
         if step is waiting and len(groups) > 1:
@@ -144,16 +140,10 @@ def repair(
 ) -> list[Incarnation[Known]]:
     """End what the broker has forgotten to end, in a transaction of its own under the epoch that the coordinator shows.
 
-    Args:
-        items: The incarnations.
-        to_end: The partitions of one, and whether they end with commit.
-        end: Ends the transactions of these incarnations with commit, or with abort.
-        coordinator: Kafka.
-        deadline: Limits the requests.
-        logger: Tells which partitions it were.
+    ``to_end`` names the partitions of one, and whether they end with commit; ``end`` ends the transactions of these
+    incarnations so.
 
-    Returns:
-        Those for which this was done. The id of the others has another epoch by now: another settler does the same.
+    Returns those for which this was done. The id of the others has another epoch by now: another settler does the same.
     """
     failpoints.hit("repair.before")
     ends = {item.kafka_id: to_end(item.known) for item in items}
@@ -195,10 +185,7 @@ def unsettled(
 ) -> list[Unsettled]:
     """The incarnations of a row from the first unsettled one up to and including ``upto``.
 
-    Args:
-        row: The row.
-        upto: The last incarnation.
-        undecided_in: By incarnation, partitions that its owner knows of, besides those that the coordinator shows.
+    ``undecided_in`` has partitions that its owner knows of, besides those that the coordinator shows, by incarnation.
     """
     return [
         Unsettled(row, incarnation, _initial_knowledge(row, incarnation, undecided_in.get(incarnation, frozenset())))
@@ -286,17 +273,9 @@ def inspect(
 ) -> list[tuple[Unsettled, SettleStep]]:
     """Find out what settling would do now with every unsettled incarnation, the owners' own included. Changes nothing.
 
-    Args:
-        rows: The rows.
-        coordinator: Kafka.
-        deadline: Limits the whole call.
-        participants: The transactions prepared in the database; those of settled incarnations come at the end.
-
-    Returns:
-        Each incarnation with its first step that is not a question.
-
-    Raises:
-        Unavailable: Kafka did not answer in time.
+    Returns each incarnation with its first step that is not a question; those of the ``participants``, transactions prepared
+        in the
+    database, whose incarnations are settled come at the end.
     """
     native = [found for row in rows if (found := unsettled_native(row, row.incarnation)) is not None]
     apart = {found.kafka_id for found in native}
@@ -337,10 +316,7 @@ def unsettled_native(
 ) -> UnsettledNative | None:
     """The row's incarnation that has decided a native transaction and is not settled; None if there is none.
 
-    Args:
-        row: The row.
-        upto: The last incarnation that counts.
-        undecided_in: By incarnation, partitions that its owner knows of, besides those that the state names.
+    ``undecided_in`` has partitions that its owner knows of, besides those that the state names, by incarnation.
     """
     state, incarnation = row.prepared, row.prepared.incarnation
     if not state.is_native or incarnation is None or not row.settled_incarnation < incarnation <= upto:
@@ -397,9 +373,6 @@ def inspect_native(
     """Find out what settling would do now with each of them. Changes nothing.
 
     Ending a transaction that is not open any more changes nothing, so the questions after it can be asked without it.
-
-    Raises:
-        Unavailable: Kafka did not answer in time.
     """
     inspection = NativeInspection(coordinator, deadline)
     for item in items:

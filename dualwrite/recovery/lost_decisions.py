@@ -36,22 +36,13 @@ def lost_decisions(
 ) -> Sequence[StateRow]:
     """Find decisions that the database has lost: Kafka has committed them, and no row or incident names them.
 
-    Call it before anything is settled: a retired id no longer shows its last transaction. Changes nothing.
+    Call it before anything is settled: a retired id no longer shows its last transaction. Changes nothing. With ``upto_own``
+    it also looks at the rows' own incarnations, and the rows must be read again afterwards: their owners may have decided
+    meanwhile.
 
-    Args:
-        rows: Rows as a claim returned them, or as they were read.
-        coordinator: Kafka.
-        store: The database.
-        deadline: Limits the requests.
-        upto_own: Whether to look at the rows' own incarnations, too, not only at earlier ones. The rows must be read again
-            afterwards: their owners may have decided meanwhile.
-
-    Returns:
-        The rows that have lost something, with the newest lost decision as ``prepared``. It names the partitions in which it
-        was seen; one that only the coordinator has shown names none.
-
-    Raises:
-        Unavailable: The coordinators did not answer in time.
+    Returns the rows that have lost something, with the newest lost decision as ``prepared``. It names the partitions in which
+        it
+    was seen; one that only the coordinator has shown names none.
     """
     items = [
         (row, incarnation)
@@ -122,11 +113,7 @@ def _read_logs(
 
 
 def lost_detail(lost: StateRow) -> str:
-    """Describe a lost decision for people.
-
-    Args:
-        lost: As :func:`lost_decisions` returned it.
-    """
+    """Describe, for people, a lost decision that :func:`lost_decisions` returned."""
     state = lost.prepared
     where = beginnings(state)
     shown = f"that begins at {where}" if where else f"of producer {state.producer_id}:{state.epoch}"
@@ -170,15 +157,8 @@ def find_forgotten(
     """Find the Kafka ids that are newer than their rows, or have no row. Changes nothing.
 
     An id with another namespace than its row's is left out: it belongs to another database, or to a row that was deleted.
-
-    Args:
-        rows: All rows of the requested ids.
-        coordinator: Kafka.
-        deadline: Limits the requests.
-        is_asked_for: Whether an id without a row may be settled. Another database's ids look the same.
-
-    Raises:
-        Unavailable: Not all brokers answered in time.
+    ``rows`` are all rows of the requested ids; ``is_asked_for`` says whether an id without a row may be settled, as another
+    database's ids look the same.
     """
     by_id = {row.transactional_id: row for row in rows}
     found: dict[str, tuple[str, int, bool]] = {}
@@ -212,8 +192,7 @@ def retire_without_rows(
 ) -> None:
     """Make the ids without a row unusable. No row names what is open under them, so it is aborted.
 
-    Raises:
-        Unavailable: Not all ids could be retired in time; run it again.
+    After ``Unavailable``, run it again: some may be left.
     """
     ids = [one.kafka_id for one in forgotten if not one.has_row]
     if ids:
@@ -227,14 +206,7 @@ def went_back(
 ) -> Mapping[str, tuple[str, bool]]:
     """Find evidence of lost commits, by id: in words, and whether a claim was lost. Changes nothing.
 
-    Args:
-        rows: The rows as they were read.
-        store: The database; rows with evidence are read again, as their owners may have continued meanwhile.
-        coordinator: Kafka.
-        deadline: Limits the requests.
-
-    Raises:
-        Unavailable: The coordinators did not answer in time.
+    Rows with evidence are read again from the store, as their owners may have continued meanwhile.
     """
     next_ids = {row.kafka_id(row.incarnation + 1): row for row in rows}
     views = coordinator.describe(next_ids.keys(), deadline) if next_ids else {}

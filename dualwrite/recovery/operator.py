@@ -362,18 +362,8 @@ def terminate_without_row(
 ) -> TerminateStep:
     """Abort what is open under a Kafka id that no row names, by ``InitProducerId`` as KIP-939's admin client does.
 
-    Args:
-        kafka_id: Kafka's ``transactional.id``.
-        coordinator: Kafka.
-        deadline: Limits the requests.
-        lose_decided: Whether to abort also under an id of this library, whose row may be in another database.
-
-    Returns:
-        The step that was taken.
-
-    Raises:
-        IllegalStateError: The id is one of this library's, so that the row of another database may name the transaction.
-        Unavailable: No answer in time.
+    An id of this library is refused with ``IllegalStateError``, unless ``lose_decided``: the row of another database may name
+    the transaction.
     """
     view = AbandonedTransaction(coordinator, kafka_id).look(deadline)
     step = step_without_row(view.status, is_ours=_is_ours(kafka_id), lose_decided=lose_decided)
@@ -394,20 +384,9 @@ def complete_prepared(
 ) -> Completion | None:
     """KIP-939's recovery recipe for an id that this library did not make: commit what the state names, abort anything else.
 
-    Fences every producer of the id afterwards.
-
-    Args:
-        kafka_id: Kafka's ``transactional.id``.
-        state: The state that the other program's database holds; the empty state if it holds none.
-        kafka: librdkafka configuration.
-        timeout_s: Limits the whole call, in seconds.
-
-    Returns:
-        The outcome; None if Kafka does not know the id.
-
-    Raises:
-        ConfigurationError: The id is one of this library's: its row holds the state.
-        DecidedTransactionLost, OutcomeUnverifiable, Fenced, Unavailable: As `TransactionalProducer.complete_transaction`.
+    ``state`` is the one that the other program's database holds; the empty state if it holds none. Fences every producer of
+    the id afterwards. Returns None if Kafka does not know the id. Refuses an id of this library, whose row holds the state;
+    otherwise raises as `TransactionalProducer.complete_transaction`.
 
     Source: KIP-939, "recovery recipe".
     """
@@ -499,9 +478,6 @@ def take_over(
     """As `recover` for one writer, but claims it even if its owner has left nothing to settle.
 
     An owner that was only paused can begin no transaction there from then on, and a late request of a dead one opens none.
-
-    Raises:
-        ConfigurationError, Unavailable: As `recover`.
     """
     store = database.store()
     with observer.recovering():

@@ -393,11 +393,7 @@ def _each(
 def inspect_rows(
     rows: Sequence[StateRow], store: StateStore, coordinator: TransactionCoordinator, deadline: Deadline
 ) -> list[IdStatus]:
-    """:func:`status` on given servers.
-
-    Raises:
-        ConfigurationError, Unavailable: As :func:`status`.
-    """
+    """:func:`status` on given servers."""
     check_cluster(rows, coordinator.cluster_id(deadline))
     participants = store.participants(rows)
     prepared_at = {(found.row.transactional_id, found.incarnation): found.prepared_at for found in participants}
@@ -415,11 +411,7 @@ def inspect_rows(
 
 
 def check_cluster(rows: Iterable[StateRow], cluster_id: str) -> None:
-    """Refuse rows of another cluster: their transactions are not found in this one, and would count as gone.
-
-    Raises:
-        ConfigurationError: A row belongs to another cluster.
-    """
+    """Refuse rows of another cluster: their transactions are not found in this one, and would count as gone."""
     for row in rows:
         if row.cluster_id != cluster_id:
             raise other_cluster(row.cluster_id, cluster_id, row.transactional_id)
@@ -493,11 +485,8 @@ def describe(
 ) -> IdStatus:
     """Describe one unsettled incarnation, for people and for the plan.
 
-    Args:
-        item: The incarnation, and what is known of it.
-        step: The step that settling would take.
-        prepared_at: When it prepared a transaction in the database; None if none waits there.
-        back: The evidence that the database has lost commits of the id, and whether it has lost a claim.
+    ``prepared_at`` is when it prepared a transaction in the database, if one waits there. ``back`` is the evidence that the
+    database has lost commits of the id, and whether it has lost a claim.
     """
     view = item.known.view
     assert view is not None
@@ -572,13 +561,9 @@ class Plan:
     ) -> Plan:
         """Decide writer by writer: one whose owner may be alive is left alone as a whole, the others are taken as a whole.
 
-        Args:
-            found: Everything that is unsettled.
-            rows: All rows that may be taken.
-            open_for_s: An owner that began something less than this many seconds ago may be alive.
-            raised: Ids whose incarnation a recovery after a restore raises, even if the database has lost their claim.
-            leased: Ids whose lease has not expired: their owners may be alive. Decided transactions are settled anyway.
-            also: Ids to take even if they need no settling.
+        An owner may be alive if it began something less than ``open_for_s`` ago, or if the lease of its id has not expired
+        (``leased``); decided transactions are settled anyway. The incarnations of ``raised`` ids go up even if the database
+        has lost their claim. Ids in ``also`` are taken even if they need no settling.
         """
         names = {row.transactional_id for row in rows}
 

@@ -100,21 +100,12 @@ def settle(
 ) -> SettleReport:
     """Settle every incarnation below each row's own, which the caller has just claimed.
 
-    Args:
-        rows: Rows as :meth:`StateStore.claim` returned them.
-        coordinator: Kafka.
-        store: The database.
-        deadline: Limits the whole call.
-        on_settled: Called with each settled transactional id.
-        look_back: Whether to look for decisions that the database has lost. An owner that renews its own claim instead
-            compares the row with what it knows.
-        undecided_in: By transactional id and incarnation, partitions in which its owner may have left an undecided transaction
-            open. If the broker has forgotten to end it, nothing else shows these partitions.
-        observer: Observes this settling.
-        lost_because: By transactional id, why a loss of it is expected; recorded with the loss.
+    It looks for decisions that the database has lost, unless ``look_back`` is false: an owner that renews its own claim
+    compares the row with what it knows instead. ``undecided_in`` has partitions, by transactional id and incarnation, in which
+    an owner may have left an undecided transaction open: if the broker has forgotten to end it, nothing else shows them.
+    ``lost_because`` says, by id, why a loss is expected; that is recorded with the loss.
 
-    Returns:
-        The report. Losses are recorded, logged and returned, not raised: the caller finishes first.
+    Losses are recorded, logged and returned, not raised: the caller finishes first.
 
     Raises:
         Unavailable: The deadline came first. Completed steps stay done; settle again.
@@ -319,15 +310,8 @@ class _Settling(Inspection):
 def end_participants(store: StateStore, participants: Iterable[Participant]) -> None:
     """Commit or roll back prepared database transactions, as decided by the row.
 
-    Also rolls back transactions prepared by a fenced owner after its incarnation was settled.
-
-    Args:
-        store: The database.
-        participants: Those of incarnations below their row's, as read by a claim or after one; or those of owners that wait for
-            the caller's decision.
-
-    Raises:
-        ConfigurationError, Unavailable: As :meth:`StateStore.end_participant`.
+    They are those of incarnations below their row's, as read by a claim or after one, also those prepared by a fenced owner
+    after its incarnation was settled; or those of owners that wait for the caller's decision.
     """
     for found in participants:
         failpoints.hit("participant.found")

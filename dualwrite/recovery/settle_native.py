@@ -43,16 +43,7 @@ class NativeStore(Claims, Records, Protocol):
 
 
 class NativeSettling(NativeInspection):
-    """Settles decided native transactions, together in rounds.
-
-    Every step may be repeated, and run by two processes at once.
-
-    Args:
-        coordinator: Kafka.
-        store: The database.
-        deadline: Limits all steps.
-        lost_because: By transactional id, why a loss of it is expected; recorded with the loss.
-    """
+    """Settles decided native transactions, together in rounds. Every step may be repeated, and run by two processes at once."""
 
     def __init__(
         self,
@@ -66,11 +57,8 @@ class NativeSettling(NativeInspection):
         self._lost_because = lost_because
         self._between = GrowingPause()
         self.rolled_forward: list[str] = []
-        """The transactional ids whose decided transaction was committed now."""
         self.repaired: list[str] = []
-        """The transactional ids for which something that the broker had forgotten was ended."""
         self.losses: list[tuple[StateRow, Outcome, str]] = []
-        """Decided transactions that Kafka does not have, with the evidence."""
         self._do: dict[NativeStep, Callable[[list[UnsettledNative]], None]] = {
             **self.questions,
             NativeStep.END: self._end,
@@ -89,10 +77,8 @@ class NativeSettling(NativeInspection):
     def run(self, items: Sequence[UnsettledNative]) -> None:
         """Settle all of them in Kafka and record their outcomes. The caller then raises ``settled_incarnation``.
 
-        Raises:
-            Unavailable: The deadline came first, or a forgotten transaction could be repaired only at the risk of losing it.
-                Completed steps stay done; settle again.
-            ConfigurationError: A right is missing.
+        ``Unavailable``: the deadline came first, or a forgotten transaction could be repaired only at the risk of losing it.
+        Completed steps stay done; settle again.
         """
         while groups := by_step(items, next_step, self._do):
             perform(groups, self._do, NativeStep.WAIT, self._deadline)
