@@ -48,7 +48,6 @@ _LANES: Final = 4  # connections to a broker for many requests: a broker serves 
 _SPREAD_FROM: Final = 32  # requests
 _LOOKUP_S: Final = 5.0  # any broker can answer a lookup: move on to the next one soon
 _MOST_IDLE: Final = 4
-"""This many returned connections are kept for later calls."""
 _JITTER: Final = (0.8, 1.2)
 _UNREACHABLE: Final = (
     "try again when the brokers answer; if they never did, check bootstrap.servers and security.protocol"
@@ -131,16 +130,12 @@ def verdict(code: int, subject: str, grant: str) -> NotYet | None:
 
 
 class Addresses:
-    """Where the brokers of a cluster are.
-
-    What others (``like``) know when this is first used need not be asked for again. ``brokers`` is replaced as a whole, so
-    that any thread may read it.
-    """
+    """Where the brokers of a cluster are. What others (``like``) know at the first use need not be asked for again."""
 
     def __init__(self, bootstrap: Sequence[tuple[str, int]], like: Addresses | None = None) -> None:
         self._bootstrap = {f"bootstrap-{number}": server for number, server in enumerate(bootstrap)}
         self._like = like
-        self.brokers: Mapping[int, tuple[str, int]] = {}
+        self.brokers: Mapping[int, tuple[str, int]] = {}  # replaced as a whole: any thread may read it
         self.outdated = True
 
     def must_ask(self) -> bool:

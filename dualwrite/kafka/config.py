@@ -26,7 +26,6 @@ Setting = str | int | float | Callable[..., object]
 """A value as confluent-kafka takes it. librdkafka gets True and False as ``true`` and ``false``."""
 
 FAMILIES: Final = {"any": socket.AF_UNSPEC, "v4": socket.AF_INET, "v6": socket.AF_INET6}
-"""librdkafka's values for ``broker.address.family``."""
 PROTOCOLS: Final = ("plaintext", "ssl", "sasl_plaintext", "sasl_ssl")
 PASSWORD_MECHANISMS: Final = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 MECHANISMS: Final = (*PASSWORD_MECHANISMS, "OAUTHBEARER", "GSSAPI")
@@ -101,7 +100,6 @@ CONNECTING: Final = (_SECURITY - KERBEROS_TICKETS) | {
     "socket.send.buffer.bytes",
     "socket.timeout.ms",
 }
-"""The keys that :meth:`KafkaConfig.connecting` carries to this library's own connections."""
 _SECURITY_FAMILY: Final = re.compile(r"(enable[._])?(ssl|sasl|security|https?|oauth|oauthbearer)[._]")
 
 # librdkafka loads the first as code, and renders the others into a shell command.

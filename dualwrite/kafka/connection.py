@@ -112,28 +112,22 @@ class Sasl:
 
 @dataclass(frozen=True)
 class ConnectionSettings:
-    """How to connect; its ``repr`` shows no secret.
-
-    ``canonical_names``: each bootstrap server stands for the canonical names of its addresses. None for ``tls`` or ``sasl``
-    is none. ``opening_s`` and ``pause_s`` double after each failure, up to their longest. A connection that has rested for
-    longer than ``idle_s`` is replaced before it is used. Without ``largest_answer`` (bytes), four bytes of something else
-    would be taken for a length.
-    """
+    """How to connect; its ``repr`` shows no secret. ``tls`` and ``sasl`` are None where there is none."""
 
     servers: Sequence[tuple[str, int]]
     client: Client
-    canonical_names: bool = False
+    canonical_names: bool = False  # each bootstrap server stands for the canonical names of its addresses
     family: int = socket.AF_UNSPEC
     socket_options: Sequence[tuple[int, int, int]] = ((socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),)
     tls: ssl.SSLContext | None = field(default=None, repr=False)
     sasl: Sasl | None = None
     request_s: float = 30.0
-    opening_s: float = 10.0
+    opening_s: float = 10.0  # doubles after each failure
     longest_opening_s: float = 30.0
-    pause_s: float = 0.02
+    pause_s: float = 0.02  # before the next attempt; doubles after each failure
     longest_pause_s: float = 0.5
-    idle_s: float = 540.0
-    largest_answer: int = 100_000_000
+    idle_s: float = 540.0  # a connection that has rested for longer is replaced before it is used
+    largest_answer: int = 100_000_000  # in bytes: four bytes of something else would be taken for a length
 
 
 def server_of(text: str) -> tuple[str, int]:
@@ -174,22 +168,21 @@ _Step = Generator[int, None, T]
 class Connection:
     """A connection to one broker. Used by one caller at a time. Begins to open with the first :meth:`advance`.
 
-    ``error`` is None while it is not broken. ``is_open``: requests are sent at once. ``in_flight`` has, in their order,
-    correlation id, request, version, what takes the answer, and when it must be there; ``waiting`` those that wait until it
-    is open. ``unsent`` are bytes that the kernel has not taken yet. Times are in seconds, on the clock of ``now_s``.
+    ``error`` is None while it is not broken. Times are in seconds, on the clock of ``now_s``.
     """
 
     def __init__(self, settings: ConnectionSettings, host: str, port: int, *, opens_within_s: float) -> None:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.error: Exception | None = None
-        self.is_open = self.was_open = False
+        self.is_open = self.was_open = False  # open: requests are sent at once
+        # In their order: correlation id, request, version, what takes the answer, and when it must be there.
         self.in_flight: deque[tuple[int, Request, int, Done, float]] = deque()
         self.used_at = self.broken_at = now_s()
         self._settings = settings
         self._host, self._port = host, port
         self._client = settings.client
         self._largest = settings.largest_answer
-        self.waiting: deque[tuple[Request, Done, float]] = deque()
+        self.waiting: deque[tuple[Request, Done, float]] = deque()  # for the connection to be open
         self._opens_within_s = opens_within_s
         self._wants = WRITABLE
         self._opening: _Step[None] | None = None
@@ -199,7 +192,7 @@ class Connection:
         self._tls: ssl.SSLObject | None = None
         self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._received = bytearray()
-        self.unsent = bytearray()
+        self.unsent = bytearray()  # what the kernel has not taken yet
         self._offered = Offered({})
         self._numbers: dict[type[Request], int] = {}
         self._correlation_id = 0
@@ -668,7 +661,6 @@ class Connection:
 
 
 def _is_ready(file: int, event: int) -> bool:
-    """Whether a file is ready now."""
     if _make_poll is _Select:
         readable, writable, _ = select.select([file], [file], [], 0)
         return bool(writable if event == WRITABLE else readable)

@@ -170,17 +170,13 @@ class Callbacks:
 
 
 class Transaction:
-    """The current transaction, as far as this process knows it.
-
-    The broker's timeout starts at ``first_write_at``, when the first message or offset was taken. ``looked_at`` is when it
-    was last seen open, once it is prepared; ``given_up`` is set once its abort was sent.
-    """
+    """The current transaction, as far as this process knows it."""
 
     def __init__(self, deliveries: Callbacks | None = None) -> None:
-        self.first_write_at: float | None = None
-        self.sent_offsets = False
-        self.looked_at = 0.0
-        self.given_up: Ended | None = None
+        self.first_write_at: float | None = None  # the broker's timeout starts with the first message or offset
+        self.sent_offsets = False  # consumed offsets are a part of it
+        self.looked_at = 0.0  # when it was last seen open, once it is prepared
+        self.given_up: Ended | None = None  # once its abort was sent
         self.deliveries = deliveries or Callbacks()
 
     @property
@@ -197,11 +193,7 @@ class Transaction:
 class ProducerEngine(ABC):
     """One producer of one engine. Used by one thread at a time.
 
-    The engine applies the event of a verb that has succeeded to the machine, and ``FAIL`` or ``DOUBT``. ``prepared`` also
-    names a transaction whose commit was not answered; ``pending_end`` is the last transaction while its end is unknown.
-    While ``corked``, messages wait for others to be sent with, until something must be sent. ``epoch_may_rise`` says that
-    later transactions may have an epoch that settling takes for a settler's. ``asking_since`` is when the step began that
-    asks the brokers now.
+    The engine applies the event of a verb that has succeeded to the machine, and ``FAIL`` or ``DOUBT``.
     """
 
     engine: Engine
@@ -221,11 +213,11 @@ class ProducerEngine(ABC):
         self.bulk = bulk
         self.log = IdLogger(transactional_id)
         self.transaction = Transaction()
-        self.corked = False
-        self.prepared: PreparedTxnState | None = None
-        self.pending_end: PendingEnd | None = None
-        self.epoch_may_rise = False
-        self.asking_since: float | None = None
+        self.corked = False  # messages wait for others to be sent with, until something must be sent
+        self.prepared: PreparedTxnState | None = None  # or its commit was not answered
+        self.pending_end: PendingEnd | None = None  # the last transaction while its end is unknown
+        self.epoch_may_rise = False  # to one that settling takes for a settler's
+        self.asking_since: float | None = None  # when the step began that asks the brokers now
         self._id = transactional_id
         self._coordinator = coordinator
         self._call_timeout_s = call_timeout_s

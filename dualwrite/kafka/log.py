@@ -46,33 +46,34 @@ class Aborted(Protocol):
     """An aborted transaction of one partition, as a ``read_committed`` answer lists it."""
 
     @property
-    def producer_id(self) -> int: ...
+    def producer_id(self) -> int:
+        """Its producer."""
+        ...
 
     @property
-    def first_offset(self) -> int: ...
+    def first_offset(self) -> int:
+        """Its first offset."""
+        ...
 
 
 @dataclass(eq=False)
 class Scan:
-    """The state of the search for the marker that ended one transaction in one partition.
-
-    ``begun``: the transaction's own first batch has been seen. ``glanced``: :meth:`glance` was tried, without a proof.
-    ``is_gone``: the partition no longer exists.
-    """
+    """The state of the search for the marker that ended one transaction in one partition."""
 
     first: FirstOffset
     producer_id: int
     epoch: int
     position: int = field(init=False)
-    begun: bool = field(default=False, init=False)
-    glanced: bool = field(default=False, init=False)
-    is_gone: bool = field(default=False, init=False)
+    begun: bool = field(default=False, init=False)  # the transaction's own first batch has been seen
+    glanced: bool = field(default=False, init=False)  # glance() was tried, without a proof
+    is_gone: bool = field(default=False, init=False)  # the partition no longer exists
 
     def __post_init__(self) -> None:
         self.position = self.first.offset
 
     @property
     def place(self) -> Place:
+        """The partition."""
         return Place(self.first.topic, self.first.partition, self.first.topic_id)
 
     def glance(self, records: Iterable[DefaultRecordBatch], aborted: Iterable[Aborted]) -> LogProof | None:
@@ -330,23 +331,17 @@ class LogBatch(Protocol):
 
 @dataclass(eq=False)
 class LaterScan:
-    """The state of the search for later commits in one partition.
-
-    ``epoch`` is the known transaction's if it is native: then each transaction has its own. ``newest`` is the producer's
-    newest record, as the leader reports it; None reads to the log's end. ``idle_since_ms`` is the time of its last write,
-    markers included, by the leader's clock. ``found`` and ``found_epoch`` are the beginning and the epoch of the newest
-    committed transaction after the known one. ``done``: no record of the producer follows.
-    """
+    """The state of the search for later commits in one partition."""
 
     first: FirstOffset
     producer_id: int
-    epoch: int | None = None
-    newest: Sequenced | None = None
-    idle_since_ms: int | None = None
+    epoch: int | None = None  # the known transaction's if it is native: then each transaction has its own
+    newest: Sequenced | None = None  # the producer's newest record by its leader; None reads to the log's end
+    idle_since_ms: int | None = None  # its last write, markers included, by the leader's clock
     position: int = field(init=False)
-    found: int | None = None
+    found: int | None = None  # where the newest committed transaction after the known one begins
     found_epoch: int = -1
-    done: bool = False
+    done: bool = False  # no record of the producer follows
     _begun_at: int | None = None
     _begun_epoch: int = -1
     _past_known: bool = False
@@ -356,6 +351,7 @@ class LaterScan:
 
     @property
     def place(self) -> Place:
+        """The partition."""
         return Place(self.first.topic, self.first.partition, self.first.topic_id)
 
     def read(self, batches: Iterable[LogBatch]) -> None:

@@ -388,18 +388,14 @@ _ENDED: Final = struct.Struct(">4xBihqhB")
 
 
 class ProducerState(NamedTuple):
-    """A producer that a partition remembers.
-
-    ``last_sequence`` is that of its newest record, -1 after a marker; ``coordinator_epoch`` that of its newest marker.
-    ``open_from`` is where its open transaction began; -1 if it has none open.
-    """
+    """A producer that a partition remembers."""
 
     producer_id: int
     epoch: int
-    last_sequence: int
-    last_timestamp: int
-    coordinator_epoch: int
-    open_from: int
+    last_sequence: int  # of its newest record; -1 after a marker
+    last_timestamp: int  # of its newest record, in ms since 1970
+    coordinator_epoch: int  # of its newest marker
+    open_from: int  # where its open transaction began; -1 if it has none open
 
 
 class DescribeProducers:

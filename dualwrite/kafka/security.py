@@ -36,7 +36,6 @@ KEYS: Final = frozenset(
         "ssl.cipher.suites",
     }
 )
-"""The keys that both clients understand."""
 
 _TRUE, _FALSE = frozenset({"true", "t", "1"}), frozenset({"false", "f", "0"})
 

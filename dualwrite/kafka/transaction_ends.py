@@ -54,18 +54,14 @@ _REMEMBERED: Final = 32
 
 
 class PendingEnd:
-    """A transaction whose commit or abort was acknowledged, but whose markers have not been seen in every partition.
-
-    ``known``: the producer may continue. Any thread may set it; the owner takes note. No question asked before
-    ``answered_at`` tells anything about the end.
-    """
+    """A transaction whose commit or abort was acknowledged, but whose markers have not been seen in every partition."""
 
     __slots__ = ("_asked_since", "answered_at", "ended", "known")
 
     def __init__(self, ended: Ended) -> None:
         self.ended = ended
-        self.known = False
-        self.answered_at = now_s()
+        self.known = False  # the producer may continue: any thread may set it, the owner takes note
+        self.answered_at = now_s()  # no question asked before tells anything about the end
         self._asked_since: float | None = None
 
     @property
@@ -123,14 +119,13 @@ class EndQuestions:
     """The questions about the ends of one writer's transactions: one at a time, about all that are not known. Thread-safe.
 
     No call waits for another, or for a broker, but :meth:`know`. ``coordinator`` is for these questions alone; without it
-    everybody who needs an end asks for it. ``late`` is for questions about one end; without it callers have a coordinator
-    of their own. The lanes' pool sets ``wanted`` when no lane with a known end is left, so that it is time to ask.
+    everybody who needs an end asks for it.
     """
 
     def __init__(self, coordinator: AsksAhead | None, *, late: TransactionCoordinator | None = None) -> None:
         self._coordinator = coordinator
-        self.late = late
-        self.wanted = True
+        self.late = late  # for questions about one end; None if callers have a coordinator of their own
+        self.wanted = True  # no lane with a known end is left: time to ask. The lanes' pool sets it
         self._newest: deque[PreparedTxnState] = deque(maxlen=_REMEMBERED)
         self._unknown: dict[PendingEnd, None] = {}
         self._asked: Sequence[PendingEnd] = ()

@@ -449,20 +449,18 @@ _NEVER_SENT: Final = frozenset({KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNO
 class Deliveries(Callbacks):
     """Counts the messages of one transaction and keeps the first offset by partition.
 
-    Each transaction has its own instance, so a late report cannot count towards the next one. ``delivered`` stays 0 where
-    only failures are reported. ``without_offset`` are partitions with a confirmed message whose offset librdkafka did not
-    know; ``failed_in`` those of failed messages, which may be in the log nevertheless.
+    Each transaction has its own instance, so a late report cannot count towards the next one.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.produced = 0
-        self.delivered = 0
+        self.produced = 0  # taken by librdkafka
+        self.delivered = 0  # stays 0 where only failures are reported
         self.failed = 0
-        self.first_failure: tuple[KafkaError, str | None] | None = None
-        self.first_offsets: dict[tuple[str, int], int] = {}
-        self.without_offset: set[tuple[str, int]] = set()
-        self.failed_in: set[tuple[str, int]] = set()
+        self.first_failure: tuple[KafkaError, str | None] | None = None  # its error and topic
+        self.first_offsets: dict[tuple[str, int], int] = {}  # the smallest offset reported
+        self.without_offset: set[tuple[str, int]] = set()  # confirmed, but librdkafka did not know the offset
+        self.failed_in: set[tuple[str, int]] = set()  # failed messages may be in the log nevertheless
 
     def report(self, error: KafkaError | None, message: Message) -> None:
         """Take one delivery report; librdkafka calls it from ``poll`` and ``flush``."""

@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 _SERVE_EVERY: Final = 256
 """Messages between two polls for delivery reports: often enough to limit memory, rarely enough to cost nothing."""
 _NOW: Final = 0
-"""librdkafka's timestamp for the current time."""
 _DRAIN_BEFORE_ABORT_S: Final = 1.0
 _CONNECT_LOOK_S: Final = 0.02
 

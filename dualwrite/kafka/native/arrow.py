@@ -77,21 +77,16 @@ class _Part:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows as columns ready for joining.
-
-    Keys, values and headers are None where no row has any; headers are encoded behind their number. ``timestamp_ms`` counts
-    where rows have no ``timestamps`` of their own. ``lengths`` are the bytes of each record without what depends on its
-    batch: its own length, its time and its offset.
-    """
+    """The rows as columns ready for joining."""
 
     count: int
-    keys: _Part | None
+    keys: _Part | None  # None where no row has any, as values and headers
     values: _Part | None
-    headers: _Part | None
+    headers: _Part | None  # already encoded behind their number
     header_counts: Numbers | None
-    timestamp_ms: int
+    timestamp_ms: int  # of every row, where they have no timestamps of their own
     timestamps: Numbers | None
-    lengths: Numbers
+    lengths: Numbers  # of each record, without what depends on its batch: its own length, its time, its offset
 
     @classmethod
     def of(

@@ -41,15 +41,11 @@ _Coordinator: TypeAlias = tuple[CoordinatorType, str]
 
 
 class Answered(NamedTuple):
-    """A coordinator's answer.
-
-    The ids are those of the new producer, or of the transaction after the one that ended; -1 for both in an answer that
-    names none. ``late``: another copy of the request was not answered, and may still arrive.
-    """
+    """A coordinator's answer."""
 
     code: int
-    ids: tuple[int, int] = _NO_IDS
-    late: bool = False
+    ids: tuple[int, int] = _NO_IDS  # the new producer's, or those of the transaction after the one that ended
+    late: bool = False  # another copy of the request was not answered: it may still arrive
 
 
 class CoordinatorRequests:

@@ -34,23 +34,18 @@ _SEQUENCES: Final = 2**31
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """A closed batch, until it is acknowledged.
-
-    ``queued_bytes`` counts keys and values. ``callbacks`` are by index in the batch. ``ready_at`` is when it may be sent,
-    again or for the first time. ``attempts`` counts its requests, ``answers`` those that were answered, in whatever way.
-    ``sent_behind``: a batch before it was unacknowledged when it was sent last.
-    """
+    """A closed batch, until it is acknowledged."""
 
     body: RecordsBody
     sequence: int
     closed_at: float
-    queued_bytes: int = 0
-    callbacks: Sequence[tuple[int, object]] = ()
-    ready_at: float = 0.0
-    attempts: int = 0
-    answers: int = 0
+    queued_bytes: int = 0  # of keys and values
+    callbacks: Sequence[tuple[int, object]] = ()  # by index in the batch
+    ready_at: float = 0.0  # when it may be sent, again or for the first time
+    attempts: int = 0  # how often it was sent
+    answers: int = 0  # how many of these requests were answered, in whatever way
     in_flight: bool = False
-    sent_behind: bool = False
+    sent_behind: bool = False  # a batch before it was unacknowledged when it was sent last
     last_code: int | None = None
 
 
@@ -63,11 +58,7 @@ class _Open:
 
 
 class PartitionQueue:
-    """The queue of one partition, for one transaction.
-
-    ``first_offset`` is that of the transaction's first record here. ``sent``: a batch was ever sent, so the partition may
-    be part of the transaction. ``unsent`` counts the batches that are not in flight, the one that collects included.
-    """
+    """The queue of one partition, for one transaction."""
 
     def __init__(self, make_builder: Callable[[], RecordsBuilder], in_flight: int = MAX_IN_FLIGHT) -> None:
         self._make_builder = make_builder
@@ -76,9 +67,9 @@ class PartitionQueue:
         self._open: _Open | None = None
         self._next_sequence = 0
         self._knows_us = False
-        self.first_offset: int | None = None
-        self.sent = False
-        self.unsent = 0
+        self.first_offset: int | None = None  # of the transaction's first record here
+        self.sent = False  # whether a batch ever was: the partition may be part of the transaction
+        self.unsent = 0  # the batches that are not in flight, the one that collects included
 
     @property
     def is_empty(self) -> bool:
@@ -235,21 +226,16 @@ _WAITS_FOR_A_TOPIC: Final = frozenset(
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of sending, in seconds and bytes.
+    """The limits of sending, in seconds and bytes."""
 
-    A batch collects for ``linger_s``, longer while another one of its partition is in flight. ``delivery_s`` is
-    ``message.timeout.ms``, ``topic_s`` is ``topic.metadata.propagation.max.ms``, ``replicas_s`` is ``request.timeout.ms``.
-    The pause doubles with each repetition. A batch larger than ``request_bytes`` is sent alone.
-    """
-
-    linger_s: float = 0.005
-    delivery_s: float = 300.0
-    topic_s: float = 5.0
-    first_backoff_s: float = 0.002
+    linger_s: float = 0.005  # longer while another batch of the partition is in flight
+    delivery_s: float = 300.0  # message.timeout.ms
+    topic_s: float = 5.0  # topic.metadata.propagation.max.ms
+    first_backoff_s: float = 0.002  # doubles with each repetition
     longest_backoff_s: float = 1.0
-    request_bytes: int = 1_000_000
+    request_bytes: int = 1_000_000  # a larger batch is sent alone
     in_flight: int = MAX_IN_FLIGHT
-    replicas_s: float = 30.0
+    replicas_s: float = 30.0  # request.timeout.ms: how long a broker may wait for its replicas before it answers
 
 
 @dataclass(eq=False, slots=True)
@@ -279,12 +265,7 @@ class Delivered:
 
 
 class ProduceCore:
-    """Sends the messages of one transaction. One for each transaction.
-
-    ``refusal`` is the first reason for which the transaction must be aborted; nothing is sent any more then.
-    ``queued_bytes`` and ``queued_messages`` count what is not acknowledged. ``outdated`` are topics of which a partition
-    with messages has no known leader: look them up. Before ``give_up_at`` no batch has waited too long.
-    """
+    """Sends the messages of one transaction. One for each transaction."""
 
     def __init__(self, limits: Limits, make_builder: Callable[[], RecordsBuilder]) -> None:
         self._limits = limits
@@ -292,13 +273,13 @@ class ProduceCore:
         self._queues: dict[Partition, PartitionQueue] = {}
         self._busy: dict[Partition, PartitionQueue] = {}
         self._leaders: dict[str, Mapping[int, int | None]] = {}
-        self.to_send: dict[Partition, PartitionQueue] = {}
-        self.give_up_at = float("inf")
-        self.refusal: Refusal | None = None
-        self.queued_bytes = 0
+        self.to_send: dict[Partition, PartitionQueue] = {}  # with batches that are not in flight
+        self.give_up_at = float("inf")  # before this time no batch has waited too long
+        self.refusal: Refusal | None = None  # the first reason to abort; nothing is sent any more then
+        self.queued_bytes = 0  # of keys and values that are not acknowledged
         self.queued_messages = 0
         self.in_flight = 0
-        self.outdated: set[str] = set()
+        self.outdated: set[str] = set()  # a partition with messages has no known leader: look them up
 
     @property
     def limits(self) -> Limits:

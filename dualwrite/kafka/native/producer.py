@@ -493,19 +493,15 @@ class NativeInstance(ProducerEngine):
 
 
 class OpenTransaction(Transaction):
-    """The current transaction, with its messages on their way.
-
-    ``offsets_in`` are the partitions that hold its consumers' groups, as far as we may describe that topic;
-    ``late_offsets``: consumed offsets may still be on their way there.
-    """
+    """The current transaction, with its messages on their way."""
 
     deliveries: Deliveries
 
     def __init__(self, core: ProduceCore) -> None:
         super().__init__(Deliveries())
         self.core = core
-        self.offsets_in: set[Partition] = set()
-        self.late_offsets = False
+        self.offsets_in: set[Partition] = set()  # its consumers' groups, as far as we may describe that topic
+        self.late_offsets = False  # whether consumed offsets may still be on their way there
 
     @property
     def sent_to(self) -> frozenset[Partition]:

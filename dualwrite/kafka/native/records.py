@@ -56,18 +56,14 @@ _TRANSACTIONAL: Final = 0x10
 
 @dataclass(frozen=True)
 class RecordsBody:
-    """The records of one batch, before it has a producer id, an epoch and sequence numbers.
-
-    ``attributes_codec`` is the codec's number in the batch's attributes. The other records' timestamps are relative to
-    ``base_timestamp_ms``, the first one's. ``records`` are compressed; ``raw_size`` is their bytes before that.
-    """
+    """The records of one batch, before it has a producer id, an epoch and sequence numbers."""
 
     count: int
-    attributes_codec: int
-    base_timestamp_ms: int
+    attributes_codec: int  # its number in the batch's attributes, 0 to 4
+    base_timestamp_ms: int  # the first record's: the others are relative to it
     max_timestamp_ms: int
-    records: Buffer
-    raw_size: int
+    records: Buffer  # compressed
+    raw_size: int  # before compression
 
     @property
     def size(self) -> int:
@@ -352,16 +348,12 @@ def fnv1a(key: bytes) -> int:
 
 @dataclass(frozen=True)
 class Partitioner:
-    """One of librdkafka's ``partitioner`` settings.
-
-    ``hash`` is None if no key decides. ``null_is_any``: a message without a key may go anywhere; otherwise it goes where an
-    empty key goes. ``empty_is_any``: the same holds for an empty key.
-    """
+    """One of librdkafka's ``partitioner`` settings."""
 
     name: str
-    hash: Callable[[bytes], int] | None
-    null_is_any: bool
-    empty_is_any: bool = False
+    hash: Callable[[bytes], int] | None  # None if no key decides
+    null_is_any: bool  # a message without a key may go anywhere, not where an empty key goes
+    empty_is_any: bool = False  # the same for an empty key
 
     def partition(self, key: bytes | None, partition_count: int) -> int | None:
         """The partition of a key; None if the message may go anywhere, and its sender chooses."""

@@ -206,7 +206,6 @@ class Sender:
         self._looked_up_at = now_s()
 
     def _send(self, core: ProduceCore, now: float, *, flush: bool) -> None:
-        """Post the requests that may be sent now."""
         for request in core.requests(now, flush=flush):
             self._brokers.post(request.node, self._produce(core, request), partial(self._take, core, request))
 

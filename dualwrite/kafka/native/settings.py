@@ -100,24 +100,19 @@ OTHER_ENGINE: Final = 'or choose engine="librdkafka" (producer_engine in the wri
 
 @dataclass(frozen=True)
 class NativeSettings:
-    """The checked settings of one native producer; make them with :func:`native_settings`.
-
-    ``batch_bytes`` counts before compression: a single larger message is alone in its batch. ``queue_bytes`` counts keys
-    and values that are not acknowledged. ``sticky_s`` is how long messages without a key go to the same partition; 0
-    chooses one for each. ``statistics_s`` is the time between two calls of ``stats_cb``, which gets JSON text; 0 for none.
-    """
+    """The checked settings of one native producer; make them with :func:`native_settings`."""
 
     limits: Limits
     codec: Codec
     partitioner: str
-    batch_bytes: int
+    batch_bytes: int  # before compression; a single larger message is alone in its batch
     batch_messages: int
-    max_message_bytes: int
-    queue_bytes: int
+    max_message_bytes: int  # of key and value together
+    queue_bytes: int  # of keys and values that are not acknowledged
     queue_messages: int
-    sticky_s: float
-    statistics_s: float = 0.0
-    stats_cb: StatisticsCallback | None = None
+    sticky_s: float  # how long messages without a key go to the same partition; 0 chooses one for each
+    statistics_s: float = 0.0  # between two calls of stats_cb; 0 for none
+    stats_cb: StatisticsCallback | None = None  # gets JSON text
 
     def make_builder(self) -> RecordsBuilder:
         """An empty batch."""
