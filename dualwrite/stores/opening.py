@@ -25,15 +25,7 @@ _OTHERS: Final[dict[str, str]] = {
 
 
 def database_of(given: Engine | Database | URL | str, schema: str | None = None) -> Database:
-    """The database itself, or a new one over an engine or a URL. It connects on first use.
-
-    Args:
-        given: The database.
-        schema: The schema of the library's tables, if it is not the default one.
-
-    Raises:
-        ConfigurationError: It is none of these, the URL's driver is not installed, or it has no schemas.
-    """
+    """The database itself, or a new one over an engine or a URL. It connects on first use."""
     made = _made(given)
     if made is None:
         return SqlDatabase(engine_of(cast("Engine | URL | str", given)), schema)
@@ -69,12 +61,7 @@ def is_made_here(given: object) -> bool:
 
 @contextmanager
 def opened(given: Engine | Database | URL | str, schema: str | None = None) -> Generator[Database, None, None]:
-    """The database for a block, which closes it if it was made from a URL. Checked.
-
-    Raises:
-        ConfigurationError: It cannot be used, or decide.
-        Unavailable: It does not answer.
-    """
+    """The database for a block, which closes it if it was made from a URL. Checked."""
     database = database_of(given, schema)
     try:
         database.check()

@@ -203,11 +203,7 @@ class RocksBatch:
 
 
 class Writes:
-    """The contents of a block's batch, and the values that it expects in the database. Users get `RocksBatch` alone.
-
-    Attributes:
-        written: The newest value of each key that the block has written or deleted.
-    """
+    """The contents of a block's batch, and the values that it expects in the database. Users get `RocksBatch` alone."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -265,12 +261,7 @@ class Writes:
         return found
 
     def check_expectations(self) -> None:
-        """Compare what :meth:`get_for_update` has returned with what is in the database now.
-
-        Raises:
-            TransactionAborted: It is not the same.
-            Unavailable: RocksDB does not answer.
-        """
+        """Abort unless the database still has what :meth:`get_for_update` has returned."""
         for place, expected in self._expected.items():
             if not _same(self._stored(place), expected):
                 raise TransactionAborted(f"the value of {place[2]!r} has changed since get_for_update")
@@ -282,24 +273,17 @@ class Writes:
         return batch
 
     def clear(self) -> None:
-        """Forget all writes and expectations."""
         self._batch = self._client.new_batch()
         self.written.clear()
         self._expected.clear()
 
     def end(self) -> None:
-        """Refuse any further use."""
         self.clear()
         self._ended = True
 
 
 class RocksHandle(KeyedHandle):
-    """The batch of one dual write, with the changes of the library.
-
-    Attributes:
-        batch: The user's part.
-        writes: What is in it.
-    """
+    """The batch of one dual write, with the changes of the library."""
 
     def __init__(self, client: Client) -> None:
         super().__init__()
@@ -307,11 +291,9 @@ class RocksHandle(KeyedHandle):
         self.batch = RocksBatch(self.writes)
 
     def clear(self) -> None:
-        """Forget all that the user has put."""
         self.writes.clear()
 
     def end(self) -> None:
-        """Refuse further use: the block is over."""
         self.writes.end()
 
 
@@ -360,11 +342,7 @@ class RocksKeys:
             raise Unavailable(f"RocksDB could not write: {error}") from error
 
     def erase(self, found: Mapping[Key, Entry]) -> bool:
-        """Delete these keys, if all of them are as they were read. Durable on return.
-
-        Raises:
-            Unavailable: As :meth:`write`.
-        """
+        """Delete these keys, if all of them are as they were read. Durable on return."""
         batch = self._client.new_batch()
         with self._client.locks.writing:
             if not self._as_expected([Change(key, entry, None) for key, entry in found.items()]):
@@ -459,7 +437,6 @@ class RocksForgetting:
         return datetime.now(timezone.utc)
 
     def leased(self) -> set[str]:
-        """None: RocksDB keeps no leases."""
         return set()
 
     def forget(self, rows: Sequence[StateRow]) -> bool:
@@ -482,7 +459,6 @@ class RocksForgetting:
         return sum(self._keys.erase({key: entry}) for key, entry in old.items())
 
     def forget_runs(self, prefix: str, before: datetime, /, *, dry_run: bool, name: str | None = None) -> int:
-        """None: there are no runs of Spark batches."""
         del prefix, before, dry_run, name
         return 0
 
@@ -499,11 +475,7 @@ def packed(content: bytes) -> bytes:
 
 
 def unpacked(value: object) -> bytes:
-    """The content of a stored value.
-
-    Raises:
-        ValueError: This version of the library cannot have written it.
-    """
+    """The content of a stored value; ``ValueError`` if this version of the library cannot have written it."""
     line, separator, content = value.partition(b"\n") if isinstance(value, bytes) else (b"", b"", b"")
     name, _, form = line.partition(b" ")
     if not separator or name != _NAME:

@@ -38,8 +38,7 @@ class WriteFailedError(Exception):
 class _Locks:
     """The locks that all users of one RocksDB in this process share.
 
-    Attributes:
-        writing: Held while a condition is checked and what depends on it is written.
+    ``writing`` is held while a condition is checked and what depends on it is written.
     """
 
     def __init__(self) -> None:
@@ -49,11 +48,7 @@ class _Locks:
 
     @contextmanager
     def held(self, keys: Iterable[Hashable], within_s: float) -> Generator[None, None, None]:
-        """Hold all of these keys, as soon as nobody holds any of them.
-
-        Raises:
-            Unavailable: One was not free in time.
-        """
+        """Hold all of these keys, as soon as nobody holds any of them."""
         wanted = set(keys)
         with self._free:
             if not self._free.wait_for(lambda: not wanted & self._held, within_s):
@@ -78,20 +73,10 @@ def _locks_of(path: Path) -> _Locks:
 
 
 class Client:
-    """An open RocksDB, for any number of threads.
+    """An open RocksDB, for any number of threads: a directory, or an ``Rdict`` that the caller has opened, and closes.
 
-    Args:
-        given: Its directory, or an ``Rdict`` that the caller has opened, and closes.
-        create: Whether to create a missing directory.
-
-    Attributes:
-        path: Its directory.
-        raw: Whether keys and values are bytes alone.
-        locks: What all clients of this database share.
-
-    Raises:
-        ConfigurationError: rocksdict is not installed, or RocksDB cannot open the directory.
-        Unavailable: It is open elsewhere.
+    ``raw`` says that keys and values are bytes alone. All clients of this database share its ``locks``. ``Unavailable`` if it
+    is open elsewhere.
     """
 
     def __init__(self, given: Path | Rdict, *, create: bool = True) -> None:
@@ -177,11 +162,7 @@ class Client:
         logger.warning("opened the RocksDB %s again after a failed write: %s", self.path, failed)
 
     def check_settings(self, families: Collection[str]) -> None:
-        """Refuse settings with which a decision may be lost; see :mod:`dualwrite.stores.keyed.rocksdb_client`.
-
-        Raises:
-            ConfigurationError: One is found, or RocksDB has not written down which it uses.
-        """
+        """Refuse settings with which a decision may be lost, and a database whose settings are not written down."""
         with self._mapped():
             # Refused by a database that is open for reading alone.
             self.db.write(self.new_batch(), self._synced)
@@ -202,11 +183,7 @@ class Client:
                     db.create_column_family(name, self._rocksdict.Options(raw_mode=self.raw))
 
     def family(self, name: str) -> ColumnFamily:
-        """The handle of a column family. It keeps the database open until it is dropped.
-
-        Raises:
-            ConfigurationError: There is none of that name.
-        """
+        """The handle of a column family. It keeps the database open until it is dropped."""
         with self._mapped():
             return self.db.get_column_family_handle(name)
 
@@ -235,7 +212,6 @@ class Client:
         return found
 
     def new_batch(self) -> WriteBatch:
-        """An empty batch, for :meth:`write`."""
         batch: WriteBatch = self._rocksdict.WriteBatch(raw_mode=self.raw)
         return batch
 
@@ -350,12 +326,7 @@ def parse(text: str) -> Sections:
 
 
 def refusals(sections: Sections, families: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Each setting that is refused: why, and what to do.
-
-    Args:
-        sections: As RocksDB has written them.
-        families: The column families that hold the state.
-    """
+    """Each setting that is refused for one of these column families, which hold the state: why, and what to do."""
     database = sections.get("DBOptions", {})
     for (name, value), (why, advice) in _FATAL.items():
         if database.get(name) == value:
@@ -383,11 +354,7 @@ _LOCKED_ELSEWHERE: Final = "While lock file"
 
 
 def rocksdict_for(user: str, extra: str) -> ModuleType:
-    """The package rocksdict.
-
-    Raises:
-        ConfigurationError: It is not installed.
-    """
+    """The package rocksdict."""
     try:
         return importlib.import_module("rocksdict")
     except ImportError as missing:
@@ -440,11 +407,7 @@ _RAW: Final = {"rocksdict": False, "leveldb.BytewiseComparator": True}
 
 
 def restore_config(path: Path) -> None:
-    """Rewrite the file if it contradicts the database, before that is opened.
-
-    Args:
-        path: The database's directory; nobody has it open.
-    """
+    """Rewrite the file if it contradicts the database, before that is opened: nobody has it open."""
     raw = _raw_of(path)
     found = _read(path / _NAME)
     if raw is None or found.get("raw_mode") is raw:
@@ -475,5 +438,4 @@ def _read(file: Path) -> dict[str, object]:
 # The column families of the library's rows.
 
 FAMILIES: Final[Mapping[str, str]] = {"state": "kafka_transaction_state", "incident": "dualwrite_incident"}
-"""By table."""
 OWN: Final = frozenset(FAMILIES.values())

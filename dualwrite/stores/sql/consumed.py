@@ -21,29 +21,14 @@ NOTHING_YET: Final = -1
 
 @dataclass(frozen=True)
 class ClaimedOffset:
-    """A partition's row as the member that has claimed it knows it.
-
-    Attributes:
-        epoch: Raised by every claim.
-        next_offset: The next offset to consume, or :data:`NOTHING_YET`.
-    """
+    """A partition's row as the member that has claimed it knows it. Every claim raises the epoch."""
 
     epoch: int
     next_offset: int
 
 
 class ConsumedOffsets:
-    """The rows of one group. Thread-safe.
-
-    Args:
-        engine: The writer's database.
-        schema: The database schema of the library's tables.
-        group: The ``group.id``.
-        owner: The member's name for people who read the rows.
-
-    Raises:
-        ConfigurationError: The group's name does not fit into a row.
-    """
+    """The rows of one group. Thread-safe. People who read them see the owner's name."""
 
     def __init__(self, engine: Engine, schema: str | None, group: str, owner: str) -> None:
         self._table = declare_tables(schema).consumed
@@ -61,14 +46,8 @@ class ConsumedOffsets:
     def claim(self, partitions: Mapping[TopicPartition, str | None]) -> dict[TopicPartition, ClaimedOffset]:
         """Take the partitions over: on return no other member can move their offsets by what it has read.
 
-        Waits for a member that is about to commit. The offset of a topic that was deleted and created again starts over.
-
-        Args:
-            partitions: By partition, the topic's id; None if it is not known.
-
-        Raises:
-            ConfigurationError: The table or a right is missing.
-            Unavailable: The database does not answer, or another member's session holds a row.
+        Waits for a member that is about to commit. The offset of a topic that was deleted and created again starts over: its
+        id, given by partition, shows that. ``Unavailable`` also if another member's session holds a row.
         """
         # In the same order in all members, against deadlocks.
         ordered = sorted(partitions)
@@ -112,14 +91,7 @@ class ConsumedOffsets:
     def move(self, connection: Connection, at: TopicPartition, claimed: ClaimedOffset, to: int) -> bool:
         """Move an offset in the caller's transaction, unless another member has claimed the partition.
 
-        Args:
-            connection: The dual write's.
-            at: The partition.
-            claimed: The row as we know it.
-            to: The next offset to consume.
-
-        Returns:
-            Whether the partition is still ours. If not, the transaction must not commit.
+        Returns whether the partition is still ours. If not, the transaction must not commit.
         """
         given = {
             "topic_": at[0],

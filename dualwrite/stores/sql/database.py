@@ -42,12 +42,9 @@ _NAMES: Final = {"postgresql": "PostgreSQL", "sqlite": "SQLite"}
 
 
 class SqlDatabase(Database):
-    """The database of an engine.
+    """The database of an engine, which serves the library's own transactions.
 
-    Args:
-        engine: Serves the library's own transactions.
-        schema: The schema of the library's tables, if it is not the default one.
-        blocks: Serves the blocks of dual writes, if not the same engine. It leads to the same database.
+    ``blocks`` serves the blocks of dual writes, if not the same engine. It leads to the same database.
     """
 
     def __init__(self, engine: Engine, schema: str | None = None, *, blocks: Engine | None = None) -> None:
@@ -71,9 +68,6 @@ class SqlDatabase(Database):
         """The schema in which the library's tables are, for statements of the library: see :class:`FoundTables`.
 
         The first call asks the database, unless :meth:`check` has.
-
-        Raises:
-            ConfigurationError, Unavailable: As :meth:`check`.
         """
         return self._tables().schema
 
@@ -174,11 +168,7 @@ class SqlDatabase(Database):
 
 
 def sql_of(database: Database, what: str) -> SqlDatabase:
-    """The database, for what only SQL can do.
-
-    Raises:
-        ConfigurationError: It is another kind of database; ``what`` is the subject of the message.
-    """
+    """The database, for what only SQL can do; ``what`` is the subject of the message that refuses another kind."""
     if not isinstance(database, SqlDatabase):
         raise ConfigurationError(
             f"{what} need a SQL database, and this writer's database is {database.traits.name}",
@@ -199,13 +189,7 @@ class _InUseError(Exception):
 class Forgetting:
     """Deletes rows that are no longer needed, in short transactions of its own.
 
-    Args:
-        engine: The database.
-        schema: The schema of the library's tables.
-
-    Raises:
-        ConfigurationError: Raised by the methods: a right is missing; the message holds the ``GRANT``.
-        Unavailable: Raised by the methods: the database does not answer.
+    If a right is missing, the message of the ``ConfigurationError`` holds the ``GRANT``.
     """
 
     def __init__(self, engine: Engine, schema: str | None = None) -> None:
@@ -215,8 +199,6 @@ class Forgetting:
         self._own = ShortTransactions(engine, self._dialect, self._tables)
 
     def now(self) -> datetime:
-        """The database's time."""
-
         def ask(connection: Connection) -> datetime:
             moment: datetime = connection.execute(select(database_now())).scalar_one()
             return moment
@@ -239,10 +221,8 @@ class Forgetting:
     def forget(self, rows: Sequence[StateRow]) -> bool:
         """Delete the rows with their slots and leases, all or none. Durable on return.
 
-        This fences a writer that is still open: its next dual write aborts on both sides.
-
-        Returns:
-            False if a row was used since it was read, or its slot or lease is held: nothing was deleted.
+        This fences a writer that is still open: its next dual write aborts on both sides. False if a row was used since it was
+        read, or its slot or lease is held: nothing was deleted.
         """
 
         def work(connection: Connection) -> bool:
@@ -276,16 +256,9 @@ class Forgetting:
     def forget_incidents(
         self, prefix: str, acknowledged_before: datetime, *, dry_run: bool, name: str | None = None
     ) -> int:
-        """Delete incidents that were acknowledged before that time. Durable on return.
+        """Delete incidents that were acknowledged before that time, by the database's clock. Durable on return.
 
-        Args:
-            prefix: Only ids with this prefix.
-            acknowledged_before: By the database's clock.
-            dry_run: Only count them.
-            name: A writer's id, which includes its lanes, instead of the prefix.
-
-        Returns:
-            The number of incidents.
+        ``name`` is a writer's id, which includes its lanes, instead of the prefix. Returns their number.
         """
         incident = self._tables.incident
         column = incident.c.transactional_id
@@ -303,18 +276,10 @@ class Forgetting:
         )
 
     def forget_runs(self, prefix: str, begun_before: datetime, *, dry_run: bool, name: str | None = None) -> int:
-        """Delete the rows of runs that began before that time and have no worker. Durable on return.
+        """Delete the rows of runs that began before that time, by the database's clock, and have no worker. Durable on return.
 
         A batch that is run again, or a stream that continues, begins its next run; a task of a deleted run is refused.
-
-        Args:
-            prefix: Only sinks whose slot pool has this prefix in its name.
-            begun_before: By the database's clock.
-            dry_run: Only count them.
-            name: One pool's name, instead of the prefix.
-
-        Returns:
-            The number of runs.
+        ``prefix`` is that of the sink's slot pool; ``name`` is one pool's name instead. Returns their number.
         """
         run, slot = self._tables.run, self._tables.slot
         of_run = tuple_(run.c.sink, run.c.name)
@@ -378,12 +343,7 @@ class JoinedStore(SqlStateStore):
         self._same_database.check(connection)
 
     def begin(self, connection: Connection) -> None:
-        """Join the transaction. On SQLite this takes the write lock.
-
-        Raises:
-            IllegalStateError: The transaction has gone too far for that.
-            ConfigurationError, Unavailable: As :meth:`SqlStateStore.begin`.
-        """
+        """Join the transaction, unless it has gone too far for that. On SQLite this takes the write lock."""
         try:
             joined_late = self._dialect.join(connection, self._tables)
         except exc.SQLAlchemyError as error:

@@ -29,15 +29,8 @@ _MORE: Final = 1000
 class Leases:
     """The leases of one fleet. Thread-safe; every call is a short transaction of its own, durable on return.
 
-    Args:
-        engine: The database.
-        fleet: The fleet's name.
-        schema: The database schema of the library's tables, if not the default one.
-
-    Raises:
-        ConfigurationError: The name cannot be used, or the database is not supported. Raised by the methods: the table or a
-            right is missing, or the database is read-only.
-        Unavailable: Raised by the methods: the database does not answer.
+    Every call raises ``Unavailable`` if the database does not answer, and ``ConfigurationError`` if the table or a right is
+    missing, or the database is read-only.
     """
 
     def __init__(self, engine: Engine, fleet: str, *, schema: str | None = None) -> None:
@@ -53,12 +46,7 @@ class Leases:
         """Take the lowest number that nobody holds, or whose holder has died, and return its id.
 
         No other member takes it within ``timeout_s``, unless it is given back. What its former holder has left is not settled
-        yet: claim the id next.
-
-        Args:
-            owner: Our name. Give a new one to each call: a name that holds a lease already gets that one again.
-            timeout_s: Duration of the lease, in seconds.
-            has_died: Whether the holder of a lease is known to have died.
+        yet: claim the id next. Give a new ``owner`` to each call: a name that holds a lease already gets that one again.
         """
         taken = self._own.run(lambda connection: self._take(connection, owner, timeout_s, has_died))
         failpoints.hit("lease.taken")
@@ -108,14 +96,9 @@ class Leases:
     def renew(self, owner: str, timeout_s: float, *, wait_s: float) -> tuple[Collection[str], Sequence[Lease]]:
         """Renew what the owner holds, even if it has expired, unless another member has taken it.
 
-        Args:
-            owner: Our name.
-            timeout_s: Duration of the lease from now on, in seconds.
-            wait_s: Limits the wait for a lock, in seconds.
-
-        Returns:
-            The ids that were renewed; and of the fleet's leases, those that have expired, as their holders died or were paused,
-            and those whose holders run where the owner runs, so that it can see whether they have died.
+        ``timeout_s`` counts from now on; ``wait_s`` limits the wait for a lock. Returns the ids that were renewed; and of the
+        fleet's leases, those that have expired, as their holders died or were paused, and those whose holders run where the
+        owner runs, so that it can see whether they have died.
         """
         lease = self._lease
         renewed = (
@@ -138,10 +121,7 @@ class Leases:
     def adopt(self, dead: Lease, owner: str, timeout_s: float) -> bool:
         """Take the lease of a dead holder, to settle what it has left. False if another member has been faster.
 
-        Args:
-            dead: The lease as it was read: expired, or held by an owner that is known to have died.
-            owner: Our name, a new one.
-            timeout_s: Duration of our lease, in seconds.
+        ``dead`` is the lease as it was read: expired, or held by an owner that is known to have died. ``owner`` is a new name.
         """
         lease = self._lease
 
@@ -156,11 +136,8 @@ class Leases:
     def give_back(self, transactional_id: str, owner: str, *, settled: bool) -> None:
         """Give a lease back. Does nothing if another member has taken it.
 
-        Args:
-            transactional_id: The id.
-            owner: Our name.
-            settled: Whether nothing of ours is left to settle under it: then it is free. Otherwise it expires now, so that
-                the next member settles it.
+        If nothing of ours is left to settle under it, it is free. Otherwise it expires now, so that the next member settles
+        it.
         """
         lease = self._lease
         changed = update(lease).where(lease.c.transactional_id == transactional_id, lease.c.owner == owner)
@@ -174,12 +151,7 @@ class Leases:
 def read_leases(
     engine: Engine, transactional_id: str | None = None, *, prefix: str = "", schema: str | None = None
 ) -> Sequence[Lease]:
-    """The leases of an id, or of all ids with a prefix, in order. Changes nothing.
-
-    Raises:
-        ConfigurationError: The table or a right is missing.
-        Unavailable: The database does not answer.
-    """
+    """The leases of an id, or of all ids with a prefix, in order. Changes nothing."""
     tables, dialect = declare_tables(schema), dialect_of(engine)
     name = tables.lease.c.transactional_id
     chosen = dialect.begins_with(name, prefix) if transactional_id is None else name == transactional_id
@@ -187,11 +159,7 @@ def read_leases(
 
 
 def living_members(engine: Engine, names: Collection[str], *, schema: str | None = None) -> set[str]:
-    """Those of the transactional ids whose writer holds a lease that has not expired: it is alive.
-
-    Raises:
-        ConfigurationError, Unavailable: As :func:`read_leases`.
-    """
+    """Those of the transactional ids whose writer holds a lease that has not expired: it is alive."""
     lease = declare_tables(schema).lease
     writers = sorted({writer_of(name) for name in names})
 

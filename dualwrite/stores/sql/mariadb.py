@@ -103,9 +103,8 @@ def _at_most(name: str, seconds: int) -> str:
 class MariaDB:
     """The adapter for MariaDB and MySQL.
 
-    Args:
-        paused_owner_timeout_s: After this time without a statement MariaDB ends a dual write's session, so that a paused
-            owner does not hold its locks forever. None keeps the session's own setting. MySQL has no such limit.
+    After ``paused_owner_timeout_s`` without a statement MariaDB ends a dual write's session, so that a paused owner does not
+    hold its locks forever. None keeps the session's own setting. MySQL has no such limit.
     """
 
     name = "mariadb"

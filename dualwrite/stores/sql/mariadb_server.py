@@ -54,13 +54,7 @@ class Server:
     def check(self, connection: Connection, tables: Tables | None = None) -> None:
         """Refuse a server or a connection that may lose or change what is written.
 
-        Args:
-            connection: The connection.
-            tables: The library's tables, for a transaction that writes.
-
-        Raises:
-            ConfigurationError: It may.
-            SQLAlchemyError: The database failed.
+        The tables are given for a transaction that writes.
         """
         product, oldest = _OLDEST[is_mariadb(connection)]
         version = connection.dialect.server_version_info or ()
@@ -102,11 +96,7 @@ class Server:
 
 
 def check_facts(values: Sequence[object]) -> None:
-    """Check the values of :data:`FACTS`.
-
-    Raises:
-        ConfigurationError: The server is read-only, or forgets in a crash what it has committed.
-    """
+    """Refuse, by the values of :data:`FACTS`, a server that is read-only, or forgets in a crash what it has committed."""
     read_only, flush, logs, sync, *_ = (str(value) for value in values)
     if read_only not in _OFF:
         raise ConfigurationError(

@@ -237,7 +237,6 @@ class Session:
     commit_found_none: bool = False
 
     def hear(self, notice: Any) -> None:
-        """Listen to the server's notices."""
         if notice.sqlstate == _NO_TRANSACTION:
             self.commit_found_none = True
 
@@ -322,10 +321,8 @@ def literals(bound: Mapping[str, object]) -> dict[str, object]:
 def exchange(driver: Any, text: str, results: list[Any], *, awaits: bool) -> None:
     """Send a text of several statements, and add the results to the list.
 
-    An interruption cancels the statement, as psycopg does for its own.
-
-    Raises:
-        psycopg.Error: The last result is an error, and the server has executed nothing after it; or the connection is lost.
+    An interruption cancels the statement, as psycopg does for its own. After an error, which is the last result, the server
+    has executed nothing.
     """
     command = text.encode() if text.isascii() else text.encode(driver.info.encoding)
     talk = _talk(driver, command, results)
@@ -369,15 +366,9 @@ def _ask(
 ) -> Sequence[object] | None:
     """Execute one of our own statements below SQLAlchemy, and return its row.
 
-    Errors are those of SQLAlchemy's own executions: events tell of them, and a lost connection is invalidated.
-
-    Args:
-        connection: The connection.
-        statement: The statement.
-        bound: Its values.
-        first: Whether it is the first of the dual write, so that nothing is lost if its transaction is begun once more.
-        deferred_of: As for :meth:`~dualwrite.stores.sql.dialect.Dialect.ask_last`.
-        again: Whether the transaction has failed, and is begun once more.
+    Errors are those of SQLAlchemy's own executions: events tell of them, and a lost connection is invalidated. If the
+    statement is the ``first`` of the dual write, nothing is lost if its transaction is begun once more; ``again`` says that
+    this is so.
     """
     own = statement.text(connection)
     if own is None:
@@ -455,9 +446,8 @@ def _ask_by_sqlalchemy(
 class PostgreSQL:
     """The adapter for PostgreSQL.
 
-    Args:
-        paused_owner_timeout_s: After this time without a statement the server ends a dual write's session, so that a
-            paused owner does not hold its locks forever. None keeps the server's own setting.
+    After ``paused_owner_timeout_s`` without a statement the server ends a dual write's session, so that a paused owner does
+    not hold its locks forever. None keeps the server's own setting.
     """
 
     name = "postgresql"
@@ -537,7 +527,7 @@ class PostgreSQL:
         begun.started = int(str(started))
 
     def is_begun(self) -> Sequence[ColumnElement[bool]]:
-        """All of it can be said."""
+        """All of it can be said in SQL."""
         return (_IS_BEGUN,)
 
     def begun(self, connection: Connection) -> Mapping[str, object]:
@@ -677,9 +667,6 @@ def kept_versions(connection: Connection, tables: Tables) -> str | None:
 
     Each dual write updates the row of its lane. While any snapshot in the database is older, PostgreSQL keeps every version,
     and each look-up of the row reads past all of them.
-
-    Raises:
-        SQLAlchemyError: The database failed.
     """
     name = connection.dialect.identifier_preparer.format_table(tables.state)
     kept = connection.scalar(_KEPT, {"name": name}) or 0

@@ -73,18 +73,12 @@ class Witness(Protocol):
     def keep(self, connection: Connection, known: int, number: int) -> bool:
         """Store the number in place of the known one (0: none). Returns False if the database shows another one.
 
-        Raises:
-            IllegalStateError: The connection is busy with a COPY, or a pipeline.
-            SQLAlchemyError: The database failed.
+        ``IllegalStateError`` if the connection is busy with a COPY, or a pipeline.
         """
         ...
 
     def shows(self, connection: Connection, number: int) -> bool:
-        """Whether the database shows that number.
-
-        Raises:
-            SQLAlchemyError: The database failed.
-        """
+        """Whether the database shows that number."""
         ...
 
     def execute(
@@ -92,24 +86,15 @@ class Witness(Protocol):
     ) -> None:
         """Execute statements below SQLAlchemy, in one exchange with the server, and store the number if there is one.
 
-        The number is stored without a look at the known one.
-
-        Args:
-            connection: The connection.
-            statements: The statements.
-            number: The number.
-            later: Whether the answers may come with those to the next statement, which then also gets their error.
-
-        Raises:
-            SQLAlchemyError: The database failed.
+        The number is stored without a look at the known one. With ``later``, the answers may come with those to the next
+        statement, which then also gets their error.
         """
         ...
 
     def settle(self, connection: Connection) -> None:
         """Take the answers that were left for later.
 
-        Raises:
-            SQLAlchemyError: One of them is an error, perhaps one that another statement got before.
+        An error among them may be one that another statement got before.
         """
         ...
 
@@ -376,7 +361,6 @@ class SqliteWitness:
             return False
 
     def settle(self, connection: Connection) -> None:
-        """Nothing to do."""
         del connection
 
     def execute(
@@ -449,7 +433,6 @@ class Queries:
         vars(driver).update(query=self._noticing, commit=self._committing)
 
     def begin(self) -> None:
-        """A transaction begins."""
         self.doubtful = False
         self.ended = False
         self.rolled_back: BaseException | None = None
@@ -502,8 +485,7 @@ class Queries:
     def require_not_rolled_back(self) -> None:
         """Refuse to continue after an error with which the server has rolled back the whole transaction.
 
-        Raises:
-            TransactionAborted: It has: it would execute the next statement in another one.
+        It would execute the next statement in another one.
         """
         if (lost := self.rolled_back) is not None:
             raise TransactionAborted(
@@ -642,7 +624,6 @@ class QueryWitness:
         self._queries.doubtful = False
 
     def settle(self, connection: Connection) -> None:
-        """Nothing to do: every statement waits for its answer."""
         del connection
 
     def stop(self) -> None:

@@ -58,11 +58,7 @@ def dialect_of(
     engine: Engine,
     paused_owner_timeout_s: float | None = PAUSED_OWNER_TIMEOUT_S,
 ) -> Dialect:
-    """The adapter for the engine's database and driver.
-
-    Raises:
-        ConfigurationError: The database or driver is not supported.
-    """
+    """The adapter for the engine's database and driver."""
     found = (engine.dialect.name, engine.dialect.driver)
     # SQLAlchemy's part for a database is large: load that of the engine's alone.
     if found == ("postgresql", "psycopg"):
@@ -113,10 +109,7 @@ class ShortTransactions:
     ) -> Result:
         """Run the work in a transaction that may write. Durable on return; any exception rolls it back.
 
-        Args:
-            work: Called with the connection.
-            lock_timeout_s: Seconds to wait for each lock.
-            answer_s: Seconds after which the database counts as lost; only for work that does nothing but query it.
+        ``answer_s``, after which the database counts as lost, is only for work that does nothing but query it.
 
         Raises:
             ConfigurationError: A table or a right is missing, or the database is read-only or a standby.
@@ -130,7 +123,7 @@ class ShortTransactions:
         return self._retried(begin, work, answer_s)
 
     def read(self, work: Callable[[Connection], Result]) -> Result:
-        """Run work that only reads. Raises as :meth:`run`."""
+        """Run work that only reads."""
         return self._retried(self._dialect.begin_reading, work)
 
     def _retried(
@@ -193,10 +186,8 @@ _OF_POSTGRESQL: Final[ColumnElement[Any]] = literal_column(
 class FoundTables:
     """The library's tables in a database.
 
-    Attributes:
-        schema: The schema that they are in, for :func:`declare_tables`. Statements that name it reach the same tables whatever
-            ``search_path`` a block sets, or ``USE``. None on SQLite, where no statement changes what a table's name means.
-        revision: Their version.
+    Statements that name their ``schema`` reach the same tables whatever ``search_path`` a block sets, or ``USE``. It is None
+    on SQLite, where no statement changes what a table's name means. ``revision`` is their version.
     """
 
     schema: str | None
@@ -211,16 +202,7 @@ class FoundTables:
 def check_schema(engine: Engine, schema: str | None = None) -> FoundTables:
     """Refuse to work on tables of a version that does not go with ours. Call it before any claim; reads one row.
 
-    Args:
-        engine: The user's database.
-        schema: The database schema of the library's tables; None for the default one.
-
-    Returns:
-        Where they are, and their version.
-
-    Raises:
-        ConfigurationError: The tables are missing, older, newer, or unreadable to us; the message names the command.
-        Unavailable: The database does not answer.
+    The tables may be missing, older, newer, or unreadable to us; the message names the command. Returns where they are.
     """
     dialect_of(engine)
     command, advice = migrate_command(engine.url, schema), migrate_advice(engine.url, schema)
@@ -260,11 +242,7 @@ def _find_tables(engine: Engine, schema: str | None) -> FoundTables | None:
 
 
 def find_tables(connection: Connection, schema: str | None) -> FoundTables | None:
-    """The tables that the connection finds, in one statement; None if no revision is recorded.
-
-    Raises:
-        SQLAlchemyError: There is no version table, or the database failed.
-    """
+    """The tables that the connection finds, in one statement; None if no revision is recorded."""
     own = table(VERSION_TABLE, column("version_num"), schema=schema).alias("own")
     found: ColumnElement[Any] = literal(schema)
     if connection.dialect.name == "postgresql":
@@ -293,12 +271,7 @@ class SameDatabase:
         self._own = own
 
     def check(self, connection: Connection) -> None:
-        """Refuse a connection to another database. A transaction that it is in continues.
-
-        Raises:
-            ConfigurationError: It leads to another database, or to other tables there.
-            Unavailable: A database does not answer.
-        """
+        """Refuse a connection to another database, or to other tables there. A transaction that it is in continues."""
         if connection.engine.pool is self._engine.pool:
             return
         try:

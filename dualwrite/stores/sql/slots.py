@@ -50,14 +50,7 @@ KEPT_S: Final = 60.0
 
 @dataclass(frozen=True)
 class Lease:
-    """One slot, leased.
-
-    Attributes:
-        transactional_id: The slot's name and transactional id, ``pool#number``.
-        pool: The pool.
-        owner: Its holder.
-        until: When the lease ends, by the database's clock.
-    """
+    """One slot, leased to its owner until a moment by the database's clock; ``transactional_id`` is ``pool#number``."""
 
     transactional_id: str
     pool: str
@@ -68,14 +61,9 @@ class Lease:
 class SlotPool:
     """The slots of one pool. Thread-safe; every call is a short transaction of its own.
 
-    Args:
-        engine: A SQLAlchemy engine, or a URL to make one from, which :meth:`close` then disposes of.
-        pool: Name of the pool, at most 244 characters; its slots are ``pool#1``, ``pool#2``, ...
-        schema: The database schema of the library's tables, if not the default one.
-        max_slots: The most slots that the pool may grow to.
-
-    Raises:
-        ConfigurationError: The name cannot be used, or the database is not supported.
+    The pool's name has at most 244 characters; its slots are ``pool#1``, ``pool#2``, ... up to ``max_slots``. :meth:`close`
+    disposes of an engine that was made from a URL. Every call raises ``Unavailable`` if the database does not answer, and
+    ``ConfigurationError`` if a table or a right is missing, or the database is read-only.
     """
 
     def __init__(self, engine: Engine | str, pool: str, *, schema: str | None = None, max_slots: int = 10_000) -> None:
@@ -126,23 +114,16 @@ class SlotPool:
     ) -> Lease:
         """Lease a slot that is free or expired: the first preferred one, else the lowest-numbered one, or a new one.
 
-        Slots that other workers have kept for less than a minute are taken only if the pool may not grow.
+        Slots that other workers have kept for less than a minute are taken only if the pool may not grow. ``Unavailable`` also
+        if all ``max_slots`` are leased.
 
-        No other worker gets the slot within ``ttl_s``, unless it is released. Its previous holder's transaction is not
-        settled yet: claim the transactional id next.
+        No other worker gets the slot within ``ttl_s``, unless it is released. Its previous holder's transaction is not settled
+        yet: claim the transactional id next.
 
-        Args:
-            owner: Our name, unique to the worker and its attempt: otherwise the worker could renew a lease that it
-                lost.
-            ttl_s: Duration of the lease in seconds.
-            preferred: Slots that the worker has used before, and could continue with.
-            require: Called first, in the leasing transaction. If it raises, nothing is leased.
-            ended: Called with the former holder of the slot, if that has let its lease end at a given time (:meth:`keep`), and
-                nobody has settled it since. If it raises, nothing is leased.
-
-        Raises:
-            Unavailable: All ``max_slots`` are leased, or the database does not answer.
-            ConfigurationError: The table or a right is missing, or the database is read-only.
+        ``owner`` is unique to the worker and its attempt: otherwise the worker could renew a lease that it lost. If one of
+        these raises, nothing is leased: ``require``, called first, in the leasing transaction; and ``ended``, called with the
+        former holder of the slot, if that has let its lease end at a given time (:meth:`keep`), and nobody has settled it
+        since.
         """
 
         def work(connection: Connection) -> Lease | None:
@@ -213,9 +194,7 @@ class SlotPool:
     def renew(self, lease: Lease, ttl_s: float) -> Lease:
         """Extend a lease to ``ttl_s`` seconds from now, even an expired one, unless another worker has taken the slot.
 
-        Raises:
-            Fenced: Another worker has leased the slot, or it was released.
-            Unavailable, ConfigurationError: As :meth:`lease`.
+        ``Fenced``: another worker has leased the slot, or it was released.
         """
         slot = self._slot
         statement = self._take.where(slot.c.pool == self.pool, slot.c.lease_owner == literal(lease.owner))
@@ -225,15 +204,8 @@ class SlotPool:
     def take_over(self, leases: Collection[Lease], owner: str, ttl_s: float) -> Sequence[Lease]:
         """Take over slots that others hold, to settle what their holders left. These can no longer renew or keep them.
 
-        Call it before claiming the slots: a holder that claims its slot after us then finds its lease gone.
-
-        Args:
-            leases: The leases as read. A slot whose holder has changed since is left out.
-            owner: Our name.
-            ttl_s: Duration of the lease in seconds.
-
-        Raises:
-            Unavailable, ConfigurationError: As :meth:`lease`.
+        A slot whose holder has changed since its lease was read is left out. Call it before claiming the slots: a holder that
+        claims its slot after us then finds its lease gone.
         """
         # Accept our own name too: the answer to an earlier attempt may have been lost.
         statement = self._take.where(self._slot.c.lease_owner.in_([bindparam("former_"), bindparam("owner_")]))
@@ -251,10 +223,8 @@ class SlotPool:
     def keep(self, lease: Lease, until: datetime) -> Lease:
         """Let a lease end at a given time by the database's clock. If that time has passed, it ends at once.
 
-        The slot then shows that its holder has left something in it for another process; see :meth:`lease`.
-
-        Raises:
-            Fenced, Unavailable, ConfigurationError: As :meth:`renew`.
+        The slot then shows that its holder has left something in it for another process; see :meth:`lease`. ``Fenced`` as
+        :meth:`renew`.
         """
         slot = self._slot
         ends = bindparam("until_", type_=slot.c.lease_until.type)
@@ -273,15 +243,10 @@ class SlotPool:
         return changed
 
     def release(self, owners: Mapping[str, str], *, kept: bool = False) -> None:
-        """Give back slots. Does nothing for a slot whose holder has changed.
+        """Give back slots, given with their holders. Does nothing for a slot whose holder has changed.
 
-        Args:
-            owners: Each slot's holder.
-            kept: Whether to reserve the slots for a while for their workers, which could continue with them; see
-                :meth:`lease`. Otherwise the next worker that asks gets them.
-
-        Raises:
-            Unavailable, ConfigurationError: As :meth:`lease`.
+        ``kept`` reserves the slots for a while for their workers, which could continue with them; see :meth:`lease`. Otherwise
+        the next worker that asks gets them.
         """
         slot = self._slot
         statement = (
@@ -307,11 +272,7 @@ class SlotPool:
         return self._list(self._dialect.begins_with(self._slot.c.lease_owner, owner_prefix))
 
     def held_in(self, connection: Connection, names: Collection[str]) -> Mapping[str, str]:
-        """The holders of those of the slots whose leases have not ended, read inside the caller's transaction.
-
-        Raises:
-            Unavailable, ConfigurationError: As :meth:`lease`.
-        """
+        """The holders of those of the slots whose leases have not ended, read inside the caller's transaction."""
         slot = self._slot
         held: dict[str, str] = {}
         for chunk in in_chunks(sorted(names)):
@@ -336,17 +297,7 @@ class SlotPool:
 
 
 def living_leases(engine: Engine, names: Collection[str], *, schema: str | None = None) -> set[str]:
-    """Those of the transactional ids that are slots with an unexpired lease: their workers may be alive.
-
-    Args:
-        engine: The database.
-        names: Transactional ids of any kind.
-        schema: The database schema of the library's tables.
-
-    Raises:
-        ConfigurationError: The table or a right is missing.
-        Unavailable: The database does not answer.
-    """
+    """Those of the transactional ids that are slots with an unexpired lease: their workers may be alive."""
     slot = declare_tables(schema).slot
     found: set[str] = set()
     try:

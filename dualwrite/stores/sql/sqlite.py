@@ -125,7 +125,6 @@ class SQLite:
         return []
 
     def check_start(self, connection: Connection, values: Sequence[object]) -> None:
-        """Nothing: :meth:`begin` has checked."""
         del connection, values
 
     def is_begun(self) -> Sequence[ColumnElement[bool]]:

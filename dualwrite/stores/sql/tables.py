@@ -288,8 +288,7 @@ MAX_FENCE: Final = 2**15
 def check_name(name: str, kind: str = "a transactional id") -> str:
     """Return the name if it can be a key of the tables.
 
-    Raises:
-        ConfigurationError: It is no text, is empty, longer than 255 characters, or holds control characters.
+    It is refused if it is no text, is empty, longer than 255 characters, or holds control characters.
     """
     if not isinstance(name, str):
         # 20260101 and "20260101" would be one name in the tables, and two in a program.
@@ -313,8 +312,7 @@ class NamedValues(Protocol):
 def parse_state_row(table: str, row: NamedValues) -> StateRow:
     """Parse one row of the table strictly.
 
-    Raises:
-        ConfigurationError: This library cannot have written the row. The message names table, row and cause.
+    A row that this library cannot have written is refused; the message names table, row and cause.
     """
     transactional_id, incarnation = cast("str", row["transactional_id"]), cast("int", row["incarnation"])
     completed = cast("str | None", row["completed"])
@@ -386,8 +384,7 @@ def check_decidable(decision: Decision) -> str:
 def check_not_gone_back(known: StateRow, incarnation: int, prepared: str | None) -> None:
     """Compare the row with what its owner knows: while the incarnation is ours, only we change its state.
 
-    Raises:
-        ConfigurationError: The incarnation, or the newest decision, is older: the database has lost commits.
+    It is refused if the incarnation, or the newest decision, is older: the database has lost commits.
     """
     if incarnation == known.incarnation and (prepared or "") == str(known.prepared):
         return  # the usual case
@@ -406,8 +403,7 @@ def check_not_gone_back(known: StateRow, incarnation: int, prepared: str | None)
 def check_claimed(row: StateRow, cluster_id: str, table: str) -> None:
     """Check a row that was claimed just now, before the claim is committed.
 
-    Raises:
-        ConfigurationError: It belongs to another cluster, or its state names an incarnation that it had not reached.
+    It is refused if it belongs to another cluster, or its state names an incarnation that it had not reached.
     """
     if row.prepared.incarnation == row.incarnation:
         raise ConfigurationError(
@@ -423,13 +419,8 @@ def check_guard(found: tuple[int, str] | None, transactional_id: str, owner: str
     """Check that the guard of a claim is still ours.
 
     A higher incarnation alone does not show another owner: if the answer to a COMMIT was lost, it may be a claim of our own
-    that we do not know of. Every claim writes its owner, so the name shows which owner claimed last.
-
-    Args:
-        found: The incarnation and the owner that its row names; None if the row is gone.
-        transactional_id: The guard.
-        owner: Our name.
-        incarnation: The incarnation of our newest known claim of it.
+    that we do not know of. Every claim writes its owner, so the name shows which owner claimed last. ``incarnation`` is that
+    of our newest known claim.
 
     Raises:
         Fenced: Another owner has claimed the row, or the row is gone.
@@ -464,9 +455,6 @@ def parse_rows(table: str, rows: Sequence[NamedValues]) -> Sequence[StateRow]:
     """Parse the rows of a SELECT of all columns; returns them in order of id.
 
     Fetch all of them first: a cursor that a bad row leaves half read would keep SQLite's lock.
-
-    Raises:
-        ConfigurationError: As :func:`parse_state_row`.
     """
     # Sorted here: databases order texts by their collation.
     return sorted((parse_state_row(table, row) for row in rows), key=lambda row: row.transactional_id)
@@ -475,11 +463,7 @@ def parse_rows(table: str, rows: Sequence[NamedValues]) -> Sequence[StateRow]:
 def read_rows(
     tables: Tables, ids: Sequence[str], connection: Connection, *, locked: bool = False
 ) -> Sequence[StateRow]:
-    """The rows of these sorted ids, in order of id, optionally locked one after the other. Missing ones are left out.
-
-    Raises:
-        ConfigurationError: As :func:`parse_state_row`.
-    """
+    """The rows of these sorted ids, in order of id, optionally locked one after the other. Missing ones are left out."""
     state = tables.state
     statement = select(state).order_by(state.c.transactional_id)
     statement = statement.with_for_update() if locked else statement
@@ -531,7 +515,6 @@ class ExactText(TypeDecorator[str]):
     cache_ok = True
 
     def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
-        """As :meth:`ExactString.load_dialect_impl`."""
         if dialect.name not in MYSQL:
             return dialect.type_descriptor(self.impl_instance)
         from sqlalchemy.dialects.mysql import LONGTEXT  # noqa: PLC0415 - as above
@@ -557,12 +540,10 @@ class UtcDateTime(TypeDecorator[datetime]):
         return dialect.type_descriptor(DATETIME(fsp=6))
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Convert to the database's form."""
         del dialect
         return None if value is None else value.astimezone(timezone.utc)
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Convert to Python's form, in UTC."""
         del dialect
         if value is None:
             return None
