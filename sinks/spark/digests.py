@@ -31,24 +31,18 @@ if TYPE_CHECKING:
 _NULL: Final = np.uint64(0x6E756C6C6E756C6C)
 _ALL_BITS: Final = (1 << 64) - 1
 _FORM_BITS: Final = 0xFFFF
+# The form of a digest, in its lowest bits. Raise it when the same rows get other digests: a batch that an earlier version
+# began may hold digests of another form, which cannot be compared. (Form 1 was a sum of hashes of 64 bits, without this mark.)
 _FORM: Final = 2
-"""The form of a digest, in its lowest bits. Raise it when the same rows get other digests: a batch that an earlier version
-began may hold digests of another form, which cannot be compared. (Form 1 was a sum of hashes of 64 bits, without this mark.)
-"""
+# Raised if a version of Spark lacks a method, or returns null: py4j gives None, which has no attributes.
 _SHOWS_NO_PLAN: Final = (Py4JError, AttributeError)
-"""Raised if a version of Spark lacks a method, or returns null: py4j gives ``None``, which has no attributes."""
 _INDETERMINATE: Final = "INDETERMINATE"
 
 
 def require_deterministic(df: DataFrame, rows: RDD[object] | None = None) -> None:
     """Refuse a DataFrame that gives other rows when it is computed again, as far as Spark itself knows.
 
-    Args:
-        df: The user's DataFrame.
-        rows: The RDD that runs, if it already exists: the order of its shuffles matters, too.
-
-    Raises:
-        ConfigurationError: The DataFrame may give other rows.
+    If the RDD that runs already exists, pass it as `rows`: the order of its shuffles matters, too.
     """
     _require_deterministic(df._jdf.queryExecution().analyzed())  # noqa: SLF001 - Spark has no public way to it in Python
     if rows is not None and rows._jrdd.rdd().outputDeterministicLevel().toString() == _INDETERMINATE:  # noqa: SLF001 - as above
@@ -56,17 +50,9 @@ def require_deterministic(df: DataFrame, rows: RDD[object] | None = None) -> Non
 
 
 def require_deterministic_stream(df: DataFrame, query_id: str) -> bool:
-    """As :func:`require_deterministic`, for the stream of a micro-batch: the micro-batch's DataFrame does not show its plan.
+    """As :func:`require_deterministic`, for a stream. Returns whether Spark has shown the stream's plan.
 
-    Args:
-        df: The micro-batch, while ``foreachBatch`` runs.
-        query_id: The id of the stream's query.
-
-    Returns:
-        Whether Spark has shown the stream's plan.
-
-    Raises:
-        ConfigurationError: The stream may give other rows.
+    The micro-batch's DataFrame does not show it. Call it while ``foreachBatch`` runs.
     """
     session = df.sparkSession
     try:
@@ -95,11 +81,7 @@ def _not_repeatable(why: str) -> ConfigurationError:
 
 
 def hashed_columns(layout: Layout) -> Sequence[int]:
-    """The projected columns that tell one row from another: all, less those whose values the message's JSON shows anyway.
-
-    Args:
-        layout: Which column goes where.
-    """
+    """The projected columns that tell one row from another: all, less those whose values the message's JSON shows anyway."""
     whole = any(column.source == WHOLE_ROW for column in layout.projected)
     shown = {number for number, _ in layout.json_columns} if whole else set()
     return [place for place, column in enumerate(layout.projected) if column.source not in shown]
@@ -179,11 +161,9 @@ def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Identifies the rows of a partition, in any order.
+    """Identifies the rows of a partition, in any order: by their number and the sum of their hashes.
 
-    Attributes:
-        rows: Their number.
-        digest: The sum of their hashes, 64 bits with a sign, the lowest of which say how it was made; None if it is not known.
+    The digest has 64 bits with a sign. Its lowest bits say how it was made. It is None if it is not known.
     """
 
     rows: int
@@ -201,14 +181,8 @@ class Fingerprint:
 def may_mix(what: str, partition_count: int, written: int, remedy: str = "") -> str | None:
     """The warning, for people, that a run of the batch cannot compare its rows with those of another run.
 
-    Args:
-        what: First words of the warning: what is not compared, or not known.
-        partition_count: Of the batch. A single partition is written as a whole, so no runs mix.
-        written: Number of partitions already written. If all are, no run writes any more.
-        remedy: A remedy besides the Data Source.
-
-    Returns:
-        The warning; None if no two runs can mix.
+    None if no two runs can mix: one partition holds the whole batch, or all are written, and no run writes any more. `what`
+    begins the warning; `remedy` is one besides the Data Source.
     """
     if partition_count <= 1 or written >= partition_count:
         return None
@@ -230,11 +204,9 @@ def other_rows(name: str, ours: Fingerprint, theirs: Fingerprint) -> Configurati
 
 
 class Fingerprinted:
-    """Passes a partition's projected batches on and takes their fingerprint.
+    """Passes a partition's projected batches on and takes their fingerprint: what is hashed is what both sides get.
 
-    Args:
-        batches: The projected batches: what is hashed is what both sides get.
-        hashed: The positions of the columns that tell rows apart; None to count the rows only.
+    `hashed` are the positions of the columns that tell rows apart; None to count the rows only.
     """
 
     def __init__(self, batches: Iterable[pa.RecordBatch], hashed: Sequence[int] | None) -> None:
@@ -275,11 +247,8 @@ _LONGEST: Final = 64
 class RowNames:
     """Names the rows of one partition. Takes each batch before it is sent.
 
-    The database reports a bad row only after all rows are sent, and by its number. So the keys are kept, up to a few megabytes.
-
-    Args:
-        partition: Number of the partition.
-        layout: Which column goes where.
+    The database reports a bad row only after all rows are sent, and by its number. So the keys are kept, up to a few
+    megabytes.
     """
 
     def __init__(self, partition: int, layout: Layout) -> None:
@@ -319,24 +288,13 @@ class RowNames:
 
 
 def row_name(partition: int, number: int, key: Sequence[object] = ()) -> str:
-    """A row's name, for people.
-
-    Args:
-        partition: Number of its partition.
-        number: Number of the row, from 1.
-        key: The values of its key; empty if they are not known.
-    """
+    """A row's name, for people: numbers count from 1; the key is empty if it is not known."""
     name = f"row {number} of partition {partition}"
     return f"{name}, key {', '.join(map(_shown, key))}" if key else name
 
 
 def lists_with(lists: pa.Array, is_bad: pa.Array) -> pa.Array:
-    """Which lists have an entry that is bad.
-
-    Args:
-        lists: The lists.
-        is_bad: For each of their entries, as ``flatten`` gives them.
-    """
+    """Which lists have an entry that is bad; `is_bad` speaks of the entries as ``flatten`` gives them."""
     found = pc.list_parent_indices(lists).filter(is_bad)
     return pc.is_in(pa.array(range(len(lists)), found.type), value_set=found)
 

@@ -276,11 +276,7 @@ class SinkOptions:
         return Format(self.value_format)
 
     def registry_settings(self) -> RegistrySettings:
-        """The checked settings, references replaced by this process's environment.
-
-        Raises:
-            ConfigurationError: A variable is not set, or there are no settings.
-        """
+        """The checked settings, references replaced by this process's environment."""
         return RegistrySettings.parse(_resolved_values(self.schema_registry or {}))
 
     @property
@@ -289,28 +285,16 @@ class SinkOptions:
         return pool_of_sink(self.sink)
 
     def kafka_config(self) -> KafkaConfig:
-        """The checked configuration, references replaced by this process's environment.
-
-        Raises:
-            ConfigurationError: A key is refused, or a variable is not set.
-        """
+        """The checked configuration, references replaced by this process's environment."""
         return KafkaConfig.parse({**_DEFAULTS, **_resolved_values(self.kafka)}, trusted=False)
 
     def kafka_settings(self) -> Mapping[str, object]:
-        """The dictionary of :meth:`kafka_config`, for a writer of this process.
-
-        Raises:
-            ConfigurationError: As :meth:`kafka_config`.
-        """
+        """The dictionary of :meth:`kafka_config`, for a writer of this process."""
         self.kafka_config()
         return {**_DEFAULTS, **_resolved_values(self.kafka)}
 
     def database_url(self) -> URL:
-        """The URL, references replaced by this process's environment.
-
-        Raises:
-            ConfigurationError: A variable is not set.
-        """
+        """The URL, references replaced by this process's environment."""
         url = _parse_url(self.url)
         return url.set(
             username=_resolved(url.username),
@@ -344,11 +328,7 @@ class SinkOptions:
 
 
 def settings_of(given: Mapping[str, object]) -> SinkOptions:
-    """The settings that a caller has given by name.
-
-    Raises:
-        ConfigurationError: As :class:`SinkOptions`; or a name is unknown, or a setting without a default is missing.
-    """
+    """The settings that a caller has given by name; an unknown name, or a needed one that is missing, is refused."""
     known = {field.name: field.name for field in fields(SinkOptions)}
     for name in given:
         if name not in known:
@@ -497,11 +477,10 @@ OPTION_NAMES: Final = {
     "producerEngine": "producer_engine",
     "unitTopic": "unit_topic",
 }
-"""For each option, the setting of `SinkOptions` that it sets."""
 _OWN: Final = ("batchId", "upsertKeys", "truncate", "user", "password")
 _CHECKPOINT: Final = "checkpointlocation"
+# Spark itself adds these for a stream.
 _SPARKS: Final = frozenset({_CHECKPOINT, "queryname"})
-"""Options that Spark itself adds for a stream."""
 _WHOLE: Final = frozenset({"max_slots"})
 _SECONDS: Final = frozenset({"lease_s", "timeout_s", "margin_s", "progress_s", "decide_within_s"})
 _FLAGS: Final = {"true": True, "false": False}
@@ -661,7 +640,6 @@ _REGISTRY_FLAGS: Final = {"auto.register.schemas": True, "use.latest.version": F
 _STRATEGY: Final = "subject.name.strategy"
 _TOPICS: Final = "topics"
 REGISTRY_NAMES: Final = (*sorted(_TEXTS), *sorted(_NUMBERS), *_REGISTRY_FLAGS, _STRATEGY, _TOPICS)
-"""All names that may be set."""
 STRATEGIES: Final = ("topic", "record", "topic_record")
 _BEARERS: Final = frozenset({"OAUTHBEARER", "OAUTHBEARER_AZURE_IMDS", "STATIC_TOKEN"})
 _TIMEOUT_S: Final = 30  # confluent-kafka's own default is to wait forever
@@ -671,13 +649,9 @@ _TIMEOUT_S: Final = 30  # confluent-kafka's own default is to wait forever
 class RegistrySettings:
     """The checked settings. Their ``repr`` shows no value.
 
-    Attributes:
-        client: For confluent-kafka's ``SchemaRegistryClient``.
-        auto_register: Whether the driver registers a schema that its subject does not have.
-        use_latest: Whether to write with the subject's latest schema.
-        normalize: Whether the registry normalizes schemas.
-        strategy: Names of subjects are built from ``topic``, ``record`` or ``topic_record``.
-        topics: With a topic column: the topics whose subjects the driver registers or looks up.
+    `client` is for confluent-kafka's ``SchemaRegistryClient``. `auto_register` lets the driver register a schema that its
+    subject does not have; `use_latest` writes with the subject's latest. With a topic column, the driver does so for the
+    subjects of `topics`.
     """
 
     client: Mapping[str, Setting]
@@ -689,11 +663,7 @@ class RegistrySettings:
 
     @classmethod
     def parse(cls, given: Mapping[str, object]) -> RegistrySettings:
-        """Check the settings. Connects nowhere and reads no file.
-
-        Raises:
-            ConfigurationError: A setting is unknown or wrong, or ``url`` is missing. The error names it, and shows no value.
-        """
+        """Check the settings. Connects nowhere and reads no file; errors name a setting, and show no value."""
         for name in given:
             if name not in REGISTRY_NAMES:
                 _refuse_registry_setting(name)
@@ -783,13 +753,6 @@ def _registry_flag(name: str, value: object) -> bool:
 
 
 def did_you_mean(given: str, known: Mapping[str, str], otherwise: str, *, cutoff: float = 0.6) -> str:
-    """The next step for an error about an unknown name.
-
-    Args:
-        given: The unknown name.
-        known: The known names: as compared, mapped to as shown.
-        otherwise: The next step if no name is near.
-        cutoff: How near a name must be, from 0 to 1; see :func:`difflib.get_close_matches`.
-    """
+    """The next step for an error about an unknown name. `known` maps names as compared to names as shown."""
     near = difflib.get_close_matches(given, known, n=1, cutoff=cutoff)
     return f"did you mean {known[near[0]]!r}?" if near else otherwise

@@ -64,21 +64,10 @@ _OTHERS_S: Final = 10.0
 
 
 class DriverSide:
-    """One batch, seen from the driver. A context manager.
+    """One batch, seen from the driver. A context manager; entering it checks the names, the rights and the schema.
 
-    Attributes:
-        name: Sink and batch, for logs.
-        database: The sink's database.
-        run: The run that may write, from :meth:`settle_left` on; None if runs are not known.
-
-    Args:
-        options: The sink's settings.
-        batch_id: Name of the batch.
-        run_name: Names the runs: the batch, or the stream that it belongs to; None if the stream is not known.
-
-    Raises:
-        ConfigurationError: On entering: a name, a right, or the schema is wrong.
-        Unavailable: On entering: the database does not answer.
+    `run_name` names the runs: the batch, or the stream that it belongs to; None if the stream is not known. `run` is the run
+    that may write, from :meth:`settle_left` on; None if runs are not known.
     """
 
     run: Run | None = None
@@ -120,11 +109,8 @@ class DriverSide:
     def settle_left(self) -> None:
         """End the current run; settle what it left, including tasks that still run, and slots whose leases have ended.
 
-        On return, no task of an earlier run can write, and the tasks of :attr:`run` can.
-
-        Raises:
-            DecidedTransactionLost, OutcomeUnverifiable: Settling found a loss. It is recorded; the next run continues.
-            Unavailable: A server does not answer.
+        On return, no task of an earlier run can write, and the tasks of :attr:`run` can. A loss that settling finds is
+        recorded and raised (`DecidedTransactionLost`, `OutcomeUnverifiable`); the next run continues.
         """
         logger.info("%s: settling what tasks have left", self.name)
         self._settle()
@@ -141,11 +127,9 @@ class DriverSide:
     def announce(self) -> None:
         """Write the batch's unit into the unit topic, if the sink has one. Call it when Kafka has all of the batch.
 
-        If a newer batch of the sink is written and not announced, the unit bears its name and holds both.
-
-        Raises:
-            ConfigurationError: Another batch of the sink is at work, or written in part; or as :func:`announce_batch`.
-            DualWriteError: As :func:`announce_batch`. Run the batch again: it is written, and then announced.
+        If a newer batch of the sink is written and not announced, the unit bears its name and holds both. After an error, run
+        the batch again: it is written, and then announced. Another batch of the sink that is at work, or written in part, is
+        refused.
         """
         options, topic = self._options, self._options.topic
         if options.unit_topic is None or topic is None:
@@ -170,11 +154,8 @@ class DriverSide:
     def _written_to(self, topic: str) -> Written:
         """The newest batch of the sink, and the newest decision of each slot. Both change once a batch decides anything.
 
-        A driver that was paused may find tasks of the next one, what they have written before it looks at their slots, or a
-        complete batch that nobody has announced.
-
-        Raises:
-            ConfigurationError: Tasks of another batch are at work, or it is written in part. The unit would show that part.
+        A driver that was paused may find tasks of the next batch, what they have written before it looks at their slots, or a
+        complete batch that nobody has announced. It refuses a batch at work or written in part: the unit would show that part.
         """
         options = self._options
         other = batch_in_part(self._engine, options.sink, self._batch_id, schema=options.schema)
@@ -203,14 +184,12 @@ class DriverSide:
             logger.warning("%s: could not record its failure in the ledger: %s", self.name, error)
 
     def _settle(self) -> Sequence[StateRow]:
-        """Begin the next run; settle slots whose leases have ended, and slots that earlier runs have left.
+        """Begin the next run; settle slots whose leases have ended, and slots that earlier runs have left; return all slots'
+        rows.
 
         Tasks that still run, of an earlier driver or of a failed job, are fenced: by the claim of their slots, or, if they
         have none yet, by the end of their run. A prepared transaction holds a lock on the run until it is ended here. A task
         that is handing over holds the lock until it is done; then the part that it handed over is found here, too.
-
-        Returns:
-            The rows of all the sink's slots, as they are then.
         """
         deadline = Deadline(self._options.timeout_s)
         while True:
@@ -262,21 +241,12 @@ class DriverSide:
 
 
 def with_found_schema(options: SinkOptions, engine: Engine) -> SinkOptions:
-    """The settings with the schema in which the library's tables are: a trigger of the user's may set another search_path.
-
-    Raises:
-        ConfigurationError, Unavailable: As :func:`check_schema`.
-    """
+    """The settings with the schema in which the library's tables are: a trigger of the user's may set another search_path."""
     return replace(options, schema=check_schema(engine, options.schema).schema)
 
 
 def read_layout(options: SinkOptions, schema: spark.StructType) -> Layout:
-    """Check topic, table and every column, and register the messages' schemas; writes nothing else.
-
-    Raises:
-        ConfigurationError: Something does not fit: the error names the column and the type. Or the registry refuses a schema.
-        Unavailable: A server does not answer.
-    """
+    """Check topic, table and every column, and register the messages' schemas; writes nothing else."""
     with _servers(options) as (database, coordinator):
         return _read_layout(options, schema, database, coordinator)
 
@@ -284,12 +254,7 @@ def read_layout(options: SinkOptions, schema: spark.StructType) -> Layout:
 def read_plan(
     options: SinkOptions, schema: spark.StructType, *, upsert: Sequence[str]
 ) -> tuple[SinkOptions, Layout, bool]:
-    """As :func:`read_layout`; also returns settings for tasks, and whether these use staging tables (:func:`uses_staging`).
-
-    Raises:
-        ConfigurationError: As :func:`read_layout` and :func:`uses_staging`.
-        Unavailable: A server does not answer.
-    """
+    """As :func:`read_layout`; also returns settings for tasks, and whether these use staging tables (:func:`uses_staging`)."""
     with _servers(options) as (database, coordinator):
         options = with_found_schema(options, database.engine)
         layout = _read_layout(options, schema, database, coordinator)
@@ -299,12 +264,7 @@ def read_plan(
 def uses_staging(
     database: SinkDatabase, options: SinkOptions, layout: Layout, *, empty: Emptying | None, upsert: Sequence[str]
 ) -> bool:
-    """Whether the tasks of a batch decided as a whole bring rows in through staging tables; whether these can be moved.
-
-    Raises:
-        ConfigurationError: As :meth:`SinkDatabase.choose_staging` and :meth:`SinkDatabase.require_replaceable`.
-        Unavailable: The database does not answer.
-    """
+    """Whether the tasks of a batch decided as a whole use staging tables; refuses it if their rows could not be moved."""
     moves = empty is not None or bool(upsert)
     if not database.choose_staging(options.database_leg, layout.table[0], moves=moves):
         return False
@@ -317,12 +277,7 @@ def uses_staging(
 def present_run(options: SinkOptions, name: str) -> Run:
     """The run of a stream whose tasks may write now: that of its current micro-batch, whose end alone replaces it.
 
-    Args:
-        options: The sink's settings, as :func:`read_plan` returns them.
-        name: The run's name.
-
-    Raises:
-        ConfigurationError, Unavailable: As :meth:`Runs.present`.
+    Takes the settings as :func:`read_plan` returns them.
     """
     engine = open_database(options).engine
     try:
@@ -376,21 +331,20 @@ _OTHER_PYTHON: Final = (
         "Spark's workers run another version of Python than the driver:{}",
     ),
 )
+# The last line of a traceback: it follows an indented one.
 _RAISED: Final = re.compile(r"^  .*\n(\w\S*(?:: .*)?)$", re.MULTILINE)
-"""The last line of a traceback: it follows an indented one."""
 _CALLING: Final = "An error occurred while calling"
 _SET_PYTHON: Final = (
     "let PYSPARK_PYTHON (spark.pyspark.python) name the driver's Python, or one of the same version with the same packages, "
     "on every machine"
 )
 
+# Spark's variable for spark.sql.execution.pyspark.udf.hideTraceback.enabled, which Spark reads after our code has raised.
 _HIDES_TRACEBACK: Final = "SPARK_HIDE_TRACEBACK"
-"""Spark's variable for ``spark.sql.execution.pyspark.udf.hideTraceback.enabled``, which Spark reads after our code has
-raised."""
 
 
+# The exceptions of a failed job; the call and the version of Spark decide which of them.
 JOB_ERRORS: Final = (PySparkException, Py4JJavaError)
-"""The exceptions of a failed job; the call and the version of Spark decide which of them."""
 
 
 class JobFailed(PySparkException):
@@ -401,11 +355,7 @@ class JobFailed(PySparkException):
 
 
 def reason_of(error: Exception) -> str:
-    """The reason of a failed job, in one line: this library's error if there is one, otherwise what the task raised last.
-
-    Args:
-        error: Spark's exception. Its text includes the task's traceback.
-    """
+    """The reason of a failed job, in one line: this library's error if there is one, otherwise what the task raised last."""
     text = str(error)
     for pattern, words in _OTHER_PYTHON:
         if found := pattern.search(text):
@@ -420,11 +370,7 @@ def reason_of(error: Exception) -> str:
 
 @contextmanager
 def without_cause() -> Generator[None, None, None]:
-    """Leave an error's causes to the log. A stream's own exception shows them all as text, and before the error itself.
-
-    Raises:
-        JobFailed, DualWriteError: The block's, without its cause.
-    """
+    """Leave an error's causes to the log. A stream's own exception shows them all as text, and before the error itself."""
     try:
         yield
     except (JobFailed, DualWriteError) as error:
@@ -452,16 +398,12 @@ def shown_first() -> Generator[None, None, None]:
 # Spark reports a failed job to its caller while other tasks of the job still run. Until these end, they hold the locks of the
 # rows that they have copied.
 
+# Where the classes of Spark Connect stand, which has no driver in this process.
 CONNECT: Final = "pyspark.sql.connect"
-"""Where the classes of Spark Connect stand, which has no driver in this process."""
 
 
 class SparkJobs:
-    """Jobs that this process has started, recognised by a tag of their own.
-
-    Args:
-        context: Where they run.
-    """
+    """Jobs that this process has started, recognised by a tag of their own."""
 
     def __init__(self, context: SparkContext) -> None:
         self._context = context
@@ -477,12 +419,7 @@ class SparkJobs:
             self._context.removeJobTag(self._tag)
 
     def end(self, name: str, deadline: Deadline) -> None:
-        """Cancel running jobs, and wait until none of their tasks runs. Raises nothing: a failure of Spark must not stop us.
-
-        Args:
-            name: For the log.
-            deadline: Limits the wait.
-        """
+        """Cancel running jobs, and wait until none of their tasks runs. Raises nothing: a failure of Spark must not stop us."""
         try:
             self._context.cancelJobsWithTag(self._tag)
             while running := self._running():

@@ -40,22 +40,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SHOWN: Final = 8
+# The advice on a batch of which a part has outlasted its time.
 PREPARED_TOO_LONG_AGO: Final = (
     "run the batch again; if this comes again, make it smaller, or raise decide_within_s and the broker's "
     "transaction.max.timeout.ms"
 )
-"""The advice on a batch of which a part has outlasted its time."""
 
 
 @dataclass(frozen=True)
 class Workplace:
-    """The lane and slot of an attempt.
-
-    Attributes:
-        lane: Ready for one dual write.
-        context: The two servers.
-        slot: The slot whose id the lane uses.
-    """
+    """The lane and slot of an attempt. The lane is ready for one dual write, and uses the slot's id."""
 
     lane: Lane
     context: OwnerContext
@@ -63,15 +57,7 @@ class Workplace:
 
 
 class Attempt:
-    """One attempt at one partition.
-
-    Args:
-        servers: The servers that it writes to.
-        batch_id: Name of the batch.
-        partition: Number of the partition.
-        number: Number of the attempt, for people.
-        run: The run of the batch that the attempt belongs to; None if it is not known.
-    """
+    """One attempt at one partition. Its number is for people; the run is None if it is not known."""
 
     def __init__(self, servers: WorkerCache, batch_id: str, partition: int, number: int, run: Run | None) -> None:
         self.options = options = servers.options
@@ -89,20 +75,12 @@ class Attempt:
         self._owner = f"{self._prefix}attempt {number}{self._run_mark}{secrets.token_hex(4)} {default_owner()}"
 
     def seen(self, partition_id: int) -> bool:
-        """Whether the ledger has that partition of the batch.
-
-        Raises:
-            ConfigurationError, Unavailable: As :meth:`Ledger.seen`.
-        """
+        """Whether the ledger has that partition of the batch."""
         with self.engine.connect() as connection:
             return self.ledger.seen(connection, self.options.sink, self.batch_id, partition_id)
 
     def written(self) -> WrittenPartition | None:
-        """The ledger's record of this partition; None if it is not written.
-
-        Raises:
-            ConfigurationError, Unavailable: As :meth:`Ledger.partition`.
-        """
+        """The ledger's record of this partition; None if it is not written."""
         with self.engine.connect() as connection:
             return self.ledger.partition(connection, self.options.sink, self.batch_id, self.partition)
 
@@ -118,11 +96,7 @@ class Attempt:
         return seen
 
     def require_run(self, connection: Connection) -> None:
-        """Continue only while the run has not been given up; see :meth:`Runs.require`.
-
-        Raises:
-            Fenced, ConfigurationError, Unavailable, TransactionAborted: As there.
-        """
+        """Continue only while the run has not been given up, which raises `Fenced`; see :meth:`Runs.require`."""
         if self._run is not None:
             Runs(self.engine, self.options.schema).require(connection, self._run)
 
@@ -130,9 +104,6 @@ class Attempt:
         """Fail at once if the slot that we would take holds another partition that this run has prepared.
 
         Its time to be decided is over, and with it that of the whole batch: taking the slot would only hide why.
-
-        Raises:
-            TransactionAborted: It does.
         """
         of_this_run = former.startswith(owner_prefix(self._run_name)) and self._run_mark in former
         if of_this_run and self._run is not None and not former.startswith(self._prefix):
@@ -142,13 +113,7 @@ class Attempt:
             )
 
     def settle_former(self) -> SettleReport:
-        """Settle what other attempts at this partition have left: fences them, and undoes what they have prepared.
-
-        As :func:`settle_leases`.
-
-        Raises:
-            ConfigurationError, Unavailable: They could not be settled.
-        """
+        """Settle what other attempts at this partition have left: fences them, and undoes what they have prepared."""
         pool = self._pool()
         former = pool.held_by(self._prefix)
         deadline = Deadline(self.options.timeout_s)
@@ -164,10 +129,8 @@ class Attempt:
 
         After a successful block, the lane rests again. After an error it is discarded.
 
-        Raises:
-            Unavailable, ConfigurationError: No slot or lane could be had.
-            Fenced: The run was given up, or the slot was settled meanwhile.
-            TransactionAborted: The run has prepared a partition too long ago.
+        `Fenced` means that the run was given up, or the slot was settled meanwhile; `TransactionAborted`, that the run has
+        prepared a partition too long ago.
         """
         servers, lease_s, pool = self._servers, self.options.lease_s, self._pool()
         with leased_slot(
@@ -202,17 +165,7 @@ _MOST_SINKS: Final = 4
 
 
 class WorkerCache:
-    """One sink's connections in this process, and the lanes that rest on them. For one task at a time.
-
-    Attributes:
-        options: The sink's settings.
-        database: The database.
-        engine: Its engine.
-        context: The two servers.
-
-    Raises:
-        ConfigurationError: A setting refers to an environment variable that is not set.
-    """
+    """One sink's connections in this process, and the lanes that rest on them. For one task at a time."""
 
     def __init__(self, options: SinkOptions) -> None:
         self.options = options
@@ -243,9 +196,6 @@ class WorkerCache:
         """The transactional ids of the lanes that rest here, the last one used first.
 
         Discards lanes whose row another process has claimed: they would only get in the way of the new owner.
-
-        Raises:
-            ConfigurationError, Unavailable: The rows could not be read.
         """
         if self._resting:
             found = {row.transactional_id: row for row in self.context.store.read(list(self._resting))}
@@ -298,8 +248,8 @@ class WorkerCache:
         )
 
 
+# By pool; excludes those in use.
 _kept: Final[dict[str, WorkerCache]] = {}
-"""By pool; excludes those in use."""
 
 
 @contextmanager
@@ -307,9 +257,6 @@ def servers(options: SinkOptions) -> Generator[WorkerCache, None, None]:
     """The sink's connections and lanes: those that an earlier task left here, or new ones.
 
     They are closed when the block ends: outside of a Spark task, if the sink keeps nothing, and after an error.
-
-    Raises:
-        ConfigurationError: As `WorkerCache`.
     """
     found = _taken(options) or WorkerCache(options)
     try:
@@ -348,13 +295,9 @@ _RENEWALS_PER_LEASE = 3
 
 
 class Slot:
-    """A slot in use.
+    """A slot in use. The lease's id is its transactional id; `leased_at` is by the database's clock.
 
-    Attributes:
-        lease: The lease. Its id is the slot's transactional id.
-        leased_at: When it was leased, by the database's clock.
-        kept_until: See :meth:`keep_for`.
-        rests: Whether the worker will keep the lane that uses it.
+    `rests` says that the worker will keep the lane that uses it.
     """
 
     def __init__(self, lease: Lease, leased_at: datetime) -> None:
@@ -385,22 +328,12 @@ def leased_slot(
 ) -> Generator[Slot, None, None]:
     """Lease a slot and keep the lease alive until the block ends.
 
-    Leaving the block normally returns the slot, unless :meth:`Slot.keep_for` was called. An exception leaves the lease as it
-    is: the driver settles what the task left behind, or the next holder of the slot does once the lease has ended. Losing
-    the lease meanwhile does no harm: the next holder claims the slot's id, and that fences us.
+    Leaving the block normally returns the slot, unless :meth:`Slot.keep_for` was called; then it raises `Fenced` if another
+    process has leased it, and `Unavailable` if the database does not answer. An exception leaves the lease as it is: the
+    driver settles what the task left behind, or the next holder of the slot does once the lease has ended. Losing the lease
+    meanwhile does no harm: the next holder claims the slot's id, and that fences us.
 
-    Args:
-        pool: The pool.
-        owner: Our name; see :meth:`SlotPool.lease`.
-        lease_s: How long a lease lasts, in seconds.
-        preferred: Slots that the worker could continue with.
-        require: See :meth:`SlotPool.lease`.
-        ended: See there.
-
-    Raises:
-        Unavailable, ConfigurationError: As :meth:`SlotPool.lease`.
-        Fenced: On leaving the block, if the slot should be kept: another process has leased it.
-        Unavailable: On leaving the block, if the slot should be kept: the database does not answer.
+    The arguments are those of :meth:`SlotPool.lease`; `preferred` are slots that the worker could continue with.
     """
     lease = pool.lease(owner, lease_s, preferred=preferred, require=require, ended=ended)
     slot = Slot(lease, lease.until - timedelta(seconds=lease_s))
@@ -448,19 +381,8 @@ def settle_leases(
 ) -> SettleReport:
     """Take leases over, claim their slots, settle them, and free them. A task that still writes on one is fenced.
 
-    Args:
-        context: The two servers.
-        pool: The slots.
-        leases: As they were seen.
-        deadline: Limits the call.
-        name: For the log.
-        prefix: Beginning of our own name, so that later settlers find what we could not finish.
-
-    Returns:
-        What was settled. Its losses are recorded, and raised nowhere else.
-
-    Raises:
-        ConfigurationError, Unavailable: They could not be settled.
+    Our own name in the leases begins with `prefix`, so that later settlers find what we could not finish. Losses are recorded
+    and reported, not raised.
     """
     # Before the claim: a task that claims its slot after us then finds by its lease that it is too late.
     taken = pool.take_over(leases, f"{prefix}settled by {context.owner}", deadline.remaining_s())

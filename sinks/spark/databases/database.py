@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _COMMENT: Final = "made by dualwrite, dropped by it: "
 STAGING_PREFIX: Final = "dualwrite_staging_"
-"""Staging tables have names that begin with it."""
 
 
 class Emptying(Enum):
@@ -36,15 +35,7 @@ class Emptying(Enum):
 
 @dataclass(frozen=True)
 class StagingTable:
-    """One staging table.
-
-    Attributes:
-        schema: The database schema that it is in.
-        name: Its name.
-        transactional_id: The slot of the task that created it.
-        incarnation: The incarnation of that slot.
-        owner: The holder of the slot's lease.
-    """
+    """One staging table: where it is, and the slot, incarnation and lease holder of the task that created it."""
 
     schema: str
     name: str
@@ -74,13 +65,7 @@ class StagingTable:
 
 @dataclass(frozen=True)
 class Staged:
-    """The rows of one partition in their staging table.
-
-    Attributes:
-        table: The staging table.
-        rows: Number of rows that it must hold.
-        partition: Number of the partition, for people.
-    """
+    """The rows of one partition in their staging table, and how many it must hold. The partition's number is for people."""
 
     table: StagingTable
     rows: int
@@ -93,18 +78,18 @@ class RowWriter(Protocol):
     def write(self, batch: pa.RecordBatch) -> None:
         """Send the rows of one projected batch. They are in the table once the transaction commits.
 
-        Raises:
-            ConfigurationError: A value does not fit its column.
-            TransactionAborted: The database refuses a row, or is gone. May also be raised by a later call, or at the end.
+        The database may refuse a row only in a later call, or at the end (`TransactionAborted`); a value that does not fit its
+        column is a `ConfigurationError` at once.
         """
         ...
 
 
 class SinkDatabase(Protocol):
-    """One kind of database. `Connection` is one of its engine's.
+    """One kind of database.
 
-    Attributes:
-        engine: Its engine, at READ COMMITTED: each statement sees what was committed before it.
+    A transaction that cannot continue raises `TransactionAborted`; a database that does not answer, `Unavailable`; one that
+    lacks a right or a table, `ConfigurationError`. Its engine runs at READ COMMITTED: each statement sees what was committed
+    before it.
     """
 
     engine: Engine
@@ -114,35 +99,16 @@ class SinkDatabase(Protocol):
         ...
 
     def read_table(self, connection: Connection, name: str) -> Table:
-        """Look the table up as the database itself would.
-
-        Args:
-            connection: Any connection to the database.
-            name: The table's name, written as in SQL.
-
-        Raises:
-            ConfigurationError: There is no such table, it is not a table, or may not be written to.
-            Unavailable: The database does not answer.
-        """
+        """Look the table up as the database itself would, by its name as in SQL. Refuse what may not be written to."""
         ...
 
     def require_types(
         self, connection: Connection, table: tuple[str, str], planned: Mapping[str, str], *, shown_name: str
     ) -> None:
-        """Make sure that the table's columns have the types that the rows were made for.
+        """Abort unless the table's columns have the types that the rows were made for, by column as `TableColumn.shown_type`.
 
         Call it in the transaction that has written the rows, which protects the table from ALTER until it ends. Before it
-        began, the table could change.
-
-        Args:
-            connection: Inside that transaction.
-            table: Schema and name of the table.
-            planned: The types by column, as `TableColumn.shown_type`.
-            shown_name: The table's name for people: they do not know a staging table's.
-
-        Raises:
-            TransactionAborted: A column has another type now.
-            ConfigurationError, Unavailable: The database does not answer, or answers nonsense.
+        began, the table could change. People do not know a staging table's name: `shown_name` is for them.
         """
         ...
 
@@ -151,29 +117,16 @@ class SinkDatabase(Protocol):
     ) -> AbstractContextManager[RowWriter]:
         """Write rows into the layout's columns of a table until the block ends; then all of them are there, or it raises.
 
-        Args:
-            connection: Inside the dual write.
-            layout: Which column goes where.
-            table: Schema and name of the table.
-            names: Names a row that the database refuses.
-
-        Raises:
-            TransactionAborted: The database refused a row, left one out, or is gone, or the table's types are no longer those
-                of the plan: leave the dual write, both sides abort.
+        It raises `TransactionAborted` also if the database left a row out, or if the table's types are no longer those of the
+        plan: leave the dual write, both sides abort. `names` names the row that the database refuses.
         """
         ...
 
     def choose_staging(self, wanted: str, schema: str, *, moves: bool) -> bool:
         """Whether the tasks of a batch decided as a whole bring rows in through staging tables.
 
-        Args:
-            wanted: The setting ``database_leg``.
-            schema: Where staging tables would be created.
-            moves: Whether rows have to be moved: because rows replace others, or the table is emptied first.
-
-        Raises:
-            ConfigurationError: This database cannot do what the setting asks for.
-            Unavailable: The database does not answer.
+        `wanted` is the setting ``database_leg``, `schema` the place of the staging tables. `moves` says that rows have to be
+        moved: they replace others, or the table is emptied first.
         """
         ...
 
@@ -182,35 +135,17 @@ class SinkDatabase(Protocol):
     ) -> None:
         """Refuse before a task runs what the decision would refuse after all have run.
 
-        Args:
-            connection: Any connection to the database.
-            target: Schema and name of the table that rows will be moved into.
-            empty: How it is emptied first; None if it is not.
-            upsert: As for :meth:`take_over`.
-
-        Raises:
-            ConfigurationError: A right is missing, no unique key has just these columns, or rows of other tables forbid that
-                the table is emptied.
-            Unavailable: The database does not answer.
+        That is: a right is missing, no unique key has just the columns `upsert`, or rows of other tables forbid that the table
+        is emptied.
         """
         ...
 
     def create_staging(
         self, connection: Connection, made: StagingTable, target: tuple[str, str], columns: Sequence[str]
     ) -> None:
-        """Create an empty staging table for some columns of the target.
+        """Create an empty staging table for some columns of the target, inside the dual write.
 
         If the caller's transaction is rolled back, the table may stay, for :meth:`drop_dead_staging`.
-
-        Args:
-            connection: Inside the dual write.
-            made: The table to create.
-            target: Schema and name of the target table.
-            columns: The columns.
-
-        Raises:
-            ConfigurationError: Tables may not be created in that schema.
-            TransactionAborted, Unavailable: The transaction cannot continue.
         """
         ...
 
@@ -224,19 +159,11 @@ class SinkDatabase(Protocol):
         key: Sequence[str] = (),
         upsert: Sequence[str] = (),
     ) -> None:
-        """Move the rows of staging tables into the target, in the caller's transaction.
+        """Move the rows of staging tables into the target, in the deciding transaction.
 
-        Args:
-            connection: Inside the deciding transaction.
-            parts: The staging tables.
-            target: Schema and name of the target table.
-            columns: The columns.
-            key: Columns that name a row, for people.
-            upsert: Key columns: a row whose key is in the target replaces the other columns there.
-
-        Raises:
-            TransactionAborted: Rows are missing, a key comes twice, or the target refuses them; nothing is moved.
-            ConfigurationError, Unavailable: The database does not answer, or answers nonsense.
+        With the key columns `upsert`, a row whose key is in the target replaces the other columns there. `key` names rows, for
+        people. If rows are missing, a key comes twice, or the target refuses them, it raises `TransactionAborted`, and nothing
+        is moved.
         """
         ...
 
@@ -247,47 +174,28 @@ class SinkDatabase(Protocol):
     def drop_dead_staging(
         self, schema: str, incarnations: Mapping[str, int], holders: Callable[[], Mapping[str, str]]
     ) -> int:
-        """Drop the staging tables that no process can decide on any more. Tables still being read stay until next time.
+        """Drop the staging tables that no process can decide on any more; return how many.
 
-        Args:
-            schema: Where staging tables are created.
-            incarnations: The current incarnation by slot.
-            holders: Reads the current holder by slot; called after the tables have been found.
-
-        Returns:
-            Number of tables dropped.
+        Those still being read stay until next time. `incarnations` has the current incarnation by slot. `holders` reads the
+        current holder by slot, and is called after the tables have been found.
         """
         ...
 
     def empty(self, connection: Connection, table: tuple[str, str], how: Emptying) -> None:
-        """Empty a table in the caller's transaction.
-
-        Raises:
-            ConfigurationError: The right to empty it is missing.
-            TransactionAborted, Unavailable: The transaction cannot continue, or rows of other tables forbid it.
-        """
+        """Empty a table in the caller's transaction. Rows of other tables may forbid it: `TransactionAborted`."""
         ...
 
     def before_prepared(self, connection: Connection) -> None:
         """Make ready a transaction whose rows will be prepared in the target. Call it before they are written.
 
-        Raises:
-            ConfigurationError: The database takes no more prepared transactions, or none at all.
+        A database that takes no more prepared transactions, or none at all, is a `ConfigurationError`.
         """
         ...
 
     def require_prepared(self, connection: Connection, names: Collection[str], name: str) -> None:
-        """Make sure, inside the deciding transaction, that the transactions that tasks have prepared are still there.
+        """Abort the deciding transaction unless the transactions that tasks have prepared are still there.
 
         A settler claims the slot before it ends one, and then the decision on that slot fails.
-
-        Args:
-            connection: Inside the transaction.
-            names: The prepared transactions.
-            name: Names the batch in the error.
-
-        Raises:
-            TransactionAborted: At least one is missing.
         """
         ...
 
@@ -304,13 +212,8 @@ def can_be_dropped(staged: StagingTable, incarnations: Mapping[str, int], holder
     """Whether no process can decide on a staging table's rows any more.
 
     A settled incarnation cannot decide. A live incarnation may have left tables as well, if its driver died after it moved
-    their rows and before it dropped them: their creators no longer hold the slot.
-
-    Args:
-        staged: The table.
-        incarnations: The current incarnation by slot.
-        holders: The current holder by slot, read after the table was found: its creator held its slot before that, and never
-            gets it back under the same name.
+    their rows and before it dropped them: their creators no longer hold the slot. So `holders` must be read after the table
+    was found: its creator held its slot before that, and never gets it back under the same name.
     """
     present = incarnations.get(staged.transactional_id)
     if present is None:
@@ -319,16 +222,7 @@ def can_be_dropped(staged: StagingTable, incarnations: Mapping[str, int], holder
 
 
 def require_all_taken(table: str, *, sent: int, taken: int) -> None:
-    """Compare the number of rows that the database reports with the number sent: each row sent has its message.
-
-    Args:
-        table: The target's name.
-        sent: Number of rows sent.
-        taken: Number of rows that the database reports.
-
-    Raises:
-        TransactionAborted: They differ: leave the dual write, both sides abort.
-    """
+    """Abort if the database stored another number of rows than were sent: each row sent has its message."""
     if taken != sent:
         raise TransactionAborted(
             f"table {table!r} stored {taken} of {sent} rows: a trigger or rule skipped the rest",
@@ -341,13 +235,7 @@ def require_all_taken(table: str, *, sent: int, taken: int) -> None:
 def require_kept(column: Copied, changes: Iterable[tuple[str, pa.Array]], name_row: Callable[[int], str]) -> None:
     """Refuse values that the column would change without an error, or that have no form on the way to it.
 
-    Args:
-        column: The table's column.
-        changes: Words for each kind of such values, and which rows have one.
-        name_row: Names a row, counted from 0.
-
-    Raises:
-        ConfigurationError: A row has one.
+    `changes` has words for each kind of such values, and which rows have one; `name_row` names a row, counted from 0.
     """
     for words, is_bad in changes:
         number = pc.index(is_bad, True).as_py()
@@ -368,17 +256,7 @@ def rows_lost(staged: Staged, held: int) -> TransactionAborted:
 
 
 def require_key(table: str, columns: Collection[str], keys: Collection[frozenset[str]], upsert: Sequence[str]) -> None:
-    """Compare the key columns with the table's unique keys.
-
-    Args:
-        table: The target's name.
-        columns: Its columns.
-        keys: The columns of each unique key.
-        upsert: The key columns.
-
-    Raises:
-        ConfigurationError: One is not a column of the table, or they are no unique key.
-    """
+    """Refuse key columns that the table does not have, or that are not the columns of one of its unique `keys`."""
     unknown = [name for name in upsert if name not in columns]
     if unknown:
         raise ConfigurationError(
@@ -408,11 +286,7 @@ KEY_TWICE_STEP: Final = (
 
 
 def require_planned(present: Mapping[str, str], planned: Mapping[str, str], shown_name: str) -> None:
-    """Compare the types of columns with those of the plan; see :meth:`SinkDatabase.require_types`.
-
-    Raises:
-        TransactionAborted: A column has another type now.
-    """
+    """Compare the types of columns with those of the plan; see :meth:`SinkDatabase.require_types`."""
     for name, shown in planned.items():
         if present.get(name) != shown:
             raise TransactionAborted(
@@ -426,11 +300,7 @@ def require_planned(present: Mapping[str, str], planned: Mapping[str, str], show
 
 
 def open_database(options: SinkOptions) -> SinkDatabase:
-    """The sink's database. It connects at first use; the caller disposes of its engine.
-
-    Raises:
-        ConfigurationError: The URL refers to an environment variable that is not set, or its driver is not installed here.
-    """
+    """The sink's database. It connects at first use; the caller disposes of its engine."""
     url = options.database_url()
     try:
         return _KINDS[url.get_backend_name()](url)
