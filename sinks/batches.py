@@ -47,18 +47,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The advice on every batch whose end is not known or not reached. The advice for a single block would lose the batch's
+# messages: only its next run, or a recovery, completes it.
 RUN_AGAIN: Final = "run the batch again with the same batch id, or start the stream again: nothing is written twice"
-"""The advice on every batch whose end is not known or not reached. The advice for a single block would lose the batch's
-messages: only its next run, or a recovery, completes it."""
 
 
 def pending(name: str, why: DualWriteError) -> CompletionPending:
-    """The error for a batch that the database has committed, and that could not be settled.
-
-    Args:
-        name: The batch.
-        why: What settling it has raised.
-    """
+    """The error for a batch that the database has committed, and that could not be settled for the reason `why`."""
     return CompletionPending(
         f"{name}: decided, and Kafka has not all of it yet: {why.what}",
         next_step=f"{RUN_AGAIN}, and the messages follow; at its time limit the broker would abort them",
@@ -128,16 +123,9 @@ P = TypeVar("P", bound=Part)
 class Decision(Generic[P]):
     """One attempt to decide on a batch. Use it once.
 
-    Attributes:
-        completed: The parts whose transactions were committed and recorded without a claim: their owners may continue.
-
-    Args:
-        batch: The engine's part of it.
-        parts: What the participants have handed over.
-        context: The two servers.
-        connect: Opens the connection of the deciding transaction, and closes it.
-        timeout_s: How long to wait for COMMIT's answer, and for Kafka.
-        idle_s: How long the database lets a paused decider keep its transaction.
+    `connect` opens the connection of the deciding transaction, and closes it. `timeout_s` limits the wait for COMMIT's answer,
+    and for Kafka; `idle_s` is how long the database lets a paused decider keep its transaction. `completed` are the parts
+    whose transactions were committed and recorded without a claim: their owners may continue.
     """
 
     def __init__(
@@ -167,10 +155,8 @@ class Decision(Generic[P]):
     def run(self) -> bool:
         """Decide on all parts in one database transaction; then bring Kafka in line.
 
-        On return the rows and the batch's own row are committed, and every transaction of the batch has ended in Kafka.
-
-        Returns:
-            Whether this call has written the batch. False if an earlier one had.
+        Returns whether this call has written the batch; False if an earlier one had. On return the rows and the batch's own
+        row are committed, and every transaction of the batch has ended in Kafka.
 
         Raises:
             TransactionAborted: Nothing of the batch is committed. What was prepared stays open until it is settled.
@@ -290,17 +276,9 @@ def complete_handed_over(
 ) -> Sequence[StateRow]:
     """Commit in Kafka what this caller has decided for waiting owners, and tell them through the row.
 
-    The decider calls this once for each decision, before it has sent anything of it. The rows may be of both engines. The
-    returned rows are durably completed on both sides. Nothing is known of the others: claim and settle them.
-
-    Args:
-        rows: The rows as they are now; ``prepared`` is what was decided.
-        coordinator: Kafka.
-        store: The database.
-        deadline: Limits the whole call.
-
-    Raises:
-        ConfigurationError, Unavailable: A server did not answer, or refuses. Claim and settle all rows.
+    The decider calls this once for each decision, before it has sent anything of it. The rows, as they are now, may be of both
+    engines; their ``prepared`` is what was decided. The returned rows are durably completed on both sides. Nothing is known of
+    the others, nor of any after an error: claim and settle them.
     """
     end_participants(store, [found for found in store.participants(rows) if found.decided])
     failpoints.hit("complete.before")

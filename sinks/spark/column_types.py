@@ -29,12 +29,9 @@ class Form(Enum):
 
 @dataclass(frozen=True)
 class Wire:
-    """How a column travels to the database.
+    """How a column travels to the database: its conversion, then a cast, which fails for values that do not fit.
 
-    Attributes:
-        form: The conversion before it is sent.
-        arrow: The Arrow type that it is cast to; values that do not fit fail the task.
-        encoding: ``jsonb`` or ``uuid``, whose binary forms in PostgreSQL have no Arrow type; empty for all others.
+    `encoding` is ``jsonb`` or ``uuid``, whose binary forms in PostgreSQL have no Arrow type; empty for all others.
     """
 
     form: Form
@@ -58,13 +55,13 @@ _MARIADB_TEXT: Final = {
     for name in ("text", "varchar", "char", "tinytext", "mediumtext", "longtext", "enum", "json", "uuid")
 }
 _MARIADB_NESTED: Final = {"json": Wire(Form.JSON, pa.string())}
+# An Arrow type that holds all values of the column; the server refuses those that are outside of it.
 _MARIADB_WHOLE: Final = {
     "tinyint": Wire(Form.PLAIN, pa.int8()),
     **{name: Wire(Form.PLAIN, pa.int16()) for name in ("smallint", "tinyint unsigned")},
     **{name: Wire(Form.PLAIN, pa.int32()) for name in ("mediumint", "int", "smallint unsigned", "mediumint unsigned")},
     **{name: Wire(Form.PLAIN, pa.int64()) for name in ("bigint", "int unsigned", "bigint unsigned")},
 }
-"""An Arrow type that holds all values of the column; the server refuses those that are outside of it."""
 
 
 _CAST: Final = "cast it"
@@ -72,18 +69,11 @@ _CAST: Final = "cast it"
 
 @dataclass(frozen=True)
 class TypeRow:
-    """One row of the table.
+    """One row of the table: a Spark SQL type, and its form in each place where it may be written; empty where it is refused.
 
-    Attributes:
-        name: The Spark SQL name.
-        json: Its form in the JSON value, for people; empty if it is refused there.
-        postgresql: By PostgreSQL's internal type name, how it travels there; empty if no column takes it.
-        element: The internal name of the element type of the PostgreSQL arrays that take arrays of it.
-        advice: What to do if it is refused.
-        avro: Its Avro type, for people; empty if it is refused there.
-        json_schema: Its JSON Schema, likewise.
-        protobuf: The Protobuf fields that take it, likewise.
-        mariadb: By the type name of MariaDB and MySQL, how it travels there.
+    `json`, `avro`, `json_schema` and `protobuf` are for people. `postgresql` and `mariadb` say by the database's internal type
+    name how it travels there; `element` is the internal name of the element type of the PostgreSQL arrays that take arrays of
+    it.
     """
 
     name: str
@@ -130,6 +120,7 @@ _STRING: Final = TypeRow(
 )
 _REFUSED_EVERYWHERE: Final = "cast it to a string or to numbers, or leave it out"
 
+# By the name of the type's class: older versions of Spark lack some of the classes.
 TYPE_TABLE: Final[Mapping[str, TypeRow]] = {
     "BooleanType": TypeRow(
         "boolean",
@@ -282,7 +273,6 @@ TYPE_TABLE: Final[Mapping[str, TypeRow]] = {
     "GeographyType": TypeRow("geography", "", advice="convert it with ST_AsBinary"),
     "UserDefinedType": TypeRow("user-defined", "", advice="convert it to the type that it is stored as"),
 }
-"""By the name of the type's class: older versions of Spark lack some of the classes."""
 
 
 def row_of(data_type: spark.DataType) -> TypeRow:
@@ -294,11 +284,7 @@ def row_of(data_type: spark.DataType) -> TypeRow:
 
 
 def wire_for(name: str, data_type: spark.DataType, target: TableColumn, table: Table) -> Wire:
-    """How the DataFrame's column ``name`` travels into a column of the table.
-
-    Raises:
-        ConfigurationError: The table's column does not take the type, or would change its values.
-    """
+    """How the DataFrame's column ``name`` travels into a column of the table. Refuses one that would change its values."""
     row = row_of(data_type)
     wire = table.takes(row).get(_ENUM if target.is_enum else target.type_name)
     if wire is None and isinstance(data_type, spark.ArrayType) and target.element_type is not None:
@@ -357,11 +343,7 @@ def _exact(data_type: spark.DataType, arrow: pa.DataType) -> pa.DataType:
 
 
 def check_json(name: str, data_type: spark.DataType) -> None:
-    """Refuse a type that has no JSON form, at any depth.
-
-    Raises:
-        ConfigurationError: It has none. The error names the column and the type.
-    """
+    """Refuse a type that has no JSON form, at any depth."""
     for inner in _parts(data_type):
         row = row_of(inner)
         if not row.json or (isinstance(inner, spark.MapType) and not isinstance(inner.keyType, spark.StringType)):
@@ -389,16 +371,10 @@ def _parts(data_type: spark.DataType) -> Iterator[spark.DataType]:
 class TableColumn:
     """One column of the table.
 
-    Attributes:
-        name: Its name, as the catalog has it.
-        type_name: The internal name of its type in its database; for a domain, of the base type.
-        shown_type: Its type as people write it.
-        is_enum: Whether the type is an enumeration.
-        scale: The digits after the point that a ``numeric`` column, or an array of them, keeps; None if it keeps all.
-        longest: The characters that a ``varchar`` or ``char`` column of PostgreSQL keeps; None if it keeps all.
-        element_type: The internal name of an array's element type.
-        must_be_given: Whether a row without a value for it is refused.
-        generated: Whether the database computes it.
+    `type_name` is the internal name of its type in its database; for a domain, of the base type. `shown_type` is as people
+    write it. `scale` counts the digits after the point that a ``numeric`` column, or an array of them, keeps; `longest` the
+    characters that a ``varchar`` or ``char`` column of PostgreSQL keeps; None if it keeps all. A row without a value is
+    refused if `must_be_given`.
     """
 
     name: str
@@ -416,11 +392,7 @@ class TableColumn:
 class Table:
     """A table: its exact names, and its columns by name.
 
-    Attributes:
-        schema: The schema that it is in.
-        name: Its name.
-        columns: Its columns.
-        takes: By :attr:`TableColumn.type_name`, how values of a Spark type travel into columns of its database.
+    `takes` says by :attr:`TableColumn.type_name` how values of a Spark type travel into columns of its database.
     """
 
     schema: str

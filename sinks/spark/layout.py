@@ -31,10 +31,7 @@ _WHOLE_NUMBERS: Final = (spark.ByteType, spark.ShortType, spark.IntegerType, spa
 class Projected:
     """One column as it reaches a task.
 
-    Attributes:
-        source: Number of the DataFrame's column, or ``WHOLE_ROW``.
-        form: Its conversion.
-        arrow: Its Arrow type after the conversion.
+    `source` is the number of the DataFrame's column, or ``WHOLE_ROW``; `arrow` is its type after the conversion.
     """
 
     source: int
@@ -44,12 +41,9 @@ class Projected:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A message's key or value that is written with a schema.
+    """A message's key or value that is written with a schema, and the positions of its columns among the projected ones.
 
-    Attributes:
-        schema: The schema, and the columns that it is made of.
-        columns: The positions of its columns among the projected ones.
-        registered: The driver's findings in the registry; tasks ask the registry only for a topic column's subjects.
+    `registered` has the driver's findings in the registry; tasks ask the registry only for a topic column's subjects.
     """
 
     schema: PartSchema
@@ -71,14 +65,9 @@ class MessageColumns:
 
 @dataclass(frozen=True)
 class Copied:
-    """A column of the table that is written.
+    """A column of the table that is written; `source` is the position of its value among the projected columns.
 
-    Attributes:
-        name: Its name.
-        source: The position of its value among the projected columns.
-        encoding: How the value is sent.
-        shown_type: The column's type when the batch was planned, as people write it.
-        longest: As :attr:`TableColumn.longest`.
+    `shown_type` and `longest` are as in :class:`TableColumn`, when the batch was planned.
     """
 
     name: str
@@ -90,16 +79,7 @@ class Copied:
 
 @dataclass(frozen=True)
 class Layout:
-    """The plan. Small, and pickles.
-
-    Attributes:
-        projected: The columns that reach a task.
-        json_columns: Number and name of the DataFrame's columns in the JSON value.
-        message: The positions of a message's parts.
-        table: Schema and name of the table.
-        table_columns: The table's columns that are written.
-        cluster_id: The Kafka cluster that the driver has found; empty before that.
-    """
+    """The plan. Small, and pickles. `cluster_id` is the Kafka cluster that the driver has found; empty before that."""
 
     projected: tuple[Projected, ...]
     json_columns: tuple[tuple[int, str], ...]
@@ -129,15 +109,8 @@ def plan_layout(
 ) -> Layout:
     """Match the DataFrame's columns with the message's parts and the table's columns.
 
-    Args:
-        schema: The DataFrame's columns.
-        options: The sink's settings.
-        table: The table.
-        given: The given schemas of ``key`` and ``value``, if they are written with one.
-
-    Raises:
-        ConfigurationError: A column is missing, ambiguous or of a type that cannot be written where it should go. The error
-            names the column and the type.
+    `given` has the schemas of ``key`` and ``value``, if they are written with one. The error for a column that is missing,
+    ambiguous, or does not fit names it and its type.
     """
     return _Planning(schema, options, table, given or {}).run()
 

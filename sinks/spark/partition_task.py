@@ -48,12 +48,8 @@ logger = logging.getLogger(__name__)
 class PartitionReport:
     """The result of one partition.
 
-    Attributes:
-        partition: Its number.
-        rows: Rows that this task has written.
-        bytes: Their size, as :class:`Progress` counts it.
-        written: False if an earlier or a faster attempt had written it.
-        empty: Whether it has no rows and the task left the ledger to the driver.
+    `rows` and `bytes` (as :class:`Progress` counts them) are what this task has written; `written` is False if an earlier or a
+    faster attempt had written it. If `empty`, it has no rows, and the task left the ledger to the driver.
     """
 
     partition: int
@@ -63,21 +59,15 @@ class PartitionReport:
     empty: bool = False
 
 
+# The columns of a PartitionReport: its fields, in the types that Arrow gives to Python's.
 REPORT_SCHEMA: Final = "partition bigint, rows bigint, bytes bigint, written boolean, empty boolean"
-"""The columns of a :class:`PartitionReport`: its fields, in the types that Arrow gives to Python's."""
 
 
 @dataclass(frozen=True)
 class PartitionTask:
     """The work of a task; pickled, and run once for each attempt at each partition.
 
-    Attributes:
-        options: The sink's settings.
-        layout: Which column goes where.
-        schema: The DataFrame's own schema.
-        batch_id: Name of the batch.
-        run: The run of the batch.
-        alone: Whether no driver settles at the end: the task itself must see its partition complete.
+    If it is `alone`, no driver settles at the end: the task itself must see its partition complete.
     """
 
     options: SinkOptions
@@ -114,14 +104,9 @@ def write_partition(
 ) -> PartitionReport:
     """Write one partition, unless it is already written. Durable on both sides on return.
 
-    Args:
-        task: The work to do.
-        partition: Number of the partition.
-        attempt: Number of the attempt, for people.
-        batches: The projected rows; its normal end means that the partition is complete.
-        taken: The same rows, compared with those of an earlier run if the partition is already written; the driver then
-            records partitions without rows. None to compare nothing: the task records partitions without rows, and takes
-            nothing from ``batches`` if the partition is already written.
+    The normal end of `batches` means that the partition is complete. `taken` has the same rows, and compares them with those
+    of an earlier run if the partition is already written; the driver then records partitions without rows. None compares
+    nothing: the task records partitions without rows, and takes nothing from ``batches`` if the partition is already written.
 
     Raises:
         ConfigurationError: The partition is already written, with other rows.
@@ -198,12 +183,7 @@ class _Writing:
         return PartitionReport(partition, rows, size, written=True)
 
     def _complete_former(self) -> None:
-        """Complete what the attempt that has written the partition may have left.
-
-        Raises:
-            CompletionPending: A server does not answer.
-            DecidedTransactionLost, OutcomeUnverifiable: Kafka does not have the partition. The loss is recorded.
-        """
+        """Complete what the attempt that has written the partition may have left; a loss is recorded and raised."""
         try:
             report = self._attempt.settle_former()
         except Unavailable as error:
@@ -211,11 +191,7 @@ class _Writing:
         report.raise_losses()
 
     def _is_written(self) -> bool:
-        """Whether the partition is written, with the same rows that this run has for it.
-
-        Raises:
-            ConfigurationError: It is written with other rows.
-        """
+        """Whether the partition is written, with the same rows that this run has for it. Other rows are refused."""
         written = self._attempt.written()
         if written is None:
             return False

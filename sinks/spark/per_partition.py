@@ -65,13 +65,7 @@ class BatchReport:
 
 
 def what_stays(written: Sequence[int], partition_count: int, *, given_up: bool = True) -> str:
-    """Describe the result of a failed run, for people.
-
-    Args:
-        written: The numbers of the partitions that are committed, in order.
-        partition_count: How many partitions the batch has.
-        given_up: Whether none of its tasks can commit any more.
-    """
+    """Describe the result of a failed run, for people. `given_up` says that none of its tasks can commit any more."""
     if not given_up:
         words = what_stays(written, partition_count)
         return f"{words}. The run could not be ended in the database: tasks that still run may commit more"
@@ -93,13 +87,7 @@ def what_stays(written: Sequence[int], partition_count: int, *, given_up: bool =
 class BatchJob(DriverSide):
     """One run of one batch whose partitions are written one by one. Settles on entering, on :meth:`finish`, or on leaving.
 
-    Args:
-        options: The sink's settings.
-        batch_id: Name of the batch.
-        jobs: The run's Spark jobs, which end with it; None if the caller starts them.
-
-    Raises:
-        ConfigurationError, DecidedTransactionLost, OutcomeUnverifiable, Unavailable: On entering, as :meth:`settle_left`.
+    The Spark jobs end with the run; `jobs` is None if the caller starts them.
     """
 
     _layout: Layout
@@ -158,11 +146,7 @@ class BatchJob(DriverSide):
             jobs.end(self.name, Deadline(self._options.timeout_s))
 
     def _log_what_stays(self, error: BaseException) -> None:
-        """Log how the whole batch ended: tasks report only their own partition.
-
-        Raises:
-            JobFailed: In place of Spark's own exception.
-        """
+        """Log how the whole batch ended: tasks report only their own partition. Raises `JobFailed` for Spark's error."""
         try:
             words = what_stays(self.written_partitions(), self._begun_partitions, given_up=self._given_up)
         except DualWriteError as unknown:
@@ -174,11 +158,7 @@ class BatchJob(DriverSide):
             error.add_note(f"{self.name} failed: {words}")
 
     def plan(self, schema: spark.StructType) -> PartitionTask:
-        """Check topic, table and every column; writes nothing.
-
-        Raises:
-            ConfigurationError, Unavailable: As :meth:`layout`.
-        """
+        """Check topic, table and every column; writes nothing."""
         assert self.run is not None
         self._tasks_run = self.run
         self._layout = self.layout(schema)
@@ -191,9 +171,7 @@ class BatchJob(DriverSide):
     def begin(self, partition_count: int) -> None:
         """Record the batch's destination and its number of partitions, before any partition is written.
 
-        Raises:
-            ConfigurationError: The batch was begun earlier for another destination, or with another number of partitions.
-            Unavailable: The database does not answer.
+        It refuses a batch that was begun earlier for another destination, or with another number of partitions.
         """
         if partition_count:
             destination = destination_of(self.database, self._options, self._layout, Way.PARTITIONS)
@@ -205,20 +183,11 @@ class BatchJob(DriverSide):
         failpoints.hit("spark.driver_started")
 
     def written_partitions(self) -> Sequence[int]:
-        """The numbers of the partitions that are written.
-
-        Raises:
-            ConfigurationError, Unavailable: The ledger could not be read.
-        """
+        """The numbers of the partitions that are written."""
         return list(self._ledger.partitions(self._engine, self._options.sink, self._batch_id))
 
     def require_same_rows(self, reports: Collection[PartitionReport]) -> None:
-        """Compare written partitions that have no rows now. If they have rows, their tasks have already compared them.
-
-        Raises:
-            ConfigurationError: One was written with rows; or as :meth:`written_partitions`.
-            Unavailable: As :meth:`written_partitions`.
-        """
+        """Refuse written partitions that have no rows now. If they have rows, their tasks have already compared them."""
         self._require_empty(self._engine, [report.partition for report in reports if report.empty])
 
     def _require_empty(self, database: Connection | Engine, partitions: Collection[int]) -> None:
@@ -233,11 +202,7 @@ class BatchJob(DriverSide):
     def record_empty(self, partition_count: int, reports: Collection[PartitionReport]) -> None:
         """Record the partitions without rows as written, all at once: their tasks have not recorded them.
 
-        Raises:
-            Fenced: Another run of the batch has begun.
-            ConfigurationError: One was written with rows meanwhile; the batch is for another destination; or as
-                :meth:`written_partitions`.
-            Unavailable, TransactionAborted: They were not recorded. Run the batch again.
+        It refuses a partition that was written with rows meanwhile, and raises `Fenced` if another run of the batch has begun.
         """
         empty = [report.partition for report in reports if report.empty]
         if not empty:
@@ -257,10 +222,8 @@ class BatchJob(DriverSide):
     def finish(self, partition_count: int, reports: Collection[PartitionReport]) -> BatchReport:
         """Settle, and report the result of the batch.
 
-        Raises:
-            DecidedTransactionLost, OutcomeUnverifiable: Kafka does not have what the database has decided.
-            CompletionPending: A server does not answer. Run the batch again.
-            DualWriteError: A task has reported success, but the ledger does not show it.
+        Raises `CompletionPending` if a server does not answer: run the batch again. A loss is raised as by
+        :meth:`settle_left`.
         """
         failpoints.hit("spark.driver_done")
         logger.info("%s: decided, all %d partitions", self.name, partition_count)

@@ -184,8 +184,7 @@ class DriverSide:
             logger.warning("%s: could not record its failure in the ledger: %s", self.name, error)
 
     def _settle(self) -> Sequence[StateRow]:
-        """Begin the next run; settle slots whose leases have ended, and slots that earlier runs have left; return all slots'
-        rows.
+        """Begin the next run; settle slots whose leases have ended, and slots that earlier runs have left.
 
         Tasks that still run, of an earlier driver or of a failed job, are fenced: by the claim of their slots, or, if they
         have none yet, by the end of their run. A prepared transaction holds a lock on the run until it is ended here. A task

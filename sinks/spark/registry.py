@@ -43,13 +43,9 @@ _SERVER: Final = 500
 
 @dataclass(frozen=True)
 class Registered:
-    """A schema that the driver has found in the registry, or registered there.
+    """A schema that the driver has found in the registry, or registered there, with its text as sent to the registry.
 
-    Attributes:
-        subject: The subject that it is registered under.
-        text: The schema, as sent to the registry.
-        schema_id: Its id, which is part of every message.
-        version: Its number within the subject, if the registry returned one.
+    Its id is part of every message. The version is its number within the subject, if the registry returned one.
     """
 
     subject: str
@@ -147,12 +143,7 @@ def _advice(status: int) -> str:
 
 
 def latest(settings: RegistrySettings, field: str, part_format: Format, topic: str) -> Given:
-    """The latest schema of the part's subject.
-
-    Raises:
-        ConfigurationError: There is none, it has another format, or it uses a feature that this library does not support.
-        Unavailable: The registry does not answer.
-    """
+    """The latest schema of the part's subject. Refuses another format, and features that this library does not support."""
     if part_format is Format.PROTOBUF or settings.strategy != "topic":
         raise ConfigurationError(
             "use.latest.version is for avro and jsonschema with the subject name strategy topic: a Protobuf message is "
@@ -172,12 +163,7 @@ def latest(settings: RegistrySettings, field: str, part_format: Format, topic: s
 
 
 def registered(settings: RegistrySettings, schema: PartSchema, topics: Iterable[str]) -> tuple[Registered, ...]:
-    """Register a part's schema under the subject of each topic, or find it there.
-
-    Raises:
-        ConfigurationError: The registry refuses it.
-        Unavailable: The registry does not answer.
-    """
+    """Register a part's schema under the subject of each topic, or find it there. Durable there on return."""
     with _client(settings) as client, _errors_mapped():
         for topic in topics:
             _find(client, settings, schema, topic, register=settings.auto_register)
@@ -189,11 +175,7 @@ def registered(settings: RegistrySettings, schema: PartSchema, topics: Iterable[
 
 @contextmanager
 def task_registry(settings: RegistrySettings, known: Iterable[Registered]) -> Generator[TaskRegistry, None, None]:
-    """The registry for one task's serializers; closed when the block ends.
-
-    Raises:
-        ConfigurationError: A file that the settings name cannot be read here, or the settings do not fit together.
-    """
+    """The registry for one task's serializers; closed when the block ends."""
     with _client(settings, known) as client:
         yield TaskRegistry(client, settings)
 
@@ -206,12 +188,7 @@ class TaskRegistry:
         self._settings = settings
 
     def serializer(self, schema: PartSchema, topic: str) -> Callable[[object], bytes | None]:
-        """The serializer of a part's rows for a topic. Asks the registry only for schemas that the driver did not look up.
-
-        Raises:
-            ConfigurationError: The registry does not have the schema under the topic's subject.
-            Unavailable: The registry does not answer.
-        """
+        """The serializer of a part's rows for a topic. Asks the registry only for schemas that the driver did not look up."""
         with _errors_mapped():
             serialize = _find(self._client, self._settings, schema, topic, register=False)
         context = _context(schema, topic)

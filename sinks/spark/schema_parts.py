@@ -18,18 +18,14 @@ if TYPE_CHECKING:
     from confluent_kafka.serialization import SerializationContext
 
 Serialize: TypeAlias = "Callable[[object, SerializationContext], bytes | None]"
-"""One of confluent-kafka's serializers."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A message's key or value that is written with a schema.
+    """A message's key or value that is written with a schema. `name` is the default name of its record.
 
-    Attributes:
-        field: ``key`` or ``value``.
-        name: Default name of its record.
-        columns: Name and type of the DataFrame's columns that it is made of.
-        whole: Whether its only column is the part itself rather than a field of a record.
+    `columns` has name and type of the DataFrame's columns that it is made of; `whole` says that its only column is the part
+    itself rather than a field of a record.
     """
 
     field: str
@@ -42,10 +38,8 @@ class Part:
 class Given:
     """The schema that the user or the registry gives for a part; empty if it is derived.
 
-    Attributes:
-        schema: Avro or JSON Schema.
-        message: Full name of a Protobuf message.
-        descriptor: A serialized ``FileDescriptorSet``.
+    `schema` is Avro or JSON Schema. For Protobuf, `message` is a full name, and `descriptor` a serialized
+    ``FileDescriptorSet``.
     """
 
     schema: str | None = None
@@ -57,13 +51,8 @@ class Given:
 class PartSchema:
     """A part's schema, planned on the driver and shipped to the tasks. Pickles.
 
-    Attributes:
-        part: The part.
-        format: Its format.
-        text: Avro or JSON Schema; empty for Protobuf.
-        record: The record's full name, which subjects may be named after; None if it has none.
-        given: The given schema that it was made from.
-        arrow: The Arrow types that the columns are cast to; a value that does not fit fails the task.
+    `text` is Avro or JSON Schema; empty for Protobuf. `record` is the record's full name, which subjects may be named after;
+    None if it has none. The columns are cast to the types in `arrow`; a value that does not fit fails the task.
     """
 
     part: Part
@@ -80,17 +69,12 @@ class FormatModule(Protocol):
     def plan(self, part: Part, given: Given) -> PartSchema:
         """Match the part's columns with its schema. Connects to nothing.
 
-        Raises:
-            ConfigurationError: A column cannot be written with the schema. The error names the column and the type.
+        The error for a column that cannot be written with the schema names it and its type.
         """
         ...
 
     def datums(self, schema: PartSchema, arrays: list[pa.Array]) -> Iterable[object]:
-        """The serializer's input, row by row.
-
-        Raises:
-            ConfigurationError: A value cannot be written. The error names the column.
-        """
+        """The serializer's input, row by row."""
         ...
 
     def registry_schema(self, schema: PartSchema) -> Schema | None:
@@ -110,11 +94,7 @@ _MODULES: Final = {
 
 
 def module_of(part_format: Format) -> FormatModule:
-    """The module of a format that is written with a schema.
-
-    Raises:
-        ConfigurationError: A package that the format needs is not installed here.
-    """
+    """The module of a format that is written with a schema. Refuses one whose packages are not installed here."""
     try:
         found = importlib.import_module(f"dualwrite.sinks.spark.formats.{_MODULES[part_format]}")
     except ImportError as error:

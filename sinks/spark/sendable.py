@@ -42,11 +42,7 @@ def awaited(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch] | Non
 def projected_batches(
     batches: Iterable[pa.RecordBatch], schema: spark.StructType, layout: Layout
 ) -> Iterator[pa.RecordBatch]:
-    """Project the DataFrame's batches in parts: the rows of a part exist three times in memory while they are sent.
-
-    Raises:
-        ConfigurationError: A value does not fit its column.
-    """
+    """Project the DataFrame's batches in parts: the rows of a part exist three times in memory while they are sent."""
     makers = [_maker_of_columns(schema, layout, column) for column in layout.projected]
     for batch in batches:
         rows_at_once = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * batch.num_rows // max(1, batch.nbytes)))
@@ -59,11 +55,7 @@ def projected_batches(
 
 
 def fitting(array: pa.Array, column: Projected, schema: spark.StructType) -> pa.Array:
-    """Cast the array to the type that is sent.
-
-    Raises:
-        ConfigurationError: A value does not fit. The error names the column.
-    """
+    """Cast the array to the type that is sent. The error for a value that does not fit names the column."""
     if array.type == column.arrow:
         return array
     try:
@@ -128,11 +120,7 @@ _MS: Final = timedelta(milliseconds=1)
 
 
 def row_batches(rows: Iterable[Row], schema: spark.StructType, layout: Layout) -> Iterator[pa.RecordBatch]:
-    """Turn rows into projected batches of a few thousand rows.
-
-    Raises:
-        ConfigurationError: A value does not fit its column.
-    """
+    """Turn rows into projected batches of a few thousand rows."""
     makers = [_maker_of_rows(schema, layout, column.source, column.form) for column in layout.projected]
     source = iter(rows)
     while chunk := list(islice(source, _ROWS_OF_PYTHON_AT_ONCE)):
@@ -229,9 +217,7 @@ def _fields(value: Value) -> Sequence[Value]:
 def json_converter(data_type: spark.DataType, instead: Mapping[str, Convert] | None = None) -> Convert:
     """The function that turns a value of Spark's or Arrow's into one that orjson writes as Spark's ``to_json`` does.
 
-    Args:
-        data_type: The value's type.
-        instead: Other converters for some types, by the names of their classes.
+    `instead` has other converters for some types, by the names of their classes.
     """
     if isinstance(data_type, spark.ArrayType):
         element = json_converter(data_type.elementType, instead)
@@ -313,8 +299,8 @@ _SCALARS: Final[dict[str, Convert]] = {
 # The texts are those of Spark's `to_json`, with times in UTC and six digits, and nulls written as `null`; numbers may
 # be spelled differently.
 
+# Name, values and type.
 Column: TypeAlias = tuple[str, pa.Array, spark.DataType]
-"""Name, values and type."""
 
 _QUOTE: Final = '"'
 _FIRST_PRINTABLE: Final = 0x20
@@ -323,20 +309,12 @@ _FIRST, _LAST = "0001-01-01", "9999-12-31T23:59:59.999999"
 
 
 def json_rows(columns: Sequence[Column], length: int) -> pa.Array:
-    """Make a JSON object for each of `length` rows.
-
-    Raises:
-        ConfigurationError: A value has no JSON form. The error names the column.
-    """
+    """Make a JSON object for each of `length` rows. The error for a value without a JSON form names the column."""
     return _objects([(name, *_named(name, array, data_type)) for name, array, data_type in columns], length)
 
 
 def json_texts(name: str, array: pa.Array, data_type: spark.DataType) -> pa.Array:
-    """The JSON text of each value of a column; ``null`` for nulls.
-
-    Raises:
-        ConfigurationError: As :func:`json_rows`.
-    """
+    """The JSON text of each value of a column; ``null`` for nulls."""
     return _quoted(*_named(name, array, data_type))
 
 
@@ -480,6 +458,7 @@ def _each(array: pa.Array, data_type: spark.DataType) -> pa.Array:
 
 
 _Make: TypeAlias = Callable[[pa.Array, spark.DataType], pa.Array]
+# By the name of the type's class; other types are converted value by value.
 _MAKERS: Final[Mapping[str, tuple[_Make, str]]] = {
     "BooleanType": (_plain, ""),
     "ByteType": (_plain, ""),
@@ -500,4 +479,3 @@ _MAKERS: Final[Mapping[str, tuple[_Make, str]]] = {
     "MapType": (_maps, ""),
     "StructType": (_structs, ""),
 }
-"""By the name of the type's class; other types are converted value by value."""

@@ -70,12 +70,7 @@ _NOT_CONTINUOUS: Final = (
 
 @dataclass(frozen=True)
 class TaskMessage(WriterCommitMessage):
-    """A task's message to the driver.
-
-    Attributes:
-        batch_id: Name of the batch, as the task knows it.
-        prepared: What the task has prepared; None if there was nothing to do.
-    """
+    """A task's message to the driver: the batch's name as the task knows it, and what it has prepared, if anything."""
 
     batch_id: str
     prepared: PreparedPartition | None
@@ -350,9 +345,8 @@ def _batch_of(messages: Iterable[TaskMessage], number: int) -> str | None:
 def _complete(messages: Sequence[WriterCommitMessage | None], name: str, next_step: str) -> list[TaskMessage]:
     """The messages of all tasks.
 
-    Raises:
-        ConfigurationError: Spark takes a task for done that has never run this library. With the continuous trigger no task
-            does: Spark discards the rows, and commits. Nothing is written.
+    It refuses a task that Spark takes for done and that has never run this library. With the continuous trigger no task does:
+    Spark discards the rows, and commits. Nothing is written.
     """
     own = _own(messages)
     if lost := len(messages) - len(own):

@@ -51,9 +51,7 @@ class WholeBatch(DriverSide):
     def begin(self, layout: Layout) -> None:
         """Record the batch's destination, before anything of it is written.
 
-        Raises:
-            ConfigurationError: The batch was written to another destination, or partition by partition.
-            Unavailable: The database does not answer.
+        It refuses a batch that was written to another destination, or partition by partition.
         """
         destination = destination_of(self.database, self._options, layout, Way.WHOLE)
         self._ledger.begin(self._engine, self._options.sink, self._batch_id, destination)
@@ -63,16 +61,9 @@ class WholeBatch(DriverSide):
     ) -> bool:
         """Decide on everything that the tasks have prepared, in one database transaction; then complete it in Kafka.
 
-        On return the rows are in the table, the messages are visible, and the ledger names the batch.
-
-        Args:
-            layout: Which column goes where.
-            prepared: The parts that the tasks have handed over.
-            empty: How to empty the table first, in the same transaction; None to keep its rows.
-            upsert: Key columns: rows replace those in the table that have the same key.
-
-        Returns:
-            Whether this call has written the batch. False if it was already written.
+        On return the rows are in the table, the messages are visible, and the ledger names the batch. False if it was already
+        written. `empty` empties the table first, in the same transaction; with the key columns `upsert`, rows replace those of
+        the same key.
 
         Raises:
             ConfigurationError: The batch was written to another destination meanwhile; nothing of it is written to this one.
@@ -156,10 +147,7 @@ class WholeBatch(DriverSide):
     def give_up(self, layout: Layout) -> None:
         """Abort parts that are prepared and undecided; complete those that are decided.
 
-        On return, tasks that still run cannot prepare anything any more.
-
-        Raises:
-            DecidedTransactionLost, OutcomeUnverifiable, Unavailable: As :meth:`decide`.
+        On return, tasks that still run cannot prepare anything any more. A loss is raised as by :meth:`decide`.
         """
         self._note_failed()
         slots = self._settle()
@@ -180,9 +168,7 @@ class WholeBatch(DriverSide):
 class _Deciding:
     """The decision on one batch; implements :class:`~dualwrite.sinks.batches.Batch`.
 
-    Attributes:
-        slots: The rows of the sink's slots, after :meth:`settle`.
-        released: The parts whose slots went back to the pool without a claim.
+    The slots of the parts in `released` went back to the pool without a claim. `slots` are their rows after :meth:`settle`.
     """
 
     def __init__(
@@ -266,18 +252,9 @@ class _Deciding:
 class PreparedPartition:
     """The part of a batch that one task has prepared. Pickles; holds no secret.
 
-    Attributes:
-        partition: Number of the partition.
-        rows: Rows in the database, and messages in the Kafka transaction.
-        bytes: Their size, as :class:`Progress` counts it.
-        started_at: When the attempt began to write, by the database's clock.
-        owner: The holder of the slot's lease.
-        transactional_id: The slot.
-        incarnation: Of the slot's row; without a staging table, it names the prepared transaction that holds the rows.
-        namespace: Of the slot's row.
-        prepared: The Kafka transaction.
-        staged: The staging table that holds the rows; None if they are prepared in the target.
-        rests: Whether the worker keeps the slot's lane, and could continue with it.
+    `started_at` is by the database's clock. `incarnation` and `namespace` are of the slot's row. `staged` is None if the rows
+    are in a transaction prepared in the target, which the incarnation names. `rests` says that the worker could continue with
+    the slot's lane.
     """
 
     partition: int
@@ -304,27 +281,14 @@ def prepare_partition(
     run: Run | None,
     staging: bool,
 ) -> PreparedPartition | None:
-    """Send one partition to both servers, undecided.
+    """Send one partition to both servers, undecided. None if the batch is already written, or the partition is empty.
 
-    On return the rows are durable in the database, and the messages in an open Kafka transaction. The slot stays leased
-    for as long as the broker is certain to keep that transaction open, less the margin, and ``decide_within_s`` at most.
+    On return the rows are durable in the database, and the messages in an open Kafka transaction. The slot stays leased for as
+    long as the broker is certain to keep that transaction open, less the margin, and ``decide_within_s`` at most. After an
+    error, this attempt prepared nothing that could be decided.
 
-    Args:
-        options: The sink's settings.
-        layout: Which column goes where.
-        batch_id: Name of the batch.
-        batches: The projected rows; its normal end means that the partition is complete.
-        partition: Number of the partition.
-        number: Number of the attempt, from 0.
-        run: The run that the task belongs to; None if it is not known.
-        staging: Whether the rows go into a staging table rather than into the target in a prepared transaction.
-
-    Returns:
-        The part for the driver to decide. None if the batch is already written, or the partition is empty.
-
-    Raises:
-        ConfigurationError: The batch was written to another destination.
-        DualWriteError: This attempt prepared nothing that could be decided.
+    The normal end of `batches` means that the partition is complete. With `staging`, the rows go into a staging table rather
+    than into the target in a prepared transaction.
     """
     failpoints.hit("spark.task_started")
     rows = awaited(batches)

@@ -45,17 +45,8 @@ def produce_batch(
 ) -> None:
     """Produce a message for each row of a projected batch. Waits while the producer's queue is full, so memory is bounded.
 
-    Args:
-        transaction: The dual write.
-        batch: The rows.
-        layout: The positions of a message's parts in the batch.
-        topic: The topic of all messages; None if a column names it.
-        serializing: Serializes the parts that have a schema.
-        names: Names a row that is refused.
-
-    Raises:
-        TransactionAborted, ConfigurationError, Fenced, Unavailable: As ``Transaction.produce``; or a topic is null, a row
-            does not fit its schema, or Kafka has no form for another part of a message.
+    It raises what ``Transaction.produce`` raises, and refuses a row that has no topic, does not fit its schema, or has no form
+    in Kafka. `topic` is None if a column names it.
     """
     message = layout.message
     _require_form(batch, message, names)
@@ -85,11 +76,7 @@ def produce_batch(
 
 
 def _require_form(batch: pa.RecordBatch, message: MessageColumns, names: RowNames | None) -> None:
-    """Refuse what a producer would take for something else, or would refuse without the row.
-
-    Raises:
-        ConfigurationError: A row has a topic, partition, timestamp or header that no message can have.
-    """
+    """Refuse what a producer would take for something else, or would refuse without naming the row."""
     for number, find in (
         (message.topic, _impossible_topics),
         (message.partition, _impossible_partitions),
@@ -167,13 +154,7 @@ _SINKS_LOGGER: Final = "dualwrite.sinks"
 class Progress:
     """Counts the rows that one task has written so far, and logs the count from time to time.
 
-    Args:
-        name: The attempt's name.
-        every_s: Time between two lines, in seconds.
-
-    Attributes:
-        rows: Number of rows so far.
-        bytes: Their size in Arrow after the projection: the table's columns and the messages' parts.
+    The bytes are the rows' size in Arrow after the projection: the table's columns and the messages' parts.
     """
 
     def __init__(self, name: str, every_s: float) -> None:
@@ -254,9 +235,8 @@ class _Buffered(Protocol):
 def whole_input(items: Iterable[Item]) -> Iterator[Item]:
     """The input of the running task. Must be consumed by the thread that runs the task.
 
-    Raises:
-        TransactionAborted: At its end: it is not the whole partition.
-        IllegalStateError: At its end: this version of Spark does not show whether it is.
+    At its end it raises `TransactionAborted` if it is not the whole partition, and `IllegalStateError` if this version of
+    Spark does not show whether it is.
     """
     yield from items
     ahead = _worker_input().peek(len(_END))[: len(_END)]
@@ -299,18 +279,7 @@ def write_rows(
 ) -> None:
     """Write projected rows on both sides of a dual write, a batch at a time.
 
-    Args:
-        transaction: The dual write.
-        batches: The rows.
-        layout: Which column goes where.
-        table: Schema and name of the table that the rows go into: the target, or a staging table.
-        options: The sink's settings.
-        database: The database.
-        partition: Number of the partition.
-        progress: Counts each batch that is written.
-
-    Raises:
-        DualWriteError: One side refused a row, or is gone: leave the dual write, both sides abort.
+    The table is the target, or a staging table. After an error leave the dual write: both sides abort.
     """
     names = RowNames(partition, layout)
     with (

@@ -255,11 +255,11 @@ def _count(connection: Connection, staged: StagingTable) -> int:
 
 # MariaDB and MySQL, as the sinks use them.
 
+# The literals rely on these settings, under which the server refuses values that it would otherwise change.
 SESSION: Final = (
     "SET SESSION time_zone = '+00:00', SESSION sql_mode = "
     "'STRICT_TRANS_TABLES,STRICT_ALL_TABLES,NO_ZERO_DATE,NO_ZERO_IN_DATE,NO_AUTO_VALUE_ON_ZERO,NO_ENGINE_SUBSTITUTION'"
 )
-"""The literals rely on these settings, under which the server refuses values that it would otherwise change."""
 
 
 class MariaDB:
@@ -498,20 +498,15 @@ def require_types(
 # `LOAD DATA LOCAL INFILE` takes about three quarters of the time (`make bench ONLY=mariadb`), but needs `local_infile`,
 # which MySQL switches off, and turns errors into warnings.
 
+# The size of one INSERT: larger ones are no faster, and every server takes this one by default.
 MOST_BYTES: Final = 2**20
-"""The size of one INSERT: larger ones are no faster, and every server takes this one by default."""
 _LONGEST_CHARACTER: Final = 4
+# Warnings that a value was changed. In strict mode these are errors, but not for all types.
 _CHANGED: Final = frozenset({1264, 1265, 1292, 1366, 1406})
-"""Warnings that a value was changed. In strict mode these are errors, but not for all types."""
 
 
 class Inserts:
-    """Writes rows into one table.
-
-    Attributes:
-        sent_rows: Number of rows sent so far.
-        taken_rows: Number of rows that the server has counted.
-    """
+    """Writes rows into one table; counts those sent, and those that the server has counted."""
 
     def __init__(self, connection: Connection, layout: Layout, table: tuple[str, str], names: RowNames | None) -> None:
         self.sent_rows = 0
@@ -604,27 +599,21 @@ def inserting(
 # The literals suit a session whose character set is utf8mb4, whose time zone is UTC, and whose SQL mode is that of
 # `dualwrite.sinks.spark.databases.mariadb.SESSION`: backslashes escape.
 
+# Ends the shown type of a column in which the server replaces NULL by a value of its own.
 NULL_REPLACED: Final = " NOT NULL"
-"""Ends the shown type of a column in which the server replaces NULL by a value of its own."""
 
 _TYPE: Final = re.compile(r"(\w+)(?:\((.*)\))?")
 _MEMBER: Final = re.compile(r"'((?:[^']|'')*)'")
 _MOST_DIGITS: Final = 6
 _FIRST: Final = {pa.date32(): -719162, pa.timestamp("us"): -62135596800000000}
+# The years 1 to 9999, in days and in microseconds since 1970.
 _AFTER: Final = {pa.date32(): 2932897, pa.timestamp("us"): 253402300800000000}
-"""The years 1 to 9999, in days and in microseconds since 1970."""
 
 
 def literal_rows(columns: Sequence[Copied], arrays: Sequence[pa.Array], name_row: Callable[[int], str]) -> list[str]:
-    """Each row's literals, with commas between.
+    """Each row's literals, with commas between. Refuses a value that would change.
 
-    Args:
-        columns: The table's columns.
-        arrays: Their values.
-        name_row: Names a row, counted from 0, for errors.
-
-    Raises:
-        ConfigurationError: A column would change a value, or has no place for it.
+    `name_row` names a row, counted from 0, for errors.
     """
     texts = [_literals(column, array, name_row) for column, array in zip(columns, arrays, strict=True)]
     rows: list[str] = pc.binary_join_element_wise(*texts, ",").to_pylist()
@@ -690,11 +679,9 @@ def _parsed(shown_type: str) -> tuple[str, str]:
 
 
 def statements(rows: Sequence[str], most_bytes: int) -> list[tuple[int, int]]:
-    """Divide rows into INSERTs of a bounded size: the first row of each, and the one after its last.
+    """Divide rows into INSERTs: the first row of each, and the one after its last.
 
-    Args:
-        rows: The rows' literals.
-        most_bytes: The most that the literals of one INSERT may take, unless it has one row only.
+    The literals of one INSERT take at most `most_bytes`, unless it has one row only.
     """
     ends = np.cumsum([len(row.encode()) + 3 for row in rows])  # with parentheses and a comma
     found, start, sent = [], 0, 0
@@ -722,12 +709,7 @@ def table_name(table: tuple[str, str]) -> str:
 
 
 def listed(names: Sequence[str], of: str = "") -> str:
-    """Names of columns, with commas between.
-
-    Args:
-        names: The names.
-        of: The alias of their table.
-    """
+    """Names of columns, with commas between; `of` is the alias of their table."""
     return ", ".join(f"{of}.{quoted(name)}" if of else quoted(name) for name in names)
 
 
@@ -755,8 +737,8 @@ def execute(connection: Connection, statement: str) -> CursorResult[tuple[object
 
 # Errors of statements that write users' rows, on MariaDB and MySQL.
 
+# The same rows may be taken later.
 _PASSING: Final = frozenset({Meaning.CONFLICT, Meaning.BUSY, Meaning.GONE, Meaning.FULL})
-"""The same rows may be taken later."""
 _OTHER_CAUSE: Final = _PASSING | {Meaning.READ_ONLY, Meaning.LOGIN, Meaning.PRIVILEGE, Meaning.SCHEMA}
 _VALUE: Final = re.compile(r"(value: ?)'.*'(?= for column)", re.DOTALL)
 
@@ -773,13 +755,7 @@ def is_about_rows(error: exc.DBAPIError) -> bool:
 
 
 def refused(what: str, error: exc.DBAPIError, row: str | None = None) -> TransactionAborted:
-    """The error for rows that a table refuses; it says whether a retry with the same rows may succeed.
-
-    Args:
-        what: First words of the message: what failed.
-        error: The database's error.
-        row: The name of the row, if it is known.
-    """
+    """The error for rows that a table refuses; it says whether a retry with the same rows may succeed."""
     place = f" ({row})" if row is not None else ""
     words = _VALUE.sub(r"\1...", driver_words(error))  # no log may show values that are not a key
     return TransactionAborted(f"{what}: {words}{place}", retryable=meaning_of(error) in _PASSING)

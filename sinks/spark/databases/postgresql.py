@@ -456,8 +456,8 @@ _COLUMNS: Final = text(
 )
 
 _BOUNDED: Final = frozenset({"varchar", "bpchar"})
+# These types' modifier adds it to the length (VARHDRSZ).
 _HEADER: Final = 4
-"""Added to the length in these types' modifier (``VARHDRSZ``)."""
 
 _TYPES: Final = text(
     "SELECT a.attname, format_type(a.atttypid, a.atttypmod) FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid "
@@ -476,16 +476,7 @@ _KINDS: Final = {
 
 
 def read_table(connection: Connection, name: str) -> Table:
-    """Look the table up as PostgreSQL itself would: search path, quotes, upper and lower case.
-
-    Args:
-        connection: Any connection to the database.
-        name: The table's name, written as in SQL.
-
-    Raises:
-        ConfigurationError: There is no such table, it is not a table, or may not be written to.
-        Unavailable: The database does not answer.
-    """
+    """Look the table up as PostgreSQL itself would: search path, quotes, upper and lower case."""
     try:
         found = connection.execute(_FIND_TARGET, {"name": name}).one_or_none()
         if found is None:
@@ -551,20 +542,19 @@ def _scale(type_name: str, typmod: int) -> int | None:
 
 _UUID_BYTES: Final = 16
 _UUID: Final = pa.binary(_UUID_BYTES)
+# SQLSTATEs whose detail names a key: missing in another table, duplicate, or in conflict with an exclusion constraint.
 _NAMES_KEY: Final = frozenset({"23503", "23505", "23P01"})
-"""SQLSTATEs whose detail names a key: missing in another table, duplicate, or in conflict with an exclusion constraint."""
 _KEY: Final = re.compile(r"Key \(.*?\)=\(.*?\)")
+# In the first line of the context, which may name a staging table; in binary COPY it holds no values.
 _LINE: Final = re.compile(r", line ([0-9]+)")
-"""In the first line of the context, which may name a staging table; in binary COPY it holds no values."""
+# SQLSTATE classes that the same rows cause again: duplicate keys, bad values, violated constraints, missing rights.
 _DATA_CLASSES: Final = frozenset({"21", "22", "23", "42"})
-"""SQLSTATE classes that the same rows cause again: duplicate keys, bad values, violated constraints, missing rights."""
 
 
 _DAYS: Final = (-2440588, 2145042905)
+# From 4713 BC, in days and in microseconds since 1970, to what each type holds (IS_VALID_DATE, IS_VALID_TIMESTAMP in
+# PostgreSQL's timestamp.h). Numbers outside stand for its infinities, or have no binary form.
 _MICROSECONDS: Final = (-210866803200000000, 2**63 - 1)
-"""From 4713 BC, in days and in microseconds since 1970, to what each type holds (``IS_VALID_DATE``, ``IS_VALID_TIMESTAMP`` in
-PostgreSQL's timestamp.h). Numbers outside stand for its infinities, or have no binary form.
-"""
 
 
 class _Driver(Protocol):
@@ -576,11 +566,7 @@ class _Driver(Protocol):
 
 
 class TableCopy:
-    """A running COPY. Batches may be written until the block ends.
-
-    Attributes:
-        sent_rows: Number of rows sent so far.
-    """
+    """A running COPY. Batches may be written until the block ends."""
 
     def __init__(self, copy: Copy, layout: Layout, names: RowNames | None = None) -> None:
         self.sent_rows = 0
@@ -603,9 +589,7 @@ class TableCopy:
     def write(self, batch: pa.RecordBatch) -> None:
         """Send the rows of one projected batch. They are in the table once the transaction commits.
 
-        Raises:
-            ConfigurationError: A text in a ``uuid`` column is no UUID, or a column would change a value.
-            psycopg.Error: The database refuses a row, or is gone; `copying` maps it.
+        A row that the database refuses raises psycopg's error, which `copying` maps.
         """
         arrays = []
         for one in self._columns:
@@ -641,18 +625,7 @@ class TableCopy:
 def copying(
     connection: Connection, layout: Layout, table: tuple[str, str], names: RowNames | None = None
 ) -> Generator[TableCopy, None, None]:
-    """COPY the layout's table columns into a table; an exception in the block cancels it.
-
-    Args:
-        connection: Inside the dual write.
-        layout: Which column goes where.
-        table: Schema and name of the table.
-        names: Names a row that the database refuses.
-
-    Raises:
-        TransactionAborted: The database refused a row, left one out, or is gone, or the table's types are no longer those of
-            the plan: leave the dual write, both sides abort.
-    """
+    """COPY the layout's table columns into a table; an exception in the block cancels it. See :meth:`SinkDatabase.writing`."""
     driver = cast("_Driver", connection.connection.dbapi_connection)
     statement = sql.SQL("COPY {} ({}) FROM STDIN (FORMAT BINARY)").format(
         sql.Identifier(*table),
@@ -674,13 +647,7 @@ def copying(
 
 
 def refused(what: str, error: psycopg.Error, row: str | None = None) -> TransactionAborted:
-    """The error for rows that a table refuses; it says whether a retry with the same rows may succeed.
-
-    Args:
-        what: First words of the message: what failed.
-        error: The database's error.
-        row: The name of the row, if it is known.
-    """
+    """The error for rows that a table refuses; it says whether a retry with the same rows may succeed."""
     shown = []
     # Only this detail: others show the values of whole rows.
     if error.sqlstate in _NAMES_KEY and (key := _KEY.match(error.diag.message_detail or "")):
@@ -744,8 +711,7 @@ _ALLOWED: Final = text(
 def require_room(connection: Connection) -> None:
     """Make sure, before rows are written, that the database takes one more prepared transaction.
 
-    Raises:
-        ConfigurationError: It does not. (Another task may still take the last place before us; see :func:`ran_out`.)
+    Another task may still take the last place before us; see :func:`ran_out`.
     """
     most, present = connection.execute(_ROOM).one()
     if present >= most:

@@ -37,6 +37,7 @@ Convert: TypeAlias = Callable[[object], object]
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NOT_NAME: Final = re.compile(r"[^A-Za-z0-9_]")
 
+# Avro type and logical type of a simple Spark type, by the name of its class.
 DERIVED: Final[Mapping[str, str]] = {
     "BooleanType": "boolean",
     "ByteType": "int",
@@ -55,8 +56,8 @@ DERIVED: Final[Mapping[str, str]] = {
     "TimeType": "long time-micros",
     "VariantType": "string",
 }
-"""Avro type and logical type of a simple Spark type, by the name of its class."""
 
+# The types that a given schema may have instead, and the Arrow type whose cast fails for values that do not fit.
 _ALSO: Final[Mapping[str, Mapping[str, pa.DataType | None]]] = {
     "ByteType": {"long": None},
     "ShortType": {"long": None},
@@ -67,7 +68,6 @@ _ALSO: Final[Mapping[str, Mapping[str, pa.DataType | None]]] = {
     "TimestampNTZType": {"long local-timestamp-millis": pa.timestamp("ms")},
     "TimeType": {"int time-millis": pa.time32("ms")},
 }
-"""The types that a given schema may have instead, and the Arrow type whose cast fails for values that do not fit."""
 
 _TEMPORAL: Final = (pa.types.is_timestamp, pa.types.is_date, pa.types.is_time)
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 Json: TypeAlias = object
 
+# The JSON Schema of a simple Spark type, by the name of its class.
 DERIVED: Final[Mapping[str, Mapping[str, str]]] = {
     "BooleanType": {"type": "boolean"},
     "ByteType": {"type": "integer"},
@@ -55,7 +56,6 @@ DERIVED: Final[Mapping[str, Mapping[str, str]]] = {
     "TimeType": {"type": "string"},
     "VariantType": {},
 }
-"""The JSON Schema of a simple Spark type, by the name of its class."""
 
 _READY: Final = (spark.BooleanType, spark.IntegralType, spark.StringType)
 

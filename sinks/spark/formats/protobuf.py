@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 Convert: TypeAlias = Callable[[object], object]
 
 _WHOLE: Final = ("int32", "sint32", "sfixed32", "int64", "sint64", "sfixed64")
+# The fields that take a simple Spark type, by the name of its class.
 TAKEN: Final[Mapping[str, tuple[str, ...]]] = {
     "BooleanType": ("bool",),
     "ByteType": _WHOLE,
@@ -58,7 +59,6 @@ TAKEN: Final[Mapping[str, tuple[str, ...]]] = {
     "DayTimeIntervalType": ("google.protobuf.Duration",),
     "VariantType": ("string",),
 }
-"""The fields that take a simple Spark type, by the name of its class."""
 
 _KINDS: Final = {
     number: name.removeprefix("TYPE_").lower() for name, number in descriptor_pb2.FieldDescriptorProto.Type.items()
@@ -297,11 +297,7 @@ def descriptor_set(message: object) -> bytes:
 
 
 def read_descriptor(descriptor: str | bytes) -> bytes:
-    """Return a descriptor set; read it from its file if a path is given.
-
-    Raises:
-        ConfigurationError: The file cannot be read.
-    """
+    """Return a descriptor set; read it from its file if a path is given."""
     if isinstance(descriptor, bytes):
         return descriptor
     try:

@@ -23,21 +23,15 @@ if TYPE_CHECKING:
     from dualwrite.sinks.spark.options import SinkOptions
     from dualwrite.sinks.spark.registry import TaskRegistry
 
+# The errors that the three formats' libraries raise for a value that they refuse.
 _UNFIT: Final = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SerializationError)
-"""The errors that the three formats' libraries raise for a value that they refuse."""
 
 
 @contextmanager
 def serializing(
     options: SinkOptions, layout: Layout, names: RowNames | None = None
 ) -> Generator[Serializing, None, None]:
-    """A task's serializers; connections open at first use, and close when the block ends.
-
-    Args:
-        options: The sink's settings.
-        layout: Which column goes where.
-        names: Names a row that cannot be serialized.
-    """
+    """A task's serializers; connections open at first use, and close when the block ends."""
     with ExitStack() as closed_later:
         yield Serializing(options, layout, closed_later, names)
 
@@ -57,12 +51,7 @@ class Serializing:
         self._made: dict[tuple[str, str], Callable[[object], bytes | None]] = {}
 
     def part(self, batch: pa.RecordBatch, part: Encoded, topics: Iterable[str | None]) -> list[bytes | None]:
-        """A batch's keys or values.
-
-        Raises:
-            ConfigurationError: A row does not fit the schema, or the registry does not have it under the topic's subject.
-            Unavailable: The registry does not answer a query for a topic's subject.
-        """
+        """A batch's keys or values. Refuses a row that does not fit; may ask the registry for a topic's subject."""
         schema, field = part.schema, part.schema.part.field
         arrays = [batch.column(number) for number in part.columns]
         found: list[bytes | None] = []
@@ -95,12 +84,7 @@ class Serializing:
 
 
 def given_schemas(options: SinkOptions) -> Mapping[str, Given]:
-    """The schemas that the user gives for the parts, or the registry's latest ones if the settings ask for them.
-
-    Raises:
-        ConfigurationError: A package is missing, the descriptor set cannot be read, or a latest schema cannot be used.
-        Unavailable: The registry does not answer.
-    """
+    """The schemas that the user gives for the parts, or the registry's latest ones if the settings ask for them."""
     parts = {"key": Format(options.key_format), "value": options.format_of_value}
     return {
         field: _given(options, field, part_format) for field, part_format in parts.items() if part_format in REGISTERED
@@ -123,12 +107,7 @@ def _given(options: SinkOptions, field: str, part_format: Format) -> Given:
 
 
 def registered_layout(options: SinkOptions, layout: Layout) -> Layout:
-    """Register the layout's schemas, or find them in the registry: durable there on return.
-
-    Raises:
-        ConfigurationError: The registry refuses a schema.
-        Unavailable: The registry does not answer.
-    """
+    """Register the layout's schemas, or find them in the registry: durable there on return."""
     message = layout.message
     value = _registered(options, message.value) if isinstance(message.value, Encoded) else message.value
     key = _registered(options, message.key) if isinstance(message.key, Encoded) else message.key
