@@ -41,11 +41,8 @@ _STARTED: Final = "MIN(CASE WHEN partition_id = -2 THEN written_at ELSE started_
 def create_batch_view(op: Operations, schema: str | None, *, failed: bool, replace: bool = False) -> None:
     """Create the view.
 
-    Args:
-        op: The migration's operations.
-        schema: The schema of the tables.
-        failed: Whether the view shows batches whose last run failed, and undecided batches that are decided as a whole.
-        replace: Whether the view already exists, with fewer columns. Its grants stay where the database allows it.
+    With `failed`, it shows batches whose last run failed, and undecided batches that are decided as a whole. `replace` says
+    that it already exists, with fewer columns; its grants stay where the database allows it.
     """
     prefix = prefix_of(op, schema)
     view = f"{prefix}dualwrite_batch"

@@ -55,14 +55,7 @@ ATTRIBUTES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Span:
-    """One kind of span.
-
-    Attributes:
-        name: Its name; ``{topic}`` stands for a topic.
-        kind: OpenTelemetry's span kind.
-        stands_for: The time that it covers.
-        attributes: All attributes that it may have.
-    """
+    """One kind of span. In its name, ``{topic}`` stands for a topic; `stands_for` is the time that it covers."""
 
     name: str
     kind: str
@@ -195,7 +188,7 @@ METRICS: Final = (
     TIME_LEFT,
     KAFKA_OPEN_TIME,
 )
+# The bounds of the histograms' buckets that are proposed to the SDK, in seconds.
 BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""The bounds of the histograms' buckets that are proposed to the SDK, in seconds."""
+# Likewise, for numbers of units.
 BUCKETS_UNITS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Likewise, for numbers of units."""

@@ -284,12 +284,7 @@ def compare(
 ) -> list[Finding]:
     """Compare the two sides with each other and with the journal.
 
-    Args:
-        history: The answers that the writers got.
-        rows: The operation of every row.
-        messages: Every committed message, in order of offset within a partition.
-        rows_per_operation: Rows that each operation inserts.
-        messages_per_operation: Messages that each operation publishes.
+    `rows` has the operation of every row; `messages`, every committed message, in order of offset within a partition.
     """
     in_rows, in_messages = Counter(rows), Counter(message.operation for message in messages)
     findings = []
@@ -329,13 +324,7 @@ def _reordered(history: History, messages: Sequence[Place]) -> list[Finding]:
 def compare_readings(
     before: Mapping[str, Sequence[Place]], after: Mapping[str, Sequence[Place]], which: str
 ) -> list[Finding]:
-    """Compare the messages seen by two consumers.
-
-    Args:
-        before: By topic, the messages that the first saw.
-        after: By topic, the messages that the second saw.
-        which: Names the two consumers, for display.
-    """
+    """Compare the messages that two consumers saw, by topic; `which` names the consumers, for display."""
     findings = []
     for topic in sorted({*before, *after}):
         ones, others = _by_partition(before.get(topic, ())), _by_partition(after.get(topic, ()))
@@ -375,6 +364,7 @@ class Word(Enum):
     LOST = "lost"
 
 
+# The event for each DualWriteError.outcome.
 _WORD_OF_OUTCOME: Final = {
     "none": Word.ABORTED,
     "aborted": Word.ABORTED,
@@ -382,7 +372,6 @@ _WORD_OF_OUTCOME: Final = {
     "unknown": Word.IN_DOUBT,
     "lost": Word.LOST,
 }
-"""The event for each `DualWriteError.outcome`."""
 
 
 @dataclass
@@ -667,6 +656,7 @@ class Follower:
             self._consumer.close()
 
 
+# A consumer reports these errors while a broker is down or starting; it recovers by itself.
 _PASSING = frozenset(
     {
         KafkaError._ALL_BROKERS_DOWN,  # noqa: SLF001 - the constants' public names
@@ -678,4 +668,3 @@ _PASSING = frozenset(
         KafkaError.LEADER_NOT_AVAILABLE,
     }
 )
-"""Errors that a consumer reports while a broker is down or starting; it recovers by itself."""

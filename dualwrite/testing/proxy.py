@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 # The units that a proxy forwards: requests and answers, which a codec cuts out of two byte streams.
 
 RequestT = TypeVar("RequestT")
-"""A request as a test sees it."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,6 @@ class Codec(Protocol[RequestT]):
 
 
 GONE = (asyncio.IncompleteReadError, ConnectionError)
-"""The errors raised once a peer has closed or reset its connection."""
 
 
 class Connection(Generic[RequestT]):
@@ -89,11 +87,6 @@ class Connection(Generic[RequestT]):
 
     The connection to the server stays open after the client has gone, as long as a request that a rule has taken waits to be
     sent or answered. So a request can arrive after its sender has given up, like a delayed packet.
-
-    Args:
-        codec: Splits the streams into units.
-        client: The client's connected socket.
-        rule_for: Finds the rule that takes a unit.
     """
 
     def __init__(
@@ -102,8 +95,8 @@ class Connection(Generic[RequestT]):
         client: socket.socket,
         rule_for: Callable[[Unit[RequestT], Connection[RequestT]], Rule[RequestT] | None],
     ) -> None:
+        # Errors of the proxy itself, once `serve` has ended.
         self.failures: list[Exception] = []
-        """Errors of the proxy itself, once `serve` has ended."""
         self._codec = codec
         self._socket = client
         self._client: asyncio.StreamWriter | None = None

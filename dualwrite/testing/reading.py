@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 AT_ONCE = 10_000
+# The least time for a broker to answer one request, even at the deadline: a shorter wait would prove nothing.
 _ANSWER_S = 10.0
-"""The least time for a broker to answer one request, even at the deadline: a shorter wait would prove nothing."""
 
 
 class Record(NamedTuple):
@@ -108,17 +108,7 @@ def _headers(message: Message) -> tuple[tuple[str, bytes | None], ...]:
 
 
 def stable_ends(config: Mapping[str, str], topic: str, *, timeout_s: float = 120.0) -> dict[int, int]:
-    """The end of each partition, once no transaction is open on the topic.
-
-    Args:
-        config: As for `read_committed`.
-        topic: The topic.
-        timeout_s: Seconds that it may take.
-
-    Raises:
-        Unavailable: A transaction stayed open.
-        confluent_kafka.KafkaException: The brokers refused, with their reason.
-    """
+    """The end of each partition, once no transaction is open on the topic; `Unavailable` if one stays open."""
     return _wait_for_stable_ends(AdminClient(dict(config)), topic, Deadline(timeout_s))
 
 

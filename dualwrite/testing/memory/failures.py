@@ -49,13 +49,9 @@ class Rows(Enum):
 
 @dataclass(frozen=True)
 class Effect:
-    """The effect of one failure.
+    """The effect of one failure: the error that leaves the block, and whether the rows are there.
 
-    Attributes:
-        raised: The class of the error that leaves the block.
-        outcome: That error's ``outcome``.
-        rows: Whether the rows are there.
-        settled: Whether settling makes the messages visible if the rows are there. Until then they are not.
+    `settled` says whether settling makes the messages visible if the rows are there. Until then they are not.
     """
 
     raised: type[DualWriteError]
@@ -69,6 +65,7 @@ _FENCED: Final = Effect(Fenced, "aborted")
 _REFUSED: Final = Effect(ConfigurationError, "none")
 _SILENT: Final = Effect(Unavailable, "none")
 
+# By place and planted error: the ways in which the real writer's servers can fail. A test compares the two writers.
 EFFECTS: Final[Mapping[tuple[Place, type[DualWriteError]], Effect]] = MappingProxyType(
     {
         (Place.BEGIN, Fenced): _FENCED,
@@ -93,7 +90,6 @@ EFFECTS: Final[Mapping[tuple[Place, type[DualWriteError]], Effect]] = MappingPro
         (Place.COMPLETE, OutcomeUnverifiable): Effect(OutcomeUnverifiable, "unknown", Rows.COMMITTED),
     }
 )
-"""By place and planted error: the ways in which the real writer's servers can fail. A test compares the two writers."""
 
 
 # The failures that a test has planted, until a dual write reaches their places.
@@ -101,12 +97,9 @@ EFFECTS: Final[Mapping[tuple[Place, type[DualWriteError]], Effect]] = MappingPro
 
 @dataclass(frozen=True)
 class Failure:
-    """One planted failure.
+    """One planted failure: the place, and the error that the server's part raises there.
 
-    Attributes:
-        place: Where it happens.
-        error: The error that the server's part raises.
-        rows_committed: Whether the database commits nevertheless.
+    `rows_committed` says whether the database commits nevertheless.
     """
 
     place: Place
@@ -120,8 +113,7 @@ class Failure:
 class Planted:
     """The planted failures that have not happened yet, in the order of planting. Used by many threads at once.
 
-    Attributes:
-        fenced: Whether another owner has taken over: no dual write of this writer can begin any more.
+    `fenced` says that another owner has taken over: no dual write of this writer can begin any more.
     """
 
     def __init__(self) -> None:
@@ -135,11 +127,7 @@ class Planted:
         return list(self._waiting)
 
     def add(self, place: Place, error: DualWriteError, *, rows_committed: bool | None) -> None:
-        """Add a failure.
-
-        Raises:
-            ValueError: The real writer cannot fail in this way.
-        """
+        """Add a failure; `ValueError` if the real writer cannot fail in this way."""
         effect = EFFECTS.get((place, type(error)))
         if effect is None:
             possible = ", ".join(kind.__name__ for at, kind in EFFECTS if at is place)
@@ -159,10 +147,6 @@ class Planted:
             return found
 
     def reach(self, place: Place) -> None:
-        """Reach a place.
-
-        Raises:
-            DualWriteError: A failure was planted there.
-        """
+        """Reach a place, and raise what was planted there."""
         if (found := self.take(place)) is not None:
             raise found.error

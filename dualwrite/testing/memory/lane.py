@@ -74,14 +74,7 @@ class _Delivered:
 
 
 class MemoryProducer:
-    """The calls of a `TransactionalProducer` that a dual write makes. Its transaction begins and ends with that of its lane.
-
-    Args:
-        lane: The lane.
-        planted: The planted failures.
-        bulk: As the real one's.
-        max_message_bytes: The greatest size of key and value together.
-    """
+    """The calls of a `TransactionalProducer` that a dual write makes. Its transaction begins and ends with that of its lane."""
 
     begun_for_s = 0.0
     transaction_timeout_ms = NEVER_MS
@@ -159,17 +152,7 @@ class MemoryProducer:
 
 
 class MemoryLane:
-    """The part of a :class:`dualwrite.writing.lane.Lane` that a dual write and the lanes of a writer use.
-
-    Args:
-        transactional_id: The lane's id.
-        engine: The user's engine.
-        dialect: The adapter for its database.
-        planted: The planted failures.
-        log: Takes the transactions.
-        bulk: See `MemoryProducer`.
-        max_message_bytes: See `MemoryProducer`.
-    """
+    """The part of a :class:`dualwrite.writing.lane.Lane` that a dual write and the lanes of a writer use."""
 
     unrecorded = None
     pending_end = None
@@ -374,23 +357,12 @@ def is_shared(engine: Engine) -> bool:
 
 
 def dialect_for_tests(engine: Engine) -> Dialect:
-    """The adapter for the engine's database.
-
-    Raises:
-        ConfigurationError: The database or driver is not supported.
-    """
+    """The adapter for the engine's database."""
     return SQLiteInMemory() if engine.dialect.name == "sqlite" else dialect_of(engine)
 
 
 class MemoryStore:
-    """The dual writes' calls of :class:`dualwrite.interfaces.StateStore`, for one lane: the decision is kept in memory.
-
-    Args:
-        engine: The user's engine.
-        dialect: The adapter for its database.
-        planted: The planted failures.
-        lane: The lane, which knows the current transaction.
-    """
+    """The dual writes' calls of :class:`dualwrite.interfaces.StateStore`, for one lane: the decision is kept in memory."""
 
     def __init__(self, engine: Engine, dialect: Dialect, planted: Planted, lane: MemoryLane) -> None:
         self._engine = engine
@@ -477,11 +449,7 @@ class MemoryStore:
         self.rollback(connection)
 
     def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:
-        """See the port. Asked for only after a COMMIT in doubt, which stays so.
-
-        Raises:
-            DualWriteError: Always.
-        """
+        """See the port. Asked for only after a COMMIT in doubt, which stays so: it always raises."""
         del deadline
         raise DualWriteError("the database does not say how the COMMIT ended", transactional_id=transactional_id)
 

@@ -66,11 +66,7 @@ def hold() -> int:
 
 
 def up() -> int:
-    """Start the servers unless they run, and print the environment variables that lead to them.
-
-    Raises:
-        Unavailable: They did not start; the message holds their log.
-    """
+    """Start the servers unless they run, and print the environment variables that lead to them."""
     STATE.mkdir(parents=True, exist_ok=True)
     state, log = STATE / "state.json", STATE / "log"
     if not _held():
@@ -91,11 +87,7 @@ def up() -> int:
 
 
 def down() -> int:
-    """Stop the servers and delete their data, if they run.
-
-    Raises:
-        Unavailable: They did not stop.
-    """
+    """Stop the servers and delete their data, if they run."""
     state = STATE / "state.json"
     if not STATE.is_dir() or not _held() or not state.exists():
         sys.stderr.write("no servers run\n")

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+# The longest time that a dead parent goes unnoticed while a fork of it still holds our standard input open.
 PARENT_POLL_S = 0.5
-"""The longest time that a dead parent goes unnoticed while a fork of it still holds our standard input open."""
 
 
 def _prctl() -> Callable[[int, int], int] | None:

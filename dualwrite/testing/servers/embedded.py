@@ -36,11 +36,8 @@ WARDEN = Path(__file__).with_name("_warden.py")
 class ServerProcess:
     """A directory, and at most one server process that runs in it.
 
-    Both go away when this object is closed, and when this process dies in any way, SIGKILL included: a small separate
-    process (``_warden.py``) ensures that. A stopped or killed server may be started again in the same directory.
-
-    Args:
-        name: Names the server in errors and in the temporary directory's name.
+    Both go away when this object is closed, and when this process dies in any way, SIGKILL included: a small separate process
+    (``_warden.py``) ensures that. A stopped or killed server may be started again in the same directory.
     """
 
     def __init__(self, name: str) -> None:
@@ -86,17 +83,7 @@ class ServerProcess:
         env: Mapping[str, str] | None = None,
         user: str | None = None,
     ) -> None:
-        """Start the server, appending its output to ``log``.
-
-        Args:
-            argv: Program and arguments.
-            env: Environment; this process's own if not given.
-            user: Operating system user to run as; only root can choose one.
-
-        Raises:
-            IllegalStateError: It is running already.
-            OSError: The program could not be started.
-        """
+        """Start the server, appending its output to ``log``. Only root can choose another `user` to run it as."""
         if self.running:
             raise IllegalStateError(f"the embedded {self.name} is already running")
         answer = self._ask(
@@ -133,11 +120,7 @@ class ServerProcess:
                 return None
 
     def signal(self, number: signal.Signals) -> None:
-        """Send the server a signal.
-
-        Raises:
-            IllegalStateError: No server runs.
-        """
+        """Send the server a signal."""
         if not self._ask("signal", number=int(number))["sent"]:
             raise IllegalStateError(f"the embedded {self.name} is not running")
 
@@ -199,12 +182,12 @@ class EmbeddedDatabase(Embedded):
         start_timeout_s: Seconds that a start may take.
     """
 
+    # Its name in errors; in lower case, in the name of its directory.
     _SOFTWARE: ClassVar[str]
-    """Its name in errors; in lower case, in the name of its directory."""
+    # The environment variable that may hold the URL of a server to use instead.
     _VARIABLE: ClassVar[str]
-    """The environment variable that may hold the URL of a server to use instead."""
+    # The port of a URL that names none.
     _DEFAULT_PORT: ClassVar[int]
-    """The port of a URL that names none."""
 
     def __init__(self, settings: Mapping[str, str] | None = None, *, start_timeout_s: float = 180.0) -> None:
         self._settings = dict(settings or {})
@@ -290,11 +273,7 @@ class EmbeddedDatabase(Embedded):
         )
 
     def _make_data(self, process: ServerProcess, argv: Sequence[str], *, user: str | None = None) -> None:
-        """Run the program that creates the data directory.
-
-        Raises:
-            ConfigurationError: It failed, or was too slow.
-        """
+        """Run the program that creates the data directory."""
         process.start(argv, user=user)
         code = process.exit_code(self._start_timeout_s)
         if code != 0:
@@ -362,12 +341,12 @@ class EmbeddedCluster(Embedded, Generic[MemberT]):
         start_timeout_s: Seconds that a start may take.
     """
 
+    # Its name in errors.
     _SOFTWARE: ClassVar[str]
-    """Its name in errors."""
+    # The environment variable that may hold the addresses of servers to use instead.
     _VARIABLE: ClassVar[str]
-    """The environment variable that may hold the addresses of servers to use instead."""
+    # The word of errors for all servers together.
     _CLUSTER: ClassVar[str]
-    """The word of errors for all servers together."""
     _MEMBER: ClassVar[str]
     """The word of errors for one server."""
 

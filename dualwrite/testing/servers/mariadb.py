@@ -60,12 +60,7 @@ def is_fetched() -> bool:
 
 
 def fetched_mariadb(pom: Path = POM) -> Path:
-    """The directory of MariaDB's ``bin``, ``scripts`` and ``share``; fetches and unpacks it first if the cache lacks it.
-
-    Raises:
-        ConfigurationError: Maven or Java is missing.
-        Unavailable: Maven could not fetch it.
-    """
+    """The directory of MariaDB's ``bin``, ``scripts`` and ``share``; fetches and unpacks it first if the cache lacks it."""
     return fetched_jars(pom, "mariadb", "MariaDB", _unpack) / _UNPACKED
 
 

@@ -198,14 +198,8 @@ def unprivileged_user() -> pwd.struct_passwd | None:
 def binaries(directory: Path) -> Path:
     """The directory of ``initdb`` and ``postgres``, accessible to the user that runs them.
 
-    Only root can enter an environment below root's home. The binaries are then brought into the server's own directory,
-    as hard links where possible, instead of opening that home to all users.
-
-    Args:
-        directory: The server's directory.
-
-    Raises:
-        ConfigurationError: The wheel with the binaries is not installed.
+    Only root can enter an environment below root's home. The binaries are then brought into the server's own directory, as
+    hard links where possible, instead of opening that home to all users.
     """
     spec = importlib.util.find_spec(WHEEL)
     if spec is None or spec.origin is None:

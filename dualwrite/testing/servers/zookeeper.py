@@ -242,12 +242,7 @@ class _Server:
         )
 
     def wait_until_it_serves(self, deadline: Deadline) -> None:
-        """Wait until it answers requests; in an ensemble that takes a quorum.
-
-        Raises:
-            ConfigurationError: It exited while starting.
-            Unavailable: It took too long.
-        """
+        """Wait until it answers requests; in an ensemble that takes a quorum."""
         wait_until_ready(self.process, "ZooKeeper", self.mode, deadline)
 
     def mode(self) -> str:
