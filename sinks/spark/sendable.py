@@ -78,7 +78,6 @@ def without_unused(df: DataFrame, layout: Layout) -> DataFrame:
 
 
 def _maker_of_columns(schema: spark.StructType, layout: Layout, column: Projected) -> Make:
-    """The function that makes one projected column from a batch."""
     number, form = column.source, column.form
     if number == WHOLE_ROW:
         parts = [(number, name, schema.fields[number].dataType) for number, name in layout.json_columns]
@@ -135,7 +134,6 @@ def row_batches(rows: Iterable[Row], schema: spark.StructType, layout: Layout) -
 
 
 def _maker_of_rows(schema: spark.StructType, layout: Layout, source: int, form: Form) -> Callable[[Row], Value]:
-    """The function that makes one projected value from a row."""
     if source == WHOLE_ROW:
         parts = [(number, name, json_converter(schema.fields[number].dataType)) for number, name in layout.json_columns]
         return lambda row: orjson.dumps({name: make(row[number]) for number, name, make in parts}).decode()

@@ -347,8 +347,8 @@ class EmbeddedCluster(Embedded, Generic[MemberT]):
     _VARIABLE: ClassVar[str]
     # The word of errors for all servers together.
     _CLUSTER: ClassVar[str]
+    # The word of errors for one server.
     _MEMBER: ClassVar[str]
-    """The word of errors for one server."""
 
     def __init__(self, *, special: bool, start_timeout_s: float) -> None:
         self._start_timeout_s = start_timeout_s
@@ -409,19 +409,9 @@ def wait_until_ready(
     limit: str = "in time",
     look_every_s: float = 0.05,
 ) -> None:
-    """Wait for a server that is starting.
+    """Wait for a server that is starting. `ready` is called at least once.
 
-    Args:
-        process: Its process.
-        who: Names it in errors.
-        ready: Whether it is ready. Called at least once.
-        deadline: When to give up.
-        limit: Names the deadline in errors.
-        look_every_s: Seconds between two calls of ``ready``.
-
-    Raises:
-        ConfigurationError: It exited.
-        Unavailable: It took too long.
+    `ConfigurationError` means that it exited, `Unavailable` that it took too long; `limit` names the deadline in that error.
     """
     while not ready():
         code = process.exit_code(look_every_s)
@@ -434,12 +424,7 @@ def wait_until_ready(
 def stop_process(
     process: ServerProcess, who: str, timeout_s: float, how: str = "SIGTERM", *, by: signal.Signals = signal.SIGTERM
 ) -> None:
-    """Stop a server by a signal, even if it is suspended.
-
-    Raises:
-        IllegalStateError: It is not running.
-        Unavailable: It still runs.
-    """
+    """Stop a server by a signal, even if it is suspended."""
     process.signal(signal.SIGCONT)
     process.signal(by)
     if process.exit_code(timeout_s) is None:

@@ -29,11 +29,7 @@ def cache_directory() -> Path:
 
 
 def java() -> str:
-    """The ``java`` program: ``JAVA_HOME``'s, else the first on the path.
-
-    Raises:
-        ConfigurationError: There is none.
-    """
+    """The ``java`` program: ``JAVA_HOME``'s, else the first on the path."""
     home = os.environ.get("JAVA_HOME")
     return _program(f"{home}/bin/java" if home else "java", "a Java runtime, 17 or newer (JAVA_HOME or PATH)")
 
@@ -57,17 +53,9 @@ def kafka_jars(pom: Path = POM) -> Path:
 def fetched_jars(pom: Path, prefix: str, what: str, unpack: Callable[[Path], None] | None = None) -> Path:
     """The directory with the jars that a ``pom.xml`` names; fetches them first if they are not in the cache.
 
-    Several processes may ask at once: one fetches, the others wait. No process sees a half-fetched directory.
-
-    Args:
-        pom: Names the jars. The cache has one directory for each content of it.
-        prefix: The beginning of the directory's name.
-        what: The product, for messages; its version is the first dependency's.
-        unpack: Called once with the directory of the jars just fetched, before anybody else can see it.
-
-    Raises:
-        ConfigurationError: Maven or Java is missing.
-        Unavailable: Maven could not fetch them.
+    Several processes may ask at once: one fetches, the others wait. No process sees a half-fetched directory: `unpack` is
+    called once, with the directory of the jars just fetched, before anybody else can see it. The cache has one directory for
+    each content of `pom`, whose first dependency has the version of the product `what`.
     """
     content = pom.read_bytes()
     version = ET.fromstring(content).findtext("{*}dependencies/{*}dependency/{*}version", "unknown")

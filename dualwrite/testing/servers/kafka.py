@@ -44,16 +44,12 @@ if TYPE_CHECKING:
 # The settings of the embedded Kafka broker.
 
 ADMIN = "admin"
+# Characters with a special meaning in the two notations that define the broker's users.
 FORBIDDEN_IN_NAMES = frozenset('",=[]\\; \n')
-"""Characters with a special meaning in the two notations that define the broker's users."""
 
 
 class Ports:
-    """The ports of one broker, reserved until released.
-
-    Args:
-        proxies: Number of proxies to reserve ports for.
-    """
+    """The ports of one broker, reserved until released."""
 
     def __init__(self, proxies: int) -> None:
         self.client = ReservedPort()
@@ -86,19 +82,8 @@ def server_properties(
     """The complete ``server.properties`` of a node.
 
     The broker talks to itself over ``INTERNAL``, so that a proxy in front of ``PROXIED`` sees only clients' requests;
-    ``CLIENTS`` bypasses the proxies.
-
-    Args:
-        directory: The parent of the data directory.
-        ports: The node's ports.
-        node_id: The node's number.
-        controllers: The controller port of each node of the cluster.
-        users: Names and passwords; if empty, there is no authentication and no authoriser.
-        admin_password: The password of the super user, which the broker itself also uses.
-        more: Settings to add or to override.
-
-    Raises:
-        ConfigurationError: A user's name or password cannot be represented in the broker's settings.
+    ``CLIENTS`` bypasses the proxies. `admin_password` is the super user's, which the broker itself also uses. Without `users`
+    there is no authentication and no authoriser. `directory` is the parent of the data directory.
     """
     protocol = "SASL_PLAINTEXT" if users else "PLAINTEXT"
     replicas = min(3, len(controllers))
@@ -188,18 +173,11 @@ def render(settings: Mapping[str, str]) -> str:
 # One node of the embedded Kafka cluster: a process with a directory and ports.
 
 WHO = "the broker"
-"""Its name in errors."""
 JVM_OPTIONS = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData", "-Xshare:auto")
 
 
 class Broker:
-    """A broker that is also a controller. Closing it deletes its directory.
-
-    Args:
-        node_id: From 1.
-        proxies: Number of proxies that it supports.
-        heap: The JVM's maximum heap.
-    """
+    """A broker that is also a controller. Closing it deletes its directory."""
 
     def __init__(self, node_id: int, *, proxies: int, heap: str) -> None:
         self.node_id = node_id
@@ -215,11 +193,7 @@ class Broker:
     def format(
         self, jars: Path, cluster_id: str, settings: Mapping[str, str], passwords: Mapping[str, str], deadline: Deadline
     ) -> None:
-        """Write its settings, and create its data directory.
-
-        Raises:
-            ConfigurationError: The storage tool refuses the settings.
-        """
+        """Write its settings, and create its data directory."""
         directory = self.process.directory
         (directory / "server.properties").write_text(render(settings), encoding="utf-8")
         (directory / "tmp").mkdir()
@@ -232,20 +206,11 @@ class Broker:
             raise ConfigurationError(f"Kafka's storage tool ended with {code}:\n{self.process.log_tail()}")
 
     def start(self, jars: Path) -> None:
-        """Start the process.
-
-        Raises:
-            IllegalStateError: It is running already.
-        """
+        """Start the process."""
         self.process.start(self._command(jars, "kafka.Kafka", ["server.properties"]))
 
     def wait_until_it_listens(self, deadline: Deadline) -> None:
-        """Wait until clients can connect.
-
-        Raises:
-            ConfigurationError: It exited while starting.
-            Unavailable: It took too long.
-        """
+        """Wait until clients can connect. `ConfigurationError` means that it exited while starting."""
         port = self.ports.client.number
         wait_until_ready(self.process, WHO, lambda: accepts_connections(port), deadline)
 
@@ -576,12 +541,7 @@ def _joined(admin: AdminClient, deadline: Deadline) -> set[int]:
 
 
 def create(admin: AdminClient, name: str, partitions: int, config: Mapping[str, str], deadline: Deadline) -> None:
-    """Create a topic, and return when every partition has a leader.
-
-    Raises:
-        confluent_kafka.KafkaException: The broker refused, with its reason.
-        Unavailable: Some partitions had no leader in time.
-    """
+    """Create a topic, and return when every partition has a leader."""
     topic = NewTopic(name, num_partitions=partitions, replication_factor=-1, config=dict(config))
     admin.create_topics([topic])[name].result(deadline.remaining_s())
     while True:
@@ -592,12 +552,7 @@ def create(admin: AdminClient, name: str, partitions: int, config: Mapping[str, 
 
 
 def delete(admin: AdminClient, name: str, deadline: Deadline) -> None:
-    """Delete a topic, and return once the brokers no longer know it.
-
-    Raises:
-        confluent_kafka.KafkaException: The broker refused, with its reason.
-        Unavailable: It was still there at the deadline.
-    """
+    """Delete a topic, and return once the brokers no longer know it."""
     admin.delete_topics([name])[name].result(deadline.remaining_s())
     while True:
         error = _described(admin, name, deadline).error
@@ -616,12 +571,7 @@ def allow(
     prefixed: bool,
     deadline: Deadline,
 ) -> None:
-    """Allow a user one operation, and return once a broker applies it; the other brokers follow.
-
-    Raises:
-        confluent_kafka.KafkaException: The broker refused, with its reason.
-        Unavailable: It was not in force at the deadline.
-    """
+    """Allow a user one operation, and return once a broker applies it; the other brokers follow."""
     described = (
         ResourceType[resource_type.upper()],
         resource,

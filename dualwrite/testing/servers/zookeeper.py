@@ -206,11 +206,9 @@ class _Server:
 
     @property
     def address(self) -> str:
-        """Where clients connect, as ``host:port``."""
         return f"{LOOPBACK}:{self.client.number}"
 
     def start(self, jars: Path, settings: Mapping[str, str], ensemble: list[_Server], jvm: tuple[str, ...]) -> None:
-        """Start the process."""
         directory = self.process.directory
         data = directory / "data"
         data.mkdir(exist_ok=True)

@@ -560,9 +560,7 @@ _MICROSECONDS: Final = (-210866803200000000, 2**63 - 1)
 class _Driver(Protocol):
     """The part of a ``psycopg.Connection`` that is used here."""
 
-    def cursor(self) -> Cursor[tuple[object, ...]]:
-        """A new cursor."""
-        ...
+    def cursor(self) -> Cursor[tuple[object, ...]]: ...
 
 
 class TableCopy:

@@ -140,7 +140,6 @@ def _derived(part: Part, column: str, data_type: spark.DataType, name: str, spac
 
 
 def _fit(part: Part, column: str, data_type: spark.DataType, schema: Json) -> pa.DataType:
-    """The Arrow type through which a Spark type becomes an Avro type."""
     if isinstance(schema, list):
         others = [branch for branch in schema if branch != "null"]
         if len(others) != 1:
