@@ -138,9 +138,9 @@ class KafkaCoordinator:
     ) -> Mapping[str, EndAnswer]:
         """Send ``EndTxn`` for each Kafka id with its state's producer id and epoch, which stay valid.
 
-        A request may be sent more than once, because the first answer may get lost. A repetition is harmless unless a
-        producer begins another transaction with that id and epoch. With ``once`` each request is sent at most once; an id
-        without an answer is missing from the result. After `Unavailable` any of the transactions may have ended.
+        Without ``once`` a request may be sent more than once, because the first answer may get lost. A repetition is
+        harmless unless a producer begins another transaction with that id and epoch. After `Unavailable` any of the
+        transactions may have ended.
         """
         return end(self._coordinators, transactions, deadline, committed=committed, once=once)
 
@@ -189,8 +189,7 @@ class KafkaCoordinator:
     ) -> Mapping[str, tuple[int, int]]:
         """Repeat ``InitProducerId`` for each id until it succeeds: aborts what is ongoing and fences its producers.
 
-        ``timeouts_ms`` is for ids with transactions left to end; the others get a short one. Returns each id's producer id
-        and epoch now. After `Unavailable` any of the ids may have been retired.
+        After `Unavailable` any of the ids may have been retired.
         """
         timeouts = dict.fromkeys(kafka_ids, _RETIRED_TIMEOUT_MS) | dict(timeouts_ms or {})
 
@@ -224,8 +223,7 @@ class KafkaCoordinator:
     ) -> Mapping[str, bool]:
         """Send ``AddPartitionsToTxn`` for each Kafka id with producer id, epoch and partitions: begins a transaction.
 
-        By id, False if its producer id or epoch differs, or a partition is gone. After `Unavailable` any of the partitions
-        may have been added.
+        After `Unavailable` any of the partitions may have been added.
         """
 
         def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
@@ -325,11 +323,7 @@ class KafkaCoordinator:
     def open_offsets(
         self, states: Sequence[PreparedTxnState], deadline: Deadline
     ) -> Sequence[Mapping[Partition, int | None]]:
-        """For each state, by (topic, partition) of its evidence, where its producer's open transaction began.
-
-        None where that producer has nothing open. A partition is left out once no broker knows its topic, even if a new
-        topic has the name.
-        """
+        """For each state, by (topic, partition) of its evidence, where its producer's open transaction began."""
         places = [
             [Place(first.topic, first.partition, first.topic_id) for first in state.first_offsets] for state in states
         ]
@@ -361,10 +355,7 @@ class KafkaCoordinator:
     def still_open(
         self, suspects: Sequence[tuple[int, Collection[Partition]]], deadline: Deadline
     ) -> Sequence[Mapping[Partition, int]]:
-        """For each producer id with its partitions: those in which it has a transaction open, and where that began.
-
-        The transaction may be under any epoch. A partition whose topic no broker knows any more shows nothing.
-        """
+        """For each producer id with its partitions: those in which it has a transaction open, and where that began."""
         places = {Place(*key) for _, partitions in suspects for key in partitions}
         shown = open_offsets(self._brokers, self._topics, places, deadline, fresh=True)
         starts: dict[tuple[int, Partition], int] = {
@@ -382,7 +373,7 @@ class KafkaCoordinator:
     ) -> Sequence[Sequence[OpenTransaction]]:
         """For each state with further partitions: the transactions that its producer has open, under any epoch.
 
-        Looks in these, and in every partition of the topics that the state names: an undecided transaction whose marker was
+        Looks also in every partition of the topics that the state names: an undecided transaction whose marker was
         forgotten is named nowhere else. A partition of a topic that no broker knows any more shows nothing; nor does one of
         a new topic, where the state names the old one's id.
         """
@@ -421,8 +412,7 @@ class KafkaCoordinator:
     ) -> Sequence[Mapping[Partition, ShownProducer | None]]:
         """By partition of each state, its producer as the leader shows it now. Asks once, without retrying.
 
-        After a native transaction of epoch E, an epoch above E with nothing open shows that it has ended there. None for a
-        partition that is gone with its topic. Unanswered partitions are missing.
+        After a native transaction of epoch E, an epoch above E with nothing open shows that it has ended there.
         """
         named = [(state, state.topic_ids) for state in states]
         places = [{key: Place(*key, topic_id=ids[key[0]]) for key in sorted(state.partitions)} for state, ids in named]

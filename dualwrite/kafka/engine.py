@@ -214,9 +214,9 @@ class ProducerEngine(ABC):
         self.log = IdLogger(transactional_id)
         self.transaction = Transaction()
         self.corked = False  # messages wait for others to be sent with, until something must be sent
-        self.prepared: PreparedTxnState | None = None  # or its commit was not answered
+        self.prepared: PreparedTxnState | None = None  # also while a commit has no answer
         self.pending_end: PendingEnd | None = None  # the last transaction while its end is unknown
-        self.epoch_may_rise = False  # to one that settling takes for a settler's
+        self.epoch_may_rise = False  # a later transaction may have one that settling takes for a settler's
         self.asking_since: float | None = None  # when the step began that asks the brokers now
         self._id = transactional_id
         self._coordinator = coordinator
@@ -405,7 +405,7 @@ def choose_transaction_timeout_ms(
 ) -> int:
     """Choose the ``transaction.timeout.ms`` to ask for: the user's own, else the greatest that works.
 
-    A maximum of None could not be read. Refuses a value of the user's that is above what the engine or the broker allows.
+    A maximum of None could not be read. A value of the user's that the engine or the broker does not allow is refused.
     """
     if requested_ms is None:
         known_ms = BROKER_DEFAULT_MS if broker_maximum_ms is None else broker_maximum_ms

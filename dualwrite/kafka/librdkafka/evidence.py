@@ -132,7 +132,10 @@ class Evidence:
             return Ended(state, committed=False, complete=False)
 
     def require_open(self, state: PreparedTxnState, deadline: Deadline) -> None:
-        """Check that a prepared transaction is still open everywhere."""
+        """Check that a prepared transaction is still open everywhere.
+
+        `TransactionAborted` if the broker or an operator ended it, `Fenced` if the coordinator shows another producer.
+        """
         self._open_view(deadline)
         offsets = {(first.topic, first.partition): first.offset for first in state.first_offsets}
         self._require_open(offsets, (state.producer_id, state.epoch), deadline)
@@ -249,10 +252,7 @@ class OpenTransaction(Transaction):
 
 
 class JudgedProducer(ProducerEngine):
-    """A librdkafka instance and the state machine of its life. All calls go through here and move the machine.
-
-    A call that takes longer than ``silent_retry_after_s`` may have been sent twice.
-    """
+    """A librdkafka instance and the state machine of its life. All calls go through here and move the machine."""
 
     transaction: OpenTransaction
 
@@ -276,7 +276,7 @@ class JudgedProducer(ProducerEngine):
             bulk=bulk,
         )
         self.transaction = OpenTransaction()
-        self._silent_retry_after_s = silent_retry_after_s
+        self._silent_retry_after_s = silent_retry_after_s  # a call that takes longer may have been sent twice
         self._handle: Handle | None = None
 
     @property

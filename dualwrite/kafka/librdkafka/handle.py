@@ -158,15 +158,12 @@ _NAMES = {
 
 
 class ClientLog(IdLogger):
-    """Takes librdkafka's log lines, prefixed like our own.
-
-    ``init_unanswered``: librdkafka logged that it asks for a producer id again although the first request may still take
-    effect.
-    """
+    """Takes librdkafka's log lines, prefixed like our own."""
 
     def __init__(self, transactional_id: str, *, quiet_below: int = logging.NOTSET) -> None:
         super().__init__(transactional_id)
         self._quiet_below = quiet_below
+        # Whether librdkafka asked for a producer id again although the first request may still take effect.
         self.init_unanswered = False
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
@@ -180,14 +177,10 @@ class ClientLog(IdLogger):
 
 
 class Handle:
-    """A librdkafka producer instance; `NoAnswer` if the deadline comes before it is made.
-
-    ``raw`` is for calls that respect their timeout (``produce``, ``poll``, ``flush``). ``client_error`` is the newest error
-    of the client itself, not of a call.
-    """
+    """A librdkafka instance. Making it raises `NoAnswer` at the deadline, `KafkaException` if the settings are refused."""
 
     def __init__(self, settings: Mapping[str, object], transactional_id: str, deadline: Deadline) -> None:
-        self.client_error: KafkaError | None = None
+        self.client_error: KafkaError | None = None  # the newest of the client itself, not of a call
         log_level = int(str(settings.get("log_level", _INFO)))
         quiet = log_level < _WARNING
         self._log = ClientLog(
@@ -200,6 +193,7 @@ class Handle:
         if quiet:
             own["log_level"] = _WARNING
         self._caller = BoundedCaller(f"dualwrite producer {transactional_id}")
+        # Use it directly only for calls that respect their timeout: produce, poll, flush.
         self.raw = self._caller.call(lambda: Producer(own), deadline)
 
     def timed(self, function: Callable[[Producer, float], object], deadline: Deadline) -> float:

@@ -204,7 +204,7 @@ class NativeInstance(ProducerEngine):
 
     @whole
     def require_topic(self, topic: str) -> None:
-        """See :meth:`dualwrite.kafka.producer.TransactionalProducer.require_topic`."""
+        """Ask for the topic, if it was not found yet; see :meth:`dualwrite.kafka.engine.ProducerEngine.require_topic`."""
         if self._sender.has_found(topic):
             return
         since, asked = self._missing.get(topic, (0.0, 0.0))
@@ -533,10 +533,7 @@ class Evidence:
         topic_ids: Mapping[str, str],
         deadline: Deadline,
     ) -> PreparedTxnState:
-        """The state of a transaction, with every partition that it was sent to.
-
-        ``topic_ids`` are those of its topics, as far as they are known.
-        """
+        """The state of a transaction, with every partition that it was sent to."""
         offsets = transaction.first_offsets
         known = dict(topic_ids)
         if transaction.sent_offsets:
@@ -593,10 +590,7 @@ class Evidence:
         *,
         prepared: PreparedTxnState | None,
     ) -> Ended:
-        """A transaction that is about to be aborted. Where a late copy of a request may come, it is not known completely.
-
-        ``prepared`` is its state, if it is prepared.
-        """
+        """A transaction that is about to be aborted. Where a late copy of a request may come, it is not known completely."""
         complete = not transaction.core.late and not transaction.late_offsets
         if prepared is not None:
             return Ended(prepared, committed=False, complete=complete)
