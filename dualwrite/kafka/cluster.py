@@ -42,7 +42,7 @@ class Leader:
 class Topic:
     """A topic that exists.
 
-    ``topic_id`` is printed as Kafka prints it; None from a broker without topic ids. A partition has None while it has no
+    ``topic_id`` is as Kafka prints it; None from a broker without topic ids. A partition has None while it has no
     leader.
     """
 

@@ -127,7 +127,7 @@ class ConnectionSettings:
     pause_s: float = 0.02  # before the next attempt; doubles after each failure
     longest_pause_s: float = 0.5
     idle_s: float = 540.0  # a connection that has rested for longer is replaced before it is used
-    largest_answer: int = 100_000_000  # in bytes: four bytes of something else would be taken for a length
+    largest_answer: int = 100_000_000  # bytes; limited, as four bytes of something else would be a length
 
 
 def server_of(text: str) -> tuple[str, int]:
@@ -168,13 +168,13 @@ _Step = Generator[int, None, T]
 class Connection:
     """A connection to one broker. Used by one caller at a time. Begins to open with the first :meth:`advance`.
 
-    ``error`` is None while it is not broken. Times are in seconds, on the clock of ``now_s``.
+    Times are in seconds, on the clock of ``now_s``.
     """
 
     def __init__(self, settings: ConnectionSettings, host: str, port: int, *, opens_within_s: float) -> None:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.error: Exception | None = None
-        self.is_open = self.was_open = False  # open: requests are sent at once
+        self.is_open = self.was_open = False  # while open, it sends requests at once
         # In their order: correlation id, request, version, what takes the answer, and when it must be there.
         self.in_flight: deque[tuple[int, Request, int, Done, float]] = deque()
         self.used_at = self.broken_at = now_s()
@@ -182,7 +182,7 @@ class Connection:
         self._host, self._port = host, port
         self._client = settings.client
         self._largest = settings.largest_answer
-        self.waiting: deque[tuple[Request, Done, float]] = deque()  # for the connection to be open
+        self.waiting: deque[tuple[Request, Done, float]] = deque()  # requests, until it is open
         self._opens_within_s = opens_within_s
         self._wants = WRITABLE
         self._opening: _Step[None] | None = None

@@ -405,7 +405,7 @@ def choose_transaction_timeout_ms(
 ) -> int:
     """Choose the ``transaction.timeout.ms`` to ask for: the user's own, else the greatest that works.
 
-    A maximum of None could not be read. A value of the user's that the engine or the broker does not allow is refused.
+    ``broker_maximum_ms`` is None if it cannot be read. A user's value that the engine or the broker does not allow is refused.
     """
     if requested_ms is None:
         known_ms = BROKER_DEFAULT_MS if broker_maximum_ms is None else broker_maximum_ms

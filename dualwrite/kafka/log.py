@@ -64,9 +64,9 @@ class Scan:
     producer_id: int
     epoch: int
     position: int = field(init=False)
-    begun: bool = field(default=False, init=False)  # the transaction's own first batch has been seen
-    glanced: bool = field(default=False, init=False)  # glance() was tried, without a proof
-    is_gone: bool = field(default=False, init=False)  # the partition no longer exists
+    begun: bool = field(default=False, init=False)  # whether the transaction's own first batch has been seen
+    glanced: bool = field(default=False, init=False)  # whether glance() was tried, without a proof
+    is_gone: bool = field(default=False, init=False)  # whether the partition no longer exists
 
     def __post_init__(self) -> None:
         self.position = self.first.offset
@@ -341,7 +341,7 @@ class LaterScan:
     position: int = field(init=False)
     found: int | None = None  # where the newest committed transaction after the known one begins
     found_epoch: int = -1
-    done: bool = False  # no record of the producer follows
+    done: bool = False  # whether no record of the producer follows
     _begun_at: int | None = None
     _begun_epoch: int = -1
     _past_known: bool = False

@@ -60,7 +60,7 @@ class PendingEnd:
 
     def __init__(self, ended: Ended) -> None:
         self.ended = ended
-        self.known = False  # the producer may continue: any thread may set it, the owner takes note
+        self.known = False  # whether the producer may continue: any thread may set it, the owner takes note
         self.answered_at = now_s()  # no question asked before tells anything about the end
         self._asked_since: float | None = None
 
@@ -125,7 +125,7 @@ class EndQuestions:
     def __init__(self, coordinator: AsksAhead | None, *, late: TransactionCoordinator | None = None) -> None:
         self._coordinator = coordinator
         self.late = late  # for questions about one end; None if callers have a coordinator of their own
-        self.wanted = True  # no lane with a known end is left: time to ask. The lanes' pool sets it
+        self.wanted = True  # whether no lane with a known end is left: time to ask. The lanes' pool sets it
         self._newest: deque[PreparedTxnState] = deque(maxlen=_REMEMBERED)
         self._unknown: dict[PendingEnd, None] = {}
         self._asked: Sequence[PendingEnd] = ()

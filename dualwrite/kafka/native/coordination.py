@@ -235,7 +235,7 @@ class Initialised:
 def attempts(
     requested_ms: int | None, broker_maximum_ms: int | None, *, two_phase_commit: bool | None = None
 ) -> Sequence[Attempt]:
-    """The attempts, in their order. A maximum of None could not be read.
+    """The attempts, in their order. ``broker_maximum_ms`` is None if it cannot be read.
 
     ``two_phase_commit`` is True if the user requires it, False if the user forbids it. A timeout beside it is refused.
     """

@@ -228,9 +228,9 @@ _WAITS_FOR_A_TOPIC: Final = frozenset(
 class Limits:
     """The limits of sending, in seconds and bytes."""
 
-    linger_s: float = 0.005  # longer while another batch of the partition is in flight
-    delivery_s: float = 300.0  # message.timeout.ms
-    topic_s: float = 5.0  # topic.metadata.propagation.max.ms
+    linger_s: float = 0.005  # how long a batch collects; longer while another one of its partition is in flight
+    delivery_s: float = 300.0  # message.timeout.ms: how long a batch may take to be acknowledged
+    topic_s: float = 5.0  # topic.metadata.propagation.max.ms: how long a topic may be unknown to its leader
     first_backoff_s: float = 0.002  # doubles with each repetition
     longest_backoff_s: float = 1.0
     request_bytes: int = 1_000_000  # a larger batch is sent alone
