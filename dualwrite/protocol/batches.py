@@ -71,13 +71,9 @@ class CompletionStep(Enum):
 
 @dataclass(frozen=True)
 class HandedOver:
-    """The decider's knowledge of one transaction that it completes.
+    """The decider's knowledge of one transaction that it completes. None is an answer that it does not have.
 
-    Attributes:
-        state: The transaction, as the row names it.
-        answer: The answer to the one ``EndTxn(commit)``; None if it was not answered.
-        view: The coordinator's view after that; None if not asked.
-        proof: The log's proof; None if not read.
+    ``answer`` is the answer to the one ``EndTxn(commit)``, and ``view`` the coordinator's view after that.
     """
 
     state: PreparedTxnState
@@ -108,11 +104,9 @@ def next_completion_step(known: HandedOver) -> CompletionStep:
 class NativeHandedOver:
     """The decider's knowledge of one native transaction that it completes.
 
-    Attributes:
-        answer: The last answer to ``EndTxn(commit)``; None if it has to be sent, first or again.
-        end: The step of :func:`dualwrite.protocol.known_end.next_native_end_step` about it; None if the partitions
-            have to be asked, first or again.
-        proof: The log's proof; None if not read.
+    ``answer`` is None if ``EndTxn(commit)`` has to be sent, first or again. ``end`` is the step of
+    :func:`dualwrite.protocol.known_end.next_native_end_step` about it; None if the partitions have to be asked, first or
+    again.
     """
 
     answer: EndAnswer | None = None
@@ -142,13 +136,7 @@ def waited(known: NativeHandedOver) -> NativeHandedOver:
 
 
 def may_go_on(known: StateRow, found: StateRow, handed_over: PreparedTxnState | None) -> bool:
-    """Whether an owner may reuse its producer after idling.
-
-    Args:
-        known: The row as the owner knows it.
-        found: The row as it is now.
-        handed_over: The transaction that the owner has handed over, if any.
-    """
+    """Whether an owner that knows its row as ``known`` may reuse its producer after idling, now that the row is ``found``."""
     if (found.namespace, found.incarnation) != (known.namespace, known.incarnation):
         return False
     return handed_over is None or (found.prepared == handed_over and found.completed is Outcome.COMMITTED)
@@ -174,14 +162,7 @@ class Way(Enum):
 
 @dataclass(frozen=True)
 class Destination:
-    """The destination of a batch. Pickles.
-
-    Attributes:
-        way: How the batch is written.
-        table: The quoted name of the table, with its schema.
-        topic: The topic; see :meth:`topics_of_column`.
-        cluster_id: The Kafka cluster.
-    """
+    """The destination of a batch. Pickles. ``table`` is quoted, with its schema; ``topic``: see :meth:`topics_of_column`."""
 
     way: Way
     table: str
@@ -220,10 +201,8 @@ class Destination:
 class Recorded:
     """The ledger's record of a batch.
 
-    Attributes:
-        begun: Whether a row says that the batch was begun.
-        destination: The destination in that row; None if an older version wrote the row.
-        whole_written: Whether the batch is already written, as one.
+    ``begun`` says whether a row says so; ``destination`` is None if an older version wrote that row. ``whole_written`` says
+    that the batch is already written, as one.
     """
 
     begun: bool
@@ -279,10 +258,8 @@ shuffle."""
 def nobody_since(changes: Collection[datetime], lease_ends: Collection[datetime], now: datetime) -> datetime | None:
     """Since when no process is known to work on a batch, by the database's clock; None while one does, or did just now.
 
-    Args:
-        changes: When the batch was begun, and when each of its partitions was written.
-        lease_ends: When the leases of its tasks end; also those that expired without being given back.
-        now: The time on the same clock.
+    ``changes`` are when the batch was begun, and when each of its partitions was written. ``lease_ends`` also has the leases
+    that expired without being given back.
     """
     if any(end > now for end in lease_ends):
         return None

@@ -45,10 +45,8 @@ class TerminateStep(Enum):
 def step_with_row(*, needs_settling: bool, decided_is_open: bool, lose_decided: bool) -> TerminateStep:
     """The step for an id that has a row.
 
-    Args:
-        needs_settling: Whether anything of the id is left to settle.
-        decided_is_open: Whether the open transaction is the one that the row names.
-        lose_decided: Whether the caller gives up what the database has decided.
+    ``decided_is_open`` says that the open transaction is the one that the row names; ``lose_decided``, that the caller gives
+    up what the database has decided.
     """
     if decided_is_open:
         return TerminateStep.LOSE if lose_decided else TerminateStep.REFUSE
@@ -56,12 +54,10 @@ def step_with_row(*, needs_settling: bool, decided_is_open: bool, lose_decided: 
 
 
 def step_without_row(status: TransactionStatus, *, is_ours: bool, lose_decided: bool) -> TerminateStep:
-    """The step for a Kafka id that has no row.
+    """The step for a Kafka id that has no row. ``status`` is out of transition.
 
-    Args:
-        status: The coordinator's status of the id, out of transition.
-        is_ours: Whether the id has the form that this library gives its own.
-        lose_decided: Whether the caller gives up what a database may have decided.
+    ``is_ours`` says that the id has the form that this library gives its own; ``lose_decided``, that the caller gives up what
+    a database may have decided.
     """
     if status is TransactionStatus.NO_SUCH_ID:
         return TerminateStep.UNKNOWN
@@ -77,11 +73,8 @@ def step_without_row(status: TransactionStatus, *, is_ours: bool, lose_decided: 
 class Facts:
     """The facts about one id.
 
-    Attributes:
-        untouched_for_s: Seconds since its row was last written.
-        unsettled: Whether recovery would change something, or a transaction of the id is open in Kafka or the database.
-        leased: Whether a worker holds its slot, or may continue with it.
-        has_open_incident: Whether it has a recorded loss that nobody has acknowledged.
+    ``unsettled``: recovery would change something, or a transaction of the id is open in Kafka or the database. ``leased``: a
+    worker holds its slot, or may continue with it. ``has_open_incident``: nobody has acknowledged a recorded loss of it.
     """
 
     untouched_for_s: float

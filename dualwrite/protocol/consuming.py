@@ -51,13 +51,10 @@ _BY_CLASS: Final[Mapping[type[DualWriteError], Trouble]] = {
 
 
 def trouble_of(error: DualWriteError, *, handling: bool = False, moving: bool = False) -> Trouble:
-    """The kind of an error of a block.
+    """The kind of an error that has left a block.
 
-    Args:
-        error: It has left the block.
-        handling: Whether the handler has raised it. If an outcome is in doubt or decided then, it is that of another dual write
-            inside the handler: this one has aborted.
-        moving: Whether moving the offsets has raised it: a refusal is then that of the group coordinator.
+    If the handler has raised it (``handling``), an outcome in doubt or decided is that of another dual write inside the
+    handler: this one has aborted. If moving the offsets has (``moving``), a refusal is that of the group coordinator.
     """
     advice = redo_after(error)
     if advice is Redo.AGAIN:
@@ -69,18 +66,13 @@ def trouble_of(error: DualWriteError, *, handling: bool = False, moving: bool = 
 
 
 def step_after(trouble: Trouble, *, messages: int, failures: int, attempts: int, sets_aside: bool) -> Step:
-    """Decide what to do after a failed attempt.
+    """Decide what to do after a failed attempt with so many messages.
 
     Only failures of the work and of deserializers count: an outage must not send good messages to the dead-letter topic. A new
-    writer settles what is in doubt; the committed offset then shows whether the messages are written, since it is a part of the
-    transaction.
+    writer settles what is in doubt; the committed offset then shows whether the messages are written, since it is a part of
+    the transaction.
 
-    Args:
-        trouble: Why the attempt failed.
-        messages: How many messages it had.
-        failures: How many attempts have failed because of the work, this one included.
-        attempts: How often the work may fail.
-        sets_aside: Whether there is a dead-letter topic.
+    ``failures`` counts this attempt if it has failed because of the work, which may fail ``attempts`` times.
     """
     if trouble not in {Trouble.WORK, Trouble.UNREADABLE}:
         return _STEPS[trouble]
@@ -140,8 +132,7 @@ def member_prefix(group: str) -> str:
 def member_id(group: str, member: str) -> str:
     """The transactional id of a member, which is also the ``client.id`` of its consumer.
 
-    Raises:
-        ValueError: The member's name is empty, or has a character that its peers would read otherwise.
+    Refuses, with `ValueError`, an empty name and one with a character that the member's peers would read otherwise.
     """
     if not member or _SEPARATOR in member or "#" in member:
         raise ValueError(f"a member's name is not empty, and has neither '#' nor {_SEPARATOR!r}: {member!r}")
@@ -153,14 +144,10 @@ def left_behind(group: str, unsettled: Collection[str], present: Collection[str]
 
     A member joins its group before it begins a transaction. So if an id has an open transaction, and a list of members read
     *after* that was seen does not contain it, its owner has died or was expelled. An expelled owner may be alive, but its
-    partitions are assigned to others, so settling only aborts a transaction that could not commit. Do not trust a list
-    without our own id: we may have been expelled ourselves.
+    partitions are assigned to others, so settling only aborts a transaction that could not commit. Do not trust a list without
+    our own id: we may have been expelled ourselves.
 
-    Args:
-        group: The ``group.id``.
-        unsettled: The transactional ids, lanes included, that need settling.
-        present: The client ids of the group's members.
-        ours: Our own id.
+    ``unsettled`` are transactional ids, lanes included; ``present`` are client ids.
     """
     if ours not in present:
         return []

@@ -48,8 +48,7 @@ class Unit(Generic[Work]):
 class Units(Generic[Work]):
     """The units that wait. Keys take turns, so that a caller with many units does not hold up those with few.
 
-    Args:
-        places: The maximum number of units that wait. The others stand in line. Units that run again need no place.
+    At most ``places`` units wait; the others stand in line. Units that run again need no place.
     """
 
     def __init__(self, places: int = DEFAULT_LIMITS.waiting_units) -> None:
@@ -154,10 +153,8 @@ class Units(Generic[Work]):
     ) -> None:
         """Note that a group has ended. May be called again if it was interrupted.
 
-        Args:
-            taken: All of its units.
-            again: Those of them that are to run in a later group, in their order: the next ones of their keys.
-            rest: Those of these that wait until :meth:`rested`, and all units of their keys with them.
+        The units in ``again`` run in a later group, in their order, as the next ones of their keys. Those of them in ``rest``
+        wait until :meth:`rested`, and all units of their keys with them.
         """
         for unit in reversed(again):
             waiting = self._busy.get(unit.key)
@@ -215,24 +212,18 @@ class Fate(Enum):
 def after_unit(error: BaseException, failures: int) -> Fate:
     """Judge the error of one unit, whose savepoint was rolled back.
 
-    Args:
-        error: Its error.
-        failures: How many runs of the unit have left nothing behind, this one included.
+    ``failures`` counts the runs of the unit that have left nothing behind, this one included; in the functions below, too.
     """
     return Fate.TOGETHER if redo_after(error) is Redo.AGAIN and failures < ATTEMPTS else Fate.FAIL
 
 
 def after_group(error: BaseException, *, units: int, failures: int, aborted: bool = False) -> Fate:
-    """Judge the error that ended a group, for one of its units.
+    """Judge the error that ended a group of so many units, for one of them.
 
-    A group that was aborted for a reason that may lie in one of its units runs again as single units, so that the others
-    do not fail with it: a message that a broker refuses, say, or the exception of a delivery callback.
+    A group that was aborted for a reason that may lie in one of its units runs again as single units, so that the others do
+    not fail with it: a message that a broker refuses, say, or the exception of a delivery callback.
 
-    Args:
-        error: The group's error.
-        units: How many units the group has run.
-        failures: How many runs of this unit have left nothing behind, this one included.
-        aborted: Whether both sides have certainly aborted, whatever the error is.
+    ``aborted`` says that both sides have certainly aborted, whatever the error is.
     """
     advice = redo_after(error)
     if advice is Redo.AGAIN and failures < ATTEMPTS:
@@ -247,12 +238,7 @@ def after_group(error: BaseException, *, units: int, failures: int, aborted: boo
 def after_ending_group(raised: BaseException | None, error: BaseException, failures: int) -> Fate:
     """Judge the error of a unit that has ended its group, as a deadlock does where the database then rolls back everything.
 
-    It runs again alone, so that it ends no other group.
-
-    Args:
-        raised: The error of its work; None if it has ended the group without one.
-        error: The group's error.
-        failures: How many runs of the unit have left nothing behind, this one included.
+    It runs again alone, so that it ends no other group. ``raised`` is the error of its work, and ``error`` that of the group.
     """
     if raised is None or not leaves_nothing(error) or after_unit(raised, failures) is Fate.FAIL:
         return Fate.FAIL
@@ -260,10 +246,5 @@ def after_ending_group(raised: BaseException | None, error: BaseException, failu
 
 
 def after_culprit(error: BaseException, failures: int) -> Fate:
-    """Judge the error of a group that a known unit has ended, for one of the others.
-
-    Args:
-        error: The group's error.
-        failures: How many runs of this unit have left nothing behind, this one included.
-    """
+    """Judge the error of a group that a known unit has ended, for one of the others."""
     return Fate.TOGETHER if leaves_nothing(error) and failures < ATTEMPTS else Fate.FAIL

@@ -72,11 +72,8 @@ class EndStep(Enum):
 class Ended:
     """A transaction whose commit or abort was answered.
 
-    Attributes:
-        state: The transaction: its producer, and the partitions that it was sent to, unless it is native with its first offset
-            in each.
-        committed: Whether it was committed.
-        complete: Whether ``state`` names every partition that it may have been sent to.
+    ``state`` has the partitions that it was sent to, unless it is native with its first offset in each. ``complete`` says that
+    these are all that it may have been sent to.
     """
 
     state: PreparedTxnState
@@ -92,11 +89,9 @@ class Ended:
 def next_end_step(ended: Ended, proofs: Mapping[Partition, LogProof | None] | None, *, early: bool) -> EndStep:
     """The next step about the end of a transaction. Pure; see the table above.
 
-    Args:
-        ended: The transaction.
-        proofs: The proof of each partition's log, read after the answer; None for a partition that is gone with its topic.
-            Partitions that did not answer are missing. None if not asked.
-        early: Whether there is still time to wait: markers usually follow the answer within milliseconds.
+    ``proofs`` are read after the answer; None if not asked. A partition that is gone with its topic has None, and partitions
+    that did not answer are missing. ``early`` says that there is still time to wait: markers usually follow the answer within
+    milliseconds.
     """
     if not ended.complete:
         return EndStep.SETTLE
@@ -120,11 +115,8 @@ def next_native_end_step(
 ) -> EndStep:
     """The next step about the end of a native transaction. Pure; see the second table above.
 
-    Args:
-        ended: The transaction.
-        shown: By partition, its producer as the leader showed it after the answer; None for a partition that is gone with its
-            topic. Partitions that did not answer are missing. None if not asked.
-        early: As for :func:`next_end_step`.
+    ``shown`` has its producer as the leaders showed it after the answer. None and missing partitions mean the same as in
+    :func:`next_end_step`, and so does ``early``.
     """
     if not ended.complete:
         return EndStep.SETTLE
@@ -139,17 +131,10 @@ def next_native_end_step(
 def rows_of(
     producer_id: int, partitions: Iterable[Partition], shown: Mapping[Partition, Mapping[int, ShownProducer]]
 ) -> dict[Partition, ShownProducer]:
-    """One producer's rows in the answers to one question about many transactions. Pure.
+    """One producer's rows in the answers to one question about many transactions, by producer id. Pure.
 
-    Args:
-        producer_id: The producer.
-        partitions: The partitions that its transaction was sent to.
-        shown: By partition, all producers as its leader showed them, by producer id. Partitions that did not answer are
-            missing.
-
-    Returns:
-        Its rows. Missing where its partition's leader did not answer, or does not know it: a new topic may have the name of the
-        one that it has written to.
+    A row is missing where its partition's leader did not answer, or does not know it: a new topic may have the name of the one
+    that the producer has written to.
     """
     rows = {}
     for partition in partitions:
@@ -166,13 +151,10 @@ def _has_ended(ended: Ended, found: ShownProducer | None) -> bool:
 def native_step_at_rest(state: PreparedTxnState, proofs: Mapping[Partition, LogProof | None]) -> EndStep:
     """The next step about a committed native transaction whose end is known, for an owner that closes or idles. Pure.
 
-    Args:
-        state: The transaction.
-        proofs: The present proof of each log of which the state names an offset; None for a partition that is gone with its
-            topic. Partitions that did not answer are missing.
+    ``proofs`` has the present proof of each log of which the state names an offset; None for a partition that is gone with its
+    topic. Partitions that did not answer are missing.
 
-    Returns:
-        ``KNOWN``: record it as completed. ``WAIT``: do not record it now. ``SETTLE``: settling records the loss.
+    ``KNOWN``: record it as completed. ``WAIT``: do not record it now. ``SETTLE``: settling records the loss.
     """
     if LogProof.ABORTED in proofs.values():
         return EndStep.SETTLE
@@ -187,11 +169,8 @@ def left_undecided(
 
     The settler after it must ask them: a coordinator that has ended the transaction shows them no longer.
 
-    Args:
-        last: The last transaction, if it was ended and its end is not known.
-        given_up: The current transaction, if an abort of it was tried. Whether it was prepared before makes no difference.
-        is_prepared: Whether the current transaction is prepared: then the row tells whether it is decided.
-        sent_to: The partitions that the current transaction was sent to.
+    ``last`` is the last transaction, if it was ended and its end is not known. ``given_up`` is the current one, if an abort of
+    it was tried, whether it was prepared before or not. If it ``is_prepared``, the row tells whether it is decided.
     """
     ended = last or given_up
     if ended is not None:
@@ -224,12 +203,8 @@ _TO_BE_COMMITTED = frozenset(
 def next_pending_step(proof: LogProof, view: TransactionView | None, state: PreparedTxnState) -> PendingStep:
     """The next step about a decided transaction, for an owner that can only look. Pure.
 
-    A transaction that is open in the log may be about to be aborted: only the coordinator shows that.
-
-    Args:
-        proof: The log's proof, read now.
-        view: The coordinator's view, taken before that; None if not asked.
-        state: The transaction.
+    A transaction that is open in the log may be about to be aborted: only the coordinator shows that. So ``view`` was taken
+    before ``proof`` was read; None if not asked.
     """
     if (step := _SHOWN_BY_THE_LOG.get(proof)) is not None:
         return step

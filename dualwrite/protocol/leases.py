@@ -53,14 +53,9 @@ def place_of(owner: str) -> Place | None:
 
 @dataclass(frozen=True)
 class Lease:
-    """One numbered id of a fleet, as its row was read.
+    """One numbered id of a fleet (``fleet-number``), as its row was read. One without an owner is free.
 
-    Attributes:
-        transactional_id: The id, ``fleet-number``.
-        fleet: The fleet.
-        number: The number, from 0.
-        owner: Its holder; None if it is free.
-        left_s: Seconds until it expires, by the database's clock when the row was read; None if it is free.
+    ``left_s`` counts by the database's clock, from when the row was read.
     """
 
     transactional_id: str
@@ -80,12 +75,8 @@ class Lease:
 def holder_has_died(lease: Lease, here: Place | None, has_ended: Callable[[int], bool]) -> bool:
     """Whether the process that holds the lease is known to have ended, so that nobody needs to wait until it expires.
 
-    Only a process of the same system can know. A suspended process has not ended: nobody takes its id before its lease expires.
-
-    Args:
-        lease: The lease, as its row was read.
-        here: Where this process runs; None if that is not known.
-        has_ended: Whether the process of this system with that id has ended; False if that cannot be known.
+    Only a process of the same system can know, which ``has_ended`` asks; False if it cannot be known. A suspended process has
+    not ended: nobody takes its id before its lease expires.
     """
     if here is None or lease.owner is None or lease.state is not LeaseState.HELD:
         return False
@@ -112,12 +103,8 @@ def heard(transactional_id: str, renewed: Collection[str]) -> LeaseEvent:
 class LeaseTiming:
     """How long a lease lasts, and how often it is renewed, in seconds.
 
-    Args:
-        timeout_s: Others take a lease that was not renewed for this long.
-        heartbeat_s: The mean time between two heartbeats; a sixth of the timeout if not given.
-
-    Raises:
-        ConfigurationError: They cannot work.
+    Others take a lease that was not renewed for ``timeout_s``. ``heartbeat_s`` is the mean time between two heartbeats; a
+    sixth of the timeout if not given.
     """
 
     timeout_s: float = 30.0
@@ -141,9 +128,7 @@ class LeaseTiming:
     def pause_s(self, drawn: float, *, failed: bool = False) -> float:
         """The pause before the next heartbeat, shorter if the last one failed.
 
-        Args:
-            drawn: A random number from 0 to 1, so that members that started together do not ask at the same time.
-            failed: Whether the last heartbeat failed.
+        ``drawn`` is a random number from 0 to 1, so that members that started together do not ask at the same time.
         """
         return self.beat_s * (0.75 + 0.5 * drawn) * (_RETRY if failed else 1.0)
 
@@ -153,11 +138,7 @@ class LeaseTiming:
 
 
 def check_fleet(fleet: str) -> None:
-    """Refuse a name that cannot be a fleet's.
-
-    Raises:
-        ConfigurationError: It is empty or too long, or holds a ``#``.
-    """
+    """Refuse a name that cannot be a fleet's: it is empty or too long, or holds a ``#``."""
     if not 1 <= len(fleet) <= _LONGEST_NAME or "#" in fleet:
         raise ConfigurationError(
             f"{fleet!r} cannot be the name of a fleet",

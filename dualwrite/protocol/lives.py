@@ -21,16 +21,8 @@ Event = TypeVar("Event", bound=Enum)
 class Machine(Generic[State, Event]):
     """Holds one state and moves it by a table; the only place where a state is assigned.
 
-    An event that the table does not list for the present state raises and changes nothing.
-
-    Args:
-        name: What it is, for error messages.
-        table: The next state by state and event.
-        initial: The first state.
-        moved: Called with the new state after each event that leads to another one. It must not raise.
-
-    Attributes:
-        state: The present state. Nothing else assigns it.
+    An event that the table does not list for the present state raises and changes nothing. ``name`` stands in error messages.
+    ``moved`` is called with the new state after each event that leads to another one, and must not raise.
     """
 
     __slots__ = ("_moved", "_name", "_table", "state")
@@ -53,20 +45,12 @@ class Machine(Generic[State, Event]):
         return event in self._table[self.state]
 
     def check(self, event: Event) -> None:
-        """Raise unless the event is allowed now. Call it before the I/O that the event stands for.
-
-        Raises:
-            IllegalStateError: The event is not allowed in the present state.
-        """
+        """Raise unless the event is allowed now. Call it before the I/O that the event stands for."""
         if event not in self._table[self.state]:
             raise self._refusal(event)
 
     def apply(self, event: Event) -> State:
-        """Move by the table: the event has happened.
-
-        Raises:
-            IllegalStateError: The event is not allowed in the present state; the state is unchanged.
-        """
+        """Move by the table: the event has happened. One that is not allowed raises, and leaves the state unchanged."""
         following = self._table[self.state].get(event)
         if following is None:
             raise self._refusal(event)
@@ -351,12 +335,7 @@ Kafka to complete, for instance, and a dual write may abort in any state before 
 
 
 def outcome_of(state: WriteState | None, error: BaseException | None) -> WriteOutcome:
-    """The outcome for the caller.
-
-    Args:
-        state: The last state; None if the dual write had no lane.
-        error: The error that leaves the block, if any.
-    """
+    """The outcome for the caller. ``state`` is None if the dual write had no lane."""
     if state is _WRITTEN.COMPLETED:
         return WriteOutcome.COMMITTED
     if state is _WRITTEN.HANDED_OVER:

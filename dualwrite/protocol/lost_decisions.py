@@ -46,11 +46,9 @@ _COMMITTED: Final = frozenset({TransactionStatus.PREPARE_COMMIT, TransactionStat
 class Later:
     """The producer's later activity, as the logs of a transaction's partitions show it.
 
-    Attributes:
-        commit: The newest committed transaction after it; None if there is none. It names only these partitions. Of native
-            ones, the newest of all partitions, which may name fewer.
-        idle_since_ms: Since when the producer has written nothing there, not even a marker, by the leaders' clocks (ms since
-            1970); None if no leader knows it.
+    ``commit`` is the newest committed transaction after it, and names only these partitions; of native ones, the newest of all
+    partitions, which may name fewer. ``idle_since_ms`` says since when the producer has written nothing there, not even a
+    marker, by the leaders' clocks (ms since 1970); None if no leader knows it.
     """
 
     commit: PreparedTxnState | None = None
@@ -69,9 +67,8 @@ class Lookup(Enum):
 class Known:
     """The transactions of one incarnation that the database names, in the row or in incidents.
 
-    Attributes:
-        newest: The newest of them in each partition, as one state; None if none is named.
-        started_ms: The latest of their starts; None if one of them, which may be the newest, has no start recorded.
+    ``newest`` has the newest of them in each partition, as one state. ``started_ms`` is the latest of their starts; None if
+    one of them, which may be the newest, has no start recorded.
     """
 
     newest: PreparedTxnState | None
@@ -79,12 +76,7 @@ class Known:
 
 
 def known_of(states: Iterable[PreparedTxnState], incarnation: int) -> Known:
-    """Collect the transactions of an incarnation that the database names.
-
-    Args:
-        states: The row's prepared state, and those of the incidents of its id.
-        incarnation: The incarnation.
-    """
+    """Collect the transactions of an incarnation among the row's prepared state and those of the incidents of its id."""
     own = [state for state in states if state.has_transaction and state.incarnation == incarnation]
     if not own:
         return Known(None, None)
@@ -105,12 +97,9 @@ def known_of(states: Iterable[PreparedTxnState], incarnation: int) -> Known:
 
 
 def look_up(known: Known, view: TransactionView, fence: int | None = None) -> Lookup:
-    """Look for lost decisions of an incarnation in the coordinator's view of it.
+    """Look for lost decisions of an incarnation in the coordinator's view of its Kafka id.
 
-    Args:
-        known: The transactions of the incarnation that the database names.
-        view: The coordinator's view of the incarnation's Kafka id.
-        fence: The row's fence, read after the view. Only native transactions have one.
+    ``fence`` is the row's, read after the view. Only native transactions have one.
     """
     if known.newest is None:
         return Lookup.LOST if view.status in _COMMITTED else Lookup.NOTHING
@@ -145,12 +134,7 @@ def lost_decision(
     A commit that has records in none of them, but began before the producer's last marker there, wrote nothing: a late copy of
     the known transaction's AddPartitionsToTxn began it, and a second EndTxn committed it.
 
-    Args:
-        known: The transactions of the incarnation that the database names.
-        view: The coordinator's view of the incarnation's Kafka id.
-        incarnation: The incarnation.
-        answer: The answer of :func:`look_up`.
-        later: The producer's activity in the logs after the known transactions; None if they were not read.
+    ``later`` is None if the logs were not read.
     """
     if known.newest is not None and known.newest.is_native:
         return _lost_native(known.newest, view, answer, later)
@@ -183,12 +167,6 @@ def contradiction(
     """Why a row contradicts what its owner knows, in words; None if it does not.
 
     Only the owner changes the state as long as the incarnation is its own.
-
-    Args:
-        incarnation: The owner's incarnation.
-        newest: The newest decision that the owner knows.
-        shown_incarnation: The row's incarnation.
-        shown: The row's newest decision.
     """
     if shown_incarnation > incarnation:
         return None  # another owner has claimed the row

@@ -49,10 +49,8 @@ _MAX_TIMESTAMP_MS: Final = 2**63 - 1
 class Unsendable(Exception):
     """A message that no broker would take. Nothing of it was handed on.
 
-    Attributes:
-        code: The protocol's name of the error with which a broker would refuse it.
-        detail: Why, in words that hold neither its key nor its value.
-        step: What helps.
+    ``code`` is the protocol's name of the error with which a broker would refuse it. ``detail`` says why, in words that hold
+    neither its key nor its value, and ``step`` what helps.
     """
 
     def __init__(self, code: str, detail: str, step: str | None = None) -> None:
@@ -62,12 +60,7 @@ class Unsendable(Exception):
         self.step = STEPS[code] if step is None else step
 
     def refusal(self, topic: object, transactional_id: str) -> TransactionAborted:
-        """The error for the caller.
-
-        Args:
-            topic: The topic of the message.
-            transactional_id: The producer's id.
-        """
+        """The error for the caller."""
         return TransactionAborted(
             f"produce ({topic}): {self.detail} ({self.code})",
             transactional_id=transactional_id,
@@ -79,17 +72,8 @@ class Unsendable(Exception):
 class Message(NamedTuple):
     """One message as every engine takes it: made once, by :meth:`checked`, and handed on whole.
 
-    It shares nothing with the caller that the caller could change, so it may wait for a savepoint as it is.
-
-    Attributes:
-        topic: The topic.
-        value: The value; None is a tombstone.
-        key: The key.
-        partition: The partition; None if Kafka or the key chooses.
-        headers: The headers, in their order.
-        timestamp_ms: When it was created (ms since 1970); None for the time at which it is sent.
-        on_delivery: Called with ``(error or None, message)`` once its fate is known; None if nobody waits for it.
-        size: Its bytes as librdkafka compares them with ``message.max.bytes``.
+    It shares nothing with the caller that the caller could change, so it may wait for a savepoint as it is. ``size`` are its
+    bytes as librdkafka compares them with ``message.max.bytes``.
     """
 
     topic: str
@@ -117,22 +101,12 @@ class Message(NamedTuple):
     ) -> Self:
         """Check one message in every respect that needs no broker. Call it when the message is handed over.
 
-        Args:
-            topic: Its topic.
-            value: Its value; text as UTF-8; None is a tombstone.
-            key: Its key, likewise.
-            partition: Its partition; None or -1 chooses.
-            headers: Its headers, as a mapping or pairs.
-            timestamp_ms: When it was created (ms since 1970).
-            on_delivery: Its callback.
-            max_bytes: ``message.max.bytes``.
-            subject: Names the message in errors.
+        Text becomes UTF-8; a value of None is a tombstone; a partition of None or -1 leaves the choice. ``max_bytes`` is
+        ``message.max.bytes``, and ``subject`` names the message in errors.
 
-        Raises:
-            Unsendable: No topic has such a name, no topic such a partition, the timestamp is below 1 or needs more than 64
-                bits, or the message is too large.
-            TypeError: A part is of another type.
-            UnicodeEncodeError: A text has a surrogate.
+        `Unsendable` says that no topic has such a name or partition, that the timestamp is below 1 or needs more than 64 bits,
+        or that the message is too large. A part of another type is a `TypeError`, and a text with a surrogate a
+        `UnicodeEncodeError`.
         """
         check_topic(topic)
         # Most parts are bytes already, or missing: a call for each part would cost more than the check.
@@ -162,13 +136,10 @@ class Message(NamedTuple):
 
 
 class MessageBatch(NamedTuple):
-    """Messages of one topic, given as a list of values and one of keys.
+    """Messages of one topic, given as a list of values and one of keys, which is None if they have none.
 
-    Attributes:
-        topic: The topic of all.
-        values: Their values, as they were given: the engine checks each as it takes it; or checked and copied.
-        keys: As many keys; None if they have none.
-        size: Once they are checked, their bytes together, likewise as :attr:`Message.size`; None before.
+    The values are as they were given, and ``size`` is None: the engine checks each as it takes it. Or they are checked and
+    copied, and ``size`` are their bytes together, likewise as :attr:`Message.size`.
     """
 
     topic: str
@@ -178,22 +149,13 @@ class MessageBatch(NamedTuple):
 
     @classmethod
     def of(cls, topic: str, values: Sequence[Content], keys: Sequence[Content] | None) -> Self:
-        """The messages as they were given.
-
-        Raises:
-            ValueError: The numbers of keys and values differ.
-        """
+        """The messages as they were given. Refuses other numbers of keys than of values."""
         if keys is not None and len(keys) != len(values):
             raise ValueError(f"{len(values)} values, {len(keys)} keys")
         return cls(topic, values, keys)
 
     def checked(self, max_bytes: int) -> MessageBatch:
-        """These messages, checked as :meth:`Message.checked` does it, and copied. Call it before they wait.
-
-        Raises:
-            Unsendable: One of them cannot be sent; its row is named.
-            TypeError, UnicodeEncodeError: As :meth:`Message.checked`.
-        """
+        """These messages, checked as :meth:`Message.checked` does it, and copied. Call it before they wait."""
         if self.size is not None:
             return self
         rows = list(self.rows(max_bytes))
@@ -201,11 +163,7 @@ class MessageBatch(NamedTuple):
         return MessageBatch(self.topic, [value for value, _, _ in rows], keys, sum(size for _, _, size in rows))
 
     def rows(self, max_bytes: int) -> Iterator[tuple[bytes | None, bytes | None, int]]:
-        """Each message's value, key and size, checked one by one as they are taken; not again if they were.
-
-        Raises:
-            Unsendable, TypeError, UnicodeEncodeError: As :meth:`checked`.
-        """
+        """Each message's value, key and size, checked one by one as they are taken; not again if they were."""
         pairs = zip(self.values, self.keys or repeat(None), strict=False)
         if self.size is not None:
             for value, key in cast("Iterator[tuple[bytes | None, bytes | None]]", pairs):
@@ -233,13 +191,8 @@ class MessageBatch(NamedTuple):
 class MessageColumns(NamedTuple):
     """Messages of one topic, given as Arrow's columns, which nobody can change. Engines check the rows as they take them.
 
-    Attributes:
-        topic: The topic of all.
-        values: The values: ``pyarrow.Array`` or ``ChunkedArray``, binary or text; a null is a tombstone.
-        keys: As many keys, likewise; None if there are none.
-        headers: As many lists of headers; None if there are none.
-        partitions: As many partitions; None if none is given.
-        timestamps: As many timestamps (ms since 1970); None if none is given.
+    Each column is a ``pyarrow.Array`` or ``ChunkedArray``; the values and keys are binary or text, and a null is a tombstone.
+    All but the values may be None.
     """
 
     topic: str
@@ -250,11 +203,7 @@ class MessageColumns(NamedTuple):
     timestamps: Any = None
 
     def of_one_length(self) -> Self:
-        """These messages.
-
-        Raises:
-            ValueError: The columns differ in length.
-        """
+        """These messages. Refuses columns that differ in length."""
         for column in self[2:]:
             if column is not None and len(column) != len(self.values):
                 raise ValueError(f"{len(self.values)} values, but {len(column)} rows of another column")
@@ -272,12 +221,7 @@ class MessageColumns(NamedTuple):
 
 
 class ConsumedOffsets(NamedTuple):
-    """Consumed offsets that commit with the transaction.
-
-    Attributes:
-        offsets: The next offset to consume, by partition: confluent-kafka's ``TopicPartition``.
-        group_metadata: ``Consumer.consumer_group_metadata()`` of the consumer.
-    """
+    """Consumed offsets that commit with the transaction: the next ones to consume, as confluent-kafka's ``TopicPartition``."""
 
     offsets: Sequence[Any]
     group_metadata: object
@@ -300,12 +244,7 @@ rows, in the database."""
 
 @lru_cache(maxsize=4096)  # the same few topics come again and again
 def check_topic(topic: object) -> None:
-    """Refuse what cannot be a topic's name. Source: ``Topic.validate`` of Kafka.
-
-    Raises:
-        Unsendable: No topic has such a name.
-        TypeError: It is no text.
-    """
+    """Refuse what cannot be a topic's name. Source: ``Topic.validate`` of Kafka."""
     if not isinstance(topic, str):
         raise TypeError(f"a topic is text, not {type(topic).__name__}")
     if _TOPIC.fullmatch(topic) is None or topic in {".", ".."}:
@@ -313,12 +252,7 @@ def check_topic(topic: object) -> None:
 
 
 def as_bytes(content: Content, part: str) -> bytes | None:
-    """A key or a value as bytes; text as UTF-8.
-
-    Raises:
-        TypeError: It is neither bytes nor text nor None.
-        UnicodeEncodeError: The text has a surrogate.
-    """
+    """A key or a value as bytes; text as UTF-8."""
     if content is None or isinstance(content, bytes):
         return content
     if isinstance(content, str):
@@ -327,12 +261,7 @@ def as_bytes(content: Content, part: str) -> bytes | None:
 
 
 def as_headers(headers: Headers) -> Sequence[Header]:
-    """Headers as engines take them, in their order.
-
-    Raises:
-        TypeError: They are neither a mapping nor pairs, a name is not text, or a value is neither text nor bytes nor None.
-        UnicodeEncodeError: A text has a surrogate.
-    """
+    """Headers as engines take them, in their order."""
     found = []
     for pair in headers.items() if isinstance(headers, Mapping) else headers:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):  # noqa: PLR2004
@@ -345,12 +274,7 @@ def as_headers(headers: Headers) -> Sequence[Header]:
 
 
 def as_partition(partition: int, subject: str) -> int | None:
-    """The number of a partition; None where -1 leaves the choice.
-
-    Raises:
-        Unsendable: No topic has such a partition.
-        TypeError: It is no integer.
-    """
+    """The number of a partition; None where -1 leaves the choice."""
     number = operator.index(partition)
     if ANY_PARTITION <= number <= MAX_PARTITION:
         return None if number == ANY_PARTITION else number
@@ -361,10 +285,6 @@ def as_timestamp(timestamp_ms: int, subject: str) -> int:
     """When a message was created (ms since 1970).
 
     0 is none: librdkafka takes it for the current time, and nobody would notice. Java's producer refuses negative ones, too.
-
-    Raises:
-        Unsendable: It is below 1, or does not fit into 64 bits.
-        TypeError: It is no integer.
     """
     created_ms = operator.index(timestamp_ms)
     if 0 < created_ms <= _MAX_TIMESTAMP_MS:
@@ -387,22 +307,12 @@ def _varint_size(length: int) -> int:
 
 
 def too_large(size: int, max_bytes: int, subject: str) -> Unsendable:
-    """The refusal of a message that is too large.
-
-    Args:
-        size: Its bytes, by :func:`size_of`.
-        max_bytes: ``message.max.bytes``.
-        subject: Which message.
-    """
+    """The refusal of a message whose size, by :func:`size_of`, is above ``message.max.bytes``."""
     return Unsendable("MESSAGE_TOO_LARGE", f"{subject} has {size} bytes, message.max.bytes is {max_bytes}")
 
 
 def nameless_header(subject: str) -> Unsendable:
-    """The refusal of a row whose header has no name, or is none.
-
-    Args:
-        subject: Which row.
-    """
+    """The refusal of a row whose header has no name, or is none."""
     return Unsendable("INVALID_RECORD", f"{subject} has a header without a name", _NAME_THE_HEADER)
 
 

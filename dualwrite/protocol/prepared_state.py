@@ -40,9 +40,7 @@ from dualwrite.errors import ConfigurationError
 
 MAX_TEXT_LENGTH = 1_000_000
 MAX_NATIVE_OFFSETS = 8
-"""The largest number of partitions that a native state names with an offset."""
 MAX_NATIVE_PARTITIONS = 100_000
-"""The largest number of partitions that a native state names."""
 _MAX_INT16, _MAX_INT32, _MAX_INT64 = 2**15 - 1, 2**31 - 1, 2**63 - 1
 _NUMBER = re.compile(r"0|[1-9][0-9]*")
 _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
@@ -86,10 +84,7 @@ class Engine(Enum):
 class FurtherPartitions:
     """Partitions of one topic that a native transaction wrote to, named without an offset.
 
-    Attributes:
-        topic: Topic name.
-        topic_id: The topic's id as Kafka prints it (URL-safe base64).
-        numbers: The partitions' numbers, at least one; sorted.
+    The topic's id is as Kafka prints it (URL-safe base64). There is at least one number, and they are sorted.
     """
 
     topic: str
@@ -348,9 +343,6 @@ def stored_text(state: PreparedTxnState) -> str:
     """The text form, to be stored: it is certain that :meth:`PreparedTxnState.from_string` reads the state back.
 
     A text that the engine has made of parts that it knows, or that was parsed before, is not parsed again.
-
-    Raises:
-        ConfigurationError: It would be refused.
     """
     text = str(state)
     if not state._is_readable:  # noqa: SLF001 - of this module
@@ -435,11 +427,7 @@ _BASE64: Final = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def written(numbers: Sequence[int]) -> str:
-    """The text of a set of partition numbers.
-
-    Args:
-        numbers: At least one, in ascending order, none twice.
-    """
+    """The text of a set of partition numbers: at least one, in ascending order, none twice."""
     ranges = ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in _runs(numbers))
     size = numbers[-1] // 8 + 1
     if len(_BITMAP) + (size * 4 + 2) // 3 >= len(ranges):  # the length comes first: a bitmap may be huge
@@ -453,12 +441,7 @@ def written(numbers: Sequence[int]) -> str:
 def parsed(text: str, at_most: int) -> list[int]:
     """The numbers of a text, in its order. Does not require the shorter form: compare with :func:`written`.
 
-    Args:
-        text: The text.
-        at_most: The largest number of partitions to accept: a short text could name billions.
-
-    Raises:
-        ValueError: The text is not such a set, or names too many; the message says which.
+    A `ValueError` says that the text is not such a set, or names more than ``at_most``: a short text could name billions.
     """
     if text.startswith(_BITMAP):
         return _bitmap(text[len(_BITMAP) :], at_most)

@@ -39,10 +39,9 @@ from dualwrite.protocol.values import LogProof, Outcome
 class Allowance:
     """The time that one ending may take after the record of its decision, in seconds.
 
-    Attributes:
-        decide_s: Until the database has committed; the database enforces it where it can.
-        answer_s: Until COMMIT is answered. Without an answer the owner asks the row while the Kafka transaction is still open.
-        margin_s: Must be left for Kafka once the database has committed.
+    ``decide_s`` lasts until the database has committed; the database enforces it where it can. ``answer_s`` lasts until COMMIT
+    is answered: without an answer the owner asks the row while the Kafka transaction is still open. ``margin_s`` must be left
+    for Kafka once the database has committed.
     """
 
     decide_s: float
@@ -50,10 +49,9 @@ class Allowance:
     margin_s: float
 
     def fits(self, left_s: float) -> bool:
-        """Whether a decision at the last allowed moment still leaves the margin. Checked once the record is written.
+        """Whether a decision at the last allowed moment still leaves the margin.
 
-        Args:
-            left_s: The time left of the broker's timeout now. The record may have waited for a lock.
+        Checked once the record is written, with the time left then: the record may have waited for a lock.
         """
         return self.decide_s + self.margin_s <= left_s
 
@@ -64,10 +62,8 @@ def allow(left_s: float, margin_s: float, ending_s: float) -> Allowance | None:
     Half of the time above the margin is for the record itself, half for the decision. Half of the ending's time is kept for
     resolving a COMMIT that was not answered.
 
-    Args:
-        left_s: The time left of the broker's transaction timeout.
-        margin_s: The time that must be left once the database has committed; also the most that the decision gets, unless 0.
-        ending_s: The time left for this ending.
+    ``left_s`` is left of the broker's transaction timeout, and ``ending_s`` for this ending. ``margin_s`` must be left once
+    the database has committed; it is also the most that the decision gets, unless it is 0.
     """
     if left_s <= margin_s:
         return None
@@ -109,15 +105,11 @@ class DoubtStep(Enum):
 
 @dataclass(frozen=True)
 class Doubt:
-    """The facts known about one COMMIT in doubt.
+    """The facts known about one COMMIT in doubt. None is a question that was not asked.
 
-    Attributes:
-        ours: The state that the COMMIT would have recorded; empty for rows alone.
-        row: The row's state, read after the old backend released its lock.
-        verdict: The database's verdict; None if not asked.
-        records_asked: Whether ``incident`` was looked up.
-        incident: The loss recorded for ``ours``, if any.
-        proof: The log's proof about ``ours``; None if not asked.
+    ``ours`` is the state that the COMMIT would have recorded; empty for rows alone. ``row`` is the row's state, read after the
+    old backend released its lock. ``incident`` is the loss recorded for ``ours``, if any; it was looked up if
+    ``records_asked``.
     """
 
     ours: PreparedTxnState

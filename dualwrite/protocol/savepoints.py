@@ -56,19 +56,11 @@ _TOKEN: Final = re.compile(
 
 
 def moves_of(statement: str, *, quotes_keep_case: bool = True) -> Sequence[tuple[Move, str]]:
-    """The effects on savepoints of a text of one or more SQL statements, once executed.
+    """The effects on savepoints of a text of one or more SQL statements, once executed, in order.
 
-    Words inside string literals, identifiers, comments and function bodies do not count.
-
-    Args:
-        statement: The text sent to the database.
-        quotes_keep_case: Whether quoted names that differ in case are different (PostgreSQL), or the same (SQLite).
-
-    Returns:
-        The moves with the names of the savepoints, in order.
-
-    Raises:
-        NotUnderstood: One of the statements affects savepoints in a way that this function cannot read.
+    Words inside string literals, identifiers, comments and function bodies do not count. Quoted names that differ in case are
+    different in PostgreSQL (``quotes_keep_case``), and the same in SQLite. Raises `NotUnderstood` if one of the statements
+    affects savepoints in a way that this function cannot read.
     """
     if not may_move(statement):
         return ()
@@ -174,8 +166,7 @@ class _Savepoint(Generic[Message]):
 class Savepoints(Generic[Message]):
     """The open savepoints, the messages that belong to each, and those that may be sent.
 
-    Attributes:
-        witness: The number that the database must show now; 0 if it has none.
+    ``witness`` is the number that the database must show now; 0 if it has none.
     """
 
     def __init__(self) -> None:
@@ -220,11 +211,7 @@ class Savepoints(Generic[Message]):
         (self._open[-1].messages if self._open else self._free).append(message)
 
     def apply(self, move: Move, name: str) -> None:
-        """Apply a savepoint statement that the database has executed.
-
-        Raises:
-            NotUnderstood: The savepoint was opened unseen.
-        """
+        """Apply a savepoint statement that the database has executed. Raises `NotUnderstood` if it was opened unseen."""
         if move is Move.OPEN:
             self._open.append(_Savepoint(name, self.witness))
             return

@@ -101,21 +101,17 @@ QUESTIONS: Final = frozenset(
 
 @dataclass(frozen=True)
 class Knowledge:
-    """The settler's knowledge of one incarnation.
+    """The settler's knowledge of one incarnation. None is a question that was not asked in this round.
 
-    Attributes:
-        prepared: The row's state if it belongs to this incarnation, else None.
-        recorded: The outcome recorded for ``prepared``, if any.
-        view: The coordinator's answer in this round.
-        evidence: Whether the transaction open on the partitions is ``prepared``; None if not asked in this round.
-        proof: The log's proof about ``prepared``; None if not asked in this round.
-        retired: The producer id and epoch that the coordinator gave out when this settling retired the incarnation's Kafka id.
-        suspects: Partitions in which a transaction of the id may have been left open.
-        tainted: Partitions in which an undecided transaction, other than ``prepared``, may have written.
-        still_open: Where the id's producer still has something open among ``suspects``, and from which offset on; None if
-            not asked in this round.
-        ended: Whether the evidence failed to match in an earlier round: ``prepared`` is no longer open in all its partitions.
-        confirmed: Whether the log was read after asking the partitions what is still open.
+    - ``prepared``: the row's state if it belongs to this incarnation.
+    - ``evidence``: whether the transaction open on the partitions is ``prepared``.
+    - ``retired``: the producer id and epoch that the coordinator gave out when this settling retired the incarnation's Kafka
+    id.
+    - ``suspects``: partitions in which a transaction of the id may have been left open.
+    - ``tainted``: partitions in which an undecided transaction, other than ``prepared``, may have written.
+    - ``still_open``: where the id's producer still has something open among ``suspects``, and from which offset on.
+    - ``ended``: the evidence failed to match in an earlier round: ``prepared`` is no longer open in all its partitions.
+    - ``confirmed``: the log was read after asking the partitions what is still open.
     """
 
     prepared: PreparedTxnState | None = None
@@ -166,10 +162,6 @@ def initial(prepared: PreparedTxnState | None, recorded: Outcome | None) -> Know
 
     A settler that recorded an outcome other than a commit may have died before it ended what the broker had forgotten of that
     transaction.
-
-    Args:
-        prepared: The row's state if it belongs to this incarnation, else None.
-        recorded: The outcome recorded for it, if any.
     """
     unended = _NONE if prepared is None or recorded in {None, Outcome.COMMITTED} else own_partitions(prepared)
     return Knowledge(prepared=prepared, recorded=recorded if prepared is not None else None, suspects=unended)
@@ -212,12 +204,7 @@ def proved(known: Knowledge, proof: LogProof) -> Knowledge:
 
 
 def retired(known: Knowledge, ids: tuple[int, int]) -> Knowledge:
-    """The knowledge after retiring, whose answer is the coordinator's newest view: what was ongoing is aborted.
-
-    Args:
-        known: The knowledge before.
-        ids: The producer id and epoch that the coordinator has given out.
-    """
+    """The knowledge after retiring, whose answer is the coordinator's newest view: what was ongoing is aborted."""
     view = known.view
     aborted = frozenset(view.partitions) if view is not None and view.status is TransactionStatus.ONGOING else _NONE
     known = replace(known, retired=ids, tainted=known.tainted | aborted)

@@ -123,23 +123,15 @@ QUESTIONS: Final = frozenset({NativeStep.LOOK, NativeStep.PROVE, NativeStep.LOOK
 
 @dataclass(frozen=True)
 class NativeKnowledge:
-    """The settler's knowledge of one incarnation with a decided native transaction.
+    """The settler's knowledge of one incarnation with a decided native transaction, S. None is a question to be asked.
 
-    Attributes:
-        prepared: The row's state, S.
-        recorded: The outcome recorded for it, if any.
-        suspects: Partitions in which a transaction of the id may have been left open, besides all those of the topics that
-            ``prepared`` names.
-        answer: The answer to ending S; None if it has to be asked, first or again.
-        committed: The coordinator's word on S; None if it has not shown it.
-        view: The coordinator's answer in this round.
-        proof: The log's proof about S; None if not asked in this round.
-        still_open: The producer's open transactions in ``suspects`` and in the topics of ``prepared``; None if not asked in
-            this round.
-        confirmed: Whether the log was read after asking what is still open.
-        fence: The row's fence, if ``is_fence_known``: read in this round, after ``view``.
-        is_fence_known: See ``fence``.
-        is_overwritten: Whether the row names another transaction by now: then a newer owner has settled this one.
+    - ``suspects``: partitions in which a transaction of the id may have been left open, besides those of the topics of S.
+    - ``answer``: the answer to ending S; None if it has to be asked, first or again.
+    - ``committed``: the coordinator's word on S; None if it has not shown it.
+    - ``still_open``: the producer's open transactions in ``suspects`` and in the topics of S.
+    - ``confirmed``: the log was read after asking what is still open.
+    - ``fence``: the row's fence, if ``is_fence_known``: read in this round, after ``view``.
+    - ``is_overwritten``: the row names another transaction by now: then a newer owner has settled this one.
     """
 
     prepared: PreparedTxnState
@@ -186,12 +178,9 @@ def initial(
 ) -> NativeKnowledge:
     """The knowledge before the first step.
 
-    Args:
-        prepared: The row's state, of this incarnation.
-        recorded: The outcome recorded for it, if any.
-        suspects: Partitions besides those of the state's topics in which its owner may have left a transaction open. The
-            coordinator does not name an undecided transaction that was aborted, and whose marker the broker has forgotten. Its
-            living owner knows it, and all partitions of the state's topics are asked in any case.
+    ``suspects`` are partitions besides those of the state's topics in which its owner may have left a transaction open. The
+    coordinator does not name an undecided transaction that was aborted, and whose marker the broker has forgotten. Its living
+    owner knows it, and all partitions of the state's topics are asked in any case.
     """
     return NativeKnowledge(prepared, recorded, prepared.partitions | suspects)
 

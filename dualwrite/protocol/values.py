@@ -58,17 +58,11 @@ NEVER_MS: Final = 2_147_483_647
 
 @dataclass(frozen=True)
 class TransactionView:
-    """The coordinator's view of one transactional id at one moment.
+    """The coordinator's view of one transactional id at one moment. Starts are in ms since 1970; None if there is none.
 
-    Attributes:
-        status: The coordinator's status of the id.
-        producer_id: Current producer id, -1 if there is none.
-        epoch: Current producer epoch, -1 if there is none.
-        started_ms: Start of the current transaction in ms since 1970; None if none is open.
-        timeout_ms: The transaction timeout that the producer asked for; None if the id is unknown.
-        partitions: The (topic, partition) pairs added to the current transaction; empty if none is open.
-        newest_started_ms: Start of the newest transaction, even if it has ended, in ms since 1970; None if the id has had none
-            since it was initialised.
+    Producer id and epoch are -1 if there is none. ``timeout_ms`` is what the producer asked for; None if the id is unknown.
+    ``partitions`` were added to the current transaction. ``newest_started_ms`` is of the newest transaction since the id was
+    initialised, even if it has ended.
     """
 
     status: TransactionStatus
@@ -84,10 +78,7 @@ class TransactionView:
 class OpenTransaction:
     """A transaction of one producer that is open in a partition, as its leader shows it.
 
-    Attributes:
-        partition: The (topic, partition).
-        epoch: The epoch under which the producer last wrote there.
-        start: The transaction's first offset there.
+    ``epoch`` is the one under which the producer last wrote there, and ``start`` the transaction's first offset there.
     """
 
     partition: tuple[str, int]
@@ -99,9 +90,7 @@ class OpenTransaction:
 class ShownProducer:
     """One producer in one partition, as its leader shows it.
 
-    Attributes:
-        epoch: Its epoch there; -1 if the leader does not know the producer.
-        open_from: The first offset of its open transaction; None if it has none open.
+    ``epoch`` is -1 if the leader does not know it. ``open_from`` is the first offset of its open transaction, if it has one.
     """
 
     epoch: int = -1
@@ -165,18 +154,11 @@ _OUTCOMES = {
 class StateRow:
     """One row of ``kafka_transaction_state``.
 
-    Attributes:
-        transactional_id: The user's name of the sequence of dual writes.
-        prepared: The newest decided transaction; the empty state if there was none.
-        namespace: Random text made with the row; part of every Kafka id.
-        incarnation: Raised by every claim. The last claimant is the owner.
-        settled_incarnation: This incarnation and all below it are complete.
-        completed: The outcome of ``prepared`` in Kafka, once recorded.
-        cluster_id: The Kafka cluster that the row belongs to.
-        owner: The name of the last claimant.
-        updated_at: When the row last changed, by the database's clock.
-        settle_fence: While the newest decision is a native transaction that is being settled: the producer epoch from which on
-            only settlers act under its Kafka id. None before that.
+    ``prepared`` is the newest decided transaction; the empty state if there was none. ``completed`` is its outcome in Kafka,
+    once recorded. ``namespace`` is random text made with the row, and part of every Kafka id. Every claim raises
+    ``incarnation``, and the last claimant is the owner. ``settled_incarnation`` and all below it are complete.
+    ``settle_fence`` is set while the newest decision is a native transaction that is being settled: from this producer epoch
+    on, only settlers act under its Kafka id.
     """
 
     transactional_id: str
@@ -198,16 +180,10 @@ class StateRow:
 class Decision(NamedTuple):
     """The last statement of a dual write, as its owner asks the database for it.
 
-    Attributes:
-        transactional_id: The row's key.
-        incarnation: The incarnation that the row must name.
-        state: The state to store; None to keep the row as it is, because nothing was produced.
-        namespace: The namespace that the row must have, if given: a row that was deleted and recreated has another one.
-        idle_s: The server, if it can, ends the session when COMMIT does not come within this many seconds.
-        within_s: The server, if it can, ends the transaction, COMMIT included, after this many seconds.
-        answer_s: How long to wait for the answer, in seconds; after that the connection is lost.
-        deferred: Whether what the user's statements have deferred to COMMIT is run first, in the same exchange with the server
-            if the driver can.
+    ``state`` is None to keep the row as it is, because nothing was produced. A row that was deleted and recreated has another
+    ``namespace``. The server, if it can, ends the session when COMMIT does not come within ``idle_s``, and the transaction,
+    COMMIT included, after ``within_s``. If no answer comes in ``answer_s``, the connection is lost. With ``deferred``, what
+    the user's statements have deferred to COMMIT is run first, in the same exchange with the server if the driver can.
     """
 
     transactional_id: str
@@ -224,12 +200,8 @@ class Decision(NamedTuple):
 class Participant:
     """A database transaction that was prepared (``PREPARE TRANSACTION``), and waits for the decision on its row.
 
-    Attributes:
-        row: The row.
-        incarnation: The incarnation of the row that prepared it.
-        name: The database's name for it.
-        decided: Whether the row names the Kafka transaction that it was prepared with.
-        prepared_at: When it was prepared, by the database's clock.
+    ``incarnation`` is that of the row when it was prepared, and ``name`` the database's name for the transaction. ``decided``
+    says that the row names the Kafka transaction that it was prepared with.
     """
 
     row: StateRow
@@ -243,14 +215,8 @@ class Participant:
 class Incident:
     """One decided transaction that Kafka does not have, or whose outcome is unknown. It stays until a person has looked.
 
-    Attributes:
-        transactional_id: The id that the transaction ran under.
-        prepared_transaction_state: The transaction's text form: it names the partitions and the first offsets.
-        outcome: ``LOST`` or ``UNVERIFIABLE``.
-        detail: The evidence, for people to read.
-        detected_at: When it was recorded, by the database's clock.
-        acknowledged_at: When a person acknowledged it; None until then.
-        told_at: When it was reported to a caller, by an error or a report; None until then.
+    ``outcome`` is ``LOST`` or ``UNVERIFIABLE``, and ``detail`` the evidence, for people to read. ``told_at`` is when it was
+    reported to a caller, by an error or a report. Times are by the database's clock.
     """
 
     transactional_id: str
@@ -368,13 +334,9 @@ def shows_same_transaction(view: TransactionView, state: PreparedTxnState) -> bo
 def another_owner_since(seen: TransactionView, now: TransactionView) -> bool:
     """Whether another producer of the id has been at work between two views of the coordinator's that are at rest.
 
-    The transaction that was seen open may have ended meanwhile, by its own producer or the broker: nothing is left to end then.
-    A producer that was initialised since shows an empty state first, and then transactions of another name; or, where those of
-    librdkafka share a name, of another start.
-
-    Args:
-        seen: The first view.
-        now: The later one.
+    The transaction that was seen open may have ended meanwhile, by its own producer or the broker: nothing is left to end
+    then. A producer that was initialised since shows an empty state first, and then transactions of another name; or, where
+    those of librdkafka share a name, of another start.
     """
     if now.status is TransactionStatus.NO_SUCH_ID:
         return False
@@ -429,15 +391,10 @@ def is_open(
 ) -> bool:
     """Whether the state's transaction is open in every partition that still exists, of which there must be at least one.
 
-    Partitions that are gone with their topic show nothing. One first offset identifies the transaction, as every later one
-    begins at another offset; if the others match too, no operator has ended it by hand in one of them. In a partition that is
-    open from an earlier offset on, the broker has forgotten to end an earlier transaction, and will end both.
-
-    Args:
-        state: The prepared state.
-        open_offsets: By (topic, partition), where the open transaction of the state's producer begins, or None. Partitions
-            that no longer exist are left out.
-        exactly: Whether a partition that is open from an earlier offset on does not count.
+    ``open_offsets`` has, for each partition that still exists, where the open transaction of the state's producer begins, or
+    None. One first offset identifies the transaction, as every later one begins at another offset; if the others match too, no
+    operator has ended it by hand in one of them. In a partition that is open from an earlier offset on, the broker has
+    forgotten to end an earlier transaction, and will end both; with ``exactly`` it does not count.
     """
     shown = [
         (start := open_offsets[key]) == first.offset or (start is not None and start < first.offset and not exactly)
@@ -465,16 +422,7 @@ _LONGEST_NAME: Final = 240  # leaves room for a lane's number
 
 
 def check_seconds(name: str, seconds: float, *, zero: bool = False) -> None:
-    """Refuse a duration that is no time: NaN, infinite, negative.
-
-    Args:
-        name: The argument's name, for the message.
-        seconds: The duration.
-        zero: Whether it may be 0.
-
-    Raises:
-        ConfigurationError: It cannot be used.
-    """
+    """Refuse a duration that is no time: NaN, infinite, negative, or 0 unless ``zero``."""
     if not math.isfinite(seconds) or not 0 <= seconds <= LONGEST_S or (seconds == 0 and not zero):
         raise ConfigurationError(
             f"{name} is {seconds:g} s",
@@ -483,27 +431,13 @@ def check_seconds(name: str, seconds: float, *, zero: bool = False) -> None:
 
 
 def check_not_empty(name: str, given: str, instead: str = "") -> None:
-    """Refuse an empty text.
-
-    Args:
-        name: What it is, for the message.
-        given: The text.
-        instead: How to ask for what the empty text may have meant.
-
-    Raises:
-        ConfigurationError: It is empty.
-    """
+    """Refuse an empty text. ``instead`` says how to ask for what it may have meant."""
     if not given:
         raise ConfigurationError(f"{name} is empty", next_step=f"give one{instead}: an unset variable selects nothing")
 
 
 def check_selection(transactional_id: str | None, prefix: str | None) -> None:
-    """Refuse a selection of ids that is not an id, a prefix, or neither of the two, which selects every id.
-
-    Raises:
-        ConfigurationError: The id or the prefix is empty.
-        TypeError: Both are given.
-    """
+    """Refuse a selection of ids that is not an id, a prefix, or neither of the two, which selects every id."""
     if transactional_id is not None and prefix is not None:
         raise TypeError("transactional_id and prefix cannot be combined")
     if transactional_id is not None:
@@ -513,26 +447,13 @@ def check_selection(transactional_id: str | None, prefix: str | None) -> None:
 
 
 def check_count(name: str, count: int, *, least: int = 1) -> None:
-    """Refuse a number that is too small.
-
-    Args:
-        name: The argument's name, for the message.
-        count: The number.
-        least: The smallest one that may be given.
-
-    Raises:
-        ConfigurationError: It is smaller.
-    """
+    """Refuse a number that is too small."""
     if count < least:
         raise ConfigurationError(f"{name} is {count}", next_step=f"give at least {least}")
 
 
 def check_writer_name(transactional_id: str) -> None:
-    """Refuse a name that no writer can have.
-
-    Raises:
-        ConfigurationError: It cannot.
-    """
+    """Refuse a name that no writer can have."""
     if not 1 <= len(transactional_id) <= _LONGEST_NAME or "#" in transactional_id:
         raise ConfigurationError(
             f"{transactional_id!r} cannot be a transactional id",
@@ -620,10 +541,6 @@ def table_fit(found: str, own: str) -> TableFit:
 
     A program works with the tables before its own whichever kind its own step is: before a step that contracts is taken, all
     programs must already be of the version that can do without.
-
-    Args:
-        found: The tables' revision.
-        own: The newest revision that the program knows.
     """
     if found == own:
         return TableFit.SAME
@@ -653,11 +570,8 @@ def gone_back(
 ) -> DatabaseWentBack:
     """The database has lost commits, or Kafka has followed a copy of it.
 
-    Args:
-        seen: The evidence, in words.
-        transactional_id: The row's id.
-        forgotten: The text form of a decision that the database has lost.
-        recorded: Whether that is already recorded as an incident, so that the next opening of the writer succeeds.
+    ``seen`` is the evidence, in words, and ``forgotten`` the text form of a decision that the database has lost. If that is
+    ``recorded`` as an incident already, the next opening of the writer succeeds.
     """
     next_step = (
         "messages newer than the database's state are visible in Kafka: stop what uses a copy, compare both; it is recorded "
