@@ -70,11 +70,7 @@ def running_on(clock: Clock) -> Generator[None, None, None]:
 
 
 class Deadline:
-    """A moment on the clock of :func:`now_s`. Make one at the outermost call and pass it inwards.
-
-    Args:
-        seconds: Seconds from now until the moment.
-    """
+    """A moment so many seconds from now, on the clock of :func:`now_s`. Make one at the outermost call and pass it inwards."""
 
     __slots__ = ("_at",)
 
@@ -99,12 +95,7 @@ load it."""
 
 
 class GrowingPause:
-    """Waits between polls of something that may take a moment or a long while: each is twice as long as the one before.
-
-    Args:
-        first_s: The first wait, in seconds.
-        longest_s: The longest wait, in seconds.
-    """
+    """Waits between polls of something that may take a moment or a long while: each is twice as long as the one before."""
 
     def __init__(self, first_s: float = FIRST_PAUSE_S, longest_s: float = LONGEST_PAUSE_S) -> None:
         self._next_s = first_s

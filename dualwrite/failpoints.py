@@ -100,8 +100,6 @@ class FailpointError(Exception):
 
 
 class _Armed:
-    """One armed point, which counts down its passes."""
-
     def __init__(self, nth: int, action: str) -> None:
         self._left = nth
         self._action = action
@@ -133,11 +131,7 @@ _armed = _parse(os.environ.get(ENVIRONMENT, ""))
 
 
 def arm(text: str) -> None:
-    """Arm points in this process, replacing those that were armed.
-
-    Raises:
-        ValueError: A name or an action is not known.
-    """
+    """Arm points in this process, replacing those that were armed. Refuses unknown names and actions, with `ValueError`."""
     global _armed  # noqa: PLW0603 - the armed points belong to the process, as its environment does
     _armed = _parse(text)
 

@@ -22,9 +22,7 @@ _LONGEST_WAIT_S: Final = 3600.0
 class Event:
     """Something that happens once. Any thread may set it, even a finalizer that interrupts another line of code.
 
-    Attributes:
-        is_set: Whether it has happened.
-        wake: Called by :meth:`set`; for the form of waiting that does not block.
+    :meth:`set` calls ``wake``, for the form of waiting that does not block.
     """
 
     def __init__(self) -> None:
@@ -109,10 +107,8 @@ class Waiting(Protocol):
     def poll(self, poll: Callable[[float], None], fileno: Callable[[], int] | None, seconds: float) -> None:
         """Call ``poll`` once, and wait before it or in it until there is something to do or the time is over.
 
-        Args:
-            poll: Does what can be done; waits up to that many seconds for something to do.
-            fileno: A descriptor that is readable when there is something to do; None if there is none.
-            seconds: Limits the wait.
+        ``poll`` does what can be done, and waits up to that many seconds for something to do. ``fileno`` returns a descriptor
+        that is readable when there is something to do; None if there is none.
         """
         ...
 
@@ -160,11 +156,7 @@ _forms: list[Callable[[], Waiting | None]] = []
 
 
 def install(form: Callable[[], Waiting | None]) -> None:
-    """Add a form of waiting.
-
-    Args:
-        form: Returns the form of waiting if this code runs under it, else None. Called for every wait.
-    """
+    """Add a form of waiting. ``form`` is called for every wait; it returns None if this code does not run under it."""
     _forms.append(form)
 
 

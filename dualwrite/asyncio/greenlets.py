@@ -30,10 +30,8 @@ _SAYS_MORE: Final = frozenset({"decided", "lost", "unknown"})
 async def run(pool: ThreadPoolExecutor, function: Callable[[], T], *, interruptible: bool = True) -> T:
     """Run a function that waits through :mod:`dualwrite.waiting`, without blocking the event loop.
 
-    Args:
-        pool: Threads for work that can only block.
-        function: The function.
-        interruptible: Whether a cancellation may interrupt it; otherwise ``CancelledError`` is raised when it has ended.
+    ``pool`` does work that can only block. If a cancellation may not interrupt the function, ``CancelledError`` is raised when
+    it has ended.
     """
     try:
         asyncio.get_running_loop()

@@ -40,13 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Task:
-    """The work of a unit, as a task runs it. Implements :class:`dualwrite.writing.units_of_work.Task`.
-
-    Args:
-        name: The writer's transactional id.
-        work: The work.
-        within_s: No run begins later than this, in seconds; None sets no limit.
-    """
+    """The work of a unit, as a task runs it. Implements :class:`dualwrite.writing.units_of_work.Task`."""
 
     def __init__(
         self, name: str, work: Callable[[AsyncTransaction], Awaitable[Any]] | RowUnit, within_s: float | None
@@ -103,9 +97,7 @@ class _Task:
         """Wait for the result. A caller that is cancelled, or whose coroutine is closed, stops waiting.
 
         Its work then does not run if it has not begun, or if its group was aborted. Work that is running ends with its group.
-
-        Args:
-            cancelled: A cancellation that came before this call.
+        ``cancelled`` is a cancellation that came before this call.
         """
         try:
             if cancelled is not None:
@@ -126,16 +118,10 @@ class _Task:
 
 
 class AsyncGroups:
-    """Runs the units of a writer in groups. Used in one event loop.
+    """Runs the units of a writer in groups, of which ``runners`` may exist at a time. Used in one event loop.
 
-    Args:
-        name: The writer's transactional id.
-        block: The block of a new dual write, entered in a greenlet.
-        limits: When a group takes no more units; how many may wait, and how long :meth:`submit` waits then.
-        runners: How many groups there may be at a time, one of them running its units.
-        grouped: Called with the number of units of each group that has ended.
-        engine: The engine of the blocks' connections.
-        pool: Returns the thread pool for work that can only block.
+    ``block`` returns the block of a new dual write, which a greenlet enters. ``grouped`` is called with the number of units of
+    each group that has ended. ``pool`` returns the threads for work that can only block.
     """
 
     def __init__(
@@ -195,11 +181,7 @@ class AsyncGroups:
         return cancelled
 
     async def close(self, within_s: float) -> None:
-        """Finish the waiting units, and refuse new ones. Units that have not begun in time fail.
-
-        Args:
-            within_s: How long to wait, in seconds.
-        """
+        """Finish the waiting units, and refuse new ones. Units that have not begun in time fail."""
         self._closed = True
         for unit in self._units.in_line:
             unit.work.answer()

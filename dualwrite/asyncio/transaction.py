@@ -45,12 +45,7 @@ def session_of_block(bind: AsyncConnection) -> AsyncSession:
 
 
 class Sessions:
-    """Makes the plain session of each block, and the ``AsyncSession`` through which tasks await it.
-
-    Args:
-        engine: The engine of the blocks' connections.
-        factory: Makes a session, called with ``bind=connection``.
-    """
+    """Makes the plain session of each block, and the ``AsyncSession`` through which tasks await it."""
 
     def __init__(self, engine: AsyncEngine, factory: Callable[..., AsyncSession]) -> None:
         self._engine = engine
@@ -64,11 +59,7 @@ class Sessions:
 
 
 class OneByOne:
-    """Lets only one task at a time work at a dual write.
-
-    Attributes:
-        ended: Whether later sends are refused: they could meet the decision.
-    """
+    """Lets only one task at a time work at a dual write. After its end it refuses sends: they could meet the decision."""
 
     def __init__(self) -> None:
         self.ended = False

@@ -497,12 +497,8 @@ def with_blocks_of(asynchronous: AsyncEngine, database: Engine | SqlDatabase, sc
 class TaskWriter(ForTasks):
     """The writer of one transactional id.
 
-    Args:
-        transactional_id: As for :class:`DualWriter`.
-        asynchronous: The engine of the blocks' connections.
-        database: Leads to the same database, for the writer's own transactions, in threads.
-        session_factory: Makes the ORM session, called with ``bind=connection``.
-        settings: As for :class:`DualWriter`.
+    ``asynchronous`` is the engine of the blocks' connections. ``database`` leads to the same database, for the writer's own
+    transactions, in threads.
     """
 
     def __init__(

@@ -220,14 +220,8 @@ class Workers(Protocol):
 class Member:
     """The part of a consumer that threads and tasks share. Arguments and errors are those of `ExactlyOnceConsumer`.
 
-    Args:
-        database: For threads.
-        dispose: Called when :meth:`run` has ended.
-        make_writer: Makes the writer, called with its transactional id and arguments of `DualWriter`.
-
-    Attributes:
-        transactional_id: The writer's.
-        limits: The writer's.
+    ``database`` is for threads, and ``dispose`` is called when :meth:`run` has ended. ``make_writer`` is called with the
+    transactional id and arguments of `DualWriter`.
     """
 
     def __init__(
@@ -313,11 +307,7 @@ class Member:
         self._stop.set()
 
     def begin(self) -> None:
-        """Note that :meth:`run` is called.
-
-        Raises:
-            IllegalStateError: It was called before.
-        """
+        """Note that :meth:`run` is called, which may happen once."""
         if self._ran:
             raise IllegalStateError("the consumer has already run", transactional_id=self.transactional_id)
         self._ran = True

@@ -35,32 +35,26 @@ bounds the memory."""
 
 @dataclass(eq=False)
 class Partition:
-    """A partition while it is assigned to this member. A new assignment makes a new one.
-
-    Attributes:
-        name: The topic, and the partition's number.
-        next_offset: The next offset to commit; None before anything was read.
-        claimed: Its row, where offsets are rows.
-        waiting: Messages that no unit has taken.
-        busy: Whether a unit works on it: one at a time keeps the order.
-        leaving: Whether it is being revoked: units begin no further transaction with it.
-        lost: Whether it is no longer ours: a transaction with it must not commit.
-        rewind: Whether its position must be set back before anything else is read.
-        paused: Whether the consumer does not fetch it.
-        reached: The end of the log that the consumer came to before it read anything; None if it did not.
-        read_at: When something was last read from it, or it was assigned.
-    """
+    """A partition while it is assigned to this member. A new assignment makes a new one."""
 
     name: Name
+    # The next offset to commit; None before anything was read.
     next_offset: int | None = None
+    # Its row, where offsets are rows.
     claimed: ClaimedOffset | None = None
     waiting: deque[Message] = field(default_factory=deque)
+    # Whether a unit works on it: one at a time keeps the order.
     busy: bool = False
+    # It is being revoked: units begin no further transaction with it.
     leaving: bool = False
+    # It is no longer ours: a transaction with it must not commit.
     lost: bool = False
+    # Its position must be set back before anything else is read.
     rewind: bool = False
     paused: bool = False
+    # The end of the log that the consumer came to before it read anything.
     reached: int | None = None
+    # When something was last read from it, or it was assigned.
     read_at: float = field(default_factory=now_s)
 
     @property
@@ -90,10 +84,8 @@ class Unit:
 class Partitions:
     """All partitions of a member.
 
-    Args:
-        max_messages: The maximum number of messages in a unit.
-        linger_s: How long a unit waits to become full, in seconds.
-        workers: How many units may run at a time.
+    A unit has at most ``max_messages``, and waits ``linger_s`` to become full. As many units as there are ``workers`` may run
+    at a time.
     """
 
     def __init__(self, max_messages: int, linger_s: float, workers: int) -> None:
@@ -260,8 +252,7 @@ class Offsets(Protocol):
     def start(self, consumer: Consumer, partitions: Sequence[Partition]) -> Mapping[Name, int] | None:
         """Take over newly assigned partitions.
 
-        Returns:
-            The offset to read from, by partition, as librdkafka takes it; None leaves it to the consumer.
+        Returns the offsets to read from, as librdkafka takes them; None leaves them to the consumer.
         """
         ...
 
@@ -270,12 +261,7 @@ class Offsets(Protocol):
         ...
 
     def move(self, tx: Transaction, unit: Unit, to: Mapping[Name, int]) -> None:
-        """Move the offsets in the transaction.
-
-        Raises:
-            PartitionLost: A partition is no longer ours.
-            DualWriteError: As the transaction's methods.
-        """
+        """Move the offsets in the transaction. Raises `PartitionLost` if a partition is no longer ours."""
         ...
 
     def moved(self, unit: Unit, to: Mapping[Name, int]) -> None:
@@ -364,12 +350,7 @@ class RowOffsets:
         self._coordinator = coordinator
 
     def start(self, consumer: Consumer, partitions: Sequence[Partition]) -> Mapping[Name, int] | None:
-        """See :class:`Offsets`.
-
-        Raises:
-            ConfigurationError: A row names an offset that the log does not hold.
-            Unavailable: The brokers or the database do not answer.
-        """
+        """See :class:`Offsets`. Refuses a row that names an offset that the log does not hold."""
         claimed = self._claim(partitions)
         for name, row in claimed.items():
             if row.next_offset != NOTHING_YET:

@@ -50,13 +50,7 @@ _MISCONFIGURED: Final = frozenset(
 class Reading:
     """A consumer, and what its rebalances do to the member's partitions. Used by the thread that polls.
 
-    Args:
-        settings: confluent-kafka's dictionary for the consumer.
-        partitions: The member's partitions.
-        offsets: Where the offsets stand.
-        peers: The other members.
-        stop: Set when the member must end: nothing is waited for then.
-        make_consumer: Makes the consumer of these settings; confluent-kafka's by default.
+    ``stop`` is set when the member must end: nothing is waited for then.
     """
 
     def __init__(
@@ -94,12 +88,7 @@ class Reading:
         self._consumer.close()
 
     def poll(self) -> bool:
-        """Serve the group, and read what there is. Returns whether messages came.
-
-        Raises:
-            ConfigurationError: A topic or the group cannot be used.
-            DualWriteError: As :meth:`Peers.settle`, and as the database when offsets are rows.
-        """
+        """Serve the group, and read what there is. Returns whether messages came."""
         paused = self._pause_and_resume()
         self._rewind()
         message = self._consumer.poll(_SHORT_POLL_S if paused else _POLL_S)
@@ -289,16 +278,9 @@ _OWN: Final[Mapping[str, str]] = {
 def consumer_settings(
     kafka: Mapping[str, object], given: Mapping[str, object], *, group: str, client_id: str
 ) -> dict[str, object]:
-    """The whole dictionary for confluent-kafka's ``Consumer``.
+    """The whole dictionary for confluent-kafka's ``Consumer``: what it shares with producers, then the user's for it alone.
 
-    Args:
-        kafka: The settings that producers and consumers share.
-        given: The user's settings for the consumer alone.
-        group: The ``group.id``.
-        client_id: The member's transactional id.
-
-    Raises:
-        ConfigurationError: A setting would break the promise, or belongs to this library.
+    Refuses a setting that would break the promise, or that belongs to this library.
     """
     settings: dict[str, object] = {"auto.offset.reset": "earliest", **connection_settings(kafka), **given}
     for key, (value, reason) in _FIXED.items():
@@ -326,14 +308,7 @@ _ANSWER_S: Final = 30.0
 
 
 class Peers:
-    """The other members of a group.
-
-    Args:
-        group: The ``group.id``.
-        ours: Our own transactional id and client id.
-        kafka: The settings by which the members reach Kafka.
-        database: The writers' database.
-    """
+    """The other members of a group. ``ours`` is our own transactional id and client id."""
 
     def __init__(self, group: str, ours: str, *, kafka: Mapping[str, object], database: Database) -> None:
         self._group = group
@@ -342,15 +317,9 @@ class Peers:
         self._database = database
 
     def settle(self) -> list[str]:
-        """Settle the transactions left open by members that are no longer in the group.
+        """Settle the transactions left open by members that are no longer in the group, and return their transactional ids.
 
-        If a server does not answer, that is logged, and the rest is left to the next call.
-
-        Returns:
-            The transactional ids that were settled.
-
-        Raises:
-            DecidedTransactionLost, OutcomeUnverifiable, DatabaseWentBack, ConfigurationError: A person must look.
+        If a server does not answer, that is logged, and the rest is left to the next call. After an error a person must look.
         """
         try:
             return self._settle()

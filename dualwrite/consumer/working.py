@@ -74,12 +74,9 @@ _ABOUT_THE_MESSAGE: Final = frozenset({404, 422})
 
 
 class Unreadable(Exception):
-    """A message could not be deserialized.
+    """A message could not be deserialized. ``index`` is its place among the messages.
 
-    Attributes:
-        index: Its place among the messages.
-        error: The deserializer's error, as confluent-kafka wraps it.
-        cause: The deserializer's own error.
+    ``error`` is the deserializer's error as confluent-kafka wraps it, and ``cause`` the deserializer's own.
     """
 
     def __init__(self, index: int, error: Exception, cause: Exception) -> None:
@@ -90,15 +87,7 @@ class Unreadable(Exception):
 
 
 class Deserializing:
-    """Deserializes messages. Many threads use it, and its deserializers, at once.
-
-    Args:
-        key: The deserializers of keys.
-        value: The deserializers of values.
-
-    Raises:
-        ConfigurationError: One of them cannot be called.
-    """
+    """Deserializes messages. Many threads use it, and its deserializers, at once."""
 
     def __init__(self, key: ByTopic = None, value: ByTopic = None) -> None:
         for name, given in (("the key deserializer", key), ("the value deserializer", value)):
@@ -108,20 +97,14 @@ class Deserializing:
 
     @classmethod
     def of(cls, given: Deserializers | None) -> Self:
-        """Make it of what a consumer was given.
-
-        Raises:
-            ConfigurationError: There is another entry than ``key`` and ``value``, or one of them cannot be called.
-        """
+        """Make it of what a consumer was given."""
         return cls(**key_and_value("deserializers", given))
 
     @contextmanager
     def applied(self, messages: Sequence[Message]) -> Generator[None, None, None]:
         """Deserialize the messages in place. If the block fails, they have their bytes again: a dead letter needs them.
 
-        Raises:
-            Unreadable: A deserializer has failed.
-            IllegalStateError: A deserializer is asynchronous.
+        Raises `Unreadable` if a deserializer has failed.
         """
         if self._key is None and self._value is None:
             yield
@@ -197,13 +180,10 @@ class State(Protocol):
     """The state of a member, by partition: `dualwrite.state.PartitionStores`."""
 
     def _block(self, assignments: Mapping[int, object], check: Callable[[], None]) -> AbstractContextManager[Join]:
-        """Surround a transaction.
+        """Surround a transaction. Hidden from handlers, which have the object too.
 
-        Hidden from handlers, which have the object too.
-
-        Args:
-            assignments: By the number of each partition, its assignment.
-            check: Raises if the transaction must not begin any more.
+        ``assignments`` has each partition's assignment by its number. ``check`` raises if the transaction must not begin any
+        more.
         """
         ...
 
@@ -240,11 +220,7 @@ class CurrentWriter:
         self._fenced_at: deque[float] = deque(maxlen=_OFTEN)
 
     def get(self) -> DualWriter:
-        """The open writer; opens one if there is none.
-
-        Raises:
-            DualWriteError: As :meth:`DualWriter.open`.
-        """
+        """The open writer; opens one if there is none."""
         if (writer := self._writer) is not None:
             return writer
         with self._one_at_a_time():
@@ -257,9 +233,7 @@ class CurrentWriter:
     def discard(self, writer: DualWriter, error: DualWriteError) -> None:
         """Close a writer that can no longer be used; does nothing if another worker has done so.
 
-        Raises:
-            Fenced: It has happened several times within a minute.
-            DualWriteError: A loss that closing reports.
+        Raises `Fenced` if that has happened several times within a minute, and a loss that closing reports.
         """
         with self._one_at_a_time():
             if self._writer is not writer:
@@ -318,29 +292,18 @@ class _Stage:
 
 @dataclass
 class Working:
-    """Performs units, in any number of threads or tasks.
-
-    Attributes:
-        group: The ``group.id``.
-        handler: The user's work.
-        writer: The member's writer.
-        offsets: Where the offsets stand.
-        partitions: The member's partitions.
-        attempts: How often the work may fail before its messages are split or set aside.
-        dead_letter_topic: Where messages are set aside; None stops the consumer instead.
-        transient: Errors of the handler and of deserializers that do not count: something that they need is unavailable.
-        deserializing: Makes the keys and values that the handler gets.
-        state: The member's state stores; None without any.
-        counts: The totals.
-    """
+    """Performs units, in any number of threads or tasks."""
 
     group: str
     handler: Handler
     writer: CurrentWriter
     offsets: Offsets
     partitions: Partitions
+    # How often the work may fail before its messages are split or set aside.
     attempts: int
+    # Where messages are set aside; None stops the consumer instead.
     dead_letter_topic: str | None
+    # Errors that do not count: something that the handler or a deserializer needs is unavailable.
     transient: tuple[type[Exception], ...]
     deserializing: Deserializing = field(default_factory=Deserializing)
     state: State | None = None
@@ -350,8 +313,7 @@ class Working:
     def perform(self, unit: Unit) -> bool:
         """Perform a unit. Returns whether its partitions must be read again from the committed offsets.
 
-        Raises:
-            Exception: The handler's own, or a `DualWriteError`: the consumer must stop.
+        After an error, the handler's own or a `DualWriteError`, the consumer must stop.
         """
         parts = deque([_Part(unit.messages)])
         while parts:
@@ -525,11 +487,7 @@ def dead_letter_headers(
 ) -> list[tuple[str, str | bytes | None]]:
     """The headers of a dead letter: the message's own, then where it is from and why it was set aside.
 
-    Args:
-        message: The message as it was read.
-        error: The error of the last attempt.
-        attempts: How often the work was tried with this message.
-        group: The consumer's group.
+    ``error`` is that of the last attempt; ``attempts`` says how often the work was tried with this message.
     """
     kind = type(error)
     found = message.headers() or []

@@ -35,13 +35,7 @@ _END_MS: Final = 20
 
 
 class Changelog:
-    """Describes one partition, and reads its committed records.
-
-    Args:
-        kafka: librdkafka configuration.
-        topic: The topic's name.
-        partition: The partition's number.
-    """
+    """Describes one partition, and reads its committed records. ``check`` is called while a method waits; it may raise."""
 
     def __init__(self, kafka: Mapping[str, object], topic: str, partition: int) -> None:
         self.topic = topic
@@ -54,16 +48,7 @@ class Changelog:
         return f"{self.topic}[{self.partition}]"
 
     def identity(self, deadline: Deadline, check: Callable[[], None]) -> str:
-        """The topic's id with the partition: a topic that is deleted and created again has another one.
-
-        Args:
-            deadline: When to give up.
-            check: Called while waiting.
-
-        Raises:
-            ConfigurationError: There is no such topic or partition.
-            Unavailable: No answer in time.
-        """
+        """The topic's id with the partition: a topic that is deleted and created again has another one."""
 
         def ask() -> Any:
             asked = self._admin.describe_topics(TopicCollection([self.topic]), request_timeout=_REQUEST_S)
@@ -79,16 +64,9 @@ class Changelog:
     def describe(self, deadline: Deadline, at_least: int | None, check: Callable[[], None]) -> Log:
         """The partition's offsets, and the settings that delete records.
 
-        Args:
-            deadline: When to give up.
-            at_least: Wait only for transactions that are open below this offset: the marker of a committed one is written a
-                moment after its commit is answered. The end is then where the first open transaction begins. None waits
-                until no transaction is open.
-            check: Called while waiting.
-
-        Raises:
-            ConfigurationError: A right is missing, or the topic.
-            Unavailable: A transaction stays open, or no answer.
+        Waits only for transactions that are open below the offset ``at_least``: the marker of a committed one is written a
+        moment after its commit is answered. The end is then where the first open transaction begins. None waits until no
+        transaction is open. Raises `Unavailable` if one stays open.
         """
         end = self._stable_end(deadline, at_least, check)
         resource = ConfigResource(ResourceType.TOPIC, self.topic)
@@ -148,12 +126,7 @@ class Changelog:
     ) -> Generator[tuple[list[Change], int], None, None]:
         """The committed records of the offsets from ``start`` to ``end``, in batches. Calls ``check`` in between.
 
-        Yields:
-            A batch of records, and the offset after its last one; ``end`` with the last batch.
-
-        Raises:
-            Unavailable: The end was not reached in time.
-            ConfigurationError: A right is missing, or a record has no key.
+        With each batch comes the offset after its last record; ``end`` with the last batch. Refuses a record without a key.
         """
         consumer = Consumer(
             {
@@ -224,17 +197,11 @@ _REBUILD = "move the store's directory away: the next start builds the store fro
 
 @dataclass(frozen=True)
 class Log:
-    """A changelog's partition, as the brokers describe it.
+    """A changelog's partition, as the brokers describe it. ``name`` is the topic with the partition, for errors.
 
-    Attributes:
-        name: The topic with the partition, for errors.
-        start: The first offset that is still there.
-        end: The offset after the last one; no transaction is open below it.
-        policy: The topic's ``cleanup.policy``.
-        retention_ms: The time after which records are deleted; -1 for never.
-        retention_bytes: The size above which records are deleted; -1 for none.
-        delete_retention_ms: The time for which a tombstone is kept at least.
-        recent: The first offset that was written within that time; the end if none was.
+    No transaction is open below ``end``, the offset after the last one. ``retention_ms`` is -1 for never, and
+    ``retention_bytes`` for none. ``delete_retention_ms`` is the time for which a tombstone is kept at least, and ``recent``
+    the first offset that was written within that time; the end if none was.
     """
 
     name: str
@@ -248,11 +215,7 @@ class Log:
 
 
 def require_complete(log: Log) -> None:
-    """Check that the brokers keep the newest value of every key.
-
-    Raises:
-        ConfigurationError: They delete records by age or size.
-    """
+    """Check that the brokers keep the newest value of every key: they must not delete records by age or size."""
     if "delete" in log.policy and (log.retention_ms, log.retention_bytes) != (-1, -1):
         raise ConfigurationError(
             f"the changelog {log.name} loses records: its cleanup.policy is {','.join(sorted(log.policy))}",
@@ -261,16 +224,10 @@ def require_complete(log: Log) -> None:
 
 
 def first_to_read(committed: Committed, log: Log, now_ms: int) -> int:
-    """The offset from which the changelog must be applied to the store.
+    """The offset from which the changelog must be applied to the store, as of ``now_ms`` (ms since 1970).
 
-    Args:
-        committed: The store's last commit.
-        log: The changelog.
-        now_ms: The present time: ms since 1970.
-
-    Raises:
-        ChangelogDiffers: The changelog ends before the store does, or its beginning was deleted.
-        StoreTooOld: Deletions that the store has not seen may be gone from the changelog.
+    Raises `ChangelogDiffers` if the changelog ends before the store does, or its beginning was deleted, and `StoreTooOld` if
+    deletions that the store has not seen may be gone from it.
     """
     offset = committed.offset or 0
     if offset > log.end:

@@ -23,9 +23,7 @@ Item = TypeVar("Item", Entry, Change)
 def merged_changes(sources: Iterable[Iterable[Change]], *, reverse: bool = False) -> Generator[Change, None, None]:
     """The newest entry of each key, deletions included.
 
-    Args:
-        sources: The newest first. All in ascending order of keys; in descending order if ``reverse``.
-        reverse: Whether the order is descending.
+    The newest source comes first. All are in ascending order of keys; in descending order if ``reverse``.
     """
 
     def with_rank(source: Iterable[Change], rank: int) -> Iterator[tuple[bytes, int, bytes | None]]:
@@ -94,11 +92,7 @@ _ENTRY_BYTES: Final = 180
 
 
 class Uncommitted:
-    """Writes and deletions since the last commit, the newest of each key.
-
-    Attributes:
-        size_bytes: About what they take in memory.
-    """
+    """Writes and deletions since the last commit, the newest of each key. ``size_bytes`` is about what they take in memory."""
 
     def __init__(self) -> None:
         self._changes: SortedDict[bytes, bytes | None] = SortedDict()
@@ -162,12 +156,7 @@ def as_text(committed: Committed) -> bytes:
 def parsed(note: bytes | None, path: object) -> Committed:
     """The note read from disk; the one of an empty store if there is none.
 
-    Args:
-        note: Its text.
-        path: The store's directory, for the error.
-
-    Raises:
-        StoreUnreadable: It is of another version.
+    Raises `StoreUnreadable` if it is of another version.
     """
     if note is None:
         return Committed()

@@ -81,21 +81,10 @@ def roll_forward(
     on_progress: OnProgress,
     check: Callable[[], None] = do_not_ask,
 ) -> int:
-    """Discard uncommitted writes, and apply what is committed in the changelog since the store's last commit.
+    """Discard uncommitted writes, apply what the changelog has committed since the store's last commit, and count the records.
 
-    Args:
-        store: The store.
-        changelog: Its changelog.
-        timeout_s: Limits the call, in seconds.
-        wait_for_end: Whether to wait until no transaction is open in the partition.
-        on_progress: As for `Standby.catch_up`.
-        check: Called between any two steps; raises to interrupt the call, which leaves the store at the last part committed.
-
-    Returns:
-        The number of records applied.
-
-    Raises:
-        DualWriteError: As `Standby.catch_up`.
+    ``wait_for_end`` waits until no transaction is open in the partition. ``check`` is called between any two steps; it raises
+    to interrupt the call, which leaves the store at the last part committed.
     """
     deadline = Deadline(timeout_s)
     store.recover(0)

@@ -445,17 +445,10 @@ _FULL: Final = ("No space left on device", "Disk quota exceeded")
 
 
 class Rocks:
-    """An open RocksDB. One thread at a time uses it.
+    """An open RocksDB, whose directory is created if missing. One thread at a time uses it.
 
-    Args:
-        path: Its directory; created if missing.
-        read_only: Whether to read it alone, which needs no space on the disk, and no lock.
-
-    Raises:
-        StoreInUse: It is open elsewhere.
-        StoreUnreadable: RocksDB cannot open it.
-        Unavailable: Its disk is full.
-        ConfigurationError: The extra ``state`` is not installed.
+    ``read_only`` needs no space on the disk, and no lock. Raises `StoreInUse` if it is open elsewhere,
+    `StoreUnreadable` if RocksDB cannot open it, and `Unavailable` if its disk is full.
     """
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
@@ -583,13 +576,10 @@ _WRITTEN: Final = b"\x01"
 
 
 class Spilled:
-    """The spilled writes of one transaction of a store, which `discard` deletes.
+    """The spilled writes of one transaction of a store, which `discard` deletes. Reads what an earlier process left there.
 
     Its note stands for the decision: once it is written, the writes belong to the store, and a crash before they are copied
     does not lose them.
-
-    Args:
-        path: Its directory; what an earlier process left there is read.
     """
 
     def __init__(self, path: Path) -> None:

@@ -228,15 +228,11 @@ class PartitionStores:
     ) -> Generator[Callable[[Transaction], Callable[[], None]], None, None]:
         """Surround a transaction with messages of these partitions. Called by the consumer.
 
-        Args:
-            assignments: By partition, an object that stands for its assignment; each new assignment has a new one.
-            check: Called while a store is restored; raises to interrupt that.
+        ``assignments`` has, by partition, an object that stands for its assignment; each new assignment has a new one.
+        ``check`` is called while a store is restored, and raises to interrupt that. Restoring raises before the transaction.
 
-        Yields:
-            A function to call with the transaction when that has begun. It returns the one to call when the handler is done.
-
-        Raises:
-            DualWriteError: As `StateTask.restore`, before the transaction.
+        Yields a function to call with the transaction when that has begun. It returns the one to call when the handler is
+        done.
         """
         ready: list[LoggedStore] = []
         try:
@@ -313,13 +309,7 @@ logger = logging.getLogger(__name__)
 class LoggedStore:
     """A store and its changelog across a sequence of transactions: `begin`, `join`, `log`, then `commit` or `discard`.
 
-    Args:
-        store: The store; nobody else writes to it.
-        changelog: Its changelog.
-        timeout_s: Limits `restore`, in seconds.
-
-    Attributes:
-        behind: Whether the store must be restored before the next transaction.
+    Nobody else writes to the store. ``behind`` says that it must be restored before the next transaction.
     """
 
     def __init__(self, store: KeyValueStore, changelog: Changelog, timeout_s: float) -> None:
@@ -332,9 +322,7 @@ class LoggedStore:
     def restore(self, on_progress: OnProgress = ignore_progress, check: Callable[[], None] = do_not_ask) -> int:
         """Bring the store to the changelog's end. Returns the number of records applied.
 
-        Raises:
-            DualWriteError: As `StateTask.restore`.
-            Exception: Whatever ``check`` raises; it is called repeatedly.
+        Passes on whatever ``check`` raises, which is called repeatedly.
         """
         hold(self.store, held=False)
         applied = roll_forward(
@@ -346,9 +334,7 @@ class LoggedStore:
     def begin(self, check: Callable[[], None] = do_not_ask) -> None:
         """Get ready for a transaction. Until `commit`, the store counts as behind; only `commit` and `discard` end its own.
 
-        Raises:
-            DualWriteError: As `restore`.
-            IllegalStateError: The store was written since the last transaction.
+        Refuses, with `IllegalStateError`, a store that was written since the last transaction.
         """
         if self.behind:
             self.restore(check=check)

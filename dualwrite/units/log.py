@@ -62,12 +62,7 @@ _REFUSED: Final = frozenset(
 class PartitionLogs:
     """Partitions as readers of committed records see them. Used by one thread; close it.
 
-    Args:
-        kafka: The dictionary of a writer.
-        follows: For :meth:`follow`, which waits for more; else for what there is, to its end.
-
-    Raises:
-        ConfigurationError: As `KafkaConfig.parse`.
+    ``follows`` is for :meth:`follow`, which waits for more; otherwise it reads what there is, to its end.
     """
 
     def __init__(self, kafka: Mapping[str, object], *, follows: bool = False) -> None:
@@ -86,12 +81,7 @@ class PartitionLogs:
         self._consumer.close()
 
     def partitions(self, topic: str, deadline: Deadline) -> list[int]:
-        """The partitions of a topic.
-
-        Raises:
-            ConfigurationError: There is no such topic.
-            Unavailable: No answer in time.
-        """
+        """The partitions of a topic."""
         try:
             found = self._admin.list_topics(topic, timeout=deadline.remaining_s()).topics[topic]
         except KafkaException as error:
@@ -101,11 +91,7 @@ class PartitionLogs:
         return sorted(found.partitions)
 
     def offsets(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, Offsets]:
-        """Where partitions begin, and where they end for ``read_committed`` consumers now: before the first open transaction.
-
-        Raises:
-            Unavailable: No answer in time.
-        """
+        """Where partitions begin, and where they end for ``read_committed`` readers now: before the first open transaction."""
         wanted = list(partitions)
         # Beginnings first: retention may delete in between, and a beginning must not lie beyond its end.
         begins = self._asked(wanted, OffsetSpec.earliest(), IsolationLevel.READ_COMMITTED, deadline)
@@ -115,8 +101,7 @@ class PartitionLogs:
     def settled_offsets(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, Offsets]:
         """As :meth:`offsets`, once readers see all that is committed now: no transaction that is open now hides any of it.
 
-        Raises:
-            Unavailable: A transaction stays open, or no answer came in time.
+        Raises `Unavailable` if a transaction stays open.
         """
         wanted = list(partitions)
         highs = self._asked(wanted, OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED, deadline)
@@ -149,15 +134,8 @@ class PartitionLogs:
     ) -> Generator[tuple[Partition, int, UnitRecord], None, None]:
         """Yield the committed records of ranges with their offsets, in the order of each partition.
 
-        Keeps no more in memory than a consumer's queue. One call at a time.
-
-        Args:
-            ranges: The first offset and the end, by partition.
-            timeout_s: How long the brokers may send nothing, in seconds.
-
-        Raises:
-            ConfigurationError: Retention has deleted the beginning of a range, or a right is missing.
-            Unavailable: Nothing came in time.
+        Keeps no more in memory than a consumer's queue. One call at a time. Raises `ConfigurationError` if retention has
+        deleted the beginning of a range, and `Unavailable` if the brokers send nothing for ``timeout_s``.
         """
         missing = {name: wanted.end for name, wanted in ranges.items() if wanted.begin < wanted.end}
         self._consumer.assign([TopicPartition(*name, ranges[name].begin) for name in missing])
@@ -187,11 +165,7 @@ class PartitionLogs:
             self._consumer.incremental_unassign([TopicPartition(*name)])
 
     def tails(self, name: Partition, deadline: Deadline) -> Iterator[Iterator[tuple[int, UnitRecord]]]:
-        """Yield ever longer tails of a partition, with the offsets of their records; the last one is the whole log.
-
-        Raises:
-            ConfigurationError, Unavailable: As :meth:`settled_offsets` and :meth:`read`.
-        """
+        """Yield ever longer tails of a partition, with the offsets of their records; the last one is the whole log."""
         whole = self.settled_offsets([name], deadline)[name]
         width = _WINDOW
         while True:
@@ -203,11 +177,7 @@ class PartitionLogs:
             width *= _WIDER
 
     def last_event(self, name: Partition, deadline: Deadline) -> UnitEvent | None:
-        """The meaning of the last committed record of a partition to a reader of units; None if there is none.
-
-        Raises:
-            ConfigurationError, Unavailable: As :meth:`tails`.
-        """
+        """The meaning of the last committed record of a partition to a reader of units; None if there is none."""
         for tail in self.tails(name, deadline):
             last = None
             for _, record in tail:
@@ -231,9 +201,6 @@ class PartitionLogs:
 
         A record counts as taken when the next one is asked for. After an exception, here or in the caller's loop, the next
         call begins again at the first record that was not taken: what the consumer had handed out is lost with the exception.
-
-        Raises:
-            ConfigurationError: As `place_of`.
         """
         if not self._exact:
             self.follow(self._followed, self._next)
@@ -258,8 +225,7 @@ class PartitionLogs:
 def place_of(message: Message) -> tuple[Partition, int]:
     """The partition and offset of a message, or of an end-of-partition event.
 
-    Raises:
-        ConfigurationError: It is an error: retention has deleted what is read, or a right is missing.
+    Raises `ConfigurationError` if it is an error: retention has deleted what is read, or a right is missing.
     """
     error = message.error()
     if error is not None and error.code() == KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001 - as above

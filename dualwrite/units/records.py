@@ -88,11 +88,7 @@ _WORDS: Final = {event.value.encode(): event for event in UnitEvent if event is 
 
 
 def encoded(marker: Marker) -> bytes:
-    """The marker as a record of Kafka's metadata log: frame version, api key, version, and the flexible fields.
-
-    Raises:
-        ConfigurationError: The name or reason is longer than 255 bytes, or has no encoding.
-    """
+    """The marker as a record of Kafka's metadata log: frame version, api key, version, and the flexible fields."""
     text = _text(marker)
     head = _varint(_FRAME_VERSION) + _varint(_API_KEYS[type(marker)]) + _varint(_MESSAGE_VERSION)
     if text is None:
@@ -110,11 +106,7 @@ def encoded(marker: Marker) -> bytes:
 
 
 def decoded(value: bytes) -> Marker:
-    """The marker of :func:`encoded`. Tagged fields, which later versions of Kafka may add, are ignored.
-
-    Raises:
-        ConfigurationError: The bytes are no marker, or one of an unknown version.
-    """
+    """The marker of :func:`encoded`. Tagged fields, which later versions of Kafka may add, are ignored."""
     try:
         frame, at = _read_varint(value, 0)
         api_key, at = _read_varint(value, at)
@@ -134,31 +126,19 @@ def decoded(value: bytes) -> Marker:
 
 
 def marker_record(marker: Marker) -> UnitRecord:
-    """The record that holds a marker.
-
-    Raises:
-        ConfigurationError: As :func:`encoded`.
-    """
+    """The record that holds a marker."""
     return UnitRecord(None, encoded(marker), ((HEADER, _EVENTS[type(marker)].value.encode()),))
 
 
 def part_of_unit(key: bytes | None, value: bytes | None, headers: Headers = ()) -> UnitRecord:
-    """A user's record, marked as one of a unit.
-
-    Raises:
-        ConfigurationError: The user's headers hold the one that marks units.
-    """
+    """A user's record, marked as one of a unit. Its own headers may not hold the one that marks units."""
     if any(name == HEADER for name, _ in headers):
         raise ConfigurationError(f"the header {HEADER!r} is the library's own", next_step="name yours differently")
     return UnitRecord(key, value, (*headers, (HEADER, UnitEvent.PART.value.encode())))
 
 
 def event_of(headers: Iterable[tuple[str, bytes | None]]) -> UnitEvent:
-    """The meaning of a record with these headers to a reader.
-
-    Raises:
-        ConfigurationError: The header that marks units has an unknown value.
-    """
+    """The meaning of a record with these headers to a reader. Refuses an unknown value of the header that marks units."""
     for name, word in headers:
         if name == HEADER:
             if word not in _WORDS:
@@ -290,13 +270,8 @@ class BatchRange(NamedTuple):
 def following(batch: str, last: Sequence[BatchRange] | None, found: Mapping[Partition, Offsets]) -> list[BatchRange]:
     """The ranges of a batch: in each partition from the end of the last batch to the present end. Empty if nothing was added.
 
-    Args:
-        batch: Name of the batch.
-        last: The ranges of the last batch; None if this is the first one, which takes all that the topic holds.
-        found: Where the partitions begin and end now.
-
-    Raises:
-        ConfigurationError: A partition ends before the last batch does: it is another topic of the same name.
+    Without a last batch this is the first one, which takes all that the topic holds. Refuses a partition that ends before the
+    last batch does: it is another topic of the same name.
     """
     ends = {one.name: one.end for one in last or ()}
     made = [

@@ -316,9 +316,8 @@ UNIT_PARTITION = 0
 class Written(NamedTuple):
     """The producers' progress, as their database shows it.
 
-    Attributes:
-        newest: The batch whose messages are the newest in the topic; None if no batch has any there.
-        decisions: Changes once any of the producers has decided anything.
+    ``newest`` is the batch whose messages are the newest in the topic; None if no batch has any there. ``decisions`` changes
+    once any of the producers has decided anything.
     """
 
     newest: str | None
@@ -340,27 +339,15 @@ def announce_batch(
     """Write the unit of a batch, all of whose transactions are complete: which offsets it has in each partition of the topic.
 
     Call it again after a failure. Whatever was added to the topic since the last unit belongs to this one, which bears the
-    name of the newest batch in it: that need not be the caller's, who may have been paused, or run an old batch again.
+    name of the newest batch in it: that need not be the caller's, who may have been paused, or run an old batch again. No
+    other producer may have written to the topic since the last unit.
 
-    Args:
-        batch: Name of the batch.
-        topic: The topic of its messages. No other producer may have written to it since the last unit.
-        unit_topic: The topic of units; its partition 0 is used.
-        kafka: librdkafka configuration.
-        database: The database of the writers' rows.
-        schema: The database schema of the library's tables.
-        timeout_s: Limits each step, in seconds.
-        producer_engine: As of `DualWriter`.
-        written: Called before and after the topic is read. It raises while another producer is at work.
+    ``written`` is called before and after the topic is read; it raises while another producer is at work. ``timeout_s`` limits
+    each step. The unit goes to partition 0 of ``unit_topic``.
 
-    Returns:
-        Whether it was written now. False if the last unit already covers every message of the topic.
-
-    Raises:
-        ConfigurationError: The unit topic cannot be continued, because retention has deleted its last unit, or the topic was
-            created again; the newest batch has its unit already; or as `UnitWriter.open`.
-        Unavailable: Another producer was at work meanwhile, or a server does not answer. The unit is not written.
-        DualWriteError: As `UnitWriter.unit`. The unit is not written, unless the error says so.
+    Returns False if the last unit already covers every message of the topic. After an error the unit is not written, unless
+    the error says so. `ConfigurationError` says also that the unit topic cannot be continued, because retention has deleted
+    its last unit, or the topic was created again; or that the newest batch has its unit already.
     """
     # The writer is open before anything is read: a driver that is fenced afterwards cannot write what it has read.
     with (
@@ -413,9 +400,7 @@ def _is_empty(logs: PartitionLogs, ranges: Sequence[BatchRange], deadline: Deadl
 def last_ranges(logs: PartitionLogs, unit_topic: str, deadline: Deadline) -> Sequence[BatchRange] | None:
     """The ranges of the last unit that has ended; None if there was none yet.
 
-    Raises:
-        ConfigurationError: Retention has deleted it; or as `BatchRange.decoded`.
-        Unavailable: As `PartitionLogs.tails`.
+    Raises `ConfigurationError` if retention has deleted it.
     """
     name = unit_topic, UNIT_PARTITION
     for tail in logs.tails(name, deadline):
