@@ -26,10 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OwnerContext:
-    """The two servers of a dual write, and our name there.
-
-    No other owner ever has that name, so that we recognise our own claims; see :func:`unique_owner`.
-    """
+    """The two servers of a dual write, and our name there, which no other owner has: it marks our own claims."""
 
     coordinator: TransactionCoordinator
     store: StateStore
@@ -103,12 +100,7 @@ def claim_rows(
 
     The Kafka ids of the new incarnations must be unknown to the coordinator. If it knows one, the database has gone back in
     time (restored, cloned, failed over to an older state): the claim is rolled back, and every retry fails the same way until
-    a person has looked.
-
-    Raises:
-        ConfigurationError: Another cluster, a bad row, or a database that has gone back in time; nothing was claimed.
-        Fenced: Another owner has claimed ``guard``; nothing was claimed.
-        Unavailable: A server did not answer in time.
+    a person has looked. ``Fenced`` if another owner has claimed ``guard``. If it raises, nothing was claimed.
     """
     failpoints.hit("claim.before")
     rows = context.store.claim(

@@ -119,13 +119,8 @@ def prove_committed(
 ) -> None:
     """Find out by reading alone how a transaction ended that could not be settled. Returns if it is committed.
 
-    Another owner may have claimed the id, but being fenced says nothing about the outcome. Or a server does not answer.
-    ``unsettled`` says for people why it could not be settled.
-
-    Raises:
-        CompletionPending: The next settler will commit it, or that is not known.
-        DecidedTransactionLost, OutcomeUnverifiable: The broker aborted it, or its outcome can no longer be known. It is
-            recorded.
+    Another owner may have claimed the id, but being fenced says nothing about the outcome. Or a server does not answer. So it
+    raises ``CompletionPending`` if the next settler will commit it, or that is not known; a loss is recorded, and raised.
     """
     kafka_id = row.kafka_id(state.incarnation or 0)
     view = None
@@ -193,14 +188,10 @@ def resolve_commit(
     database_transaction: str | None,
     deadline: Deadline,
 ) -> DoubtStep:
-    """Find out whether the COMMIT that would have recorded ``ours``, empty for rows alone, has happened.
+    """Find out whether the COMMIT that would have recorded ``ours``, empty for rows alone, has happened. Never a question.
 
-    The row is read under its lock on a fresh connection, so the old backend has ended before the answer. Returns a verdict,
-    never a question.
-
-    Raises:
-        Unavailable: The database, or Kafka if the log had to be read, did not answer before the deadline.
-        ConfigurationError: The database refused us until the deadline, as a standby does that is not yet promoted.
+    The row is read under its lock on a fresh connection, so the old backend has ended before the answer.
+    ``ConfigurationError``: the database refused us until the deadline, as a standby does that is not yet promoted.
     """
     named = str(ours) or "rows alone"
 

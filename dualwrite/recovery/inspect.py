@@ -78,10 +78,7 @@ def with_reason(detail: str, row: StateRow, outcome: Outcome, lost_because: Mapp
 
 
 def warn_if_deleted(item: Incarnation[Known], proof: LogProof | None, logger: logging.Logger) -> None:
-    """Warn of a committed transaction whose records are not in the log any more.
-
-    Retention deletes records of open transactions, too, and no outcome shows that readers never got them.
-    """
+    """Warn of deleted records of a committed transaction: retention deletes those of open ones, and no outcome shows it."""
     if proof is LogProof.UNKNOWABLE:
         logger.warning(
             "%s: %s is committed, but its first records are no longer in the log: if it was open until now, retention or "
@@ -108,10 +105,7 @@ def by_step(
 def perform(
     groups: Mapping[Step, list[Incarnation[Known]]], do: Steps[Step, Known], waiting: Step, deadline: Deadline
 ) -> None:
-    """Carry out one round: each group's step. Incarnations that must wait take their step when no other can proceed.
-
-    Raises ``Unavailable`` once the deadline has come.
-    """
+    """Carry out one round: each group's step. Incarnations that must wait take their step when no other can proceed."""
     for step, group in groups.items():
         if step is waiting and len(groups) > 1:
             continue
@@ -140,10 +134,8 @@ def repair(
 ) -> list[Incarnation[Known]]:
     """End what the broker has forgotten to end, in a transaction of its own under the epoch that the coordinator shows.
 
-    ``to_end`` names the partitions of one, and whether they end with commit; ``end`` ends the transactions of these
-    incarnations so.
-
-    Returns those for which this was done. The id of the others has another epoch by now: another settler does the same.
+    ``to_end`` names the partitions of one, and whether they end with commit. Returns those for which this was done: the id of
+    the others has another epoch by now, and another settler does the same.
     """
     failpoints.hit("repair.before")
     ends = {item.kafka_id: to_end(item.known) for item in items}
@@ -183,10 +175,7 @@ Unsettled = Incarnation[Knowledge]
 def unsettled(
     row: StateRow, upto: int, undecided_in: Mapping[int, frozenset[Partition]] = MappingProxyType({})
 ) -> list[Unsettled]:
-    """The incarnations of a row from the first unsettled one up to and including ``upto``.
-
-    ``undecided_in`` has partitions that its owner knows of, besides those that the coordinator shows, by incarnation.
-    """
+    """The row's incarnations from the first unsettled one to ``upto``; only their owner knows of ``undecided_in``."""
     return [
         Unsettled(row, incarnation, _initial_knowledge(row, incarnation, undecided_in.get(incarnation, frozenset())))
         for incarnation in range(row.settled_incarnation + 1, upto + 1)
@@ -273,9 +262,8 @@ def inspect(
 ) -> list[tuple[Unsettled, SettleStep]]:
     """Find out what settling would do now with every unsettled incarnation, the owners' own included. Changes nothing.
 
-    Returns each incarnation with its first step that is not a question; those of the ``participants``, transactions prepared
-        in the
-    database, whose incarnations are settled come at the end.
+    Returns each with its first step that is not a question; at the end, settled ones of which the database has a prepared
+    transaction (``participants``).
     """
     native = [found for row in rows if (found := unsettled_native(row, row.incarnation)) is not None]
     apart = {found.kafka_id for found in native}
@@ -308,16 +296,12 @@ def _suspect_nothing(items: Iterable[Unsettled]) -> None:
 # Inspects decided native transactions that are unsettled, by questions that change nothing but knowledge.
 
 UnsettledNative = Incarnation[NativeKnowledge]
-"""An incarnation that has decided a native transaction."""
 
 
 def unsettled_native(
     row: StateRow, upto: int, undecided_in: Mapping[int, frozenset[Partition]] = MappingProxyType({})
 ) -> UnsettledNative | None:
-    """The row's incarnation that has decided a native transaction and is not settled; None if there is none.
-
-    ``undecided_in`` has partitions that its owner knows of, besides those that the state names, by incarnation.
-    """
+    """The row's incarnation that has decided a native transaction and is not settled; None if there is none."""
     state, incarnation = row.prepared, row.prepared.incarnation
     if not state.is_native or incarnation is None or not row.settled_incarnation < incarnation <= upto:
         return None

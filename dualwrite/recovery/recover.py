@@ -330,8 +330,6 @@ def recover_rows(
 
 @dataclass
 class _Done:
-    """The result of one batch of ids."""
-
     ids: list[str] = field(default_factory=list)
     report: SettleReport = field(default_factory=SettleReport)
     went_back: list[DatabaseWentBack] = field(default_factory=list)
@@ -339,8 +337,6 @@ class _Done:
 
 @dataclass(frozen=True)
 class _Recovery:
-    """The parts that all batches of a recovery share."""
-
     select: Callable[[], Sequence[StateRow]]
     store: StateStore
     connect: Callable[[], AbstractContextManager[TransactionCoordinator]]
@@ -483,11 +479,7 @@ class IdStatus:
 def describe(
     item: Unsettled, step: SettleStep, prepared_at: datetime | None, back: tuple[str, bool] | None
 ) -> IdStatus:
-    """Describe one unsettled incarnation, for people and for the plan.
-
-    ``prepared_at`` is when it prepared a transaction in the database, if one waits there. ``back`` is the evidence that the
-    database has lost commits of the id, and whether it has lost a claim.
-    """
+    """Describe one unsettled incarnation; ``back`` is the evidence of lost commits, and whether a claim was lost."""
     view = item.known.view
     assert view is not None
     is_open = view.status is TransactionStatus.ONGOING
@@ -535,7 +527,6 @@ class Plan:
     """The ids that a recovery settles, and those that it leaves alone.
 
     Attributes:
-        items: The incarnations to settle.
         skipped: The ids that need recovery and are left alone.
         went_back: The ids that cannot be claimed, with the evidence.
         wanted: The ids that need settling or raising, or were asked for.

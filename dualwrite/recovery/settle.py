@@ -64,13 +64,12 @@ class Loss:
 
 @dataclass
 class SettleReport:
-    """The result of a settling.
+    """The result of a settling, by transactional id.
 
     Attributes:
-        incarnations: How many incarnations were settled.
-        rolled_forward: The transactional ids whose decided transaction was committed now.
+        rolled_forward: Those whose decided transaction was committed now.
         retired: How many times an incarnation's Kafka id was made unusable.
-        repaired: The transactional ids for which settling ended what the broker had forgotten to end in some partitions.
+        repaired: Those for which settling ended what the broker had forgotten to end in some partitions.
         losses: Decided transactions that Kafka does not have.
     """
 
@@ -310,8 +309,7 @@ class _Settling(Inspection):
 def end_participants(store: StateStore, participants: Iterable[Participant]) -> None:
     """Commit or roll back prepared database transactions, as decided by the row.
 
-    They are those of incarnations below their row's, as read by a claim or after one, also those prepared by a fenced owner
-    after its incarnation was settled; or those of owners that wait for the caller's decision.
+    They include those that a fenced owner prepared after its incarnation was settled.
     """
     for found in participants:
         failpoints.hit("participant.found")

@@ -77,8 +77,7 @@ class NativeSettling(NativeInspection):
     def run(self, items: Sequence[UnsettledNative]) -> None:
         """Settle all of them in Kafka and record their outcomes. The caller then raises ``settled_incarnation``.
 
-        ``Unavailable``: the deadline came first, or a forgotten transaction could be repaired only at the risk of losing it.
-        Completed steps stay done; settle again.
+        ``Unavailable`` also if a forgotten transaction could be repaired only at the risk of losing it. Settle again.
         """
         while groups := by_step(items, next_step, self._do):
             perform(groups, self._do, NativeStep.WAIT, self._deadline)

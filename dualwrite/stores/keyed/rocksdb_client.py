@@ -36,10 +36,7 @@ class WriteFailedError(Exception):
 
 
 class _Locks:
-    """The locks that all users of one RocksDB in this process share.
-
-    ``writing`` is held while a condition is checked and what depends on it is written.
-    """
+    """What all users of one RocksDB in this process share; ``writing`` is held from a condition's check to the write."""
 
     def __init__(self) -> None:
         self.writing = threading.Lock()
@@ -73,11 +70,7 @@ def _locks_of(path: Path) -> _Locks:
 
 
 class Client:
-    """An open RocksDB, for any number of threads: a directory, or an ``Rdict`` that the caller has opened, and closes.
-
-    ``raw`` says that keys and values are bytes alone. All clients of this database share its ``locks``. ``Unavailable`` if it
-    is open elsewhere.
-    """
+    """An open RocksDB, for any number of threads; an ``Rdict`` that was given is closed by its owner."""
 
     def __init__(self, given: Path | Rdict, *, create: bool = True) -> None:
         self._rocksdict = rocksdict_for("databases of RocksDB", "rocksdb")
@@ -131,12 +124,7 @@ class Client:
 
     @property
     def db(self) -> Rdict:
-        """The open database; opened again if a write has failed, and the directory is ours to open.
-
-        Raises:
-            Unavailable: A write has failed, and it is not open again.
-            IllegalStateError: It was closed, or opened before a fork.
-        """
+        """The open database; opened again if a write has failed, and the directory is ours to open."""
         if os.getpid() != self._pid:
             raise IllegalStateError(
                 "the RocksDB was opened in another process", next_step="open it after the fork, in one process"
@@ -309,7 +297,6 @@ _FATAL: Final[Mapping[tuple[str, str], tuple[str, str]]] = {
         "open it without",
     ),
 }
-"""Settings of the database that are refused, with the reason and the advice."""
 
 
 def parse(text: str) -> Sections:
@@ -350,7 +337,6 @@ def _is_set(value: str | None) -> bool:
 
 _LOCKED_HERE: Final = "lock hold by current process"
 _LOCKED_ELSEWHERE: Final = "While lock file"
-"""How RocksDB's messages name a lock that another opener holds."""
 
 
 def rocksdict_for(user: str, extra: str) -> ModuleType:

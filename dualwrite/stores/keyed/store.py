@@ -45,10 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stored:
-    """A row, with what SQL databases keep track of by themselves.
-
-    ``transaction`` is the name of the newest transaction that was committed on it; None if there was none.
-    """
+    """A row, with the name of the newest transaction on it, which SQL databases keep track of by themselves."""
 
     row: StateRow
     transaction: str | None = None
@@ -175,10 +172,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Change:
-    """One key of an atomic write.
+    """One key of an atomic write, on the condition that it is as it was read (``expected``; None: that it does not exist).
 
-    ``expected`` is the condition: the entry as it was read, None if it must not exist. Without a new ``value`` the key is left
-    as it is, and only the condition counts: then ``expected`` is given.
+    Without a ``value`` the key is left as it is, and only the condition counts.
     """
 
     key: Key
@@ -207,20 +203,13 @@ class Keys(Protocol):
     def commit(self, handle: KeyedHandle, changes: Sequence[Change], *, answer_s: float | None) -> bool:
         """Write what the user has put into the handle, and the changes, all or nothing: the decision. Durable on return.
 
-        False if a key of ``changes`` was not as expected: nothing was written. Without ``answer_s``, in seconds, the wait for
-        the answer has no end.
-
-        Raises:
-            TransactionAborted: It was certainly not written, for instance because a condition of the user's own does not hold.
-            TransactionInDoubt: The answer is missing.
+        False if a key of ``changes`` was not as expected. ``TransactionAborted`` if it was certainly not written, for instance
+        because a condition of the user's own does not hold; ``TransactionInDoubt`` if the answer is missing.
         """
         ...
 
     def locked(self, keys: Sequence[Key], within_s: float) -> AbstractContextManager[None]:
-        """Hold a lock on these keys across processes. It need not stop :meth:`write` or :meth:`commit`.
-
-        ``Unavailable`` if they were not free within that many seconds.
-        """
+        """Hold a lock on these keys across processes. It need not stop :meth:`write` or :meth:`commit`."""
         ...
 
 
@@ -279,7 +268,6 @@ class Incidents:
         return until_unchanged(attempt) if keys else 0
 
     def _write(self, changes: Iterable[Change]) -> None:
-        """Write all changes, or raise ``Conflict``."""
         wanted = list(changes)
         if wanted and not self._keys.write(wanted):
             raise Conflict

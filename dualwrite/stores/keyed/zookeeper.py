@@ -442,7 +442,6 @@ class ZooKeeperKeys:
         raise _refused(own, number - ours, cause, name) from cause
 
     def _require(self, request: TransactionRequest, changes: Sequence[Change]) -> None:
-        """Append the operations that make the changes, if all entries are as expected."""
         for change in changes:
             path = self._paths.entry(*change.key)
             if change.expected is None:
@@ -504,7 +503,6 @@ def _refused(handle: ZooKeeperHandle, number: int, cause: Exception, name: str) 
 # limit.
 
 _HEADER_BYTES: Final = 8
-"""The number and the type of a request."""
 
 
 class Session:
@@ -531,8 +529,8 @@ class Session:
     def _newest(self, ask: Sequence[Any], paths: Sequence[str]) -> Mapping[str, Any]:
         """Ask a server for all of them after it has caught up with the leader: a follower may be behind.
 
-        The answers to one session come in order, also after it has moved to another server. Only a new session may begin with a
-        server that is behind.
+        The answers to one session come in order, even from another server: only a new session may begin with one that is
+        behind.
         """
         deadline = Deadline(self._answer_s)
         found = {}
@@ -693,7 +691,7 @@ class ZooKeeperForgetting:
         return set()
 
     def forget(self, rows: Sequence[StateRow]) -> bool:
-        """Delete the rows, all or none, Durable on return. False if one was used since it was read.
+        """Delete the rows, all or none, durably on return. False if one was used since it was read.
 
         This fences a writer that is still open: its next dual write aborts on both sides.
         """
@@ -705,10 +703,7 @@ class ZooKeeperForgetting:
     def forget_incidents(
         self, prefix: str, acknowledged_before: datetime, /, *, dry_run: bool, name: str | None = None
     ) -> int:
-        """Delete incidents that were acknowledged before that time, by the clocks of the processes. Durable on return.
-
-        ``name`` is a writer's id, which includes its lanes, instead of the prefix. Returns their number.
-        """
+        """Times are by the clocks of the processes."""
         count = 0
         for key, entry in self._keys.scan(INCIDENT, name or prefix).items():
             incident = decode_incident(entry.value)
@@ -766,10 +761,9 @@ def requests(path: str) -> Generator[None, None, None]:
 
 
 class ZooKeeperHandle(KeyedHandle):
-    """The user's operations, and the session in which the dual write has begun.
+    """The user's operations, and the session in which the dual write has begun: it decides only in that one.
 
-    It decides only in that session: an owner that was paused for longer than the session's timeout finds that it has expired,
-    and decides nothing that Kafka may have aborted meanwhile.
+    So an owner that was paused for longer than the session's timeout decides nothing that Kafka may have aborted meanwhile.
     """
 
     def __init__(self, session: Session, jute_maxbuffer: int) -> None:

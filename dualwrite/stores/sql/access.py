@@ -225,10 +225,7 @@ class Begun:
     """The transaction of a dual write, from its beginning to its end.
 
     Attributes:
-        pooled: Its connection, as the pool has handed it out.
-        driver: The driver's own connection.
-        awaits: Whether that is an asynchronous one.
-        session: What is known of it, once something is.
+        awaits: Whether the driver's connection is an asynchronous one.
         joined_late: Whether other code has executed statements in it before.
         started: The database's word for it, which its first statement has returned.
         decided: The ids whose decisions it holds.
@@ -296,10 +293,6 @@ def usable(given: object, engine: Engine) -> Generator[Connection, None, None]:
     """The user's connection (SQLAlchemy's, psycopg's or Django's) as SQLAlchemy's.
 
     One of psycopg's or Django's stays open, unless its transaction is in doubt.
-
-    Raises:
-        ConfigurationError: The connection is asynchronous, or not SQLAlchemy's while the writer uses another database.
-        IllegalStateError: It is no connection.
     """
     if isinstance(given, Connection):
         yield given
@@ -375,7 +368,6 @@ def keep(connection: Connection, *, joined_late: bool = False) -> Begun:
 
 
 begun_on: Final = _in_dual_writes.get
-"""The transaction of the dual write that is on this connection; None if there is none."""
 
 
 def let_go(connection: Connection) -> None:
@@ -384,10 +376,7 @@ def let_go(connection: Connection) -> None:
 
 
 def leave_to_parent() -> None:
-    """In a forked process, let go of the connections of the parent's dual writes. Elsewhere, do nothing.
-
-    It runs after each fork. Finalizers of the child run before that: they call it first.
-    """
+    """In a forked process, let go of the connections of the parent's dual writes. Finalizers, which run first, call it too."""
     global _process  # noqa: PLW0603 - the process is global to the process
     if os.getpid() == _process:
         return
@@ -433,8 +422,8 @@ class UnitConnection(Connection):
     """The connection of one unit: that of its group, until the unit has ended.
 
     Parts of a unit may outlive it: the siblings of a part that has failed in ``asyncio.gather``, a thread. With the group's
-    own connection they would write into the commit of the others. So ``uses`` is entered for each use, and raises once the
-    unit has ended.
+    own connection they would write into the commit of the others. So each use enters ``uses``, which raises once the unit has
+    ended.
     """
 
     def __init__(self, group: Connection, uses: AbstractContextManager[object]) -> None:
@@ -448,23 +437,20 @@ class UnitConnection(Connection):
             return super()._execute_context(*args, **options)
 
     def commit(self) -> None:
-        """As that of the group, which refuses it."""
         with self._uses:
             super().commit()
 
     def rollback(self) -> None:
-        """As that of the group: the unit fails."""
         with self._uses:
             super().rollback()
 
     def close(self) -> None:
-        """As that of the group: the unit fails."""
         with self._uses:
             self._group.close()
             self._dbapi_connection = None
 
     def invalidate(self, exception: BaseException | None = None) -> None:
-        """As that of the group, which must know that the driver's connection is lost."""
+        """The group must know that the driver's connection is lost."""
         self._group.invalidate(exception)
         self._dbapi_connection = None
 
@@ -531,7 +517,7 @@ def _is_django(given: object) -> bool:
 
 @contextmanager
 def _in_atomic(given: DjangoConnection, engine: Engine) -> Generator[Connection, None, None]:
-    """Django's ``atomic()`` around a block: Django's marks can roll it back, and its ``on_commit`` hooks run if it commits.
+    """``atomic()`` around a block: Django's marks can roll it back, and its ``on_commit`` hooks run if it commits.
 
     ``atomic()`` itself then finds nothing left to commit or to roll back, and does only the rest of its work.
     """
@@ -738,10 +724,9 @@ def _mysql_meaning(error: exc.DBAPIError) -> Meaning:
 
 
 def conflict_behind(error: BaseException, transactional_id: str) -> TransactionAborted | None:
-    """A retryable error to replace one of the user's statement, which ended a dual write that aborted on both sides.
+    """The retryable error for a deadlock, a serialization failure or a busy lock; None for others: the user's error stays.
 
-    That is a deadlock, a serialization failure, or a busy SQLite lock, even if the statement ran on the driver's own
-    connection, or through Django. None for everything else: the user's error stays.
+    The dual write has aborted on both sides, even if the statement ran on the driver's own connection, or through Django.
     """
     if type(error).__module__ == _DJANGO and error.__cause__ is not None:
         error = error.__cause__

@@ -46,8 +46,7 @@ class ConsumedOffsets:
     def claim(self, partitions: Mapping[TopicPartition, str | None]) -> dict[TopicPartition, ClaimedOffset]:
         """Take the partitions over: on return no other member can move their offsets by what it has read.
 
-        Waits for a member that is about to commit. The offset of a topic that was deleted and created again starts over: its
-        id, given by partition, shows that. ``Unavailable`` also if another member's session holds a row.
+        Waits for a member that is about to commit. The offset of a topic that was deleted and created again starts over.
         """
         # In the same order in all members, against deadlocks.
         ordered = sorted(partitions)
@@ -89,10 +88,7 @@ class ConsumedOffsets:
         return claimed
 
     def move(self, connection: Connection, at: TopicPartition, claimed: ClaimedOffset, to: int) -> bool:
-        """Move an offset in the caller's transaction, unless another member has claimed the partition.
-
-        Returns whether the partition is still ours. If not, the transaction must not commit.
-        """
+        """Move an offset in the caller's transaction; False if another member has the partition: then it must not commit."""
         given = {
             "topic_": at[0],
             "partition_": at[1],

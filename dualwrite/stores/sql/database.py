@@ -42,10 +42,7 @@ _NAMES: Final = {"postgresql": "PostgreSQL", "sqlite": "SQLite"}
 
 
 class SqlDatabase(Database):
-    """The database of an engine, which serves the library's own transactions.
-
-    ``blocks`` serves the blocks of dual writes, if not the same engine. It leads to the same database.
-    """
+    """Serves the library's own transactions from one engine, and blocks from another one to the same database, if given."""
 
     def __init__(self, engine: Engine, schema: str | None = None, *, blocks: Engine | None = None) -> None:
         self.engine = engine
@@ -65,10 +62,7 @@ class SqlDatabase(Database):
 
     @property
     def tables_schema(self) -> str | None:
-        """The schema in which the library's tables are, for statements of the library: see :class:`FoundTables`.
-
-        The first call asks the database, unless :meth:`check` has.
-        """
+        """The schema in which the library's tables are; the first call asks the database, unless :meth:`check` has."""
         return self._tables().schema
 
     def _tables(self) -> FoundTables:
@@ -104,9 +98,9 @@ class SqlDatabase(Database):
     def joined_store(
         self, *, paused_owner_timeout_s: float | None = PAUSED_OWNER_TIMEOUT_S
     ) -> Callable[[], JoinedStore]:
-        """Gives the same rows, for dual writes in transactions that other code begins and ends, from the first one on.
+        """Gives the same rows, for dual writes in transactions that other code begins and ends.
 
-        Not earlier: sessions may be bound while the database is away, or has no tables yet.
+        It looks at the database with the first one: sessions may be bound while the database is away, or has no tables yet.
         """
         listen_to(self.engine)
 
@@ -187,10 +181,7 @@ class _InUseError(Exception):
 
 
 class Forgetting:
-    """Deletes rows that are no longer needed, in short transactions of its own.
-
-    If a right is missing, the message of the ``ConfigurationError`` holds the ``GRANT``.
-    """
+    """Deletes rows that are no longer needed, in short transactions of its own."""
 
     def __init__(self, engine: Engine, schema: str | None = None) -> None:
         self._engine = engine
@@ -256,9 +247,9 @@ class Forgetting:
     def forget_incidents(
         self, prefix: str, acknowledged_before: datetime, *, dry_run: bool, name: str | None = None
     ) -> int:
-        """Delete incidents that were acknowledged before that time, by the database's clock. Durable on return.
+        """Delete incidents that were acknowledged before that time. Durable on return. Returns their number.
 
-        ``name`` is a writer's id, which includes its lanes, instead of the prefix. Returns their number.
+        ``name`` is a writer's id, which includes its lanes, instead of the prefix.
         """
         incident = self._tables.incident
         column = incident.c.transactional_id

@@ -37,11 +37,7 @@ class Standing(Enum):
 
 @dataclass(frozen=True)
 class Identity:
-    """Identifies a database. The values have no meaning by themselves: compare two identities.
-
-    ``database`` is the running server process and the database in it, or the file; ``table`` is the library's state table
-    there, None if there is none.
-    """
+    """The server process and the database in it, or the file; and the library's state table there. Only to be compared."""
 
     database: tuple[object, ...]
     table: object
@@ -61,20 +57,13 @@ class Dialect(Protocol):
         ...
 
     def begin(self, connection: Connection, tables: Tables) -> None:
-        """Begin a transaction that can hold a decision.
-
-        Raises:
-            IllegalStateError: The connection is in a transaction.
-            ConfigurationError: The connection is in autocommit or read-only, or its commits would not survive a crash.
-        """
+        """Begin a transaction that can hold a decision: durable, not in autocommit or read-only, and not begun before."""
         ...
 
     def join(self, connection: Connection, tables: Tables) -> bool:
-        """Make a transaction that other code has begun one that can hold a decision.
+        """Make a transaction that other code has begun one that can hold a decision, unless it has gone too far for that.
 
-        Returns whether statements have been executed in it, for :meth:`check_start` to judge. ``IllegalStateError``: it has
-            gone too
-        far for that.
+        Returns whether statements have been executed in it, for :meth:`check_start` to judge.
         """
         ...
 
@@ -107,12 +96,7 @@ class Dialect(Protocol):
         ...
 
     def require_begun(self, connection: Connection) -> None:
-        """Check that the connection's transaction is still the one that was begun.
-
-        Raises:
-            IllegalStateError: It was ended; see :func:`~dualwrite.stores.sql.access.ended_inside`.
-            TransactionAborted: The database has rolled it back.
-        """
+        """Check that the transaction is still the one that was begun: it was not ended, nor rolled back by the database."""
         ...
 
     def end_columns(self) -> Sequence[ColumnElement[object]]:
@@ -120,10 +104,7 @@ class Dialect(Protocol):
         ...
 
     def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
-        """Check the values of :meth:`end_columns`. Returns the database's name of the transaction, if it has one.
-
-        Raises as :meth:`require_begun`, where :meth:`is_begun` cannot say all of it.
-        """
+        """Check the values of :meth:`end_columns`. Returns the database's name of the transaction, if it has one."""
         ...
 
     def deciding(
@@ -131,8 +112,8 @@ class Dialect(Protocol):
     ) -> Update:
         """The statement that records a decision, from the UPDATE of its row.
 
-        The server ends the session after ``idle_ms`` without a statement, and the transaction after ``within_ms``, even during
-        COMMIT; NULL keeps the current limit.
+        ``idle_ms`` limits the pause between statements, ``within_ms`` the transaction with its COMMIT; NULL keeps the current
+        limit.
         """
         ...
 
@@ -152,21 +133,13 @@ class Dialect(Protocol):
         """Execute the last statement of a dual write: that of :meth:`deciding`, or a SELECT of :meth:`end_columns`.
 
         If it decides, ``bound`` holds ``idle_ms_`` and ``within_ms_``. For the dual write ``deferred_of``,
-        :meth:`run_deferred` goes before, in the same exchange if it can.
-
-        Returns:
-            The values for :meth:`check_end`; None if no row matched.
-
-        Raises:
-            TransactionAborted: A deferred constraint is violated; or the transaction can no longer decide.
+        :meth:`run_deferred` goes before, in the same exchange if it can. Returns the values for :meth:`check_end`; None if no
+        row matched.
         """
         ...
 
     def require_not_rolled_back(self, connection: Connection) -> None:
-        """Refuse to continue after an error with which the database has rolled back the whole transaction.
-
-        It would execute the next statement in another one.
-        """
+        """Refuse to continue once the database has rolled back all: the next statement would begin another transaction."""
         ...
 
     def restore(self, connection: Connection) -> None:
@@ -251,10 +224,7 @@ def _stop_refusing(connection: Connection) -> None:
 
 
 def run_deferred(connection: Connection, dialect: Dialect, transactional_id: str | None = None) -> None:
-    """Run deferred constraints and triggers now, so that their time is spent before the decision.
-
-    If it raises ``TransactionAborted``, a constraint is violated or the database failed: roll back.
-    """
+    """Run deferred constraints and triggers now, so that their time is spent before the decision."""
     driver = driver_of(connection)
     if driver is None or dialect.standing(driver) is not Standing.OPEN:
         return  # COMMIT will report it, with the cause
@@ -347,10 +317,7 @@ def _ended_before(verb: str, transactional_id: str | None) -> TransactionInDoubt
 
 
 def rollback(connection: Connection) -> None:
-    """Roll back any transaction of the connection. Never raises: discards a connection that cannot roll back.
-
-    The server rolls back by itself when it notices that the connection is gone. Does nothing outside a transaction.
-    """
+    """Roll back any transaction of the connection. Never raises: discards a connection that cannot roll back."""
     _stop_refusing(connection)
     leave_to_parent()
     driver = driver_of(connection)
@@ -377,7 +344,6 @@ def discard_joined(connection: Connection, error: BaseException | None = None) -
 
 
 def _commit_driver(connection: Connection, driver: DBAPIConnection) -> None:
-    """Send COMMIT below SQLAlchemy, and raise its errors."""
     try:
         driver.commit()
     except connection.dialect.loaded_dbapi.Error as error:

@@ -278,15 +278,11 @@ _TRANSLATED: Final = "schema_translate_map"
 
 @dataclass(frozen=True)
 class OwnText:
-    """A statement as the driver takes it.
+    """A statement as the driver takes it. Its name is the same in every process: a pooler's sessions are shared.
 
     Attributes:
-        dialect: The dialect that it was compiled for.
-        template: The text.
         order: The names of its values, if the driver takes them by position.
         constants: Values that the statement itself contains.
-        names: The names of all values, each once.
-        name: A name for the text, the same in every process: a pooler's sessions are shared.
     """
 
     dialect: Dialect
@@ -298,11 +294,10 @@ class OwnText:
 
 
 class CompiledOnce:
-    """A statement whose text is made at its first execution, and sent as it is from then on.
+    """A statement whose text is made at its first execution, and sent as it is from then on. Nothing is converted.
 
     For each execution of a statement object SQLAlchemy makes its cache key, and prepares the types of its values and results.
-    That takes as much processor time as everything after it. Here the values are bound parameters with names; neither they nor
-    the results are converted.
+    That takes as much processor time as everything after it.
     """
 
     def __init__(self, statement: Executable) -> None:
@@ -420,8 +415,7 @@ def _root(engine: Engine) -> Engine:
 def roll_back_before_closing(engine: Engine) -> None:
     """Roll back SQLite's connections before SQLAlchemy closes them because a statement was interrupted or cancelled.
 
-    SQLite ends a closed connection only when its last statement is gone, and the traceback of the interruption may hold that
-    one. Until then, nobody else could write.
+    SQLite ends a closed connection only with its last statement, which the traceback may hold: until then nobody could write.
     """
     if engine.dialect.name == "sqlite" and not listens(engine.pool, "invalidate", _roll_back):
         event.listen(engine, "handle_error", _end_statement)
@@ -484,10 +478,7 @@ _PARTS: Final = 3
 
 
 def name_of(namespace: str, state: PreparedTxnState) -> str:
-    """The name of the database transaction prepared together with a Kafka transaction: one decision covers both.
-
-    A row's namespace is unique across all databases.
-    """
+    """The name of the database transaction prepared with a Kafka transaction; a namespace is unique across all databases."""
     return f"{PREFIX}{namespace}:{state.incarnation}:{digest(state)[:_DIGEST_LENGTH]}"
 
 

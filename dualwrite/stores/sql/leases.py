@@ -136,8 +136,7 @@ class Leases:
     def give_back(self, transactional_id: str, owner: str, *, settled: bool) -> None:
         """Give a lease back. Does nothing if another member has taken it.
 
-        If nothing of ours is left to settle under it, it is free. Otherwise it expires now, so that the next member settles
-        it.
+        If something of ours is left to settle under it, it is not free but expires now, so that the next member settles it.
         """
         lease = self._lease
         changed = update(lease).where(lease.c.transactional_id == transactional_id, lease.c.owner == owner)

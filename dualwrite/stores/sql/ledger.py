@@ -37,7 +37,6 @@ from dualwrite.stores.sql.short_transactions import ShortTransactions, dialect_o
 from dualwrite.stores.sql.tables import check_name, database_now, database_now_plus, declare_tables, in_chunks
 
 WHOLE_BATCH: Final = -1
-"""The partition id of a batch that is written as a whole."""
 BEGUN: Final = -2
 """The partition id of the row that records a batch's destination, and the number of partitions it was begun with."""
 

@@ -41,7 +41,6 @@ _MARKED: Final = "dualwrite.marked"
 _CHANGED: Final = "dualwrite.changed_settings"
 _NO_SAVEPOINT: Final = 1305
 _FRESH: Final = frozenset({"READ COMMITTED", "READ UNCOMMITTED"})
-"""The isolation levels at which each statement sees what was committed before it."""
 _IDLE: Final = ("idle_transaction_timeout", "idle_write_transaction_timeout")
 _LOCK: Final = "innodb_lock_wait_timeout"
 
@@ -174,7 +173,6 @@ class MariaDB:
         self._server.check(connection)
 
     def start_columns(self) -> Sequence[ColumnElement[object]]:
-        """Whether the server is read-only, whether its commits survive a crash, and what a lock wait that times out ends."""
         return [literal_column(fact) for fact in FACTS]
 
     def check_start(self, connection: Connection, values: Sequence[object]) -> None:
@@ -197,7 +195,6 @@ class MariaDB:
         self._release(connection)
 
     def end_columns(self) -> Sequence[ColumnElement[object]]:
-        """A constant, returned for the row that matched."""
         return [literal_column("1")]
 
     def deciding(

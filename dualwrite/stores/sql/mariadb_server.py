@@ -52,10 +52,7 @@ class Server:
         self._checked = False
 
     def check(self, connection: Connection, tables: Tables | None = None) -> None:
-        """Refuse a server or a connection that may lose or change what is written.
-
-        The tables are given for a transaction that writes.
-        """
+        """Refuse a server or a connection that may lose or change what is written."""
         product, oldest = _OLDEST[is_mariadb(connection)]
         version = connection.dialect.server_version_info or ()
         if version < oldest:

@@ -91,7 +91,6 @@ _IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
 _NOW: Final[ColumnElement[Any]] = literal_column("CAST(extract(epoch FROM now()) * 1000000 AS bigint)", BigInteger())
 _IS_BEGUN: Final[ColumnElement[bool]] = bindparam("begun_", type_=BigInteger()) == _NOW
 _FRESH: Final = frozenset({"read committed", "read uncommitted"})
-"""The isolation levels at which each statement sees what was committed before it."""
 _DURABLE: Final = (
     "CASE WHEN current_setting('synchronous_commit') = 'off' THEN set_config('synchronous_commit', 'on', true) END"
 )
@@ -112,8 +111,6 @@ _IDENTITY: Final = text(
 
 
 class _Psycopg(Protocol):
-    """The part of ``psycopg.Connection`` and ``AsyncConnection`` used here."""
-
     autocommit: bool
     read_only: bool | None
     closed: bool
@@ -176,7 +173,6 @@ _NOTHING: Final[ColumnElement[int]] = literal_column("0")
 
 
 def _lower_idle_limit(timeout_ms: ColumnElement[int | None]) -> ColumnElement[object]:
-    """As :func:`_limit`, for a bound value."""
     name = "idle_in_transaction_session_timeout"
     present_ms = literal_column(f"extract(epoch FROM current_setting('{name}')::interval) * 1000", Numeric())
     lower = (present_ms == _NOTHING) | (present_ms > timeout_ms)  # NULL if there is no limit to set
@@ -186,8 +182,7 @@ def _lower_idle_limit(timeout_ms: ColumnElement[int | None]) -> ColumnElement[ob
 def _limit_transaction(timeout_ms: ColumnElement[int | None]) -> ColumnElement[object]:
     """An expression that ends the transaction after that time, unless the session's own limit ends it earlier.
 
-    The server arms its timer only when the setting changes from 0. Before PostgreSQL 17 the setting does not exist:
-    NULL.
+    The server arms its timer only when the setting changes from 0. Before PostgreSQL 17 there is none: NULL.
     """
     name: ColumnElement[str] = literal_column("'transaction_timeout'")
     of_session_ms = literal_column(
@@ -319,11 +314,7 @@ def literals(bound: Mapping[str, object]) -> dict[str, object]:
 
 
 def exchange(driver: Any, text: str, results: list[Any], *, awaits: bool) -> None:
-    """Send a text of several statements, and add the results to the list.
-
-    An interruption cancels the statement, as psycopg does for its own. After an error, which is the last result, the server
-    has executed nothing.
-    """
+    """Send a text of several statements, and add the results to the list. An interruption cancels, as psycopg does."""
     command = text.encode() if text.isascii() else text.encode(driver.info.encoding)
     talk = _talk(driver, command, results)
     # The class's own way of waiting: that of the instance may be the watch for statements of others.
@@ -364,11 +355,9 @@ def _ask(
     deferred_of: str | None = None,
     again: bool = False,
 ) -> Sequence[object] | None:
-    """Execute one of our own statements below SQLAlchemy, and return its row.
+    """Execute one of our own statements below SQLAlchemy, with the errors and events of its own executions, and return its row.
 
-    Errors are those of SQLAlchemy's own executions: events tell of them, and a lost connection is invalidated. If the
-    statement is the ``first`` of the dual write, nothing is lost if its transaction is begun once more; ``again`` says that
-    this is so.
+    If it is the ``first`` of the dual write, nothing is lost if its transaction is begun once more; ``again``: it is.
     """
     own = statement.text(connection)
     if own is None:
@@ -415,10 +404,7 @@ def _ask(
 def _raise(
     connection: Connection, error: BaseException, own: OwnText, bound: Mapping[str, Any], deferred_of: str | None
 ) -> NoReturn:
-    """Raise the driver's error, or an interruption, as SQLAlchemy does for its own statements.
-
-    It alone knows its events, and which connections are lost with this one.
-    """
+    """Raise as SQLAlchemy does: it alone knows its events, and which connections are lost with this one."""
     if sqlstate_of(error) == NOT_PREPARED:
         raise TransactionAborted(
             "a statement inside the block has made the session forget all that was prepared in it",
@@ -665,8 +651,8 @@ _OLDEST_SNAPSHOT: Final = text(
 def kept_versions(connection: Connection, tables: Tables) -> str | None:
     """The words for old versions of rows that cannot be removed; None if there are few.
 
-    Each dual write updates the row of its lane. While any snapshot in the database is older, PostgreSQL keeps every version,
-    and each look-up of the row reads past all of them.
+    While any snapshot in the database is older, PostgreSQL keeps a version of each update, and each look-up reads past all of
+    them.
     """
     name = connection.dialect.identifier_preparer.format_table(tables.state)
     kept = connection.scalar(_KEPT, {"name": name}) or 0

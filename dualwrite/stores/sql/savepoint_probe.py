@@ -71,10 +71,7 @@ class Witness(Protocol):
         ...
 
     def keep(self, connection: Connection, known: int, number: int) -> bool:
-        """Store the number in place of the known one (0: none). Returns False if the database shows another one.
-
-        ``IllegalStateError`` if the connection is busy with a COPY, or a pipeline.
-        """
+        """Store the number in place of the known one (0: none). Returns False if the database shows another one."""
         ...
 
     def shows(self, connection: Connection, number: int) -> bool:
@@ -92,10 +89,7 @@ class Witness(Protocol):
         ...
 
     def settle(self, connection: Connection) -> None:
-        """Take the answers that were left for later.
-
-        An error among them may be one that another statement got before.
-        """
+        """Take the answers that were left for later; an error may be one that another statement got before."""
         ...
 
     def stop(self) -> None:
@@ -104,8 +98,6 @@ class Witness(Protocol):
 
 
 class _Psycopg(Protocol):
-    """The part of ``psycopg.Connection`` and ``AsyncConnection`` used here."""
-
     @property
     def pgconn(self) -> _PGconn: ...
 
@@ -125,7 +117,6 @@ class _PGconn(Protocol):
 
 
 def _text_of(query: object, driver: object) -> str | None:
-    """The text of a query in any of psycopg's forms; None if it cannot be told."""
     if isinstance(query, str):
         return query
     if isinstance(query, bytes):
@@ -137,7 +128,6 @@ def _text_of(query: object, driver: object) -> str | None:
 
 @contextmanager
 def _mapped(connection: Connection) -> Generator[None, None, None]:
-    """Raise the driver's errors as SQLAlchemy's."""
     kind = connection.dialect.loaded_dbapi.Error
     try:
         yield
@@ -393,14 +383,11 @@ ROLLED_BACK: Final = frozenset(
 """Errors with which the server has rolled back the whole transaction: the next statement begins another one."""
 LOCK_WAIT_TIMEOUT: Final = 1205
 IN_TRANSACTION: Final = 1
-"""The flag of the server's status (SERVER_STATUS_IN_TRANS) in the answer to a statement."""
 _NO_TABLE: Final = 1146
 _KEPT: Final = "dualwrite_queries"
 
 
 class _Driver(Protocol):
-    """The part of the drivers' connections used here."""
-
     def query(self, *arguments: object, **options: object) -> object: ...
 
     def commit(self) -> object: ...
@@ -412,14 +399,12 @@ class Queries:
     """Watches one driver's connection for as long as it lives. Made by :func:`queries_of`.
 
     Attributes:
-        follower: Hears of savepoints.
         doubtful: Whether a statement may have set or rolled back to a savepoint unseen.
         ended: Whether the server has shown that the dual write's transaction was ended. Nothing more is sent then: it would be
             committed by itself, or with the next transaction.
         timeout_rolls_back: Whether a lock wait that times out rolls back the whole transaction (innodb_rollback_on_timeout).
         rolled_back: The error with which the server rolled back the whole transaction; None if it did not.
         commit_sent: Whether COMMIT may have been sent in this transaction.
-        has_table: Whether the connection has the witness's table.
     """
 
     def __init__(self, driver: _Driver) -> None:
@@ -473,20 +458,14 @@ class Queries:
         return result
 
     def _moves(self, text: str) -> bool:
-        """Whether it is a statement about savepoints that can be followed. Others that may be make doubt.
-
-        The values of a statement stand in its text, so that words in the middle of it say nothing for certain.
-        """
+        """Whether savepoints can be followed in it. Its text holds values, so words in the middle say nothing for certain."""
         if may_hide_savepoints(text):
             self.doubtful = True
             return False
         return moves_savepoints(text)
 
     def require_not_rolled_back(self) -> None:
-        """Refuse to continue after an error with which the server has rolled back the whole transaction.
-
-        It would execute the next statement in another one.
-        """
+        """Refuse to continue once the server has rolled back all: the next statement would begin another transaction."""
         if (lost := self.rolled_back) is not None:
             raise TransactionAborted(
                 f"the database has rolled back the whole transaction: {access.driver_words(lost)}",

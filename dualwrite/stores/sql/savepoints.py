@@ -56,11 +56,7 @@ LISTENERS: Final = Listeners({"before_cursor_execute": _before, "after_cursor_ex
 
 
 def _open_now(session: Session, transaction: SessionTransaction) -> None:
-    """Send a session's SAVEPOINT as soon as ``begin_nested()`` is called.
-
-    The session would send it with its next statement, so a message produced before that would fall outside the
-    savepoint.
-    """
+    """Send a session's SAVEPOINT at ``begin_nested()``: a message produced before its next statement would fall outside."""
     if transaction.nested and session.bind in _watched:
         session.connection()
 
@@ -160,10 +156,7 @@ class SavepointWatch:
             self._require_track()
 
     def open_unit(self, uses: AbstractContextManager[object]) -> Connection:
-        """The answer to its SAVEPOINT comes with that to the unit's first statement.
-
-        The witness is renewed with it, so that no message of the unit needs a statement of its own for that.
-        """
+        """The answers, also to the renewed witness, come with that to the unit's first statement."""
         self._require_track()
         release = [f"RELEASE SAVEPOINT {_UNIT}"] if self._unit_kept else []
         self._unit_kept = False
@@ -282,12 +275,10 @@ class SavepointWatch:
             self._witness.stop()
 
     def before(self, statement: str) -> None:
-        """Note that the connection is about to execute a statement."""
         self._judge_unanswered()
         self._unanswered = statement
 
     def after(self, statement: str, *, many: bool) -> None:
-        """Follow the statement that the connection has executed, perhaps many times."""
         self._unanswered = None
         try:
             moves = self._moves_of(statement)
@@ -299,12 +290,10 @@ class SavepointWatch:
             self._lost_track = self._lost_track or str(error)
 
     def failed(self, statement: str, error: BaseException) -> None:
-        """Judge a statement that has failed, or whose answer was not waited for: then it may have been executed."""
         self._unanswered = statement
         self._judge_unanswered(interrupted=not isinstance(error, Exception))
 
     def doubt(self) -> None:
-        """Note that savepoints may have been opened, and those that are open rolled back, unseen."""
         self._witness.doubtful = True
         if self._savepoints.at_risk:
             self._lost_track = self._lost_track or "statements that the driver does not show were sent after it"
@@ -340,7 +329,6 @@ class SavepointWatch:
 
 
 def _is_executemany(arguments: Sequence[object]) -> bool:
-    """The ``executemany`` flag, the last argument of SQLAlchemy's listeners."""
     return bool(arguments[-1])
 
 

@@ -87,10 +87,7 @@ def _worth_another_attempt(error: BaseException) -> bool:
 
 
 class ShortTransactions:
-    """Runs work in separate transactions.
-
-    The work may run more than once, so it must be idempotent: an earlier run may have committed and lost its answer.
-    """
+    """Runs work in transactions, perhaps more than once: a run may have committed and lost its answer. So be idempotent."""
 
     def __init__(
         self, engine: Engine, dialect: Dialect, tables: Tables, lock_timeout_s: float = LOCK_TIMEOUT_S
@@ -110,10 +107,6 @@ class ShortTransactions:
         """Run the work in a transaction that may write. Durable on return; any exception rolls it back.
 
         ``answer_s``, after which the database counts as lost, is only for work that does nothing but query it.
-
-        Raises:
-            ConfigurationError: A table or a right is missing, or the database is read-only or a standby.
-            Unavailable: The database does not answer, a lock was not free in time, or conflicts did not end.
         """
         timeout_s = self._lock_timeout_s if lock_timeout_s is None else lock_timeout_s
 

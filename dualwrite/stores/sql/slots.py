@@ -172,7 +172,6 @@ class SlotPool:
         return self._change(connection, self._take, {"id_": transactional_id, "owner_": owner, "ttl_": ttl_s})
 
     def _change(self, connection: Connection, statement: Update, bound: Mapping[str, object]) -> Lease | None:
-        """The lease after a change; None if the statement found nothing to change."""
         if connection.execute(statement, bound).rowcount != 1:
             return None
         row = connection.execute(self._found, bound).one()  # locked by the change
@@ -192,10 +191,7 @@ class SlotPool:
         return transactional_id if made else None
 
     def renew(self, lease: Lease, ttl_s: float) -> Lease:
-        """Extend a lease to ``ttl_s`` seconds from now, even an expired one, unless another worker has taken the slot.
-
-        ``Fenced``: another worker has leased the slot, or it was released.
-        """
+        """Extend a lease to ``ttl_s`` from now, even an expired one; ``Fenced`` if another worker has taken the slot."""
         slot = self._slot
         statement = self._take.where(slot.c.pool == self.pool, slot.c.lease_owner == literal(lease.owner))
         bound = {"id_": lease.transactional_id, "owner_": lease.owner, "ttl_": ttl_s}
@@ -245,8 +241,7 @@ class SlotPool:
     def release(self, owners: Mapping[str, str], *, kept: bool = False) -> None:
         """Give back slots, given with their holders. Does nothing for a slot whose holder has changed.
 
-        ``kept`` reserves the slots for a while for their workers, which could continue with them; see :meth:`lease`. Otherwise
-        the next worker that asks gets them.
+        ``kept`` reserves them for a while for their workers, which could continue with them; see :meth:`lease`.
         """
         slot = self._slot
         statement = (

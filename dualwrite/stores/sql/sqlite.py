@@ -77,7 +77,7 @@ class SQLite:
         self._take_write_lock(connection, tables)
 
     def join(self, connection: Connection, tables: Tables) -> bool:
-        """Refuse to join inside a savepoint, whose end may be a COMMIT here.
+        """Refuse to join inside a savepoint.
 
         The driver's legacy mode sends no BEGIN before SAVEPOINT, and SQLite commits when such a savepoint is released.
         """
@@ -121,7 +121,6 @@ class SQLite:
         connection.begin()
 
     def start_columns(self) -> Sequence[ColumnElement[object]]:
-        """Nothing: :meth:`begin` has checked."""
         return []
 
     def check_start(self, connection: Connection, values: Sequence[object]) -> None:
@@ -149,7 +148,6 @@ class SQLite:
         execute_below(connection, f"SAVEPOINT {_SAVEPOINT}")
 
     def end_columns(self) -> Sequence[ColumnElement[object]]:
-        """A constant, returned for the row that matched."""
         return [literal_column("1")]
 
     def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
@@ -251,7 +249,6 @@ class SQLite:
         return isinstance(orig, sqlite3.IntegrityError) or str(orig).startswith(_CERTAIN)
 
     def prepared_transactions(self, connection: Connection) -> Sequence[tuple[str, datetime]]:
-        """There are none."""
         del connection
         return []
 
@@ -310,7 +307,6 @@ def _check_files(driver: sqlite3.Connection, tables: Tables) -> list[str]:
 
 
 def _files(driver: sqlite3.Connection) -> dict[str, str]:
-    """The file of each attached database; '' if it is in memory."""
     return {str(name): str(file) for _, name, file in _rows(driver, "PRAGMA database_list") if name != "temp"}
 
 

@@ -90,7 +90,6 @@ class SqlStateStore:
 
     @property
     def schema(self) -> str | None:
-        """The database schema of the library's tables."""
         return self._schema
 
     def close(self) -> None:
@@ -329,10 +328,7 @@ class SqlStateStore:
         return self._own.run(lambda connection: self._records.acknowledge(connection, transactional_id, state))
 
     def transaction_verdict(self, transaction: str | None) -> DatabaseVerdict:
-        """``UNKNOWN`` on SQLite, where only the row shows the outcome.
-
-        So it is on PostgreSQL for a transaction that is too old or still runs, and after a restart or failover of the server.
-        """
+        """On SQLite always ``UNKNOWN``; on PostgreSQL while it runs, if it is too old, and after a restart or failover."""
         if transaction is None:
             return DatabaseVerdict.UNKNOWN
         return self._own.read(lambda connection: self._dialect.verdict(connection, transaction))
@@ -555,12 +551,8 @@ class Claim:
     def check_guard(self, connection: Connection, transactional_id: str, incarnation: int, *, claimed: bool) -> None:
         """Lock the guard's row until the claim has committed, provided that our owner still holds it.
 
-        ``incarnation`` is that of our newest known claim of it. If the claim includes the guard (``claimed``), it takes the
-        stronger lock at once: two claims that hold the weaker one and want the stronger would deadlock.
-
-        Raises:
-            Fenced: Another owner has claimed the row, or the row is gone.
-            ConfigurationError: The row has an older incarnation.
+        A claim that includes the guard takes the stronger lock at once: two that hold the weaker one and want the stronger
+        would deadlock. ``incarnation`` is that of our newest known claim.
         """
         state = self._state
         statement = select(state.c.incarnation, state.c.owner).where(state.c.transactional_id == transactional_id)
@@ -568,10 +560,7 @@ class Claim:
         check_guard(None if row is None else (row.incarnation, row.owner), transactional_id, self._owner, incarnation)
 
     def run(self, connection: Connection, ids: Sequence[str]) -> Sequence[StateRow]:
-        """Insert missing rows, raise all incarnations, and return the rows in order of id.
-
-        Roll back if it raises: a row cannot be parsed, or belongs to another cluster.
-        """
+        """Insert missing rows, raise all incarnations, and return the rows in order of id. If it raises, roll back."""
         for chunk in in_chunks(ids):
             self._lock_or_insert(connection, chunk)
             self._raise(connection, chunk)
@@ -621,10 +610,7 @@ class Claim:
 
 
 class Decisions:
-    """Decides a row inside the caller's transaction. The statements are made once: each dual write runs two.
-
-    ``start`` reads the row's incarnation and prepared state, both None without a row; then the dialect's start columns.
-    """
+    """Decides a row inside the caller's transaction. The statements are made once: each dual write runs two."""
 
     def __init__(self, tables: Tables, dialect: Dialect) -> None:
         self._dialect = dialect

@@ -70,8 +70,6 @@ class Tables:
     """The library's tables in one database schema.
 
     Attributes:
-        schema: The database schema; None for the connection's default one.
-        metadata: The declaration that Alembic compares with.
         state: One row for each transactional id: the newest decision, and the owner that may make the next one.
         incident: Losses, kept permanently: the next decision overwrites the row in which they were found.
         slot: Leases, in their own table so that a heartbeat never collides with a decision.
@@ -304,16 +302,11 @@ def check_name(name: str, kind: str = "a transactional id") -> str:
 class NamedValues(Protocol):
     """A row by column name: a ``RowMapping`` or a dictionary."""
 
-    def __getitem__(self, name: str, /) -> object:
-        """The value of that column."""
-        ...
+    def __getitem__(self, name: str, /) -> object: ...
 
 
 def parse_state_row(table: str, row: NamedValues) -> StateRow:
-    """Parse one row of the table strictly.
-
-    A row that this library cannot have written is refused; the message names table, row and cause.
-    """
+    """Parse one row of the table strictly: one that this library cannot have written is refused."""
     transactional_id, incarnation = cast("str", row["transactional_id"]), cast("int", row["incarnation"])
     completed = cast("str | None", row["completed"])
     where = f"bad row in {table}"
@@ -349,7 +342,6 @@ _OUTCOMES: Final = {outcome.value: outcome for outcome in Outcome}
 
 
 def _incomplete(state: PreparedTxnState, incarnation: int) -> str | None:
-    """The reason why the state cannot be settled; None if it can."""
     if not state.has_transaction:
         return None
     if state.incarnation is None:
@@ -362,12 +354,7 @@ def _incomplete(state: PreparedTxnState, incarnation: int) -> str | None:
 
 
 def check_decidable(decision: Decision) -> str:
-    """The text to store for a decision.
-
-    Raises:
-        IllegalStateError: A later claim would refuse the row.
-        ConfigurationError: The text is too long, or cannot be parsed.
-    """
+    """The text to store for a decision; refused if a later claim would refuse the row."""
     state, incarnation = decision.state, decision.incarnation
     cause: str | None = "it names no transaction"
     if state is not None and state.has_transaction:
@@ -382,10 +369,7 @@ def check_decidable(decision: Decision) -> str:
 
 
 def check_not_gone_back(known: StateRow, incarnation: int, prepared: str | None) -> None:
-    """Compare the row with what its owner knows: while the incarnation is ours, only we change its state.
-
-    It is refused if the incarnation, or the newest decision, is older: the database has lost commits.
-    """
+    """Refuse an incarnation or decision older than ours: only we change the row, so the database has lost commits."""
     if incarnation == known.incarnation and (prepared or "") == str(known.prepared):
         return  # the usual case
     shown = PreparedTxnState.from_string(prepared or "") if incarnation <= known.incarnation else known.prepared
@@ -401,10 +385,7 @@ def check_not_gone_back(known: StateRow, incarnation: int, prepared: str | None)
 
 
 def check_claimed(row: StateRow, cluster_id: str, table: str) -> None:
-    """Check a row that was claimed just now, before the claim is committed.
-
-    It is refused if it belongs to another cluster, or its state names an incarnation that it had not reached.
-    """
+    """Refuse, before the claim commits, a row of another cluster, or with a state of an incarnation not yet reached."""
     if row.prepared.incarnation == row.incarnation:
         raise ConfigurationError(
             f"bad row in {table}: the state names an incarnation that the row had not reached",
@@ -416,15 +397,10 @@ def check_claimed(row: StateRow, cluster_id: str, table: str) -> None:
 
 
 def check_guard(found: tuple[int, str] | None, transactional_id: str, owner: str, incarnation: int) -> None:
-    """Check that the guard of a claim is still ours.
+    """Check that the guard of a claim is still ours; ``incarnation`` is that of our newest known claim.
 
     A higher incarnation alone does not show another owner: if the answer to a COMMIT was lost, it may be a claim of our own
-    that we do not know of. Every claim writes its owner, so the name shows which owner claimed last. ``incarnation`` is that
-    of our newest known claim.
-
-    Raises:
-        Fenced: Another owner has claimed the row, or the row is gone.
-        ConfigurationError: The row has an older incarnation.
+    that we do not know of. Every claim writes its owner, so the name shows which owner claimed last.
     """
     if found is None:
         raise Fenced("the row is gone", transactional_id=transactional_id)
@@ -452,10 +428,7 @@ def in_chunks(items: Iterable[Item]) -> Iterator[Sequence[Item]]:
 
 
 def parse_rows(table: str, rows: Sequence[NamedValues]) -> Sequence[StateRow]:
-    """Parse the rows of a SELECT of all columns; returns them in order of id.
-
-    Fetch all of them first: a cursor that a bad row leaves half read would keep SQLite's lock.
-    """
+    """Parse the rows, fetched before: a cursor that a bad row leaves half read would keep SQLite's lock."""
     # Sorted here: databases order texts by their collation.
     return sorted((parse_state_row(table, row) for row in rows), key=lambda row: row.transactional_id)
 
