@@ -53,7 +53,7 @@ def dualwrite_zookeeper() -> Iterator[EmbeddedZooKeeper]:
 
 @pytest.fixture(scope="session")
 def dualwrite_mariadb() -> Iterator[EmbeddedMariaDB]:
-    """A MariaDB server for the session: the installed one started, or the one of ``DUALWRITE_TEST_MARIADB``."""
+    """A MariaDB server for the session: embedded, or the one of ``DUALWRITE_TEST_MARIADB``."""
     from dualwrite.testing.servers.mariadb import EmbeddedMariaDB  # noqa: PLC0415 - import only on demand
 
     with EmbeddedMariaDB() as server:

@@ -112,7 +112,8 @@ def write_partition(
         ConfigurationError: The partition is already written, with other rows.
         CompletionPending: No driver settles at the end, and Kafka has not all of the partition yet: the next attempt
             completes it.
-        DualWriteError: This attempt did not write the partition. The next attempt finds out by itself whether it must.
+        DualWriteError: This attempt did not write the partition, or does not know whether it did. The next attempt finds out
+            by itself whether it must.
         DecidedTransactionLost, OutcomeUnverifiable: The rows are in the database; the messages are lost, or their outcome
             cannot be verified. The loss is recorded; the next attempt finds the partition written.
     """

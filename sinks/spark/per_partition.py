@@ -158,7 +158,7 @@ class BatchJob(DriverSide):
             error.add_note(f"{self.name} failed: {words}")
 
     def plan(self, schema: spark.StructType) -> PartitionTask:
-        """Check topic, table and every column; writes nothing."""
+        """Make the tasks' work; see :meth:`layout`. Writes nothing but schemas into a registry."""
         assert self.run is not None
         self._tasks_run = self.run
         self._layout = self.layout(schema)

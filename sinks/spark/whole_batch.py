@@ -168,7 +168,8 @@ class WholeBatch(DriverSide):
 class _Deciding:
     """The decision on one batch; implements :class:`~dualwrite.sinks.batches.Batch`.
 
-    The slots of the parts in `released` went back to the pool without a claim. `slots` are their rows after :meth:`settle`.
+    After :meth:`settle`, `slots` has the rows of all the sink's slots; those of the parts in `released` went back to the pool
+    without a claim.
     """
 
     def __init__(
@@ -253,7 +254,7 @@ class PreparedPartition:
     """The part of a batch that one task has prepared. Pickles; holds no secret.
 
     `started_at` is by the database's clock. `incarnation` and `namespace` are of the slot's row. `staged` is None if the rows
-    are in a transaction prepared in the target, which the incarnation names. `rests` says that the worker could continue with
+    are in a transaction prepared in the target, which :func:`name_of` names. `rests` says that the worker could continue with
     the slot's lane.
     """
 

@@ -1,4 +1,4 @@
-"""Real servers for tests: Kafka from its jars, PostgreSQL from its wheel, MariaDB as the machine has it installed.
+"""Real servers for tests: Kafka, ZooKeeper and MariaDB as Maven has them, PostgreSQL from its wheel.
 
 ``python -m dualwrite.testing.servers up`` starts some of them by hand.
 

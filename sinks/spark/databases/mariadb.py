@@ -605,8 +605,8 @@ NULL_REPLACED: Final = " NOT NULL"
 _TYPE: Final = re.compile(r"(\w+)(?:\((.*)\))?")
 _MEMBER: Final = re.compile(r"'((?:[^']|'')*)'")
 _MOST_DIGITS: Final = 6
-_FIRST: Final = {pa.date32(): -719162, pa.timestamp("us"): -62135596800000000}
 # The years 1 to 9999, in days and in microseconds since 1970.
+_FIRST: Final = {pa.date32(): -719162, pa.timestamp("us"): -62135596800000000}
 _AFTER: Final = {pa.date32(): 2932897, pa.timestamp("us"): 253402300800000000}
 
 

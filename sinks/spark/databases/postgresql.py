@@ -551,9 +551,9 @@ _LINE: Final = re.compile(r", line ([0-9]+)")
 _DATA_CLASSES: Final = frozenset({"21", "22", "23", "42"})
 
 
-_DAYS: Final = (-2440588, 2145042905)
 # From 4713 BC, in days and in microseconds since 1970, to what each type holds (IS_VALID_DATE, IS_VALID_TIMESTAMP in
 # PostgreSQL's timestamp.h). Numbers outside stand for its infinities, or have no binary form.
+_DAYS: Final = (-2440588, 2145042905)
 _MICROSECONDS: Final = (-210866803200000000, 2**63 - 1)
 
 
@@ -709,7 +709,7 @@ _ALLOWED: Final = text(
 def require_room(connection: Connection) -> None:
     """Make sure, before rows are written, that the database takes one more prepared transaction.
 
-    Another task may still take the last place before us; see :func:`ran_out`.
+    Another task may still take the last place before us; see :meth:`PostgreSQL.had_no_room`.
     """
     most, present = connection.execute(_ROOM).one()
     if present >= most:
