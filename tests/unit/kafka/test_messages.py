@@ -2,6 +2,7 @@
 
 import ast
 import re
+import struct
 import uuid
 
 import pytest
@@ -278,6 +279,36 @@ def test_the_answer_to_describe_producers(shown):
     }
     if len(whole) < 400:
         refuses_every_beginning(lambda part: read(part, 0), whole)
+
+
+_SHOWN = b"\0\0\0\7" + b"\0" + b"\0\0\0\1" + b"\2" + b"\5name"
+SHORT_STATES = (
+    _SHOWN + b"\2" + b"\0\0\0\3" + b"\0\0" + b"\0" + b"\2" + struct.pack(">qiiqiq", 1, 2, 3, 4, 5, 6) + b"\0" * 4
+)
+SHORT_ENDS = _SHOWN + b"\2" + struct.pack(">hiiq", 0, 3, 4, 5) + b"\0" * 3
+READS = [(DescribeProducers, SHORT_STATES), (OffsetForLeaderEpoch, SHORT_ENDS)]
+
+
+@pytest.mark.parametrize(("request_", "data"), READS)
+def test_a_short_answer_about_an_end_needs_no_walk_through_it(request_, data, monkeypatch):
+    monkeypatch.setattr(request_, "_read_any", None)
+    assert list(request_({}).read(data, 0)) == [("name", 3)]
+
+
+@pytest.mark.parametrize(("request_", "data"), READS)
+@given(st.data())
+def test_whatever_comes_is_read_in_one_pass_as_it_is_field_by_field(request_, data, drawn):
+    at = drawn.draw(st.integers(4, len(data) - 1))
+    changed = data[:at] + drawn.draw(st.binary(max_size=3)) + data[at + drawn.draw(st.integers(0, 3)) :]
+
+    def outcome(read):
+        try:
+            return read()
+        except (Unreadable, UnicodeDecodeError) as error:
+            return type(error)
+
+    found, expected = outcome(lambda: request_({}).read(changed, 0)), outcome(lambda: request_._read_any(changed))
+    assert found == expected
 
 
 def test_producers_with_tagged_fields_are_read_one_by_one():
