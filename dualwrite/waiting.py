@@ -125,8 +125,6 @@ class Waiting(Protocol):
 
 
 class _Blocking:
-    """The thread blocks."""
-
     cancelled: tuple[type[BaseException], ...] = ()
 
     @property

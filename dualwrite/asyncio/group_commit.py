@@ -263,8 +263,6 @@ class AsyncGroups:
         transaction: AsyncTransaction,
         blocks: entered.Blocks,
     ) -> object:
-        """Run the work in a task of its own, with the context of its caller."""
-
         async def call() -> object:
             entered.continue_inside(blocks, asyncio.current_task())
             return await work(transaction)

@@ -423,8 +423,6 @@ do."""
 
 
 class _Writer(Protocol):
-    """A writer that :class:`OfTasks` is a part of."""
-
     transactional_id: str
     _asynchronous: AsyncEngine
     _group_runners: int

@@ -320,7 +320,6 @@ class KafkaOffsets:
 
 
 def _log_of(consumer: Consumer, name: Name) -> tuple[int, int]:
-    """The offsets that the log begins and ends with."""
     try:
         found = consumer.get_watermark_offsets(TopicPartition(*name), timeout=_ANSWER_S)
     except KafkaException as error:

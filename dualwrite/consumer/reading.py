@@ -244,7 +244,6 @@ class Reading:
 
 
 def _divided(polled: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """Splits what was polled: messages and errors, and end-of-partition events."""
     found: tuple[list[Message], list[Message]] = ([], [])
     for one in polled:
         error = one.error()

@@ -101,12 +101,11 @@ QUESTIONS: Final = frozenset(
 
 @dataclass(frozen=True)
 class Knowledge:
-    """The settler's knowledge of one incarnation. None is a question that was not asked in this round.
+    """The settler's knowledge of one incarnation. An answer of this round is None if the question was not asked.
 
-    - ``prepared``: the row's state if it belongs to this incarnation.
+    - ``prepared``: the row's state if it belongs to this incarnation; ``recorded``: its outcome, if that is recorded.
     - ``evidence``: whether the transaction open on the partitions is ``prepared``.
-    - ``retired``: the producer id and epoch that the coordinator gave out when this settling retired the incarnation's Kafka
-    id.
+    - ``retired``: the producer id and epoch that the coordinator gave out when this settling retired the Kafka id.
     - ``suspects``: partitions in which a transaction of the id may have been left open.
     - ``tainted``: partitions in which an undecided transaction, other than ``prepared``, may have written.
     - ``still_open``: where the id's producer still has something open among ``suspects``, and from which offset on.

@@ -123,7 +123,7 @@ QUESTIONS: Final = frozenset({NativeStep.LOOK, NativeStep.PROVE, NativeStep.LOOK
 
 @dataclass(frozen=True)
 class NativeKnowledge:
-    """The settler's knowledge of one incarnation with a decided native transaction, S. None is a question to be asked.
+    """The settler's knowledge of one incarnation with a decided native transaction, S. An answer is None if it is to be asked.
 
     - ``suspects``: partitions in which a transaction of the id may have been left open, besides those of the topics of S.
     - ``answer``: the answer to ending S; None if it has to be asked, first or again.

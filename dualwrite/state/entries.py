@@ -154,10 +154,7 @@ def as_text(committed: Committed) -> bytes:
 
 
 def parsed(note: bytes | None, path: object) -> Committed:
-    """The note read from disk; the one of an empty store if there is none.
-
-    Raises `StoreUnreadable` if it is of another version.
-    """
+    """The note read from disk; that of an empty store if there is none. Raises `StoreUnreadable` for another version."""
     if note is None:
         return Committed()
     found = json.loads(note)

@@ -165,8 +165,6 @@ class StateTask(Generic[Tx]):
 
 @dataclass
 class _Assigned:
-    """A partition's store, and the assignment under which it was restored."""
-
     logged: LoggedStore
     assignment: object
 
@@ -320,10 +318,7 @@ class LoggedStore:
         self._logged = _Logged()
 
     def restore(self, on_progress: OnProgress = ignore_progress, check: Callable[[], None] = do_not_ask) -> int:
-        """Bring the store to the changelog's end. Returns the number of records applied.
-
-        Passes on whatever ``check`` raises, which is called repeatedly.
-        """
+        """Bring the store to the changelog's end, and count the records applied. Calls ``check`` repeatedly; it may raise."""
         hold(self.store, held=False)
         applied = roll_forward(
             self.store, self._changelog, self._timeout_s, wait_for_end=True, on_progress=on_progress, check=check

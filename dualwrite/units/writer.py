@@ -398,10 +398,7 @@ def _is_empty(logs: PartitionLogs, ranges: Sequence[BatchRange], deadline: Deadl
 
 
 def last_ranges(logs: PartitionLogs, unit_topic: str, deadline: Deadline) -> Sequence[BatchRange] | None:
-    """The ranges of the last unit that has ended; None if there was none yet.
-
-    Raises `ConfigurationError` if retention has deleted it.
-    """
+    """The ranges of the last unit that has ended; None if there was none yet. Raises if retention has deleted it."""
     name = unit_topic, UNIT_PARTITION
     for tail in logs.tails(name, deadline):
         last: list[BatchRange] | None = None

@@ -91,11 +91,9 @@ _FORGOTTEN_AFTER_S: Final = 180.0
 
 
 class Probe:
-    """Asks in a thread of its own: one question at a time, at most one every ``every_s`` seconds. Thread-safe.
+    """Asks in a thread of its own: one question at a time, at most one every ``every_s``. Thread-safe."""
 
-    ``ask`` handles its errors.
-    """
-
+    # The question handles its errors.
     def __init__(self, name: str, ask: Callable[[], None], *, every_s: float) -> None:
         self._name = name
         self._ask = ask

@@ -36,8 +36,6 @@ _LONGEST_PAUSE_S: Final = 5.0
 
 
 class _Rules(TypedDict):
-    """tenacity's own parameters."""
-
     retry: RetryBaseT
     stop: StopBaseT
     wait: WaitBaseT

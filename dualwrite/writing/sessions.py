@@ -412,7 +412,6 @@ class BoundSessions:
 
 
 def _class_of(source: object) -> type[Session]:
-    """The class of a factory's sessions, which is the factory's own."""
     kind = source if isinstance(source, type) else type(source)
     if is_asynchronous(kind):
         raise asynchronous()

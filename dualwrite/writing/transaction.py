@@ -481,7 +481,6 @@ def unit_of(transaction: Transaction, unit: Work) -> Transaction:
 
 _Entered = tuple[int, object, "weakref.ref[Ticket[Any]]"]
 Blocks = Sequence[_Entered]
-"""The blocks that a thread or task is inside of."""
 
 _entered: Final[ContextVar[tuple[_Entered, ...]]] = ContextVar("dualwrite_entered", default=())
 """For each block: the identity of its writer and of its thread or task, and the ticket that holds its lane."""
