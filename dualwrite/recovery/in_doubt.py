@@ -188,10 +188,11 @@ def resolve_commit(
     database_transaction: str | None,
     deadline: Deadline,
 ) -> DoubtStep:
-    """Find out whether the COMMIT that would have recorded ``ours``, empty for rows alone, has happened. Never a question.
+    """Find out whether the COMMIT that would have recorded ``ours``, empty for rows alone, has happened.
 
-    The row is read under its lock on a fresh connection, so the old backend has ended before the answer.
-    ``ConfigurationError``: the database refused us until the deadline, as a standby does that is not yet promoted.
+    The row is read under its lock on a fresh connection, so the old backend has ended before the answer, which is a verdict
+    and never a question. ``ConfigurationError``: the database refused us until the deadline, as a standby does that is not yet
+    promoted.
     """
     named = str(ours) or "rows alone"
 

@@ -40,9 +40,8 @@ def lost_decisions(
     it also looks at the rows' own incarnations, and the rows must be read again afterwards: their owners may have decided
     meanwhile.
 
-    Returns the rows that have lost something, with the newest lost decision as ``prepared``. It names the partitions in which
-        it
-    was seen; one that only the coordinator has shown names none.
+    The rows that it returns have the newest lost decision as ``prepared``. That names the partitions in which it was seen; one
+    that only the coordinator has shown names none.
     """
     items = [
         (row, incarnation)
