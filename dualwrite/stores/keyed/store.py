@@ -183,7 +183,7 @@ class Change:
 
 
 class Keys(Protocol):
-    """Keys and values of one database, for all processes that use it. Thread-safe. No key is ever deleted."""
+    """Keys and values of one database, for all processes that use it. Thread-safe. Only forgetting deletes keys."""
 
     def get(self, keys: Sequence[Key]) -> Mapping[Key, Entry]:
         """The newest committed values; missing keys are left out."""

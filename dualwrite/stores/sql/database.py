@@ -115,7 +115,7 @@ class SqlDatabase(Database):
 
     @contextmanager
     def adopt(self, given: object, store: StateStore) -> Generator[Connection, None, None]:
-        """Takes a connection of SQLAlchemy's or of psycopg's."""
+        """Takes a connection of SQLAlchemy's, psycopg's or Django's."""
         with usable(given, self.engine) as connection:
             if connection.engine.pool is not self._blocks.pool:
                 store.check_same_database(connection)

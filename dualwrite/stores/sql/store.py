@@ -58,10 +58,10 @@ class SqlStateStore:
     PgBouncer works with ``pool_mode=transaction``; give psycopg ``prepare_threshold=None`` then, unless PgBouncer itself
     handles prepared statements. ``pool_mode=statement`` cannot hold a transaction and is refused, by PgBouncer at the latest.
 
-    On PostgreSQL, a dual write may go ``paused_owner_timeout_s`` without a statement before the server ends its session: a
-    paused owner (SIGSTOP, a frozen virtual machine) must not hold its locks forever. A lower limit of the session stays; None
-    sets no limit. A claim waits ``lock_timeout_s`` for the lock of a row that a dying session still holds; on SQLite the
-    driver's ``timeout`` applies instead.
+    On PostgreSQL and MariaDB, a dual write may go ``paused_owner_timeout_s`` without a statement before the server ends its
+    session: a paused owner (SIGSTOP, a frozen virtual machine) must not hold its locks forever. A lower limit of the session
+    stays; None sets no limit. A claim waits ``lock_timeout_s`` for the lock of a row that a dying session still holds; on
+    SQLite the driver's ``timeout`` applies instead.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class SqlStateStore:
         return self._own.run(lambda connection: self._records.raise_fence(connection, row, fence))
 
     def participants(self, rows: Collection[StateRow]) -> Sequence[Participant]:
-        """There are none on SQLite."""
+        """There are none except on PostgreSQL."""
         by_namespace = {row.namespace: row for row in rows}
         found = self._own.read(self._dialect.prepared_transactions) if by_namespace else []
         return [
@@ -328,7 +328,7 @@ class SqlStateStore:
         return self._own.run(lambda connection: self._records.acknowledge(connection, transactional_id, state))
 
     def transaction_verdict(self, transaction: str | None) -> DatabaseVerdict:
-        """On SQLite always ``UNKNOWN``; on PostgreSQL while it runs, if it is too old, and after a restart or failover."""
+        """``UNKNOWN`` except on PostgreSQL; there, too, while it runs, if it is too old, and after a failover or restart."""
         if transaction is None:
             return DatabaseVerdict.UNKNOWN
         return self._own.read(lambda connection: self._dialect.verdict(connection, transaction))
