@@ -131,10 +131,10 @@ def next_native_end_step(
 def rows_of(
     producer_id: int, partitions: Iterable[Partition], shown: Mapping[Partition, Mapping[int, ShownProducer]]
 ) -> dict[Partition, ShownProducer]:
-    """One producer's rows in the answers to one question about many transactions, by producer id. Pure.
+    """One producer's rows in the answers to one question about many transactions. Pure.
 
-    A row is missing where its partition's leader did not answer, or does not know it: a new topic may have the name of the one
-    that the producer has written to.
+    ``shown`` has all producers of each partition, by producer id. A row is missing where its partition's leader did not
+    answer, or does not know it: a new topic may have the name of the one that the producer has written to.
     """
     rows = {}
     for partition in partitions:

@@ -55,7 +55,7 @@ def place_of(owner: str) -> Place | None:
 class Lease:
     """One numbered id of a fleet (``fleet-number``), as its row was read. One without an owner is free.
 
-    ``left_s`` counts by the database's clock, from when the row was read.
+    ``left_s`` are the seconds until it expires, by the database's clock when the row was read.
     """
 
     transactional_id: str

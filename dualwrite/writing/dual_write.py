@@ -421,7 +421,7 @@ class DualWrite(Work):
         failpoints.hit("write.produced")
 
     def hold(self, message: Sendable) -> int:
-        """Take a message inside the savepoint of a unit, and return its size in bytes.
+        """Take a message inside the savepoint of a unit, and return the bytes of its key and value.
 
         The message waits, so an error (as of :meth:`send`, or that its savepoint cannot be known) concerns nothing but the
         unit.
@@ -514,8 +514,9 @@ class DualWrite(Work):
     def _commit(self) -> None:
         """End the dual write: prepare Kafka, record, commit the database (the decision), commit Kafka.
 
-        Both sides are aborted after `TransactionAborted`, `Fenced` and `ConfigurationError`. The database has decided after the
-        other errors, except `IllegalStateError`, and `TransactionInDoubt`, whose doubt could not be resolved.
+        Both sides are aborted after `TransactionAborted`, `Fenced` and a `ConfigurationError` other than `DatabaseWentBack`,
+        which says that the database has decided and then lost it. `TransactionInDoubt` says that the database's answer is
+        missing, and the doubt could not be resolved. After other errors of the completion the database has decided.
         """
         if self.running:
             self._refuse_inside()

@@ -49,8 +49,9 @@ class Lane:
     """One transactional id that we own, claimed again whenever its producer must not be reused.
 
     ``make_producer`` returns a producer that is not initialised yet. Only one lane at a time claims: whoever holds
-    ``claiming``. ``ends`` asks for the ends of all lanes' transactions at once; without it each lane asks for its own when it
-    needs it. ``losses`` reports what settling finds and what does not belong to the current dual write.
+    ``claiming``. ``guard`` returns the guard of this lane's first claim, and is called when it claims. ``ends`` asks for the
+    ends of all lanes' transactions at once; without it each lane asks for its own when it needs it. ``losses`` reports losses
+    that settling finds and that do not belong to the current dual write.
     """
 
     def __init__(

@@ -79,8 +79,8 @@ class Lanes:
     """Gives lanes to blocks, and takes care of idle lanes on a thread of its own.
 
     ``make_lane`` returns the lane with that number, not claimed yet. Closing waits ``timeout_s`` for lanes in use. After
-    ``idle_after_s`` without use the row records that its last transaction is complete. ``watch`` is called in the background,
-    at most once a second: it looks for what is worth a warning, and returns whether there was something to look at.
+    ``idle_after_s`` without use the row records that its last transaction is complete. ``watch`` is called in the background:
+    it looks for what is worth a warning, at most once a second, and returns whether there was something to look at.
     """
 
     def __init__(
