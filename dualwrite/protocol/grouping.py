@@ -30,18 +30,13 @@ def takes_no_more(limits: WriterLimits, *, seconds: float, size: int) -> bool:
 
 @dataclass(eq=False)
 class Unit(Generic[Work]):
-    """The work of one caller.
-
-    Attributes:
-        work: The work.
-        key: Units with the same key run, and commit, in the order in which they came.
-        failures: How many runs of it have left nothing behind.
-        alone: Whether it must be the only one of its group.
-    """
+    """The work of one caller. Units with the same ``key`` run, and commit, in the order in which they came."""
 
     work: Work
     key: Hashable
+    # How many runs of it have left nothing behind.
     failures: int = 0
+    # Whether it must be the only one of its group.
     alone: bool = False
 
 

@@ -27,19 +27,14 @@ class NoTurn(Exception):
 
 
 class Place(Generic[T]):
-    """One thing and its user.
-
-    Attributes:
-        thing: The thing.
-        holder: Refers to the user's ticket. The thing is free if this is None, or the ticket has ended.
-        free_since: When the end of its last use was noticed, in seconds on the clock of the process.
-    """
+    """One thing and its user. It is free if it has no ``holder``, or the holder's ticket has ended."""
 
     __slots__ = ("free_since", "holder", "thing")
 
     def __init__(self, thing: T) -> None:
         self.thing = thing
         self.holder: weakref.ref[Ticket[T]] | None = None
+        # When the end of its last use was noticed, on the clock of the process.
         self.free_since = now_s()
 
     @property
