@@ -276,7 +276,11 @@ class SinkOptions:
         return Format(self.value_format)
 
     def registry_settings(self) -> RegistrySettings:
-        """The checked settings, references replaced by this process's environment."""
+        """The checked settings, references replaced by this process's environment.
+
+        Raises:
+            ConfigurationError: A variable is not set, or there are no settings.
+        """
         return RegistrySettings.parse(_resolved_values(self.schema_registry or {}))
 
     @property
@@ -285,16 +289,28 @@ class SinkOptions:
         return pool_of_sink(self.sink)
 
     def kafka_config(self) -> KafkaConfig:
-        """The checked configuration, references replaced by this process's environment."""
+        """The checked configuration, references replaced by this process's environment.
+
+        Raises:
+            ConfigurationError: A key is refused, or a variable is not set.
+        """
         return KafkaConfig.parse({**_DEFAULTS, **_resolved_values(self.kafka)}, trusted=False)
 
     def kafka_settings(self) -> Mapping[str, object]:
-        """The dictionary of :meth:`kafka_config`, for a writer of this process."""
+        """The dictionary of :meth:`kafka_config`, for a writer of this process.
+
+        Raises:
+            ConfigurationError: As :meth:`kafka_config`.
+        """
         self.kafka_config()
         return {**_DEFAULTS, **_resolved_values(self.kafka)}
 
     def database_url(self) -> URL:
-        """The URL, references replaced by this process's environment."""
+        """The URL, references replaced by this process's environment.
+
+        Raises:
+            ConfigurationError: A variable is not set.
+        """
         url = _parse_url(self.url)
         return url.set(
             username=_resolved(url.username),
