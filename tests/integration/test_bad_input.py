@@ -13,7 +13,7 @@ from harness.patience import patient
 from harness.users import USERS
 from sqlalchemy import create_engine, inspect, make_url, select, text, update
 
-from dualwrite import ConfigurationError, DualWriter, TransactionAborted, Unavailable, recover
+from dualwrite import ConfigurationError, DualWriter, TransactionAborted, Unavailable, WriterLimits, recover
 from dualwrite.migrations import downgrade, upgrade
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.stores.sql.tables import VERSION_TABLE, declare_tables
@@ -134,7 +134,7 @@ def test_kafka_settings_that_cannot_work_are_refused_by_name(kafka, engine, sett
 
 def test_broker_that_nobody_is_at_is_unavailable(engine):
     with pytest.raises(Unavailable):
-        opening({"bootstrap.servers": "127.0.0.1:1"}, engine, timeout_s=2)
+        opening({"bootstrap.servers": "127.0.0.1:1"}, engine, limits=WriterLimits(timeout_s=2))
     assert SqlStateStore(engine).read(["orders"]) == []
 
 

@@ -48,8 +48,9 @@ def test_the_code_of_the_page_writes_what_consumers_read(kafka, engine, dualwrit
             exec(code, names)
 
         run(avro)
+        made = names["AvroSerializer"](names["registry"], names["ORDER"])
         with DualWriter(
-            "again", kafka=kafka, database=engine, serializers={"value": names["writer"]._serializing._value}
+            "again", kafka=kafka, database=engine, serializers={"value": {topics["orders"]: made}}
         ) as writer:
             run(failing, writer=writer)
             names["place"]({"id": 2, "item": "cup"})

@@ -11,7 +11,7 @@ from psycopg.rows import dict_row
 from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from dualwrite import AsyncDualWriter, ConfigurationError, DualWriter, TransactionAborted, WriterLimits
+from dualwrite import AsyncDualWriter, ConfigurationError, DualWriter, WriterLimits
 from dualwrite.errors import IllegalStateError
 from dualwrite.testing.proxy import PostgresProxy
 from dualwrite.testing.reading import read_committed
@@ -93,11 +93,11 @@ def test_a_psycopg_connection_serves_many_blocks_whatever_its_rows_are(writer, d
             insert(connection, "milk")
             tx.produce(dualwrite_topic, "milk")
             raise ZeroDivisionError
-        with pytest.raises(TransactionAborted, match="rolled back"), writer.transaction(connection) as tx:
-            connection.execute("SAVEPOINT unseen")
+        with writer.transaction(connection) as tx:
+            connection.execute("SAVEPOINT by_the_driver")
             insert(connection, "water")
             tx.produce(dualwrite_topic, "water")
-            connection.execute("ROLLBACK TO unseen")
+            connection.execute("ROLLBACK TO by_the_driver")
         assert connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
         assert not connection.closed
     assert there() == (["coffee", "tea"], ["coffee", "tea"])

@@ -258,7 +258,6 @@ class Begun:
         self.decided: list[str] = []
         self.refuses = False
         self.left = False
-        self.plain = False
 
 
 _in_dual_writes: Final[dict[Connection, Begun]] = {}

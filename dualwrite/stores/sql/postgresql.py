@@ -42,7 +42,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.util import await_only
 
-from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted
+from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.stores.sql import dialect
 from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, Begun, begun_on, ended_inside, sqlstate_of
@@ -382,7 +382,9 @@ def _ask(
     ):  # in any other, ours reports what is wrong, with the cause
         texts.append(_IMMEDIATE)
     execution = None
-    if (begins or begun.plain) and driver.prepare_threshold is not None:
+    # Only the first statement is named. By the last one, psycopg may have sent DEALLOCATE ALL with a statement of the user's:
+    # it does so at any time after a rollback or DDL. The transaction would be lost then, and not only its first statement.
+    if begins and driver.prepare_threshold is not None:
         execution = session.prepared_in(own, texts)
     texts.append((execution or own.template) % literals({**own.constants, **bound}))
     results: list[Any] = []
@@ -405,11 +407,6 @@ def _raise(
     connection: Connection, error: BaseException, own: OwnText, bound: Mapping[str, Any], deferred_of: str | None
 ) -> NoReturn:
     """Raise as SQLAlchemy does: it alone knows its events, and which connections are lost with this one."""
-    if sqlstate_of(error) == NOT_PREPARED:
-        raise TransactionAborted(
-            "a statement inside the block has made the session forget all that was prepared in it",
-            next_step="run the same work again; leave DEALLOCATE and DISCARD out of blocks",
-        ) from error
     if deferred_of is None:
         connection._handle_dbapi_exception(error, own.template, dict(bound), None, None)  # noqa: SLF001 - as above
     try:

@@ -178,9 +178,6 @@ class PsycopgWitness:
     def __init__(self, connection: Connection, follower: Follower, begun: Begun | None) -> None:
         self.doubtful = begun is not None and begun.joined_late
         self._follower = follower
-        self._begun = begun
-        if begun is not None:
-            begun.plain = not begun.joined_late
         if begun is None:
             self._driver: _Psycopg = connection.connection.driver_connection  # type: ignore[assignment]
             self._awaits = is_awaited(connection.connection.dbapi_connection)
@@ -212,9 +209,6 @@ class PsycopgWitness:
                 self.doubtful = True
             else:
                 self._follower.doubt()
-        is_plain = statement is not None and ";" not in statement and _PLAIN.match(statement) is not None
-        if self._begun is not None and not (silent or is_plain):
-            self._begun.plain = False
         if statement is None or not may_move(statement):
             return self._wait(gen, *args, **kwargs)
         if self._driver.pgconn.pipeline_status:  # it may fail later

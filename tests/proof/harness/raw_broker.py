@@ -178,11 +178,15 @@ def _by_topic(places):
 
 
 def _version(request, key, otherwise):
-    return {"version": V2[key]} if request.transaction_version > 1 else {"max_version": otherwise}
+    return _exactly(V2[key]) if request.transaction_version > 1 else {"max_version": otherwise}
+
+
+def _exactly(version):
+    return {"min_version": version, "max_version": version}
 
 
 def _init(names, request, versions):
-    two_phase = {"enable2_pc": True, "keep_prepared_txn": False, "version": V2["init"]} if request.enable_2pc else {}
+    two_phase = {"enable2_pc": True, "keep_prepared_txn": False, **_exactly(V2["init"])} if request.enable_2pc else {}
     return InitProducerIdRequest(
         **(two_phase or {"max_version": versions["init"]}),
         transactional_id=names.kafka_id(request.transactional_id),

@@ -12,7 +12,10 @@ from dualwrite import failpoints
 from dualwrite.sinks.spark import DualWriteDataSource, foreach_partition, register, write_batch
 from dualwrite.sinks.spark.databases import postgresql
 from dualwrite.sinks.spark.options import OPTION_NAMES
-from dualwrite.sinks.spark.source import DataSourceArrowWriter, DataSourceStreamWriter  # not every PySpark has them
+from dualwrite.sinks.spark.source import (
+    DataSourceArrowWriter,
+    DataSourceStreamArrowWriter,
+)  # not every PySpark has them
 from harness.spark import attempt_number, leave_group
 
 PARTITION = 1
@@ -149,5 +152,5 @@ class ArmedWriter(_Armed, DataSourceArrowWriter):
     pass
 
 
-class ArmedStreamWriter(_Armed, DataSourceStreamWriter):
+class ArmedStreamWriter(_Armed, DataSourceStreamArrowWriter):
     pass
