@@ -460,12 +460,8 @@ def _read_short_states(answer: bytes) -> dict[Partition, tuple[int, Sequence[Pro
     tags, topics, at = answer[ID_ENDS], answer[ID_ENDS + _THROTTLED], ID_ENDS + _THROTTLED + 1
     lengths = topics  # all of them, bit by bit: the highest bit of one shows that it takes another byte
     for _ in range(topics - 1):
-        size = answer[at]
-        name_ends = at + (size or 1)
-        name = answer[at + 1 : name_ends].decode()
-        partitions = answer[name_ends]
-        lengths |= size | partitions
-        at = name_ends + 1
+        name, partitions, at, bits = _topic_at(answer, at)
+        lengths |= bits
         for _ in range(partitions - 1):
             number, code, text = _SHOWN.unpack_from(answer, at)
             at += _SHOWN.size + (text - 1 if text else 0)
@@ -481,6 +477,14 @@ def _read_short_states(answer: bytes) -> dict[Partition, tuple[int, Sequence[Pro
     if tags or lengths & _MORE or answer[at] or at + 1 != len(answer):
         raise _Long
     return found
+
+
+def _topic_at(answer: bytes, at: int) -> tuple[str, int, int, int]:
+    """The topic that begins there: its name, the count of its partitions as written, where they begin, its lengths' bits."""
+    size = answer[at]
+    name_ends = at + (size or 1)
+    partitions = answer[name_ends]
+    return answer[at + 1 : name_ends].decode(), partitions, name_ends + 1, size | partitions
 
 
 _THROTTLED: Final = 5  # no tags, and for how long the broker throttles us
@@ -560,12 +564,9 @@ def _read_short_ends(answer: bytes) -> dict[Partition, tuple[int, int]]:
     tags, topics, at = answer[ID_ENDS], answer[ID_ENDS + _THROTTLED], ID_ENDS + _THROTTLED + 1
     lengths = topics
     for _ in range(topics - 1):
-        size = answer[at]
-        name_ends = at + (size or 1)
-        name = answer[at + 1 : name_ends].decode()
-        partitions = answer[name_ends]
-        lengths |= size | partitions
-        begin, at = name_ends + 1, name_ends + 1 + (partitions - 1 if partitions else 0) * _TAGGED_EPOCH_END.size
+        name, partitions, begin, bits = _topic_at(answer, at)
+        lengths |= bits
+        at = begin + (partitions - 1 if partitions else 0) * _TAGGED_EPOCH_END.size
         for code, number, _, end_offset, more_tags in _TAGGED_EPOCH_END.iter_unpack(answer[begin:at]):
             found[name, number] = (code, end_offset)
             tags |= more_tags

@@ -1,10 +1,10 @@
 """Group commit: many callers' units in one dual write, what ends a group, and what each caller is told."""
 
 import threading
-import time
 from concurrent.futures import CancelledError, Future, wait
 
 import pytest
+from harness.patience import wait_until
 from harness.served import TOPIC
 from sqlalchemy import text
 
@@ -489,13 +489,6 @@ def test_close_fails_what_waits_to_run_again(shop, monkeypatch):
     assert shop.rows == []
 
 
-def within_30_s(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_a_unit_whose_group_is_aborted_after_close_has_waited_does_not_rest(shop, monkeypatch):
     """Nothing would wake it."""
     monkeypatch.setattr(group_commit, "pause_after_s", lambda failures: 3600.0 if failures else 0.0)
@@ -512,7 +505,7 @@ def test_a_unit_whose_group_is_aborted_after_close_has_waited_does_not_rest(shop
         writer._groups.close(0.01)
         may_go.set()
         assert "a conflict" in str(future.exception(30))
-        within_30_s(lambda: writer._groups._threads == 0)
+        wait_until(lambda: writer._groups._threads == 0, 30, pause_s=0.001)
     assert shop.rows == []
 
 
@@ -524,15 +517,15 @@ def test_units_that_rest_when_close_has_waited_fail_and_keep_nothing_waiting(sho
 
     with shop.writer() as writer:
         future = writer.submit(conflicted, key="k")
-        within_30_s(lambda: writer._groups._units._resting)
+        wait_until(lambda: writer._groups._units._resting, 30, pause_s=0.001)
         patient = threading.Thread(target=writer._groups.close, args=(60,))
         patient.start()
-        within_30_s(lambda: writer._groups._closed)
+        wait_until(lambda: writer._groups._closed, 30, pause_s=0.001)
         writer._groups.close(0.01)
         assert "closed before the unit began" in str(future.exception(30))
         patient.join(30)
         assert not patient.is_alive()
-        within_30_s(lambda: writer._groups._threads == 0)
+        wait_until(lambda: writer._groups._threads == 0, 30, pause_s=0.001)
     assert shop.rows == []
 
 
@@ -553,7 +546,6 @@ def test_many_threads_lose_nothing(shop, held):
 def test_the_threads_end_with_the_writer(shop):
     with shop.writer() as writer:
         writer.submit(lambda _: None).result(30)
-    deadline = time.monotonic() + 30
-    while any(thread.name.startswith("dualwrite group") for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(
+        lambda: not any(thread.name.startswith("dualwrite group") for thread in threading.enumerate()), 30, pause_s=0.01
+    )

@@ -2,10 +2,10 @@
 
 import asyncio
 import threading
-import time
 from contextlib import contextmanager
 
 import pytest
+from harness.patience import wait_until
 
 from dualwrite import Unavailable, WriterLimits, waiting
 from dualwrite.errors import IllegalStateError
@@ -33,10 +33,7 @@ def busy(writer):
 
 
 def in_line(writer, number):
-    deadline = time.monotonic() + 30
-    while len(writer._groups._units.in_line) != number:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: len(writer._groups._units.in_line) == number, 30, pause_s=0.001)
 
 
 @pytest.fixture
@@ -177,10 +174,7 @@ def test_a_callback_of_one_whose_time_is_over_is_refused_at_once(few, shop):
         late.add_done_callback(callback)
         later = few._groups._later
         later.after(0.0, later._waiting[0][2])
-        deadline = time.monotonic() + 20  # less than a caller waits for a place
-        while not found:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(lambda: found, 20, pause_s=0.001)  # less than a caller waits for a place
     assert "event loop or a group" in str(found[0])
     few.submit(lambda _: None).result(30)
     assert shop.both_have(2)
