@@ -23,10 +23,12 @@ def ledger_outside_the_transaction(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_Writing, "_record", record)
 
 
+# The driver of write_batch gives the run up before the task decides, and so refuses the half partition, too.
 @mistake(
     Check(
-        "integration/test_spark_batch.py::test_a_failure_in_the_middle_of_the_input_leaves_no_half_partition[write_batch]",
-        "missing|row_count|assert",
+        "integration/test_spark_batch.py::"
+        "test_a_failure_in_the_middle_of_the_input_leaves_no_half_partition[foreach_partition]",
+        "missing",
     )
 )
 def cut_input_taken_as_whole(patch: pytest.MonkeyPatch) -> None:

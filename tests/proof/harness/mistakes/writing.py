@@ -56,7 +56,14 @@ def forked_process_ends_the_dual_write(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DualWrite, "is_parents", False)
 
 
-@mistake(performed("too_little_time_left", "not TransactionAborted"))
+# Where the broker has timed it out already, the last look at the coordinator still refuses: so both checks decide before that.
+@mistake(
+    Check("integration/test_faults.py::test_too_little_of_the_time_out_left_aborts_both[postgresql]", "DID NOT RAISE"),
+    Check(
+        "unit/writing/test_dual_write.py::test_a_record_that_waited_until_the_margin_was_gone_is_not_committed",
+        "DID NOT RAISE",
+    ),
+)
 def margin_of_the_timeout_not_checked(patch: pytest.MonkeyPatch) -> None:
     """An owner decides although the broker is about to time the transaction out."""
     patch.setattr(dual_write, "allow", lambda *_: Allowance(decide_s=60, answer_s=60, margin_s=0))
