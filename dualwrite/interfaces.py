@@ -31,16 +31,21 @@ if TYPE_CHECKING:
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.process import DatabaseVerdict
     from dualwrite.protocol.values import (
+        AsideMessage,
         Decision,
         EndAnswer,
+        FirstLook,
         Incident,
         LogProof,
         OpenTransaction,
+        OutboxMode,
         Outcome,
         Participant,
         ShownProducer,
         StateRow,
         TransactionView,
+        Waiting,
+        WaitingMessages,
     )
 
 # The port to the savepoints of a connection, and to the messages that wait for them.
@@ -420,8 +425,159 @@ class Decisions(Protocol):
         ...
 
 
+class OutboxRows(Protocol):
+    """Messages that wait in the database: rows that commit with the user's rows, and are sent later.
+
+    A writer's *mode* has a row of its own, since the rows of its lanes change all the time, and shares of a lock on the mode
+    must not meet that. No row means *direct*. Thread-safe.
+
+    The first methods work inside the caller's transaction, as those of `Decisions`, and raise what they raise. After an error
+    of the database the transaction cannot go on.
+    """
+
+    def read_first(
+        self,
+        connection: Handle,
+        transactional_id: str,
+        writer: str,
+        *,
+        namespace: str | None = None,
+        known: StateRow | None = None,
+    ) -> FirstLook:
+        """The first statement of a block whose messages may wait: in place of :meth:`Decisions.read_incarnation`.
+
+        It also returns the mode and the lane's count, in the same request. The mode is not locked: a block that finds *later*
+        takes a share of the lock, and so looks again.
+        """
+        ...
+
+    def mode(self, connection: Handle, writer: str) -> OutboxMode:
+        """The writer's mode as it is now, not locked."""
+        ...
+
+    def share(self, connection: Handle, writer: str, *, within_s: float) -> OutboxMode:
+        """Take a share of the lock on the mode, until the transaction ends, and return the mode as it is then.
+
+        Others may share it. It waits for whoever has locked it alone. SQLite's write lock is enough.
+
+        Raises:
+            TransactionAborted: A deadlock, or, at REPEATABLE READ and SERIALIZABLE, the mode has changed since the snapshot.
+            Unavailable: The lock was not free within ``within_s``, or the database does not answer.
+        """
+        ...
+
+    def lock(self, connection: Handle, writer: str, *, within_s: float) -> OutboxMode:
+        """Lock the mode alone, until the transaction ends, and return it as it is then. Makes the row if there is none.
+
+        Raises:
+            TransactionAborted, Unavailable: As :meth:`share`.
+        """
+        ...
+
+    def turn(self, connection: Handle, writer: str, mode: OutboxMode) -> None:
+        """Set the mode, which this transaction has locked alone."""
+        ...
+
+    def decide(
+        self, connection: Handle, decision: Decision, writer: str, messages: Sequence[Sendable]
+    ) -> tuple[bool, str | None]:
+        """The last statements of a block whose messages wait: in place of :meth:`Decisions.decide`.
+
+        Raises the count of the lane's row to ``decision.waits``, if the row still names the incarnation, and then puts the
+        messages, in their order, behind all that were put before. The row's prepared state stays as it is: a decided
+        transaction may still be pending in Kafka. One request where the driver can, for some messages; many go in few
+        statements.
+
+        The count comes first, and that matters: whoever may be about to commit messages with numbers that others have passed
+        holds the lock on its lane's row. See :class:`dualwrite.stores.sql.outbox.Floor`.
+
+        Args:
+            connection: Inside the transaction.
+            decision: With ``waits``, and without a state.
+            writer: The writer's id.
+            messages: Values as the savepoints give them: messages, and lists of them. Not consumed offsets.
+
+        Returns:
+            As :meth:`Decisions.decide`. Also if there are no messages.
+
+        Raises:
+            IllegalStateError: A value cannot wait; or as :meth:`Decisions.decide`.
+            TransactionAborted, Unavailable: As :meth:`Decisions.decide`.
+        """
+        ...
+
+    def read(self, connection: Handle, writer: str, *, limit: int, max_bytes: int) -> WaitingMessages:
+        """The writer's first messages that wait, in the order of their numbers; not locked.
+
+        Numbers are not in the order of commits: the next call may return a lower one, whose block was concurrent.
+
+        Args:
+            connection: Inside the transaction.
+            writer: The writer's id.
+            limit: The maximum number of messages.
+            max_bytes: Stop before this many bytes of keys, values and headers; but a first message is always returned.
+        """
+        ...
+
+    def delete(self, connection: Handle, writer: str, numbers: Sequence[int]) -> int:
+        """Delete the messages with these ascending numbers. Returns how many there were: if fewer, another sender has them."""
+        ...
+
+    def move_aside(self, connection: Handle, writer: str, numbers: Sequence[int], reason: str) -> int:
+        """Move the messages with these ascending numbers aside. Returns how many there were."""
+        ...
+
+    # In transactions of their own
+
+    def begin_later(self, writer: str) -> None:
+        """Set the mode to *later*, whoever shares its lock: blocks of before may still go direct until they end.
+
+        For a writer whose messages always wait, after its claim: it returns when no block of an owner before can go direct.
+
+        Raises:
+            Unavailable: The lock was not free in time, or the database does not answer.
+        """
+        ...
+
+    def decisions_locked(self, transactional_id: str, namespace: str, deadline: Deadline) -> int:
+        """The count of the lane's row, as :meth:`Claims.read_locked` reads it: what was under way on it has ended."""
+        ...
+
+    def waiting(self, writer: str) -> Waiting:
+        """How much waits. Costs at most about ten thousand rows, however many there are; beyond that it is an estimate.
+
+        It then takes the density and the sizes of the first and the last rows for those of all. Numbers of other writers, and
+        of rolled back transactions, make gaps; if the ends have other gaps than the middle, it is wrong by as much.
+        """
+        ...
+
+    def aside(self, writer: str, *, limit: int, after: int = 0) -> Sequence[AsideMessage]:
+        """The writer's messages that were moved aside, in the order of their numbers, from the one ``after`` on."""
+        ...
+
+    def count_aside(self, writer: str) -> int:
+        """How many messages of the writer were moved aside."""
+        ...
+
+    def replay(self, writer: str, numbers: Sequence[int] | None = None) -> int:
+        """Put messages that were moved aside, all or those, behind all that wait, in their order, and turn the mode to *later*.
+
+        So they are sent as the next ones of their keys. They get new numbers. Durable on return. Returns how many there were.
+        """
+        ...
+
+    def drop(self, writer: str, numbers: Sequence[int] | None = None) -> int:
+        """Delete messages that were moved aside, all or those. Durable on return. Returns how many there were."""
+        ...
+
+
 class StateStore(Claims, Records, Decisions, Protocol):
     """The rows in the user's database."""
+
+    @property
+    def outbox(self) -> OutboxRows | None:
+        """The messages that wait; None if this kind of database keeps none."""
+        ...
 
 
 # The port to the deciding database as a whole: what a writer and the calls for people need of it, besides its rows.
@@ -599,6 +755,15 @@ class Database(ABC):
     def warnings(self) -> Sequence[str]:
         """Conditions in the database that slow dual writes down, for people."""
         return ()
+
+    def require_outbox(self) -> None:
+        """Refuse a database in which messages cannot wait. Call it before the first claim of a writer with an outbox.
+
+        Raises:
+            ConfigurationError: This kind of database keeps none, or its tables lack what that needs.
+            Unavailable: It does not answer.
+        """
+        raise self._without("an outbox", 'use outbox="never", or a SQL database')
 
     def forgetting(self) -> Forgetting:
         """Deletes rows that are no longer needed.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
@@ -184,6 +184,8 @@ class Decision(NamedTuple):
     ``namespace``. The server, if it can, ends the session when COMMIT does not come within ``idle_s``, and the transaction,
     COMMIT included, after ``within_s``. If no answer comes in ``answer_s``, the connection is lost. With ``deferred``, what
     the user's statements have deferred to COMMIT is run first, in the same exchange with the server if the driver can.
+    ``waits`` is for :meth:`dualwrite.interfaces.OutboxRows.decide` alone: the number of this decision, by
+    :attr:`FirstLook.next_decision`.
     """
 
     transactional_id: str
@@ -194,6 +196,90 @@ class Decision(NamedTuple):
     within_s: float | None = None
     answer_s: float | None = None
     deferred: bool = False
+    waits: int | None = None
+
+
+# Messages that wait in the database, and what is known of all of a writer's.
+
+_DECISIONS_OF_ONE: Final = 32  # bits: a lane decides less than four thousand million times before it is claimed anew
+
+
+class OutboxMode(Enum):
+    """Which way the messages of a writer go. The database keeps it, in a row for each writer."""
+
+    DIRECT = "direct"
+    LATER = "later"
+
+
+class FirstLook(NamedTuple):
+    """What the first statement of a block has read, where messages may wait.
+
+    ``incarnation`` is that of the lane's row, None if there is no row. ``decisions`` is the row's count of decisions of blocks
+    whose messages wait.
+    """
+
+    incarnation: int | None
+    mode: OutboxMode
+    decisions: int = 0
+
+    @property
+    def next_decision(self) -> int:
+        """The number of this block's decision, if its messages wait: for :attr:`Decision.waits`.
+
+        It is greater than all before it, of this incarnation and of older ones, and less than those of every later
+        incarnation. So whoever finds it in the row knows that the decision was made, and whoever finds a smaller one that it
+        was not.
+        """
+        return max(self.decisions, (self.incarnation or 0) << _DECISIONS_OF_ONE) + 1
+
+
+class WaitingMessages(NamedTuple):
+    """Messages that wait, in the order of their numbers: a list for each column, as ``produce_many`` takes them.
+
+    ``partitions``, ``headers`` and ``timestamps_ms`` are None if no message has any. ``size`` are the bytes of all keys, values
+    and headers. ``more`` says that others wait behind them.
+    """
+
+    numbers: Sequence[int]
+    topics: Sequence[str]
+    values: Sequence[bytes | None]
+    keys: Sequence[bytes | None]
+    partitions: Sequence[int | None] | None
+    headers: Sequence[Sequence[tuple[str, bytes | None]]] | None
+    timestamps_ms: Sequence[int | None] | None
+    size: int
+    more: bool
+
+
+class Waiting(NamedTuple):
+    """How much waits of one writer. ``oldest_s`` is for how long its first message has waited; None if none waits.
+
+    ``exact`` says that all were counted. Of many it is an estimate: see
+    :meth:`dualwrite.interfaces.OutboxRows.waiting`.
+    """
+
+    rows: int
+    size: int
+    oldest_s: float | None
+    exact: bool
+
+
+@dataclass(frozen=True)
+class AsideMessage:
+    """One message that was moved aside, because it could not be sent. Times are by the database's clock."""
+
+    number: int
+    writer: str
+    transactional_id: str
+    topic: str
+    partition: int | None
+    key: bytes | None
+    value: bytes | None
+    headers: Sequence[tuple[str, bytes | None]]
+    timestamp_ms: int | None
+    put_at: datetime
+    reason: str
+    moved_at: datetime
 
 
 @dataclass(frozen=True)

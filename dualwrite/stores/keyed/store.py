@@ -344,8 +344,10 @@ Result = TypeVar("Result")
 class KeyedStore(Incidents):
     """The rows of one database. Implements :class:`dualwrite.interfaces.StateStore`. Thread-safe.
 
-    Times are those of the process that writes: such a database has no clock of its own.
+    Times are those of the process that writes: such a database has no clock of its own. Messages do not wait in it.
     """
+
+    outbox: Final = None
 
     def __init__(self, keys: Keys, name: str) -> None:
         super().__init__(keys)

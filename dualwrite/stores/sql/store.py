@@ -64,6 +64,8 @@ class SqlStateStore:
     SQLite the driver's ``timeout`` applies instead.
     """
 
+    outbox: Final = None
+
     def __init__(
         self,
         engine: Engine | str,

@@ -364,6 +364,8 @@ def dialect_for_tests(engine: Engine) -> Dialect:
 class MemoryStore:
     """The dual writes' calls of :class:`dualwrite.interfaces.StateStore`, for one lane: the decision is kept in memory."""
 
+    outbox: Final = None
+
     def __init__(self, engine: Engine, dialect: Dialect, planted: Planted, lane: MemoryLane) -> None:
         self._engine = engine
         self._dialect = dialect

@@ -59,6 +59,8 @@ class SimulatedStore:
         owner: The process that uses the store.
     """
 
+    outbox: Final = None
+
     def __init__(self, simulation: Simulation, owner: Process) -> None:
         self._simulation = simulation
         self._database = simulation.database
