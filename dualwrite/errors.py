@@ -52,12 +52,17 @@ class DualWriteError(Exception):
         what: What happened, in one sentence without a secret in it.
         transactional_id: The transactional id it happened to, if there is one.
         next_step: What to do now; the class's own advice if not given.
+
+    Attributes:
+        refused_topic: The topic of a message that Kafka refuses for good: it is too large, there is no such topic, or no right
+            to it. None if that is not what happened.
     """
 
     outcome: str = "unknown"
     """The known outcome on the two sides: ``none``, ``aborted``, ``decided``, ``lost`` or ``unknown``."""
     advice: ClassVar[str] = ""
     """The advice of the class: the error's ``next_step`` unless it has its own."""
+    refused_topic: str | None = None
 
     def __init__(self, what: str, *, transactional_id: str | None = None, next_step: str | None = None) -> None:
         super().__init__(what)

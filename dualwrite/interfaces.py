@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
 
@@ -1021,6 +1022,14 @@ class SettleObserver:
         """The block has ended, with this error if any."""
 
 
+class OutboxNews(Enum):
+    """What may happen to messages that wait in the database."""
+
+    FELL_BACK = "a block turned the mode to later"
+    SENT = "messages that waited were sent"
+    ASIDE = "messages that Kafka refuses were moved aside"
+
+
 class Observer:
     """Observes writers and recoveries. Used by many threads at once."""
 
@@ -1036,6 +1045,9 @@ class Observer:
 
     def grouped(self, writer: str, units: int) -> None:
         """A group has ended; it had begun that number of units."""
+
+    def outbox(self, writer: str, news: OutboxNews, count: int) -> None:
+        """Something has happened to messages that wait in the database, or to so many of them."""
 
     def settling(self, transactional_ids: Sequence[str]) -> SettleObserver:
         """Ids were claimed, and are about to be settled."""

@@ -232,6 +232,24 @@ ADVICE: Final[Mapping[int, Advice]] = MappingProxyType(
 )
 """By the protocol's error number, the advice. An error without a row may pass by itself."""
 
+_OF_THE_MESSAGE: Final = frozenset(
+    ADVICE[code]
+    for code in (
+        Code.TOPIC_AUTHORIZATION_FAILED,
+        Code.UNSUPPORTED_FOR_MESSAGE_FORMAT,
+        Code.MESSAGE_TOO_LARGE,
+        Code.RECORD_LIST_TOO_LARGE,
+        Code.INVALID_FETCH_SIZE,
+        Code.CORRUPT_MESSAGE,
+        Code.INVALID_RECORD,
+        Code.INVALID_TIMESTAMP,
+        Code.UNKNOWN_TOPIC_OR_PARTITION,
+        Code.INVALID_TOPIC_EXCEPTION,
+        Code.POLICY_VIOLATION,
+    )
+) | {NO_PARTITION}
+"""The refusals of a message that another try, or another producer, would meet again; see `DualWriteError.refused_topic`."""
+
 _IN_DOUBT: Final = "the transaction may be committed: complete it with a new producer, do not run the work again"
 _NEW_PRODUCER: Final = "throw this producer away and make a new one"
 _OVERTAKEN: Final = (
@@ -249,6 +267,13 @@ def error_for(
     advice: Advice, what: str, phase: Phase, *, transactional_id: str, subject: str | None = None
 ) -> DualWriteError:
     """The error for the caller; its text begins with the step. ``what`` says in one sentence what happened."""
+    error = _error_for(advice, what, phase, transactional_id, subject)
+    if phase in {Phase.PRODUCE, Phase.DELIVERY} and advice in _OF_THE_MESSAGE:
+        error.refused_topic = subject
+    return error
+
+
+def _error_for(advice: Advice, what: str, phase: Phase, transactional_id: str, subject: str | None) -> DualWriteError:
     said = f"{phase.of(subject)}: {what}"
     step = _step(advice, transactional_id, subject)
     if advice.kind is Kind.FENCED:

@@ -61,12 +61,14 @@ class Unsendable(Exception):
 
     def refusal(self, topic: object, transactional_id: str) -> TransactionAborted:
         """The error for the caller."""
-        return TransactionAborted(
+        error = TransactionAborted(
             f"produce ({topic}): {self.detail} ({self.code})",
             transactional_id=transactional_id,
             next_step=self.step,
             retryable=False,
         )
+        error.refused_topic = str(topic)
+        return error
 
 
 class Message(NamedTuple):

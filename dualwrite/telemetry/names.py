@@ -140,6 +140,15 @@ SENT: Final = Metric(
     "Messages handed to the producer",
     (MESSAGING_SYSTEM, DESTINATION, MESSAGING_OPERATION),
 )
+FALLBACKS: Final = Metric(
+    "dualwrite.outbox.fallbacks", Instrument.COUNTER, "{change}", "How often blocks turned to waiting rows"
+)
+OUTBOX_SENT: Final = Metric(
+    "dualwrite.outbox.sent", Instrument.COUNTER, "{message}", "Messages that had waited in the database, and were sent"
+)
+OUTBOX_ASIDE: Final = Metric(
+    "dualwrite.outbox.aside", Instrument.COUNTER, "{message}", "Messages that Kafka refuses, moved aside"
+)
 LOSSES: Final = Metric("dualwrite.losses", Instrument.COUNTER, "{transaction}", "Losses that were reported", (LOSS,))
 SETTLED: Final = Metric(
     "dualwrite.settled", Instrument.COUNTER, "{transaction}", "Transactions that settling has ended", (SETTLEMENT,)
@@ -177,6 +186,9 @@ METRICS: Final = (
     WRITES,
     GROUP_UNITS,
     SENT,
+    FALLBACKS,
+    OUTBOX_SENT,
+    OUTBOX_ASIDE,
     LOSSES,
     SETTLED,
     READY,

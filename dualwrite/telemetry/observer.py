@@ -19,7 +19,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from dualwrite.clock import now_s
 from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable
-from dualwrite.interfaces import Observer, SettleObserver, WriteObserver
+from dualwrite.interfaces import Observer, OutboxNews, SettleObserver, WriteObserver
 from dualwrite.protocol.lives import PHASE_FROM, Phase, WriteOutcome, WriteState, outcome_of
 from dualwrite.telemetry import names
 from dualwrite.telemetry.names import Instrument, Metric
@@ -91,6 +91,9 @@ class Telemetry(Observer):
 
     def grouped(self, writer: str, units: int) -> None:
         self.instruments.grouped(writer, units)
+
+    def outbox(self, writer: str, news: OutboxNews, count: int) -> None:
+        self.instruments.outbox(writer, news, count)
 
     def settling(self, transactional_ids: Sequence[str]) -> SettleObserver:
         return _SettleSpan(self, names.SETTLE, len(transactional_ids))
@@ -303,6 +306,12 @@ _OBSERVED: Final[dict[Metric, _Read]] = {
     names.KAFKA_OPEN_TIME: lambda _, longest_open_s: _one(longest_open_s()),
 }
 
+_OUTBOX: Final = {
+    OutboxNews.FELL_BACK: names.FALLBACKS,
+    OutboxNews.SENT: names.OUTBOX_SENT,
+    OutboxNews.ASIDE: names.OUTBOX_ASIDE,
+}
+
 
 class Instruments:
     """All instruments of one meter. Used by many threads at once."""
@@ -316,6 +325,7 @@ class Instruments:
         self._group_units = _histogram(meter, names.GROUP_UNITS, names.BUCKETS_UNITS)
         self._writes = _counter(meter, names.WRITES)
         self._sent = _counter(meter, names.SENT)
+        self._outbox = {news: _counter(meter, metric) for news, metric in _OUTBOX.items()}
         self._losses = _counter(meter, names.LOSSES)
         self._settled = _counter(meter, names.SETTLED)
         for metric, read in _OBSERVED.items():
@@ -338,6 +348,10 @@ class Instruments:
     def grouped(self, writer: str, units: int) -> None:
         """A group of units has ended."""
         self._group_units.record(units, {names.WRITER: self._bounded(writer)})
+
+    def outbox(self, writer: str, news: OutboxNews, count: int) -> None:
+        """Something has happened to messages that wait in the database."""
+        self._outbox[news].add(count, {names.WRITER: self._bounded(writer)})
 
     def sent(self, topic: str, count: int) -> None:
         """Messages of a topic were handed to the producer."""
