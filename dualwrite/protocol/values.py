@@ -236,8 +236,9 @@ class FirstLook(NamedTuple):
 class WaitingMessages(NamedTuple):
     """Messages that wait, in the order of their numbers: a list for each column, as ``produce_many`` takes them.
 
-    ``partitions``, ``headers`` and ``timestamps_ms`` are None if no message has any. ``size`` are the bytes of all keys, values
-    and headers. ``more`` says that others wait behind them.
+    ``partitions``, ``headers`` and ``timestamps_ms`` are None if no message has any. ``produced_ms`` says since when each
+    waits, in ms since 1970, by the database's clock: it travels in a header. ``size`` are the bytes of all keys, values and
+    headers. ``more`` says that others wait behind them.
     """
 
     numbers: Sequence[int]
@@ -247,6 +248,7 @@ class WaitingMessages(NamedTuple):
     partitions: Sequence[int | None] | None
     headers: Sequence[Sequence[tuple[str, bytes | None]]] | None
     timestamps_ms: Sequence[int | None] | None
+    produced_ms: Sequence[int]
     size: int
     more: bool
 
