@@ -168,7 +168,7 @@ class Claims(Protocol):
         transactional_ids: Sequence[str],
         *,
         owner: str,
-        cluster_id: str,
+        cluster_id: str | None,
         guard: tuple[str, int] | None = None,
         verify: Callable[[Sequence[StateRow]], None] | None = None,
         raise_to: Mapping[str, int] | None = None,
@@ -180,10 +180,12 @@ class Claims(Protocol):
         Args:
             transactional_ids: The ids to claim.
             owner: The claimant's name, which no other owner ever has.
-            cluster_id: The Kafka cluster in use.
+            cluster_id: The Kafka cluster in use; None if Kafka is away. Then the row says from which incarnation on nothing
+                was compared with Kafka, until a claim with ``cluster_id`` and ``verify`` succeeds. Only for SQL databases.
             guard: A transactional id whose last claim must be this owner's, and the newest incarnation of it that the owner
                 knows of. It may be one of the claimed ids: then the owner renews it, but not if another owner has taken over.
-            verify: Called with the claimed rows before the COMMIT; an exception from it rolls the claim back.
+            verify: Called with the claimed rows before the COMMIT; an exception from it rolls the claim back. Rows that were
+                claimed while Kafka was away still have ``unverified_from``.
             raise_to: Ids whose incarnation becomes at least this value (after a restored database).
 
         Returns:

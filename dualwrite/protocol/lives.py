@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from enum import Enum
 from types import MappingProxyType
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, Fenced, IllegalStateError, OutcomeUnverifiable
 
@@ -359,12 +359,17 @@ def outcome_of(state: WriteState | None, error: BaseException | None) -> WriteOu
 #
 # Every incarnation has a Kafka id of its own, which exactly one producer initialises: initialising it a second time
 # would abort what may be decided by then. So a lane starts a producer only right after it was settled.
+#
+# While Kafka is away an id is claimed in the database alone, which fences former owners there. Such a lane is
+# *unverified*: it carries blocks whose messages wait as rows, and nothing else. Only a claim with Kafka leads on from
+# there, so Kafka is asked whether the database has gone back in time before anything is asked of it under the new id.
 
 
 class LaneState(Enum):
     """The states of one lane."""
 
     UNCLAIMED = "unclaimed"
+    UNVERIFIED = "unverified"
     UNSETTLED = "unsettled"
     SETTLED = "settled"
     STARTED = "started"
@@ -373,12 +378,14 @@ class LaneState(Enum):
 class LaneEvent(Enum):
     """The events of one lane.
 
-    ``CLAIM``: the row names a new incarnation of ours. ``SETTLE``: nothing of earlier incarnations is open in Kafka any more.
+    ``CLAIM``: the row names a new incarnation of ours. ``CLAIM_WITHOUT_KAFKA``: so it does, but nothing was compared with
+    Kafka, which is away. ``SETTLE``: nothing of earlier incarnations is open in Kafka any more.
     ``START``: a producer is about to use the incarnation's Kafka id. ``DISCARD``: that producer is closed; what it has left
     open stays open.
     """
 
     CLAIM = "claim"
+    CLAIM_WITHOUT_KAFKA = "claim without Kafka"
     SETTLE = "settle"
     START = "start"
     DISCARD = "discard"
@@ -388,12 +395,20 @@ _LANE, _OF_LANE = LaneState, LaneEvent
 
 LANE_LIFE: Mapping[LaneState, Mapping[LaneEvent, LaneState]] = MappingProxyType(
     {
-        _LANE.UNCLAIMED: {_OF_LANE.CLAIM: _LANE.UNSETTLED},
-        _LANE.UNSETTLED: {_OF_LANE.CLAIM: _LANE.UNSETTLED, _OF_LANE.SETTLE: _LANE.SETTLED},
+        _LANE.UNCLAIMED: {_OF_LANE.CLAIM: _LANE.UNSETTLED, _OF_LANE.CLAIM_WITHOUT_KAFKA: _LANE.UNVERIFIED},
+        _LANE.UNVERIFIED: {_OF_LANE.CLAIM: _LANE.UNSETTLED, _OF_LANE.CLAIM_WITHOUT_KAFKA: _LANE.UNVERIFIED},
+        _LANE.UNSETTLED: {
+            _OF_LANE.CLAIM: _LANE.UNSETTLED,
+            _OF_LANE.CLAIM_WITHOUT_KAFKA: _LANE.UNVERIFIED,
+            _OF_LANE.SETTLE: _LANE.SETTLED,
+        },
         _LANE.SETTLED: {_OF_LANE.CLAIM: _LANE.UNSETTLED, _OF_LANE.START: _LANE.STARTED},
         _LANE.STARTED: {_OF_LANE.DISCARD: _LANE.UNSETTLED},
     }
 )
+MAY_WAIT: Final = frozenset({_LANE.UNVERIFIED, _LANE.SETTLED, _LANE.STARTED})
+"""In these states a lane can carry a block whose messages wait as rows. After a discarded producer it is claimed anew, which
+costs no request to Kafka either: the claim waits for the session of a block in doubt."""
 
 
 # The life of one lease, as its holder knows it: the right to try to own a numbered id.

@@ -159,6 +159,9 @@ class StateRow:
     ``incarnation``, and the last claimant is the owner. ``settled_incarnation`` and all below it are complete.
     ``settle_fence`` is set while the newest decision is a native transaction that is being settled: from this producer epoch
     on, only settlers act under its Kafka id.
+
+    ``unverified_from`` is the first incarnation that was claimed while Kafka was away, if nobody has compared it with Kafka
+    since: none from there on may have asked Kafka for anything. ``cluster_id`` is empty if Kafka was never seen.
     """
 
     transactional_id: str
@@ -171,6 +174,7 @@ class StateRow:
     owner: str
     updated_at: datetime
     settle_fence: int | None = None
+    unverified_from: int | None = None
 
     def kafka_id(self, incarnation: int) -> str:
         """The Kafka ``transactional.id`` of an incarnation: it has exactly one writer, ever."""
@@ -324,6 +328,8 @@ class Incident:
 # Names of a writer, its lanes and their incarnations, and of a batch's tasks, in the database and in Kafka.
 
 _KAFKA_ID: Final = re.compile(r"(.+)\.([^.]+)\.(0|[1-9][0-9]*)", re.DOTALL)
+_NUMBERED: Final = re.compile(r"[1-9][0-9]*")
+_OUTBOX: Final = "outbox"
 _STREAM: Final = "stream "
 _NAMESPACE: Final = re.compile(r"[0-9a-f]{12}")
 
@@ -331,6 +337,19 @@ _NAMESPACE: Final = re.compile(r"[0-9a-f]{12}")
 def lane_id(name: str, number: int) -> str:
     """The transactional id of a lane: the name itself for the first, ``name#number`` for the others."""
     return name if number == 0 else f"{name}#{number}"
+
+
+def outbox_id(name: str) -> str:
+    """The transactional id under which a writer's waiting messages are sent; a lane like the others, without a number."""
+    return f"{name}#{_OUTBOX}"
+
+
+def lane_number(name: str, transactional_id: str) -> int | None:
+    """The number of a writer's lane; None for its outbox, and for ids that are no lane of it."""
+    if transactional_id == name:
+        return 0
+    number = _NUMBERED.fullmatch(transactional_id.removeprefix(f"{name}#"))
+    return None if number is None or not transactional_id.startswith(f"{name}#") else int(number[0])
 
 
 def writer_of(transactional_id: str) -> str:
@@ -641,6 +660,26 @@ def table_fit(found: str, own: str) -> TableFit:
     if steps == 1:
         return TableFit.NEWER if theirs[2] is None else TableFit.CONTRACTED
     return TableFit.TOO_OLD if steps < 0 else TableFit.TOO_NEW
+
+
+# A row names its Kafka cluster. While Kafka is away a claim cannot compare it, and a new row does not know it: then the
+# text says from which incarnation on nothing was compared. A program that does not know this form takes it for another
+# cluster, and refuses the row: it would otherwise use an incarnation without comparing those before it.
+
+_UNVERIFIED: Final = re.compile(r"(?:(.+) )?unverified from ([1-9][0-9]*)", re.DOTALL)
+
+
+def cluster_text(cluster_id: str, unverified_from: int | None) -> str:
+    """What the row says of its cluster: the id; with ``unverified_from``, also that Kafka was not asked since."""
+    if unverified_from is None:
+        return cluster_id
+    return f"{cluster_id} unverified from {unverified_from}".lstrip()
+
+
+def parse_cluster(text: str) -> tuple[str, int | None]:
+    """The cluster's id, empty if it is not known yet, and the first incarnation that was not compared with Kafka."""
+    match = _UNVERIFIED.fullmatch(text)
+    return (text, None) if match is None else (match[1] or "", int(match[2]))
 
 
 def other_cluster(row_cluster_id: str, cluster_id: str, transactional_id: str) -> ConfigurationError:

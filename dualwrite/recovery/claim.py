@@ -5,11 +5,10 @@ from __future__ import annotations
 import getpass
 import logging
 import os
-import re
 import secrets
 import select
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,15 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import Fenced
 from dualwrite.interfaces import NO_OBSERVER, Observer, StateStore, TransactionCoordinator
 from dualwrite.protocol.leases import Place
-from dualwrite.protocol.values import StateRow, TransactionStatus, gone_back, lane_id, writer_of
+from dualwrite.protocol.values import (
+    StateRow,
+    TransactionStatus,
+    gone_back,
+    lane_id,
+    lane_number,
+    outbox_id,
+    writer_of,
+)
 from dualwrite.recovery.settle import settle
 
 logger = logging.getLogger(__name__)
@@ -95,36 +102,63 @@ def claim_rows(
     *,
     guard: tuple[str, int] | None = None,
     raise_to: Mapping[str, int] | None = None,
+    without_kafka: bool = False,
 ) -> Sequence[StateRow]:
     """Raise the incarnations. From its return on, no former owner of these ids can decide anything.
 
     The Kafka ids of the new incarnations must be unknown to the coordinator. If it knows one, the database has gone back in
     time (restored, cloned, failed over to an older state): the claim is rolled back, and every retry fails the same way until
     a person has looked. ``Fenced`` if another owner has claimed ``guard``. If it raises, nothing was claimed.
+
+    ``without_kafka`` claims while Kafka is away, and the rows say so. Under such an incarnation Kafka must not be asked for
+    anything: before that, the id is claimed once more, with Kafka, and all incarnations since are compared.
     """
     failpoints.hit("claim.before")
+    verify = None if without_kafka else _Verify(context.coordinator, deadline, raise_to or {})
     rows = context.store.claim(
         transactional_ids,
         owner=context.owner,
-        cluster_id=context.coordinator.cluster_id(deadline),
+        cluster_id=None if without_kafka else context.coordinator.cluster_id(deadline),
         guard=guard,
-        verify=lambda claimed: _check_new_ids(context.coordinator, claimed, deadline),
+        verify=verify,
         raise_to=raise_to,
     )
     failpoints.hit("claim.row_raised")
+    how = " without Kafka" if without_kafka else ""
     for row in rows:
-        logger.info("%s: claimed incarnation %d as %s", row.transactional_id, row.incarnation, row.owner)
+        logger.info("%s: claimed incarnation %d%s as %s", row.transactional_id, row.incarnation, how, row.owner)
     return rows
 
 
-def _check_new_ids(coordinator: TransactionCoordinator, rows: Sequence[StateRow], deadline: Deadline) -> None:
-    views = coordinator.describe([row.kafka_id(row.incarnation) for row in rows], deadline)
-    for row in rows:
-        kafka_id = row.kafka_id(row.incarnation)
+@dataclass(frozen=True)
+class _Verify:
+    """Checks newly claimed rows. ``raised`` has the ids of a recovery after a restore, which has looked already."""
+
+    coordinator: TransactionCoordinator
+    deadline: Deadline
+    raised: Collection[str]
+
+    def __call__(self, rows: Sequence[StateRow]) -> None:
+        _check_new_ids(self.coordinator, rows, self.deadline, self.raised)
+
+
+def _check_new_ids(
+    coordinator: TransactionCoordinator, rows: Sequence[StateRow], deadline: Deadline, raised: Collection[str] = ()
+) -> None:
+    new = [(row, number) for row in rows for number in _unseen(row, is_raised=row.transactional_id in raised)]
+    views = coordinator.describe([row.kafka_id(incarnation) for row, incarnation in new], deadline)
+    for row, incarnation in new:
+        kafka_id = row.kafka_id(incarnation)
         if views[kafka_id].status is not TransactionStatus.NO_SUCH_ID:
             raise gone_back(
                 f"Kafka already knows {kafka_id}, which the database is only now making", row.transactional_id
             )
+
+
+def _unseen(row: StateRow, *, is_raised: bool) -> range:
+    """The incarnations that Kafka must not know: the new one, and all that were claimed while it was away."""
+    first = row.incarnation if is_raised or row.unverified_from is None else row.unverified_from
+    return range(first, row.incarnation + 1)
 
 
 def claim_writers(
@@ -152,25 +186,53 @@ def claim_writers(
     return list(claimed.values())
 
 
-def claim_lanes(context: OwnerContext, name: str, count: int, deadline: Deadline) -> Mapping[str, StateRow]:
+def claim_lanes(
+    context: OwnerContext, name: str, count: int, deadline: Deadline, *, outbox: bool = False
+) -> Mapping[str, StateRow]:
     """Claim the first lane, then every other that has a row, and settle them. Returns the rows by id.
 
-    The first lane comes first: from its claim on, the former owner can add no lane. There are ``count`` lanes at least.
-
-    If settling found a loss, it is recorded and raised (``DecidedTransactionLost``, ``OutcomeUnverifiable``); the next claim
-    succeeds.
+    See :func:`claim_every_lane`. If settling found a loss, it is recorded and raised (``DecidedTransactionLost``,
+    ``OutcomeUnverifiable``); the next claim succeeds.
     """
-    rows = {row.transactional_id: row for row in claim_rows(context, [name], deadline)}
-    others = [
+    rows = claim_every_lane(context, name, count, deadline, outbox=outbox)
+    settle_lanes(context, rows.values(), deadline)
+    return rows
+
+
+def claim_every_lane(
+    context: OwnerContext,
+    name: str,
+    count: int,
+    deadline: Deadline,
+    *,
+    outbox: bool = False,
+    without_kafka: bool = False,
+) -> Mapping[str, StateRow]:
+    """Claim the first lane, then every other that has a row, that of the outbox included. Settles nothing.
+
+    The first lane comes first: from its claim on, the former owner can add no lane. There are ``count`` lanes at least, and
+    with ``outbox`` the row under which waiting messages are sent. ``without_kafka`` is that of :func:`claim_rows`.
+    """
+    rows = {row.transactional_id: row for row in claim_rows(context, [name], deadline, without_kafka=without_kafka)}
+    others = {
         row.transactional_id
         for row in context.store.find(f"{name}#")
-        if re.fullmatch(r"[1-9][0-9]*", row.transactional_id[len(name) + 1 :])
-    ]
-    if more := sorted({*others, *(lane_id(name, number) for number in range(1, count))}):
+        if row.transactional_id == outbox_id(name) or lane_number(name, row.transactional_id) is not None
+    }
+    others |= {lane_id(name, number) for number in range(1, count)}
+    if outbox:
+        others.add(outbox_id(name))
+    if others:
         guard = (name, rows[name].incarnation)
-        rows.update((row.transactional_id, row) for row in claim_rows(context, more, deadline, guard=guard))
+        more = claim_rows(context, sorted(others), deadline, guard=guard, without_kafka=without_kafka)
+        rows.update((row.transactional_id, row) for row in more)
+    return rows
+
+
+def settle_lanes(context: OwnerContext, rows: Iterable[StateRow], deadline: Deadline) -> None:
+    """Settle what former owners of newly claimed rows have left. Raises the first loss; every loss is recorded."""
     report = settle(
-        rows.values(),
+        rows,
         coordinator=context.coordinator,
         store=context.store,
         deadline=deadline,
@@ -178,4 +240,3 @@ def claim_lanes(context: OwnerContext, name: str, count: int, deadline: Deadline
     )
     failpoints.hit("claim.settled")
     report.raise_losses()
-    return rows

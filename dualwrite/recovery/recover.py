@@ -407,9 +407,12 @@ def inspect_rows(
 
 
 def check_cluster(rows: Iterable[StateRow], cluster_id: str) -> None:
-    """Refuse rows of another cluster: their transactions are not found in this one, and would count as gone."""
+    """Refuse rows of another cluster: their transactions are not found in this one, and would count as gone.
+
+    A row that was only claimed while Kafka was away belongs to none yet, and has left nothing in any.
+    """
     for row in rows:
-        if row.cluster_id != cluster_id:
+        if row.cluster_id not in {cluster_id, ""}:
             raise other_cluster(row.cluster_id, cluster_id, row.transactional_id)
 
 

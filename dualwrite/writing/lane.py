@@ -11,17 +11,26 @@ import logging
 import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from dualwrite import failpoints, waiting
 from dualwrite.clock import Deadline, now_s
-from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, DualWriteError, OutcomeUnverifiable, Unavailable
+from dualwrite.errors import (
+    ConfigurationError,
+    DatabaseWentBack,
+    DecidedTransactionLost,
+    DualWriteError,
+    Fenced,
+    OutcomeUnverifiable,
+    Unavailable,
+)
 from dualwrite.interfaces import NO_OBSERVER, Observer
 from dualwrite.kafka.transaction_ends import end_at_rest, know_end
 from dualwrite.protocol.batches import may_go_on
 from dualwrite.protocol.known_end import EndStep
-from dualwrite.protocol.lives import LANE_LIFE, LaneEvent, LaneState, Machine, ProducerState
+from dualwrite.protocol.lives import LANE_LIFE, MAY_WAIT, LaneEvent, LaneState, Machine, ProducerState
 from dualwrite.protocol.lost_decisions import contradiction
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.values import NEVER_MS, Outcome, Partition, StateRow, gone_back, is_older
@@ -41,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 _PROVE_S: Final = 5.0
 """For at least this long, Kafka is asked how a decided transaction ended, even if the time for ending it is over."""
+_UNSETTLED: Final = frozenset({LaneState.UNVERIFIED, LaneState.UNSETTLED})
 _KNOW_END_S: Final = 5.0
 """Limits the wait for the end of a transaction before it is recorded as complete."""
 
@@ -79,6 +89,8 @@ class Lane:
         self._unsettled_since: float | None = None
         self._undecided_in: dict[int, frozenset[Partition]] = {}
         self._asking_since: float | None = None
+        self._looked_back = False
+        self._refused: DualWriteError | None = None
 
     @property
     def row(self) -> StateRow:
@@ -106,10 +118,20 @@ class Lane:
     def needs_settling(self) -> bool:
         """Whether Kafka may hold an open transaction of ours that none of our producers will end."""
         state = self._machine.state
-        return state is LaneState.UNSETTLED or (state is LaneState.STARTED and not self._is_usable())
+        return state in _UNSETTLED or (state is LaneState.STARTED and not self.usable)
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether the lane can carry a block whose messages wait as rows, without asking Kafka; see :meth:`ready_to_wait`."""
+        return self._machine.state in MAY_WAIT
+
+    @property
+    def refused(self) -> DualWriteError | None:
+        """The error of the last claim, if waiting cannot mend it. Until a claim succeeds, nothing is begun on this lane."""
+        return self._refused
 
     def _note_since(self, state: LaneState) -> None:
-        self._unsettled_since = now_s() if state is LaneState.UNSETTLED else None
+        self._unsettled_since = (self._unsettled_since or now_s()) if state in _UNSETTLED else None
 
     @property
     def unsettled_s(self) -> float:
@@ -141,14 +163,16 @@ class Lane:
         finally:
             self._asking_since = before
 
-    def _is_usable(self) -> bool:
+    @property
+    def usable(self) -> bool:
+        """Whether the lane has a producer that can begin its next transaction."""
         # Settling relies on this: only a settler begins a transaction under an epoch later than an owner's first.
         return self._producer is not None and self._producer.reusable
 
     @property
     def pending_end(self) -> PendingEnd | None:
         """The last transaction, while its end is not known but still can be."""
-        return self._producer.pending_end if self._producer is not None and self._is_usable() else None
+        return self._producer.pending_end if self._producer is not None and self.usable else None
 
     def come_to_rest(self) -> PendingEnd | None:
         """Ask for the end of the last transaction, too, from now on. Called when a dual write is over.
@@ -183,7 +207,7 @@ class Lane:
         Returns whether it may be recorded now. If not, :attr:`needs_settling` says whether settling finds out why.
         """
         self.know_end(deadline)
-        if self._unrecorded is None or not self._is_usable():
+        if self._unrecorded is None or not self.usable:
             return False
         state = self._unrecorded.prepared
         step = end_at_rest(self._shows_ends, state, deadline)
@@ -205,18 +229,21 @@ class Lane:
             self._losses.record_came_back(replace(self.row, prepared=pending.ended.state))
         producer.note_end(step)
 
-    def adopt(self, row: StateRow) -> None:
-        """Take over a row that was just claimed and settled, and whose Kafka id has not been used."""
+    def adopt(self, row: StateRow, *, settled: bool = True) -> None:
+        """Take over a row that was just claimed, and whose Kafka id has not been used. ``settled``: it was settled, too."""
         self._note_claim(row)
-        self._note_settled()
+        if settled:
+            self._note_settled()
 
     def _note_claim(self, row: StateRow) -> None:
-        self._machine.apply(LaneEvent.CLAIM)
-        self._row = row
+        verified = row.unverified_from is None
+        self._machine.apply(LaneEvent.CLAIM if verified else LaneEvent.CLAIM_WITHOUT_KAFKA)
+        self._row, self._refused = row, None
 
     def _note_settled(self) -> None:
         self._machine.apply(LaneEvent.SETTLE)
         self._unrecorded = None
+        self._looked_back = True
 
     def may_go_on(self) -> bool:
         """Whether the lane may be used again after idling without a new claim. Call it before :meth:`ready`.
@@ -239,7 +266,7 @@ class Lane:
                 return False
             if producer.pending_end is not None:
                 producer.note_end(EndStep.KNOWN)  # the decider proved it before it recorded "completed"
-        return self._is_usable()
+        return self.usable
 
     def ready(self, deadline: Deadline) -> None:
         """Make the lane usable: claims, settles and makes a producer, unless it has a usable one.
@@ -256,8 +283,20 @@ class Lane:
                 producer.note_end(EndStep.KNOWN)
                 return
             self.know_end(deadline)
-        if not self._is_usable():
+        if not self.usable:
             waiting.elsewhere(lambda: self._make_usable(deadline))
+
+    def ready_to_wait(self, deadline: Deadline) -> None:
+        """Make the lane usable for a block whose messages wait as rows, and for nothing else. Asks the database alone.
+
+        It claims the id unless a claim of ours stands; the decision that the row names stays there, completed or not. Before
+        the lane is used directly, :meth:`ready` claims with Kafka, and settles. Raises as :meth:`ready`; also what a claim
+        with Kafka has found that waiting cannot mend.
+        """
+        if self._refused is not None:
+            raise copy(self._refused) from self._refused  # a copy for each block: an error that is raised grows
+        if not self.may_wait:
+            waiting.elsewhere(lambda: self._claim_without_kafka(deadline))
 
     def _make_usable(self, deadline: Deadline) -> None:
         if self._machine.state is not LaneState.SETTLED:
@@ -338,7 +377,6 @@ class Lane:
     def _renew(self, deadline: Deadline) -> SettleReport:
         """Discard the producer and claim again, unless another owner has taken over."""
         self.discard()
-        was_ours = self._row is not None
         row = self._claim(deadline)
         with self._asking():
             report = settle(
@@ -346,7 +384,7 @@ class Lane:
                 coordinator=self._context.coordinator,
                 store=self._context.store,
                 deadline=deadline,
-                look_back=not was_ours,
+                look_back=not self._looked_back,
                 undecided_in={self.transactional_id: self._undecided_in},
                 observer=self._context.observer,
             )
@@ -360,14 +398,7 @@ class Lane:
         try:
             try:
                 turn.wait(deadline)
-                if self._row is not None:
-                    guard: tuple[str, int] | None = (self.transactional_id, self._row.incarnation)
-                else:
-                    guard = self._guard() if self._guard else None
-                (row,) = claim_rows(self._context, [self.transactional_id], deadline, guard=guard)
-                # The row is ours from here on, even if settling fails.
-                known = self._row
-                self._note_claim(row)
+                known, row = self._row, self._claim_row(deadline)
             finally:
                 turn.end()
         except NoTurn:
@@ -377,16 +408,42 @@ class Lane:
             ) from None
         finally:
             turn.end()
-        if known is not None and is_older(row.prepared, known.prepared):
-            error = gone_back(
-                f"the row shows {str(row.prepared) or 'none'!r} as the newest decision, which was {str(known.prepared)!r}",
-                self.transactional_id,
-                str(known.prepared),
-                recorded=True,
-            )
-            self.record_forgotten(error)
-            raise error
+        self._compare_claimed(row, known)
         return row
+
+    def _claim_without_kafka(self, deadline: Deadline) -> None:
+        # Without a turn: whoever has it may be waiting for Kafka.
+        known = self._row
+        self._compare_claimed(self._claim_row(deadline, without_kafka=True), known)
+
+    def _claim_row(self, deadline: Deadline, *, without_kafka: bool = False) -> StateRow:
+        """Claim the row, unless another owner has taken over. It is ours from here on, even if what follows fails."""
+        if self._row is not None:
+            guard: tuple[str, int] | None = (self.transactional_id, self._row.incarnation)
+        else:
+            guard = self._guard() if self._guard else None
+        try:
+            (row,) = claim_rows(
+                self._context, [self.transactional_id], deadline, guard=guard, without_kafka=without_kafka
+            )
+        except (ConfigurationError, Fenced) as error:  # DatabaseWentBack included
+            self._refused = error
+            raise
+        self._note_claim(row)
+        return row
+
+    def _compare_claimed(self, row: StateRow, known: StateRow | None) -> None:
+        """Raise if the row that was claimed names an older decision than the one that we know of."""
+        if known is None or not is_older(row.prepared, known.prepared):
+            return
+        error = gone_back(
+            f"the row shows {str(row.prepared) or 'none'!r} as the newest decision, which was {str(known.prepared)!r}",
+            self.transactional_id,
+            str(known.prepared),
+            recorded=True,
+        )
+        self.record_forgotten(error)
+        raise error
 
     def _start(self, deadline: Deadline) -> None:
         """Make and initialise the producer. One whose initialisation may still come, or come twice, is not used.

@@ -168,6 +168,31 @@ def test_another_cluster_is_refused_and_nothing_is_claimed(database: Database, s
     assert [(row.transactional_id, row.incarnation) for row in store.find("")] == [("orders", 1)]
 
 
+def test_a_row_says_that_it_was_claimed_without_kafka_until_it_is_compared(store: SqlStateStore) -> None:
+    [row] = store.claim(["orders"], owner="me", cluster_id=None)
+    assert (row.incarnation, row.cluster_id, row.unverified_from) == (1, "", 1)
+    [row] = store.claim(["orders"], owner="me", cluster_id=None, raise_to={"orders": 3})
+    assert (row.incarnation, row.cluster_id, row.unverified_from) == (3, "", 1)
+    assert store.read(["orders"]) == [row]
+    seen: list[Any] = []
+    [row] = store.claim(["orders"], owner="me", cluster_id=CLUSTER, verify=seen.extend)
+    assert [(one.incarnation, one.unverified_from) for one in seen] == [(4, 1)], "what there is to compare"
+    assert (row.incarnation, row.cluster_id, row.unverified_from) == (4, CLUSTER, None)
+    assert store.read(["orders"]) == [row]
+    [row] = store.claim(["orders"], owner="me", cluster_id=None)
+    assert (row.incarnation, row.cluster_id, row.unverified_from) == (5, CLUSTER, 5)
+    with pytest.raises(ConfigurationError, match=r"'cluster-one'.*'cluster-two'"):
+        store.claim(["orders"], owner="me", cluster_id="cluster-two")
+    assert store.read(["orders"]) == [row]
+
+
+def test_a_claim_that_compares_nothing_leaves_the_row_unverified(store: SqlStateStore) -> None:
+    store.claim(["orders"], owner="me", cluster_id=None)
+    [row] = store.claim(["orders"], owner="me", cluster_id=CLUSTER)
+    assert (row.incarnation, row.unverified_from) == (2, 1)
+    assert store.read(["orders"]) == [row]
+
+
 @pytest.mark.parametrize(
     ("state", "cause"),
     [

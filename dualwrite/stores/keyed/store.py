@@ -448,12 +448,17 @@ class KeyedStore(Incidents):
         transactional_ids: Sequence[str],
         *,
         owner: str,
-        cluster_id: str,
+        cluster_id: str | None,
         guard: tuple[str, int] | None = None,
         verify: Callable[[Sequence[StateRow]], None] | None = None,
         raise_to: Mapping[str, int] | None = None,
     ) -> Sequence[StateRow]:
         """If a row changes meanwhile, ``verify`` is called again."""
+        if cluster_id is None:
+            raise ConfigurationError(
+                "an id is claimed without Kafka only where messages can wait as rows",
+                next_step="use a SQL database, or wait for Kafka",
+            )
         ids = sorted({check_name(transactional_id) for transactional_id in transactional_ids})
         floors = raise_to or {}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -16,7 +17,7 @@ from sqlalchemy import Integer, String, bindparam, exc, func, literal, null, or_
 from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError
 from dualwrite.interfaces import PAUSED_OWNER_TIMEOUT_S
 from dualwrite.protocol.process import DatabaseVerdict
-from dualwrite.protocol.values import Decision, Incident, Outcome, Participant
+from dualwrite.protocol.values import Decision, Incident, Outcome, Participant, cluster_text
 from dualwrite.stores.sql import dialect, drivers, savepoints
 from dualwrite.stores.sql.access import begin_on, begun_on, engine_of, keep, let_go, map_database_error
 from dualwrite.stores.sql.drivers import CompiledOnce, roll_back_before_closing
@@ -213,7 +214,7 @@ class SqlStateStore:
         transactional_ids: Sequence[str],
         *,
         owner: str,
-        cluster_id: str,
+        cluster_id: str | None,
         guard: tuple[str, int] | None = None,
         verify: Callable[[Sequence[StateRow]], None] | None = None,
         raise_to: Mapping[str, int] | None = None,
@@ -234,6 +235,7 @@ class SqlStateStore:
                     # long), another owner may have claimed, and verify saw that owner's state: then this raises.
                     connection.execute(select(literal(1)))
                     raise
+                return claim.verified(connection, rows)
             return rows
 
         return self._own.run(work) if ids else []
@@ -541,7 +543,7 @@ class Claim:
     """One claim, which raises some ids to a least incarnation. Run it inside a transaction at READ COMMITTED."""
 
     def __init__(
-        self, tables: Tables, dialect: Dialect, *, owner: str, cluster_id: str, raise_to: Mapping[str, int]
+        self, tables: Tables, dialect: Dialect, *, owner: str, cluster_id: str | None, raise_to: Mapping[str, int]
     ) -> None:
         self._tables = tables
         self._state = tables.state
@@ -570,7 +572,35 @@ class Claim:
         rows = read_rows(self._tables, ids, connection)
         for row in rows:
             check_claimed(row, self._cluster_id, self._state.fullname)
-        return rows
+        if self._cluster_id is not None:
+            return rows
+        return [
+            row
+            if row.unverified_from is not None
+            else self._name_cluster(connection, replace(row, unverified_from=row.incarnation))
+            for row in rows
+        ]
+
+    def verified(self, connection: Connection, rows: Sequence[StateRow]) -> Sequence[StateRow]:
+        """Note in rows that were claimed while Kafka was away that all has been compared with it now."""
+        cluster_id = self._cluster_id
+        if cluster_id is None:
+            return rows
+        return [
+            row
+            if row.unverified_from is None
+            else self._name_cluster(connection, replace(row, cluster_id=cluster_id, unverified_from=None))
+            for row in rows
+        ]
+
+    def _name_cluster(self, connection: Connection, row: StateRow) -> StateRow:
+        state = self._state
+        connection.execute(
+            update(state)
+            .where(state.c.transactional_id == row.transactional_id)
+            .values(cluster_id=cluster_text(row.cluster_id, row.unverified_from))
+        )
+        return row
 
     def _lock_or_insert(self, connection: Connection, ids: Sequence[str]) -> None:
         state = self._state
@@ -583,7 +613,7 @@ class Claim:
                 "namespace": secrets.token_hex(6),
                 "incarnation": 0,
                 "settled_incarnation": 0,
-                "cluster_id": self._cluster_id,
+                "cluster_id": self._cluster_id or cluster_text("", 1),
                 "owner": self._owner,
             }
             for transactional_id in ids

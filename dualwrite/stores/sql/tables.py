@@ -40,7 +40,7 @@ from sqlalchemy.types import TypeDecorator, TypeEngine
 from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError
 from dualwrite.protocol.lost_decisions import contradiction
 from dualwrite.protocol.prepared_state import PreparedTxnState, stored_text
-from dualwrite.protocol.values import Decision, Outcome, StateRow, gone_back, other_cluster
+from dualwrite.protocol.values import Decision, Outcome, StateRow, gone_back, other_cluster, parse_cluster
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Dialect
@@ -322,6 +322,9 @@ def parse_state_row(table: str, row: NamedValues) -> StateRow:
     fence = cast("int | None", row["settle_fence"])
     if fence is not None and not (0 < fence <= MAX_FENCE and state.is_native):
         cause = f"settle_fence is {fence}"
+    cluster_id, unverified_from = parse_cluster(cast("str", row["cluster_id"]))
+    if unverified_from is not None and unverified_from > incarnation:
+        cause = f"unverified from incarnation {unverified_from}, the row is only at {incarnation}"
     if cause is not None:
         raise ConfigurationError(f"{where}: {cause}", transactional_id=transactional_id, next_step=_RESTORE)
     return StateRow(
@@ -331,10 +334,11 @@ def parse_state_row(table: str, row: NamedValues) -> StateRow:
         incarnation=incarnation,
         settled_incarnation=cast("int", row["settled_incarnation"]),
         completed=None if completed is None else _OUTCOMES[completed],
-        cluster_id=cast("str", row["cluster_id"]),
+        cluster_id=cluster_id,
         owner=cast("str", row["owner"]),
         updated_at=cast("datetime", row["updated_at"]),
         settle_fence=fence,
+        unverified_from=unverified_from,
     )
 
 
@@ -384,15 +388,18 @@ def check_not_gone_back(known: StateRow, incarnation: int, prepared: str | None)
         )
 
 
-def check_claimed(row: StateRow, cluster_id: str, table: str) -> None:
-    """Refuse, before the claim commits, a row of another cluster, or with a state of an incarnation not yet reached."""
+def check_claimed(row: StateRow, cluster_id: str | None, table: str) -> None:
+    """Refuse, before the claim commits, a row of another cluster, or with a state of an incarnation not yet reached.
+
+    The cluster is not compared if it is None, as Kafka is away, and if the row has never seen one.
+    """
     if row.prepared.incarnation == row.incarnation:
         raise ConfigurationError(
             f"bad row in {table}: the state names an incarnation that the row had not reached",
             transactional_id=row.transactional_id,
             next_step="the row was edited: restore it before anything is settled",
         )
-    if row.cluster_id != cluster_id:
+    if cluster_id is not None and row.cluster_id not in {cluster_id, ""}:
         raise other_cluster(row.cluster_id, cluster_id, row.transactional_id)
 
 

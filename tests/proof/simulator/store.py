@@ -238,7 +238,7 @@ class SimulatedStore:
         transactional_ids: Sequence[str],
         *,
         owner: str,
-        cluster_id: str,
+        cluster_id: str | None,
         guard: tuple[str, int] | None = None,
         verify: Callable[[Sequence[StateRow]], None] | None = None,
         raise_to: Mapping[str, int] | None = None,
@@ -263,18 +263,32 @@ class SimulatedStore:
                 except ConfigurationError:
                     used.run("SELECT", database.begin)  # the error counts only while the rows are ours
                     raise
+                if cluster_id is not None:
+                    return [self._verified(used, row, cluster_id) for row in rows]
             return rows
 
         return self.run(work) if ids else []
 
-    def _raise(self, used: SimulatedConnection, name: str, owner: str, cluster_id: str, at_least: int) -> StateRow:
+    def _verified(self, used: SimulatedConnection, row: StateRow, cluster_id: str) -> StateRow:
+        if row.unverified_from is None:
+            return row
+        verified = replace(row, cluster_id=cluster_id, unverified_from=None)
+        used.run("UPDATE", lambda session: self._database.write(session, verified))
+        return verified
+
+    def _raise(
+        self, used: SimulatedConnection, name: str, owner: str, cluster_id: str | None, at_least: int
+    ) -> StateRow:
         database = self._database
 
         def update(session: Session) -> StateRow:
-            row = database.lock(session, name) or new_row(name, "n", cluster_id, owner)
-            if row.prepared.incarnation == row.incarnation + 1 or row.cluster_id != cluster_id:
+            row = database.lock(session, name) or new_row(name, "n", cluster_id or "", owner)
+            another = cluster_id is not None and row.cluster_id not in {cluster_id, ""}
+            if another or row.prepared.incarnation == row.incarnation + 1:
                 raise ConfigurationError("bad row", transactional_id=name)
             raised = replace(row, incarnation=max(row.incarnation + 1, at_least), owner=owner)
+            if cluster_id is None and raised.unverified_from is None:
+                raised = replace(raised, unverified_from=raised.incarnation)
             database.write(session, raised)
             return raised
 

@@ -9,7 +9,9 @@ from dualwrite.protocol.values import (
     is_of_writer,
     kafka_id,
     lane_id,
+    lane_number,
     may_own,
+    outbox_id,
     owner_prefix,
     parsed,
     pool_of_sink,
@@ -38,6 +40,19 @@ def test_the_ids_and_kafka_ids_of_a_writer_belong_to_it_and_to_no_other(name, nu
 @given(WRITERS, NUMBERS)
 def test_every_lane_belongs_to_its_writer(name, number):
     assert writer_of(lane_id(name, number)) == name
+    assert lane_number(name, lane_id(name, number)) == number
+    assert lane_number(name + "x", lane_id(name, number)) is None
+
+
+@given(WRITERS)
+def test_the_outbox_is_a_lane_of_its_writer_without_a_number(name):
+    assert writer_of(outbox_id(name)) == name
+    assert lane_number(name, outbox_id(name)) is None
+
+
+@pytest.mark.parametrize("name", ["orders#", "orders#0", "orders#01", "orders#1#1", "orders#x", "1"])
+def test_what_is_no_lane_of_the_writer_has_no_number(name):
+    assert lane_number("orders", name) is None
 
 
 @given(NAMES, NAMESPACES, NUMBERS)

@@ -16,6 +16,7 @@ from dualwrite.protocol.leases import place_of
 from dualwrite.protocol.values import Outcome
 from dualwrite.recovery import claim as module
 from dualwrite.recovery.claim import (
+    claim_every_lane,
     claim_lanes,
     claim_rows,
     has_ended,
@@ -141,6 +142,77 @@ def test_a_loss_found_at_opening_is_raised_and_recorded_and_the_next_opening_goe
     assert raised.value.state == str(row.prepared)
     assert servers.recorded_losses == [("orders", Outcome.LOST)]
     assert servers.run(open_lanes(1), "C")["orders"].incarnation == 3
+
+
+def claim_away(*ids, **kwargs):
+    return claim(*ids, without_kafka=True, **kwargs)
+
+
+def test_a_claim_without_kafka_asks_it_nothing_and_the_row_says_so_until_a_claim_with_it(servers):
+    claimant = servers.start(claim_away("orders"), "A")
+    claimant.cut_off()
+    [row] = claimant.result()
+    assert (row.incarnation, row.cluster_id, row.unverified_from) == (1, "", 1)
+    [row] = servers.run(claim_away("orders"), "B")
+    assert (row.incarnation, row.cluster_id, row.unverified_from) == (2, "", 1)
+    [row] = servers.run(claim("orders"), "C")
+    assert (row.incarnation, row.unverified_from) == (3, None)
+    assert row.cluster_id == servers.simulation.broker.cluster_id
+    assert servers.row() == row
+
+
+def test_a_claim_without_kafka_keeps_the_cluster_and_the_decision_of_the_row(servers):
+    servers.left_by("write.decided", "m1")
+    before = servers.row()
+    [row] = servers.run(claim_away("orders"), "B")
+    assert (row.cluster_id, row.prepared, row.completed) == (before.cluster_id, before.prepared, before.completed)
+    assert row.unverified_from == row.incarnation == before.incarnation + 1
+
+
+def test_a_database_that_went_back_is_noticed_though_several_claims_did_not_ask_kafka(servers):
+    """The last incarnation alone is unknown to Kafka again."""
+    servers.restored("orders")
+    for _ in range(3):
+        [row] = servers.run(claim_away("orders"))
+    with pytest.raises(DatabaseWentBack):
+        servers.run(claim("orders"))
+    assert servers.row() == row, "the claim was rolled back"
+
+
+def test_after_a_restore_the_incarnations_claimed_without_kafka_are_compared_no_more(servers):
+    servers.restored("orders")
+    servers.run(claim_away("orders"))
+    [row] = servers.run(claim("orders", raise_to={"orders": 7}))
+    assert (row.incarnation, row.unverified_from) == (7, None)
+
+
+def test_a_row_of_another_cluster_that_was_claimed_without_kafka_is_refused_at_the_first_contact(servers):
+    servers.run(claim("orders"))
+    servers.run(claim_away("orders"))
+    servers.simulation.broker = servers.simulation.broker._replace(cluster_id="another")
+    before = servers.row()
+    with pytest.raises(ConfigurationError):
+        servers.run(claim("orders"))
+    assert servers.row() == before
+
+
+def test_of_two_that_open_a_writer_without_kafka_one_is_fenced_by_the_database_alone(servers):
+    def open_away(here):
+        return claim_every_lane(here.context, "orders", 2, Deadline(TIMEOUT_S), outbox=True, without_kafka=True)
+
+    slow = servers.start(open_away, "A").to("claim.row_raised")
+    rows = servers.run(open_away, "B")
+    with pytest.raises(Fenced):
+        slow.result()
+    assert sorted(rows) == ["orders", "orders#1", "orders#outbox"]
+    assert {row.owner for row in servers.database.rows.values()} == {"B"}
+
+
+def test_opening_claims_the_outbox_where_it_has_a_row_and_makes_one_if_asked(servers):
+    assert sorted(servers.run(open_lanes(1), "A")) == ["orders"]
+    rows = servers.run(lambda here: claim_lanes(here.context, "orders", 1, Deadline(TIMEOUT_S), outbox=True), "B")
+    assert sorted(rows) == ["orders", "orders#outbox"]
+    assert sorted(servers.run(open_lanes(1), "C")) == ["orders", "orders#outbox"]
 
 
 def test_a_claimants_name_is_its_own_alone_and_people_can_read_it():

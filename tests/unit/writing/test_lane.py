@@ -109,7 +109,7 @@ def ends(coordinator):
 def lane(ends, store, coordinator, monkeypatch):
     monkeypatch.setattr("dualwrite.kafka.transaction_ends.native_of", lambda found: found)
     found = Lane("orders", SimpleNamespace(coordinator=coordinator, store=store, owner="me"), None, ends=ends)
-    found.adopt(SimpleNamespace(incarnation=1, prepared=PreparedTxnState()))
+    found.adopt(SimpleNamespace(incarnation=1, prepared=PreparedTxnState(), unverified_from=None))
     found._producer = Producer()
     return found
 
@@ -411,6 +411,96 @@ def test_settling_a_lane_at_rest_aborts_what_its_producer_has_left_open(servers)
     assert servers.run(work) is False
     assert servers.visible() == []
     assert servers.row().settled_incarnation == 1
+
+
+# While Kafka is away: a lane that is claimed in the database alone.
+
+
+def test_a_lane_becomes_ready_to_wait_without_a_request_to_kafka_and_ready_once_kafka_is_back(servers):
+    def work(here):
+        lane = here.lane()
+        assert not lane.may_wait
+        lane.ready_to_wait(Deadline(60))
+        lane.ready_to_wait(Deadline(60))
+        shown = lane.may_wait, lane.usable, lane.needs_settling, lane.row.incarnation
+        here.write(lane, "m1")
+        return shown, lane
+
+    owner = servers.start(work)
+    owner.cut_off()
+    owner.to("claim.before", 2)
+    owner.reconnect()
+    shown, lane = owner.result()
+    assert shown == (True, False, True, 1)
+    assert both_have(servers, "m1")
+    assert (servers.row().incarnation, servers.row().unverified_from) == (2, None)
+    assert not lane.needs_settling
+
+
+def test_the_decision_of_the_last_owner_stays_in_the_row_and_is_completed_once_kafka_is_back(servers):
+    servers.left_by("write.decided", "m1")
+    decided = servers.row().prepared
+
+    def work(here):
+        lane = here.lane()
+        lane.ready_to_wait(Deadline(60))
+        before = servers.row()
+        lane.ready(Deadline(60))
+        return before, here.losses
+
+    before, losses = servers.run(work, "B")
+    assert (before.prepared, before.completed) == (decided, None)
+    assert losses == []
+    assert both_have(servers, "m1")
+
+
+def test_a_lane_whose_producer_was_discarded_is_claimed_once_more_and_then_waits_without_kafka(servers):
+    def work(here):
+        lane = here.ready()
+        lane.discard()
+        assert not lane.may_wait
+        lane.ready_to_wait(Deadline(60))
+        return lane.may_wait, servers.row()
+
+    waits, row = servers.run(work)
+    assert waits
+    assert (row.incarnation, row.unverified_from) == (2, 2)
+
+
+def test_no_block_waits_on_a_lane_whose_database_went_back_and_the_error_stays(servers):
+    servers.restored("orders")
+
+    def work(here):
+        lane = here.lane()
+        lane.ready_to_wait(Deadline(60))
+        with pytest.raises(DatabaseWentBack):
+            lane.ready(Deadline(60))
+        errors = []
+        for _ in range(2):
+            with pytest.raises(DatabaseWentBack) as raised:
+                lane.ready_to_wait(Deadline(60))
+            errors.append(raised.value)
+        return lane.refused, errors
+
+    refused, errors = servers.run(work, "B")
+    assert [str(error) for error in errors] == [str(refused)] * 2
+    assert errors[0] is not errors[1]
+
+
+def test_a_lane_that_was_first_claimed_without_kafka_looks_for_lost_decisions_of_its_former_owner(servers):
+    servers.run(lambda here: here.ready(), "A")
+    row = servers.row()
+    servers.run(lambda here: here.write(here.lane(), "lost"), "B")
+    servers.database.rows["orders"] = replace(servers.row(), prepared=row.prepared, completed=None)
+
+    def work(here):
+        lane = here.lane()
+        lane.ready_to_wait(Deadline(60))
+        lane.ready(Deadline(60))
+        return here.losses
+
+    [loss] = servers.run(work, "C")
+    assert isinstance(loss, DatabaseWentBack)
 
 
 def abort_by_the_broker(servers):
