@@ -542,8 +542,13 @@ class OutboxRows(Protocol):
         """
         ...
 
-    def decisions_locked(self, transactional_id: str, namespace: str, deadline: Deadline) -> int:
-        """The count of the lane's row, as :meth:`Claims.read_locked` reads it: what was under way on it has ended."""
+    def decisions_locked(self, transactional_id: str, namespace: str | None, deadline: Deadline) -> int:
+        """The count of the lane's row, as :meth:`Claims.read_locked` reads it: what was under way on it has ended.
+
+        Raises:
+            ConfigurationError: The row is gone, or is another one of that name.
+            Unavailable: As :meth:`Claims.read_locked`.
+        """
         ...
 
     def waiting(self, writer: str) -> Waiting:

@@ -107,13 +107,16 @@ class DoubtStep(Enum):
 class Doubt:
     """The facts known about one COMMIT in doubt. None is a question that was not asked.
 
-    ``ours`` is the state that the COMMIT would have recorded; empty for rows alone. ``row`` is the row's state, read after the
-    old backend released its lock. ``incident`` is the loss recorded for ``ours``, if any; it was looked up if
-    ``records_asked``.
+    ``ours`` is the state that the COMMIT would have recorded; empty for rows alone, and for messages that wait. ``row`` is the
+    row's state, read after the old backend released its lock. ``incident`` is the loss recorded for ``ours``, if any; it was
+    looked up if ``records_asked``. ``waits`` is the number of the decision if the block's messages wait, and ``counted`` that
+    which the row shows, read as ``row``.
     """
 
     ours: PreparedTxnState
     row: PreparedTxnState
+    waits: int | None = None
+    counted: int = 0
     verdict: DatabaseVerdict | None = None
     records_asked: bool = False
     incident: Outcome | None = None
@@ -137,7 +140,7 @@ _PROOF = {
 def next_doubt_step(doubt: Doubt) -> DoubtStep:
     """The next step about a COMMIT in doubt. Pure."""
     if not doubt.ours.has_transaction:
-        return DoubtStep.ASK_DATABASE if doubt.verdict is None else _VERDICT[doubt.verdict]
+        return _step_without_state(doubt)
     if doubt.row == doubt.ours:
         return DoubtStep.COMMITTED
     if not doubt.row.has_transaction or (doubt.row.incarnation or 0) <= (doubt.ours.incarnation or 0):
@@ -155,6 +158,13 @@ def next_doubt_step(doubt: Doubt) -> DoubtStep:
     if doubt.proof is None:
         return DoubtStep.ASK_LOG
     return _PROOF.get(doubt.proof, DoubtStep.IN_DOUBT)
+
+
+def _step_without_state(doubt: Doubt) -> DoubtStep:
+    if doubt.waits is not None and doubt.counted <= doubt.waits:
+        # Numbers only grow, and none is used twice. A greater one is of a later owner, who may have followed ours or not.
+        return DoubtStep.COMMITTED if doubt.counted == doubt.waits else DoubtStep.ABORTED
+    return DoubtStep.ASK_DATABASE if doubt.verdict is None else _VERDICT[doubt.verdict]
 
 
 # Whether the work of a dual write that ended with an error may run again, in a new transaction.

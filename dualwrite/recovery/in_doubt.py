@@ -32,7 +32,7 @@ from dualwrite.recovery.claim import OwnerContext
 
 if TYPE_CHECKING:
     from dualwrite.interfaces import StateStore
-    from dualwrite.protocol.values import Incident
+    from dualwrite.protocol.values import Decision, Incident
 
 logger = logging.getLogger(__name__)
 
@@ -181,20 +181,21 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 2.0
 _QUESTIONS: Final = frozenset({DoubtStep.ASK_DATABASE, DoubtStep.ASK_RECORDS, DoubtStep.ASK_LOG})
 
 
-def resolve_commit(
+def resolve_commit(  # noqa: PLR0917 - as the writer hands it on
     context: OwnerContext,
     transactional_id: str,
     ours: PreparedTxnState,
     database_transaction: str | None,
     deadline: Deadline,
+    waiting: Decision | None = None,
 ) -> DoubtStep:
     """Find out whether the COMMIT that would have recorded ``ours``, empty for rows alone, has happened.
 
-    The row is read under its lock on a fresh connection, so the old backend has ended before the answer, which is a verdict
-    and never a question. ``ConfigurationError``: the database refused us until the deadline, as a standby does that is not yet
-    promoted.
+    ``waiting`` is the decision if the block's messages wait: then its number in the row tells. The row is read under its lock
+    on a fresh connection, so the old backend has ended before the answer, which is a verdict and never a question.
+    ``ConfigurationError``: the database refused us until the deadline, as a standby does that is not yet promoted.
     """
-    named = str(ours) or "rows alone"
+    named = str(ours) or ("rows alone" if waiting is None else "rows and messages that wait")
 
     def note(attempt: RetryCallState) -> None:
         error = attempt.outcome and attempt.outcome.exception()
@@ -208,20 +209,26 @@ def resolve_commit(
         before_sleep=note,
         reraise=True,
     )
-    step: DoubtStep = retrying(_verdict, context, transactional_id, ours, database_transaction, deadline)
+    step: DoubtStep = retrying(_verdict, context, transactional_id, ours, database_transaction, deadline, waiting)
     logger.warning("%s: COMMIT of %s was in doubt: %s", transactional_id, named, step.value)
     return step
 
 
-def _verdict(
+def _verdict(  # noqa: PLR0917 - as above
     context: OwnerContext,
     transactional_id: str,
     ours: PreparedTxnState,
     database_transaction: str | None,
     deadline: Deadline,
+    waiting: Decision | None,
 ) -> DoubtStep:
-    row = context.store.read_locked(transactional_id, deadline)
-    doubt = Doubt(ours=ours, row=row.prepared)
+    if waiting is None:
+        doubt = Doubt(ours=ours, row=context.store.read_locked(transactional_id, deadline).prepared)
+    else:
+        rows = context.store.outbox
+        assert rows is not None  # it has put the messages
+        counted = rows.decisions_locked(transactional_id, waiting.namespace, deadline)
+        doubt = Doubt(ours=ours, row=ours, waits=waiting.waits, counted=counted)
     while (step := next_doubt_step(doubt)) in _QUESTIONS:
         if step is DoubtStep.ASK_DATABASE:
             doubt = replace(doubt, verdict=context.store.transaction_verdict(database_transaction))

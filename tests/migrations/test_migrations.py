@@ -15,6 +15,7 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from harness.databases import Thread
+from harness.expanding import without_counting
 from harness.patience import wait_until
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_url, text
 
@@ -108,7 +109,8 @@ class TestEverySchema:
                 "include_name": migrations.include_own_name,
             },
         )
-        assert compare_metadata(context, declare_tables(schema).metadata) == []
+        found = compare_metadata(context, declare_tables(schema).metadata)
+        assert without_counting(context, found) == []
 
     def test_reflection_sees_no_difference_from_what_is_declared(
         self, engine: Engine, connection: Connection, schema: str | None
@@ -251,9 +253,9 @@ class TestCheckSchema:
     @pytest.mark.parametrize(
         ("revision", "words"),
         [
-            ("0003", "older than this library, which needs 0005"),
-            ("0007", "this library is older, it knows only 0005"),
-            ("0006_contract", "knows only 0005: they lack what it uses"),
+            ("0004", "older than this library, which needs 0006"),
+            ("0008", "this library is older, it knows only 0006"),
+            ("0007_contract", "knows only 0006: they lack what it uses"),
         ],
     )
     def test_another_version(
@@ -267,8 +269,8 @@ class TestCheckSchema:
             check_schema(engine, schema)
         assert revision in str(caught.value)
         assert_names_command(caught.value, engine, schema)
-        if revision != "0003":
-            assert str(caught.value).endswith("--downgrade --revision 0005)")
+        if revision != "0004":
+            assert str(caught.value).endswith("--downgrade --revision 0006)")
             with pytest.raises(ConfigurationError, match="newer"):
                 migrations.upgrade(connection, schema=schema)
 

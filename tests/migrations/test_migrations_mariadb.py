@@ -9,6 +9,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from harness.databases import Thread
+from harness.expanding import without_counting
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 
 from dualwrite import migrations
@@ -27,7 +28,8 @@ def engine(dualwrite_mariadb: EmbeddedMariaDB) -> Iterator[Engine]:
 
 def differences(connection: Connection) -> Any:
     options = {"compare_server_default": True, "include_name": migrations.include_own_name}
-    return compare_metadata(MigrationContext.configure(connection, opts=options), declare_tables().metadata)
+    context = MigrationContext.configure(connection, opts=options)
+    return without_counting(context, compare_metadata(context, declare_tables().metadata))
 
 
 class _Interrupted(Exception):

@@ -171,17 +171,13 @@ def test_a_program_works_on_the_tables_before_its_own(engine: Engine, caplog: py
         f"of version {BEFORE}: this library, of version {SCHEMA_REVISION}, works" in one for one in caplog.messages
     )
     database = SqlDatabase(engine)
-    for asked in (lambda: database.leases("fleet"), database.forgetting):
-        with pytest.raises(
-            ConfigurationError, match=f"which the tables of version {BEFORE} do not have.*dualwrite migrate"
-        ):
-            asked()
+    with pytest.raises(
+        ConfigurationError, match=f"which the tables of version {BEFORE} do not have.*dualwrite migrate"
+    ):
+        database.require_outbox()
     migrate(engine)
     database.check()
-    assert database.leases("fleet").take("a test", 60) == "fleet-0"
-    assert database.living(["fleet-0"]) == {"fleet-0"}
-    assert len(database.lease_list(None, "")) == 1
-    assert database.forgetting().leased() == {"fleet-0"}
+    database.require_outbox()
 
 
 def test_a_program_works_on_the_next_tables_that_only_add_and_its_migration_lets_them_be(engine: Engine) -> None:

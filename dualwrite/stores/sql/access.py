@@ -54,6 +54,9 @@ from dualwrite.stores.sql.tables import (
     LEASE_TABLE,
     LEDGER_TABLE,
     MYSQL,
+    OUTBOX_ASIDE_TABLE,
+    OUTBOX_MODE_TABLE,
+    OUTBOX_TABLE,
     RUN_TABLE,
     SLOT_TABLE,
     STATE_TABLE,
@@ -856,14 +859,28 @@ _ADVICE: Final = {
 
 def grants_to_delete(url: URL, schema: str | None) -> str:
     """The GRANTs for deleting rows."""
-    deleted = (STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, RUN_TABLE, LEASE_TABLE)
-    return _said(url, schema, [("SELECT, DELETE", deleted), ("UPDATE", (RUN_TABLE,))], "the role")
+    deleted = (STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, RUN_TABLE, LEASE_TABLE, OUTBOX_MODE_TABLE)
+    rights = [("SELECT, DELETE", deleted), ("UPDATE", (RUN_TABLE,)), ("SELECT", (OUTBOX_TABLE,))]
+    return _said(url, schema, rights, "the role")
 
 
 def grants_to_work(url: URL | None, schema: str | None) -> str:
-    """The GRANTs for everything but deleting."""
-    written = (STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, LEDGER_TABLE, RUN_TABLE, CONSUMED_TABLE, LEASE_TABLE)
-    rights = [("SELECT, INSERT, UPDATE", written), ("SELECT", (VERSION_TABLE, BATCH_VIEW))]
+    """The GRANTs for everything but deleting what recovery may need. Messages that waited are deleted as they are sent."""
+    written = (
+        STATE_TABLE,
+        INCIDENT_TABLE,
+        SLOT_TABLE,
+        LEDGER_TABLE,
+        RUN_TABLE,
+        CONSUMED_TABLE,
+        LEASE_TABLE,
+        OUTBOX_MODE_TABLE,
+    )
+    rights = [
+        ("SELECT, INSERT, UPDATE", written),
+        ("SELECT, INSERT, DELETE", (OUTBOX_TABLE, OUTBOX_ASIDE_TABLE)),
+        ("SELECT", (VERSION_TABLE, BATCH_VIEW)),
+    ]
     return _said(url, schema, rights, '"the application"', works=True)
 
 

@@ -29,7 +29,7 @@ from dualwrite.stores.sql.access import (
 from dualwrite.stores.sql.leases import Leases, living_members, read_leases
 from dualwrite.stores.sql.short_transactions import FoundTables, ShortTransactions, check_schema, dialect_of
 from dualwrite.stores.sql.store import SqlStateStore, listen_to
-from dualwrite.stores.sql.tables import LEASE_TABLE, database_now, declare_tables, in_chunks
+from dualwrite.stores.sql.tables import OUTBOX_TABLE, database_now, declare_tables, in_chunks
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
@@ -70,13 +70,15 @@ class SqlDatabase(Database):
             self._found = check_schema(self.engine, self._schema)
         return self._found
 
-    def _has_leases(self) -> bool:
-        return self._tables().has(declare_tables().lease)
+    @property
+    def _has_outbox(self) -> bool:
+        return self._tables().has(declare_tables().outbox)
 
-    def _require_leases(self, what: str) -> None:
-        if not self._has_leases():
+    def require_outbox(self) -> None:
+        if not self._has_outbox:
             raise ConfigurationError(
-                f"{what} needs the table {LEASE_TABLE}, which the tables of version {self._tables().revision} do not have",
+                f"messages that wait need the table {OUTBOX_TABLE}, which the tables of version {self._tables().revision} do "
+                "not have",
                 next_step=migrate_advice(self.engine.url, self._schema),
             )
 
@@ -128,7 +130,6 @@ class SqlDatabase(Database):
         self.engine.dispose(close=False)
 
     def leases(self, fleet: str) -> Leases:
-        self._require_leases("a fleet")
         return Leases(self.engine, fleet, schema=self.tables_schema)
 
     def living(self, names: Collection[str]) -> set[str]:
@@ -136,11 +137,9 @@ class SqlDatabase(Database):
         from dualwrite.stores.sql.slots import living_leases  # noqa: PLC0415 - a writer needs no slots
 
         slots = living_leases(self.engine, names, schema=self.tables_schema)
-        return slots | living_members(self.engine, names, schema=self.tables_schema) if self._has_leases() else slots
+        return slots | living_members(self.engine, names, schema=self.tables_schema)
 
     def lease_list(self, transactional_id: str | None, prefix: str) -> Sequence[Lease]:
-        if not self._has_leases():
-            return ()
         return read_leases(self.engine, transactional_id, prefix=prefix, schema=self.tables_schema)
 
     def warnings(self) -> Sequence[str]:
@@ -157,8 +156,7 @@ class SqlDatabase(Database):
         return () if found is None else (found,)
 
     def forgetting(self) -> Forgetting:
-        self._require_leases("forgetting")
-        return Forgetting(self.engine, self.tables_schema)
+        return Forgetting(self.engine, self.tables_schema, has_outbox=self._has_outbox)
 
 
 def sql_of(database: Database, what: str) -> SqlDatabase:
@@ -183,8 +181,9 @@ class _InUseError(Exception):
 class Forgetting:
     """Deletes rows that are no longer needed, in short transactions of its own."""
 
-    def __init__(self, engine: Engine, schema: str | None = None) -> None:
+    def __init__(self, engine: Engine, schema: str | None = None, *, has_outbox: bool = True) -> None:
         self._engine = engine
+        self._has_outbox = has_outbox
         self._dialect = dialect_of(engine)
         self._tables = declare_tables(schema)
         self._own = ShortTransactions(engine, self._dialect, self._tables)
@@ -213,7 +212,7 @@ class Forgetting:
         """Delete the rows with their slots and leases, all or none. Durable on return.
 
         This fences a writer that is still open: its next dual write aborts on both sides. False if a row was used since it was
-        read, or its slot or lease is held: nothing was deleted.
+        read, its slot or lease is held, or its messages wait: nothing was deleted.
         """
 
         def work(connection: Connection) -> bool:
@@ -237,12 +236,20 @@ class Forgetting:
                 )
                 if connection.scalar(select(func.count()).where(of_row)):
                     raise _InUseError
+                if self._has_outbox:
+                    self._forget_mode(connection, row.transactional_id)
             return True
 
         try:
             return self._permitted(lambda: self._own.run(work))
         except _InUseError:
             return False
+
+    def _forget_mode(self, connection: Connection, writer: str) -> None:
+        outbox, mode = self._tables.outbox, self._tables.mode
+        if connection.scalar(select(outbox.c.seq).where(outbox.c.writer == writer).limit(1)) is not None:
+            raise _InUseError
+        connection.execute(delete(mode).where(mode.c.writer == writer))
 
     def forget_incidents(
         self, prefix: str, acknowledged_before: datetime, *, dry_run: bool, name: str | None = None

@@ -165,7 +165,7 @@ class ShortTransactions:
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_REVISION: Final = "0005"
+SCHEMA_REVISION: Final = "0006"
 """The migration that makes the tables as declared. Migrations are numbered so that later ones compare greater."""
 
 

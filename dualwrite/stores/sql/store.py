@@ -34,6 +34,7 @@ from dualwrite.stores.sql.tables import (
     in_chunks,
     parse_rows,
     read_rows,
+    row_columns,
 )
 
 if TYPE_CHECKING:
@@ -275,7 +276,9 @@ class SqlStateStore:
 
     def find(self, prefix: str) -> Sequence[StateRow]:
         state = self._tables.state
-        statement = select(state).where(self._dialect.begins_with(state.c.transactional_id, prefix))
+        statement = select(*row_columns(self._tables)).where(
+            self._dialect.begins_with(state.c.transactional_id, prefix)
+        )
         return self._own.read(
             lambda connection: parse_rows(state.fullname, connection.execute(statement).mappings().all())
         )

@@ -20,8 +20,10 @@ from sqlalchemy import (
     ColumnElement,
     DateTime,
     Float,
+    Identity,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     PrimaryKeyConstraint,
     String,
@@ -54,10 +56,25 @@ LEDGER_TABLE: Final = "dualwrite_ledger"
 RUN_TABLE: Final = "dualwrite_run"
 CONSUMED_TABLE: Final = "dualwrite_consumed"
 LEASE_TABLE: Final = "dualwrite_lease"
+OUTBOX_TABLE: Final = "dualwrite_outbox"
+OUTBOX_ASIDE_TABLE: Final = "dualwrite_outbox_aside"
+OUTBOX_MODE_TABLE: Final = "dualwrite_outbox_mode"
 VERSION_TABLE: Final = "dualwrite_version"
 BATCH_VIEW: Final = "dualwrite_batch"
 OWN_TABLES: Final = frozenset(
-    {STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, LEDGER_TABLE, RUN_TABLE, CONSUMED_TABLE, LEASE_TABLE, VERSION_TABLE}
+    {
+        STATE_TABLE,
+        INCIDENT_TABLE,
+        SLOT_TABLE,
+        LEDGER_TABLE,
+        RUN_TABLE,
+        CONSUMED_TABLE,
+        LEASE_TABLE,
+        OUTBOX_TABLE,
+        OUTBOX_ASIDE_TABLE,
+        OUTBOX_MODE_TABLE,
+        VERSION_TABLE,
+    }
 )
 SINCE: Final = "since"
 """In a table's or a column's ``info``: the revision that adds it, if that is the newest: it may not be there yet."""
@@ -77,6 +94,9 @@ class Tables:
         run: The run of each batch that may still write.
         consumed: The offsets of consumer groups that keep them as rows.
         lease: The numbered ids of fleets: which member may try to own which.
+        outbox: Messages that wait: they commit with the user's rows, and are sent later, in the order of their numbers.
+        aside: Messages that could not be sent, for a person to look at.
+        mode: Whether the messages of a writer go direct or wait. A row of its own, as blocks share its lock.
         batch: The ledger batch by batch: a view, which the migrations make.
     """
 
@@ -89,6 +109,9 @@ class Tables:
     run: Table
     consumed: Table
     lease: Table
+    outbox: Table
+    aside: Table
+    mode: Table
     batch: Table
 
 
@@ -107,6 +130,9 @@ def declare_tables(schema: str | None = None) -> Tables:
         run=_run(metadata),
         consumed=_consumed(metadata),
         lease=_lease(metadata),
+        outbox=_outbox(metadata),
+        aside=_aside(metadata),
+        mode=_mode(metadata),
         batch=_batch(schema),
     )
 
@@ -132,6 +158,7 @@ def _state(metadata: MetaData) -> Table:
         Column("owner", ExactText(), nullable=False),
         Column("updated_at", UtcDateTime(), nullable=False, server_default=row_made()),
         Column("settle_fence", Integer),
+        Column("outbox_decisions", BigInteger, info={SINCE: "0006"}),
         PrimaryKeyConstraint("transactional_id", name="kafka_transaction_state_pkey"),
         CheckConstraint("incarnation >= 0", name="kafka_transaction_state_incarnation"),
         CheckConstraint(
@@ -247,7 +274,61 @@ def _lease(metadata: MetaData) -> Table:
         UniqueConstraint("fleet", "number", name="dualwrite_lease_number"),
         CheckConstraint("number >= 0", name="dualwrite_lease_number_not_negative"),
         CheckConstraint("(owner IS NULL) = (lease_until IS NULL)", name="dualwrite_lease_owned"),
-        info={SINCE: "0005"},
+    )
+
+
+def _outbox(metadata: MetaData) -> Table:
+    return Table(
+        OUTBOX_TABLE,
+        metadata,
+        # Numbers are drawn while the rows are put, not in the order of commits. None is ever used again, also on SQLite.
+        Column("seq", GrowingNumber, Identity(always=True), nullable=False),
+        *_message(),
+        PrimaryKeyConstraint("seq", name="dualwrite_outbox_pkey"),
+        Index("dualwrite_outbox_order", "writer", "seq"),
+        info={SINCE: "0006"},
+        sqlite_autoincrement=True,
+    )
+
+
+def _aside(metadata: MetaData) -> Table:
+    return Table(
+        OUTBOX_ASIDE_TABLE,
+        metadata,
+        Column("seq", BigInteger, autoincrement=False, nullable=False),
+        *_message(),
+        Column("reason", ExactText(), nullable=False),
+        Column("moved_at", UtcDateTime(), nullable=False, server_default=row_made()),
+        PrimaryKeyConstraint("seq", name="dualwrite_outbox_aside_pkey"),
+        Index("dualwrite_outbox_aside_order", "writer", "seq"),
+        info={SINCE: "0006"},
+    )
+
+
+def _message() -> Sequence[Column[Any]]:
+    return [
+        Column("writer", ExactString(MAX_ID_LENGTH), nullable=False),
+        Column("transactional_id", ExactString(MAX_ID_LENGTH), nullable=False),
+        Column("topic", ExactString(MAX_ID_LENGTH), nullable=False),
+        Column("topic_partition", Integer),
+        Column("key", ExactBytes()),
+        Column("value", ExactBytes()),
+        Column("headers", ExactBytes()),
+        Column("timestamp_ms", BigInteger),
+        Column("put_at", UtcDateTime(), nullable=False, server_default=row_made()),
+    ]
+
+
+def _mode(metadata: MetaData) -> Table:
+    return Table(
+        OUTBOX_MODE_TABLE,
+        metadata,
+        Column("writer", ExactString(MAX_ID_LENGTH), nullable=False),
+        Column("mode", ExactString(16), nullable=False),
+        Column("changed_at", UtcDateTime(), nullable=False, server_default=row_made()),
+        PrimaryKeyConstraint("writer", name="dualwrite_outbox_mode_pkey"),
+        CheckConstraint("mode IN ('direct', 'later')", name="dualwrite_outbox_mode_known"),
+        info={SINCE: "0006"},
     )
 
 
@@ -440,12 +521,17 @@ def parse_rows(table: str, rows: Sequence[NamedValues]) -> Sequence[StateRow]:
     return sorted((parse_state_row(table, row) for row in rows), key=lambda row: row.transactional_id)
 
 
+def row_columns(tables: Tables) -> Sequence[Column[Any]]:
+    """The columns of a row that :func:`parse_state_row` takes, all of which tables of the version before have, too."""
+    return [column for column in tables.state.c if SINCE not in column.info]
+
+
 def read_rows(
     tables: Tables, ids: Sequence[str], connection: Connection, *, locked: bool = False
 ) -> Sequence[StateRow]:
     """The rows of these sorted ids, in order of id, optionally locked one after the other. Missing ones are left out."""
     state = tables.state
-    statement = select(state).order_by(state.c.transactional_id)
+    statement = select(*row_columns(tables)).order_by(state.c.transactional_id)
     statement = statement.with_for_update() if locked else statement
     return [
         row
@@ -500,6 +586,24 @@ class ExactText(TypeDecorator[str]):
         from sqlalchemy.dialects.mysql import LONGTEXT  # noqa: PLC0415 - as above
 
         return dialect.type_descriptor(LONGTEXT(charset="utf8mb4", collation=exact_collation(dialect)))
+
+
+class ExactBytes(TypeDecorator[bytes]):
+    """Bytes, of any length."""
+
+    impl = LargeBinary
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        if dialect.name not in MYSQL:
+            return dialect.type_descriptor(self.impl_instance)
+        from sqlalchemy.dialects.mysql import LONGBLOB  # noqa: PLC0415 - as above
+
+        return dialect.type_descriptor(LONGBLOB())
+
+
+GrowingNumber: Final = BigInteger().with_variant(Integer(), "sqlite")
+"""A number that the database counts up: 64 bits. SQLite does so for a column of this type alone."""
 
 
 # The database's clock: leases and timestamps never depend on the clocks of client machines.
