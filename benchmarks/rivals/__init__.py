@@ -1,0 +1,1 @@
+"""Relays of others, in processes of their own, for ``benchmarks.outbox`` to be measured beside."""
