@@ -27,7 +27,7 @@ class Clock(Protocol):
         ...
 
 
-def _system_clock() -> Callable[[], float]:
+def _system_clock() -> partial[float]:
     """Reads the system clock that keeps running while the machine is suspended, as the brokers' clocks do.
 
     On Linux ``time.monotonic`` stops meanwhile: after a laptop or a virtual machine wakes up, a transaction that the broker
@@ -35,21 +35,20 @@ def _system_clock() -> Callable[[], float]:
     Windows ``time.monotonic`` keeps running.
     """
     number = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC if sys.platform == "darwin" else None)
-    return time.monotonic if number is None else partial(time.clock_gettime, number)
+    return partial(time.monotonic) if number is None else partial(time.clock_gettime, number)
 
 
 def _system_sleep(seconds: float) -> None:
     waiting.here().sleep(seconds)
 
 
-# Two functions, not an object with two methods: a dual write reads the clock often, and each extra frame costs time.
-_read: Callable[[], float] = _system_clock()
+now_s: Final = _system_clock()
+"""Seconds on a clock that never goes back and counts the time while the machine is suspended.
+
+A dual write reads it about twenty times, so it is C's: no frame of Python's. Modules import it by name, so another clock is
+set in this object, not in its place.
+"""
 _sleep: Callable[[float], None] = _system_sleep
-
-
-def now_s() -> float:
-    """Seconds on a clock that never goes back and counts the time while the machine is suspended."""
-    return _read()
 
 
 def pause(seconds: float) -> None:
@@ -60,13 +59,19 @@ def pause(seconds: float) -> None:
 @contextmanager
 def running_on(clock: Clock) -> Generator[None, None, None]:
     """Replace the clock of the whole process while the block runs. For simulators: no real server may be in use."""
-    global _read, _sleep
-    former = _read, _sleep
-    _read, _sleep = clock.monotonic, clock.sleep
+    global _sleep  # noqa: PLW0603 - the process has one clock
+    former, former_sleep = partial(now_s.func, *now_s.args), _sleep
+    _set_clock(partial(clock.monotonic))
+    _sleep = clock.sleep
     try:
         yield
     finally:
-        _read, _sleep = former
+        _set_clock(former)
+        _sleep = former_sleep
+
+
+def _set_clock(read: partial[float]) -> None:
+    now_s.__setstate__((read.func, read.args, {}, None))  # type: ignore[attr-defined] # what copies of a partial use
 
 
 class Deadline:
@@ -75,17 +80,17 @@ class Deadline:
     __slots__ = ("_at",)
 
     def __init__(self, seconds: float) -> None:
-        self._at = _read() + seconds
+        self._at = now_s() + seconds
 
     def remaining_s(self) -> float:
         """Seconds left, never below zero."""
-        left_s = self._at - _read()
+        left_s = self._at - now_s()
         return left_s if left_s > 0 else 0.0
 
     @property
     def expired(self) -> bool:
         """Whether the moment has come."""
-        return _read() >= self._at
+        return now_s() >= self._at
 
 
 FIRST_PAUSE_S: Final = 0.002

@@ -127,27 +127,41 @@ def _parse(text: str) -> Mapping[str, Callable[[str], None]]:
     return armed
 
 
-_armed = _parse(os.environ.get(ENVIRONMENT, ""))
+_armed: Mapping[str, Callable[[str], None]] = {}
+_NONE_ARMED: Final[Callable[[str], object]] = {}.get
+"""Stands for :func:`hit` while nothing is armed: the look-up alone, without a frame of Python's."""
+
+
+def _pass(name: str) -> None:
+    if name in _armed:
+        _armed[name](name)
+
+
+hit: Callable[[str], object] = _NONE_ARMED
+"""Pass the point. Does nothing unless it is armed and this is the pass it waits for. Call it as ``failpoints.hit``."""
+
+
+def _set_armed(armed: Mapping[str, Callable[[str], None]]) -> None:
+    global _armed, hit  # noqa: PLW0603 - the armed points belong to the process, as its environment does
+    _armed = armed
+    if hit is _pass or hit is _NONE_ARMED:  # else a test has put its own in its place
+        hit = _pass if armed else _NONE_ARMED
 
 
 def arm(text: str) -> None:
     """Arm points in this process, replacing those that were armed. Refuses unknown names and actions, with `ValueError`."""
-    global _armed  # noqa: PLW0603 - the armed points belong to the process, as its environment does
-    _armed = _parse(text)
+    _set_armed(_parse(text))
+
+
+arm(os.environ.get(ENVIRONMENT, ""))
 
 
 @contextmanager
 def watched(observer: Callable[[str], None]) -> Generator[None, None, None]:
     """While the block runs, report every point that this process passes to the observer, and do nothing else."""
-    global _armed  # noqa: PLW0603 - as in arm()
-    former, _armed = _armed, dict.fromkeys(FAILPOINTS, observer)
+    former = _armed
+    _set_armed(dict.fromkeys(FAILPOINTS, observer))
     try:
         yield
     finally:
-        _armed = former
-
-
-def hit(name: str) -> None:
-    """Pass the point. Does nothing unless it is armed and this is the pass it waits for."""
-    if _armed and name in _armed:
-        _armed[name](name)
+        _set_armed(former)

@@ -215,7 +215,7 @@ class Connections:
             self.metadata((), deadline)
         box: list[Answer | Exception] = []
         ours = request if hasattr(request, "frame") else Rare(request)
-        connection = self._post(node, ours, box.append, self._settings.request_s)
+        connection = self.post(node, ours, box.append)
         try:
             while not box:
                 seconds = deadline.remaining_s()
@@ -257,14 +257,33 @@ class Connections:
 
     # Requests whose answers are taken later.
 
-    def post(self, node: int, request: Request | Message, done: Done) -> None:
+    def post(
+        self, node: Node, request: Request, done: Done, patience_s: float | None = None, *, lane: int = 0
+    ) -> Connection | None:
         """Send a request without a wait for its answer.
 
-        ``done`` is called once, with the answer or the error, by this call or by a later one of this object.
+        ``done`` is called once, with the answer or the error, by this call or by a later one of this object, unless the request
+        is withdrawn from the connection that is returned. ``patience_s`` is how long the broker may take.
         """
         if self._closed or os.getpid() != self._pid:
             self._check()
-        self._post(node, request if hasattr(request, "frame") else Rare(request), done, self._settings.request_s)
+        connection = self._connections.get(node) if not lane else self._more_lanes.get((node, lane))
+        now = now_s()
+        if (
+            connection is None
+            or connection.error is not None
+            or (now - connection.used_at > LOOK_AFTER_S and not connection.rests_in_peace(now))
+        ):
+            made = self._connect(node, lane, connection, now)
+            if isinstance(made, Exception):
+                done(made)
+                return None
+            connection = made
+        connection.used_at = now
+        connection.post(request, done, now + (self._settings.request_s if patience_s is None else patience_s))
+        if connection not in self._asked:
+            self._asked.append(connection)
+        return connection
 
     def serve(self, seconds: float = 0.0) -> None:
         """Send and receive what can be at once; wait up to that long, or a little, for something to do."""
@@ -373,7 +392,7 @@ class Connections:
                 box: list[Answer | Exception] = []
                 boxes.append(box)
                 ours = request if hasattr(request, "frame") else Rare(request)
-                used.append(self._post(node, ours, box.append, patience_s, lane=number % lanes))
+                used.append(self.post(node, ours, box.append, patience_s, lane=number % lanes))
             for box in boxes:
                 while not box:
                     seconds = deadline.remaining_s()
@@ -401,25 +420,6 @@ class Connections:
         failure = NotYet(str(answer), unreachable=True)
         failure.__cause__ = answer
         return failure
-
-    def _post(self, node: Node, request: Request, done: Done, patience_s: float, *, lane: int = 0) -> Connection | None:
-        connection = self._connections.get(node) if not lane else self._more_lanes.get((node, lane))
-        now = now_s()
-        if (
-            connection is None
-            or connection.error is not None
-            or (now - connection.used_at > LOOK_AFTER_S and not connection.rests_in_peace(now))
-        ):
-            made = self._connect(node, lane, connection, now)
-            if isinstance(made, Exception):
-                done(made)
-                return None
-            connection = made
-        connection.used_at = now
-        connection.post(request, done, now + patience_s)
-        if connection not in self._asked:
-            self._asked.append(connection)
-        return connection
 
     def _connect(self, node: Node, lane: int, former: Connection | None, now: float) -> Connection | Exception:
         failures, not_before, why = self._failures.get(node, (0, 0.0, ConnectionBroken("not connected")))

@@ -238,20 +238,9 @@ class Connection:
         ``done`` is called once, by this call or by a later one, unless the request is withdrawn. Without an answer at
         ``due_at`` (seconds, on the clock of ``now_s``) the connection breaks.
         """
-        if self.is_open and self._is_whole and (self._login_until is None or now_s() < self._login_until):
-            self._send(request, done, due_at)
+        if not self.is_open or not self._is_whole or (self._login_until is not None and now_s() >= self._login_until):
+            self._keep(request, done, due_at)
             return
-        if not self._is_whole:
-            self.fail(self._interrupted())
-        if self.error is not None:
-            done(self.error)
-            return
-        self.waiting.append((request, done, due_at))
-        if self._opening is None and not self.in_flight:
-            # A login that is about to end is made again once no answer is outstanding, before anything else is sent.
-            self._begin(self._log_in_again())
-
-    def _send(self, request: Request, done: Done, due_at: float) -> None:
         number = self._numbers.get(type(request))
         if number is None:
             try:
@@ -268,6 +257,18 @@ class Connection:
         self.in_flight.append((correlation_id, request, number, done, due_at))
         self._write(frame)
         self._is_whole = True
+
+    def _keep(self, request: Request, done: Done, due_at: float) -> None:
+        """Keep a request until the connection is open, or open again."""
+        if not self._is_whole:
+            self.fail(self._interrupted())
+        if self.error is not None:
+            done(self.error)
+            return
+        self.waiting.append((request, done, due_at))
+        if self._opening is None and not self.in_flight:
+            # A login that is about to end is made again once no answer is outstanding, before anything else is sent.
+            self._begin(self._log_in_again())
 
     def withdraw(self, done: Done) -> None:
         """The caller no longer waits for this request's answer. What was not sent must not be sent later.
@@ -326,7 +327,8 @@ class Connection:
             self.is_open = self.was_open = True
             waiting, self.waiting = self.waiting, deque()
             for entry in waiting:
-                self._send(*entry)
+                self._is_whole = True
+                self.post(*entry)
         except (ConnectionBroken, ConfigurationError) as error:
             self.fail(error)
         except ssl.SSLCertVerificationError as error:

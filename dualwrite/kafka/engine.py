@@ -231,7 +231,7 @@ class ProducerEngine(ABC):
         """
 
     @abstractmethod
-    def begin(self, deadline: Deadline) -> None:
+    def begin(self) -> None:
         """Begin a transaction, once the last one is known to have ended."""
 
     def require_topic(self, topic: str) -> None:  # noqa: B027 - not every engine asks
@@ -359,13 +359,12 @@ class ProducerEngine(ABC):
         if self.machine.allows(ProducerEvent.DOUBT):
             self.doubt(f"{verb} was interrupted")
 
-    def _require_end_known(self, deadline: Deadline) -> None:
-        if self.pending_end is None:
-            return
-        if self.pending_end.known:
+    @verb
+    def _require_end_known(self, pending_end: PendingEnd) -> None:
+        if pending_end.known:
             self.pending_end = None
             return
-        step = know_end(self._coordinator, self.pending_end, deadline)
+        step = know_end(self._coordinator, pending_end, Deadline(self._call_timeout_s))
         self.note_end(step)
         if step is not EndStep.KNOWN:
             raise TransactionAborted(f"begin_transaction: {_END_UNKNOWN}", transactional_id=self._id)

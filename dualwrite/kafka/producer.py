@@ -212,8 +212,7 @@ class TransactionalProducer:
             Fenced: Another owner took over.
             Unavailable: The brokers did not answer in time; the producer is doubtful.
         """
-        self._check(ProducerEvent.BEGIN)
-        self._instance.begin(Deadline(self._call_timeout_s))
+        self._engine_for(ProducerEvent.BEGIN).begin()
 
     def produce(
         self,
@@ -250,8 +249,7 @@ class TransactionalProducer:
             TypeError, UnicodeEncodeError: A part is of another type, or a text has a surrogate. Nothing was taken; the
                 transaction continues.
         """
-        self._check(ProducerEvent.PRODUCE)
-        engine = self._instance
+        engine = self._engine_for(ProducerEvent.PRODUCE)
         if on_delivery is not None:
             engine.refuse_callback()
         try:
@@ -282,8 +280,7 @@ class TransactionalProducer:
             TypeError, UnicodeEncodeError: As `produce`; messages before that one may have been taken.
             ValueError: The numbers of keys and values differ; nothing was produced.
         """
-        self._check(ProducerEvent.PRODUCE)
-        self._instance.send_many(MessageBatch.of(topic, values, keys))
+        self._engine_for(ProducerEvent.PRODUCE).send_many(MessageBatch.of(topic, values, keys))
 
     def produce_arrow(
         self,
@@ -312,8 +309,7 @@ class TransactionalProducer:
             ValueError: The columns differ in length; nothing was produced.
             TypeError: A column is of another type.
         """
-        self._check(ProducerEvent.PRODUCE)
-        self._instance.send_columns(
+        self._engine_for(ProducerEvent.PRODUCE).send_columns(
             MessageColumns(topic, values, keys, headers, partitions, timestamps).of_one_length()
         )
 
@@ -378,8 +374,7 @@ class TransactionalProducer:
             IllegalStateError: No transaction is open.
             Exception: What a delivery callback raised, if nothing else fails. Abort.
         """
-        self._check(ProducerEvent.PREPARE)
-        return self._instance.prepare(Deadline(self._call_timeout_s))
+        return self._engine_for(ProducerEvent.PREPARE).prepare(Deadline(self._call_timeout_s))
 
     def require_still_open(self) -> None:
         """Check that the prepared transaction is still open, unless checked within the last second.
@@ -406,15 +401,15 @@ class TransactionalProducer:
             DecidedTransactionLost: The broker aborted a kept transaction.
             IllegalStateError: There is nothing to commit.
         """
-        self._check(ProducerEvent.COMMIT)
+        engine = self._engine_for(ProducerEvent.COMMIT)
         deadline = Deadline(self._call_timeout_s)
         if self._machine.state is ProducerState.KEPT:
             self._kept.commit_ongoing(deadline)
             self._open(ProducerEvent.COMMIT, deadline)
             return
         if self._machine.state is ProducerState.BEGUN:
-            self._instance.prepare(deadline)
-        self._instance.commit(ProducerEvent.COMMIT, deadline)
+            engine.prepare(deadline)
+        engine.commit(ProducerEvent.COMMIT, deadline)
 
     def abort_transaction(self) -> None:
         """Abort: nothing of the transaction becomes visible. Waits up to a second for messages in flight.
@@ -425,13 +420,13 @@ class TransactionalProducer:
             Fenced: Another owner took over, and ended the transaction.
             IllegalStateError: There is nothing to abort.
         """
-        self._check(ProducerEvent.ABORT)
+        engine = self._engine_for(ProducerEvent.ABORT)
         deadline = Deadline(self._call_timeout_s)
         if self._machine.state is ProducerState.KEPT:
             self._kept.abort_kept(deadline)
             self._open(ProducerEvent.ABORT, deadline)
         else:
-            self._instance.abort(ProducerEvent.ABORT, deadline)
+            engine.abort(ProducerEvent.ABORT, deadline)
 
     def complete_transaction(self, state: PreparedTxnState) -> Completion:
         """Commit the prepared transaction if the state names it, else abort it; KIP-939's recovery.
@@ -449,17 +444,17 @@ class TransactionalProducer:
             IllegalStateError: Neither ``prepare_transaction`` nor ``init_transactions(keep_prepared_txn=True)`` was
                 called.
         """
-        self._check(ProducerEvent.COMPLETE)
+        engine = self._engine_for(ProducerEvent.COMPLETE)
         deadline = Deadline(self._call_timeout_s)
         if self.state is ProducerState.KEPT:
             done = self._kept.complete(state, deadline)
-            self._instance.log.info("completed: %s", done.value)
+            engine.log.info("completed: %s", done.value)
             self._open(ProducerEvent.COMPLETE, deadline)
             return done
         if state == self.prepared_state:
-            self._instance.commit(ProducerEvent.COMPLETE, deadline)
+            engine.commit(ProducerEvent.COMPLETE, deadline)
             return Completion.COMMITTED
-        self._instance.abort(ProducerEvent.COMPLETE, deadline)
+        engine.abort(ProducerEvent.COMPLETE, deadline)
         return Completion.ABORTED
 
     def close(self) -> None:
@@ -544,8 +539,17 @@ class TransactionalProducer:
         """Raise unless the event is allowed now; changes nothing."""
         if self._made_in != forks.process:
             raise forks.forked_error(self._made_in, self._id)
-        if not self._machine.allows(event):
-            raise not_allowed(event, self._machine.state, self._id)
+        machine = self._machine
+        if event not in machine.table[machine.state]:
+            raise not_allowed(event, machine.state, self._id)
+
+    def _engine_for(self, event: ProducerEvent) -> ProducerEngine:
+        """The engine, to carry the event out. Raises as :meth:`_check`, in one frame: a dual write calls it three times."""
+        machine = self._machine
+        if self._chosen is None or self._made_in != forks.process or event not in machine.table[machine.state]:
+            self._check(event)
+        assert self._chosen is not None
+        return self._chosen
 
     def _require_no_fork(self) -> None:
         if self._made_in != forks.process:
@@ -592,7 +596,8 @@ class LaneProducer(TransactionalProducer):
     @property
     def engine(self) -> ProducerEngine:
         """The engine, which takes messages. Only after :meth:`init_transactions`."""
-        return self._instance
+        assert self._chosen is not None
+        return self._chosen
 
     @property
     def reusable(self) -> bool:
@@ -607,7 +612,7 @@ class LaneProducer(TransactionalProducer):
 
     def note_end(self, step: EndStep) -> None:
         """Take the next step for :attr:`pending_end`: the producer continues, or becomes doubtful."""
-        self._instance.note_end(step)
+        self.engine.note_end(step)
 
     @property
     def undecided_in(self) -> frozenset[tuple[str, int]]:

@@ -22,7 +22,7 @@ from dualwrite.errors import DualWriteError, Unavailable
 from dualwrite.interfaces import TransactionCoordinator, native_of
 from dualwrite.kafka.brokers import NotYet
 from dualwrite.kafka.log import Scan, fetched, glance_request
-from dualwrite.kafka.messages import Answer, DescribeProducers, Message, OffsetForLeaderEpoch, Request
+from dualwrite.kafka.messages import Answer, DescribeProducers, Message, OffsetForLeaderEpoch, Rare
 from dualwrite.protocol.known_end import (
     Ended,
     EndStep,
@@ -222,7 +222,8 @@ class EndQuestions:
             return
         self._posted = None
         for pending, shown in zip(asked, [*posted.native, *posted.shared], strict=True):
-            if _step(pending, shown, early=True) is EndStep.KNOWN:
+            rule = next_native_end_step if pending.ended.state.is_native else next_end_step
+            if rule(pending.ended, shown, early=True) is EndStep.KNOWN:
                 pending.known = True
                 self._unknown.pop(pending, None)
 
@@ -332,16 +333,20 @@ class PostedQuestion:
                 for number in more.numbers:
                     self._ask(by_node, asked, more.topic, number, more.topic_id)
         for node, epochs in by_node.items():
-            described: list[Answer | NotYet] = []
-            self._post(node, DescribeProducers(epochs), described.append)
-            self._post(node, OffsetForLeaderEpoch(epochs), partial(self._note_producers, epochs, described))
+            # Both go over one connection, so the second answer, or the error in its place, comes after the first one.
+            described: list[Answer | Exception] = []
+            brokers.post(node, DescribeProducers(epochs), described.append)
+            self._outstanding += 1
+            brokers.post(node, OffsetForLeaderEpoch(epochs), partial(self._note_producers, epochs, described))
         for state in shared:
             proofs: dict[Partition, LogProof | None] = {}
             self.shared.append(proofs)
             for first in state.first_offsets:
                 scan = Scan(first, state.producer_id, state.epoch)
                 if (leader := self._leader(first.topic, first.partition, first.topic_id)) is not None:
-                    self._post(leader.node, glance_request(scan, leader), partial(self._note_glance, scan, proofs))
+                    self._outstanding += 1
+                    glance = Rare(glance_request(scan, leader))
+                    brokers.post(leader.node, glance, partial(self._note_glance, scan, proofs))
         self.is_sent = bool(self._outstanding or self._shown)
 
     @classmethod
@@ -386,24 +391,14 @@ class PostedQuestion:
             return None
         return topic.leaders.get(number)
 
-    def _post(self, node: int, request: Request | Message, note: Callable[[Answer | NotYet], object]) -> None:
-        self._outstanding += 1
-        self._brokers.post(node, request, partial(self._done, note))
-
-    def _done(self, note: Callable[[Answer | NotYet], object], answer: Answer | Exception) -> None:
-        self._outstanding -= 1
-        try:
-            note(NotYet(str(answer)) if isinstance(answer, Exception) else answer)
-        except DualWriteError as error:  # a right is missing: a caller that needs the end raises it
-            logger.debug("no answer about the ends of transactions: %s", error)
-
     def _note_producers(
-        self, led: Mapping[Partition, int], described: Sequence[Answer | NotYet], epochs: Answer | NotYet
+        self, led: Mapping[Partition, int], described: Sequence[Answer | Exception], epochs: Answer | Exception
     ) -> None:
-        producers: Answer | NotYet = described[0] if described else NotYet("no answer")
+        self._outstanding -= 1
+        producers: Answer | Exception = described[0] if described else NotYet("no answer")
         for key in led:
-            found = None if isinstance(producers, NotYet) else producers.get(key)
-            leads = None if isinstance(epochs, NotYet) else epochs.get(key)
+            found = None if isinstance(producers, Exception) else producers.get(key)
+            leads = None if isinstance(epochs, Exception) else epochs.get(key)
             if found is None or leads is None or found[0] or leads[0]:
                 self._topics.forget([key[0]])  # it has another leader, or a caller that needs the end is told why not
                 continue
@@ -412,8 +407,13 @@ class PostedQuestion:
                 if row.producer_id in self._producers:
                     rows[row.producer_id] = ShownProducer(row.epoch, row.open_from if row.open_from >= 0 else None)
 
-    def _note_glance(self, scan: Scan, proofs: dict[Partition, LogProof | None], answer: Message | NotYet) -> None:
-        partition = fetched(scan.place, answer)
+    def _note_glance(self, scan: Scan, proofs: dict[Partition, LogProof | None], answer: Message | Exception) -> None:
+        self._outstanding -= 1
+        try:
+            partition = fetched(scan.place, NotYet(str(answer)) if isinstance(answer, Exception) else answer)
+        except DualWriteError as error:  # a right is missing: a caller that needs the end raises it
+            logger.debug("no answer about the ends of transactions: %s", error)
+            return
         if isinstance(partition, NotYet):
             self._topics.forget([scan.first.topic])
         elif partition is not None:

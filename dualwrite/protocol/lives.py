@@ -25,7 +25,7 @@ class Machine(Generic[State, Event]):
     ``moved`` is called with the new state after each event that leads to another one, and must not raise.
     """
 
-    __slots__ = ("_moved", "_name", "_table", "state")
+    __slots__ = ("_moved", "_name", "state", "table")
 
     def __init__(
         self,
@@ -36,22 +36,22 @@ class Machine(Generic[State, Event]):
         moved: Callable[[State], object] | None = None,
     ) -> None:
         self._name = name
-        self._table = table
+        self.table = table
         self.state = initial
         self._moved = moved
 
     def allows(self, event: Event) -> bool:
         """Whether the table lists the event for the present state."""
-        return event in self._table[self.state]
+        return event in self.table[self.state]
 
     def check(self, event: Event) -> None:
         """Raise unless the event is allowed now. Call it before the I/O that the event stands for."""
-        if event not in self._table[self.state]:
+        if event not in self.table[self.state]:
             raise self._refusal(event)
 
     def apply(self, event: Event) -> State:
         """Move by the table: the event has happened. One that is not allowed raises, and leaves the state unchanged."""
-        following = self._table[self.state].get(event)
+        following = self.table[self.state].get(event)
         if following is None:
             raise self._refusal(event)
         if following is not self.state:
@@ -61,7 +61,7 @@ class Machine(Generic[State, Event]):
         return following
 
     def _refusal(self, event: Event) -> IllegalStateError:
-        allowed = ", ".join(sorted(other.value for other in self._table[self.state])) or "nothing"
+        allowed = ", ".join(sorted(other.value for other in self.table[self.state])) or "nothing"
         return IllegalStateError(
             f"{event.value} is not allowed while the {self._name} is {self.state.value}",
             next_step=f"allowed now: {allowed}",

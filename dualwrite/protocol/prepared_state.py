@@ -34,7 +34,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import zip_longest
-from typing import Final, TypeVar
+from typing import Final
 
 from dualwrite.errors import ConfigurationError
 
@@ -95,9 +95,6 @@ class FurtherPartitions:
         object.__setattr__(self, "numbers", tuple(sorted(self.numbers)))
 
 
-Part = TypeVar("Part", FirstOffset, FurtherPartitions)
-
-
 @dataclass(frozen=True, eq=False)
 class PreparedTxnState:
     """The identity of one prepared transaction: equal states name the same transaction.
@@ -138,8 +135,10 @@ class PreparedTxnState:
     def __post_init__(self) -> None:
         object.__setattr__(self, "has_transaction", self.producer_id >= 0)
         object.__setattr__(self, "is_native", self.engine is Engine.NATIVE)
-        object.__setattr__(self, "first_offsets", _in_order(self.first_offsets))
-        object.__setattr__(self, "further", _in_order(self.further))
+        if len(self.first_offsets) > 1 or not isinstance(self.first_offsets, tuple):
+            object.__setattr__(self, "first_offsets", tuple(sorted(self.first_offsets)))
+        if len(self.further) > 1 or not isinstance(self.further, tuple):
+            object.__setattr__(self, "further", tuple(sorted(self.further)))
         self._check()
 
     def _check(self) -> None:
@@ -255,6 +254,8 @@ class PreparedTxnState:
     @property
     def partitions(self) -> frozenset[tuple[str, int]]:
         """Every (topic, partition) that the state names, with an offset or without."""
+        if len(self.first_offsets) == 1 and not self.further:
+            return frozenset(((self.first_offsets[0].topic, self.first_offsets[0].partition),))  # as most transactions
         named = {(first.topic, first.partition) for first in self.first_offsets}
         return frozenset(named.union((more.topic, number) for more in self.further for number in more.numbers))
 
@@ -349,10 +350,6 @@ def stored_text(state: PreparedTxnState) -> str:
         PreparedTxnState.from_string(text)
         object.__setattr__(state, "_is_readable", True)
     return text
-
-
-def _in_order(parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    return parts if len(parts) < 2 and isinstance(parts, tuple) else tuple(sorted(parts))
 
 
 def _parse_topics(

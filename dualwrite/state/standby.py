@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
+from dualwrite import failpoints
 from dualwrite.clock import Deadline
-from dualwrite.failpoints import hit
 from dualwrite.state.changelog import Changelog, first_to_read, require_complete
 from dualwrite.state.store import KeyValueStore
 
@@ -101,7 +101,7 @@ def roll_forward(
         store.put_all(changes)
         applied += len(changes)
         store.commit(reached, as_of_ms=began_ms if reached == log.end else as_of_ms)
-        hit("state.restored")
+        failpoints.hit("state.restored")
         on_progress(reached, log.end)
     if start == log.end:
         store.commit(log.end, as_of_ms=began_ms)

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, cast
 from weakref import WeakSet
 
+from dualwrite import failpoints
 from dualwrite.errors import (
     ChangelogDiffers,
     ConfigurationError,
@@ -28,7 +29,6 @@ from dualwrite.errors import (
     StoreUnreadable,
     Unavailable,
 )
-from dualwrite.failpoints import hit
 from dualwrite.state.entries import (
     UNCHANGED,
     Change,
@@ -210,7 +210,7 @@ class KeyValueStore:
                 raise disk_is_full(self.path, refused) from refused
             raise
         self._uncommitted.clear()
-        hit("state.spilled")
+        failpoints.hit("state.spilled")
 
     # The transaction
 
@@ -304,12 +304,12 @@ class KeyValueStore:
             else:
                 self._spill()
                 self._spilled.decide(note)
-                hit("state.decided")
+                failpoints.hit("state.decided")
                 self._copy(self._spilled, note)
                 self._discard_spilled()
             self._committed = committing
             self._uncommitted.clear()
-        hit("state.committed")
+        failpoints.hit("state.committed")
 
     @contextmanager
     def _failing(self) -> Generator[None, None, None]:
@@ -366,11 +366,11 @@ class KeyValueStore:
                 put_all(batch, [change])
                 if batch.size_in_bytes() > _COPIED_AT_ONCE_BYTES:
                     self._rocks.write(batch)
-                    hit("state.copied")
+                    failpoints.hit("state.copied")
                     batch = self._rocks.batch()
         self._rocks.write(batch, note=note)
         self._committed = parsed(note, self.path)
-        hit("state.finished")
+        failpoints.hit("state.finished")
 
     def _discard_spilled(self) -> None:
         if self._spilled is not None:

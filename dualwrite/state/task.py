@@ -13,9 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from dualwrite import waiting
+from dualwrite import failpoints, waiting
 from dualwrite.errors import DualWriteError, IllegalStateError, Unavailable
-from dualwrite.failpoints import hit
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.protocol.lives import ProducerState
 from dualwrite.state.changelog import Changelog
@@ -358,11 +357,11 @@ class LoggedStore:
                 partition=self._changelog.partition,
                 on_delivery=logged.delivered,
             )
-        hit("state.logged")
+        failpoints.hit("state.logged")
 
     def commit(self) -> None:
         """Commit the store, after the transaction has. If that fails, the store is behind, and the transaction stands."""
-        hit("state.before_commit")
+        failpoints.hit("state.before_commit")
         hold(self.store, held=False)
         logged = self._logged
         if not logged.produced:

@@ -119,9 +119,11 @@ class ProducerInstance(JudgedProducer):
         return timeout_ms
 
     @verb
-    def begin(self, deadline: Deadline) -> None:
+    def begin(self) -> None:
         """Begin a transaction."""
-        self._require_end_known(deadline)
+        deadline = Deadline(self._call_timeout_s)
+        if self.pending_end is not None:
+            self._require_end_known(self.pending_end)
         self._call(Phase.BEGIN, lambda producer, _: producer.begin_transaction(), deadline)
         self.transaction = OpenTransaction()
         self.prepared = None

@@ -45,6 +45,7 @@ _IMPORT_FROM: Final = 100_000
 class _Target:
     """A topic's partitions: their number, and as candidates those with a leader, or all if none has one."""
 
+    topic: Topic
     count: int
     candidates: tuple[int, ...]
 
@@ -52,7 +53,7 @@ class _Target:
     def of(cls, topic: Topic) -> _Target:
         count = len(topic.leaders)
         led = tuple(sorted(number for number, leader in topic.leaders.items() if leader is not None))
-        return cls(count, led or tuple(range(count)))
+        return cls(topic, count, led or tuple(range(count)))
 
 
 class Filling:
@@ -71,13 +72,14 @@ class Filling:
         *,
         sticky: StickyPartitions | None = None,
         clock: Callable[[], float] = now_s,
-        clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+        clock_ms: Callable[[], int] | None = None,
     ) -> None:
         self._settings = settings
         self._look_up = topic
         self._clock = clock
         self._clock_ms = clock_ms
         self._partitioner = partitioner(settings.partitioner)
+        self._last_targets: dict[str, _Target] = {}  # as the last look-ups of their topics have shown them
         self._sticky = sticky or StickyPartitions(settings.sticky_s, settings.batch_bytes)
         self.begin(core)
 
@@ -107,7 +109,7 @@ class Filling:
             size = (0 if value is None else len(value)) + (0 if key is None else len(key))
             number = self._sticky.one_message(topic, target.candidates, size, now, self._core.collects_in)
         if created_ms is None:
-            created_ms = self._clock_ms()
+            created_ms = self._now_ms()
         callback = None if on_delivery is None else message
         self._core.append((topic, number), value, key, headers, created_ms, now=now, callback=callback)
 
@@ -120,7 +122,7 @@ class Filling:
         topic = batch.topic
         check_topic(topic)
         target = self._targets.get(topic) or self._target(topic)
-        created_ms = self._clock_ms()
+        created_ms = self._now_ms()
         if _columns_pay(batch.messages, 1 if batch.keys is None else target.count):
             yield from self._as_columns(topic, batch.values, batch.keys, created_ms)
             return
@@ -152,7 +154,7 @@ class Filling:
 
         settings, topic = self._settings, columns.topic
         rows = Columns(columns, first_row=first_row)
-        created_ms = self._clock_ms() if timestamp_ms is None else timestamp_ms
+        created_ms = self._now_ms() if timestamp_ms is None else timestamp_ms
         check_topic(topic)
         target = self._targets.get(topic) or self._target(topic)
         if rows.highest_partition >= target.count:
@@ -170,6 +172,9 @@ class Filling:
             self._core.add((topic, where), body, self._clock())
             yield
 
+    def _now_ms(self) -> int:
+        return time.time_ns() // 1_000_000 if self._clock_ms is None else self._clock_ms()
+
     def _require_partition(self, topic: str, number: int) -> None:
         target = self._target(topic, fresh=True)  # it may have got more partitions
         if number >= target.count:
@@ -179,7 +184,10 @@ class Filling:
         found = self._look_up(topic, fresh)
         if found is None or not found.leaders:
             raise Unsendable("UNKNOWN_TOPIC_OR_PARTITION", f"there is no topic {topic!r}")
-        target = self._targets[topic] = _Target.of(found)
+        target = self._last_targets.get(topic)
+        if target is None or target.topic is not found:
+            target = self._last_targets[topic] = _Target.of(found)
+        self._targets[topic] = target
         return target
 
 
@@ -241,7 +249,7 @@ class StickyPartitions:
             or not collects_in((topic, stay.partition))
         ):
             left = None if stay is None or self._sticky_s <= 0 else stay.partition
-            others = [one for one in candidates if one != left]
+            others = candidates if len(candidates) == 1 else [one for one in candidates if one != left]
             stay = self._stays[topic] = _Stay(self._choose(others or candidates), now)
         stay.size += size
         return stay.partition

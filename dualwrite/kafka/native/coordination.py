@@ -114,7 +114,7 @@ class CoordinatorRequests:
         *,
         after_silence: bool = True,
     ) -> Answered | None:
-        pausing = GrowingPause(_FIRST_WAIT_S, _LONGEST_WAIT_S)
+        pausing: GrowingPause | None = None
         last: Answered | NotYet | None = None
         late = False
         while not deadline.expired:
@@ -125,6 +125,8 @@ class CoordinatorRequests:
             if isinstance(answer, Answered):
                 if late:
                     answer = answer._replace(late=True)
+                if not answer.code:
+                    return answer
                 meaning = meaning_of(request, answer.code)
                 if meaning not in _REPEATED:
                     return answer
@@ -138,6 +140,7 @@ class CoordinatorRequests:
             if moved:
                 self._nodes.pop(coordinator, None)
             last = answer
+            pausing = pausing or GrowingPause(_FIRST_WAIT_S, _LONGEST_WAIT_S)
             pausing.wait(deadline)
         logger.debug("%s: %s was not answered in time: %s", self._id, request.value, last)
         # While a transaction is being ended, no answer says how; the other requests have not succeeded: it says why.

@@ -268,7 +268,7 @@ class ProduceCore:
     """Sends the messages of one transaction. One for each transaction."""
 
     def __init__(self, limits: Limits, make_builder: Callable[[], RecordsBuilder]) -> None:
-        self._limits = limits
+        self.limits = limits
         self._make_builder = make_builder
         self._queues: dict[Partition, PartitionQueue] = {}
         self._busy: dict[Partition, PartitionQueue] = {}
@@ -280,11 +280,6 @@ class ProduceCore:
         self.queued_messages = 0
         self.in_flight = 0
         self.outdated: set[str] = set()  # a partition with messages has no known leader: look them up
-
-    @property
-    def limits(self) -> Limits:
-        """The limits of sending."""
-        return self._limits
 
     @property
     def is_flushed(self) -> bool:
@@ -342,11 +337,11 @@ class ProduceCore:
     def _queue(self, partition: Partition, now: float) -> PartitionQueue:
         queue = self._queues.get(partition)
         if queue is None:
-            queue = self._queues[partition] = PartitionQueue(self._make_builder, self._limits.in_flight)
+            queue = self._queues[partition] = PartitionQueue(self._make_builder, self.limits.in_flight)
             if self._leader(partition) is None:
                 self.outdated.add(partition[0])
         if not self._busy:
-            self.give_up_at = now + self._limits.delivery_s
+            self.give_up_at = now + self.limits.delivery_s
         self._busy[partition] = self.to_send[partition] = queue
         return queue
 
@@ -373,12 +368,12 @@ class ProduceCore:
 
     def requests(self, now: float, *, flush: bool = False) -> Sequence[ToSend]:
         """The requests to send now. Each counts as sent when it is returned. ``flush`` sends what still collects, too."""
-        due_since = now - self._limits.linger_s
+        due_since = now - self.limits.linger_s
         made: list[ToSend] = []
         while self.to_send and self.refusal is None:
             by_node: dict[int, dict[Partition, Batch]] = {}
             for key, queue in self.to_send.items():
-                node = self._leader(key)
+                node = self._leaders[key[0]].get(key[1]) if key[0] in self._leaders else None
                 if node is not None and (batch := queue.next_to_send(now, due_since, flush=flush)) is not None:
                     queue.note_sent(batch)
                     by_node.setdefault(node, {})[key] = batch
@@ -399,7 +394,7 @@ class ProduceCore:
         part: dict[Partition, Batch] = {}
         size = 0
         for key, batch in batches.items():
-            if part and size + batch.body.size > self._limits.request_bytes:
+            if part and size + batch.body.size > self.limits.request_bytes:
                 yield ToSend(node, part)
                 part, size = {}, 0
             part[key] = batch
@@ -434,7 +429,7 @@ class ProduceCore:
                     del self._busy[key]
             elif meaning is Meaning.MOVED:
                 self._forget_leader(key)
-                if code in _WAITS_FOR_A_TOPIC and now > batch.closed_at + self._limits.topic_s:
+                if code in _WAITS_FOR_A_TOPIC and now > batch.closed_at + self.limits.topic_s:
                     self._refuse(Meaning.ABORT, code, key)
             elif meaning is not Meaning.AGAIN:
                 self._refuse(meaning, code, key)
@@ -452,7 +447,7 @@ class ProduceCore:
         """No broker knows the topic: refuse the transaction if that lasts for longer than ``topic_s``."""
         for key, queue in self._busy.items():
             oldest = queue.oldest
-            if key[0] == topic and oldest is not None and now > oldest.closed_at + self._limits.topic_s:
+            if key[0] == topic and oldest is not None and now > oldest.closed_at + self.limits.topic_s:
                 self._refuse(Meaning.ABORT, Code.UNKNOWN_TOPIC_OR_PARTITION, key)
 
     def may_have_written(self, topic: str) -> bool:
@@ -473,11 +468,11 @@ class ProduceCore:
             oldest = queue.oldest
             if oldest is None:
                 continue
-            if now > oldest.closed_at + self._limits.delivery_s:
+            if now > oldest.closed_at + self.limits.delivery_s:
                 self._refuse(Meaning.ABORT, oldest.last_code or None, key)
                 return
             oldest_at = min(oldest_at, oldest.closed_at)
-        self.give_up_at = oldest_at + self._limits.delivery_s
+        self.give_up_at = oldest_at + self.limits.delivery_s
 
     def next_at(self) -> float | None:
         """When there is something to do that neither an answer nor a look-up brings, if there is anything."""
@@ -485,13 +480,13 @@ class ProduceCore:
         for key, queue in self._busy.items():
             oldest = queue.oldest
             if oldest is not None:
-                times.append(oldest.closed_at + self._limits.delivery_s)
+                times.append(oldest.closed_at + self.limits.delivery_s)
             if self._leader(key) is not None and (ready_at := queue.ready_at()) is not None:
                 times.append(ready_at)
         return min(times, default=None)
 
     def _backoff_s(self, batch: Batch) -> float:
-        return min(self._limits.first_backoff_s * 2.0 ** (batch.attempts - 1), self._limits.longest_backoff_s)
+        return min(self.limits.first_backoff_s * 2.0 ** (batch.attempts - 1), self.limits.longest_backoff_s)
 
     def _refuse(self, meaning: Meaning, code: int | None, partition: Partition) -> None:
         # An end outweighs an abort: after it there must be no next transaction.

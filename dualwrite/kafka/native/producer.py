@@ -82,7 +82,9 @@ _DRAIN_S: Final = 1.0
 """How long an abort waits for outstanding answers. Each one that arrives saves settling a partition."""
 _ASK_S: Final = 2.0
 """Limits the requests before an abort: an abort must not wait for a broker that is down."""
-_WHOLE_BETWEEN_WAITS: Final = frozenset({"begin", "require_topic", "produce", "send_many", "send_columns", "prepare"})
+_WHOLE_BETWEEN_WAITS: Final = frozenset(
+    {"_require_end_known", "require_topic", "produce", "send_many", "send_columns", "prepare"}
+)
 """Verbs that an interruption can stop only between two steps. After stopping another verb, the broker may still carry out a
 request."""
 _LOOK_UP_S: Final = 0.5
@@ -186,10 +188,14 @@ class NativeInstance(ProducerEngine):
             self._raise(failure_of(code, phase, transactional_id=self._id, subject=subject))
         return answered
 
-    @verb
-    def begin(self, deadline: Deadline) -> None:
-        """Begin a transaction. Nothing is sent."""
-        self._require_end_known(deadline)
+    def begin(self) -> None:
+        """Begin a transaction. Nothing is sent.
+
+        So an interruption may come between any two lines: before the machine moves, the next call begins anew; after that there
+        is a transaction, which an abort ends.
+        """
+        if self.pending_end is not None:
+            self._require_end_known(self.pending_end)
         assert self._settings is not None
         settings = self._settings
         core = ProduceCore(settings.limits, settings.make_builder)
@@ -289,6 +295,8 @@ class NativeInstance(ProducerEngine):
     def _find_topic(self, name: str, fresh: bool) -> Topic | None:  # noqa: FBT001 - a callback
         """The topic, once a broker knows it: one that was made a moment ago may not be known everywhere yet."""
         assert self._settings is not None
+        if not fresh and (known := self._sender.known(name)) is not None:
+            return known
         try:
             if (found := self._ask_for_topic(name, fresh=fresh)) is not None:
                 return found
@@ -312,7 +320,8 @@ class NativeInstance(ProducerEngine):
         if self.corked and not filling.is_full:
             return
         self._sender.pump()
-        self._report()
+        if self._sender.delivered or self._statistics is not None:
+            self._report()
         if filling.is_full:
             self._wait_for_room(filling, self._deadline)
         if self._open.core.refusal is not None:
@@ -396,12 +405,13 @@ class NativeInstance(ProducerEngine):
             )
             self._raise(Failure(error, ProducerEvent.FAIL))
         # After the failures of the transaction itself, which a callback may have raised for.
-        transaction.deliveries.raise_callback_error()
+        if transaction.deliveries.callback_error is not None:
+            transaction.deliveries.raise_callback_error()
         self.machine.apply(ProducerEvent.PREPARE)
         try:
             state = self._evidence.state(transaction, self._ids, self._sender.topic_ids, deadline)
-            transaction.looked_at = transaction.first_write_at or now_s()
-            if state.has_transaction and (self.bulk or self.begun_for_s > OLD_S):
+            transaction.looked_at = begun_at = transaction.first_write_at or now_s()
+            if state.has_transaction and (self.bulk or now_s() - begun_at > OLD_S):
                 self._require_open(state, deadline)
                 transaction.looked_at = now_s()
         except DualWriteError as error:

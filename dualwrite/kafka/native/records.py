@@ -82,7 +82,8 @@ class RecordsBody:
             base_sequence,
             self.count,
         )
-        prefix = _PREFIX.pack(0, self.size - _LENGTH_ENDS_AT, -1, _MAGIC, crc32c(self.records, crc32c(checked)))
+        size = HEADER_SIZE + len(self.records)
+        prefix = _PREFIX.pack(0, size - _LENGTH_ENDS_AT, -1, _MAGIC, crc32c(self.records, crc32c(checked)))
         return b"".join((prefix, checked, self.records))
 
 
@@ -198,7 +199,7 @@ class RecordsBuilder:
         """The records so far, at least one, as one body, compressed."""
         if not self._count:
             raise ValueError("a batch without records")
-        number, records = self._codec.compress(self._records)
+        number, records = self._codec.compress(self._records) if self._codec.number else (0, bytes(self._records))
         return RecordsBody(self._count, number, self._base_ms, self._max_ms, records, len(self._records))
 
 

@@ -59,20 +59,8 @@ class Sender:
 
     def topic(self, name: str, deadline: Deadline, *, fresh: bool = False) -> Topic | None:
         """The topic with its partitions; None if there is none. Unchanged throughout a transaction, unless ``fresh``."""
-        if not fresh:
-            if name in self._written:
-                return self._written[name]
-            known = self._known.get(name)
-            if (
-                known is not None
-                and known[0] is self._topics.known(name)
-                and now_s() < self._found_at.get(name, 0.0) + _REFRESH_S
-            ):
-                # As the last look-up has shown it, which may be that of a former transaction.
-                assert self._core is not None
-                self._written[name] = known[0]
-                self._core.learn(name, known[2])
-                return known[0]
+        if not fresh and (known := self.known(name)) is not None:
+            return known
         fresh = fresh or name not in self._found_at or now_s() >= self._found_at[name] + _REFRESH_S
         found = None if fresh else self._topics.known(name)
         if found is None:
@@ -83,6 +71,22 @@ class Sender:
                 self._found_at[name] = now_s()
             self._learn(name, found)
         return found
+
+    def known(self, name: str) -> Topic | None:
+        """The topic, if no broker need be asked for it: as the last look-up has shown it, maybe in a former transaction."""
+        if name in self._written:
+            return self._written[name]
+        known = self._known.get(name)
+        if (
+            known is None
+            or known[0] is not self._topics.known(name)
+            or now_s() >= self._found_at.get(name, 0.0) + _REFRESH_S
+        ):
+            return None
+        assert self._core is not None
+        self._written[name] = known[0]
+        self._core.learn(name, known[2])
+        return known[0]
 
     def has_found(self, name: str) -> bool:
         """Whether the topic was ever found. Asks no broker."""
@@ -138,7 +142,7 @@ class Sender:
         """Send what may be sent, and wait for an answer, or for the next thing to do."""
         assert self._core is not None
         self._prepare_to_send(deadline)
-        self._wait(self._core, deadline)
+        self._wait(self._core, deadline.remaining_s())
 
     def flush(self, deadline: Deadline) -> bool:
         """Send everything, and wait for the acknowledgements.
@@ -147,11 +151,12 @@ class Sender:
         """
         core = self._core
         assert core is not None
-        while core.queued_messages and core.refusal is None and not deadline.expired:
+        while core.queued_messages and core.refusal is None and (left_s := deadline.remaining_s()):
             if core.to_send or core.outdated or now_s() >= core.give_up_at:
                 self._prepare_to_send(deadline)
+                left_s = deadline.remaining_s()
             if core.queued_messages and core.refusal is None:
-                self._wait(core, deadline)
+                self._wait(core, left_s)
         return not core.queued_messages
 
     def _prepare_to_send(self, deadline: Deadline) -> None:
@@ -178,15 +183,15 @@ class Sender:
         """Close the connections."""
         self._brokers.close()
 
-    def _wait(self, core: ProduceCore, deadline: Deadline) -> None:
-        seconds = deadline.remaining_s()
+    def _wait(self, core: ProduceCore, seconds: float) -> None:
         # With everything in flight there is nothing to do before an answer comes, or a batch has waited for too long.
         at = core.next_at() if core.to_send else core.give_up_at
         if at is not None:
             seconds = min(seconds, max(0.0, at - now_s()))
         if core.outdated:
             seconds = min(seconds, _LOOK_UP_AGAIN_S)
-        self._serve(seconds)
+        self._brokers.serve(seconds)
+        self._served_at = now_s()
 
     def _look_up(self, deadline: Deadline) -> None:
         assert self._core is not None

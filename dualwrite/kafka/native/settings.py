@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
@@ -114,9 +115,10 @@ class NativeSettings:
     statistics_s: float = 0.0  # between two calls of stats_cb; 0 for none
     stats_cb: StatisticsCallback | None = None  # gets JSON text
 
-    def make_builder(self) -> RecordsBuilder:
-        """An empty batch."""
-        return RecordsBuilder(self.codec, limit_bytes=self.batch_bytes, limit_records=self.batch_messages)
+    @property
+    def make_builder(self) -> Callable[[], RecordsBuilder]:
+        """Makes an empty batch."""
+        return partial(RecordsBuilder, self.codec, limit_bytes=self.batch_bytes, limit_records=self.batch_messages)
 
 
 @dataclass(frozen=True)

@@ -431,7 +431,7 @@ def _incomplete(state: PreparedTxnState, incarnation: int) -> str | None:
         return None
     if state.incarnation is None:
         return "the state names no incarnation"
-    if not state.partitions:
+    if not state.first_offsets and not state.further:
         return "the state holds no partitions" if state.is_native else "the state holds no first offsets"
     if state.incarnation > incarnation:
         return f"the state names incarnation {state.incarnation}, the row is only at {incarnation}"
