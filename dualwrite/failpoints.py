@@ -128,7 +128,8 @@ def _parse(text: str) -> Mapping[str, Callable[[str], None]]:
 
 
 _armed: Mapping[str, Callable[[str], None]] = {}
-_NONE_ARMED: Final[Callable[[str], object]] = {}.get
+_NOTHING: Final[dict[str, object]] = {}
+_NONE_ARMED: Final[Callable[[str], object]] = _NOTHING.get
 """Stands for :func:`hit` while nothing is armed: the look-up alone, without a frame of Python's."""
 
 
