@@ -22,6 +22,9 @@ from search.explore import Found, explore
 from search.levels import explore_levels
 from search.mistakes import MISTAKES
 from search.page import FIGURES, PAGE, render
+from search.waiting.configurations import WAITING
+from search.waiting.mistakes import WAITING_MISTAKES
+from search.waiting.world import World as WaitingWorld
 from search.world import World
 
 
@@ -32,7 +35,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60, help="stop the last one then, unfinished (default: 60)")
     parser.add_argument("--list", action="store_true", help="list what there is")
     arguments = parser.parse_args()
-    every = {**MISTAKES, **BATCH_MISTAKES, **BATCHES, **CONFIGURATIONS}
+    every = {**MISTAKES, **BATCH_MISTAKES, **WAITING_MISTAKES, **BATCHES, **WAITING, **CONFIGURATIONS}
     if unknown := set(arguments.names) - every.keys():
         parser.error(f"neither a configuration nor a mistake: {', '.join(sorted(unknown))}")
     if arguments.list:
@@ -45,31 +48,37 @@ def main() -> int:
     if not arguments.names:
         FIGURES.unlink(missing_ok=True)  # the whole search keeps nothing of former ones
     for name in arguments.names or every:
-        left_s = until - time.monotonic()
-        if name in MISTAKES:
-            mistake = MISTAKES[name]
-            found = explore(mistake.world(), longest_s=left_s)
-            faults += bool(found.wrong) is not mistake.caught
-            keep("mistakes", name, found)
-        elif name in BATCH_MISTAKES:
-            found = explore_batch(BATCH_MISTAKES[name].world(), left_s)
-            faults += not found.wrong
-            keep("batch_mistakes", name, found)
-        elif name in BATCHES:
-            found = explore_batch(BatchWorld(BATCHES[name].bounds), left_s)
-            faults += bool(found.wrong)
-            keep("batches", name, found, peak_mib=peak_mib())
-        else:
-            bounds, compared = CONFIGURATIONS[name].bounds, CONFIGURATIONS[name].compared
-            found = explore_levels(World(bounds), longest_s=left_s, on_level=told)
-            if found.wrong:
-                faults += 1
-                found = explore(World(bounds))  # once more, keeping the ways, as far as the fault
-            entire = asdict(explore_levels(World(bounds, entire=True), on_level=told)) if compared else None
-            keep("configurations", name, found, peak_mib=peak_mib(), entire=entire)
+        kind, found, is_fault, more = search(name, until - time.monotonic())
+        faults += is_fault
+        keep(kind, name, found, **more)
         end = found.wrong or ("nothing wrong" if found.whole else "not finished")
         print(f"{name}: {found.states:,} states, {found.seconds:,.1f} s: {end}", flush=True)
     return 1 if faults else 0
+
+
+def search(name: str, left_s: float) -> tuple[str, Found, bool, dict[str, Any]]:
+    """Search one. Returns its kind, what was found, whether that is not what should be, and what else to keep."""
+    if name in MISTAKES:
+        found = explore(MISTAKES[name].world(), longest_s=left_s)
+        return "mistakes", found, bool(found.wrong) is not MISTAKES[name].caught, {}
+    if name in BATCH_MISTAKES:
+        found = explore_batch(BATCH_MISTAKES[name].world(), left_s)
+        return "batch_mistakes", found, not found.wrong, {}
+    if name in WAITING_MISTAKES:
+        found = explore(WAITING_MISTAKES[name].world(), longest_s=left_s)
+        return "waiting_mistakes", found, not found.wrong, {}
+    if name in BATCHES:
+        found = explore_batch(BatchWorld(BATCHES[name].bounds), left_s)
+        return "batches", found, bool(found.wrong), {"peak_mib": peak_mib()}
+    if name in WAITING:
+        found = explore(WaitingWorld(WAITING[name].bounds), longest_s=left_s)
+        return "waiting", found, bool(found.wrong), {"peak_mib": peak_mib()}
+    bounds, compared = CONFIGURATIONS[name].bounds, CONFIGURATIONS[name].compared
+    found = explore_levels(World(bounds), longest_s=left_s, on_level=told)
+    if is_fault := bool(found.wrong):
+        found = explore(World(bounds))  # once more, keeping the ways, as far as the fault
+    entire = asdict(explore_levels(World(bounds, entire=True), on_level=told)) if compared else None
+    return "configurations", found, is_fault, {"peak_mib": peak_mib(), "entire": entire}
 
 
 def explore_batch(world: BatchWorld, longest_s: float) -> Found:

@@ -13,6 +13,10 @@ from search.batches.world import BatchBounds
 from search.configurations import CONFIGURATIONS
 from search.mistakes import MISTAKES
 from search.values import Budgets
+from search.waiting.configurations import WAITING
+from search.waiting.mistakes import WAITING_MISTAKES
+from search.waiting.values import Budgets as WaitingBudgets
+from search.waiting.world import Bounds as WaitingBounds
 from search.world import Bounds
 
 FIGURES = Path(__file__).parent / "figures.json"
@@ -46,6 +50,13 @@ that was still on its way arrives, in every order.
 - Nothing stays open for readers, settling comes to an end, a second settling changes nothing.
 - No false alarm about a database that has gone back in time.
 """
+
+OF_WAITING = """\
+Blocks of several owners, of which each goes on after the next has claimed: direct ones, those that fall back in the middle or before,
+and those whose messages always wait; with the senders of all owners. Each statement and each request is a step, so numbers are not
+drawn in the order of commits; Kafka goes away and comes back at any step. Besides being whole and there once, messages keep their
+order: *if X was decided before Y began, X comes before Y in every partition*, whichever way each took. Whether a COMMIT that
+was not answered has happened is the product's decision; the rest is retold."""
 
 TOGETHER = """\
 ## What is taken together
@@ -106,6 +117,9 @@ _WORDS = {
     "forgotten": "skipped marker",
     "unseen": "unseen end of the database's transaction",
     "session": "session that the database ends",
+    "outage": "outage of Kafka",
+    "death": "death of an owner",
+    "restore": "database put back to a copy",
 }
 
 
@@ -133,11 +147,21 @@ def render(seen: Mapping[str, Any]) -> str:
         for name in BATCHES
         if name in batches
     ]
+    waiting, of_waiting = seen.get("waiting", {}), seen.get("waiting_mistakes", {})
+    lines += ["", "### Messages that wait in the database", "", OF_WAITING, "", *_COLUMNS]
+    lines += [
+        _row(WAITING[name].sentence, _waiting_bounds(WAITING[name].bounds), waiting[name])
+        for name in WAITING
+        if name in waiting
+    ]
     lines.append("")
-    peak_mib = max((run["peak_mib"] for run in (*runs.values(), *batches.values())), default=0)
-    total = sum(run["states"] for run in (*runs.values(), *batches.values()))
-    sentences = {name: one.sentence for name, one in (*MISTAKES.items(), *BATCH_MISTAKES.items())}
-    mistakes = {name: found for name in sentences if (found := mistakes.get(name) or of_batches.get(name)) is not None}
+    every_run = (*runs.values(), *batches.values(), *waiting.values())
+    peak_mib = max((run["peak_mib"] for run in every_run), default=0)
+    total = sum(run["states"] for run in every_run)
+    planted = {**MISTAKES, **BATCH_MISTAKES, **WAITING_MISTAKES}
+    sentences = {name: one.sentence for name, one in planted.items()}
+    found_by_name = {**of_waiting, **of_batches, **mistakes}
+    mistakes = {name: found_by_name[name] for name in sentences if name in found_by_name}
     caught = [name for name in mistakes if mistakes[name]["wrong"]]
     lines += [
         f"{total:,} states in all. *Longest*: steps to the state that is farthest away. Run by `make search`: one process, at most "
@@ -202,6 +226,17 @@ def _batch_bounds(bounds: BatchBounds) -> str:
     words = [", ".join(processes), bounds.engine.value]
     words += [] if bounds.markers_late else ["markers at once"]
     words += [f"{count} x {_WORDS[what]}" for what, count in bounds.budgets._asdict().items() if count]
+    return "; ".join(words)
+
+
+def _waiting_bounds(bounds: WaitingBounds) -> str:
+    words = [
+        f"{one.outbox}: {' + '.join(str(len(blocks)) for blocks in one.blocks if blocks) or 'no'} blocks, {one.sends} sends"
+        for one in bounds.owners
+    ]
+    words += ["messages wait at first"] if bounds.later else []
+    budgets = zip(WaitingBudgets._fields, bounds.budgets, strict=True)
+    words += [f"{count} x {_WORDS[what]}" for what, count in budgets if count]
     return "; ".join(words)
 
 
