@@ -39,9 +39,10 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import async_scoped_session, async_sessionmaker
     from typing_extensions import Self, Unpack
 
-    from dualwrite.interfaces import Observer
+    from dualwrite.interfaces import Observer, StateStore
     from dualwrite.kafka.producer import EngineName
     from dualwrite.protocol.process import Health
+    from dualwrite.recovery.claim import OwnerContext
     from dualwrite.writing.lane import OnLoss
     from dualwrite.writing.lane_pool import Lanes
     from dualwrite.writing.sessions import Block
@@ -161,10 +162,13 @@ class AsyncDualWriter:
         """The transactional id; of a leased writer that is not open yet, the name of its fleet."""
         return self._writer.transactional_id
 
-    async def open(self) -> None:
+    async def open(self, *, wait: bool = True) -> None:
         """Claim the transactional id, settle what former owners left behind, and make the producers.
 
         Call it once, before the first transaction; ``async with writer:`` does so. The writer then belongs to this event loop.
+
+        Args:
+            wait: False returns at once, for applications that must start while a server is away: see :meth:`DualWriter.open`.
 
         Raises:
             ConfigurationError: As :meth:`DualWriter.open`; or ``database`` and ``own_engine`` lead to different databases.
@@ -177,7 +181,7 @@ class AsyncDualWriter:
         self._pid = os.getpid()
         self._pool = ThreadPoolExecutor(THREADS + self._limits.max_lanes, f"dualwrite {self.transactional_id}")
         try:
-            await run(self._pool, self._writer.open)
+            await run(self._pool, partial(self._writer.open, wait=wait))
         except BaseException:
             await self.close()
             raise
@@ -470,16 +474,32 @@ class ForTasks(OfTasks, DualWriter):
     """A :class:`DualWriter` for greenlets (:mod:`dualwrite.asyncio.greenlets`): all its methods are called in them."""
 
     _asynchronous: AsyncEngine
+    _compares_later = False
+    _compared = True
 
-    def open(self) -> None:
+    def open(self, *, wait: bool = True) -> None:
         """As :meth:`DualWriter.open`, without blocking the event loop."""
-        elsewhere(super().open)
+        self._compares_later, self._compared = not wait, wait
+        open_ = super().open
+        elsewhere(lambda: open_(wait=wait))
+        if not wait:
+            return  # the connections of the event loop are of no use to the thread that opens: the first block compares
         try:
-            with self._database.connect() as connection:
-                self._opened().context.store.check_same_database(connection)
+            self._compare(self._opened().context.store)
         except BaseException:
             self.close()
             raise
+
+    def _compare(self, store: StateStore) -> None:
+        with self._database.connect() as connection:
+            store.check_same_database(connection)
+
+    def _context(self, joined: StateStore | None) -> OwnerContext:
+        context = super()._context(joined)
+        if not self._compared:
+            self._compare(self._opened().context.store)
+            self._compared = True
+        return context
 
     def close(self) -> None:
         """As :meth:`DualWriter.close`, without blocking the event loop."""
@@ -534,7 +554,9 @@ class LeasedTaskWriter(ForTasks, LeasedWriter):
         **settings: Unpack[CommonSettings],
     ) -> None:
         def make(name: str) -> TaskWriter:
-            return TaskWriter(name, asynchronous, database=database, session_factory=session_factory, **settings)
+            made = TaskWriter(name, asynchronous, database=database, session_factory=session_factory, **settings)
+            made._compared = not self._compares_later  # noqa: SLF001 - its own class
+            return made
 
         both = with_blocks_of(asynchronous, database, settings.get("schema"))
         LeasedWriter.__init__(self, fleet, timing, make=make, database=both, **settings)

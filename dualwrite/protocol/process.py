@@ -1,4 +1,4 @@
-"""Decisions of a writing process about its own dual writes: time, doubt, another attempt, health.
+"""Decisions of a writing process about its own dual writes: time, doubt, another attempt, opening, health.
 
 How the rest of the broker's timeout is divided among the last steps; what the row, the database and the log say about a
 COMMIT whose answer is missing; whether work may run again after an error; and whether a writer is ready.
@@ -22,6 +22,7 @@ from typing import Final
 from dualwrite.errors import (
     CompletionPending,
     ConfigurationError,
+    DatabaseWentBack,
     DecidedTransactionLost,
     DualWriteError,
     Fenced,
@@ -217,6 +218,32 @@ def leaves_nothing(error: BaseException) -> bool:
     return redo_after(error) in {Redo.AGAIN, Redo.USELESS}
 
 
+# What an opening in the background does after a failed attempt.
+
+
+class OpeningStep(Enum):
+    """The step after a failed attempt to open a writer."""
+
+    AGAIN = "try again: a server may answer by then"
+    REPORT = "report the loss, which is recorded, and try again"
+    KEEP = "keep the error: waiting does not mend it"
+
+
+def after_failed_opening(error: Exception) -> OpeningStep:
+    """The step after an attempt that ended with this error. Pure.
+
+    A loss is that of a former owner's transaction: it is in the table of incidents, and the next attempt succeeds. So is a
+    decision that the database has lost; not so a lost claim, after which every attempt fails until a person has looked.
+    """
+    if isinstance(error, DecidedTransactionLost | OutcomeUnverifiable):
+        return OpeningStep.REPORT
+    if isinstance(error, DatabaseWentBack) and error.state is not None:
+        return OpeningStep.REPORT
+    if isinstance(error, ConfigurationError | Fenced | IllegalStateError):
+        return OpeningStep.KEEP
+    return OpeningStep.AGAIN
+
+
 # `Health`: what a writer knows of itself, and whether it is ready for the next dual write.
 
 
@@ -227,6 +254,8 @@ class Health:
     Attributes:
         writer: The writer's transactional id.
         open: Whether it is open, in this process.
+        opening: What its opening in the background waits for, and since when; None if it does not.
+        refused: Why it cannot write, if waiting does not mend that; None if it can. Fix the cause, and restart the process.
         fenced: Whether another owner has taken over. This is final: restart the process if the takeover was not intended.
         answered: Whether database and Kafka answered the last dual write, settling or probe.
         lease_lost: Whether another member of its fleet has its id: it is about to take another one.
@@ -247,6 +276,8 @@ class Health:
 
     writer: str
     open: bool
+    opening: str | None = None
+    refused: str | None = None
     fenced: bool = False
     answered: bool = True
     lease_lost: bool = False
@@ -265,7 +296,9 @@ class Health:
 
     def __post_init__(self) -> None:
         wrong = {
-            "the writer is not open": not self.open,
+            "the writer is not open": not self.open and self.opening is None and self.refused is None,
+            f"the writer is not open yet: {self.opening}": not self.open and self.opening is not None,
+            f"nothing can be written: {self.refused}": self.refused is not None,
             "another owner has taken over": self.fenced,
             "the database or Kafka did not answer last": not self.answered,
             "its lease is lost: it is taking another id": self.lease_lost,

@@ -62,6 +62,7 @@ class Vitals:
         return Health(
             self._name,
             is_open,
+            refused=next((str(error) for pooled in all_lanes if (error := pooled.lane.refused) is not None), None),
             fenced=self._fenced or any(pooled.given_up for pooled in unsettled),
             answered=answered,
             unreported_losses=unreported_losses,

@@ -127,8 +127,9 @@ class Lane:
 
     @property
     def refused(self) -> DualWriteError | None:
-        """The error of the last claim, if waiting cannot mend it. Until a claim succeeds, nothing is begun on this lane."""
-        return self._refused
+        """Why the database and Kafka do not go together, by the last claim; None if they do. For other threads."""
+        error = self._refused
+        return error if isinstance(error, ConfigurationError) else None
 
     def _note_since(self, state: LaneState) -> None:
         self._unsettled_since = (self._unsettled_since or now_s()) if state in _UNSETTLED else None
@@ -329,10 +330,12 @@ class Lane:
         On return nothing of ours is open in Kafka any more, unless :attr:`needs_settling` says so. After `Fenced` the other
         owner settles.
         """
+        known = str(self._refused)
         try:
             self._settle_former(deadline)
         except DatabaseWentBack as error:
-            self._losses.report(error)
+            if str(error) != known:  # it is found again at each attempt
+                self._losses.report(error)
 
     def complete(self, state: PreparedTxnState, deadline: Deadline) -> None:
         """Commit in Kafka what the database has decided.

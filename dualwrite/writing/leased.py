@@ -30,7 +30,9 @@ from dualwrite.recovery.claim import has_ended, lease_owner, place_of_this_proce
 from dualwrite.recovery.in_doubt import LOSSES
 from dualwrite.recovery.operator import take_over
 from dualwrite.writing import transaction
+from dualwrite.writing.opening import PATIENCE_S, Opening, with_opening
 from dualwrite.writing.writer import DualWriter
+from dualwrite.writing.writer_resources import ask_first
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -80,26 +82,51 @@ class LeasedWriter(DualWriter):
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._helper: threading.Thread | None = None
+        self._member_opening: Opening[DualWriter] | None = None
 
-    def open(self) -> None:
+    def open(self, *, wait: bool = True) -> None:
         """Lease the lowest free id of the fleet, then claim and settle it. See :meth:`DualWriter.open`.
 
         It may be called in a process that was forked after the writer was made, and before it was opened.
         """
-        if self._keeper is not None or self._closing.is_set():
+        if self._keeper is not None or self._member_opening is not None or self._closing.is_set():
             raise IllegalStateError("the writer was already opened", transactional_id=self.transactional_id)
         if os.getpid() != self._pid:
             self._pid = os.getpid()
             if self._owns_database:
                 self._database.forked()
+        if not wait:
+            self._member_opening = Opening(
+                self._fleet,
+                self._try_next,
+                publish=self._use,
+                discard=DualWriter.close,  # its own method, as for opening
+                report=self._losses.report,
+            )
+            self._member_opening.start()
+            return
         self._database.check()
-        self._leases = self._database.leases(self._fleet)
-        self._keeper = LeaseKeeper(self._leases, self._timing, on_lost=self._note_taken, on_dead=self._help_dead)
+        keeper = self._make_keeper()
         try:
-            self._current = self._next(self._keeper)
+            self._use(self._next(keeper))
         except BaseException:
             self.close()
             raise
+
+    def _make_keeper(self) -> LeaseKeeper:
+        self._leases = leases = self._database.leases(self._fleet)
+        self._keeper = LeaseKeeper(leases, self._timing, on_lost=self._note_taken, on_dead=self._help_dead)
+        return self._keeper
+
+    def _try_next(self) -> DualWriter:
+        """Try to open a writer, in the background. If it raises, no id is leased."""
+        self._database.check()
+        if self._falls_back_after_s is None:  # otherwise Kafka is not needed
+            ask_first(self._producers.config, self._fleet, PATIENCE_S)  # before an id is leased
+        return self._next(self._keeper or self._make_keeper())
+
+    def _use(self, writer: DualWriter) -> None:
+        self._current, self.transactional_id = writer, writer.transactional_id
 
     def _next(self, keeper: LeaseKeeper) -> DualWriter:
         while True:
@@ -108,7 +135,6 @@ class LeasedWriter(DualWriter):
                 writer = self._make(name)
                 DualWriter.open(writer)  # DualWriter's own method, whatever the class: this is a thread
                 if self._keeps(writer, keeper):
-                    self.transactional_id = name
                     return writer
             except BaseException:
                 keeper.give_back(settled=False)
@@ -153,8 +179,15 @@ class LeasedWriter(DualWriter):
             next_step=_RUN_AGAIN,
         )
 
+    def _await_opening(self) -> None:
+        """Wait a moment for an opening in the background; see :meth:`Opening.wait`."""
+        if (opening := self._member_opening) is not None and not opening.done and os.getpid() == self._pid:
+            opening.wait(min(self._limits.lane_timeout_s, PATIENCE_S))
+
     def _usable(self) -> DualWriter:
         writer = self._current
+        if writer is None and self._member_opening is not None and os.getpid() == self._pid:
+            self._member_opening.check()
         if writer is None or os.getpid() != self._pid:
             self._refuse(writer)
         if self._lost is not None:
@@ -169,7 +202,11 @@ class LeasedWriter(DualWriter):
         return self._usable()._opened()  # noqa: SLF001 - its own class
 
     def _require_open(self) -> None:
-        writer = self._current
+        writer, opening = self._current, self._member_opening
+        if writer is None and opening is not None and os.getpid() == self._pid:
+            opening.check(patient=True)  # the block of a unit waits
+            if not opening.stopped:
+                return
         if writer is None or os.getpid() != self._pid:
             self._refuse(writer)
         transaction.refuse_nested(writer._lanes, self.transactional_id)  # noqa: SLF001 - its own class; its blocks are the writer's
@@ -232,7 +269,8 @@ class LeasedWriter(DualWriter):
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
             with self._lock:
-                self._current, self._lost = writer, None
+                self._use(writer)
+                self._lost = None
             logger.warning(
                 "%s: lost its id; this member continues as %s", former.transactional_id, writer.transactional_id
             )
@@ -279,7 +317,9 @@ class LeasedWriter(DualWriter):
         """See :meth:`DualWriter.health`. Also says whether the lease is lost, or was not renewed in time."""
         writer, keeper = self._current, self._keeper
         if writer is None or keeper is None or os.getpid() != self._pid:
-            return Health(self.transactional_id, open=False)
+            known = Health(self.transactional_id, open=False)
+            opening = self._member_opening if os.getpid() == self._pid else None
+            return known if opening is None else with_opening(known, opening)
         known = writer.health()
         return replace(
             known,
@@ -294,6 +334,8 @@ class LeasedWriter(DualWriter):
             return
         with self._lock:
             self._closing.set()
+        if self._member_opening is not None:
+            self._member_opening.stop()
         if self._helper is not None:
             self._helper.join(2 * self._limits.timeout_s)
         settled = False
@@ -319,7 +361,8 @@ class LeasedWriter(DualWriter):
     def __repr__(self) -> str:
         if self._current is not None:
             return repr(self._current)
-        return f"<DualWriter of fleet {self._fleet} {'closed' if self._closing.is_set() else 'not open'}>"
+        opens = "not open" if self._member_opening is None else "opening"
+        return f"<DualWriter of fleet {self._fleet} {'closed' if self._closing.is_set() else opens}>"
 
 
 class _MembersBlock(AbstractContextManager["Transaction"]):
@@ -335,6 +378,7 @@ class _MembersBlock(AbstractContextManager["Transaction"]):
         self._given = connection, joined
 
     def __enter__(self) -> Transaction:
+        self._member._await_opening()  # noqa: SLF001 - of this module
         self._writer = writer = self._member._usable()  # noqa: SLF001 - of this module
         self._block = block = writer._block(*self._given)  # noqa: SLF001 - its own class
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import TracebackType
@@ -26,8 +26,9 @@ from dualwrite.writing.group_commit import Groups, Submitting, limits_for, runne
 from dualwrite.writing.health import Vitals
 from dualwrite.writing.lane import Losses, OnLoss
 from dualwrite.writing.lane_pool import Lanes
+from dualwrite.writing.opening import PATIENCE_S, Opening, with_opening
 from dualwrite.writing.transaction import Serializers, Serializing, Transaction
-from dualwrite.writing.writer_resources import Opened, ProducerSettings, require_opened
+from dualwrite.writing.writer_resources import Opened, ProducerSettings, ask_first, require_opened
 
 if TYPE_CHECKING:
     import psycopg
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from dualwrite.protocol.process import Health
     from dualwrite.recovery.claim import OwnerContext
     from dualwrite.stores.sql.access import DjangoConnection
+    from dualwrite.writing.lane import Lane
     from dualwrite.writing.sessions import Block, BoundSessions
     from dualwrite.writing.transaction import WriterSettings
 
@@ -121,6 +123,8 @@ class DualWriter(Submitting):
         self._losses = Losses(on_loss, self._observer)
         self._vitals = Vitals(transactional_id, lambda: self._opened().probe())
         self._unobserve: Callable[[], None] | None = None
+        self._falls_back_after_s: float | None = None
+        self._opening: Opening[tuple[Opened, Sequence[Lane]]] | None = None
         self._traits = traits = self._database.traits
         self._ground = Ground(
             transactional_id,
@@ -172,11 +176,18 @@ class DualWriter(Submitting):
 
         return LeasedWriter(fleet, LeaseTiming(lease_timeout_s, heartbeat_s), **settings)
 
-    def open(self) -> None:
+    def open(self, *, wait: bool = True) -> None:
         """Claim the transactional id, settle what former owners left behind, and make the producers.
 
         Call it once, before the first transaction; ``with writer:`` does so. On return no former owner can write any more,
         and everything that was decided is complete in Kafka.
+
+        Args:
+            wait: False returns at once, without asking a server: for processes that must start while Kafka or the database is
+                away. A thread opens the writer, and tries again until it has. Until then a block waits for two seconds at most,
+                no longer than until the first server is found silent, and raises `Unavailable`, which says what is missing
+                since when; :meth:`health` says it, too. What waiting cannot mend (`ConfigurationError`, `Fenced`, a lost
+                claim) ends the attempts: each block raises it. Losses of former owners are reported as ``on_loss`` says.
 
         Raises:
             ConfigurationError: The tables are missing or of another version, the cluster is another one, the database has
@@ -188,27 +199,64 @@ class DualWriter(Submitting):
             Unavailable: A server does not answer.
             IllegalStateError: The writer is open, or was closed.
         """
-        if self._connected is not None or self._lanes.closed:
+        if self._connected is not None or self._opening is not None or self._lanes.closed:
             raise IllegalStateError("the writer was already opened", transactional_id=self.transactional_id)
-        self._database.check()
-        store = self._database.store(paused_owner_timeout_s=self._limits.paused_owner_timeout_s)
-        self._connected = Opened(
-            self.transactional_id,
-            store,
-            self._producers,
-            owner=self._owner,
-            lanes=self._lanes,
-            losses=self._losses,
-            observer=self._observer,
-        )
-        self._unobserve = self._observer.opened(self.health, self._connected.longest_open_s)
+        if not wait:
+            self._open_in_background()
+            return
+        self._connected = opened = self._connect()
+        self._observe()
         try:
-            self._lanes.open(self._connected.claim(Deadline(self._limits.timeout_s)))
+            self._publish((opened, opened.claim(Deadline(self._limits.timeout_s))))
         except BaseException as error:
             if isinstance(error, LOSSES):
                 self._observer.lost(error)
             self.close()
             raise
+
+    def _connect(self) -> Opened:
+        self._database.check()
+        return Opened(
+            self.transactional_id,
+            self._database.store(paused_owner_timeout_s=self._limits.paused_owner_timeout_s),
+            self._producers,
+            owner=self._owner,
+            lanes=self._lanes,
+            losses=self._losses,
+            observer=self._observer,
+            falls_back_after_s=self._falls_back_after_s,
+        )
+
+    def _observe(self) -> None:
+        self._unobserve = self._observer.opened(
+            self.health, lambda: None if (opened := self._connected) is None else opened.longest_open_s()
+        )
+
+    def _open_in_background(self) -> None:
+        self._opening = Opening(
+            self.transactional_id,
+            self._attempt,
+            publish=self._publish,
+            discard=_discard,
+            report=self._losses.report,
+        )
+        self._observe()
+        self._opening.start()
+
+    def _attempt(self) -> tuple[Opened, Sequence[Lane]]:
+        """Try to open. If it raises, nothing that it has made is left."""
+        if self._falls_back_after_s is None:  # otherwise Kafka is not needed
+            ask_first(self._producers.config, self.transactional_id, PATIENCE_S)
+        opened = self._connect()
+        try:
+            return opened, opened.claim(Deadline(self._limits.timeout_s))
+        except BaseException:
+            opened.close()
+            raise
+
+    def _publish(self, made: tuple[Opened, Sequence[Lane]]) -> None:
+        self._connected, lanes = made
+        self._lanes.open(lanes)
 
     def transaction(
         self, connection: Connection | psycopg.Connection[object] | DjangoConnection | None = None
@@ -280,6 +328,8 @@ class DualWriter(Submitting):
         return WriterBlock(self._ground, connection, joined)
 
     def _context(self, joined: StateStore | None) -> OwnerContext:
+        if (opening := self._opening) is not None and not opening.done and os.getpid() == self._pid:
+            opening.wait(min(self._limits.lane_timeout_s, PATIENCE_S))
         context = self._opened().context
         return context if joined is None else replace(context, store=joined)
 
@@ -290,7 +340,8 @@ class DualWriter(Submitting):
         """
         # Lanes are there from the end of open() to the beginning of close().
         is_open = len(self._lanes) > 0 and not self._lanes.closed and os.getpid() == self._pid
-        return self._vitals.health(self._lanes, is_open=is_open, unreported_losses=self._losses.unreported)
+        known = self._vitals.health(self._lanes, is_open=is_open, unreported_losses=self._losses.unreported)
+        return known if is_open or self._opening is None else with_opening(known, self._opening)
 
     @property
     def ready(self) -> bool:
@@ -310,6 +361,8 @@ class DualWriter(Submitting):
         """
         if os.getpid() != self._pid:
             return
+        if self._opening is not None:
+            self._opening.stop()
         opened = self._connected
         try:
             with noting_reported(opened.context.store) if opened is not None else nullcontext():
@@ -329,9 +382,15 @@ class DualWriter(Submitting):
         self._observer.grouped(self.transactional_id, units)
 
     def _require_open(self) -> None:
+        if self._connected is None and (opening := self._opening) is not None and os.getpid() == self._pid:
+            opening.check(patient=True)  # the block of a unit waits
+            if not opening.stopped:
+                return
         self._opened()
 
     def _opened(self) -> Opened:
+        if self._connected is None and (opening := self._opening) is not None and os.getpid() == self._pid:
+            opening.check()
         return require_opened(self._connected, self.transactional_id, self._pid)
 
     def __enter__(self) -> Self:
@@ -351,5 +410,13 @@ class DualWriter(Submitting):
             )
 
     def __repr__(self) -> str:
-        shown = "closed" if self._lanes.closed else "open" if self._connected else "not open"
+        opens = self._opening is not None and not self._opening.done
+        shown = "closed" if self._lanes.closed else "opening" if opens else "open" if self._connected else "not open"
         return f"<DualWriter {self.transactional_id} {shown}, {len(self._lanes)} lanes>"
+
+
+def _discard(made: tuple[Opened, Sequence[Lane]]) -> None:
+    opened, lanes = made
+    for lane in lanes:
+        lane.discard()
+    opened.close()

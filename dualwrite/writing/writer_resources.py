@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.clock import Deadline
-from dualwrite.errors import IllegalStateError
+from dualwrite.errors import Fenced, IllegalStateError, Unavailable
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import LaneProducer
 from dualwrite.kafka.transaction_ends import EndQuestions, look_again
-from dualwrite.protocol.values import lane_id
-from dualwrite.recovery.claim import OwnerContext, claim_lanes
+from dualwrite.protocol.values import lane_id, lane_number, outbox_id
+from dualwrite.recovery.claim import OwnerContext, claim_every_lane, claim_lanes, settle_lanes
 from dualwrite.recovery.in_doubt import reporting_at_open
 from dualwrite.writing.fair_queue import Turns
 from dualwrite.writing.health import SeldomAsked
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 _LANES_FROM_THE_START: Final = 2
 _PROBE_S: Final = 5.0
+_SETTLE_S: Final = 10.0
+"""Where messages may wait as rows, what an opening cannot settle in this time is left to the background."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _LOOK_S: Final = 2.0
 """Limits a look for what holds back readers."""
 
@@ -95,8 +99,10 @@ class ReaderWarnings:
 class Opened:
     """The connections of one writer, and what is made on them.
 
-    ``owner`` is the writer's name in the rows, which no other owner has. ``longest_open_s`` is the age of the oldest
-    transaction that is open in Kafka; see :meth:`dualwrite.interfaces.Observer.opened`.
+    ``owner`` is the writer's name in the rows, which no other owner has. ``falls_back_after_s`` limits the wait for Kafka while
+    a writer opens whose messages may wait as rows; None for any other. ``outbox_lane`` is the id under which such messages are
+    sent: claimed with the lanes, and perhaps not settled yet; None if the writer has none. ``longest_open_s`` is the age of the
+    oldest transaction that is open in Kafka; see :meth:`dualwrite.interfaces.Observer.opened`.
     """
 
     def __init__(
@@ -109,12 +115,16 @@ class Opened:
         lanes: Lanes,
         losses: Losses,
         observer: Observer,
+        falls_back_after_s: float | None = None,
     ) -> None:
         self._name = name
         self._settings = settings
         self._lanes = lanes
         self._losses = losses
+        self._falls_back_after_s = falls_back_after_s
+        self._closing = threading.Event()
         self._claiming = Turns([None])
+        self.outbox_lane: Lane | None = None
         coordinator = KafkaCoordinator(settings.config)
         self.context = OwnerContext(coordinator, store, owner, observer)
         self.longest_open_s = SeldomAsked(
@@ -131,12 +141,15 @@ class Opened:
 
     def lane(self, number: int) -> Lane:
         """A lane that is not claimed yet."""
+        return self._lane(lane_id(self._name, number))
+
+    def _lane(self, transactional_id: str) -> Lane:
         return Lane(
-            lane_id(self._name, number),
+            transactional_id,
             self.context,
             self._make_producer,
             claiming=self._claiming,
-            guard=self._guard if number else None,
+            guard=None if transactional_id == self._name else self._guard,
             ends=self._ends,
             losses=self._losses,
         )
@@ -157,22 +170,87 @@ class Opened:
         )
 
     def claim(self, deadline: Deadline) -> Sequence[Lane]:
-        """Claim and settle all lanes of the writer, and return those that it starts with, ready for use."""
+        """Claim all lanes of the writer, and settle them. Returns those that it starts with, ready for use.
+
+        Where messages may wait as rows, a Kafka that is away holds nothing up: then the lanes are claimed in the database
+        alone, and settled in the background once Kafka answers.
+        """
         count = min(_LANES_FROM_THE_START, self._lanes.max_lanes)
-        with reporting_at_open(self.context.store, self._name):
-            rows = claim_lanes(self.context, self._name, count, deadline)
+        if self._falls_back_after_s is None:
+            with reporting_at_open(self.context.store, self._name):
+                rows = claim_lanes(self.context, self._name, count, deadline)
+            return self._started(rows, count, deadline)
+        try:
+            soon = Deadline(min(self._falls_back_after_s, deadline.remaining_s()))
+            rows = claim_every_lane(self.context, self._name, count, soon, outbox=True)
+        except Unavailable as error:
+            # If it is the database that does not answer, this raises as well.
+            rows = claim_every_lane(self.context, self._name, count, deadline, outbox=True, without_kafka=True)
+            return self._unsettled(rows, error)
+        soon = Deadline(min(deadline.remaining_s(), max(self._falls_back_after_s, _SETTLE_S)))
+        try:
+            with reporting_at_open(self.context.store, self._name):
+                settle_lanes(self.context, rows.values(), soon)
+        except Unavailable as error:
+            return self._unsettled(rows, error)
+        return self._started(rows, count, soon)
+
+    def _started(self, rows: Mapping[str, StateRow], count: int, deadline: Deadline) -> Sequence[Lane]:
         lanes = [self.lane(number) for number in range(count)]
         for lane in lanes:
             lane.adopt(rows[lane.transactional_id])
+        self._adopt_outbox(rows)
         try:
             with ThreadPoolExecutor(len(lanes)) as threads:
                 for future in [threads.submit(lane.ready, deadline) for lane in lanes]:
                     future.result()
-        except BaseException:
+        except BaseException as error:
             for lane in lanes:
                 lane.discard()
-            raise
+            if self._falls_back_after_s is None or not isinstance(error, Unavailable):
+                raise
+            logger.warning("%s: its lanes get their producers later: %s", self._name, error)
         return lanes
+
+    def _adopt_outbox(self, rows: Mapping[str, StateRow], *, settled: bool = True) -> None:
+        if (row := rows.get(outbox_id(self._name))) is not None:
+            self.outbox_lane = self._lane(row.transactional_id)
+            self.outbox_lane.adopt(row, settled=settled)
+
+    def _unsettled(self, rows: Mapping[str, StateRow], error: Unavailable) -> Sequence[Lane]:
+        """Lanes for all rows, which the background settles: a former owner may have left something open under each."""
+        logger.warning("%s: opened without Kafka, messages wait in the database: %s", self._name, error)
+        numbers = [number for name in rows if (number := lane_number(self._name, name)) is not None]
+        lanes = [self.lane(number) for number in range(min(self._lanes.max_lanes, max(numbers) + 1))]
+        for lane in lanes:
+            if (row := rows.get(lane.transactional_id)) is not None:
+                lane.adopt(row, settled=False)
+        self._adopt_outbox(rows, settled=False)
+        beyond = [self.lane(number) for number in numbers if number >= len(lanes)]
+        for lane in beyond:
+            lane.adopt(rows[lane.transactional_id], settled=False)
+        if beyond:
+            threading.Thread(
+                target=self._settle_beyond, args=(beyond,), name=f"dualwrite {self._name} settles", daemon=True
+            ).start()
+        return lanes
+
+    def _settle_beyond(self, lanes: list[Lane]) -> None:
+        """Settle lanes that this writer has no use for, as it has fewer than its former owner."""
+        pause_s = _FIRST_PAUSE_S
+        while lanes and not self._closing.wait(pause_s):
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            for lane in list(lanes):
+                try:
+                    lane.settle(Deadline(_SETTLE_S))
+                except Fenced as error:
+                    logger.warning("%s: left to the new owner to settle: %s", lane.transactional_id, error)
+                    return
+                except Exception as error:  # noqa: BLE001 - whatever it is, only another attempt can help
+                    logger.info("%s: not settled yet; retrying later: %s", lane.transactional_id, error)
+                    break
+                if not lane.needs_settling:
+                    lanes.remove(lane)
 
     def probe(self) -> None:
         """Ask the database and Kafka something. Raises if one of them does not answer."""
@@ -181,9 +259,21 @@ class Opened:
 
     def close(self) -> None:
         """Disconnect from Kafka."""
+        self._closing.set()
         self._ends.close()
         self._late.close()
         self.context.coordinator.close()
+
+
+def ask_first(config: KafkaConfig, name: str, within_s: float) -> None:
+    """Ask Kafka something before anything is claimed. Raises `Unavailable`, which names it, if it does not answer."""
+    with KafkaCoordinator(config) as coordinator:
+        try:
+            coordinator.cluster_id(Deadline(within_s))
+        except Unavailable as error:
+            raise Unavailable(
+                f"Kafka at {config.listener[0]} does not answer ({error.what})", transactional_id=name
+            ) from error
 
 
 def require_opened(opened: Opened | None, transactional_id: str, pid: int) -> Opened:

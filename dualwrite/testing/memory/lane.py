@@ -223,6 +223,10 @@ class MemoryLane:
         """Whether a transaction is ongoing that no dual write will end any more; for a lane that is not in use."""
         return self._transaction is not None
 
+    @property
+    def refused(self) -> None:
+        """See :attr:`dualwrite.writing.lane.Lane.refused`. In memory both sides go together."""
+
     def settle(self, deadline: Deadline) -> None:
         """Commit what the database has committed, and abort what it has not."""
         del deadline

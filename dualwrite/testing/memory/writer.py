@@ -193,12 +193,16 @@ class InMemoryWriter(Submitting):
             if pooled.taken_at is None:
                 pooled.lane.settle(Deadline(_AT_ONCE))
 
-    def open(self) -> None:
-        """See :meth:`DualWriter.open`.
+    def open(self, *, wait: bool = True) -> None:
+        """See :meth:`DualWriter.open`. There is nothing to wait for.
+
+        Args:
+            wait: As there.
 
         Raises:
             IllegalStateError: The writer is open, or was closed.
         """
+        del wait
         if self._open or self._lanes.closed:
             raise IllegalStateError("the writer was already opened", transactional_id=self.transactional_id)
         self._lanes.open([self._new_lane(0)], keep_house=False)

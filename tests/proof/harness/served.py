@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import pytest
 from model.owners import TOPIC
@@ -15,29 +15,38 @@ from simulator.environment import time_out
 from simulator.handle import make_handle
 from simulator.outside import SimulatedCoordinator
 from simulator.partition import committed_values, last_stable_offset
+from simulator.process import Unanswered
 from simulator.requests import Request, Response
 from simulator.scheduler import Simulation
 from simulator.state import Broker, new_broker
 
 from dualwrite.clock import Deadline
+from dualwrite.errors import Unavailable
 from dualwrite.kafka.log import BlockingTransaction
 from dualwrite.kafka.producer import LaneProducer
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.recovery import recover
 from dualwrite.writing import writer_resources
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 SETTINGS: Final = {"bootstrap.servers": "simulated:9092"}
 __all__ = ["SETTINGS", "TOPIC", "ServedKafka"]
 
 
 class ServedKafka(Simulation):
-    """Serves each request in the thread that sends it."""
+    """Serves each request in the thread that sends it. While it is ``away``, no request has an answer."""
+
+    away = False
 
     def __init__(self) -> None:
         super().__init__(new_broker({TOPIC: 2}), Database())
         self._one_at_a_time = threading.Lock()
 
     def ask(self, request: Request) -> Response:
+        if self.away:
+            raise Unanswered
         with self._one_at_a_time:
             self.now_s = time.time()
             return self._handle(request)
@@ -95,6 +104,17 @@ class _Coordinator(SimulatedCoordinator):
     def __init__(self, kafka: ServedKafka) -> None:
         super().__init__(kafka)
         self._kafka = kafka
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """There is no connection."""
+
+    def cluster_id(self, deadline: Deadline) -> str:
+        if self._kafka.away:
+            raise Unavailable("the brokers did not report a cluster id in time")
+        return super().cluster_id(deadline)
 
     def post_question(self, native: Sequence[PreparedTxnState], shared: Sequence[PreparedTxnState]) -> _Posted:
         at_once, deadline = SimulatedCoordinator(cast("Simulation", _AtOnce(self._kafka))), Deadline(0)
