@@ -206,7 +206,8 @@ class Kind(Enum):
     TWICE = "twice"
     """Too many rows or messages."""
     REORDERED = "reordered"
-    """A partition shows the operations of a stream in another order than they began."""
+    """A partition shows the operations of a stream in another order than they began; or those of a writer in another order than
+    one was acknowledged before the other began."""
     UNDONE = "undone"
     """Reported as aborted, but present."""
     FOREIGN = "foreign"
@@ -306,18 +307,25 @@ def compare(
 
 
 def _reordered(history: History, messages: Sequence[Place]) -> list[Finding]:
-    position = {operation: number for number, operation in enumerate(history.begun)}
+    began = history.began_at
     latest: dict[tuple[str, int, str], str] = {}
+    newest: dict[tuple[str, int, str], str] = {}
     findings = []
     for place in messages:
-        if not (stream := history.begun.get(place.operation)):
-            continue
-        key = (place.topic, place.partition, stream)
-        before = latest.get(key)
-        if before is not None and position[before] > position[place.operation]:
-            where = f"{place.topic}[{place.partition}]@{place.offset}"
-            findings.append(Finding(Kind.REORDERED, place.operation, f"at {where}, behind {before} of {stream}"))
-        latest[key] = place.operation
+        operation = place.operation
+        where = f"{place.topic}[{place.partition}]@{place.offset}"
+        if stream := history.begun.get(operation):
+            before = latest.get(key := (place.topic, place.partition, stream))
+            if before is not None and began[before] > began[operation]:
+                findings.append(Finding(Kind.REORDERED, operation, f"at {where}, behind {before} of {stream}"))
+            latest[key] = operation
+        if writer := history.writers.get(operation):
+            before = newest.get(key := (place.topic, place.partition, writer))
+            if before is None or began[before] < began[operation]:
+                newest[key] = operation
+            elif history.acknowledged_at.get(operation, began[before]) < began[before]:
+                detail = f"at {where}, behind {before} of {writer}, which began when this one was acknowledged"
+                findings.append(Finding(Kind.REORDERED, operation, detail))
     return findings
 
 
@@ -349,9 +357,10 @@ def _by_partition(places: Sequence[Place]) -> defaultdict[int, list[Place]]:
 
 # A journal of the answers that writers got, on disk before the next step: half of every proof that nothing was lost.
 #
-# One line for each event of an operation, `word <tab> stream <tab> operation`. Each line is one `write` to a file
-# opened for appending, flushed to disk, so that many processes may share a journal and any of them may be killed at any
-# instant.
+# One line for each event of an operation, `word <tab> stream <tab> operation`, and of one that begins also `<tab> writer`, if
+# it has one. Each line is one `write` to a file opened for appending, flushed to disk, so that many processes may share a
+# journal and any of them may be killed at any instant. The order of its lines is that of the events: an operation whose
+# acknowledgement stands before the beginning of another one was decided before that one began.
 
 
 class Word(Enum):
@@ -380,6 +389,9 @@ class History:
 
     Attributes:
         begun: Every operation in the order in which it first began, with its stream (empty for none).
+        writers: The writers of those that name one.
+        began_at: The position of each one's first beginning among all events.
+        acknowledged_at: Likewise of each one's first acknowledgement.
         acknowledged: Operations reported to the writer as done on both sides, now or soon.
         aborted: Operations last reported to the writer as done on neither side.
         in_doubt: Operations last reported to the writer as in doubt.
@@ -391,17 +403,27 @@ class History:
     aborted: set[str] = field(default_factory=set)
     in_doubt: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
+    writers: dict[str, str] = field(default_factory=dict)
+    began_at: dict[str, int] = field(default_factory=dict)
+    acknowledged_at: dict[str, int] = field(default_factory=dict)
+    _events: int = 0
 
-    def add(self, word: Word, operation: str, stream: str) -> None:
+    def add(self, word: Word, operation: str, stream: str, writer: str = "") -> None:
         """Add the next event.
 
         Raises:
             ConfigurationError: An operation ends that never began.
         """
+        self._events += 1
         if word is Word.BEGUN:
             self.begun.setdefault(operation, stream)
+            self.began_at.setdefault(operation, self._events)
+            if writer:
+                self.writers.setdefault(operation, writer)
         elif operation not in self.begun:
             raise ConfigurationError(f"the journal says {word.value} of {operation!r}, which was never begun")
+        if word is Word.ACKNOWLEDGED:
+            self.acknowledged_at.setdefault(operation, self._events)
         # An operation may begin again after a process has found out that its first attempt did not happen.
         self.aborted.discard(operation)
         self.in_doubt.discard(operation)
@@ -442,7 +464,7 @@ class Journal:
     ) -> None:
         self.close()
 
-    def begun(self, operation: str, *, stream: str = "") -> None:
+    def begun(self, operation: str, *, stream: str = "", writer: str = "") -> None:
         """Record that an operation begins, before any part of it is done.
 
         The line is on disk on return.
@@ -451,11 +473,13 @@ class Journal:
             operation: Its name, as in the row and in the messages. No tab, no line break.
             stream: Operations of one stream begin one after the other, and consumers must see them in that order in
                 each partition. Empty: the order of this operation does not matter.
+            writer: The writer's name, for an operation of one `DualWriter`. Whatever threads and lanes its operations have:
+                if one was acknowledged before another began, consumers must see it first in each partition.
 
         Raises:
             ValueError: A name holds a tab or a line break, or is empty.
         """
-        self._write(Word.BEGUN, operation, stream)
+        self._write(Word.BEGUN, operation, stream, writer)
 
     def acknowledged(self, operation: str) -> None:
         """Record a reported success: the operation must be on both sides. The line is on disk on return."""
@@ -474,7 +498,7 @@ class Journal:
         self._write(Word.LOST, operation)
 
     @contextmanager
-    def operation(self, operation: str, *, stream: str = "") -> Generator[None, None, None]:
+    def operation(self, operation: str, *, stream: str = "", writer: str = "") -> Generator[None, None, None]:
         """Journal one operation around a dual write: its beginning, and its outcome when the block ends.
 
         A normal end is *acknowledged*. An error of this library carries the outcome (`DualWriteError.outcome`). After
@@ -484,8 +508,9 @@ class Journal:
         Args:
             operation: As for `begun`.
             stream: As for `begun`.
+            writer: As for `begun`.
         """
-        self.begun(operation, stream=stream)
+        self.begun(operation, stream=stream, writer=writer)
         try:
             yield
         except DualWriteError as error:
@@ -496,10 +521,10 @@ class Journal:
             raise
         self.acknowledged(operation)
 
-    def _write(self, word: Word, operation: str, stream: str = "") -> None:
-        if not operation or any(mark in operation + stream for mark in "\t\n\r"):
+    def _write(self, word: Word, operation: str, stream: str = "", writer: str = "") -> None:
+        if not operation or any(mark in operation + stream + writer for mark in "\t\n\r"):
             raise ValueError(f"{operation!r} of {stream!r} cannot be a line of the journal")
-        line = f"{word.value}\t{stream}\t{operation}\n".encode()
+        line = "\t".join([word.value, stream, operation, *([writer] if writer else [])]).encode() + b"\n"
         written = os.write(self._file, line)
         if written != len(line):
             raise OSError(f"only {written} of {len(line)} bytes were written to the journal {self.path}")
@@ -524,8 +549,10 @@ class Journal:
         for number, line in enumerate(lines, 1):
             word, *names = line.split("\t")
             try:
-                stream, operation = names
-                history.add(Word(word), operation, stream)
+                stream, operation, *writer = names
+                if len(writer) > 1:
+                    raise ValueError("it has too many parts")
+                history.add(Word(word), operation, stream, *writer)
             except (ValueError, ConfigurationError) as error:
                 raise ConfigurationError(
                     f"{path}, line {number}: {line!r} is not a line of a journal: {error}"

@@ -173,11 +173,13 @@ class Operations:
     def __init__(self, job: dict, journal: Journal) -> None:
         self._job = job
         self._journal = journal
+        # The members of a fleet share its name, not a writer.
+        self._writer = "" if job.get("leased") else job["transactional_id"]
         self.over = False
 
     def begun(self, operation: str, thread: int) -> None:
         """Note that an operation begins whose outcome :meth:`noted` waits for."""
-        self._journal.begun(operation, stream=self._stream(thread))
+        self._journal.begun(operation, stream=self._stream(thread), writer=self._writer)
 
     def _stream(self, thread: int) -> str:
         return f"{self._job.get('stream', self._job['transactional_id'])}/{thread}"
@@ -186,7 +188,7 @@ class Operations:
     def noted(self, operation: str, thread: int) -> Generator[None]:
         """Note the outcome of the block, in which the operation is written."""
         try:
-            with self._journal.operation(operation, stream=self._stream(thread)):
+            with self._journal.operation(operation, stream=self._stream(thread), writer=self._writer):
                 yield
         except (OnPurpose, exc.SQLAlchemyError):
             # Raised by the block itself, the second by its INSERT: the dual write has aborted.

@@ -72,7 +72,7 @@ def test_a_line_without_its_end_was_never_written(journal, path):
     assert Journal.read(path).acknowledged == set()
 
 
-@pytest.mark.parametrize("line", ["acknowledged\t\tb", "nonsense\t\ta", "begun a", ""])
+@pytest.mark.parametrize("line", ["acknowledged\t\tb", "begun\t\tb\tw\tx", "nonsense\t\ta", "begun a", ""])
 def test_a_line_that_no_journal_wrote_is_named(journal, path, line):
     journal.begun("a")
     with path.open("a") as file:
@@ -85,6 +85,15 @@ def test_a_line_that_no_journal_wrote_is_named(journal, path, line):
 def test_a_name_that_cannot_be_a_line_is_refused(journal, name):
     with pytest.raises(ValueError, match="line of the journal"):
         journal.begun(name)
+
+
+def test_a_journal_tells_which_was_acknowledged_before_another_began(journal, path):
+    with journal.operation("a", writer="w"):
+        pass
+    journal.begun("b", stream="s", writer="w")
+    found = Journal.read(path)
+    assert found.writers == {"a": "w", "b": "w"}
+    assert found.began_at["a"] < found.acknowledged_at["a"] < found.began_at["b"]
 
 
 def test_two_journals_of_one_file_continue_each_other(journal, path):

@@ -54,6 +54,26 @@ def test_what_is_wrong_is_found(told, rows, sent, found):
     assert kinds(history(**told), rows, sent) == [found]
 
 
+@pytest.mark.parametrize(
+    ("writers", "acknowledged_first", "found"),
+    [
+        (("w", "w"), True, [(Kind.REORDERED, "a")]),
+        (("w", "w"), False, []),
+        (("v", "w"), True, []),
+        (("", ""), True, []),
+    ],
+)
+def test_what_a_writer_acknowledged_before_another_began_comes_first(writers, acknowledged_first, found):
+    told = History()
+    events = [(Word.BEGUN, "a"), (Word.ACKNOWLEDGED, "a"), (Word.BEGUN, "b"), (Word.ACKNOWLEDGED, "b")]
+    if not acknowledged_first:
+        events[1:3] = events[2:0:-1]
+    for word, operation in events:
+        writer = writers["ab".index(operation)] if word is Word.BEGUN else ""
+        told.add(word, operation, f"stream of {operation}", writer)
+    assert kinds(told, "ab", messages("ab", "ba")) == found
+
+
 def test_order_of_different_streams_does_not_matter():
     told = History()
     for operation in "ab":
