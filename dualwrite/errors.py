@@ -161,7 +161,13 @@ class Fenced(DualWriteError):
 
 
 class Unavailable(DualWriteError):
-    """The database or Kafka did not answer in time, while no decision was under way."""
+    """The database or Kafka did not answer in time, while no decision was under way.
+
+    Attributes:
+        silent: Whether nothing was tried, because Kafka was known not to answer.
+    """
+
+    silent: bool = False
 
     outcome = "none"
     advice = "try again when the server answers"

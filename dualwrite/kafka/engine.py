@@ -19,7 +19,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
 
 from dualwrite.clock import Deadline, now_s
-from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError, TransactionAborted
+from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError, TransactionAborted, Unavailable
 from dualwrite.interfaces import TransactionCoordinator
 from dualwrite.kafka.failures import Failure
 from dualwrite.kafka.transaction_ends import PendingEnd, know_end
@@ -105,6 +105,20 @@ def whole(
     return uninterrupted
 
 
+_ASKED: Final = {
+    "open": "a producer id",
+    "begin": "the end of the last transaction",
+    "_ask_for_topic": "the leaders of a topic",
+    "_wait_for_room": "the acknowledgement of messages",
+    "_produce_when_there_is_room": "the acknowledgement of messages",
+    "send_offsets": "the acknowledgement of offsets",
+    "prepare": "the acknowledgement of messages",
+    "commit": "the commit of a transaction",
+    "abort": "the abort of a transaction",
+}
+"""What a step asks the brokers for."""
+
+
 def asking(
     step: Callable[Concatenate[AnyEngine, Arguments], Result],
 ) -> Callable[Concatenate[AnyEngine, Arguments], Result]:
@@ -113,12 +127,17 @@ def asking(
     @wraps(step)
     def noted(self: AnyEngine, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         before = self.asking_since
-        self.asking_since = now_s() if before is None else before
+        if before is None:
+            self.asking_since, self.asking_for = now_s(), what
         try:
             return step(self, *args, **kwargs)
+        except Unavailable:
+            self.unanswered = self.asking
+            raise
         finally:
             self.asking_since = before
 
+    what = _ASKED.get(step.__name__, step.__name__)
     return noted
 
 
@@ -130,9 +149,13 @@ def verb(
     @wraps(step)
     def done(self: AnyEngine, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         before = self.asking_since
-        self.asking_since = now_s() if before is None else before
+        if before is None:
+            self.asking_since, self.asking_for = now_s(), what
         try:
             return step(self, *args, **kwargs)
+        except Unavailable:
+            self.unanswered = self.asking
+            raise
         except Exception:
             raise
         except BaseException as interruption:
@@ -141,6 +164,7 @@ def verb(
         finally:
             self.asking_since = before
 
+    what = _ASKED.get(step.__name__, step.__name__)
     return done
 
 
@@ -218,6 +242,8 @@ class ProducerEngine(ABC):
         self.pending_end: PendingEnd | None = None  # the last transaction while its end is unknown
         self.epoch_may_rise = False  # a later transaction may have one that settling takes for a settler's
         self.asking_since: float | None = None  # when the step began that asks the brokers now
+        self.asking_for = ""  # what it asks for
+        self.unanswered: tuple[float, str] | None = None  # since when the last question was asked that had no answer
         self._id = transactional_id
         self._coordinator = coordinator
         self._call_timeout_s = call_timeout_s
@@ -313,6 +339,12 @@ class ProducerEngine(ABC):
     @abstractmethod
     def ids(self) -> tuple[int, int] | None:
         """The producer id and epoch, where they are known."""
+
+    @property
+    def asking(self) -> tuple[float, str] | None:
+        """Since when a step has asked the brokers, and for what; None if none asks now. For other threads."""
+        since = self.asking_since
+        return None if since is None else (since, self.asking_for)
 
     @property
     def begun_for_s(self) -> float:

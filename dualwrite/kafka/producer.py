@@ -624,6 +624,21 @@ class LaneProducer(TransactionalProducer):
         """When the step began that asks the brokers now, by the clock of the process; None if there is none."""
         return None if self._chosen is None else self._chosen.asking_since
 
+    @property
+    def question(self) -> tuple[float, str] | None:
+        """The question that waits for the brokers' answer, or the last one that got none: since when, and for what."""
+        engine = self._chosen
+        return None if engine is None else engine.asking or engine.unanswered
+
+    @property
+    def sends_to(self) -> frozenset[tuple[str, int]]:
+        """The partitions that the current transaction has written to. For other threads: it may miss the newest."""
+        engine = self._chosen
+        try:
+            return frozenset() if engine is None else engine.transaction.sent_to
+        except RuntimeError:  # another thread adds one just now
+            return frozenset()
+
 
 # The choice of a producer's engine, by the user's wish and the cluster's transaction version.
 

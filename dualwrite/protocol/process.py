@@ -1,7 +1,8 @@
-"""Decisions of a writing process about its own dual writes: time, doubt, another attempt, opening, health.
+"""Decisions of a writing process about its own dual writes: time, doubt, another attempt, opening, silence, health.
 
 How the rest of the broker's timeout is divided among the last steps; what the row, the database and the log say about a
-COMMIT whose answer is missing; whether work may run again after an error; and whether a writer is ready.
+COMMIT whose answer is missing; whether work may run again after an error; whether Kafka is silent; and whether a writer is
+ready.
 
 ::
 
@@ -15,7 +16,8 @@ plus the margin must fit into the time left once the record is written.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from enum import Enum
 from typing import Final
 
@@ -244,6 +246,98 @@ def after_failed_opening(error: Exception) -> OpeningStep:
     return OpeningStep.AGAIN
 
 
+# `Breaker`: whether Kafka is silent, so that blocks are refused at once instead of waiting one after the other.
+#
+# One lane that waits shows little: its broker may be slow, and others answer. So a question that has waited for a second
+# makes the background ask, too. Kafka counts as silent once nobody has an answer: not the lane after two seconds, not the
+# background, and no other lane meanwhile. Any answer ends the silence.
+
+SUSPECT_S: Final = 1.0
+"""After a wait of this length the background asks, too, and again after each of them."""
+SILENT_S: Final = 2.0
+"""A question that has waited for so long counts as not answered."""
+_PROBE_WAITS_S: Final = 0.5
+"""For so long at least, the background's own question has waited, too."""
+_NEVER_S: Final = float("-inf")
+
+
+@dataclass(frozen=True)
+class Silence:
+    """Kafka does not answer.
+
+    Attributes:
+        address: The bootstrap servers.
+        since: When the oldest question without an answer was asked, in UTC.
+        since_s: The same moment on the clock of the process.
+        asked: What was asked.
+    """
+
+    address: str
+    since: datetime
+    since_s: float
+    asked: str
+
+    def __str__(self) -> str:
+        return f"Kafka at {self.address} has not answered since {self.since:%H:%M:%S} UTC ({self.asked})"
+
+    def error(self, transactional_id: str) -> Unavailable:
+        """The error of a block that is refused because of it."""
+        error = Unavailable(
+            f"{self}; nothing was begun",
+            transactional_id=transactional_id,
+            next_step="try again when it answers, which the writer notices within about a second",
+        )
+        error.silent = True
+        return error
+
+
+@dataclass(frozen=True)
+class Breaker:
+    """Whether Kafka is silent, by the questions and answers of all lanes and of the background. Pure; times are in seconds.
+
+    Attributes:
+        asked: The oldest question that nobody has heard an answer after: since when, and what it is; None if there is none.
+        answered_s: The last moment at which Kafka is known to have answered anything.
+        probed_s: When the background last asked.
+        silent: Whether Kafka is silent.
+    """
+
+    asked: tuple[float, str] | None = None
+    answered_s: float = _NEVER_S
+    probed_s: float = _NEVER_S
+    silent: bool = False
+
+    def missing(self, since_s: float, what: str) -> Breaker:
+        """Note a question without an answer: one that still waits, or that was given up."""
+        if since_s <= self.answered_s or (self.asked is not None and self.asked[0] <= since_s):
+            return self
+        return replace(self, asked=(since_s, what))
+
+    def answered(self, at_s: float) -> Breaker:
+        """Note that Kafka has answered something at that moment, or later."""
+        if at_s <= self.answered_s:
+            return self
+        if self.asked is not None and at_s <= self.asked[0]:
+            return replace(self, answered_s=at_s)
+        return replace(self, answered_s=at_s, asked=None, silent=False)
+
+    def must_probe(self, now_s: float) -> bool:
+        """Whether the background is to ask now."""
+        return self.asked is not None and now_s >= max(self.asked[0], self.probed_s) + SUSPECT_S
+
+    def probing(self, now_s: float) -> Breaker:
+        """Note that the background asks."""
+        return replace(self, probed_s=now_s)
+
+    def judged(self, now_s: float) -> Breaker:
+        """Decide whether Kafka is silent. Only an answer ends that."""
+        if self.silent or self.asked is None:
+            return self
+        since_s = self.asked[0]
+        waits = now_s >= since_s + SILENT_S and since_s < self.probed_s <= now_s - _PROBE_WAITS_S
+        return replace(self, silent=True) if waits else self
+
+
 # `Health`: what a writer knows of itself, and whether it is ready for the next dual write.
 
 
@@ -258,6 +352,9 @@ class Health:
         refused: Why it cannot write, if waiting does not mend that; None if it can. Fix the cause, and restart the process.
         fenced: Whether another owner has taken over. This is final: restart the process if the takeover was not intended.
         answered: Whether database and Kafka answered the last dual write, settling or probe.
+        degraded: Whether dual writes go through although Kafka is silent: their messages wait in the database. That is ready.
+        silence: Since when Kafka is silent, and what was asked; None if it answers, or was asked nothing.
+        unanswered_s: For how long a running dual write has waited for Kafka, in seconds, while no other one got an answer.
         lease_lost: Whether another member of its fleet has its id: it is about to take another one.
         lease_expired: Whether its lease was not renewed in time, so that another member may take its id.
         unreported_losses: The number of losses that only the log has reported; see ``on_loss``.
@@ -280,6 +377,9 @@ class Health:
     refused: str | None = None
     fenced: bool = False
     answered: bool = True
+    degraded: bool = False
+    silence: Silence | None = None
+    unanswered_s: float = 0.0
     lease_lost: bool = False
     lease_expired: bool = False
     unreported_losses: int = 0
@@ -301,6 +401,10 @@ class Health:
             f"nothing can be written: {self.refused}": self.refused is not None,
             "another owner has taken over": self.fenced,
             "the database or Kafka did not answer last": not self.answered,
+            str(self.silence): self.silence is not None and not self.degraded,
+            f"a dual write has waited for Kafka for {self.unanswered_s:.0f} s": self.silence is None
+            and not self.degraded
+            and self.unanswered_s >= SILENT_S,
             "its lease is lost: it is taking another id": self.lease_lost,
             "its lease was not renewed in time": self.lease_expired,
             f"lanes that could not be settled: {self.stuck}": self.stuck > 0,

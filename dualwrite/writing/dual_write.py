@@ -807,7 +807,11 @@ class WriterBlock(DualWrite):
             observed = ground.observer.writing(ground.writer, database.traits.name.lower())
             self.observer = observed.__enter__()
         observer = self.observer
+        if (silence := ground.vitals.silence) is not None:
+            raise silence.error(ground.writer)
         lane = ground.lanes.take(ticket)
+        if ground.vitals.sleeps:
+            ground.vitals.wake()
         self.transactional_id = lane.transactional_id  # also where connecting fails
         self._has_lane = True
         lane.ready(Deadline(ground.timeout_s))
@@ -890,7 +894,10 @@ class WriterBlock(DualWrite):
             if isinstance(error, Exception) and not isinstance(error, DualWriteError):
                 conflict = conflict_behind(error, self.transactional_id)
             shown = error if conflict is None else conflict
-            if shown is None or isinstance(shown, DualWriteError):
+            if shown is None:
+                place = self._ticket.place if self._ticket is not None and self.sending else None
+                self._ground.vitals.note(None, place.thing.taken_at or 0.0 if place is not None else 0.0)
+            elif isinstance(shown, DualWriteError):
                 self._ground.vitals.note(shown)
         if observer is not None:
             shown = error if conflict is None else conflict

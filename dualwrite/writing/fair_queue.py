@@ -68,7 +68,7 @@ class Turns(Generic[T]):
         self._left: deque[Ticket[T]] = deque()
         self._arrivals = itertools.count()
         self._lock = threading.RLock()
-        self._again = False
+        self._again = self._refuses = False
 
     def ticket(self, choose: Choose[T] | None = None) -> Ticket[T]:
         """A ticket, which holds nothing yet. Without ``choose`` it gets the place that was free for longest."""
@@ -83,6 +83,14 @@ class Turns(Generic[T]):
         """Refuse waiting and new callers. Those that use a thing keep it."""
         self.closed = True
         self.serve()
+
+    def refuse_waiting(self) -> None:
+        """Refuse those that wait now: what they wait for does not come."""
+        self._refuses = True
+        try:
+            self.serve()
+        finally:
+            self._refuses = False
 
     def drain(self, deadline: Deadline) -> Sequence[T]:
         """Wait until all things are free, or for the deadline, and return the free ones. Only after :meth:`close`."""
@@ -151,7 +159,7 @@ class Turns(Generic[T]):
 
     def _serves(self, ticket: Ticket[T]) -> bool:
         """Give the ticket a place, or refuse it. Returns False if it has to wait."""
-        if not ticket.ended and not (self.closed and not ticket.last):
+        if not ticket.ended and (ticket.last or not (self.closed or self._refuses)):
             for place in self.places:  # it may already have one, if an interruption stopped the call that served it
                 if place.holder is not None and place.holder() is ticket:
                     break

@@ -1,24 +1,31 @@
-"""Whether a writer is ready: what it knows of itself, and questions to the servers, asked in the background.
+"""Whether a writer is ready, and whether Kafka is silent: what it knows of itself, and questions asked in the background.
 
-A readiness check must answer at once, so it reads the last answers instead of asking.
+A readiness check must answer at once, so it reads the last answers instead of asking. A block must not wait for a Kafka that
+others have waited for in vain, so it reads a verdict instead of trying.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
 from typing import Final
 
 from dualwrite.clock import now_s
 from dualwrite.errors import CompletionPending, DualWriteError, Fenced, TransactionInDoubt, Unavailable
-from dualwrite.protocol.process import Health
-from dualwrite.protocol.values import is_of_writer
+from dualwrite.protocol.process import Breaker, Health, Silence
+from dualwrite.protocol.values import Partition, is_of_writer
 from dualwrite.writing.lane_pool import Lanes
 
 logger = logging.getLogger(__name__)
 
 _PROBE_EVERY_S: Final = 1.0
+_LOOK_EVERY_S: Final = 0.25
+_QUIET_LOOKS: Final = 8
+"""After so many looks that have found no lane in use, the thread that watches sleeps until one is taken."""
 _MISSING: Final = (Unavailable, TransactionInDoubt, CompletionPending)
 
 
@@ -27,22 +34,50 @@ class Vitals:
 
     If they did not answer last, the next question starts a probe in the background. A platform sends no work to a process that
     is not ready, so no dual write would find out that the servers answer again.
+
+    A thread of its own watches what the lanes ask Kafka, as long as they are in use: see
+    :class:`~dualwrite.protocol.process.Breaker`. ``silence`` is its verdict, for everybody to read, and costs nothing.
+
+    ``probe`` asks both servers; ``ask_kafka`` asks Kafka alone, and the leaders of these partitions, on new connections. Each
+    raises if there is no answer. ``turned`` is called when Kafka falls silent, and with None when it answers again.
     """
 
-    def __init__(self, name: str, probe: Callable[[], object]) -> None:
+    silence: Silence | None = None
+    """What Kafka has not answered, while it is silent; None as long as it answers. Only the thread that watches assigns it."""
+
+    def __init__(
+        self,
+        name: str,
+        probe: Callable[[], object],
+        *,
+        kafka_at: str = "",
+        ask_kafka: Callable[[Collection[Partition]], object] = lambda _: None,
+        turned: Callable[[Silence | None], object] = lambda _: None,
+    ) -> None:
         self._name = name
         self._question = probe
         self._probe = Probe(f"dualwrite {name} probe", self._ask, every_s=_PROBE_EVERY_S)
         self._answered = True
         self._fenced = False
+        self._kafka_at = kafka_at
+        self._ask_kafka = ask_kafka
+        self._turned = turned
+        self._breaker = Breaker()
+        self._heard_s = self._probe_heard_s = 0.0
+        self._lanes: Lanes | None = None
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._closed = False
+        self.sleeps = False
 
-    def note(self, error: DualWriteError | None) -> None:
+    def note(self, error: DualWriteError | None, heard_s: float = 0.0) -> None:
         """Note the end of a dual write, which shows whether the servers answered it.
 
-        An error of another writer that has passed through the block says nothing about this one.
+        An error of another writer that has passed through the block says nothing about this one. ``heard_s`` is a moment after
+        which Kafka has answered the dual write, on the clock of the process; 0 if it was asked nothing.
         """
         if error is None:
             self._answered = True
+            self._heard_s = max(self._heard_s, heard_s)
         elif error.transactional_id is not None and not is_of_writer(self._name, error.transactional_id):
             return
         elif isinstance(error, Fenced):
@@ -50,21 +85,26 @@ class Vitals:
         elif isinstance(error, _MISSING) or isinstance(error.__cause__, _MISSING):
             self._answered = False
 
-    def health(self, lanes: Lanes, *, is_open: bool, unreported_losses: int) -> Health:
-        """The writer's health. Returns at once."""
-        answered = self._answered
-        if is_open and not answered:
+    def health(self, lanes: Lanes, *, is_open: bool, unreported_losses: int, degraded: bool = False) -> Health:
+        """The writer's health. Returns at once. ``degraded`` says that messages wait in the database."""
+        answered, silence = self._answered, self.silence
+        if is_open and not answered and silence is None:
             self._probe.start()
         now, all_lanes = now_s(), lanes.all
         used = [pooled for pooled in all_lanes if pooled.taken_at is not None]
         unsettled = [pooled for pooled in all_lanes if pooled.taken_at is None and pooled.lane.needs_settling]
         left = [left_s for pooled in used if (left_s := pooled.lane.time_left_s) is not None]
+        asking = [since for pooled in used if (since := pooled.lane.asking_since) is not None]
+        unanswered = [since for since in asking if since > self._heard_s]
         return Health(
             self._name,
             is_open,
             refused=next((str(error) for pooled in all_lanes if (error := pooled.lane.refused) is not None), None),
             fenced=self._fenced or any(pooled.given_up for pooled in unsettled),
             answered=answered,
+            degraded=degraded,
+            silence=silence,
+            unanswered_s=max((now - since for since in unanswered), default=0.0),
             unreported_losses=unreported_losses,
             max_lanes=lanes.max_lanes,
             lanes=len(all_lanes),
@@ -83,6 +123,87 @@ class Vitals:
             self._answered = True
         except Exception as error:  # noqa: BLE001 - whatever it is, they did not answer, or the writer was closed meanwhile
             logger.info("%s: the servers do not answer yet: %s", self._name, error)
+
+    # Watching for silence
+
+    def watch(self, lanes: Lanes) -> None:
+        """Watch what these lanes ask Kafka, until :meth:`close`."""
+        self._lanes = lanes
+        threading.Thread(target=self._watch, name=f"dualwrite {self._name} watch", daemon=True).start()
+
+    def wake(self) -> None:
+        """Watch: a lane is in use. Call it if :attr:`sleeps`, once the lane is taken."""
+        self.sleeps = False
+        self._wake.put(None)
+
+    def close(self) -> None:
+        """Stop watching. May be called more than once."""
+        self._closed = True
+        self._wake.put(None)
+
+    def _watch(self) -> None:
+        quiet = 0
+        while not self._closed:
+            try:
+                quiet = 0 if self._look() else quiet + 1
+            except Exception:
+                logger.exception("%s: could not look whether Kafka answers", self._name)
+            if quiet < _QUIET_LOOKS:
+                pause_s: float | None = _LOOK_EVERY_S
+            else:
+                self.sleeps = True
+                if self._look():  # one was taken before its block could see that nobody watches
+                    self.sleeps, quiet = False, 0
+                    continue
+                pause_s, quiet = None, 0
+            with suppress(queue.Empty):
+                self._wake.get(timeout=pause_s)
+
+    def _look(self) -> bool:
+        """Judge what the lanes have asked. Returns whether to look again soon."""
+        assert self._lanes is not None
+        lanes, now = [pooled.lane for pooled in self._lanes.all], now_s()
+        in_use = any(pooled.taken_at is not None for pooled in self._lanes.all)
+        breaker = self._breaker.answered(
+            max(self._heard_s, self._probe_heard_s, *(lane.heard_s for lane in lanes), 0.0)
+        )
+        for question in [question for lane in lanes if (question := lane.question) is not None]:
+            breaker = breaker.missing(*question)
+        breaker = breaker.judged(now)
+        if breaker.must_probe(now):
+            breaker = breaker.probing(now)
+            partitions = frozenset(one for lane in lanes for one in lane.sends_to)
+            threading.Thread(
+                target=self._probe_kafka, args=(partitions,), name=f"dualwrite {self._name} probe of Kafka", daemon=True
+            ).start()
+        self._breaker = breaker
+        if breaker.silent is not (self.silence is not None):
+            self._turn(breaker, now)
+        return in_use or breaker.asked is not None
+
+    def _turn(self, breaker: Breaker, now: float) -> None:
+        if breaker.silent and breaker.asked is not None:
+            since_s, what = breaker.asked
+            since = datetime.now(timezone.utc) - timedelta(seconds=now - since_s)
+            self.silence = Silence(self._kafka_at, since, since_s, what)
+            logger.warning("%s: %s: dual writes are refused until it answers", self._name, self.silence)
+        elif (former := self.silence) is not None:
+            self.silence = None
+            logger.warning("%s: Kafka answers again, after %.1f s", self._name, now - former.since_s)
+            if not self._answered:
+                self._probe.start()
+        self._turned(self.silence)
+
+    def _probe_kafka(self, partitions: Collection[Partition]) -> None:
+        try:
+            self._ask_kafka(partitions)
+        except Unavailable as error:
+            logger.debug("%s: Kafka does not answer: %s", self._name, error)
+            return
+        except Exception as error:  # noqa: BLE001 - a refusal is an answer
+            logger.debug("%s: Kafka answers: %s", self._name, error)
+        self._probe_heard_s = now_s()
+        self._wake.put(None)
 
 
 # Asks the servers from a background thread, now and then: a caller gets the last answer and never waits.

@@ -91,6 +91,9 @@ class Lane:
         self._asking_since: float | None = None
         self._looked_back = False
         self._refused: DualWriteError | None = None
+        self._asking_for = ""
+        self._unanswered: tuple[float, str] | None = None
+        self.heard_s = 0.0  # when Kafka last answered a question that the lane asked outside of a dual write
 
     @property
     def row(self) -> StateRow:
@@ -155,12 +158,32 @@ class Lane:
         producer = self._producer
         return self._asking_since or (None if producer is None else producer.asking_since)
 
+    @property
+    def question(self) -> tuple[float, str] | None:
+        """The question that waits for Kafka's answer, or the last one that got none: since when, and for what.
+
+        For other threads.
+        """
+        since, producer = self._asking_since, self._producer
+        if since is not None:
+            return since, self._asking_for
+        return (None if producer is None else producer.question) or self._unanswered
+
+    @property
+    def sends_to(self) -> frozenset[Partition]:
+        """The partitions that the lane's transaction has written to. For other threads."""
+        producer = self._producer
+        return frozenset() if producer is None else producer.sends_to
+
     @contextmanager
-    def _asking(self) -> Iterator[None]:
+    def _asking(self, what: str) -> Iterator[None]:
         before = self._asking_since
-        self._asking_since = before or now_s()
+        self._asking_since, self._asking_for = before or now_s(), what
         try:
             yield
+        except Unavailable:
+            self._unanswered = self._asking_since, what
+            raise
         finally:
             self._asking_since = before
 
@@ -191,7 +214,7 @@ class Lane:
         if pending is None:
             return
         if not pending.known:
-            with self._asking():
+            with self._asking("the end of a transaction"):
                 if self._ends is None or not self._ends.know(pending, deadline):
                     self.note_end(know_end(self._shows_ends, pending, deadline))
                     return
@@ -381,7 +404,7 @@ class Lane:
         """Discard the producer and claim again, unless another owner has taken over."""
         self.discard()
         row = self._claim(deadline)
-        with self._asking():
+        with self._asking("how earlier transactions ended"):
             report = settle(
                 [row],
                 coordinator=self._context.coordinator,
@@ -391,6 +414,7 @@ class Lane:
                 undecided_in={self.transactional_id: self._undecided_in},
                 observer=self._context.observer,
             )
+        self.heard_s = now_s()
         failpoints.hit("claim.settled")
         self._undecided_in = {}
         self._note_settled()
@@ -458,13 +482,14 @@ class Lane:
             producer = self._make_producer(self.row)
             self._producer = producer
             try:
-                with self._asking():
+                with self._asking("a producer id"):
                     producer.init_transactions()
             except Unavailable:
                 if not producer.doubtful or deadline.expired:
                     raise
                 self._settle_former(deadline)
                 continue
+            self.heard_s = now_s()
             failpoints.hit("claim.initialized")
             if not producer.doubtful:
                 return
@@ -504,6 +529,7 @@ class Lane:
                 self._undecided_in[self.row.incarnation] = undecided_in
             if self._ends is not None and (pending := self._producer.pending_end) is not None:
                 self._ends.forget(pending)
+            self._unanswered = self._producer.question or self._unanswered
             self._producer.close()
             self._producer = None
         if self._machine.allows(LaneEvent.DISCARD):

@@ -7,6 +7,9 @@ long as a lane is free.
 A lane whose producer was discarded may have left a transaction open in Kafka, which holds back every ``read_committed``
 reader of its topics. It is settled in the background as soon as it is free: the next dual write may be hours away. So is one
 whose last transaction nobody has asked for, or has not ended for a second.
+
+While Kafka is silent nobody waits for a lane that waits for Kafka, and nothing is settled: an attempt would only fail. Once it
+answers again, all of that is done at once.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from dualwrite.writing.fair_queue import NoTurn, Place, Ticket, Turns, longest_f
 
 if TYPE_CHECKING:
     from dualwrite.kafka.transaction_ends import EndQuestions, PendingEnd
+    from dualwrite.protocol.process import Silence
     from dualwrite.writing.lane import Lane
 
 logger = logging.getLogger(__name__)
@@ -81,6 +85,7 @@ class Lanes:
     ``make_lane`` returns the lane with that number, not claimed yet. Closing waits ``timeout_s`` for lanes in use. After
     ``idle_after_s`` without use the row records that its last transaction is complete. ``watch`` is called in the background:
     it looks for what is worth a warning, at most once a second, and returns whether there was something to look at.
+    ``refuses_in_silence`` says that a block can do nothing with a lane while Kafka is silent.
     """
 
     def __init__(
@@ -103,6 +108,8 @@ class Lanes:
         self._kafka_at = kafka_at
         self.ends: EndQuestions | None = None
         self.watch: Callable[[], bool] = lambda: False
+        self.silence: Silence | None = None
+        self.refuses_in_silence = True
         self._turns: Turns[PooledLane] = Turns(on_freed=self._freed)
         self._choose, self._due = (
             self._chosen,
@@ -123,6 +130,12 @@ class Lanes:
     def first(self) -> Lane:
         """The lane that guards the others."""
         return self._turns.places[0].thing.lane
+
+    @property
+    def first_or_none(self) -> Lane | None:
+        """The same; None before the lanes are open, and once they are closed."""
+        places = self._turns.places
+        return places[0].thing.lane if places else None
 
     @property
     def all(self) -> Sequence[PooledLane]:
@@ -162,10 +175,22 @@ class Lanes:
         if ticket.place is None:
             if self.closed:
                 raise IllegalStateError("the writer is closed", transactional_id=self._name)
+            if (silence := self.silence) is not None and self.refuses_in_silence:
+                raise silence.error(self._name)
             raise self._busy()
         pooled = ticket.place.thing
         pooled.failures, pooled.given_up, pooled.taken_at = 0, False, now_s()
         return pooled.lane
+
+    def note_silence(self, silence: Silence | None) -> None:
+        """Refuse those that wait, as Kafka is silent; or do what has waited for Kafka, as it answers again."""
+        self.silence = silence
+        if silence is None:
+            for place in list(self._turns.places):
+                place.thing.failures = 0
+            self.look_again()
+        elif self.refuses_in_silence:
+            self._turns.refuse_waiting()
 
     def _busy(self) -> Unavailable:
         """The error of a caller that got no lane. It says whether Kafka, other callers, or both kept the lanes busy."""
@@ -287,7 +312,7 @@ class Lanes:
         due = [
             (at, place)
             for place in places
-            if place.holder is None
+            if place.holder is None and self.silence is None
             if (at := place.thing.due_at(place.free_since, self._idle_after_s)) is not None
         ]
         self._due_at, place = min(due, key=lambda item: item[0], default=(None, None))

@@ -121,7 +121,13 @@ class DualWriter(Submitting):
         serializing = Serializing.of(serializers)
         self._observer = observer_if_loaded() if telemetry is None else telemetry
         self._losses = Losses(on_loss, self._observer)
-        self._vitals = Vitals(transactional_id, lambda: self._opened().probe())
+        self._vitals = Vitals(
+            transactional_id,
+            lambda: self._opened().probe(),
+            kafka_at=self._producers.config.listener[0],
+            ask_kafka=lambda partitions: self._opened().ask_kafka(partitions),
+            turned=self._lanes.note_silence,
+        )
         self._unobserve: Callable[[], None] | None = None
         self._falls_back_after_s: float | None = None
         self._opening: Opening[tuple[Opened, Sequence[Lane]]] | None = None
@@ -257,6 +263,7 @@ class DualWriter(Submitting):
     def _publish(self, made: tuple[Opened, Sequence[Lane]]) -> None:
         self._connected, lanes = made
         self._lanes.open(lanes)
+        self._vitals.watch(self._lanes)
 
     def transaction(
         self, connection: Connection | psycopg.Connection[object] | DjangoConnection | None = None
@@ -367,6 +374,7 @@ class DualWriter(Submitting):
         try:
             with noting_reported(opened.context.store) if opened is not None else nullcontext():
                 self._groups.close(self._limits.timeout_s)
+                self._vitals.close()
                 self._lanes.close()
                 self._losses.raise_unreported()
         finally:

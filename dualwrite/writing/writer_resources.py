@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -15,7 +15,7 @@ from dualwrite.errors import Fenced, IllegalStateError, Unavailable
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import LaneProducer
 from dualwrite.kafka.transaction_ends import EndQuestions, look_again
-from dualwrite.protocol.values import lane_id, lane_number, outbox_id
+from dualwrite.protocol.values import Partition, lane_id, lane_number, outbox_id
 from dualwrite.recovery.claim import OwnerContext, claim_every_lane, claim_lanes, settle_lanes
 from dualwrite.recovery.in_doubt import reporting_at_open
 from dualwrite.writing.fair_queue import Turns
@@ -37,6 +37,8 @@ _PROBE_S: Final = 5.0
 _SETTLE_S: Final = 10.0
 """Where messages may wait as rows, what an opening cannot settle in this time is left to the background."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_KAFKA_PROBE_S: Final = 3.0
+"""Limits one question to a Kafka that may be silent. The next one is asked a second later, whether or not this one waits."""
 _LOOK_S: Final = 2.0
 """Limits a look for what holds back readers."""
 
@@ -256,6 +258,19 @@ class Opened:
         """Ask the database and Kafka something. Raises if one of them does not answer."""
         rows = self.context.store.read([self._name])
         self.context.coordinator.describe([row.kafka_id(row.incarnation) for row in rows], Deadline(_PROBE_S))
+
+    def ask_kafka(self, partitions: Collection[Partition]) -> None:
+        """Ask the coordinator of the first lane, and the leaders of these partitions. Raises if one of them does not answer.
+
+        On new connections: they remember no failures, and no broker has requests of theirs that wait for something.
+        """
+        first = self._lanes.first_or_none
+        kafka_id = self._name if first is None else first.row.kafka_id(first.row.incarnation)
+        deadline = Deadline(_KAFKA_PROBE_S)
+        with KafkaCoordinator(self._settings.config, like=self.context.coordinator) as coordinator:
+            coordinator.describe([kafka_id], deadline)
+            if partitions:
+                coordinator.producer_open_offsets(0, 0, partitions, deadline)
 
     def close(self) -> None:
         """Disconnect from Kafka."""

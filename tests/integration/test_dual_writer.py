@@ -3,23 +3,18 @@
 import logging
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
-from harness.engines import ENGINES
 from harness.orders import Order, on_each, on_postgresql
-from harness.patience import PATIENCE_S, patient
 from sqlalchemy import insert, select, text
 from sqlalchemy.exc import IntegrityError
 
 from dualwrite import (
     ConfigurationError,
-    DualWriteError,
     DualWriter,
     Fenced,
     TransactionAborted,
-    Unavailable,
     WriterLimits,
     failpoints,
 )
@@ -460,37 +455,3 @@ def test_every_log_line_of_a_dual_write_names_its_id(writer, dualwrite_topic, or
     for record in caplog.records:
         if record.name.startswith("dualwrite"):
             assert "orders" in record.getMessage(), record.getMessage()
-
-
-@pytest.mark.parametrize("engine_name", ENGINES)
-@on_postgresql
-def test_a_block_that_gets_no_lane_while_kafka_is_silent_is_told_of_kafka(mortal_kafka, engine, orders, engine_name):
-    topic, settings = mortal_kafka.create_topic(f"silent-{engine_name}", 1), patient(mortal_kafka.client_config())
-    limits = WriterLimits(max_lanes=2, lane_timeout_s=3, timeout_s=PATIENCE_S)
-    options = {"producer_engine": engine_name, "limits": limits}
-    suspended = threading.Event()
-
-    def block(number):
-        with writer.transaction() as tx:
-            write(tx, topic, orders, number)
-            inside.release()
-            assert suspended.wait(PATIENCE_S)
-
-    with DualWriter(f"silent-{engine_name}", kafka=settings, database=engine, **options) as writer:
-        inside = threading.Semaphore(0)
-        with ThreadPoolExecutor(2) as threads:
-            under_way = [threads.submit(block, number) for number in range(2)]
-            for _ in under_way:
-                assert inside.acquire(timeout=PATIENCE_S)
-            mortal_kafka.suspend()
-            suspended.set()
-            try:
-                with pytest.raises(Unavailable, match="all 2 lanes were busy for 3 s") as told, writer.transaction():
-                    pass
-            finally:
-                mortal_kafka.resume()
-            for one in under_way:
-                with suppress(DualWriteError):
-                    one.result()
-    assert f"Kafka at {mortal_kafka.bootstrap_servers} has not answered 2 of them since" in str(told.value)
-    assert "max_lanes" not in str(told.value)

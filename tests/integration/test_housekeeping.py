@@ -93,15 +93,19 @@ def test_a_completion_that_was_pending_is_completed(through, proxy, dualwrite_to
     assert both() == ([1], [1])
 
 
-def test_settling_that_fails_is_tried_again(through, proxy, dualwrite_topic, orders, both, caplog):
+def test_settling_waits_for_a_kafka_that_is_silent_and_is_then_tried_again(
+    through, proxy, dualwrite_topic, orders, both, caplog
+):
     with pytest.raises(LookupError), through.transaction() as tx:
         tx.produce(dualwrite_topic, value="1", partition=0)
         answered(tx._dual_write._lane.producer)
         proxy.on(Api.END_TXN).drop_request()
         held = proxy.on(Api.DESCRIBE_TRANSACTIONS, nth=None).hold_request()
         raise LookupError
-    wait_for_log(caplog, "not settled yet; retrying later")
+    wait_for_log(caplog, "has not answered since")
     held.release()
+    wait_for_log(caplog, "Kafka answers again")
+    wait_for_log(caplog, "settled in the background")
     assert both() == ([], [])
 
 

@@ -157,6 +157,7 @@ class MemoryLane:
     unrecorded = None
     pending_end = None
     asking_since = None
+    question = None
     time_left_s = None
     unsettled_s = 0.0
 

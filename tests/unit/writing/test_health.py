@@ -1,10 +1,12 @@
 """Whether the servers answered last, and the probe that finds out that they answer again."""
 
+import queue
 import threading
 
 import pytest
 
 from dualwrite import CompletionPending, Fenced, TransactionAborted, TransactionInDoubt, Unavailable, failpoints
+from dualwrite.clock import now_s
 from dualwrite.errors import IllegalStateError
 from dualwrite.writing.health import Vitals
 from dualwrite.writing.lane_pool import Lanes
@@ -151,3 +153,149 @@ def test_a_writer_is_ready_from_the_end_of_its_opening_to_its_close(shop):
 
 def raising(*_):
     raise Unavailable("the database is away")
+
+
+# Silence, on a clock of the test's own: the thread that watches is not started, and each look is called.
+
+
+class AskingLane:
+    """A lane whose dual write asks Kafka."""
+
+    needs_settling, time_left_s, unsettled_s, heard_s, refused = False, None, 0.0, 0.0, None
+    sends_to = frozenset({("orders", 0)})
+
+    def __init__(self, number):
+        self.transactional_id = f"orders#{number}"
+        self.asking_since = self.question = None
+
+    def ask(self):
+        self.asking_since = now_s()
+        self.question = self.asking_since, "a flush"
+
+    def come_to_rest(self):
+        return None
+
+    unrecorded = None
+
+
+class Watched:
+    """Vitals with one lane in use, and the probes of Kafka that they have started."""
+
+    def __init__(self, monkeypatch, *, answers=None):
+        self.turned, self.probes = [], queue.SimpleQueue()
+        self.answers = answers or threading.Event()
+        self.lanes = Lanes(
+            "orders", AskingLane, max_lanes=2, timeout_s=1, lane_timeout_s=60, idle_after_s=60, kafka_at="b:9092"
+        )
+        self.lanes.open([AskingLane(0), AskingLane(1)], keep_house=False)
+        self.vitals = Vitals("orders", no_probe, kafka_at="b:9092", ask_kafka=self._ask, turned=self._turned)
+        self.vitals._lanes = self.lanes
+        self.ticket = self.lanes.ticket()
+        self.lane = self.lanes.take(self.ticket)
+        self._ahead = 0.0
+        monkeypatch.setattr("dualwrite.writing.health.now_s", lambda: now_s() + self._ahead)
+
+    def _ask(self, partitions):
+        self.probes.put(partitions)
+        if not self.answers.is_set():
+            raise Unavailable("no answer")
+
+    def _turned(self, silence):
+        self.turned.append(silence)
+        self.lanes.note_silence(silence)
+
+    def look_after(self, seconds):
+        self._ahead += seconds
+        return self.vitals._look()
+
+    def fall_silent(self):
+        self.lane.ask()
+        self.look_after(1.1)
+        self.look_after(1.1)
+        assert self.vitals.silence is not None
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    return Watched(monkeypatch)
+
+
+def health_of(watched, **given):
+    return watched.vitals.health(watched.lanes, is_open=True, unreported_losses=0, **given)
+
+
+def test_a_dual_write_that_waits_while_nobody_answers_shows_that_kafka_is_silent(watched):
+    watched.lane.ask()
+    assert watched.look_after(0.1)
+    assert watched.probes.empty()
+    watched.look_after(1.0)
+    assert watched.probes.get(timeout=60) == {("orders", 0)}
+    assert watched.vitals.silence is None
+    watched.look_after(1.0)
+    silence = watched.vitals.silence
+    assert (silence.address, silence.asked) == ("b:9092", "a flush")
+    assert silence.since_s == watched.lane.asking_since
+    assert watched.turned == [silence]
+    assert health_of(watched).problems == (str(silence),)
+
+
+def test_a_probe_that_is_answered_ends_the_silence(watched):
+    watched.fall_silent()
+    watched.answers.set()
+    watched.look_after(1.1)
+    while watched.vitals._probe_heard_s == 0.0:
+        threading.Event().wait(0.001)
+    watched.look_after(0.0)
+    assert watched.vitals.silence is None
+    assert watched.turned[-1] is None
+
+
+def test_kafka_that_answers_the_background_is_not_silent_however_long_one_dual_write_waits(watched):
+    watched.answers.set()
+    watched.lane.ask()
+    watched.look_after(1.1)
+    while watched.vitals._probe_heard_s == 0.0:
+        threading.Event().wait(0.001)
+    watched.look_after(30.0)
+    assert watched.vitals.silence is None
+    assert not health_of(watched).ready  # the dual write waits all the same
+
+
+def test_one_other_dual_write_that_was_answered_shows_that_kafka_is_not_silent(watched):
+    watched.lane.ask()
+    watched.look_after(1.1)
+    watched.vitals.note(None, heard_s=watched.lane.asking_since + 1.0)
+    watched.look_after(1.1)
+    assert watched.vitals.silence is None
+    assert health_of(watched).ready
+
+
+def test_a_dual_write_of_rows_alone_shows_nothing_about_kafka(watched):
+    watched.fall_silent()
+    watched.vitals.note(None)
+    watched.look_after(0.1)
+    assert watched.vitals.silence is not None
+
+
+def test_those_that_wait_for_a_lane_are_refused_when_kafka_falls_silent_and_nobody_waits_afterwards(watched):
+    others = [watched.lanes.ticket() for _ in range(2)]
+    watched.lanes.take(others[0])
+    watched.lanes._turns.queue_up(others[1])
+    assert not others[1].answered
+    watched.fall_silent()
+    assert others[1].answered
+    assert others[1].place is None
+    assert others[0].place is not None  # it has its lane
+
+
+def test_a_degraded_writer_is_ready_although_kafka_is_silent(watched):
+    watched.fall_silent()
+    found = health_of(watched, degraded=True)
+    assert found.ready
+    assert found.silence is not None
+
+
+def test_it_need_not_look_again_once_no_lane_is_in_use_and_nothing_is_asked(watched):
+    assert watched.look_after(0.1)
+    watched.ticket.end()
+    assert not watched.look_after(0.1)

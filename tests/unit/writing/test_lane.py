@@ -24,6 +24,7 @@ class Producer:
     """Has a transaction whose end is not known yet."""
 
     undecided_in = frozenset()
+    question = None
 
     def __init__(self):
         self.state = ProducerState.READY
