@@ -639,6 +639,12 @@ class Leases(Protocol):
         """Take the lowest number that nobody holds, or whose holder has died, and return its id."""
         ...
 
+    def take_number(
+        self, number: int, owner: str, timeout_s: float, *, has_died: Callable[[Lease], bool]
+    ) -> str | None:
+        """Take that number, and return its id; None if a member holds it that has not died."""
+        ...
+
     def renew(self, owner: str, timeout_s: float, *, wait_s: float) -> tuple[Collection[str], Sequence[Lease]]:
         """Renew what the owner holds.
 

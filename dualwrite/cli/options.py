@@ -90,8 +90,11 @@ def id_options(command: Callable[P, R]) -> Callable[P, R]:
     return with_ids
 
 
-def kafka_options(command: Callable[P, R]) -> Callable[P, R]:
-    """Add ``--bootstrap-server``, ``--config`` and ``-X``, and pass them on as one dictionary, ``kafka``."""
+def kafka_options(command: Callable[P, R], *, unless: str | None = None) -> Callable[P, R]:
+    """Add ``--bootstrap-server``, ``--config`` and ``-X``, and pass them on as one dictionary, ``kafka``.
+
+    ``unless`` names a flag with which the command asks no broker.
+    """
 
     @click.option("--bootstrap-server", envvar="DUALWRITE_BOOTSTRAP_SERVERS", help="host:port of a broker, or several.")
     @click.option(
@@ -114,7 +117,7 @@ def kafka_options(command: Callable[P, R]) -> Callable[P, R]:
         kafka.update(parse_properties(overrides, "-X"))
         if bootstrap:
             kafka["bootstrap.servers"] = bootstrap
-        if "bootstrap.servers" not in kafka:
+        if "bootstrap.servers" not in kafka and not (unless is not None and kwargs.get(unless)):
             raise click.UsageError("no broker: give --bootstrap-server, or bootstrap.servers in --config")
         kwargs["kafka"] = kafka
         return command(*args, **kwargs)
@@ -169,6 +172,7 @@ COMMANDS: Final = {
     "forget": ("dualwrite.cli.recovery", "Delete ids that never come back, and old incidents."),
     "migrate": ("dualwrite.cli.tables", "Create or upgrade the library's tables."),
     "recover": ("dualwrite.cli.recovery", "Settle what dead owners left behind."),
+    "relay": ("dualwrite.cli.outbox", "Send an outbox table that another program fills."),
     "status": ("dualwrite.cli.recovery", "Show what is unsettled."),
     "terminate": ("dualwrite.cli.recovery", "Abort an open transaction, unless the database has decided it."),
 }

@@ -450,6 +450,18 @@ class LeaseKeeper:
         """Take the lowest free number, and keep it from now on. Returns the id, which is not claimed yet."""
         asked_at = now_s()
         name = self._leases.take(owner, self._timing.timeout_s, has_died=self._has_died)
+        self._keep(name, owner, asked_at)
+        return name
+
+    def take_number(self, number: int, owner: str) -> str | None:
+        """As :meth:`take`, but that number and no other; None if another member holds it."""
+        asked_at = now_s()
+        name = self._leases.take_number(number, owner, self._timing.timeout_s, has_died=self._has_died)
+        if name is not None:
+            self._keep(name, owner, asked_at)
+        return name
+
+    def _keep(self, name: str, owner: str, asked_at: float) -> None:
         with self._lock:
             self._machine.apply(LeaseEvent.TAKE)
             self._name, self._owner, self._renewed_at = name, owner, asked_at
@@ -459,7 +471,6 @@ class LeaseKeeper:
                 target=self._beat, name=f"dualwrite {self._leases.fleet} lease", daemon=True
             )
             self._thread.start()
-        return name
 
     def still_held(self) -> bool:
         """Renew the lease now. Returns False if another member has taken it; raises if that could not be found out."""

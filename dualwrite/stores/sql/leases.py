@@ -52,6 +52,30 @@ class Leases:
         failpoints.hit("lease.taken")
         return taken
 
+    def take_number(
+        self, number: int, owner: str, timeout_s: float, *, has_died: Callable[[Lease], bool] = lambda _: False
+    ) -> str | None:
+        """Take that number, and return its id; None if a member holds it that has not died. Otherwise as :meth:`take`."""
+        lease = self._lease
+
+        def work(connection: Connection) -> str | None:
+            mine = select(lease.c.transactional_id).where(self._of_fleet, lease.c.owner == owner)
+            if (earlier := connection.scalar(mine)) is not None:  # the answer to an earlier attempt was lost
+                return str(earlier)
+            for found in _read(connection, self._tables, and_(self._of_fleet, lease.c.number == number)):
+                if found.state is LeaseState.HELD and not has_died(found):
+                    return None
+                taken = self._take_over(connection, found, owner, timeout_s)
+                break
+            else:
+                taken = self._add(connection, number, owner, timeout_s)
+            return member_id(self.fleet, number) if taken else None
+
+        taken = self._own.run(work)
+        if taken is not None:
+            failpoints.hit("lease.taken")
+        return taken
+
     def _take(self, connection: Connection, owner: str, timeout_s: float, has_died: Callable[[Lease], bool]) -> str:
         lease = self._lease
         mine = select(lease.c.transactional_id).where(self._of_fleet, lease.c.owner == owner)

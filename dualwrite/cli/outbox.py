@@ -1,0 +1,262 @@
+"""The command ``relay``, which sends an outbox table that another program fills."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+from collections.abc import Mapping
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import click
+
+from dualwrite.cli.options import (
+    INCIDENTS,
+    LEFT_ALONE,
+    database_options,
+    exit_code_for_errors,
+    kafka_options,
+    not_empty,
+    seconds,
+)
+from dualwrite.clock import now_s
+from dualwrite.protocol.outbox import MOST_BYTES, MOST_ROWS
+from dualwrite.protocol.outbox_table import OutboxTable, Placement
+from dualwrite.stores.sql.access import engine_of
+from dualwrite.stores.sql.outbox_table import trigger_sql
+from dualwrite.writing.relay import Relay, RelayReport
+
+if TYPE_CHECKING:
+    from dualwrite.kafka.producer import EngineName
+
+_LAYOUT: Final = OutboxTable()
+_EVERY_S: Final = 10.0
+
+
+@click.command()
+@click.option("--table", "name", default=_LAYOUT.name, show_default=True, callback=not_empty, help="[SCHEMA.]TABLE.")
+@click.option(
+    "--topic",
+    default=_LAYOUT.topic,
+    show_default=True,
+    callback=not_empty,
+    help="The topic's name; ${routedByValue} in it stands for the value of --topic-column.",
+)
+@click.option("--topic-column", default=_LAYOUT.topic_column, show_default=True, callback=not_empty)
+@click.option(
+    "--key-column", default=_LAYOUT.key_column, show_default=True, callback=not_empty, help="What is in order."
+)
+@click.option("--no-key", is_flag=True, help="Messages without keys.")
+@click.option("--value-column", default=_LAYOUT.value_column, show_default=True, callback=not_empty)
+@click.option(
+    "--id-column", default=_LAYOUT.id_column, show_default=True, callback=not_empty, help="Goes into the header 'id'."
+)
+@click.option("--no-id", is_flag=True, help="No header 'id'.")
+@click.option("--headers-column", callback=not_empty, help="JSON with further headers: an object, or a list of pairs.")
+@click.option("--partition-column", callback=not_empty, help="The partition's number; null: by the key.")
+@click.option(
+    "--timestamp-column",
+    callback=not_empty,
+    help="The record's timestamp. Default: the time of sending, as retention may delete what is older.",
+)
+@click.option(
+    "--place",
+    "placements",
+    multiple=True,
+    metavar="COLUMN:PLACE[:NAME]",
+    help="One more column in a 'header', in an 'envelope' around the value, or as the 'partition'. May be repeated.",
+)
+@click.option("--tombstone-on-empty", is_flag=True, help="An empty value, too, is a tombstone.")
+@click.option("--expand-json", is_flag=True, help="In an envelope, the value is JSON, not text.")
+@click.option(
+    "--order-by",
+    multiple=True,
+    metavar="COLUMN",
+    help="Tells the order of insertion; may be repeated. Default: --id-column, if it holds integers.",
+)
+@click.option("--unordered", is_flag=True, help="Send rows in any order.")
+@click.option("--mark", callback=not_empty, metavar="COLUMN", help="Mark sent rows there, instead of deleting them.")
+@click.option(
+    "--id", "relay_id", callback=not_empty, help="The name that all processes of a relay share. Default: relay-TABLE."
+)
+@click.option("--once", is_flag=True, help="Send what is there, and end.")
+@click.option(
+    "--poll-interval",
+    "poll_s",
+    default=0.5,
+    show_default=True,
+    callback=seconds(),
+    help="Between looks for rows, in seconds.",
+)
+@click.option(
+    "--lease-timeout",
+    "lease_s",
+    default=10.0,
+    show_default=True,
+    callback=seconds(),
+    help="A sender without a sign of life for so long is replaced, in seconds.",
+)
+@click.option(
+    "--most-rows", default=MOST_ROWS, show_default=True, type=click.IntRange(min=1), help="Rows of a dual write."
+)
+@click.option(
+    "--most-bytes", default=MOST_BYTES, show_default=True, type=click.IntRange(min=1), help="Bytes of a dual write."
+)
+@click.option(
+    "--engine", "engine_name", type=click.Choice(["auto", "native", "librdkafka"]), default="auto", show_default=True
+)
+@click.option(
+    "--print-trigger", is_flag=True, help="Print the SQL of a trigger that tells of new rows (PostgreSQL), and end."
+)
+@click.option("--json", "as_json", is_flag=True, help="Show the result as a JSON document.")
+@database_options
+@partial(kafka_options, unless="print_trigger")
+@exit_code_for_errors
+def relay(
+    *,
+    name: str,
+    topic: str,
+    topic_column: str,
+    key_column: str,
+    no_key: bool,
+    value_column: str,
+    id_column: str,
+    no_id: bool,
+    headers_column: str | None,
+    partition_column: str | None,
+    timestamp_column: str | None,
+    placements: tuple[str, ...],
+    tombstone_on_empty: bool,
+    expand_json: bool,
+    order_by: tuple[str, ...],
+    unordered: bool,
+    mark: str | None,
+    relay_id: str | None,
+    once: bool,
+    poll_s: float,
+    lease_s: float,
+    most_rows: int,
+    most_bytes: int,
+    engine_name: str,
+    print_trigger: bool,
+    as_json: bool,
+    url: str,
+    schema: str | None,
+    kafka: Mapping[str, object],
+) -> None:
+    """Send the rows of an outbox table that another program fills: each once, those of one key in order.
+
+    By default the columns are those of Debezium's outbox event router. A row is deleted in the transaction that sends it. Start
+    as many processes as you like: one sends, the others stand by. SIGTERM and SIGINT end it after the present round.
+
+    Exit code: 0 stopped, or with --once all is sent, 1 an error, 2 wrong usage, 4 rows were refused or losses found, 5 a server
+    does not answer, 7 with --once: another process sends.
+    """
+    table = OutboxTable(
+        name=name,
+        topic=topic,
+        topic_column=topic_column,
+        key_column=None if no_key else key_column,
+        value_column=value_column,
+        id_column=None if no_id else id_column,
+        headers_column=headers_column,
+        partition_column=partition_column,
+        timestamp_column=timestamp_column,
+        placements=[Placement.parse(one) for text in placements for one in text.split(",")],
+        order_by=order_by,
+        unordered=unordered,
+        mark=mark,
+        tombstone_on_empty=tombstone_on_empty,
+        expand_json=expand_json,
+    )
+    if print_trigger:
+        click.echo(trigger_sql(engine_of(url), table), nl=False)
+        return
+    shown = _Lines(quiet=as_json)
+    running = Relay(
+        table,
+        kafka=kafka,
+        database=url,
+        name=relay_id,
+        schema=schema,
+        poll_interval_s=poll_s,
+        lease_timeout_s=lease_s,
+        most_rows=most_rows,
+        most_bytes=most_bytes,
+        producer_engine=cast("EngineName", engine_name),
+        progress=shown.show,
+    )
+    with _stopped_by_signals(running):
+        report = running.run(once=once)
+    if as_json:
+        click.echo(
+            json.dumps(
+                {
+                    "messages": report.messages,
+                    "rounds": report.rounds,
+                    "refused": report.refused,
+                    "losses": [str(loss) for loss in report.losses],
+                    "other_active": report.other_active,
+                },
+                indent=2,
+            )
+        )
+    else:
+        click.echo(f"{running.name}: {report.messages:,} messages sent in {report.rounds:,} transactions")
+    if report.other_active:
+        click.echo(f"dualwrite: another process sends for {running.name!r}", err=True)
+        raise SystemExit(LEFT_ALONE)
+    if report.refused or report.losses:
+        raise SystemExit(INCIDENTS)
+
+
+class _Lines:
+    """Says on standard error what a relay does: each change of its state at once, the messages now and then."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+        self._state = ""
+        self._said_at = now_s()
+        self._said = 0
+
+    def show(self, report: RelayReport) -> None:
+        """Show what has changed."""
+        if self._quiet:
+            return
+        now = now_s()
+        calm = report.state in {"sending", "waiting for rows"}
+        state = "sending" if calm else report.state
+        if state != self._state:
+            self._state = state
+            click.echo(f"{state}{f': {report.error}' if report.error and not calm else ''}", err=True)
+        if report.messages > self._said and now - self._said_at >= _EVERY_S:
+            rate = (report.messages - self._said) / (now - self._said_at)
+            click.echo(f"{report.messages:,} messages sent, {rate:,.0f} a second", err=True)
+            self._said, self._said_at = report.messages, now
+
+
+class _stopped_by_signals:  # noqa: N801 - a context manager, used as a function
+    """Lets the first SIGTERM or SIGINT stop the relay after its present round, and the next one end the process."""
+
+    def __init__(self, running: Relay) -> None:
+        self._running = running
+        self._before: dict[signal.Signals, Any] = {}
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        logging.getLogger(__name__).info("signal %d: stopping after the present round", number)
+        self._running.stop()
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._stop)
+
+    def __exit__(self, *raised: object) -> None:
+        self._restore()

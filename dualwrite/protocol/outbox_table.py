@@ -1,0 +1,342 @@
+"""An outbox table that another program fills: which of its columns make a message, and what message a row makes.
+
+By default the columns and their meaning are those of Debezium's outbox event router, so that a table which its connector reads
+today can be sent by a relay as it is: the same topics, keys, values and headers. Its words stand beside ours:
+
+================================================  ====================================
+``route.by.field``                                `OutboxTable.topic_column`
+``route.topic.replacement``                       `OutboxTable.topic`
+``table.field.event.id``, ``.key``, ``.payload``  ``id_column``, ``key_column``, ``value_column``
+``table.field.event.timestamp``                   ``timestamp_column``
+``table.fields.additional.placement``             ``placements``
+``table.expand.json.payload``                     ``expand_json``
+``route.tombstone.on.empty.payload``              ``tombstone_on_empty``
+================================================  ====================================
+
+Text, numbers, UUIDs and JSON go out as the database shows them as text; columns of bytes as they are.
+
+Source: Debezium's documentation, "Outbox Event Router".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from dualwrite.errors import ConfigurationError
+from dualwrite.protocol.values import check_not_empty
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from dualwrite.protocol.message import Header
+
+ROUTED_BY: Final = "${routedByValue}"
+"""Stands for the value of the topic's column in the topic's name."""
+_ID_HEADER: Final = "id"
+_ENVELOPE_PAYLOAD: Final = "payload"
+_PLACES: Final = ("header", "envelope", "partition")
+_CHANNEL: Final = re.compile(r"[^a-z0-9_]+")
+_LONGEST_CHANNEL: Final = 63
+
+
+class Placement(NamedTuple):
+    """One more column that goes into a message, as in Debezium's ``table.fields.additional.placement``.
+
+    Attributes:
+        column: The column.
+        place: ``header``, ``envelope`` or ``partition``.
+        alias: The name of the header or of the envelope's field; the column's own if not given.
+    """
+
+    column: str
+    place: str
+    alias: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse ``column:place`` or ``column:place:alias``."""
+        column, _, rest = text.strip().partition(":")
+        place, _, alias = rest.partition(":")
+        if not column or place not in _PLACES:
+            raise ConfigurationError(
+                f"{text!r} does not say where a column goes",
+                next_step="give COLUMN:header, COLUMN:envelope or COLUMN:partition, and :NAME behind it for another name",
+            )
+        return cls(column, place, alias or column)
+
+
+@dataclass(frozen=True)
+class OutboxTable:
+    """An outbox table, and what its columns mean. By default as Debezium's outbox event router takes them.
+
+    Args:
+        name: The table, with its schema before a dot if that is not the connection's own.
+        topic: The topic's name; ``${routedByValue}`` in it stands for the value of ``topic_column``.
+        topic_column: The column that the topic's name is made of.
+        key_column: The key of the message, and so what is in order; None for messages without a key.
+        value_column: The value; null is a tombstone.
+        id_column: Goes into the header ``id``; None for no such header.
+        headers_column: JSON with further headers: an object, or a list of pairs.
+        partition_column: The partition's number; where it is null, the key decides.
+        timestamp_column: The record's timestamp: a time, or ms since 1970. By default it is the time at which a message is
+            sent: by an older one, retention could delete what has waited for long.
+        placements: Further columns in headers, in an envelope around the value, or as the partition.
+        order_by: The columns that tell the order of insertion. By default the id column, if it holds integers.
+        unordered: Send rows in any order.
+        mark: Do not delete rows that were sent, but mark them in this column: a boolean, which becomes true, or a time.
+        tombstone_on_empty: Whether an empty value, too, is a tombstone.
+        expand_json: Whether the value stands in an envelope as JSON, not as text.
+
+    Raises:
+        ConfigurationError: Two settings contradict each other.
+    """
+
+    name: str = "outbox_events"
+    topic: str = f"outbox.event.{ROUTED_BY}"
+    topic_column: str = "aggregatetype"
+    key_column: str | None = "aggregateid"
+    value_column: str = "payload"
+    id_column: str | None = "id"
+    headers_column: str | None = None
+    partition_column: str | None = None
+    timestamp_column: str | None = None
+    placements: Sequence[Placement] = ()
+    order_by: Sequence[str] = ()
+    unordered: bool = False
+    mark: str | None = None
+    tombstone_on_empty: bool = False
+    expand_json: bool = False
+    _partition: str | None = field(init=False, repr=False, default=None)
+
+    def __post_init__(self) -> None:
+        for what in ("name", "topic", "topic_column", "value_column"):
+            check_not_empty(what, getattr(self, what))
+        if self.unordered and self.order_by:
+            raise ConfigurationError(
+                "the rows have an order, and none", next_step="give order_by or unordered, not both"
+            )
+        placed = [one.column for one in self.placements if one.place == "partition"]
+        if self.partition_column is not None:
+            placed.append(self.partition_column)
+        if len(set(placed)) > 1:
+            raise ConfigurationError(f"the partition is in {' and in '.join(placed)}", next_step="name one column")
+        object.__setattr__(self, "_partition", placed[0] if placed else None)
+
+    @property
+    def schema_and_name(self) -> tuple[str | None, str]:
+        """The schema, if one is given, and the table."""
+        schema, dot, name = self.name.rpartition(".")
+        return (schema if dot else None), name
+
+    @property
+    def relay_id(self) -> str:
+        """The name of a relay that was not given one."""
+        return f"relay-{self.name}"
+
+    @property
+    def channel(self) -> str:
+        """The channel on which the table's trigger tells of new rows."""
+        return _CHANNEL.sub("_", f"dualwrite_{self.name.lower()}")[:_LONGEST_CHANNEL]
+
+    @property
+    def fields(self) -> Sequence[Field]:
+        """What is read of every row, in this order."""
+        found = [Field("value", self.value_column)]
+        if self.key_column is not None:
+            found.append(Field("key", self.key_column))
+        if ROUTED_BY in self.topic:
+            found.append(Field("topic", self.topic_column))
+        if self._partition is not None:
+            found.append(Field("partition", self._partition))
+        if self.timestamp_column is not None:
+            found.append(Field("timestamp", self.timestamp_column))
+        if self.headers_column is not None:
+            found.append(Field("headers", self.headers_column))
+        if self.id_column is not None:
+            found.append(Field("header", self.id_column, _ID_HEADER))
+        for column, place, alias in self.placements:
+            if place != "partition":
+                found.append(Field(place, column, alias))
+        return found
+
+
+class Field(NamedTuple):
+    """One column that is read: what it becomes, and for headers and fields of an envelope, under which name."""
+
+    use: str
+    column: str
+    alias: str = ""
+
+
+class BadRow(Exception):
+    """A row that makes no message. ``reason`` is for people, and holds neither its key nor its value."""
+
+    def __init__(self, row: int, reason: str) -> None:
+        super().__init__(reason)
+        self.row = row
+        self.reason = reason
+
+
+class Messages(NamedTuple):
+    """Messages of one topic, as columns in their order. All but the values are None if no message has any."""
+
+    topic: str
+    values: Sequence[Any]
+    keys: Sequence[Any] | None
+    headers: Sequence[Sequence[Header]] | None
+    partitions: Sequence[int | None] | None
+    timestamps: Sequence[int | None] | None
+
+
+class Mapping:
+    """Makes messages of rows. ``rows`` hold the columns of `OutboxTable.fields`, in that order, and perhaps others behind."""
+
+    def __init__(self, table: OutboxTable) -> None:
+        self._table = table
+        self._at: dict[str, int] = {}
+        self._headers: list[tuple[int, str]] = []
+        self._envelope: list[tuple[int, str]] = []
+        for place, (use, _, alias) in enumerate(table.fields):
+            if use == "header":
+                self._headers.append((place, alias))
+            elif use == "envelope":
+                self._envelope.append((place, alias))
+            else:
+                self._at[use] = place
+
+        @cache
+        def topic_of(value: object) -> str:
+            return table.topic.replace(ROUTED_BY, text_of(value))
+
+        self._topic_of: Callable[[object], str] = topic_of
+
+    def messages(self, rows: Sequence[Sequence[Any]]) -> Iterator[Messages]:
+        """The messages of the rows, topic by topic; those of one topic in the order of the rows.
+
+        Raises:
+            BadRow: A row has no topic, or its headers are none.
+        """
+        columns = list(zip(*rows, strict=True))
+        topics = self._topics(columns, len(rows))
+        values = self._values(columns)
+        headers = self._headers_of(columns, len(rows))
+        keys, partitions, timestamps = (self._column(columns, use) for use in ("key", "partition", "timestamp"))
+        if len(found := dict.fromkeys(topics)) == 1:
+            yield Messages(topics[0], values, keys, headers, partitions, timestamps)
+            return
+        places: dict[str, list[int]] = {topic: [] for topic in found}
+        for place, topic in enumerate(topics):
+            places[topic].append(place)
+        for topic, its in places.items():
+            its_values, its_keys, its_headers, its_partitions, its_timestamps = (
+                _at(column, its) for column in (values, keys, headers, partitions, timestamps)
+            )
+            yield Messages(topic, its_values or (), its_keys, its_headers, its_partitions, its_timestamps)
+
+    def _column(self, columns: Sequence[Sequence[Any]], use: str) -> Sequence[Any] | None:
+        place = self._at.get(use)
+        return None if place is None else columns[place]
+
+    def _topics(self, columns: Sequence[Sequence[Any]], count: int) -> Sequence[str]:
+        routed = self._column(columns, "topic")
+        if routed is None:
+            return [self._table.topic] * count
+        if None in routed:
+            raise BadRow(routed.index(None), f"{self._table.topic_column}, which names the topic, is null")
+        return list(map(self._topic_of, routed))
+
+    def _values(self, columns: Sequence[Sequence[Any]]) -> Sequence[Any]:
+        values: Sequence[Any] = columns[self._at["value"]]
+        if not self._envelope and not self._table.tombstone_on_empty:
+            return values
+        return [self._value(value, columns, row) for row, value in enumerate(values)]
+
+    def _value(self, value: Any, columns: Sequence[Sequence[Any]], row: int) -> Any:
+        if self._table.tombstone_on_empty and (value is None or not value.strip()):
+            return None
+        if not self._envelope:
+            return value
+        fields = [f"{json.dumps(_ENVELOPE_PAYLOAD)}:{self._payload(value)}"]
+        for place, alias in self._envelope:
+            shown = columns[place][row]
+            plain = shown if shown is None or isinstance(shown, (int, float)) else text_of(shown)
+            fields.append(f"{json.dumps(alias)}:{json.dumps(plain)}")
+        return f"{{{','.join(fields)}}}".encode()
+
+    def _payload(self, value: Any) -> str:
+        if value is None:
+            return "null"
+        text = text_of(value)
+        if self._table.expand_json and text[:1] in {"{", "["}:
+            try:
+                json.loads(text)
+            except ValueError:
+                return json.dumps(text)  # as Debezium: kept as it is
+            return text
+        return json.dumps(text)
+
+    def _headers_of(self, columns: Sequence[Sequence[Any]], count: int) -> Sequence[Sequence[Header]] | None:
+        given = self._column(columns, "headers")
+        if not self._headers and given is None:
+            return None
+        if len(self._headers) == 1 and given is None:  # Debezium's own layout: the id alone
+            ((place, alias),) = self._headers
+            return [((alias, value),) for value in columns[place]]
+        found: list[Sequence[Header]] = []
+        for row in range(count):
+            pairs = [(alias, columns[place][row]) for place, alias in self._headers]
+            if given is not None:
+                pairs += _headers_in(given[row], row)
+            found.append(pairs)
+        return found
+
+
+def _at(column: Sequence[Any] | None, places: Sequence[int]) -> list[Any] | None:
+    return None if column is None else [column[place] for place in places]
+
+
+def _headers_in(given: object, row: int) -> Sequence[Header]:
+    """The headers that a column of JSON holds."""
+    if given is None:
+        return ()
+    try:
+        found = json.loads(text_of(given))
+    except ValueError:
+        raise BadRow(row, "the column of headers does not hold JSON") from None
+    pairs = list(found.items()) if isinstance(found, dict) else found
+    if not isinstance(pairs, list):
+        raise BadRow(row, "the column of headers holds neither an object nor a list of pairs")
+    headers: list[Header] = []
+    for pair in pairs:
+        name, value = _pair(pair, row)
+        shown = value if value is None or isinstance(value, str) else json.dumps(value)
+        try:
+            name.encode()
+            headers.append((name, None if shown is None else shown.encode()))
+        except UnicodeEncodeError:
+            raise BadRow(row, "a header holds a surrogate, which is no text") from None
+    return headers
+
+
+def _pair(pair: object, row: int) -> tuple[str, Any]:
+    if isinstance(pair, dict) and pair.keys() == {"key", "value"}:
+        pair = (pair["key"], pair["value"])
+    if isinstance(pair, (list, tuple)) and len(pair) == 2 and isinstance(pair[0], str):  # noqa: PLR2004 - a pair
+        return pair[0], pair[1]
+    raise BadRow(row, "a header is neither a name with a value nor a pair")
+
+
+def text_of(value: object) -> str:
+    """A column's value as text. Bytes are UTF-8, or else shown as hexadecimal digits."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        content = bytes(value)
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return content.hex()
+    return str(value)

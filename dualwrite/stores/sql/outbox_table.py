@@ -1,0 +1,408 @@
+"""The SQL of an outbox table that another program fills: reads its first rows, deletes or marks them, tells of new ones.
+
+Nothing here remembers how far it has come. Each read begins at the head of the table, since numbers are not in the order of
+commits: a row with a lower number appears later, if its transaction was concurrent. So no row is skipped, and none overtakes
+another one that was committed before it was inserted.
+
+What is deleted is exactly what was read. On PostgreSQL a transaction of a relay runs at REPEATABLE READ: both statements
+see one snapshot, and a range of a unique column names the rows that were read and no others. Elsewhere rows are named one by
+one, and the number of those deleted is compared.
+
+The rows are read with a cursor of the server, as many as are wanted and no more bytes than are allowed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+from sqlalchemy import (
+    Boolean,
+    Column,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Numeric,
+    Table,
+    Text,
+    and_,
+    any_,
+    bindparam,
+    delete,
+    exc,
+    func,
+    inspect,
+    literal_column,
+    select,
+    text,
+    true,
+    update,
+)
+from sqlalchemy import cast as sql_cast
+from sqlalchemy.types import DateTime, NullType, String
+
+from dualwrite.errors import ConfigurationError, TransactionAborted
+from dualwrite.stores.sql.access import map_database_error
+from dualwrite.stores.sql.tables import MYSQL, database_now
+
+if TYPE_CHECKING:
+    from sqlalchemy import ColumnElement, Connection, Engine, Select
+
+    from dualwrite.protocol.outbox_table import Field, OutboxTable
+
+ISOLATION: Final = {"postgresql": "REPEATABLE READ", "mysql": "READ COMMITTED", "mariadb": "READ COMMITTED"}
+"""The level of a relay's transactions. On MariaDB and MySQL, deletes at a higher one would lock the gaps that others insert
+into."""
+_FIRST_FETCH: Final = 200
+_MOST_FETCHED: Final = 5_000
+_NAMED_AT_ONCE: Final = 900
+"""Rows named one by one in a statement: MariaDB turns longer lists into a join."""
+_EPOCH: Final = "1970-01-01"
+_BYTES: Final = re.compile("BINARY|BLOB|BYTEA")
+"""In the names of types that hold bytes: SQLAlchemy gives those of a database no class in common."""
+
+
+class Rows(NamedTuple):
+    """Rows of the table: the columns of `OutboxTable.fields`, and behind them what names the row.
+
+    ``size`` are the bytes of what was read, ``full`` says that there may be more.
+    """
+
+    rows: Sequence[Sequence[Any]]
+    size: int
+    full: bool
+
+
+@dataclass(frozen=True)
+class _Names:
+    """How a row is named: by columns that are unique together, or by its place in the table (PostgreSQL's ``ctid``)."""
+
+    columns: Sequence[ColumnElement[Any]]
+    ranged: bool  # they are also the order, so that the first and the last one name all between them
+    place: bool = False
+
+
+class OutboxTableRows:
+    """One outbox table in one database, looked at and found fit.
+
+    The methods that take a connection work inside the caller's transaction, and leave SQLAlchemy's errors as they are.
+    """
+
+    def __init__(self, engine: Engine, table: OutboxTable) -> None:
+        self._engine = engine
+        self._is_postgresql = engine.dialect.name == "postgresql"
+        self._table = table
+        try:
+            self._look()
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, engine, None) from error
+
+    # What the table is
+
+    def _look(self) -> None:
+        schema, name = self._table.schema_and_name
+        inspector = inspect(self._engine)
+        if not (inspector.has_table(name, schema) or name in inspector.get_view_names(schema)):
+            raise ConfigurationError(
+                f"there is no table {self._table.name!r}", next_step="correct --table, or give its schema: SCHEMA.TABLE"
+            )
+        found = inspector.get_columns(name, schema)
+        self._types = {one["name"]: one["type"] for one in found}
+        nullable = {one["name"] for one in found if one["nullable"]}
+        columns = [Column(one["name"], one["type"]) for one in found]
+        self._rows = Table(name, MetaData(), *columns, schema=schema)
+        for field in self._table.fields:
+            self._require(field.column)
+        for column in (*self._table.order_by, *filter(None, [self._table.mark])):
+            self._require(column)
+        key = list(inspector.get_pk_constraint(name, schema).get("constrained_columns") or ())
+        unique = [key] if key else []
+        unique += [list(one["column_names"]) for one in inspector.get_unique_constraints(name, schema)]
+        unique += [
+            list(cast("list[str]", one["column_names"])) for one in inspector.get_indexes(name, schema) if one["unique"]
+        ]
+        partitioned = self._is_postgresql and self._is_partitioned(schema, name)
+        self._mark = self._marking()
+        self._order = self._ordering(key)
+        self._names = self._naming(key, [one for one in unique if not nullable.intersection(one)], partitioned)
+        self.statement(1)  # refuses columns of types that cannot be what they are named for
+
+    def _is_partitioned(self, schema: str | None, name: str) -> bool:
+        kind = text(
+            "SELECT c.relkind IN ('p', 'v') OR EXISTS (SELECT FROM pg_inherits i WHERE i.inhparent = c.oid)"
+            " FROM pg_class c WHERE c.oid = to_regclass(:name)"
+        )
+        quote = self._engine.dialect.identifier_preparer.quote
+        full = ".".join(quote(one) for one in (schema, name) if one)
+        with self._engine.connect() as connection:
+            return bool(connection.scalar(kind, {"name": full}))
+
+    def _require(self, column: str) -> None:
+        if column not in self._types:
+            raise ConfigurationError(
+                f"table {self._table.name!r} has no column {column!r}",
+                next_step=f"name its columns by the options; it has {', '.join(self._types)}",
+            )
+
+    def _ordering(self, key: Sequence[str]) -> Sequence[ColumnElement[Any]]:
+        if self._table.unordered:
+            return ()
+        if self._table.order_by:
+            return [self._rows.c[one] for one in self._table.order_by]
+        for candidate in (self._table.id_column, *(key if len(key) == 1 else ())):
+            if candidate is not None and isinstance(self._types.get(candidate), Integer):
+                return [self._rows.c[candidate]]
+        shown = self._table.id_column or ", ".join(key) or "no key"
+        raise ConfigurationError(
+            f"the rows of {self._table.name!r} cannot be put into the order of insertion by {shown}",
+            next_step="give --order-by a column that grows with each insert; if there is none, add one "
+            f"({self._adding()}), or give --unordered",
+        )
+
+    def _adding(self) -> str:
+        column = (
+            "bigint GENERATED ALWAYS AS IDENTITY" if self._is_postgresql else "bigint NOT NULL AUTO_INCREMENT UNIQUE"
+        )
+        return f"ALTER TABLE {self._table.name} ADD COLUMN seq {column}"
+
+    def _naming(self, key: Sequence[str], unique: Sequence[Sequence[str]], partitioned: bool) -> _Names:  # noqa: FBT001
+        order = [column.name for column in self._order]
+        one = len(order) == 1 and [order[0]] in [list(names) for names in unique]
+        if one and (self._is_postgresql or self._engine.dialect.name == "sqlite"):
+            return _Names(self._order, ranged=True)
+        if self._is_postgresql and not partitioned:
+            return _Names([literal_column("ctid::text")], ranged=False, place=True)
+        if one:
+            return _Names(self._order, ranged=False)
+        if len(key) == 1:
+            return _Names([self._rows.c[key[0]]], ranged=False)
+        for names in unique:
+            if len(names) == 1:
+                return _Names([self._rows.c[names[0]]], ranged=False)
+        raise ConfigurationError(
+            f"no single column of {self._table.name!r} names its rows",
+            next_step="give it a primary key of one column, or a unique column that is not null",
+        )
+
+    def _marking(self) -> tuple[ColumnElement[bool], dict[str, Any]] | None:
+        if self._table.mark is None:
+            return None
+        column, kind = self._rows.c[self._table.mark], self._types[self._table.mark]
+        if isinstance(kind, Boolean) or (isinstance(kind, Integer) and self._engine.dialect.name in {*MYSQL, "sqlite"}):
+            return column.is_not(true()), {column.name: true()}
+        if isinstance(kind, DateTime):
+            return column.is_(None), {column.name: database_now()}
+        raise ConfigurationError(
+            f"column {column.name!r} is {kind}, which cannot mark what was sent", next_step="use a boolean or a time"
+        )
+
+    @property
+    def describes(self) -> str:
+        """In words: in which order rows go, and what becomes of them."""
+        order = ", ".join(column.name for column in self._order)
+        after = "deleted" if self._mark is None else f"marked in {self._table.mark}"
+        return f"{f'in the order of {order}' if order else 'in no order'}, and then {after}"
+
+    # What is read of a row
+
+    def _selected(self, field: Field) -> ColumnElement[Any]:
+        column, kind = self._rows.c[field.column], self._types[field.column]
+        if field.use == "partition":
+            if not isinstance(kind, Integer):
+                raise ConfigurationError(
+                    f"column {field.column!r} is {kind}, which is no partition", next_step="give a column of integers"
+                )
+            return column
+        if field.use == "timestamp":
+            return self._in_ms(column, kind)
+        if field.use == "envelope" and isinstance(kind, (Integer, Boolean)):
+            return column
+        return self._in_bytes(column, kind)
+
+    def _in_bytes(self, column: ColumnElement[Any], kind: object) -> ColumnElement[Any]:
+        if isinstance(kind, LargeBinary) or _BYTES.search(type(kind).__name__):
+            return column
+        if self._is_postgresql:  # no Python text is made
+            return func.convert_to(sql_cast(column, Text), "UTF8")
+        if isinstance(kind, (String, NullType)):
+            return sql_cast(column, Text) if self._engine.dialect.name == "sqlite" else column
+        return sql_cast(column, String(255) if isinstance(kind, (Integer, Numeric, DateTime)) else Text)
+
+    def _in_ms(self, column: ColumnElement[Any], kind: object) -> ColumnElement[Any]:
+        if isinstance(kind, Integer):
+            return column
+        if not isinstance(kind, DateTime):
+            raise ConfigurationError(
+                f"column {self._table.timestamp_column!r} is {kind}, which is no time",
+                next_step="give a column of times, or of integers: ms since 1970",
+            )
+        if self._is_postgresql:
+            return literal_column(f"floor(extract(epoch FROM {self._quoted(column)}) * 1000)::bigint")
+        if self._engine.dialect.name in MYSQL:
+            shown = self._quoted(column)
+            if type(kind).__name__ == "TIMESTAMP":  # kept as a moment, shown in the session's zone
+                return literal_column(f"CAST(UNIX_TIMESTAMP({shown}) * 1000 AS SIGNED)")
+            return literal_column(f"TIMESTAMPDIFF(MICROSECOND, '{_EPOCH}', {shown}) DIV 1000")
+        return literal_column(f"CAST(strftime('%s', {self._quoted(column)}) AS INTEGER) * 1000")
+
+    def _quoted(self, column: ColumnElement[Any]) -> str:
+        return str(self._engine.dialect.identifier_preparer.quote(cast("Column[Any]", column).name))
+
+    def statement(self, limit: int) -> Select[Any]:
+        """The statement that reads the first rows."""
+        chosen = [self._selected(field).label(f"f{place}") for place, field in enumerate(self._table.fields)]
+        names = [name.label(f"n{place}") for place, name in enumerate(self._names.columns)]
+        found = select(*chosen, *names).select_from(self._rows).order_by(*self._order).limit(limit)
+        return found if self._mark is None else found.where(self._mark[0])
+
+    # In the caller's transaction
+
+    def read(self, connection: Connection, limit: int, max_bytes: int) -> Rows:
+        """The first rows, in their order: so many, and no more bytes than allowed; but one in any case."""
+        rows: list[Sequence[Any]] = []
+        size = 0
+        for some in self._fetched(connection, limit, max_bytes):
+            for row in some:
+                size += sum(len(part) for part in row if isinstance(part, (bytes, str)))
+                if rows and size > max_bytes:
+                    return Rows(rows, size, full=True)
+                rows.append(row)
+        return Rows(rows, size, full=len(rows) >= limit)
+
+    def _fetched(self, connection: Connection, limit: int, max_bytes: int) -> Iterator[Sequence[Sequence[Any]]]:
+        statement = self.statement(limit)
+        if not self._is_postgresql:
+            with connection.execute(
+                statement, execution_options={"stream_results": True, "max_row_buffer": _FIRST_FETCH}
+            ) as result:
+                while some := result.fetchmany(_FIRST_FETCH):
+                    yield some
+            return
+        # The driver's own cursor, and binary: SQLAlchemy's text form doubles the bytes, and costs as much again for each row.
+        compiled = statement.compile(dialect=self._engine.dialect, compile_kwargs={"literal_binds": True})
+        driver = cast("Any", connection.connection.driver_connection)
+        try:
+            with driver.cursor(name="dualwrite_relay") as cursor:
+                cursor.execute(str(compiled), {}, binary=True)
+                wanted = min(_FIRST_FETCH, limit)
+                while some := cursor.fetchmany(wanted):
+                    yield some
+                    if len(some) < wanted:
+                        return
+                    sizes = sum(len(part) for row in some for part in row if isinstance(part, (bytes, str)))
+                    wanted = max(1, min(_MOST_FETCHED, max_bytes // 4 * len(some) // max(sizes, 1)))
+        except driver_error(self._engine) as error:
+            raise exc.DBAPIError.instance(
+                str(compiled), None, error, driver_error(self._engine), dialect=self._engine.dialect
+            ) from error
+
+    def remove(self, connection: Connection, rows: Sequence[Sequence[Any]]) -> None:
+        """Delete the rows, or mark them as sent.
+
+        Raises:
+            TransactionAborted: Some are gone already, or are others by now: another program has taken them.
+        """
+        place = len(self._table.fields)
+        if self._names.ranged:
+            (name,) = self._names.columns
+            count = self._change(connection, name.between(rows[0][place], rows[-1][place]))
+        else:
+            names = [row[place] for row in rows]
+            count = sum(
+                self._change(connection, self._named(some))
+                for some in ([names] if self._is_postgresql else _parts(names))
+            )
+        if count != len(rows):
+            raise TransactionAborted(
+                f"{count} rows of {self._table.name!r} are left of {len(rows)} that were read: another program takes them, too",
+                next_step="let one relay alone take rows from this table",
+            )
+
+    def _named(self, names: Sequence[Any]) -> ColumnElement[bool]:
+        if self._names.place:
+            listed = "{" + ",".join(f'"{one if isinstance(one, str) else bytes(one).decode()}"' for one in names) + "}"
+            return text("ctid = ANY(CAST(:places AS tid[]))").bindparams(places=listed)  # type: ignore[return-value]
+        (column,) = self._names.columns
+        if not self._is_postgresql:
+            return column.in_(names)
+        from sqlalchemy.dialects.postgresql import ARRAY  # noqa: PLC0415 - of this database alone
+
+        return column == any_(bindparam("names", list(names), type_=ARRAY(column.type)))
+
+    def _change(self, connection: Connection, chosen: ColumnElement[bool]) -> int:
+        if self._mark is None:
+            return connection.execute(delete(self._rows).where(chosen)).rowcount
+        unsent, values = self._mark
+        return connection.execute(update(self._rows).where(and_(chosen, unsent)).values(values)).rowcount
+
+    def shown(self, row: Sequence[Any]) -> str:
+        """How people find a row: its name in the table."""
+        names = row[len(self._table.fields) :]
+        what = "ctid" if self._names.place else cast("Column[Any]", self._names.columns[0]).name
+        value = names[0]
+        return f"{what} {value.decode() if isinstance(value, bytes) else value}"
+
+
+def _parts(names: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    for first in range(0, len(names), _NAMED_AT_ONCE):
+        yield names[first : first + _NAMED_AT_ONCE]
+
+
+def driver_error(engine: Engine) -> type[Exception]:
+    """The base class of the errors of the engine's driver."""
+    return cast("type[Exception]", cast("Any", engine.dialect.dbapi).Error)
+
+
+def trigger_sql(engine: Engine, table: OutboxTable) -> str:
+    """The script that lets a table on PostgreSQL tell of new rows, for its owner."""
+    if engine.dialect.name != "postgresql":
+        raise ConfigurationError(
+            "only PostgreSQL tells of new rows", next_step="leave it to the poll: --poll-interval says how often"
+        )
+    quote = engine.dialect.identifier_preparer.quote
+    schema, name = table.schema_and_name
+    full = ".".join(quote(one) for one in (schema, name) if one)
+    function = ".".join(quote(one) for one in (schema, table.channel) if one)
+    return (
+        f"CREATE OR REPLACE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS\n"
+        f"$$ BEGIN PERFORM pg_notify('{table.channel}', ''); RETURN NULL; END $$;\n"
+        f"DROP TRIGGER IF EXISTS {quote(table.channel)} ON {full};\n"
+        f"CREATE TRIGGER {quote(table.channel)} AFTER INSERT ON {full}\n"
+        f"    FOR EACH STATEMENT EXECUTE FUNCTION {function}();\n"
+    )
+
+
+class Listener:
+    """Waits until the table's trigger tells of new rows, on a connection of its own; without one, for as long as it is told.
+
+    A lost connection is made anew with the next wait. Used by one thread.
+    """
+
+    def __init__(self, engine: Engine, channel: str) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._connection: Any = None
+
+    def wait(self, seconds: float) -> bool:
+        """Wait at most so long. Returns whether there was news; raises the driver's error."""
+        if self._connection is None:
+            self._connection = connection = self._engine.raw_connection()
+            connection.detach()
+            driver = cast("Any", connection.driver_connection)
+            driver.set_autocommit(True)
+            driver.execute(f"LISTEN {self._engine.dialect.identifier_preparer.quote(self._channel)}")
+            return True  # what came before it listened
+        driver = self._connection.driver_connection
+        try:
+            return any(True for _ in driver.notifies(timeout=seconds, stop_after=1))
+        except driver_error(self._engine):
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the connection."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
