@@ -4,10 +4,12 @@ They work from any process and machine, whether the writers of the ids are runni
 """
 
 from dualwrite.kafka.log import BlockingTransaction
+from dualwrite.protocol.outbox_table import OutboxTable, Placement
 from dualwrite.recovery.lost_decisions import Forgotten
 from dualwrite.recovery.operator import ForgetReport, TerminationReport, blocking_transactions, forget, terminate
 from dualwrite.recovery.recover import IdStatus, RecoveryReport, recover, status
 from dualwrite.recovery.settle import Loss
+from dualwrite.writing.relay import Relay, RelayReport
 
 __all__ = [
     "BlockingTransaction",
@@ -15,7 +17,11 @@ __all__ = [
     "Forgotten",
     "IdStatus",
     "Loss",
+    "OutboxTable",
+    "Placement",
     "RecoveryReport",
+    "Relay",
+    "RelayReport",
     "TerminationReport",
     "blocking_transactions",
     "forget",

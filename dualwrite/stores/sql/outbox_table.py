@@ -388,15 +388,14 @@ class Listener:
     def wait(self, seconds: float) -> bool:
         """Wait at most so long. Returns whether there was news; raises the driver's error."""
         if self._connection is None:
-            self._connection = connection = self._engine.raw_connection()
-            connection.detach()
-            driver = cast("Any", connection.driver_connection)
+            lent = self._engine.raw_connection()
+            self._connection = driver = cast("Any", lent.driver_connection)
+            lent.detach()
             driver.set_autocommit(True)
             driver.execute(f"LISTEN {self._engine.dialect.identifier_preparer.quote(self._channel)}")
             return True  # what came before it listened
-        driver = self._connection.driver_connection
         try:
-            return any(True for _ in driver.notifies(timeout=seconds, stop_after=1))
+            return any(True for _ in self._connection.notifies(timeout=seconds, stop_after=1))
         except driver_error(self._engine):
             self.close()
             raise
