@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import signal
@@ -188,6 +189,7 @@ def relay(
         producer_engine=cast("EngineName", engine_name),
         progress=shown.show,
     )
+    gc.freeze()  # what is imported stays: each round makes many objects, and no collection need look through the others
     with _stopped_by_signals(running):
         report = running.run(once=once)
     if as_json:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -111,7 +111,6 @@ class OutboxTable:
     mark: str | None = None
     tombstone_on_empty: bool = False
     expand_json: bool = False
-    _partition: str | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         for what in ("name", "topic", "topic_column", "value_column"):
@@ -120,49 +119,49 @@ class OutboxTable:
             raise ConfigurationError(
                 "the rows have an order, and none", next_step="give order_by or unordered, not both"
             )
-        placed = [one.column for one in self.placements if one.place == "partition"]
-        if self.partition_column is not None:
-            placed.append(self.partition_column)
-        if len(set(placed)) > 1:
-            raise ConfigurationError(f"the partition is in {' and in '.join(placed)}", next_step="name one column")
-        object.__setattr__(self, "_partition", placed[0] if placed else None)
+        _partition_column(self)
 
-    @property
-    def schema_and_name(self) -> tuple[str | None, str]:
-        """The schema, if one is given, and the table."""
-        schema, dot, name = self.name.rpartition(".")
-        return (schema if dot else None), name
 
-    @property
-    def relay_id(self) -> str:
-        """The name of a relay that was not given one."""
-        return f"relay-{self.name}"
+def schema_and_name(table: OutboxTable) -> tuple[str | None, str]:
+    """The schema, if one is given, and the table."""
+    schema, dot, name = table.name.rpartition(".")
+    return (schema if dot else None), name
 
-    @property
-    def channel(self) -> str:
-        """The channel on which the table's trigger tells of new rows."""
-        return _CHANNEL.sub("_", f"dualwrite_{self.name.lower()}")[:_LONGEST_CHANNEL]
 
-    @property
-    def fields(self) -> Sequence[Field]:
-        """What is read of every row, in this order."""
-        found = [Field("value", self.value_column)]
-        if self.key_column is not None:
-            found.append(Field("key", self.key_column))
-        if ROUTED_BY in self.topic:
-            found.append(Field("topic", self.topic_column))
-        if self._partition is not None:
-            found.append(Field("partition", self._partition))
-        if self.timestamp_column is not None:
-            found.append(Field("timestamp", self.timestamp_column))
-        if self.headers_column is not None:
-            found.append(Field("headers", self.headers_column))
-        if self.id_column is not None:
-            found.append(Field("header", self.id_column, _ID_HEADER))
-        for column, place, alias in self.placements:
-            if place != "partition":
-                found.append(Field(place, column, alias))
-        return found
+def relay_id(table: OutboxTable) -> str:
+    """The name of a relay that was not given one."""
+    return f"relay-{table.name}"
+
+
+def channel(table: OutboxTable) -> str:
+    """The channel on which the table's trigger tells of new rows."""
+    return _CHANNEL.sub("_", f"dualwrite_{table.name.lower()}")[:_LONGEST_CHANNEL]
+
+
+def fields_of(table: OutboxTable) -> Sequence[Field]:
+    """What is read of every row, in this order."""
+    found = [Field("value", table.value_column)]
+    if table.key_column is not None:
+        found.append(Field("key", table.key_column))
+    if ROUTED_BY in table.topic:
+        found.append(Field("topic", table.topic_column))
+    if (partition := _partition_column(table)) is not None:
+        found.append(Field("partition", partition))
+    if table.timestamp_column is not None:
+        found.append(Field("timestamp", table.timestamp_column))
+    if table.headers_column is not None:
+        found.append(Field("headers", table.headers_column))
+    if table.id_column is not None:
+        found.append(Field("header", table.id_column, _ID_HEADER))
+    return found + [Field(place, column, alias) for column, place, alias in table.placements if place != "partition"]
+
+
+def _partition_column(table: OutboxTable) -> str | None:
+    named = {one.column for one in table.placements if one.place == "partition"}
+    named |= set() if table.partition_column is None else {table.partition_column}
+    if len(named) > 1:
+        raise ConfigurationError(f"the partition is in {' and in '.join(sorted(named))}", next_step="name one column")
+    return next(iter(named), None)
 
 
 class Field(NamedTuple):
@@ -183,25 +182,34 @@ class BadRow(Exception):
 
 
 class Messages(NamedTuple):
-    """Messages of one topic, as columns in their order. All but the values are None if no message has any."""
+    """Messages of one topic, as columns in their order. All but the values are None if no message has any.
+
+    ``placed`` are the headers that every message has: a name and a column for each. ``headers`` are those that differ.
+    """
 
     topic: str
     values: Sequence[Any]
     keys: Sequence[Any] | None
-    headers: Sequence[Sequence[Header]] | None
     partitions: Sequence[int | None] | None
     timestamps: Sequence[int | None] | None
+    headers: Sequence[Sequence[Header]] | None
+    placed: Sequence[tuple[str, Sequence[Any]]]
+
+    def headers_of(self, row: int) -> Sequence[Header]:
+        """All headers of one message."""
+        placed = [(name, column[row]) for name, column in self.placed]
+        return placed if self.headers is None else [*placed, *self.headers[row]]
 
 
 class Mapping:
-    """Makes messages of rows. ``rows`` hold the columns of `OutboxTable.fields`, in that order, and perhaps others behind."""
+    """Makes messages of rows. ``rows`` hold the columns of :func:`fields_of`, in that order, and perhaps others behind."""
 
     def __init__(self, table: OutboxTable) -> None:
         self._table = table
         self._at: dict[str, int] = {}
         self._headers: list[tuple[int, str]] = []
         self._envelope: list[tuple[int, str]] = []
-        for place, (use, _, alias) in enumerate(table.fields):
+        for place, (use, _, alias) in enumerate(fields_of(table)):
             if use == "header":
                 self._headers.append((place, alias))
             elif use == "envelope":
@@ -224,19 +232,22 @@ class Mapping:
         columns = list(zip(*rows, strict=True))
         topics = self._topics(columns, len(rows))
         values = self._values(columns)
-        headers = self._headers_of(columns, len(rows))
+        given = self._column(columns, "headers")
+        headers = None if given is None else [_headers_in(one, row) for row, one in enumerate(given)]
+        placed = [(alias, columns[place]) for place, alias in self._headers]
         keys, partitions, timestamps = (self._column(columns, use) for use in ("key", "partition", "timestamp"))
         if len(found := dict.fromkeys(topics)) == 1:
-            yield Messages(topics[0], values, keys, headers, partitions, timestamps)
+            yield Messages(topics[0], values, keys, partitions, timestamps, headers, placed)
             return
         places: dict[str, list[int]] = {topic: [] for topic in found}
         for place, topic in enumerate(topics):
             places[topic].append(place)
         for topic, its in places.items():
-            its_values, its_keys, its_headers, its_partitions, its_timestamps = (
-                _at(column, its) for column in (values, keys, headers, partitions, timestamps)
+            its_values, its_keys, its_partitions, its_timestamps, its_headers = (
+                _at(column, its) for column in (values, keys, partitions, timestamps, headers)
             )
-            yield Messages(topic, its_values or (), its_keys, its_headers, its_partitions, its_timestamps)
+            its_placed = [(name, _at(column, its) or ()) for name, column in placed]
+            yield Messages(topic, its_values or (), its_keys, its_partitions, its_timestamps, its_headers, its_placed)
 
     def _column(self, columns: Sequence[Sequence[Any]], use: str) -> Sequence[Any] | None:
         place = self._at.get(use)
@@ -279,21 +290,6 @@ class Mapping:
                 return json.dumps(text)  # as Debezium: kept as it is
             return text
         return json.dumps(text)
-
-    def _headers_of(self, columns: Sequence[Sequence[Any]], count: int) -> Sequence[Sequence[Header]] | None:
-        given = self._column(columns, "headers")
-        if not self._headers and given is None:
-            return None
-        if len(self._headers) == 1 and given is None:  # Debezium's own layout: the id alone
-            ((place, alias),) = self._headers
-            return [((alias, value),) for value in columns[place]]
-        found: list[Sequence[Header]] = []
-        for row in range(count):
-            pairs = [(alias, columns[place][row]) for place, alias in self._headers]
-            if given is not None:
-                pairs += _headers_in(given[row], row)
-            found.append(pairs)
-        return found
 
 
 def _at(column: Sequence[Any] | None, places: Sequence[int]) -> list[Any] | None:

@@ -18,10 +18,10 @@ from __future__ import annotations
 import logging
 import random
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import exc
@@ -50,7 +50,7 @@ from dualwrite.protocol.outbox import (
     pause_after,
     refusal_behind,
 )
-from dualwrite.protocol.outbox_table import BadRow, OutboxTable
+from dualwrite.protocol.outbox_table import BadRow, OutboxTable, channel, relay_id
 from dualwrite.protocol.outbox_table import Mapping as RowMapping
 from dualwrite.protocol.values import WriterLimits, check_count, check_seconds
 from dualwrite.recovery.claim import lease_owner
@@ -148,7 +148,7 @@ class Relay:
         telemetry: Observer | None = None,
     ) -> None:
         self.table = table
-        self.name = table.relay_id if name is None else name
+        self.name = relay_id(table) if name is None else name
         check_fleet(self.name)
         check_seconds("poll_interval_s", poll_interval_s)
         check_count("most_rows", most_rows)
@@ -177,7 +177,7 @@ class Relay:
         self._mapping = RowMapping(table)
         self._stopping = threading.Event()
         self._lost = threading.Event()
-        self._listener = Listener(engine, table.channel) if engine.dialect.name == "postgresql" else None
+        self._listener = Listener(engine, channel(table)) if engine.dialect.name == "postgresql" else None
         self._read: Rows | None = None
         self.report = RelayReport()
 
@@ -411,22 +411,21 @@ class Relay:
 
 def _produce(tx: Transaction, messages: Messages) -> None:
     """Hand messages of one topic to the producer, by the cheapest way that takes them."""
-    topic, values, keys, headers, partitions, timestamps = messages
-    if headers is None and partitions is None and timestamps is None:
+    topic, values, keys, partitions, timestamps, headers, placed = messages
+    if headers is None and partitions is None and timestamps is None and not placed:
         tx.produce_many(topic, values, keys)
         return
     if len(values) >= _COLUMNS_FROM and find_spec("pyarrow") is not None and find_spec("numpy") is not None:
         _produce_columns(tx, messages)
         return
-    now_ms = time.time_ns() // 1_000_000
     for row, value in enumerate(values):
         tx.produce(
             topic,
             value,
             None if keys is None else keys[row],
             partition=None if partitions is None else partitions[row],
-            headers=None if headers is None else headers[row],
-            timestamp_ms=now_ms if timestamps is None or timestamps[row] is None else timestamps[row],
+            headers=messages.headers_of(row),
+            timestamp_ms=None if timestamps is None else timestamps[row],
         )
 
 
@@ -435,17 +434,22 @@ def _produce_columns(tx: Transaction, messages: Messages) -> None:
 
     from dualwrite.kafka.native.arrow import column_of  # noqa: PLC0415 - imports pyarrow
 
-    topic, values, keys, headers, partitions, timestamps = messages
-    lists = None
-    if headers is not None:
-        ends = [0]
-        for one in headers:
-            ends.append(ends[-1] + len(one))
-        pairs = [pair for one in headers for pair in one]
-        columns = [column_of([name for name, _ in pairs]), column_of([value for _, value in pairs])]
-        lists = pa.LargeListArray.from_arrays(
-            pa.array(ends, pa.int64()), pa.StructArray.from_arrays(columns, ["key", "value"])
-        )
+    topic, values, keys, partitions, timestamps, headers, placed = messages
+    count, lists = len(values), None
+    if headers is None and placed:  # as many for each: no Python object is made for a row
+        ends: Sequence[int] = range(0, len(placed) * count + 1, len(placed))
+        names: Sequence[str] = [name for name, _ in placed] * count
+        contents: Sequence[Any] = placed[0][1]
+        if len(placed) > 1:
+            contents = [content for row in zip(*(column for _, column in placed), strict=True) for content in row]
+    elif headers is not None:
+        pairs = [messages.headers_of(row) for row in range(count)]
+        ends = list(accumulate(map(len, pairs), initial=0))
+        names = [name for row in pairs for name, _ in row]
+        contents = [content for row in pairs for _, content in row]
+    if headers is not None or placed:
+        entries = pa.StructArray.from_arrays([column_of(names), column_of(contents)], ["key", "value"])
+        lists = pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), entries)
     tx.produce_arrow(
         topic,
         column_of(values),

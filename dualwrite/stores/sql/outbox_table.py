@@ -44,6 +44,7 @@ from sqlalchemy import cast as sql_cast
 from sqlalchemy.types import DateTime, NullType, String
 
 from dualwrite.errors import ConfigurationError, TransactionAborted
+from dualwrite.protocol.outbox_table import channel, fields_of, schema_and_name
 from dualwrite.stores.sql.access import map_database_error
 from dualwrite.stores.sql.tables import MYSQL, database_now
 
@@ -65,7 +66,7 @@ _BYTES: Final = re.compile("BINARY|BLOB|BYTEA")
 
 
 class Rows(NamedTuple):
-    """Rows of the table: the columns of `OutboxTable.fields`, and behind them what names the row.
+    """Rows of the table: the columns of ``fields_of``, and behind them what names the row.
 
     ``size`` are the bytes of what was read, ``full`` says that there may be more.
     """
@@ -102,7 +103,7 @@ class OutboxTableRows:
     # What the table is
 
     def _look(self) -> None:
-        schema, name = self._table.schema_and_name
+        schema, name = schema_and_name(self._table)
         inspector = inspect(self._engine)
         if not (inspector.has_table(name, schema) or name in inspector.get_view_names(schema)):
             raise ConfigurationError(
@@ -113,7 +114,7 @@ class OutboxTableRows:
         nullable = {one["name"] for one in found if one["nullable"]}
         columns = [Column(one["name"], one["type"]) for one in found]
         self._rows = Table(name, MetaData(), *columns, schema=schema)
-        for field in self._table.fields:
+        for field in fields_of(self._table):
             self._require(field.column)
         for column in (*self._table.order_by, *filter(None, [self._table.mark])):
             self._require(column)
@@ -252,7 +253,7 @@ class OutboxTableRows:
 
     def statement(self, limit: int) -> Select[Any]:
         """The statement that reads the first rows."""
-        chosen = [self._selected(field).label(f"f{place}") for place, field in enumerate(self._table.fields)]
+        chosen = [self._selected(field).label(f"f{place}") for place, field in enumerate(fields_of(self._table))]
         names = [name.label(f"n{place}") for place, name in enumerate(self._names.columns)]
         found = select(*chosen, *names).select_from(self._rows).order_by(*self._order).limit(limit)
         return found if self._mark is None else found.where(self._mark[0])
@@ -263,22 +264,29 @@ class OutboxTableRows:
         """The first rows, in their order: so many, and no more bytes than allowed; but one in any case."""
         rows: list[Sequence[Any]] = []
         size = 0
-        for some in self._fetched(connection, limit, max_bytes):
-            for row in some:
-                size += sum(len(part) for part in row if isinstance(part, (bytes, str)))
-                if rows and size > max_bytes:
-                    return Rows(rows, size, full=True)
-                rows.append(row)
+        for some, bytes_ in self._fetched(connection, limit, max_bytes):
+            if size + bytes_ > max_bytes:
+                for row in some:
+                    size += _size_of([row])
+                    if rows and size > max_bytes:
+                        return Rows(rows, size, full=True)
+                    rows.append(row)
+            else:
+                size += bytes_
+                rows += some
         return Rows(rows, size, full=len(rows) >= limit)
 
-    def _fetched(self, connection: Connection, limit: int, max_bytes: int) -> Iterator[Sequence[Sequence[Any]]]:
+    def _fetched(
+        self, connection: Connection, limit: int, max_bytes: int
+    ) -> Iterator[tuple[Sequence[Sequence[Any]], int]]:
+        """Some rows after others, and the bytes of each part."""
         statement = self.statement(limit)
         if not self._is_postgresql:
             with connection.execute(
                 statement, execution_options={"stream_results": True, "max_row_buffer": _FIRST_FETCH}
             ) as result:
                 while some := result.fetchmany(_FIRST_FETCH):
-                    yield some
+                    yield some, _size_of(some)
             return
         # The driver's own cursor, and binary: SQLAlchemy's text form doubles the bytes, and costs as much again for each row.
         compiled = statement.compile(dialect=self._engine.dialect, compile_kwargs={"literal_binds": True})
@@ -288,11 +296,10 @@ class OutboxTableRows:
                 cursor.execute(str(compiled), {}, binary=True)
                 wanted = min(_FIRST_FETCH, limit)
                 while some := cursor.fetchmany(wanted):
-                    yield some
+                    yield some, (size := _size_of(some))
                     if len(some) < wanted:
                         return
-                    sizes = sum(len(part) for row in some for part in row if isinstance(part, (bytes, str)))
-                    wanted = max(1, min(_MOST_FETCHED, max_bytes // 4 * len(some) // max(sizes, 1)))
+                    wanted = max(1, min(_MOST_FETCHED, max_bytes // 4 * len(some) // max(size, 1)))
         except driver_error(self._engine) as error:
             raise exc.DBAPIError.instance(
                 str(compiled), None, error, driver_error(self._engine), dialect=self._engine.dialect
@@ -304,7 +311,7 @@ class OutboxTableRows:
         Raises:
             TransactionAborted: Some are gone already, or are others by now: another program has taken them.
         """
-        place = len(self._table.fields)
+        place = len(fields_of(self._table))
         if self._names.ranged:
             (name,) = self._names.columns
             count = self._change(connection, name.between(rows[0][place], rows[-1][place]))
@@ -339,10 +346,15 @@ class OutboxTableRows:
 
     def shown(self, row: Sequence[Any]) -> str:
         """How people find a row: its name in the table."""
-        names = row[len(self._table.fields) :]
+        names = row[len(fields_of(self._table)) :]
         what = "ctid" if self._names.place else cast("Column[Any]", self._names.columns[0]).name
         value = names[0]
         return f"{what} {value.decode() if isinstance(value, bytes) else value}"
+
+
+def _size_of(rows: Sequence[Sequence[Any]]) -> int:
+    """The bytes of rows; characters of texts count as bytes."""
+    return sum(len(part) for column in zip(*rows, strict=True) for part in column if isinstance(part, (bytes, str)))
 
 
 def _parts(names: Sequence[Any]) -> Iterator[Sequence[Any]]:
@@ -362,14 +374,14 @@ def trigger_sql(engine: Engine, table: OutboxTable) -> str:
             "only PostgreSQL tells of new rows", next_step="leave it to the poll: --poll-interval says how often"
         )
     quote = engine.dialect.identifier_preparer.quote
-    schema, name = table.schema_and_name
+    schema, name = schema_and_name(table)
     full = ".".join(quote(one) for one in (schema, name) if one)
-    function = ".".join(quote(one) for one in (schema, table.channel) if one)
+    function = ".".join(quote(one) for one in (schema, channel(table)) if one)
     return (
         f"CREATE OR REPLACE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS\n"
-        f"$$ BEGIN PERFORM pg_notify('{table.channel}', ''); RETURN NULL; END $$;\n"
-        f"DROP TRIGGER IF EXISTS {quote(table.channel)} ON {full};\n"
-        f"CREATE TRIGGER {quote(table.channel)} AFTER INSERT ON {full}\n"
+        f"$$ BEGIN PERFORM pg_notify('{channel(table)}', ''); RETURN NULL; END $$;\n"
+        f"DROP TRIGGER IF EXISTS {quote(channel(table))} ON {full};\n"
+        f"CREATE TRIGGER {quote(channel(table))} AFTER INSERT ON {full}\n"
         f"    FOR EACH STATEMENT EXECUTE FUNCTION {function}();\n"
     )
 
