@@ -42,7 +42,6 @@ class Order(Base):
 # --- the application: Celery imports it once, and forks the worker processes
 
 app = Celery("shop", broker="filesystem://")
-app.conf.worker_proc_alive_timeout = 60  # seconds to open a writer; 4 by default
 app.conf.worker_lost_wait = 1  # the task of a killed process runs again after 10 s by default
 if "SHOP_DATABASE" in os.environ:
     queue = os.environ["SHOP_QUEUE"]
@@ -58,8 +57,8 @@ if "SHOP_DATABASE" in os.environ:
 
 @worker_process_init.connect
 def open_writer(**_: object) -> None:
-    """Open the writer in each worker process, after the fork."""
-    writer.open()
+    """Open the writer in each worker process, after the fork; at once, also while Kafka or the database is away."""
+    writer.open(wait=False)
 
 
 @worker_process_shutdown.connect

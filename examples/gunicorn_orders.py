@@ -70,11 +70,11 @@ workers = 3
 
 
 def post_worker_init(worker: object) -> None:
-    """Open the writer in each worker, after the fork."""
+    """Open the writer in each worker, after the fork; at once, also while Kafka or the database is away."""
     del worker
     import gunicorn_orders as shop  # noqa: PLC0415 - a configuration is loaded before the application
 
-    shop.writer.open()
+    shop.writer.open(wait=False)
 
 
 def worker_exit(server: object, worker: object) -> None:

@@ -45,16 +45,19 @@ class Order(Base):
 
 @asynccontextmanager
 async def lifespan(shop: FastAPI) -> AsyncGenerator[None, None]:
-    """Open a writer in each worker, in its event loop."""
-    async with AsyncDualWriter.leased(
+    """Open a writer in each worker, in its event loop; at once, also while Kafka or the database is away."""
+    shop.state.writer = writer = AsyncDualWriter.leased(
         "shop",
         kafka={"bootstrap.servers": os.environ["SHOP_KAFKA"]},
         database=os.environ["SHOP_DATABASE"],
         limits=WriterLimits(max_lanes=2),
         lease_timeout_s=3.0,  # 30 s by default; the example is in a hurry
-    ) as writer:
-        shop.state.writer = writer
+    )
+    await writer.open(wait=False)
+    try:
         yield
+    finally:
+        await writer.close()
 
 
 app = FastAPI(lifespan=lifespan)

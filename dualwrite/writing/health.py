@@ -126,9 +126,11 @@ class Vitals:
 
     # Watching for silence
 
-    def watch(self, lanes: Lanes) -> None:
-        """Watch what these lanes ask Kafka, until :meth:`close`."""
+    def watch(self, lanes: Lanes, unanswered: tuple[float, str] | None = None) -> None:
+        """Watch what these lanes ask Kafka, until :meth:`close`. ``unanswered`` is a question of the opening's."""
         self._lanes = lanes
+        if unanswered is not None:
+            self._breaker = self._breaker.missing(*unanswered)
         threading.Thread(target=self._watch, name=f"dualwrite {self._name} watch", daemon=True).start()
 
     def wake(self) -> None:

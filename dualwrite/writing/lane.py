@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
@@ -450,9 +450,10 @@ class Lane:
         else:
             guard = self._guard() if self._guard else None
         try:
-            (row,) = claim_rows(
-                self._context, [self.transactional_id], deadline, guard=guard, without_kafka=without_kafka
-            )
+            with nullcontext() if without_kafka else self._asking("for its cluster and the new id"):
+                (row,) = claim_rows(
+                    self._context, [self.transactional_id], deadline, guard=guard, without_kafka=without_kafka
+                )
         except (ConfigurationError, Fenced) as error:  # DatabaseWentBack included
             self._refused = error
             raise

@@ -263,7 +263,7 @@ class DualWriter(Submitting):
     def _publish(self, made: tuple[Opened, Sequence[Lane]]) -> None:
         self._connected, lanes = made
         self._lanes.open(lanes)
-        self._vitals.watch(self._lanes)
+        self._vitals.watch(self._lanes, self._connected.unanswered)
 
     def transaction(
         self, connection: Connection | psycopg.Connection[object] | DjangoConnection | None = None

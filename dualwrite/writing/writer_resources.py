@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from dualwrite.clock import Deadline
+from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import Fenced, IllegalStateError, Unavailable
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import LaneProducer
@@ -103,8 +103,9 @@ class Opened:
 
     ``owner`` is the writer's name in the rows, which no other owner has. ``falls_back_after_s`` limits the wait for Kafka while
     a writer opens whose messages may wait as rows; None for any other. ``outbox_lane`` is the id under which such messages are
-    sent: claimed with the lanes, and perhaps not settled yet; None if the writer has none. ``longest_open_s`` is the age of the
-    oldest transaction that is open in Kafka; see :meth:`dualwrite.interfaces.Observer.opened`.
+    sent: claimed with the lanes, and perhaps not settled yet; None if the writer has none. ``unanswered`` is the opening's
+    question that Kafka left without an answer. ``longest_open_s`` is the age of the oldest transaction that is open in Kafka;
+    see :meth:`dualwrite.interfaces.Observer.opened`.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Opened:
         self._closing = threading.Event()
         self._claiming = Turns([None])
         self.outbox_lane: Lane | None = None
+        self.unanswered: tuple[float, str] | None = None
         coordinator = KafkaCoordinator(settings.config)
         self.context = OwnerContext(coordinator, store, owner, observer)
         self.longest_open_s = SeldomAsked(
@@ -177,7 +179,7 @@ class Opened:
         Where messages may wait as rows, a Kafka that is away holds nothing up: then the lanes are claimed in the database
         alone, and settled in the background once Kafka answers.
         """
-        count = min(_LANES_FROM_THE_START, self._lanes.max_lanes)
+        count, began_s = min(_LANES_FROM_THE_START, self._lanes.max_lanes), now_s()
         if self._falls_back_after_s is None:
             with reporting_at_open(self.context.store, self._name):
                 rows = claim_lanes(self.context, self._name, count, deadline)
@@ -188,13 +190,13 @@ class Opened:
         except Unavailable as error:
             # If it is the database that does not answer, this raises as well.
             rows = claim_every_lane(self.context, self._name, count, deadline, outbox=True, without_kafka=True)
-            return self._unsettled(rows, error)
+            return self._unsettled(rows, error, began_s)
         soon = Deadline(min(deadline.remaining_s(), max(self._falls_back_after_s, _SETTLE_S)))
         try:
             with reporting_at_open(self.context.store, self._name):
                 settle_lanes(self.context, rows.values(), soon)
         except Unavailable as error:
-            return self._unsettled(rows, error)
+            return self._unsettled(rows, error, began_s)
         return self._started(rows, count, soon)
 
     def _started(self, rows: Mapping[str, StateRow], count: int, deadline: Deadline) -> Sequence[Lane]:
@@ -219,7 +221,7 @@ class Opened:
             self.outbox_lane = self._lane(row.transactional_id)
             self.outbox_lane.adopt(row, settled=settled)
 
-    def _unsettled(self, rows: Mapping[str, StateRow], error: Unavailable) -> Sequence[Lane]:
+    def _unsettled(self, rows: Mapping[str, StateRow], error: Unavailable, began_s: float) -> Sequence[Lane]:
         """Lanes for all rows, which the background settles: a former owner may have left something open under each."""
         logger.warning("%s: opened without Kafka, messages wait in the database: %s", self._name, error)
         numbers = [number for name in rows if (number := lane_number(self._name, name)) is not None]
@@ -228,6 +230,7 @@ class Opened:
             if (row := rows.get(lane.transactional_id)) is not None:
                 lane.adopt(row, settled=False)
         self._adopt_outbox(rows, settled=False)
+        self.unanswered = began_s, "to open the writer"
         beyond = [self.lane(number) for number in numbers if number >= len(lanes)]
         for lane in beyond:
             lane.adopt(rows[lane.transactional_id], settled=False)

@@ -268,6 +268,8 @@ def test_a_writer_whose_messages_may_wait_opens_without_kafka(away, falls_back):
         lanes = [pooled.lane for pooled in writer._lanes.all]
         assert [lane.may_wait for lane in lanes] == [True] * len(lanes)
         assert not any(lane.usable for lane in lanes)
+        wait_until(lambda: writer._vitals.silence is not None)
+        assert "to open the writer" in str(writer._vitals.silence)
         assert writer._connected.outbox_lane.transactional_id == "orders#outbox"
         assert away.state().cluster_id == "unverified from 1"
         away.kafka.away = False
