@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from dualwrite.protocol.process import DatabaseVerdict
+    from dualwrite.protocol.values import WaitingMessages
     from dualwrite.stores.sql.drivers import CompiledOnce
+    from dualwrite.stores.sql.outbox import Asked, Put
     from dualwrite.stores.sql.savepoint_probe import Follower, Witness
     from dualwrite.stores.sql.tables import Tables
 
@@ -129,13 +131,32 @@ class Dialect(Protocol):
         *,
         decides: bool,
         deferred_of: str | None = None,
+        put: Put | None = None,
     ) -> Sequence[object] | None:
         """Execute the last statement of a dual write: that of :meth:`deciding`, or a SELECT of :meth:`end_columns`.
 
         If it decides, ``bound`` holds ``idle_ms_`` and ``within_ms_``. For the dual write ``deferred_of``,
-        :meth:`run_deferred` goes before, in the same exchange if it can. Returns the values for :meth:`check_end`; None if no
-        row matched.
+        :meth:`run_deferred` goes before, in the same exchange if it can. If a row matched, messages are put after it, likewise.
+        Returns the values for :meth:`check_end`; None if no row matched.
         """
+        ...
+
+    def ask_locked(
+        self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any], within_s: float
+    ) -> Sequence[Any] | None:
+        """Execute a statement that may wait for a lock, that long at most. Returns its row."""
+        ...
+
+    def server_mark(self) -> ColumnElement[Any] | None:
+        """What tells this server from a copy that may lag behind; None where no dead rows are in the way of reads."""
+        ...
+
+    def read_waiting(self, connection: Connection, tables: Tables, asked: Asked) -> WaitingMessages:
+        """The first messages that wait. See :meth:`dualwrite.interfaces.OutboxRows.read`."""
+        ...
+
+    def delete_waiting(self, connection: Connection, table: Table, numbers: Sequence[int]) -> int:
+        """Delete the messages with these numbers, and return how many there were."""
         ...
 
     def require_not_rolled_back(self, connection: Connection) -> None:

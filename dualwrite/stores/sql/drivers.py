@@ -348,6 +348,20 @@ def execute_below(connection: Connection, statement: str, values: Any = ()) -> t
     return found
 
 
+def execute_many_below(connection: Connection, statement: str, values: Sequence[Any]) -> None:
+    """As :func:`execute_below`, once for each of the values, in the driver's own way."""
+    cursor = connection.connection.cursor()
+    try:
+        cursor.executemany(statement, values)
+    except BaseException as error:
+        with suppress(Exception):  # as above
+            cursor.close()
+        if isinstance(error, DualWriteError):  # of the watch over the driver
+            raise
+        connection._handle_dbapi_exception(error, statement, None, None, None)  # noqa: SLF001 - as above
+    cursor.close()
+
+
 def _compiled(statement: Executable, dialect: Dialect) -> OwnText:
     compiled = statement.compile(dialect=dialect)  # type: ignore[attr-defined]
     constants = {name: value for name, value in compiled.params.items() if value is not None}

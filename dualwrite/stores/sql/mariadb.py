@@ -24,13 +24,16 @@ from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, driver_wo
 from dualwrite.stores.sql.dialect import Identity, Standing, driver_of
 from dualwrite.stores.sql.drivers import WATCHDOG, Watch, execute_below, line_of
 from dualwrite.stores.sql.mariadb_server import FACTS, Server, check_facts, is_mariadb, rolls_back_on_timeout
+from dualwrite.stores.sql.outbox import insert_of, on_server, put_by_driver, read_in_two
 from dualwrite.stores.sql.savepoint_probe import IN_TRANSACTION, QueryWitness, ended_inside, queries_of, status_of
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Insert, Table, Update
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
+    from dualwrite.protocol.values import WaitingMessages
     from dualwrite.stores.sql.drivers import CompiledOnce
+    from dualwrite.stores.sql.outbox import Asked, Put
     from dualwrite.stores.sql.savepoint_probe import Follower, Witness
     from dualwrite.stores.sql.tables import Tables
 
@@ -43,6 +46,8 @@ _NO_SAVEPOINT: Final = 1305
 _FRESH: Final = frozenset({"READ COMMITTED", "READ UNCOMMITTED"})
 _IDLE: Final = ("idle_transaction_timeout", "idle_write_transaction_timeout")
 _LOCK: Final = "innodb_lock_wait_timeout"
+
+_MARK: Final = "concat_ws(':', @@global.hostname, @@global.port, @@global.server_id)"
 
 _KEEPS_TRANSACTIONS: Final[ColumnElement[bool]] = literal_column("@@session.autocommit = 0", Boolean())
 
@@ -217,6 +222,7 @@ class MariaDB:
         *,
         decides: bool,
         deferred_of: str | None = None,
+        put: Put | None = None,
     ) -> Sequence[object] | None:
         """Nothing is deferred; COMMIT has no limit."""
         del deferred_of
@@ -224,9 +230,34 @@ class MariaDB:
             return statement.execute(connection, bound)[0]
         if statement.execute(connection, bound)[1] != 1:
             return None
+        if put is not None and put.rows:
+            put_by_driver(connection, insert_of(put.table), put)
         idle_ms = bound["idle_ms_"]
         self._limit_idle(connection, None if idle_ms is None else idle_ms / 1000)
         return ()
+
+    def ask_locked(
+        self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any], within_s: float
+    ) -> Sequence[Any] | None:
+        """Waits at most so many whole seconds, here and until the transaction ends."""
+        _change(connection, {_LOCK: _at_most(_LOCK, max(1, int(within_s)))})
+        return statement.execute(connection, bound)[0]
+
+    def server_mark(self) -> ColumnElement[Any]:
+        return literal_column(_MARK)
+
+    def read_waiting(self, connection: Connection, tables: Tables, asked: Asked) -> WaitingMessages:
+        return read_in_two(connection, tables, asked, on_server(self.server_mark(), asked.server, asked.floor))
+
+    def delete_waiting(self, connection: Connection, table: Table, numbers: Sequence[int]) -> int:
+        """Number by number: a look through the table, which the server prefers, would wait for what others are putting."""
+        name = connection.dialect.identifier_preparer.format_table(table)
+        given = ",".join(map(str, map(int, numbers)))
+        return execute_below(
+            connection,
+            f"DELETE waits FROM JSON_TABLE('[{given}]', '$[*]' COLUMNS (seq BIGINT PATH '$')) AS taken "
+            f"STRAIGHT_JOIN {name} AS waits ON waits.seq = taken.seq",
+        )[1]
 
     def run_deferred(self, connection: Connection) -> None:
         """Nothing: InnoDB defers nothing to COMMIT."""

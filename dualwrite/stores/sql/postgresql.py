@@ -24,6 +24,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 from psycopg import IsolationLevel, errors, generators
+from psycopg.rows import tuple_row
 from sqlalchemy import (
     AdaptedConnection,
     BigInteger,
@@ -48,6 +49,22 @@ from dualwrite.stores.sql import dialect
 from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, Begun, begun_on, ended_inside, sqlstate_of
 from dualwrite.stores.sql.dialect import Identity, Standing
 from dualwrite.stores.sql.drivers import PREFIX, WATCHDOG, Watch, line_of, own_connection
+from dualwrite.stores.sql.outbox import (
+    ARRAY_TYPES,
+    NOTHING,
+    array_statement,
+    arrays_of,
+    as_messages,
+    chunks_of,
+    delete_by_number,
+    fits_in_text,
+    insert_of,
+    number_array,
+    on_server,
+    put_by_driver,
+    read_in_two,
+    text_of,
+)
 from dualwrite.stores.sql.savepoint_probe import PsycopgWitness
 
 if TYPE_CHECKING:
@@ -55,7 +72,9 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Insert, Table, Update
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
+    from dualwrite.protocol.values import WaitingMessages
     from dualwrite.stores.sql.drivers import CompiledOnce, OwnText
+    from dualwrite.stores.sql.outbox import Asked, Put
     from dualwrite.stores.sql.savepoint_probe import Follower, Witness
     from dualwrite.stores.sql.tables import Tables
 
@@ -85,10 +104,15 @@ _CERTAIN: Final = frozenset(
     }
 )
 
+_BINARY: Final = 1
+_NUMBERS: Final = 1016  # int8[]
+_KEPT_LIMIT: Final = "dualwrite.lock_timeout"
+_POOLED: Final = "leave COMMIT and ROLLBACK to the dual write; use PgBouncer with pool_mode=transaction"
 _IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
 # now() is the time at which the transaction began: nothing changes it within one, and it costs nothing. As a number of
 # microseconds, since the text or the driver's value of a timestamp depends on settings of the session.
-_NOW: Final[ColumnElement[Any]] = literal_column("CAST(extract(epoch FROM now()) * 1000000 AS bigint)", BigInteger())
+_NOW_TEXT: Final = "CAST(extract(epoch FROM now()) * 1000000 AS bigint)"
+_NOW: Final[ColumnElement[Any]] = literal_column(_NOW_TEXT, BigInteger())
 _IS_BEGUN: Final[ColumnElement[bool]] = bindparam("begun_", type_=BigInteger()) == _NOW
 _FRESH: Final = frozenset({"read committed", "read uncommitted"})
 _DURABLE: Final = (
@@ -346,7 +370,7 @@ def row_of(result: Any) -> Sequence[str | None] | None:
     return row or None
 
 
-def _ask(
+def _ask(  # noqa: C901 - the ways of one statement, side by side
     connection: Connection,
     statement: CompiledOnce,
     bound: Mapping[str, Any],
@@ -354,14 +378,16 @@ def _ask(
     first: bool = False,
     deferred_of: str | None = None,
     again: bool = False,
+    put: Put | None = None,
 ) -> Sequence[object] | None:
     """Execute one of our own statements below SQLAlchemy, with the errors and events of its own executions, and return its row.
 
-    If it is the ``first`` of the dual write, nothing is lost if its transaction is begun once more; ``again``: it is.
+    If it is the ``first`` of the dual write, nothing is lost if its transaction is begun once more; ``again``: it is. Messages
+    are ``put`` after it.
     """
     own = statement.text(connection)
     if own is None:
-        return _ask_by_sqlalchemy(connection, statement, bound, deferred_of)
+        return _ask_by_sqlalchemy(connection, statement, bound, deferred_of, put)
     begun = begun_on(connection)
     # SQLAlchemy's error if the connection is closed or lost. After a loss and a rollback it is another one than that of the
     # dual write, which is not begun there.
@@ -387,6 +413,8 @@ def _ask(
     if begins and driver.prepare_threshold is not None:
         execution = session.prepared_in(own, texts)
     texts.append((execution or own.template) % literals({**own.constants, **bound}))
+    if put is not None:
+        return _ask_and_put(connection, own, bound, texts, put, deferred_of)
     results: list[Any] = []
     try:
         exchange(driver, "; ".join(texts), results, awaits=begun.awaits)
@@ -403,6 +431,61 @@ def _ask(
     return row_of(results[-1])
 
 
+def _ask_and_put(  # noqa: PLR0917 - what _ask has found
+    connection: Connection, own: OwnText, bound: Mapping[str, Any], texts: list[str], put: Put, deferred_of: str | None
+) -> Sequence[object] | None:
+    """Execute a decision, and put the messages: in the same exchange if they are few, else after it."""
+    begun = _begun(connection)
+    driver = begun.driver
+    table = connection.dialect.identifier_preparer.format_table(put.table)
+    # Sent in one text, both would be one transaction by themselves, if that which was begun is gone.
+    condition = f"{begun.started} = {_NOW_TEXT}"
+    with_it = bool(put.rows) and fits_in_text(put)
+    if with_it:
+        texts.append(text_of(put, table, condition, literals))
+    results: list[Any] = []
+    try:
+        exchange(driver, "; ".join(texts), results, awaits=begun.awaits)
+        row = row_of(results[-2 if with_it else -1])
+        if row is None or not put.rows:
+            return row
+        inserted = results[-1].command_tuples or 0 if with_it else 0
+        if not with_it:
+            statement = array_statement(table, condition).encode()
+            for chunk in chunks_of(put):
+                exchange_values(driver, statement, arrays_of(chunk), ARRAY_TYPES, results, awaits=begun.awaits)
+                inserted += results[-1].command_tuples or 0
+    except BaseException as error:  # noqa: BLE001 - as above
+        deferred_failed = len(results) == 1 and texts[0] == _IMMEDIATE
+        _raise(connection, error, own, bound, deferred_of if deferred_failed else None)
+    if inserted != len(put.rows):
+        raise ended_inside(
+            "by another process on its connection, or by a pooler that shares connections by statement", _POOLED
+        )
+    return row
+
+
+def exchange_values(
+    driver: Any, statement: bytes, values: list[bytes | None], types: Sequence[int], results: list[Any], *, awaits: bool
+) -> None:
+    """Send one statement with values in binary form, and add its result to the list. Otherwise as :func:`exchange`."""
+    talk = _talk_values(driver, statement, values, types, results)
+    if awaits:
+        await_only(_awaited(driver, talk))
+        return
+    with driver.lock:
+        type(driver).wait(driver, talk)
+
+
+def _talk_values(
+    driver: Any, statement: bytes, values: list[bytes | None], types: Sequence[int], results: list[Any]
+) -> Generator[Any, Any, None]:
+    driver.pgconn.send_query_params(statement, values, types, [_BINARY] * len(values), _BINARY)
+    results += yield from generators.execute(driver.pgconn)
+    if results[-1].status not in _DONE:
+        raise errors.error_from_result(results[-1], encoding=driver.info.encoding)
+
+
 def _raise(
     connection: Connection, error: BaseException, own: OwnText, bound: Mapping[str, Any], deferred_of: str | None
 ) -> NoReturn:
@@ -416,14 +499,54 @@ def _raise(
 
 
 def _ask_by_sqlalchemy(
-    connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any], deferred_of: str | None
+    connection: Connection,
+    statement: CompiledOnce,
+    bound: Mapping[str, Any],
+    deferred_of: str | None,
+    put: Put | None = None,
 ) -> Sequence[object] | None:
     if deferred_of is not None and _driver(connection).pgconn.transaction_status == _IN_TRANSACTION:
         try:
             connection.exec_driver_sql(_IMMEDIATE)
         except exc.SQLAlchemyError as error:
             raise dialect.deferred_failed(error, deferred_of) from error
-    return statement.execute(connection, bound)[0]
+    row = statement.execute(connection, bound)[0]
+    if put is not None and put.rows and row is not None:
+        put_by_driver(connection, insert_of(put.table), put)
+    return row
+
+
+_BY_INDEX: Final = (
+    "SELECT set_config('enable_seqscan', 'off', true), set_config('enable_bitmapscan', 'off', true), "
+    "set_config('enable_sort', 'off', true)"
+)
+"""Statistics are of a moment at which the table was full or empty; and a look through the whole table would meet dead rows."""
+_READ: Final = f"""
+SELECT seq, topic, topic_partition, key, value, headers, timestamp_ms, (extract(epoch FROM put_at) * 1000)::int8, until
+FROM (
+    SELECT *, sum(size) OVER upwards AS until, row_number() OVER upwards AS row
+    FROM (
+        SELECT *, coalesce(length(key), 0) + coalesce(length(value), 0) + coalesce(length(headers), 0) AS size
+        FROM {{}} WHERE writer = %(writer)s
+        AND seq > CASE WHEN {_SERVER} = %(server)s THEN %(floor)s::int8 ELSE 0 END
+        ORDER BY seq LIMIT %(most)s
+    ) first WINDOW upwards AS (ORDER BY seq ROWS UNBOUNDED PRECEDING)
+) summed
+WHERE until - size <= %(max_bytes)s OR row <= 2
+ORDER BY seq
+"""  # noqa: S608 - our own words
+
+
+def _fetch_binary(
+    connection: Connection, statement: str, values: Mapping[str, object] | None
+) -> Sequence[Sequence[Any]]:
+    driver: Any = _driver(connection)
+    try:
+        with driver.cursor(binary=True, row_factory=tuple_row) as cursor:
+            rows: Sequence[Sequence[Any]] = cursor.execute(statement, values).fetchall()
+            return rows
+    except BaseException as error:  # noqa: BLE001 - an interruption too, which SQLAlchemy passes on
+        connection._handle_dbapi_exception(error, statement, None, None, None)  # noqa: SLF001 - as above
 
 
 class PostgreSQL:
@@ -521,7 +644,7 @@ class PostgreSQL:
             raise ended_inside(
                 "by a COMMIT or ROLLBACK sent as text, by another process on its connection, or by a pooler that shares "
                 "connections by statement",
-                "leave COMMIT and ROLLBACK to the dual write; use PgBouncer with pool_mode=transaction",
+                _POOLED,
             )
 
     def end_columns(self) -> Sequence[ColumnElement[object]]:
@@ -553,9 +676,70 @@ class PostgreSQL:
         *,
         decides: bool,
         deferred_of: str | None = None,
+        put: Put | None = None,
     ) -> Sequence[object] | None:
         del decides
-        return _ask(connection, statement, bound, deferred_of=deferred_of)
+        return _ask(connection, statement, bound, deferred_of=deferred_of, put=put)
+
+    def ask_locked(
+        self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any], within_s: float
+    ) -> Sequence[Any] | None:
+        """In one exchange with the limit, and with the one that applied before."""
+        keep = f"SELECT set_config('{_KEPT_LIMIT}', current_setting('lock_timeout'), true), "
+        limit = keep + _limit("lock_timeout", max(1, int(within_s * 1000)))
+        give_back = f"SELECT set_config('lock_timeout', current_setting('{_KEPT_LIMIT}'), true)"
+        own, begun = statement.text(connection), begun_on(connection)
+        if own is None or begun is None:
+            connection.exec_driver_sql(limit)
+            row = statement.execute(connection, bound)[0]
+            connection.exec_driver_sql(give_back)
+            return row
+        results: list[Any] = []
+        texts = (limit, own.template % literals({**own.constants, **bound}), give_back)
+        try:
+            exchange(begun.driver, "; ".join(texts), results, awaits=begun.awaits)
+        except BaseException as error:  # noqa: BLE001 - an interruption too, which SQLAlchemy passes on
+            _raise(connection, error, own, bound, None)
+        return row_of(results[1])
+
+    def server_mark(self) -> ColumnElement[Any]:
+        return literal_column(_SERVER)
+
+    def read_waiting(self, connection: Connection, tables: Tables, asked: Asked) -> WaitingMessages:
+        """One statement, and the columns in binary form."""
+        driver = connection.connection.dbapi_connection
+        if isinstance(driver, AdaptedConnection) or connection.get_execution_options().get("schema_translate_map"):
+            return read_in_two(connection, tables, asked, on_server(self.server_mark(), asked.server, asked.floor))
+        table = connection.dialect.identifier_preparer.format_table(tables.outbox).replace("%", "%%")
+        _fetch_binary(connection, _BY_INDEX, None)
+        rows = _fetch_binary(connection, _READ.format(table), {**asked._asdict(), "most": asked.limit + 1})
+        if not rows:
+            return NOTHING
+        *columns, produced_ms, until = zip(*rows, strict=True)
+        count = len(rows)
+        more = count > asked.limit
+        count -= more
+        if count > 1 and until[count - 1] > asked.max_bytes:  # the last one only begins below the limit
+            count, more = count - 1, True
+        if count < len(rows):
+            columns = [column[:count] for column in columns]
+        return as_messages(columns, produced_ms[:count], more=more)
+
+    def delete_waiting(self, connection: Connection, table: Table, numbers: Sequence[int]) -> int:
+        """By single numbers: a range would take along what has come late."""
+        begun = begun_on(connection)
+        if begun is None or connection.get_execution_options().get("schema_translate_map"):
+            return delete_by_number(connection, table, numbers)
+        name = connection.dialect.identifier_preparer.format_table(table)
+        statement = f"DELETE FROM {name} WHERE seq = ANY($1)"  # noqa: S608 - a table's name
+        results: list[Any] = []
+        try:
+            exchange_values(
+                begun.driver, statement.encode(), [number_array(numbers)], [_NUMBERS], results, awaits=begun.awaits
+            )
+        except BaseException as error:  # noqa: BLE001 - as above
+            connection._handle_dbapi_exception(error, statement, None, None, None)  # noqa: SLF001 - as above
+        return results[-1].command_tuples or 0
 
     def require_not_rolled_back(self, connection: Connection) -> None:
         """Nothing: after an error that ends the transaction, it refuses all statements itself."""

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from sqlalchemy import exc, literal_column, update
+from sqlalchemy import exc, literal, literal_column, update
 from sqlalchemy.dialects import sqlite
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
@@ -23,13 +23,16 @@ from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, ended_inside
 from dualwrite.stores.sql.dialect import Identity, Standing
 from dualwrite.stores.sql.drivers import ask, execute_below, is_awaited, own_connection
+from dualwrite.stores.sql.outbox import delete_by_number, insert_of, put_by_driver, read_in_two
 from dualwrite.stores.sql.savepoint_probe import SqliteWitness
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Insert, Table, Update
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
+    from dualwrite.protocol.values import WaitingMessages
     from dualwrite.stores.sql.drivers import CompiledOnce
+    from dualwrite.stores.sql.outbox import Asked, Put
     from dualwrite.stores.sql.savepoint_probe import Follower, Witness
     from dualwrite.stores.sql.tables import Tables
 
@@ -175,10 +178,30 @@ class SQLite:
         *,
         decides: bool,
         deferred_of: str | None = None,
+        put: Put | None = None,
     ) -> Sequence[object] | None:
         """Nothing is deferred: see :meth:`run_deferred`."""
         del decides, deferred_of
+        row = statement.execute(connection, bound)[0]
+        if put is not None and put.rows and row is not None:
+            put_by_driver(connection, insert_of(put.table), put)
+        return row
+
+    def ask_locked(
+        self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any], within_s: float
+    ) -> Sequence[Any] | None:
+        """The transaction has the one lock there is."""
+        del within_s
         return statement.execute(connection, bound)[0]
+
+    def server_mark(self) -> None:
+        """What is deleted is gone at once: readers of before keep their own versions of pages."""
+
+    def read_waiting(self, connection: Connection, tables: Tables, asked: Asked) -> WaitingMessages:
+        return read_in_two(connection, tables, asked, literal(0))
+
+    def delete_waiting(self, connection: Connection, table: Table, numbers: Sequence[int]) -> int:
+        return delete_by_number(connection, table, numbers)
 
     def require_not_rolled_back(self, connection: Connection) -> None:
         """Nothing: :meth:`begun` notices it."""

@@ -21,6 +21,7 @@ from dualwrite.protocol.values import Decision, Incident, Outcome, Participant, 
 from dualwrite.stores.sql import dialect, drivers, savepoints
 from dualwrite.stores.sql.access import begin_on, begun_on, engine_of, keep, let_go, map_database_error
 from dualwrite.stores.sql.drivers import CompiledOnce, roll_back_before_closing
+from dualwrite.stores.sql.outbox import SqlOutbox
 from dualwrite.stores.sql.short_transactions import LOCK_TIMEOUT_S, SameDatabase, ShortTransactions, dialect_of
 from dualwrite.stores.sql.tables import (
     check_claimed,
@@ -38,12 +39,13 @@ from dualwrite.stores.sql.tables import (
 )
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Engine, Row, Select
+    from sqlalchemy import Connection, Engine, Row, Select, Update
 
     from dualwrite.clock import Deadline
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.values import StateRow
     from dualwrite.stores.sql.dialect import Dialect
+    from dualwrite.stores.sql.outbox import Put
     from dualwrite.stores.sql.tables import Tables
 
 Result = TypeVar("Result")
@@ -66,8 +68,6 @@ class SqlStateStore:
     SQLite the driver's ``timeout`` applies instead.
     """
 
-    outbox: Final = None
-
     def __init__(
         self,
         engine: Engine | str,
@@ -86,6 +86,12 @@ class SqlStateStore:
         self._same_database = SameDatabase(self._engine, self._dialect, self._tables, self._own)
         self._records = Records(self._tables, self._dialect)
         self._decisions = Decisions(self._tables, self._dialect)
+        self._outbox = SqlOutbox(self._engine, self._tables, self._dialect, self._decisions, self._own)
+
+    @property
+    def outbox(self) -> SqlOutbox:
+        """The messages that wait. Tables of the version before have none: then the first use of it fails."""
+        return self._outbox
 
     @property
     def engine(self) -> Engine:
@@ -154,7 +160,7 @@ class SqlStateStore:
         try:
             with self._dialect.bounded(connection, decision.answer_s):
                 row = self._decisions.decide(connection, decision, text)
-                return self._ended(connection, decision.transactional_id, row)
+                return self._decisions.ended(connection, decision.transactional_id, row)
         except exc.SQLAlchemyError as error:
             raise self._as_ours(error, decision.transactional_id) from error
 
@@ -162,20 +168,9 @@ class SqlStateStore:
         try:
             with self._dialect.bounded(connection, decision.answer_s):
                 row = self._decisions.hold(connection, decision)
-                return self._ended(connection, decision.transactional_id, row)
+                return self._decisions.ended(connection, decision.transactional_id, row)
         except exc.SQLAlchemyError as error:
             raise self._as_ours(error, decision.transactional_id) from error
-
-    def _ended(
-        self, connection: Connection, transactional_id: str, row: Sequence[Any] | None
-    ) -> tuple[bool, str | None]:
-        if row is None:
-            self._dialect.require_begun(connection)
-            return False, None
-        begun = begun_on(connection)
-        if begun is not None:
-            begun.decided.append(transactional_id)
-        return True, self._dialect.check_end(connection, row)
 
     def run_deferred(self, connection: Connection, transactional_id: str | None = None) -> None:
         dialect.run_deferred(connection, self._dialect, transactional_id)
@@ -659,25 +654,27 @@ class Decisions:
         is_ours = (*is_row, state.c.incarnation == bindparam("incarnation_"), *dialect.is_begun())
         incarnation = select(state.c.incarnation).where(*is_row).scalar_subquery()
         prepared = select(state.c.prepared_transaction_state).where(*is_row).scalar_subquery()
-        self.start: Final = CompiledOnce(select(incarnation, prepared, *dialect.start_columns()))
-        decide = dialect.deciding(
-            update(state)
-            .where(*is_ours)
-            .values(
-                prepared_transaction_state=bindparam("state_"),
-                completed=null(),
-                settle_fence=null(),
-                updated_at=database_now(),
-            ),
-            idle_ms=bindparam("idle_ms_", type_=Integer()),
-            within_ms=bindparam("within_ms_", type_=Integer()),
-        )
-        self._decide = CompiledOnce(decide)
+        start = (incarnation, prepared, *dialect.start_columns())
+        self.start: Final = CompiledOnce(select(*start))
+        mode = select(tables.mode.c.mode).where(tables.mode.c.writer == bindparam("writer_")).scalar_subquery()
+        decisions = select(state.c.outbox_decisions).where(*is_row).scalar_subquery()
+        self.start_waiting: Final = CompiledOnce(select(mode, decisions, *start))
+        named = {"prepared_transaction_state": bindparam("state_"), "completed": null(), "settle_fence": null()}
+        self._decide = self._deciding(update(state).where(*is_ours).values(**named, updated_at=database_now()))
+        # The state stays: a transaction that was decided before may still be pending in Kafka.
+        counted = update(state).where(*is_ours).values(outbox_decisions=bindparam("waits_"), updated_at=database_now())
+        self._wait = self._deciding(counted)
         hold = select(*dialect.end_columns()).select_from(state).where(*is_ours).with_for_update(read=True)
         self._hold = CompiledOnce(hold)
 
-    def decide(self, connection: Connection, decision: Decision, text: str) -> Sequence[Any] | None:
-        """Write the prepared state, as text, into the row.
+    def _deciding(self, change: Update) -> CompiledOnce:
+        limits: dict[str, Any] = {name: bindparam(f"{name}_", type_=Integer()) for name in ("idle_ms", "within_ms")}
+        return CompiledOnce(self._dialect.deciding(change, **limits))
+
+    def decide(
+        self, connection: Connection, decision: Decision, text: str | None, put: Put | None = None
+    ) -> Sequence[Any] | None:
+        """Write the prepared state, as text, into the row; or raise its count, and put messages after that.
 
         Returns the dialect's end columns; None if the row is no longer ours, or the transaction is not the one that was begun.
         """
@@ -686,13 +683,16 @@ class Decisions:
             "id_": decision.transactional_id,
             "incarnation_": decision.incarnation,
             "namespace_": decision.namespace,
-            "state_": text,
             "idle_ms_": None if idle_s is None else max(1, int(idle_s * 1000)),  # 0 would be no limit
             "within_ms_": None if within_s is None else max(1, int(within_s * 1000)),
             **self._dialect.begun(connection),
         }
+        if put is None:
+            bound["state_"], statement = text, self._decide
+        else:
+            bound["waits_"], statement = decision.waits, self._wait
         first = decision.transactional_id if decision.deferred else None
-        return self._dialect.ask_last(connection, self._decide, bound, decides=True, deferred_of=first)
+        return self._dialect.ask_last(connection, statement, bound, decides=True, deferred_of=first, put=put)
 
     def hold(self, connection: Connection, decision: Decision) -> Sequence[Any] | None:
         """Lock the row as it is. Returns as :meth:`decide`."""
@@ -704,3 +704,15 @@ class Decisions:
         }
         first = decision.transactional_id if decision.deferred else None
         return self._dialect.ask_last(connection, self._hold, bound, decides=False, deferred_of=first)
+
+    def ended(
+        self, connection: Connection, transactional_id: str, row: Sequence[Any] | None
+    ) -> tuple[bool, str | None]:
+        """Whether the last statement has found the row as it must be, and the database's name for the transaction."""
+        if row is None:
+            self._dialect.require_begun(connection)
+            return False, None
+        begun = begun_on(connection)
+        if begun is not None:
+            begun.decided.append(transactional_id)
+        return True, self._dialect.check_end(connection, row)
