@@ -530,7 +530,26 @@ class OutboxRows(Protocol):
         """Move the messages with these ascending numbers aside. Returns how many there were."""
         ...
 
+    def put_aside(self, connection: Handle, message: AsideMessage) -> None:
+        """Put a message aside that never waited here: a relay's, from the table of another program.
+
+        Its number and its times are made anew.
+        """
+        ...
+
     # In transactions of their own
+
+    def writers(self) -> Sequence[str]:
+        """The writers of which messages may wait, or were moved aside, in order."""
+        ...
+
+    def mode_of(self, writer: str) -> OutboxMode:
+        """The writer's mode, read by itself."""
+        ...
+
+    def topics(self, writer: str) -> Mapping[str, int]:
+        """The topics of the writer's first messages that wait, ten thousand at most, and how many are of each."""
+        ...
 
     def begin_later(self, writer: str) -> None:
         """Set the mode to *later*, whoever shares its lock: blocks of before may still go direct until they end.
@@ -727,13 +746,6 @@ class Database(ABC):
         Raises:
             DualWriteError: The database cannot be reached.
         """
-
-    def connect_to_send(self) -> AbstractContextManager[Handle]:
-        """As :meth:`connect`, for a thread that sends what waits: each statement sees all that was committed before it.
-
-        A snapshot from before the lock on the mode would hide what those have put who held it.
-        """
-        return self.connect()
 
     @abstractmethod
     def close(self) -> None:

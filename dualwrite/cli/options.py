@@ -171,6 +171,7 @@ COMMANDS: Final = {
     "batches": ("dualwrite.cli.tables", "Show what Spark sinks have written, batch by batch."),
     "forget": ("dualwrite.cli.recovery", "Delete ids that never come back, and old incidents."),
     "migrate": ("dualwrite.cli.tables", "Create or upgrade the library's tables."),
+    "outbox": ("dualwrite.cli.outbox", "Show messages that wait in the database, and handle those moved aside."),
     "recover": ("dualwrite.cli.recovery", "Settle what dead owners left behind."),
     "relay": ("dualwrite.cli.outbox", "Send an outbox table that another program fills."),
     "status": ("dualwrite.cli.recovery", "Show what is unsettled."),

@@ -1,4 +1,4 @@
-"""The command ``relay``, which sends an outbox table that another program fills."""
+"""The commands about messages that wait in the database: ``outbox`` over our own, ``relay`` over another program's table."""
 
 from __future__ import annotations
 
@@ -6,31 +6,40 @@ import gc
 import json
 import logging
 import signal
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, ParamSpec, TypeVar, cast
 
 import click
 
 from dualwrite.cli.options import (
     INCIDENTS,
     LEFT_ALONE,
+    NO_SUCH_ID,
     database_options,
     exit_code_for_errors,
     kafka_options,
     not_empty,
     seconds,
 )
+from dualwrite.cli.report import OutboxView, aside_json, aside_table, outbox_json, outbox_table, report_console
 from dualwrite.clock import now_s
 from dualwrite.protocol.outbox import MOST_BYTES, MOST_ROWS
 from dualwrite.protocol.outbox_table import OutboxTable, Placement
+from dualwrite.stores.opening import opened
 from dualwrite.stores.sql.access import engine_of
 from dualwrite.stores.sql.outbox_table import trigger_sql
 from dualwrite.writing.relay import Relay, RelayReport
 
 if TYPE_CHECKING:
+    from dualwrite.interfaces import OutboxRows
     from dualwrite.kafka.producer import EngineName
+    from dualwrite.writing.relay import OnRefused
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _LAYOUT: Final = OutboxTable()
 _EVERY_S: Final = 10.0
@@ -109,6 +118,13 @@ _EVERY_S: Final = 10.0
     "--engine", "engine_name", type=click.Choice(["auto", "native", "librdkafka"]), default="auto", show_default=True
 )
 @click.option(
+    "--on-refused",
+    type=click.Choice(["stop", "aside"]),
+    default="stop",
+    show_default=True,
+    help="Whether everything waits for a row that Kafka refuses, or it is moved aside: see 'dualwrite outbox'.",
+)
+@click.option(
     "--print-trigger", is_flag=True, help="Print the SQL of a trigger that tells of new rows (PostgreSQL), and end."
 )
 @click.option("--json", "as_json", is_flag=True, help="Show the result as a JSON document.")
@@ -141,6 +157,7 @@ def relay(
     most_rows: int,
     most_bytes: int,
     engine_name: str,
+    on_refused: str,
     print_trigger: bool,
     as_json: bool,
     url: str,
@@ -187,6 +204,7 @@ def relay(
         most_rows=most_rows,
         most_bytes=most_bytes,
         producer_engine=cast("EngineName", engine_name),
+        on_refused=cast("OnRefused", on_refused),
         progress=shown.show,
     )
     gc.freeze()  # what is imported stays: each round makes many objects, and no collection need look through the others
@@ -262,3 +280,143 @@ class _stopped_by_signals:  # noqa: N801 - a context manager, used as a function
 
     def __exit__(self, *raised: object) -> None:
         self._restore()
+
+
+# `dualwrite outbox`: what waits, and what was moved aside. None of these commands needs Kafka.
+
+
+@click.group()
+def outbox() -> None:
+    """Show messages that wait in the database, and those that were moved aside because Kafka refuses them."""
+
+
+@outbox.command("list")
+@click.argument("writer", required=False, callback=not_empty)
+@click.option(
+    "--last", "limit", default=20, show_default=True, type=click.IntRange(min=1), help="How many of each writer."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of tables.")
+@database_options
+@exit_code_for_errors
+def list_(*, writer: str | None, limit: int, as_json: bool, url: str, schema: str | None) -> None:
+    """Show how much waits, by writer and topic, and the first messages that were moved aside.
+
+    Exit code: 0 shown, 1 an error, 4 messages were moved aside, 5 the database does not answer.
+    """
+    with _rows(url, schema) as rows:
+        found = [
+            OutboxView(
+                name,
+                rows.mode_of(name),
+                rows.waiting(name),
+                rows.topics(name),
+                rows.count_aside(name),
+                rows.aside(name, limit=limit),
+            )
+            for name in ([writer] if writer is not None else rows.writers())
+        ]
+    if as_json:
+        click.echo(json.dumps({"writers": [outbox_json(one) for one in found]}, indent=2))
+    else:
+        out = report_console()
+        out.print(outbox_table(found))
+        if any(one.aside for one in found):
+            out.print("\nMoved aside:")
+            out.print(aside_table([message for one in found for message in one.aside]))
+    if any(one.aside_count for one in found):
+        raise SystemExit(INCIDENTS)
+
+
+@outbox.command()
+@click.argument("writer", callback=not_empty)
+@click.argument("number", type=int)
+@click.option("--value", "only_value", is_flag=True, help="The bytes of its value, and nothing else.")
+@database_options
+@exit_code_for_errors
+def show(*, writer: str, number: int, only_value: bool, url: str, schema: str | None) -> None:
+    """Show the message of WRITER with that NUMBER, which was moved aside, as a JSON document.
+
+    Bytes that are no text are shown in base64.
+
+    Exit code: 0 shown, 1 an error, 6 there is no such message.
+    """
+    with _rows(url, schema) as rows:
+        found = [one for one in rows.aside(writer, limit=1, after=number - 1) if one.number == number]
+    if not found:
+        _none_aside(writer, [number])
+    (message,) = found
+    if only_value:
+        click.echo(message.value or b"", nl=False)
+        return
+    click.echo(json.dumps(aside_json(message, whole=True), indent=2))
+
+
+def _chosen(command: Callable[P, R]) -> Callable[P, R]:
+    """Add the writer, and numbers or ``--all``, of which exactly one must be given; with ``--all`` the numbers are None."""
+
+    @click.argument("writer", callback=not_empty)
+    @click.argument("numbers", nargs=-1, type=int)
+    @click.option("--all", "everything", is_flag=True, help="All of the writer's.")
+    @wraps(command)
+    def with_numbers(*args: P.args, **kwargs: P.kwargs) -> R:
+        everything = bool(kwargs.pop("everything"))
+        if everything == bool(kwargs["numbers"]):
+            raise click.UsageError("give either NUMBERS or --all")
+        if everything:
+            kwargs["numbers"] = None
+        return command(*args, **kwargs)
+
+    return with_numbers
+
+
+@outbox.command()
+@_chosen
+@database_options
+@exit_code_for_errors
+def replay(*, writer: str, numbers: Sequence[int] | None, url: str, schema: str | None) -> None:
+    """Let messages of WRITER that were moved aside wait again, behind all that wait already: they are sent as the next ones.
+
+    Mend first what refused them. Later messages of their keys may have been sent meanwhile.
+
+    Exit code: 0 done, 1 an error, 6 there is none, or not all of NUMBERS.
+    """
+    with _rows(url, schema) as rows:
+        count = rows.replay(writer, numbers)
+    click.echo(f"{writer}: {count} messages wait again")
+    if count < (1 if numbers is None else len(set(numbers))):
+        _none_aside(writer, numbers)
+
+
+@outbox.command()
+@_chosen
+@click.option("--yes", "confirmed", is_flag=True, help="Do not ask.")
+@database_options
+@exit_code_for_errors
+def drop(*, writer: str, numbers: Sequence[int] | None, confirmed: bool, url: str, schema: str | None) -> None:
+    """Delete messages of WRITER that were moved aside, for good: nobody will read them.
+
+    Exit code: 0 done, 1 an error, or it was not confirmed, 6 there is none, or not all of NUMBERS.
+    """
+    with _rows(url, schema) as rows:
+        if not confirmed:
+            count = rows.count_aside(writer) if numbers is None else len(set(numbers))
+            click.confirm(f"Delete {count} messages of {writer} for good?", abort=True, err=True)
+        count = rows.drop(writer, numbers)
+    click.echo(f"{writer}: {count} messages deleted")
+    if count < (1 if numbers is None else len(set(numbers))):
+        _none_aside(writer, numbers)
+
+
+def _none_aside(writer: str, numbers: Sequence[int] | None) -> NoReturn:
+    which = "" if numbers is None else f" with {'this number' if len(numbers) == 1 else 'some of these numbers'}"
+    click.echo(f"dualwrite: no message of {writer!r}{which} was moved aside", err=True)
+    raise SystemExit(NO_SUCH_ID)
+
+
+@contextmanager
+def _rows(url: str, schema: str | None) -> Generator[OutboxRows, None, None]:
+    with opened(url, schema) as database:
+        database.require_outbox()
+        rows = database.store().outbox
+        assert rows is not None
+        yield rows

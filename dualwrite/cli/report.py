@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -12,7 +14,7 @@ from rich.table import Table
 from dualwrite.protocol.leases import Lease, place_of
 from dualwrite.protocol.prepared_state import Engine
 from dualwrite.protocol.settle import SettleStep
-from dualwrite.protocol.values import TransactionStatus, belongs
+from dualwrite.protocol.values import AsideMessage, OutboxMode, TransactionStatus, Waiting, belongs
 from dualwrite.recovery.lost_decisions import Forgotten
 from dualwrite.recovery.recover import IdStatus, RecoveryReport
 from dualwrite.recovery.settle import Loss
@@ -260,3 +262,102 @@ def recovery_json(report: RecoveryReport) -> dict[str, object]:
             for item in report.forgotten
         ],
     }
+
+
+# Messages that wait, and those that were moved aside.
+
+
+class OutboxView(NamedTuple):
+    """What is known of one writer's messages: by topic as far as it was counted, and the first of those moved aside."""
+
+    writer: str
+    mode: OutboxMode
+    waiting: Waiting
+    topics: Mapping[str, int]
+    aside_count: int
+    aside: Sequence[AsideMessage]
+
+
+def outbox_table(views: Sequence[OutboxView]) -> Table:
+    """The first table of ``dualwrite outbox list``."""
+    table = Table(title=None, box=None, pad_edge=False)
+    for column in ("writer", "mode", "waiting", "bytes", "oldest", "topics of the first", "moved aside"):
+        table.add_column(column, overflow="fold")
+    for one in views:
+        waiting = one.waiting
+        about = "" if waiting.exact else "about "
+        table.add_row(
+            one.writer,
+            one.mode.value,
+            f"{about}{waiting.rows:,}",
+            f"{about}{waiting.size:,}",
+            _seconds(waiting.oldest_s),
+            ", ".join(f"{topic}: {count:,}" for topic, count in one.topics.items()) or "-",
+            f"{one.aside_count:,}",
+            style="bold" if one.aside_count else None,
+        )
+    return table
+
+
+def aside_table(messages: Sequence[AsideMessage]) -> Table:
+    """The second table: messages that were moved aside. Shows no values."""
+    table = Table(title=None, box=None, pad_edge=False)
+    for column in ("writer", "number", "topic", "partition", "key", "bytes", "moved at", "reason"):
+        table.add_column(column, overflow="fold")
+    for one in messages:
+        table.add_row(
+            one.writer,
+            str(one.number),
+            one.topic,
+            "-" if one.partition is None else str(one.partition),
+            "-" if one.key is None else repr(one.key)[2:-1],
+            f"{len(one.value or b''):,}",
+            f"{one.moved_at:%Y-%m-%d %H:%M:%S}",
+            one.reason,
+        )
+    return table
+
+
+def outbox_json(view: OutboxView) -> dict[str, object]:
+    """One writer as ``dualwrite outbox list --json`` shows it."""
+    return {
+        "writer": view.writer,
+        "mode": view.mode.value,
+        "rows": view.waiting.rows,
+        "bytes": view.waiting.size,
+        "oldest_s": view.waiting.oldest_s,
+        "exact": view.waiting.exact,
+        "topics": dict(view.topics),
+        "aside_count": view.aside_count,
+        "aside": [aside_json(one) for one in view.aside],
+    }
+
+
+def aside_json(message: AsideMessage, *, whole: bool = False) -> dict[str, object]:
+    """One message that was moved aside; its value only if it is shown whole."""
+    shown: dict[str, object] = {
+        "number": message.number,
+        "writer": message.writer,
+        "transactional_id": message.transactional_id,
+        "topic": message.topic,
+        "partition": message.partition,
+        "key": _content(message.key),
+        "bytes": len(message.value or b""),
+        "timestamp_ms": message.timestamp_ms,
+        "put_at": message.put_at.isoformat(),
+        "moved_at": message.moved_at.isoformat(),
+        "reason": message.reason,
+    }
+    if whole:
+        shown["headers"] = [[name, _content(content)] for name, content in message.headers]
+        shown["value"] = _content(message.value)
+    return shown
+
+
+def _content(content: bytes | None) -> str | dict[str, str] | None:
+    if content is None:
+        return None
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return {"base64": b64encode(content).decode()}

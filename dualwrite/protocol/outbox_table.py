@@ -24,11 +24,14 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.protocol.values import check_not_empty
+from dualwrite.protocol.message import as_bytes
+from dualwrite.protocol.prepared_state import MAX_PARTITION
+from dualwrite.protocol.values import AsideMessage, check_not_empty
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -248,6 +251,35 @@ class Mapping:
             )
             its_placed = [(name, _at(column, its) or ()) for name, column in placed]
             yield Messages(topic, its_values or (), its_keys, its_partitions, its_timestamps, its_headers, its_placed)
+
+    def aside(self, row: Sequence[Any], writer: str, reason: str) -> AsideMessage:
+        """What a row holds that could not be sent, as far as it can be told. Its number and its times are not known yet."""
+        unknown = datetime.fromtimestamp(0, timezone.utc)
+        try:
+            (made,) = self.messages([row])
+        except BadRow:
+            key = self._column([(one,) for one in row], "key")
+            content = row[self._at["value"]], None if key is None else key[0]
+            made = Messages("", content[:1], content[1:], None, None, None, ())
+        partition, timestamp = (None if one is None else one[0] for one in (made.partitions, made.timestamps))
+        value, key_ = made.values[0], None if made.keys is None else made.keys[0]
+        headers = [(name, as_bytes(content, "header's value")) for name, content in made.headers_of(0)]
+        if partition is not None and not 0 <= partition <= MAX_PARTITION:
+            partition = None
+        return AsideMessage(
+            number=0,
+            writer=writer,
+            transactional_id=writer,
+            topic=made.topic,
+            partition=partition,
+            key=as_bytes(key_, "key"),
+            value=as_bytes(value, "value"),
+            headers=headers,
+            timestamp_ms=timestamp,
+            put_at=unknown,
+            reason=reason,
+            moved_at=unknown,
+        )
 
     def _column(self, columns: Sequence[Sequence[Any]], use: str) -> Sequence[Any] | None:
         place = self._at.get(use)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 from sqlalchemy import exc
 
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+OnRefused: TypeAlias = Literal["stop", "aside"]
 _STANDBY_S: Final = 0.5
 _SLICE_S: Final = 0.25
 """A wait for news is in slices, so that the relay stops soon once it is told to."""
@@ -124,6 +125,8 @@ class Relay:
         most_rows: The maximum number of rows in a round.
         most_bytes: The maximum bytes of a round, which the process holds in memory several times over.
         producer_engine: ``auto``, ``native`` or ``librdkafka``; see `TransactionalProducer`.
+        on_refused: What becomes of a row that Kafka refuses for good, or that makes no message: with ``stop`` everything waits
+            for it, with ``aside`` it is moved aside (``dualwrite outbox list``), and what comes behind it is sent.
         progress: Called with the `RelayReport` after each round and each change of state, in the thread of :meth:`run`.
         telemetry: As for `DualWriter`.
 
@@ -144,6 +147,7 @@ class Relay:
         most_rows: int = MOST_ROWS,
         most_bytes: int = MOST_BYTES,
         producer_engine: EngineName = "auto",
+        on_refused: OnRefused = "stop",
         progress: Callable[[RelayReport], object] = lambda _: None,
         telemetry: Observer | None = None,
     ) -> None:
@@ -172,6 +176,9 @@ class Relay:
         alone = found.traits.blocks == 1
         self._first = Sends(turns_back=False, most_rows=min(most_rows, MOST_ROWS_ALONE) if alone else most_rows)
         self._engine_name = producer_engine
+        if on_refused not in get_args(OnRefused):
+            raise ConfigurationError(f"on_refused is {on_refused!r}", next_step="give 'stop' or 'aside'")
+        self._aside = on_refused == "aside"
         self._progress = progress
         self._telemetry = telemetry
         self._mapping = RowMapping(table)
@@ -201,6 +208,8 @@ class Relay:
         keeper = None
         try:
             self._database.check()
+            if self._aside:
+                self._database.require_outbox()
             self._rows = OutboxTableRows(self._engine, self.table)
             logger.info("%s: sends %s %s", self.name, self.table.name, self._rows.describes)
             keeper = LeaseKeeper(
@@ -301,7 +310,7 @@ class Relay:
                 found = self._round(writer, made.rows)
             except BadRow as error:
                 assert self._read is not None
-                sends = self._refuse(writer, sends, self._read.rows[error.row], error.reason, once=once)
+                sends = self._refused(writer, sends, self._read.rows[error.row], error.reason, once=once)
                 continue
             except (TransactionAborted, ConfigurationError, Unavailable) as error:
                 sends = self._after(writer, sends, error, once=once)
@@ -326,12 +335,27 @@ class Relay:
             return sends.failed()
         if len(read) > 1:
             return sends.refused(len(read))
-        return self._refuse(writer, sends, read[0], refusal[1], once=once)
+        return self._refused(writer, sends, read[0], refusal[1], once=once)
+
+    def _refused(self, writer: DualWriter, sends: Sends, row: Sequence[Any], reason: str, *, once: bool) -> Sends:
+        """As :meth:`_refuse`; a failure of it is one of a round."""
+        try:
+            return self._refuse(writer, sends, row, reason, once=once)
+        except (TransactionAborted, Unavailable) as error:
+            if not self._aside:
+                raise
+            self._failed(error, once=once)
+            return sends.failed()
 
     def _refuse(self, writer: DualWriter, sends: Sends, row: Sequence[Any], reason: str, *, once: bool) -> Sends:
-        """The row at hand cannot be sent: everything waits until somebody has mended that."""
-        del writer
+        """The row at hand cannot be sent: move it aside, or let everything wait until somebody has mended that."""
         said = f"{self._rows.shown(row)}: {reason}"
+        if self._aside:
+            self._move_aside(writer, row, f"{self.table.name}, {said}")
+            self.report.refused.append(said)
+            logger.error("%s: this row cannot be sent, and was moved aside: %s", self.name, said)
+            self._progress(self.report)
+            return sends.moved_aside()
         if said not in self.report.refused:
             self.report.refused.append(said)
             logger.error("%s: this row cannot be sent, and the others wait for it: %s", self.name, said)
@@ -345,6 +369,19 @@ class Relay:
         self._now("waiting after an error")
         self._pause(STOPPED_PAUSE_S)
         return sends.failed()
+
+    def _move_aside(self, writer: DualWriter, row: Sequence[Any], reason: str) -> None:
+        """Delete or mark the row, and keep what it holds among the messages that were moved aside: one transaction."""
+        outbox = self._database.store().outbox
+        assert outbox is not None
+        name = writer.transactional_id
+        message = self._mapping.aside(row, name, reason)
+        try:
+            with writer.transaction() as tx:
+                self._rows.remove(tx.connection, [row])
+                outbox.put_aside(tx.connection, message)
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, self._engine, None) from error
 
     def _failed(self, error: DualWriteError, *, once: bool) -> None:
         """Wait before another try, longer with each failure in a row."""

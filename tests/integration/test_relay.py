@@ -332,6 +332,72 @@ def test_a_row_that_kafka_refuses_is_found_and_named(kafka, database, table, dua
     assert make(kafka, database).run(once=True).messages == 16
 
 
+@on_all
+def test_refused_rows_are_moved_aside_and_the_rest_goes_on(kafka, database, table, dualwrite_topic, dualwrite):
+    for number in range(40):
+        put(database, "no such topic!" if number in {0, 23, 39} else dualwrite_topic, f"k{number}", str(number))
+    report = make(kafka, database, on_refused="aside").run(once=True)
+    assert report.messages == 37
+    assert [said.split(":")[0] for said in report.refused] == ["seq 1", "seq 24", "seq 40"]
+    assert count(database) == 0
+    assert len(read_committed(kafka, dualwrite_topic)) == 37
+
+    writer = "relay-outbox_events-0"
+    listed = dualwrite("outbox", "list", "--json")
+    assert listed.exit_code == 4
+    [shown] = json.loads(listed.stdout)["writers"]
+    assert (shown["writer"], shown["rows"], shown["aside_count"]) == (writer, 0, 3)
+    assert [(one["topic"], one["key"], one["bytes"]) for one in shown["aside"]] == [
+        ("no such topic!", "k0", 1),
+        ("no such topic!", "k23", 2),
+        ("no such topic!", "k39", 2),
+    ]
+    first, second, third = (str(one["number"]) for one in shown["aside"])
+    assert "no such topic!" in dualwrite("outbox", "list", writer).stdout
+    whole = json.loads(dualwrite("outbox", "show", writer, second).stdout)
+    assert (whole["value"], whole["headers"][0][0]) == ("23", "id")
+    assert whole["reason"].startswith("outbox_events, seq 24: produce (no such topic!)")
+    assert dualwrite("outbox", "show", writer, second, "--value").stdout_bytes == b"23"
+    assert dualwrite("outbox", "show", writer, "999999").exit_code == 6
+
+    asked = dualwrite("outbox", "drop", writer, first)
+    assert (asked.exit_code, "Aborted" in asked.stderr) == (1, True)
+    assert dualwrite("outbox", "drop", writer, first, "--yes").stdout == f"{writer}: 1 messages deleted\n"
+    assert dualwrite("outbox", "drop", writer, first, "--yes").exit_code == 6
+    assert dualwrite("outbox", "drop", writer).exit_code == 2
+    assert dualwrite("outbox", "replay", writer, second).stdout == f"{writer}: 1 messages wait again\n"
+    [shown] = json.loads(dualwrite("outbox", "list", writer, "--json").stdout)["writers"]
+    assert (shown["mode"], shown["rows"], shown["topics"]) == ("later", 1, {"no such topic!": 1})
+    assert [str(one["number"]) for one in shown["aside"]] == [third]
+    assert dualwrite("outbox", "drop", writer, "--all", "--yes").exit_code == 0
+    assert dualwrite("outbox", "list").exit_code == 0
+
+
+@on_postgresql
+def test_a_row_that_makes_no_message_is_moved_aside_as_it_is(kafka, database, table, dualwrite_topic):
+    run(
+        database,
+        "ALTER TABLE outbox_events ADD COLUMN extra text",
+        "ALTER TABLE outbox_events ALTER aggregatetype DROP NOT NULL",
+    )
+    for number, extra in enumerate([None, "{", "[1]", '"a"', '{"a": 1}']):
+        put(database, dualwrite_topic if number else None, "k", str(number))
+        run(database, f"UPDATE outbox_events SET extra = '{extra}' WHERE seq = {number + 1}" if extra else "SELECT 1")
+    report = make(kafka, database, mapped(headers_column="extra"), on_refused="aside").run(once=True)
+    assert report.messages == 1
+    assert [said.split(": ", 1) for said in report.refused] == [
+        ["seq 1", "aggregatetype, which names the topic, is null"],
+        ["seq 2", "the column of headers does not hold JSON"],
+        ["seq 3", "a header is neither a name with a value nor a pair"],
+        ["seq 4", "the column of headers holds neither an object nor a list of pairs"],
+    ]
+    with database.connect() as connection:
+        aside = connection.execute(text("SELECT key, value, topic FROM dualwrite_outbox_aside ORDER BY seq")).all()
+    assert [tuple(bytes(one) if isinstance(one, memoryview) else one for one in row) for row in aside] == [
+        (b"k", str(number).encode(), "") for number in range(4)
+    ]
+
+
 @on_postgresql
 @pytest.mark.parametrize(
     ("columns", "changed", "said"),
@@ -461,7 +527,8 @@ def test_a_sender_that_was_fenced_stands_by_again(kafka, database, table, dualwr
 @pytest.fixture
 def dualwrite(url, kafka):
     def run(*command):
-        servers = ["--url", url, "--bootstrap-server", kafka["bootstrap.servers"]]
+        servers = ["--url", url]
+        servers += [] if command[0] == "outbox" else ["--bootstrap-server", kafka["bootstrap.servers"]]
         return CliRunner().invoke(commands, [*command, *servers])
 
     return run

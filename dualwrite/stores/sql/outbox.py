@@ -33,6 +33,7 @@ from sqlalchemy import (
     literal,
     or_,
     select,
+    union,
     update,
 )
 
@@ -42,7 +43,7 @@ from dualwrite.protocol.message import Message, MessageBatch, MessageColumns
 from dualwrite.protocol.values import AsideMessage, FirstLook, OutboxMode, Waiting, WaitingMessages
 from dualwrite.stores.sql.access import map_database_error
 from dualwrite.stores.sql.drivers import CompiledOnce, execute_many_below
-from dualwrite.stores.sql.tables import check_not_gone_back, database_now, in_chunks
+from dualwrite.stores.sql.tables import MAX_ID_LENGTH, check_not_gone_back, database_now, in_chunks
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Engine, Table
@@ -445,7 +446,7 @@ def _fitting(sizes: Sequence[int], asked: Asked) -> int:
 def as_messages(columns: Sequence[Sequence[Any]], produced_ms: Sequence[int], *, more: bool) -> WaitingMessages:
     """The columns :data:`_COLUMNS` as messages."""
     numbers, topics, partitions, keys, values, headers, timestamps = columns
-    size = sum(sum(map(len, filter(None, column))) for column in (keys, values, headers))
+    size = sum(len(part) for column in (keys, values, headers) for part in column if part is not None)
     decoded = None
     if any(headers):
         decoded = [() if part is None else decode_headers(part) for part in headers]
@@ -469,14 +470,6 @@ NOTHING: Final = WaitingMessages((), (), (), (), None, None, None, (), 0, more=F
 def delete_by_number(connection: Connection, table: Table, numbers: Sequence[int]) -> int:
     """Delete by SQLAlchemy: exactly these, as a range would take along what has come late."""
     return sum(connection.execute(delete(table).where(table.c.seq.in_(some))).rowcount for some in in_chunks(numbers))
-
-
-def runs_of(numbers: Sequence[int]) -> Sequence[tuple[int, int]]:
-    """Ascending numbers as runs of such that follow each other: the first and the last of each."""
-    if numbers[-1] - numbers[0] == len(numbers) - 1:
-        return [(numbers[0], numbers[-1])]
-    ends = [at for at in range(1, len(numbers)) if numbers[at] != numbers[at - 1] + 1]
-    return [(numbers[start], numbers[end - 1]) for start, end in zip([0, *ends], [*ends, len(numbers)], strict=True)]
 
 
 def put_by_driver(connection: Connection, statement: CompiledOnce, put: Put) -> None:
@@ -653,7 +646,39 @@ class SqlOutbox:
                 moved += connection.execute(delete(outbox).where(chosen)).rowcount
         return moved
 
+    def put_aside(self, connection: Connection, message: AsideMessage) -> None:
+        # It takes its number from those of messages that wait, by which `replay` and people know it.
+        values = {
+            "writer": message.writer,
+            "transactional_id": message.transactional_id,
+            "topic": message.topic[:MAX_ID_LENGTH],
+            "topic_partition": message.partition,
+            "key": message.key,
+            "value": message.value,
+            "headers": encode_headers(message.headers) if message.headers else None,
+            "timestamp_ms": message.timestamp_ms,
+        }
+        with self._mapped(message.transactional_id):
+            made = connection.execute(insert(self._tables.outbox).values(values)).inserted_primary_key
+        assert made is not None
+        self.move_aside(connection, message.writer, [made[0]], message.reason)
+
     # In transactions of our own
+
+    def writers(self) -> Sequence[str]:
+        mode, aside = self._tables.mode, self._tables.aside
+        both = union(select(mode.c.writer), select(aside.c.writer))
+        return sorted(self._own.read(lambda connection: connection.scalars(both).all()))
+
+    def mode_of(self, writer: str) -> OutboxMode:
+        return self._own.read(lambda connection: self.mode(connection, writer))
+
+    def topics(self, writer: str) -> Mapping[str, int]:
+        outbox = self._tables.outbox
+        first = select(outbox.c.topic).where(outbox.c.writer == writer).order_by(outbox.c.seq).limit(_SAMPLE).subquery()
+        counted = select(first.c.topic, func.count()).group_by(first.c.topic)
+        found = self._own.read(lambda connection: connection.execute(counted).all())
+        return dict(sorted((topic, int(count)) for topic, count in found))
 
     def begin_later(self, writer: str) -> None:
         mode = self._tables.mode

@@ -354,7 +354,11 @@ class OutboxTableRows:
 
 def _size_of(rows: Sequence[Sequence[Any]]) -> int:
     """The bytes of rows; characters of texts count as bytes."""
-    return sum(len(part) for column in zip(*rows, strict=True) for part in column if isinstance(part, (bytes, str)))
+    size = 0
+    for column in zip(*rows, strict=True):
+        if isinstance(next(filter(None, column), None), (bytes, str)):  # a column holds one type, and nulls
+            size += sum(map(len, filter(None, column)))
+    return size
 
 
 def _parts(names: Sequence[Any]) -> Iterator[Sequence[Any]]:
