@@ -116,8 +116,7 @@ class Sends:
     @property
     def lock_pause_s(self) -> float:
         """How long not to ask for the lock again. Short at first: a busy writer is to be back within a second."""
-        failures = self.lock_failures
-        return min(_FIRST_LOCK_PAUSE_S * 2 ** min(failures - 1, 10), _LONGEST_LOCK_PAUSE_S) if failures else 0.0
+        return _growing(self.lock_failures, _FIRST_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S)
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,12 @@ class OutboxState:
 
 def pause_after(failures: int) -> float:
     """The seconds before another try after so many failures in a row, from 1 on. Never for good."""
-    return min(_FIRST_PAUSE_S * 2 ** min(failures - 1, 10), _LONGEST_PAUSE_S)
+    return _growing(failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+
+
+def _growing(failures: int, first_s: float, longest_s: float) -> float:
+    doublings = min(failures - 1, 10)
+    return min(first_s * float(2**doublings), longest_s) if failures > 0 else 0.0
 
 
 def refusal_behind(error: BaseException) -> tuple[str, str] | None:

@@ -590,6 +590,9 @@ class WriterLimits:
         group_bytes: No unit begins once the messages of the group are larger than this: their keys and values, in bytes.
         waiting_units: The maximum number of units that wait for a group. At that number ``submit`` lets its caller wait, first
             come, first served.
+        outbox_refused: What becomes of a message that waits in the database and that Kafka then refuses for good: it is too
+            large, say, or its topic is gone. ``aside`` moves it to a table of its own, from which `dualwrite outbox` puts it
+            back, and sends the others, later ones of its key among them; ``stop`` keeps all waiting until a person has helped.
 
     Raises:
         ConfigurationError: A limit cannot work.
