@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from itertools import pairwise
@@ -74,8 +75,11 @@ def run(ground: Ground, *, runs: int = 9) -> dict[str, Any]:
 
 
 def _printed(program: str, *arguments: str) -> str:
-    """The last line that a program prints, in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    """The last line that a program prints, in a process of its own. Modules are compiled once, as those of an installed package."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False, env=environment
+    )
     if done.returncode:
         raise RuntimeError(done.stderr)
     return done.stdout.splitlines()[-1]

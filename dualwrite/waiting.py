@@ -124,6 +124,9 @@ class Waiting(Protocol):
         ...
 
 
+_NO_CONTEXT: Final = nullcontext()
+
+
 class _Blocking:
     cancelled: tuple[type[BaseException], ...] = ()
 
@@ -146,10 +149,11 @@ class _Blocking:
 
     def interruptible(self, allowed: bool) -> AbstractContextManager[object]:  # noqa: FBT001 - as the protocol
         del allowed
-        return nullcontext()
+        return _NO_CONTEXT
 
 
-_blocking = _Blocking()
+BLOCKING: Final = _Blocking()
+"""The form of waiting of threads."""
 _forms: list[Callable[[], Waiting | None]] = []
 
 
@@ -163,13 +167,13 @@ def here() -> Waiting:
     for form in _forms:
         if (found := form()) is not None:
             return found
-    return _blocking
+    return BLOCKING
 
 
 def blocks_a_loop() -> bool:
     """Whether the code that calls this would block an event loop if it waited."""
     asyncio = sys.modules.get("asyncio")
-    if asyncio is None or here() is not _blocking:
+    if asyncio is None or here() is not BLOCKING:
         return False
     try:
         asyncio.get_running_loop()
@@ -180,7 +184,7 @@ def blocks_a_loop() -> bool:
 
 def in_own_thread() -> bool:
     """Whether the code that calls this has its thread to itself: no event loop runs there."""
-    return here() is _blocking and not blocks_a_loop()
+    return here() is BLOCKING and not blocks_a_loop()
 
 
 def interruptible() -> AbstractContextManager[object]:

@@ -33,7 +33,7 @@ from dualwrite.kafka.connection import (
     ConnectionSettings,
 )
 from dualwrite.kafka.messages import Answer, Done, Message, NotOffered, Rare, Request
-from dualwrite.waiting import here
+from dualwrite.waiting import BLOCKING, here
 
 if TYPE_CHECKING:
     from dualwrite.kafka.config import KafkaConfig
@@ -293,12 +293,16 @@ class Connections:
             if seconds:
                 due_at = one.in_flight[0][4] if len(one.in_flight) == 1 else one.due_at()
                 left_s = due_at - now_s()
-                here().poll(one.receive, one.fileno, min(seconds, left_s) if left_s > 0 else 0.0)
+                wait_s = min(seconds, left_s) if left_s > 0 else 0.0
+                if (form := here()) is BLOCKING:
+                    one.receive(wait_s)
+                else:
+                    form.poll(one.receive, one.fileno, wait_s)
                 if one.in_flight and left_s <= seconds:
                     one.expire(now_s())
             else:
                 one.receive(0)
-            if not one.in_flight and not one.is_busy:
+            if not one.in_flight and (one.error is not None or not (one.waiting or one.unsent)):
                 asked.clear()
             return
         if not asked:

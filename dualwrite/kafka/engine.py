@@ -171,8 +171,7 @@ def verb(
 class Callbacks:
     """Calls the delivery callbacks of one transaction, and keeps what they raise until a call may raise it."""
 
-    def __init__(self) -> None:
-        self.callback_error: BaseException | None = None
+    callback_error: BaseException | None = None
 
     def call(self, callback: DeliveryCallback, error: Any, message: Any) -> None:
         """Call one. Raised in the middle of a verb, its exception would hide the verb's own outcome."""

@@ -612,7 +612,8 @@ class LaneProducer(TransactionalProducer):
 
     def note_end(self, step: EndStep) -> None:
         """Take the next step for :attr:`pending_end`: the producer continues, or becomes doubtful."""
-        self.engine.note_end(step)
+        assert self._chosen is not None
+        self._chosen.note_end(step)
 
     @property
     def undecided_in(self) -> frozenset[tuple[str, int]]:

@@ -153,18 +153,16 @@ class PreparedTxnState:
             raise ConfigurationError(_NOT_EMPTY)
         if not self.is_native and self.further:
             raise ConfigurationError("only a native state may name a partition without an offset")
+        if len(self.first_offsets) == 1 and not self.further:  # as most: one partition cannot appear twice
+            if self.is_native and self.first_offsets[0].topic_id is None:
+                raise ConfigurationError(_NAMES_TOPICS)
+            return
         if self.is_native:
             self._check_native()
-        if len(self.first_offsets) == 1 and not self.further:
-            return  # one partition cannot appear twice
         if len(self.partitions) != len(self.first_offsets) + sum(len(more.numbers) for more in self.further):
             raise ConfigurationError("a partition appears twice in the state")
 
     def _check_native(self) -> None:
-        if len(self.first_offsets) == 1 and not self.further:
-            if self.first_offsets[0].topic_id is None:
-                raise ConfigurationError(_NAMES_TOPICS)
-            return
         if len(self.first_offsets) > MAX_NATIVE_OFFSETS:
             raise ConfigurationError(f"a native state names more than {MAX_NATIVE_OFFSETS} offsets")
         if len(self.partitions) > MAX_NATIVE_PARTITIONS:

@@ -201,7 +201,7 @@ class DualWrite(Work):
         serializing: Serializing = NO_SERIALIZERS,
     ) -> None:
         self.transactional_id = lane.transactional_id
-        self.engine = lane.engine
+        self._producer, self.engine = lane.producer, lane.engine
         self.refusals = Refusals()
         self.observer = observer
         self.sending = False
@@ -209,7 +209,6 @@ class DualWrite(Work):
         # The only unit of a group must not wait for a topic: others wait for it.
         self.of_unit = False
         self._lane = lane
-        self._producer = lane.producer
         self._context = context
         self._handle = handle
         self._traits = traits
@@ -522,9 +521,9 @@ class DualWrite(Work):
             self._refuse_inside()
         self._machine.check(WriteEvent.PREPARE)
         failpoints.hit("write.body_done")
-        deadline = Deadline(self._timeout_s)
+        deadline, form = Deadline(self._timeout_s), waiting.here()
         try:
-            with waiting.interruptible():
+            with form.interruptible(True):
                 state = self._prepare()
                 answer = self._record(state, deadline)
         except Unavailable as error:
@@ -533,7 +532,7 @@ class DualWrite(Work):
         except BaseException:
             self._abort()
             raise
-        with waiting.uninterrupted():
+        with form.interruptible(False):
             interruption = self._decide(state, answer, deadline)
             if self.sending:
                 if self.observer is not None:
@@ -817,7 +816,7 @@ class WriterBlock(DualWrite):
         lane.ready(Deadline(ground.timeout_s))
         if observer is not None:
             observer.lane(lane.transactional_id)
-        permit = permit_of(handle)
+        permit = None if handle is None else permit_of(handle)
         if handle is None:
             self._own = own = database.connect()
             handle = own.__enter__()

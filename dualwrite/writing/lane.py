@@ -110,7 +110,8 @@ class Lane:
     @property
     def engine(self) -> ProducerEngine:
         """The engine of :attr:`producer`, which takes messages."""
-        return self.producer.engine
+        assert self._producer is not None
+        return self._producer.engine
 
     @property
     def unrecorded(self) -> StateRow | None:
@@ -203,7 +204,8 @@ class Lane:
 
         Returns the transaction whose end is not known; None if it is, or if nothing will show it any more.
         """
-        pending = self.pending_end
+        producer = self._producer
+        pending = producer.pending_end if producer is not None and producer.reusable else None
         if pending is not None and self._ends is not None:
             self._ends.note(pending)
         return pending
@@ -366,8 +368,9 @@ class Lane:
         After `CompletionPending` the next settler completes it, or finds it lost. `DatabaseWentBack` means that the database
         has lost it meanwhile, and what Kafka did is not known; it is recorded.
         """
+        row = self.row
         if state.has_transaction:
-            self._row = replace(self.row, prepared=state, completed=None)
+            self._row = row = replace(row, prepared=state, completed=None)
         if self._ends is not None and self._ends.wanted:
             self._ends.ask()  # its answer comes while Kafka answers this commit
         try:
@@ -378,7 +381,7 @@ class Lane:
             waiting.elsewhere(lambda: self._complete_by_settling(state, deadline, cause))
             return
         if state.has_transaction:
-            self._unrecorded = self.row
+            self._unrecorded = row
 
     def _complete_by_settling(self, state: PreparedTxnState, deadline: Deadline, cause: DualWriteError) -> None:
         try:

@@ -528,10 +528,15 @@ def enter(writer: object, ticket: Ticket[Any], transactional_id: str) -> None:
 
     Refuses to block an event loop, and a block inside a block of that writer.
     """
-    refuse_blocking_a_loop(transactional_id)
-    inside, caller = _open() if _entered.get() else (), here().caller
-    _refuse_nested(inside, id(writer), caller, transactional_id)
-    _entered.set((*inside, (id(writer), caller, weakref.ref(ticket))))
+    if blocks_a_loop():
+        refuse_blocking_a_loop(transactional_id)
+    entered, caller = _entered.get(), here().caller
+    if entered and (len(entered) > 1 or not _has_ended(entered[0])):
+        entered = _open()
+        _refuse_nested(entered, id(writer), caller, transactional_id)
+    else:
+        entered = ()  # as nearly always: the block before has ended
+    _entered.set((*entered, (id(writer), caller, weakref.ref(ticket))))
 
 
 def entered_here() -> Blocks:
@@ -546,7 +551,11 @@ def continue_inside(blocks: Blocks, task: object = None) -> None:
 
 
 def _open() -> tuple[_Entered, ...]:
-    return tuple(one for one in _entered.get() if (ticket := one[2]()) is not None and not ticket.ended)
+    return tuple(one for one in _entered.get() if not _has_ended(one))
+
+
+def _has_ended(block: _Entered) -> bool:
+    return (ticket := block[2]()) is None or ticket.ended
 
 
 # The types of a writer's settings.

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LANES_FROM_THE_START: Final = 2
+_LANES_FROM_THE_START: Final = 3
+"""With two, each dual write must ask how the one before the last has ended; with three, every second one asks, for two."""
 _PROBE_S: Final = 5.0
 _SETTLE_S: Final = 10.0
 """Where messages may wait as rows, what an opening cannot settle in this time is left to the background."""

@@ -240,6 +240,8 @@ class StickyPartitions:
         collects_in: Callable[[tuple[str, int]], bool],
     ) -> int:
         """The partition of one message."""
+        if len(candidates) == 1:
+            return candidates[0]
         stay = self._stays.get(topic)
         size += OVERHEAD
         if (
@@ -249,8 +251,7 @@ class StickyPartitions:
             or not collects_in((topic, stay.partition))
         ):
             left = None if stay is None or self._sticky_s <= 0 else stay.partition
-            others = candidates if len(candidates) == 1 else [one for one in candidates if one != left]
-            stay = self._stays[topic] = _Stay(self._choose(others or candidates), now)
+            stay = self._stays[topic] = _Stay(self._choose([one for one in candidates if one != left]), now)
         stay.size += size
         return stay.partition
 

@@ -155,7 +155,7 @@ class PartitionQueue:
             batch = self._unsent()
             if batch is not None:
                 return batch if batch.ready_at <= now else None
-        if self._open is None or not self._takes(len(self._batches)):
+        if self._open is None or (self._batches and not self._takes(len(self._batches))):
             return None
         if not flush and (self._batches or self._open.since > due_since):
             return None
@@ -338,7 +338,8 @@ class ProduceCore:
         queue = self._queues.get(partition)
         if queue is None:
             queue = self._queues[partition] = PartitionQueue(self._make_builder, self.limits.in_flight)
-            if self._leader(partition) is None:
+            leaders = self._leaders.get(partition[0])
+            if leaders is None or leaders.get(partition[1]) is None:
                 self.outdated.add(partition[0])
         if not self._busy:
             self.give_up_at = now + self.limits.delivery_s

@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from dualwrite.kafka.config import KafkaConfig
     from dualwrite.kafka.native.coordination import Answered
     from dualwrite.kafka.native.produce_state import Delivered
+    from dualwrite.kafka.native.records import RecordsBuilder
     from dualwrite.kafka.native.settings import NativeSettings, StatisticsCallback
     from dualwrite.protocol.lives import Machine
 
@@ -147,6 +148,7 @@ class NativeInstance(ProducerEngine):
         self._make_wire = make_wire
         self._wire: Wire | None = None
         self._settings: NativeSettings | None = None
+        self._make_builder: Callable[[], RecordsBuilder] | None = None
         self._filling: Filling | None = None
         self._ids = (-1, -1)
         self._missing: dict[str, tuple[float, float]] = {}
@@ -166,6 +168,7 @@ class NativeInstance(ProducerEngine):
         ways = attempts(asked_timeout_ms, maximum_ms, two_phase_commit=self._config.two_phase_commit)
         # Refuse settings before anything is sent: with the shortest time limit that there may be.
         self._settings = native_settings(self._config, bulk=self.bulk, transaction_timeout_ms=ways[-1].timeout_ms)
+        self._make_builder = self._settings.make_builder
         if self._settings.stats_cb is not None and self._settings.statistics_s:
             self._statistics = Statistics(self._id, self._settings.statistics_s, self._settings.stats_cb)
         self._wire = self._make_wire(self._config, self._id)
@@ -196,9 +199,10 @@ class NativeInstance(ProducerEngine):
         """
         if self.pending_end is not None:
             self._require_end_known(self.pending_end)
-        assert self._settings is not None
         settings = self._settings
-        core = ProduceCore(settings.limits, settings.make_builder)
+        assert settings is not None
+        assert self._make_builder is not None
+        core = ProduceCore(settings.limits, self._make_builder)
         self.transaction = self._open = OpenTransaction(core)
         self.prepared = None
         if self._filling is None:

@@ -34,6 +34,7 @@ class Sender:
         self._brokers = brokers
         self._topics = Topics(brokers)
         self._written: dict[str, Topic] = {}
+        self.topic_ids: dict[str, str] = {}  # of each topic that the transaction writes to
         self._known: dict[str, tuple[Topic, TopicKey, Mapping[int, int | None]]] = {}
         self._found_at: dict[str, float] = {}
         self._ids = (-1, -1)
@@ -46,15 +47,10 @@ class Sender:
         """The connections, for this thread's other requests."""
         return self._brokers
 
-    @property
-    def topic_ids(self) -> Mapping[str, str]:
-        """The id of each topic that the transaction writes to."""
-        return {name: topic.topic_id or "" for name, topic in self._written.items()}
-
     def begin(self, ids: tuple[int, int], core: ProduceCore) -> None:
         """Send the messages of this core from now on, under this producer id and epoch."""
         self._ids, self._core = ids, core
-        self._written = {}
+        self._written, self.topic_ids = {}, {}
         self.delivered = []
 
     def topic(self, name: str, deadline: Deadline, *, fresh: bool = False) -> Topic | None:
@@ -84,8 +80,7 @@ class Sender:
         ):
             return None
         assert self._core is not None
-        self._written[name] = known[0]
-        self._core.learn(name, known[2])
+        self._note_written(name, known[0], known[2])
         return known[0]
 
     def has_found(self, name: str) -> bool:
@@ -119,8 +114,13 @@ class Sender:
             topic_id = bytes(16) if topic.topic_id is None else base64.urlsafe_b64decode(topic.topic_id + "==")
             nodes = {number: None if lead is None else lead.node for number, lead in topic.leaders.items()}
             known = self._known[name] = (topic, TopicKey.of(name, topic_id), nodes)
+        self._note_written(name, topic, known[2])
+
+    def _note_written(self, name: str, topic: Topic, leaders: Mapping[int, int | None]) -> None:
+        assert self._core is not None
         self._written[name] = topic
-        self._core.learn(name, known[2])
+        self.topic_ids[name] = topic.topic_id or ""
+        self._core.learn(name, leaders)
 
     def pump(self) -> None:
         """Send what may be sent now, and take the answers that are there. Does not wait.
@@ -216,16 +216,15 @@ class Sender:
 
     def _produce(self, core: ProduceCore, request: ToSend) -> Produce:
         producer_id, epoch = self._ids
-        by_topic: dict[str, list[tuple[int, bytes]]] = {}
+        by_topic: dict[str, tuple[TopicKey, list[tuple[int, bytes]]]] = {}
         for (topic, number), batch in request.batches.items():
             sealed = batch.body.sealed(producer_id, epoch, batch.sequence)
             of_topic = by_topic.get(topic)
             if of_topic is None:
-                by_topic[topic] = [(number, sealed)]
+                by_topic[topic] = (self._known[topic][1], [(number, sealed)])
             else:
-                of_topic.append((number, sealed))
-        batches = [(self._known[topic][1], partitions) for topic, partitions in by_topic.items()]
-        return Produce(self._id, batches, round(core.limits.replicas_s * 1000))
+                of_topic[1].append((number, sealed))
+        return Produce(self._id, list(by_topic.values()), round(core.limits.replicas_s * 1000))
 
     def _take(
         self, core: ProduceCore, request: ToSend, answer: Mapping[Partition, tuple[int, int]] | Exception

@@ -49,12 +49,16 @@ class SqlDatabase(Database):
         self._schema = schema
         self._blocks = blocks or engine
         self._found: FoundTables | None = None
+        name = engine.dialect.name
+        self._is_sqlite = name == "sqlite"
+        self._traits = Traits(
+            _NAMES.get(name, name), "connection", blocks=1 if self._is_sqlite else None, savepoints=True
+        )
 
     @property
     def traits(self) -> Traits:
         """SQLite has one write lock, so that one block at a time can write."""
-        name = self.engine.dialect.name
-        return Traits(_NAMES.get(name, name), "connection", blocks=1 if self._is_sqlite else None, savepoints=True)
+        return self._traits
 
     @property
     def schema(self) -> str | None:
@@ -85,10 +89,6 @@ class SqlDatabase(Database):
     @property
     def joins_first(self) -> Engine | None:
         return self._blocks if self._is_sqlite else None
-
-    @property
-    def _is_sqlite(self) -> bool:
-        return self.engine.dialect.name == "sqlite"
 
     def check(self) -> None:
         """The durability of commits is checked where one begins."""

@@ -618,7 +618,7 @@ class PostgreSQL:
 
     def check_start(self, connection: Connection, values: Sequence[object]) -> None:
         read_only, isolation, started, _ = values
-        begun = _begun(connection)
+        begun = begun_on(connection) or _begun(connection)
         if read_only == "on":
             raise ConfigurationError(
                 "the transaction is read-only",
@@ -637,7 +637,7 @@ class PostgreSQL:
         return (_IS_BEGUN,)
 
     def begun(self, connection: Connection) -> Mapping[str, object]:
-        return {"begun_": _begun(connection).started}
+        return {"begun_": (begun_on(connection) or _begun(connection)).started}
 
     def require_begun(self, connection: Connection) -> None:
         if not connection.scalar(select(_IS_BEGUN), self.begun(connection)):
@@ -661,7 +661,7 @@ class PostgreSQL:
         return update.returning(*self.end_columns(), _lower_idle_limit(idle_ms), _limit_transaction(within_ms))
 
     def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
-        begun = _begun(connection)
+        begun = begun_on(connection) or _begun(connection)
         begun.session = session_of(begun.driver)
         begun.session.commit_found_none = False
         row = _ask(connection, statement, bound, first=True)

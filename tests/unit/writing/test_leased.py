@@ -388,7 +388,7 @@ def test_it_is_opened_once_and_used_only_while_it_is_open(shop, member):
     with pytest.raises(IllegalStateError, match="not open"):
         put(shop, one, 1)
     one.open()
-    assert repr(one) == "<DualWriter orders-0 open, 2 lanes>"
+    assert repr(one) == "<DualWriter orders-0 open, 3 lanes>"
     with pytest.raises(IllegalStateError, match="already opened"):
         one.open()
     one.close()
@@ -488,7 +488,7 @@ def test_a_live_member_is_not_forgotten_and_one_that_has_ended_is_with_its_lease
         second.close()
         age(shop.engine)
         report = forget(**names)
-        assert report.forgotten == ["orders-1", "orders-1#1"]
+        assert report.forgotten == ["orders-1", "orders-1#1", "orders-1#2"]
         assert report.kept["orders-0"] == "a worker holds it"
         assert leases() == {"orders-0": "held"}
         with member() as third:

@@ -165,12 +165,12 @@ def test_opening_a_second_writer_of_the_name_fences_the_first(shop):
 
 
 def test_a_fenced_writer_adds_no_lane(shop):
-    with shop.writer(limits=WriterLimits(max_lanes=3)) as first, shop.writer():
-        tickets = [first._lanes.ticket(), first._lanes.ticket()]
-        assert [first._lanes.take(ticket).transactional_id for ticket in tickets] == ["orders", "orders#1"]
+    with shop.writer(limits=WriterLimits(max_lanes=4)) as first, shop.writer():
+        tickets = [first._lanes.ticket() for _ in range(3)]
+        assert [first._lanes.take(ticket).transactional_id for ticket in tickets] == ["orders", "orders#1", "orders#2"]
         with pytest.raises(Fenced), first.transaction() as tx:
             shop.put(tx, 1)
-        assert shop.database.store(shop.engine).read(["orders#2"]) == []
+        assert shop.database.store(shop.engine).read(["orders#3"]) == []
         for ticket in tickets:
             ticket.end()
 
