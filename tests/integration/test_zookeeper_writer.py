@@ -414,7 +414,7 @@ def test_a_url_names_the_database(kafka, dualwrite_zookeeper, client, root, side
         tx.multi.create("/a")
     assert client.exists(f"{root}-user/chroot/kafka_transaction_state/state/orders")
     assert client.exists(f"{root}-user/chroot/a")
-    assert [one.row.transactional_id for one in status(kafka=kafka, database=url)] == ["orders", "orders#1"]
+    assert [one.row.transactional_id for one in status(kafka=kafka, database=url)] == ["orders", "orders#1", "orders#2"]
 
 
 @pytest.fixture
