@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from dualwrite.asyncio.writer import AsyncDualWriter
     from dualwrite.consumer.consumer import ExactlyOnceConsumer
     from dualwrite.kafka.producer import TransactionalProducer
-    from dualwrite.recovery.recover import recover, status
+    from dualwrite.recovery.recover import status
     from dualwrite.telemetry.observer import Telemetry
+    from dualwrite.writing.left_behind import recover
     from dualwrite.writing.transaction import Transaction
     from dualwrite.writing.units_of_work import RowUnit
     from dualwrite.writing.writer import DualWriter
@@ -76,7 +77,7 @@ _LAZY = {
     "Telemetry": "dualwrite.telemetry.observer",
     "Transaction": "dualwrite.writing.transaction",
     "TransactionalProducer": "dualwrite.kafka.producer",
-    "recover": "dualwrite.recovery.recover",
+    "recover": "dualwrite.writing.left_behind",
     "status": "dualwrite.recovery.recover",
 }
 

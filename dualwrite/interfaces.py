@@ -747,6 +747,13 @@ class Database(ABC):
             DualWriteError: The database cannot be reached.
         """
 
+    def connect_to_send(self) -> AbstractContextManager[Handle]:
+        """As :meth:`connect`, for a thread that sends what waits: each statement sees all that was committed before it.
+
+        A snapshot from before the lock on the mode would hide what those have put who held it.
+        """
+        return self.connect()
+
     @abstractmethod
     def close(self) -> None:
         """Disconnect. May be called more than once. A writer calls it only if it has made the database, from a URL."""

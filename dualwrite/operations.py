@@ -7,8 +7,9 @@ from dualwrite.kafka.log import BlockingTransaction
 from dualwrite.protocol.outbox_table import OutboxTable, Placement
 from dualwrite.recovery.lost_decisions import Forgotten
 from dualwrite.recovery.operator import ForgetReport, TerminationReport, blocking_transactions, forget, terminate
-from dualwrite.recovery.recover import IdStatus, RecoveryReport, recover, status
+from dualwrite.recovery.recover import IdStatus, RecoveryReport, status
 from dualwrite.recovery.settle import Loss
+from dualwrite.writing.left_behind import recover
 from dualwrite.writing.relay import Relay, RelayReport
 
 __all__ = [

@@ -43,6 +43,7 @@ from dualwrite.recovery import recover as recovery
 from dualwrite.recovery.operator import UNTOUCHED_FOR_S, TerminationReport, complete_prepared
 from dualwrite.recovery.recover import IdStatus, RecoveryReport, is_young
 from dualwrite.stores.opening import opened
+from dualwrite.writing.left_behind import recover as recover_left
 
 
 @click.command()
@@ -111,7 +112,7 @@ def recover(
     task = progress.add_task("settling", total=None)
 
     with progress:
-        report = recovery.recover(
+        report = recover_left(
             transactional_id,
             kafka=kafka,
             database=url,
@@ -152,6 +153,8 @@ def _print_recovered(report: RecoveryReport, *, dry_run: bool) -> None:
         f"{count} ids {word}, {len(report.rolled_forward)} rolled forward, {len(report.skipped)} left alone, "
         f"{len(report.losses)} losses"
     )
+    for name, count in report.sent.items():
+        out.print(f"  {name}: {count} messages that waited {'would be' if dry_run else 'were'} sent")
     for name in report.skipped:
         out.print(
             f"  {name}: left alone: its owner may be at work: its transaction is young, or its lease has not expired"

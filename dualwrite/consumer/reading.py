@@ -18,7 +18,8 @@ from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import ConfigurationError, Fenced, TransactionAborted, Unavailable
 from dualwrite.kafka.coordinator import connection_settings
 from dualwrite.protocol.consuming import left_behind, member_prefix, pause_s
-from dualwrite.recovery.recover import recover, status
+from dualwrite.recovery.recover import status
+from dualwrite.writing.left_behind import recover
 
 if TYPE_CHECKING:
     from confluent_kafka import Message

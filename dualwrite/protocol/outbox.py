@@ -11,14 +11,18 @@ that an outage never counts against a message.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from dualwrite.errors import ConfigurationError, TransactionAborted
+from dualwrite.errors import ConfigurationError, DualWriteError
+from dualwrite.protocol.message import STEPS
 
 if TYPE_CHECKING:
     from datetime import datetime
 
     from typing_extensions import Self
+
+Outbox: TypeAlias = Literal["never", "fallback", "always"]
+"""When the messages of a writer wait in the database: never; while Kafka is silent; always."""
 
 PRODUCED_AT: Final = "dualwrite-produced-at"
 """The header of a message that has waited: when its block produced it, in ms since 1970, as decimal digits. The record's
@@ -38,6 +42,7 @@ _SLOW_S: Final = 2.0
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 15.0
 _FIRST_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S = 0.1, 2.0
+_OF_THE_TOPIC: Final = frozenset({STEPS["UNKNOWN_TOPIC_OR_PARTITION"], STEPS["INVALID_TOPIC_EXCEPTION"]})
 STOPPED_PAUSE_S: Final = 30.0
 """Between two tries of a message that Kafka refuses, where the sender stops at it: its cause may be mended meanwhile."""
 
@@ -129,6 +134,7 @@ class OutboxState:
         rows: How many messages wait, as of the last count.
         size: The bytes of their keys, values and headers.
         oldest_at: When the oldest of them was produced, by the clock of the process; None if none waits.
+        stopped: Why the sender stands at a message that Kafka refuses; None if it does not.
     """
 
     later: bool | None = None
@@ -136,6 +142,7 @@ class OutboxState:
     rows: int = 0
     size: int = 0
     oldest_at: float | None = None
+    stopped: str | None = None
 
     def turned(self, later: bool, at: datetime) -> Self:  # noqa: FBT001 - the mode itself
         """The mode has changed, or was read for the first time."""
@@ -144,6 +151,10 @@ class OutboxState:
     def with_rows(self, rows: int, size: int, oldest_at: float | None) -> Self:
         """What waits was counted."""
         return replace(self, rows=rows, size=size, oldest_at=oldest_at)
+
+    def with_stop(self, why: str | None) -> Self:
+        """The sender stands, or goes on."""
+        return replace(self, stopped=why)
 
 
 def pause_after(failures: int) -> float:
@@ -161,11 +172,22 @@ def refusal_behind(error: BaseException) -> tuple[str, str] | None:
 
     Only an answer counts, never silence: a message that is moved aside because Kafka was away would be lost to its readers.
     """
+    found = _refusal(error)
+    return None if found is None else (found.refused_topic or "", found.what)
+
+
+def refuses_topic(error: BaseException) -> bool:
+    """Whether every message of the topic would be refused: there is no such topic, or no right to it."""
+    found = _refusal(error)
+    return found is not None and (isinstance(found, ConfigurationError) or found.next_step in _OF_THE_TOPIC)
+
+
+def _refusal(error: BaseException) -> DualWriteError | None:
     seen: list[BaseException] = []
     found: BaseException | None = error
     while found is not None and found not in seen:
-        if isinstance(found, TransactionAborted | ConfigurationError) and found.refused_topic is not None:
-            return found.refused_topic, found.what
+        if isinstance(found, DualWriteError) and found.refused_topic is not None:
+            return found
         seen.append(found)
         found = found.__cause__
     return None

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from dualwrite.errors import ConfigurationError, DatabaseWentBack
 from dualwrite.protocol.prepared_state import PreparedTxnState
@@ -608,6 +608,7 @@ class WriterLimits:
     group_open_s: float = 0.25
     group_bytes: int = 16 * 1024 * 1024
     waiting_units: int = 10_000
+    outbox_refused: Literal["aside", "stop"] = "aside"
 
     def __post_init__(self) -> None:
         check_seconds("timeout_s", self.timeout_s)
@@ -619,6 +620,8 @@ class WriterLimits:
         for name in ("max_lanes", "group_units", "waiting_units"):
             check_count(name, getattr(self, name))
         check_count("group_bytes", self.group_bytes, least=0)
+        if self.outbox_refused not in {"aside", "stop"}:
+            raise ConfigurationError(f"outbox_refused is {self.outbox_refused!r}", next_step="use 'aside' or 'stop'")
 
 
 DEFAULT_LIMITS: Final = WriterLimits()

@@ -83,6 +83,8 @@ class RecoveryReport:
         went_back: Ids that cannot be claimed because the database has lost a claim of theirs: see ``after_restore``.
         forgotten: With ``after_restore``, the Kafka ids that the database had forgotten, and what was done with each.
         unknown: Whether one id was asked for that has no row, and of which Kafka knows nothing to settle either.
+        sent: By writer, how many messages were sent that its dead owner had left waiting in the database; of a dry run, about
+            how many wait.
     """
 
     planned: list[IdStatus] = field(default_factory=list)
@@ -93,6 +95,7 @@ class RecoveryReport:
     went_back: list[DatabaseWentBack] = field(default_factory=list)
     forgotten: list[Forgotten] = field(default_factory=list)
     unknown: bool = False
+    sent: dict[str, int] = field(default_factory=dict)
 
 
 def status(
@@ -151,7 +154,7 @@ def status_and_longest(
     return items, longest_s
 
 
-def recover(
+def recover_ids(
     transactional_id: str | None = None,
     *,
     kafka: Mapping[str, object],
@@ -165,39 +168,9 @@ def recover(
     progress: Callable[[int, int], None] | None = None,
     telemetry: Observer | None = None,
 ) -> RecoveryReport:
-    """Settle what dead owners left behind: commit in Kafka what the database decided, abort the rest.
+    """Settle the ids: all of `dualwrite.recover` but to send the messages that wait, which needs a writer's lane.
 
-    May be called at any time, by any number of processes at once. Settles a writer with all its lanes, or not at all. That
-    fences an owner that is still alive: its open transactions abort on both sides, and it must open its writer again.
-
-    Args:
-        transactional_id: One writer's id, with its lanes; not together with ``prefix``.
-        kafka: librdkafka configuration. Its ``client.id`` names this recovery to people who read the rows.
-        database: A SQLAlchemy engine or a database URL.
-        schema: The database schema of the library's tables.
-        prefix: All ids with this prefix; all ids if neither is given.
-        open_for_s: Leave alone writers that have begun a Kafka transaction, or prepared one in the database, less than this
-            many seconds ago: their owner may be alive. By default 0 for one id, and 60 for several. Unless it is 0, also leave
-            alone ids with something undecided whose lease has not expired: live members of fleets, and slots, whose tasks leave
-            what they have prepared to the driver.
-        dry_run: Only find out what would be done.
-        after_restore: The database was restored, and Kafka may show newer messages: continue above every incarnation that Kafka
-            knows, and abort what is open there. Includes lanes and writers that are younger than the backup and have no row:
-            those of the id or the prefix; without either, the lanes of the writers that have one.
-        timeout_s: Limits the whole call, in seconds.
-        progress: Called with two numbers of ids: those settled so far, and those to settle. First before any is settled; one
-            call at a time, in several threads.
-        telemetry: As for `DualWriter`.
-
-    Returns:
-        The report. Durable on return: everything decided is complete in Kafka, or is among the losses.
-
-    Raises:
-        ConfigurationError: An argument cannot be used: an empty id or prefix, a time that is NaN or infinite; or the
-            tables, a row, the cluster or a right is not as required.
-        Unavailable: A server does not answer in time; run it again.
-
-    Source: KIP-939, "recovery recipe".
+    Arguments, report and errors are those of :func:`dualwrite.writing.left_behind.recover`.
     """
     check_selection(transactional_id, prefix)
     check_seconds("timeout_s", timeout_s)
@@ -211,7 +184,7 @@ def recover(
             lambda: whole_writers(store, rows_of(store, transactional_id, prefix)),
             store=store,
             connect=partial(connected_coordinator, kafka),
-            open_for_s=_open_for_s(open_for_s, transactional_id),
+            open_for_s=open_for_s_of(open_for_s, transactional_id),
             leased=used.living,
             dry_run=dry_run,
             after_restore=_asked_for(store, transactional_id, prefix) if after_restore else None,
@@ -229,7 +202,7 @@ def recover(
 
 
 class _Progress:
-    """Counts the ids of one :func:`recover`, and tells its caller."""
+    """Counts the ids of one recovery, and tells its caller."""
 
     def __init__(self, report: Callable[[int, int], None] | None) -> None:
         self._report = report
@@ -249,7 +222,8 @@ class _Progress:
             self._report(self._settled, self._planned)
 
 
-def _open_for_s(asked: float | None, transactional_id: str | None) -> float:
+def open_for_s_of(asked: float | None, transactional_id: str | None) -> float:
+    """For how long an owner must have shown no life, as asked for or by default."""
     if asked is not None:
         return asked
     return _YOUNG_S if transactional_id is None else 0.0
@@ -294,7 +268,7 @@ def recover_rows(
     on_planned: Callable[[Sequence[IdStatus]], None] = lambda _: None,
     observer: Observer = NO_OBSERVER,
 ) -> RecoveryReport:
-    """:func:`recover` on given servers: the rows that ``select`` reads, through coordinators that ``connect`` opens.
+    """:func:`recover_ids` on given servers: the rows that ``select`` reads, through coordinators that ``connect`` opens.
 
     ``after_restore`` says whether an id without a row must be settled too; ``leased`` returns those of the given ids that are
     slots whose lease has not expired; ``claims_all`` says whether rows that need no recovery are claimed and settled, too.

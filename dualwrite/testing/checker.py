@@ -22,9 +22,10 @@ from sqlalchemy import Engine, create_engine, text
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, DualWriteError, Unavailable
-from dualwrite.recovery.recover import RecoveryReport, recover
+from dualwrite.recovery.recover import RecoveryReport
 from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.testing.reading import Record, read_committed, stable_ends
+from dualwrite.writing.left_behind import recover
 
 if TYPE_CHECKING:
     from collections.abc import Generator

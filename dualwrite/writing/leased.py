@@ -28,8 +28,8 @@ from dualwrite.protocol.process import Health
 from dualwrite.protocol.values import writer_of
 from dualwrite.recovery.claim import has_ended, lease_owner, place_of_this_process
 from dualwrite.recovery.in_doubt import LOSSES
-from dualwrite.recovery.operator import take_over
 from dualwrite.writing import transaction
+from dualwrite.writing.left_behind import take_over
 from dualwrite.writing.opening import PATIENCE_S, Opening, with_opening
 from dualwrite.writing.writer import DualWriter
 from dualwrite.writing.writer_resources import ask_first
@@ -303,6 +303,7 @@ class LeasedWriter(DualWriter):
                     timeout_s=limit_s,
                     owner=self._owner_name,
                     observer=self._observer,
+                    when_refused=self._limits.outbox_refused,
                 )
                 for loss in report.losses:
                     self._losses.report(loss.as_error())

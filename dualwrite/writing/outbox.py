@@ -12,15 +12,12 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from dualwrite import waiting
 from dualwrite.clock import now_s
 from dualwrite.interfaces import NO_OBSERVER, Observer, OutboxNews
 from dualwrite.protocol.outbox import OutboxState
-
-if TYPE_CHECKING:
-    from datetime import timedelta
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +26,7 @@ _GATE_S: Final = 0.5
 
 
 class Outbox:
-    """The outbox of one writer, as its process knows it. Used by many threads and tasks at once."""
+    """The news of one writer's outbox, as its process knows it. Used by many threads and tasks at once."""
 
     def __init__(self, writer: str, observer: Observer = NO_OBSERVER) -> None:
         self._writer = writer
@@ -97,9 +94,13 @@ class Outbox:
         """Note the mode as the sender has read it, or made it."""
         self._change(later=later, why=why)
 
-    def note_waiting(self, rows: int, size: int, oldest: timedelta | None) -> None:
-        """Note what waits."""
-        oldest_at = None if oldest is None else now_s() - oldest.total_seconds()
+    def note_stopped(self, why: str | None) -> None:
+        """Note that the sender stands at a message that Kafka refuses, and why; None if it goes on."""
+        self._state = self._state.with_stop(why)
+
+    def note_waiting(self, rows: int, size: int, oldest_s: float | None) -> None:
+        """Note what waits: how many messages, their bytes, and for how long the oldest has waited."""
+        oldest_at = None if oldest_s is None else now_s() - oldest_s
         self._state = self._state.with_rows(rows, size, oldest_at)
 
     def _change(self, *, later: bool, why: str) -> None:

@@ -15,7 +15,8 @@ from dualwrite.errors import IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.producer import EngineName, wanted_engine
 from dualwrite.protocol.leases import LeaseTiming
-from dualwrite.protocol.values import DEFAULT_LIMITS, WriterLimits, check_writer_name
+from dualwrite.protocol.outbox import Outbox as Setting
+from dualwrite.protocol.values import DEFAULT_LIMITS, OutboxMode, WriterLimits, check_writer_name
 from dualwrite.recovery.claim import unique_owner
 from dualwrite.recovery.in_doubt import LOSSES, noting_reported
 from dualwrite.stores.opening import database_of, is_made_here
@@ -27,6 +28,8 @@ from dualwrite.writing.health import Vitals
 from dualwrite.writing.lane import Losses, OnLoss
 from dualwrite.writing.lane_pool import Lanes
 from dualwrite.writing.opening import PATIENCE_S, Opening, with_opening
+from dualwrite.writing.outbox import Outbox
+from dualwrite.writing.sender import Sender, Sending, send_all
 from dualwrite.writing.transaction import Serializers, Serializing, Transaction
 from dualwrite.writing.writer_resources import Opened, ProducerSettings, ask_first, require_opened
 
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from dualwrite.interfaces import Database, Observer, StateStore
-    from dualwrite.protocol.process import Health
+    from dualwrite.protocol.process import Health, Silence
     from dualwrite.recovery.claim import OwnerContext
     from dualwrite.stores.sql.access import DjangoConnection
     from dualwrite.writing.lane import Lane
@@ -126,8 +129,11 @@ class DualWriter(Submitting):
             lambda: self._opened().probe(),
             kafka_at=self._producers.config.listener[0],
             ask_kafka=lambda partitions: self._opened().ask_kafka(partitions),
-            turned=self._lanes.note_silence,
+            turned=self._note_silence,
         )
+        self._outbox: Setting = "never"
+        self._signals = Outbox(transactional_id, self._observer)
+        self._sender: Sender | None = None
         self._unobserve: Callable[[], None] | None = None
         self._falls_back_after_s: float | None = None
         self._opening: Opening[tuple[Opened, Sequence[Lane]]] | None = None
@@ -213,7 +219,7 @@ class DualWriter(Submitting):
         self._connected = opened = self._connect()
         self._observe()
         try:
-            self._publish((opened, opened.claim(Deadline(self._limits.timeout_s))))
+            self._publish((opened, self._claim(opened)))
         except BaseException as error:
             if isinstance(error, LOSSES):
                 self._observer.lost(error)
@@ -255,15 +261,73 @@ class DualWriter(Submitting):
             ask_first(self._producers.config, self.transactional_id, PATIENCE_S)
         opened = self._connect()
         try:
-            return opened, opened.claim(Deadline(self._limits.timeout_s))
+            return opened, self._claim(opened)
         except BaseException:
             opened.close()
             raise
+
+    def _claim(self, opened: Opened) -> Sequence[Lane]:
+        deadline = Deadline(self._limits.timeout_s)
+        lanes = opened.claim(deadline)
+        try:
+            self._prepare_sending(opened, lanes[0], deadline)
+        except BaseException:
+            for lane in lanes:
+                lane.discard()
+            raise
+        return lanes
 
     def _publish(self, made: tuple[Opened, Sequence[Lane]]) -> None:
         self._connected, lanes = made
         self._lanes.open(lanes)
         self._vitals.watch(self._lanes, self._connected.unanswered)
+        if self._sender is not None:
+            self._sender.start()
+
+    def _note_silence(self, silence: Silence | None) -> None:
+        self._lanes.note_silence(silence)
+        if silence is None and self._sender is not None:
+            self._sender.kafka_is_back()
+
+    def _prepare_sending(self, opened: Opened, first: Lane, deadline: Deadline) -> None:
+        """Make the sender of what waits, once the writer is claimed, before its first block.
+
+        A writer of ``never`` looks at no mode in its blocks, and they would overtake what another setting has left waiting: so
+        that is sent here. The blocks of ``always`` count on the mode.
+        """
+        rows, name = opened.context.store.outbox, self.transactional_id
+        if rows is None:
+            return
+        sending = Sending(
+            name,
+            opened.lane_to_send(first),
+            opened.context,
+            self._database,
+            self._signals,
+            turns_back=self._outbox != "always",
+            when_refused=self._limits.outbox_refused,
+            margin_s=self._limits.margin_s,
+            timeout_s=self._limits.timeout_s,
+        )
+        if self._outbox == "never":
+            if sending.mode() is OutboxMode.LATER:
+                try:
+                    send_all(sending, name, deadline)
+                finally:
+                    sending.close()
+            return
+        if self._outbox == "always":
+            rows.begin_later(name)
+        self._sender = Sender(
+            name,
+            self._signals,
+            sending,
+            always=self._outbox == "always",
+            silent=lambda: self._vitals.silence is not None,
+            losses=self._losses,
+            fenced=self._vitals.note,
+            idle_after_s=self._limits.idle_after_s,
+        )
 
     def transaction(
         self, connection: Connection | psycopg.Connection[object] | DjangoConnection | None = None
@@ -376,6 +440,8 @@ class DualWriter(Submitting):
                 self._groups.close(self._limits.timeout_s)
                 self._vitals.close()
                 self._lanes.close()
+                if self._sender is not None:  # after the last block, which may have put something
+                    self._sender.close(self._limits.timeout_s)
                 self._losses.raise_unreported()
         finally:
             if self._unobserve is not None:

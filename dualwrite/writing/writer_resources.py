@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -52,6 +52,20 @@ class ProducerSettings:
     timeout_s: float
     bulk: bool
     engine: EngineName
+
+
+def lane_producer(settings: ProducerSettings, context: OwnerContext, row: StateRow) -> LaneProducer:
+    """A producer for the row's incarnation, not initialised yet."""
+    return LaneProducer(
+        settings.config,
+        row.kafka_id(row.incarnation),
+        coordinator=context.coordinator,
+        incarnation=row.incarnation,
+        # The other half is for settling, if the producer gets no answer.
+        call_timeout_s=settings.timeout_s / 2,
+        bulk=settings.bulk,
+        engine=settings.engine,
+    )
 
 
 class ReaderWarnings:
@@ -148,13 +162,13 @@ class Opened:
         """A lane that is not claimed yet."""
         return self._lane(lane_id(self._name, number))
 
-    def _lane(self, transactional_id: str) -> Lane:
+    def _lane(self, transactional_id: str, *, guard: Callable[[], tuple[str, int]] | None = None) -> Lane:
         return Lane(
             transactional_id,
             self.context,
             self._make_producer,
             claiming=self._claiming,
-            guard=None if transactional_id == self._name else self._guard,
+            guard=None if transactional_id == self._name else guard or self._guard,
             ends=self._ends,
             losses=self._losses,
         )
@@ -162,17 +176,15 @@ class Opened:
     def _guard(self) -> tuple[str, int]:
         return self._name, self._lanes.first.row.incarnation
 
+    def lane_to_send(self, first: Lane) -> Lane:
+        """The lane under which waiting messages are sent, claimed with the others or not yet. One sender uses it."""
+        if self.outbox_lane is None:
+            name = outbox_id(self._name)
+            self.outbox_lane = self._lane(name, guard=lambda: (self._name, first.row.incarnation))
+        return self.outbox_lane
+
     def _make_producer(self, row: StateRow) -> LaneProducer:
-        return LaneProducer(
-            self._settings.config,
-            row.kafka_id(row.incarnation),
-            coordinator=self.context.coordinator,
-            incarnation=row.incarnation,
-            # The other half is for settling, if the producer gets no answer.
-            call_timeout_s=self._settings.timeout_s / 2,
-            bulk=self._settings.bulk,
-            engine=self._settings.engine,
-        )
+        return lane_producer(self._settings, self.context, row)
 
     def claim(self, deadline: Deadline) -> Sequence[Lane]:
         """Claim all lanes of the writer, and settle them. Returns those that it starts with, ready for use.

@@ -2,9 +2,12 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager, suppress
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
 
 import pytest
 from harness.orders import on_postgresql
@@ -22,6 +25,7 @@ from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing.reading import read_committed
 
 pytestmark = on_postgresql
+ROOT = Path(__file__).parents[2]
 LIMITS = WriterLimits(max_lanes=2, timeout_s=PATIENCE_S)
 
 
@@ -215,3 +219,52 @@ def test_status_shows_rows_that_no_kafka_has_seen(mortal_kafka, settings, engine
     shown = {one.row.transactional_id: one for one in status("unseen", kafka=settings, database=engine)}
     assert set(shown) == {"unseen", "unseen#1", "unseen#outbox"}
     assert not any(one.needs_recovery for one in shown.values())
+
+
+def test_gunicorns_workers_are_replaced_in_silence_and_serve_what_needs_no_writer(
+    mortal_kafka, settings, url, engine, topic, place_order, both_have
+):
+    """A worker that fails to start would end gunicorn, and with it the workers that serve."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    program = ROOT / "examples" / "gunicorn_orders.py"
+    environment = {"SHOP_DATABASE": url, "SHOP_KAFKA": settings["bootstrap.servers"], "SHOP_TOPIC": topic}
+    gunicorn = subprocess.Popen(
+        [sys.executable, "-m", "gunicorn", "-c", program, "-w", "1", "-b", f"127.0.0.1:{port}", "gunicorn_orders:app"],
+        cwd=program.parent,
+        env={**os.environ, **environment},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until(lambda: place_order(port, 1) == 200)
+        with silence(mortal_kafka):
+            [worker] = children_of(gunicorn.pid)
+            os.kill(worker, signal.SIGKILL)
+            wait_until(lambda: children_of(gunicorn.pid) not in ([], [worker]))
+            wait_until(lambda: place_order(port, "no-number") == 404)
+            assert place_order(port, 2) == 500, "Unavailable, which the example does not translate"
+        wait_until(lambda: place_order(port, 3) == 200)
+    finally:
+        gunicorn.terminate()
+        gunicorn.wait(PATIENCE_S)
+    assert both_have(1, 3)
+
+
+@pytest.fixture
+def place_order():
+    def place_order(port, number):
+        connection = HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+        try:
+            connection.request("POST", f"/orders/{number}")
+            return connection.getresponse().status
+        except (OSError, HTTPException):
+            return None
+        finally:
+            connection.close()
+
+    return place_order
+
+
+def children_of(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,10 @@ from dualwrite.protocol.message import (
     too_large,
 )
 
+if TYPE_CHECKING:
+    from dualwrite.protocol.values import WaitingMessages
+
+T = TypeVar("T")
 Column: TypeAlias = pa.Array | pa.ChunkedArray
 
 _BINARY: Final = pa.large_binary()  # 64-bit offsets: a column may be larger than 2 GiB, though no batch is
@@ -387,6 +391,36 @@ ANYWHERE: Final = -1
 _NO_LIMIT: Final = 2**62
 _LEAST_MORE: Final = 3
 """The fewest bytes that a batch adds to a record: its length, its time and its offset."""
+
+
+def columns_of_waiting(
+    topic: str, waiting: WaitingMessages, chosen: Sequence[int] | None, time_header: str
+) -> MessageColumns:
+    """Messages that have waited in the database, all or the chosen ones, with the header that says since when."""
+
+    def taken(contents: Sequence[T]) -> Sequence[T]:
+        return contents if chosen is None else [contents[at] for at in chosen]
+
+    keys = column_of(taken(waiting.keys))
+    times = pc.cast(pc.cast(pa.array(taken(waiting.produced_ms), pa.int64()), pa.string()), _BINARY)
+    count = len(times)
+    if waiting.headers is None:
+        ends = pa.array(np.arange(count + 1, dtype=np.int64))
+        names = pa.repeat(pa.scalar(time_header.encode(), _BINARY), count)
+    else:
+        own = taken(waiting.headers)
+        behind = [[*headers, (time_header, time)] for headers, time in zip(own, times.to_pylist(), strict=True)]
+        ends = pa.array(np.cumsum([0, *map(len, behind)], dtype=np.int64))
+        names = pa.array([name.encode() for headers in behind for name, _ in headers], _BINARY)
+        times = pa.array([value for headers in behind for _, value in headers], _BINARY)
+    return MessageColumns(
+        topic,
+        column_of(taken(waiting.values)),
+        None if keys.null_count == count else keys,
+        pa.LargeListArray.from_arrays(ends, pa.StructArray.from_arrays([names, times], ["key", "value"])),
+        None if waiting.partitions is None else pa.array(taken(waiting.partitions), pa.int32()),
+        None if waiting.timestamps_ms is None else pa.array(taken(waiting.timestamps_ms), pa.int64()),
+    )
 
 
 class RowTooLarge(Exception):

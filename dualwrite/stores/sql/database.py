@@ -116,6 +116,14 @@ class SqlDatabase(Database):
         return Borrowed(self._blocks)
 
     @contextmanager
+    def connect_to_send(self) -> Generator[Connection, None, None]:
+        """On the library's own engine, whatever serves the blocks. SQLite's write lock alone is enough."""
+        with Borrowed(self.engine) as connection:
+            if not self._is_sqlite:
+                connection.execution_options(isolation_level="READ COMMITTED")
+            yield connection
+
+    @contextmanager
     def adopt(self, given: object, store: StateStore) -> Generator[Connection, None, None]:
         """Takes a connection of SQLAlchemy's, psycopg's or Django's."""
         with usable(given, self.engine) as connection:

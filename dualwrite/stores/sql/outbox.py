@@ -446,7 +446,7 @@ def _fitting(sizes: Sequence[int], asked: Asked) -> int:
 def as_messages(columns: Sequence[Sequence[Any]], produced_ms: Sequence[int], *, more: bool) -> WaitingMessages:
     """The columns :data:`_COLUMNS` as messages."""
     numbers, topics, partitions, keys, values, headers, timestamps = columns
-    size = sum(len(part) for column in (keys, values, headers) for part in column if part is not None)
+    size = sum(sum(map(len, filter(None, column))) for column in (keys, values, headers))
     decoded = None
     if any(headers):
         decoded = [() if part is None else decode_headers(part) for part in headers]
@@ -470,6 +470,14 @@ NOTHING: Final = WaitingMessages((), (), (), (), None, None, None, (), 0, more=F
 def delete_by_number(connection: Connection, table: Table, numbers: Sequence[int]) -> int:
     """Delete by SQLAlchemy: exactly these, as a range would take along what has come late."""
     return sum(connection.execute(delete(table).where(table.c.seq.in_(some))).rowcount for some in in_chunks(numbers))
+
+
+def runs_of(numbers: Sequence[int]) -> Sequence[tuple[int, int]]:
+    """Ascending numbers as runs of such that follow each other: the first and the last of each."""
+    if numbers[-1] - numbers[0] == len(numbers) - 1:
+        return [(numbers[0], numbers[-1])]
+    ends = [at for at in range(1, len(numbers)) if numbers[at] != numbers[at - 1] + 1]
+    return [(numbers[start], numbers[end - 1]) for start, end in zip([0, *ends], [*ends, len(numbers)], strict=True)]
 
 
 def put_by_driver(connection: Connection, statement: CompiledOnce, put: Put) -> None:

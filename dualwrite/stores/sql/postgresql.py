@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 from psycopg import IsolationLevel, errors, generators
 from psycopg.rows import tuple_row
+from psycopg.types.numeric import Int8BinaryLoader
 from sqlalchemy import (
     AdaptedConnection,
     BigInteger,
@@ -63,6 +64,7 @@ from dualwrite.stores.sql.outbox import (
     on_server,
     put_by_driver,
     read_in_two,
+    runs_of,
     text_of,
 )
 from dualwrite.stores.sql.savepoint_probe import PsycopgWitness
@@ -106,6 +108,7 @@ _CERTAIN: Final = frozenset(
 
 _BINARY: Final = 1
 _NUMBERS: Final = 1016  # int8[]
+_FEW: Final = 4  # numbers in a run, on the average, that make it worth a look-up of its own
 _KEPT_LIMIT: Final = "dualwrite.lock_timeout"
 _POOLED: Final = "leave COMMIT and ROLLBACK to the dual write; use PgBouncer with pool_mode=transaction"
 _IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
@@ -521,20 +524,20 @@ _BY_INDEX: Final = (
     "set_config('enable_sort', 'off', true)"
 )
 """Statistics are of a moment at which the table was full or empty; and a look through the whole table would meet dead rows."""
-_READ: Final = f"""
-SELECT seq, topic, topic_partition, key, value, headers, timestamp_ms, (extract(epoch FROM put_at) * 1000)::int8, until
-FROM (
-    SELECT *, sum(size) OVER upwards AS until, row_number() OVER upwards AS row
-    FROM (
-        SELECT *, coalesce(length(key), 0) + coalesce(length(value), 0) + coalesce(length(headers), 0) AS size
-        FROM {{}} WHERE writer = %(writer)s
-        AND seq > CASE WHEN {_SERVER} = %(server)s THEN %(floor)s::int8 ELSE 0 END
-        ORDER BY seq LIMIT %(most)s
-    ) first WINDOW upwards AS (ORDER BY seq ROWS UNBOUNDED PRECEDING)
-) summed
-WHERE until - size <= %(max_bytes)s OR row <= 2
-ORDER BY seq
-"""  # noqa: S608 - our own words
+_FIRST: Final = f"""
+FROM {{table}} WHERE writer = %(writer)s
+AND seq > CASE WHEN {_SERVER} = %(server)s THEN %(floor)s::int8 ELSE 0 END
+ORDER BY seq LIMIT %(limit)s
+"""
+_SIZE: Final = "coalesce(length(key), 0) + coalesce(length(value), 0) + coalesce(length(headers), 0) AS size"
+_SUM: Final = f"SELECT sum(size)::int8 FROM (SELECT {_SIZE} {_FIRST}) first"  # noqa: S608 - as above
+_FITTING: Final = f"""
+SELECT count(*) FROM (SELECT sum(size) OVER (ORDER BY seq ROWS UNBOUNDED PRECEDING) AS until FROM (SELECT seq, {_SIZE} {_FIRST})
+first) summed WHERE until <= %(max_bytes)s
+"""  # noqa: S608 - as above
+_READ: Final = f"SELECT seq, topic, topic_partition, key, value, headers, timestamp_ms, put_at {_FIRST}"
+_TIMESTAMP: Final = 1184  # timestamptz
+_EPOCH_MS: Final = 946_684_800_000  # 2000-01-01, from which PostgreSQL counts microseconds
 
 
 def _fetch_binary(
@@ -543,6 +546,8 @@ def _fetch_binary(
     driver: Any = _driver(connection)
     try:
         with driver.cursor(binary=True, row_factory=tuple_row) as cursor:
+            # As the number that it is: a moment with a time zone takes longer to make than all else of its row.
+            cursor.adapters.register_loader(_TIMESTAMP, Int8BinaryLoader)
             rows: Sequence[Sequence[Any]] = cursor.execute(statement, values).fetchall()
             return rows
     except BaseException as error:  # noqa: BLE001 - an interruption too, which SQLAlchemy passes on
@@ -706,36 +711,41 @@ class PostgreSQL:
         return literal_column(_SERVER)
 
     def read_waiting(self, connection: Connection, tables: Tables, asked: Asked) -> WaitingMessages:
-        """One statement, and the columns in binary form."""
+        """The columns in binary form. What does not fit is found first, in the server: a row may hold a gigabyte."""
         driver = connection.connection.dbapi_connection
         if isinstance(driver, AdaptedConnection) or connection.get_execution_options().get("schema_translate_map"):
             return read_in_two(connection, tables, asked, on_server(self.server_mark(), asked.server, asked.floor))
         table = connection.dialect.identifier_preparer.format_table(tables.outbox).replace("%", "%%")
+        values: dict[str, object] = asked._asdict()
         _fetch_binary(connection, _BY_INDEX, None)
-        rows = _fetch_binary(connection, _READ.format(table), {**asked._asdict(), "most": asked.limit + 1})
+        count = asked.limit
+        if (_fetch_binary(connection, _SUM.format(table=table), values)[0][0] or 0) > asked.max_bytes:
+            count = max(1, _fetch_binary(connection, _FITTING.format(table=table), values)[0][0])
+        # One more, which shows whether others wait behind; unless that is known.
+        rows = _fetch_binary(connection, _READ.format(table=table), {**values, "limit": count + (count == asked.limit)})
         if not rows:
             return NOTHING
-        *columns, produced_ms, until = zip(*rows, strict=True)
-        count = len(rows)
-        more = count > asked.limit
-        count -= more
-        if count > 1 and until[count - 1] > asked.max_bytes:  # the last one only begins below the limit
-            count, more = count - 1, True
-        if count < len(rows):
-            columns = [column[:count] for column in columns]
-        return as_messages(columns, produced_ms[:count], more=more)
+        more = count < asked.limit or len(rows) > count
+        *columns, put = zip(*rows[:count], strict=True)
+        return as_messages(columns, [microseconds // 1000 + _EPOCH_MS for microseconds in put], more=more)
 
     def delete_waiting(self, connection: Connection, table: Table, numbers: Sequence[int]) -> int:
-        """By single numbers: a range would take along what has come late."""
+        """By runs of numbers that follow each other, or one by one: a range would take along what has come late."""
         begun = begun_on(connection)
         if begun is None or connection.get_execution_options().get("schema_translate_map"):
             return delete_by_number(connection, table, numbers)
         name = connection.dialect.identifier_preparer.format_table(table)
-        statement = f"DELETE FROM {name} WHERE seq = ANY($1)"  # noqa: S608 - a table's name
+        runs = runs_of(numbers)
+        if len(runs) * _FEW < len(numbers):
+            statement = f"DELETE FROM {name} USING unnest($1, $2) AS run(low, high) WHERE seq BETWEEN low AND high"  # noqa: S608 - a table's name
+            values = [number_array(side) for side in zip(*runs, strict=True)]
+        else:
+            statement = f"DELETE FROM {name} WHERE seq = ANY($1)"  # noqa: S608 - as above
+            values = [number_array(numbers)]
         results: list[Any] = []
         try:
             exchange_values(
-                begun.driver, statement.encode(), [number_array(numbers)], [_NUMBERS], results, awaits=begun.awaits
+                begun.driver, statement.encode(), values, [_NUMBERS] * len(values), results, awaits=begun.awaits
             )
         except BaseException as error:  # noqa: BLE001 - as above
             connection._handle_dbapi_exception(error, statement, None, None, None)  # noqa: SLF001 - as above

@@ -9,7 +9,7 @@ from harness.served import SETTINGS, TOPIC
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from dualwrite import AsyncDualWriter, ConfigurationError, DualWriter, TransactionAborted, WriterLimits
+from dualwrite import AsyncDualWriter, ConfigurationError, DualWriter, TransactionAborted, Unavailable, WriterLimits
 from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.lives import WriteState
 
@@ -325,3 +325,69 @@ def test_a_serializer_makes_the_values(in_writer, shop):
 
     in_writer(work, serializers={"value": lambda value, _: str(value["id"]).encode()})
     assert shop.messages == ["1"]
+
+
+# Opening in the background
+
+
+def opens_in_background(make, work, **options):
+    """Runs a coroutine function with a writer that was opened without waiting."""
+
+    async def main():
+        writer = make(**options)
+        await writer.open(wait=False)
+        try:
+            return await work(writer)
+        finally:
+            await writer.close()
+
+    return asyncio.run(main())
+
+
+def test_a_task_waits_for_the_opening_and_blocks_no_other(make, shop):
+    async def work(writer):
+        async def block():
+            async with writer.transaction() as tx:
+                await put(tx, 1)
+
+        async def unit():
+            await writer.submit(lambda tx: put(tx, 2))
+
+        await asyncio.gather(block(), unit())
+
+    opens_in_background(make, work)
+    assert shop.both_have(1, 2)
+
+
+def test_a_task_is_refused_at_once_while_kafka_is_away_and_served_once_it_is_back(make, shop):
+    shop.kafka.away = True
+
+    async def work(writer):
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="not open yet: Kafka at simulated:9092"):
+                async with writer.transaction():
+                    raise AssertionError("the block is not entered")
+        with pytest.raises(Unavailable, match="simulated:9092"):
+            await writer.submit(lambda tx: put(tx, 9))
+        shop.kafka.away = False
+        while not writer.ready:  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(0.01)
+        async with writer.transaction() as tx:
+            await put(tx, 1)
+
+    opens_in_background(make, work)
+    assert shop.both_have(1)
+
+
+def test_an_own_engine_to_another_database_is_refused_by_each_block_if_the_opening_did_not_wait(make, tmp_path, shop):
+    other = prepare("sqlite", f"sqlite:///{tmp_path / 'other.db'}")
+
+    async def work(writer):
+        for _ in range(2):
+            with pytest.raises(ConfigurationError, match="another database"):
+                async with writer.transaction() as tx:
+                    await put(tx, 1)
+
+    opens_in_background(make, work, own_engine=other.engines[0])
+    assert shop.rows == []
+    other.dispose()

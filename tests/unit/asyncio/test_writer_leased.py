@@ -7,7 +7,7 @@ import pytest
 from harness.databases import prepare, sqlite_url
 from harness.served import SETTINGS, TOPIC
 
-from dualwrite import AsyncDualWriter, ConfigurationError, TransactionAborted
+from dualwrite import AsyncDualWriter, ConfigurationError, TransactionAborted, Unavailable
 from dualwrite.stores.sql.leases import read_leases
 
 pytest.importorskip("aiosqlite")
@@ -112,3 +112,25 @@ def test_an_own_engine_to_another_database_is_refused_and_leaves_no_lease(member
 def test_a_setting_that_cannot_work_is_refused(member):
     with pytest.raises(ConfigurationError):
         member(lease_timeout_s=-1.0)
+
+
+def test_a_member_that_starts_while_kafka_is_away_takes_an_id_once_it_is_back(shop, member, leases):
+    shop.kafka.away = True
+
+    async def main():
+        writer = member()
+        await writer.open(wait=False)
+        try:
+            with pytest.raises(Unavailable, match="not open yet: Kafka at simulated:9092"):
+                await put(writer, 9)
+            assert leases() == {}
+            shop.kafka.away = False
+            await ready(writer)
+            await put(writer, 1)
+            assert writer.transactional_id == "orders-0"
+        finally:
+            await writer.close()
+
+    asyncio.run(main())
+    assert leases() == {"orders-0": "free"}
+    assert shop.both_have(1)

@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from datetime import timedelta
 
 import pytest
 
@@ -65,7 +64,7 @@ def test_falling_back_wakes_the_sender(outbox):
 
 
 def test_what_waits_is_shown_with_the_age_of_the_oldest(outbox):
-    outbox.note_waiting(3, 100, timedelta(seconds=60))
+    outbox.note_waiting(3, 100, 60.0)
     assert (outbox.state.rows, outbox.state.size) == (3, 100)
     assert now_s() - outbox.state.oldest_at >= 60
     outbox.note_waiting(0, 0, None)

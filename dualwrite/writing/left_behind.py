@@ -1,0 +1,210 @@
+"""What an owner that is gone has left behind: settled by `dualwrite.recovery`, then its waiting messages are sent.
+
+Sending is a dual write, which needs a lane; so `recover` stands here, above both, and with it what live members of a fleet do
+for dead ones. Whoever sends for another writer has claimed all of its lanes first: the former owner can then decide nothing any
+more, neither directly nor as rows, and sends nothing that waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from dualwrite.clock import Deadline
+from dualwrite.interfaces import NO_OBSERVER, Observer
+from dualwrite.kafka.config import KafkaConfig
+from dualwrite.protocol.values import DEFAULT_LIMITS, OutboxMode, outbox_id, writer_of
+from dualwrite.recovery import operator
+from dualwrite.recovery.claim import OwnerContext, claim_every_lane, settle_lanes, unique_owner
+from dualwrite.recovery.recover import (
+    RecoveryReport,
+    connected_coordinator,
+    open_for_s_of,
+    recover_ids,
+    rows_of,
+)
+from dualwrite.stores.opening import opened
+from dualwrite.telemetry.loaded import observer_if_loaded
+from dualwrite.writing.lane import Lane, Losses
+from dualwrite.writing.outbox import Outbox
+from dualwrite.writing.sender import Sending, WhenRefused, mode_of, send_all
+from dualwrite.writing.writer_resources import ProducerSettings, lane_producer
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+    from dualwrite.interfaces import Database
+    from dualwrite.protocol.values import StateRow
+
+logger = logging.getLogger(__name__)
+
+
+def recover(
+    transactional_id: str | None = None,
+    *,
+    kafka: Mapping[str, object],
+    database: Engine | Database | str,
+    schema: str | None = None,
+    prefix: str | None = None,
+    open_for_s: float | None = None,
+    dry_run: bool = False,
+    after_restore: bool = False,
+    timeout_s: float = 300.0,
+    progress: Callable[[int, int], None] | None = None,
+    telemetry: Observer | None = None,
+) -> RecoveryReport:
+    """Settle what dead owners left behind: commit in Kafka what the database decided, abort the rest, send what waits.
+
+    May be called at any time, by any number of processes at once. Settles a writer with all its lanes, or not at all. That
+    fences an owner that is still alive: its open transactions abort on both sides, and it must open its writer again.
+
+    Messages that wait in the database are sent, in order, and the mode becomes direct again. One that Kafka refuses for good is
+    moved aside.
+
+    Args:
+        transactional_id: One writer's id, with its lanes; not together with ``prefix``.
+        kafka: librdkafka configuration. Its ``client.id`` names this recovery to people who read the rows.
+        database: A SQLAlchemy engine or a database URL.
+        schema: The database schema of the library's tables.
+        prefix: All ids with this prefix; all ids if neither is given.
+        open_for_s: Leave alone writers that have begun a Kafka transaction, or prepared one in the database, less than this
+            many seconds ago: their owner may be alive. By default 0 for one id, and 60 for several. Unless it is 0, also leave
+            alone ids with something undecided whose lease has not expired: live members of fleets, and slots, whose tasks leave
+            what they have prepared to the driver.
+        dry_run: Only find out what would be done.
+        after_restore: The database was restored, and Kafka may show newer messages: continue above every incarnation that Kafka
+            knows, and abort what is open there. Includes lanes and writers that are younger than the backup and have no row:
+            those of the id or the prefix; without either, the lanes of the writers that have one.
+        timeout_s: Limits the whole call, in seconds.
+        progress: Called with two numbers of ids: those settled so far, and those to settle. First before any is settled; one
+            call at a time, in several threads.
+        telemetry: As for `DualWriter`.
+
+    Returns:
+        The report. Durable on return: everything decided is complete in Kafka, or is among the losses; nothing waits any more.
+
+    Raises:
+        ConfigurationError: An argument cannot be used: an empty id or prefix, a time that is NaN or infinite; or the
+            tables, a row, the cluster or a right is not as required.
+        Unavailable: A server does not answer in time; run it again.
+
+    Source: KIP-939, "recovery recipe".
+    """
+    deadline = Deadline(timeout_s)
+    report = recover_ids(
+        transactional_id,
+        kafka=kafka,
+        database=database,
+        schema=schema,
+        prefix=prefix,
+        open_for_s=open_for_s,
+        dry_run=dry_run,
+        after_restore=after_restore,
+        timeout_s=timeout_s,
+        progress=progress,
+        telemetry=telemetry,
+    )
+    left_alone_s = open_for_s_of(open_for_s, transactional_id)
+    with opened(database, schema) as used:
+        store = used.store()
+        if store.outbox is None:
+            return report
+        rows = rows_of(store, transactional_id, prefix)
+        for name in sorted({writer_of(row.transactional_id) for row in rows}):
+            waiting = store.outbox.waiting(name).rows
+            if not waiting and (transactional_id is None or mode_of(name, used, store) is OutboxMode.DIRECT):
+                continue
+            if name in report.skipped or any(name == one.transactional_id for one in report.went_back):
+                continue
+            if left_alone_s and _may_be_alive(name, rows, used, left_alone_s):
+                report.skipped.append(name)
+            elif dry_run:
+                report.sent[name] = waiting
+            else:
+                observer = observer_if_loaded() if telemetry is None else telemetry
+                report.sent[name] = send_for(name, kafka=kafka, database=used, deadline=deadline, observer=observer)
+    return report
+
+
+def _may_be_alive(name: str, rows: Sequence[StateRow], database: Database, left_alone_s: float) -> bool:
+    """Whether the owner has changed a row of its writer a short time ago, or holds a lease. A live one sends by itself."""
+    newest = max(row.updated_at.timestamp() for row in rows if writer_of(row.transactional_id) == name)
+    return time.time() - newest < left_alone_s or bool(database.living([name]))
+
+
+def take_over(
+    transactional_id: str,
+    *,
+    kafka: Mapping[str, object],
+    database: Database,
+    timeout_s: float,
+    owner: str | None,
+    observer: Observer,
+    when_refused: WhenRefused,
+) -> RecoveryReport:
+    """As :func:`recover` for one writer, but claims it even if its owner has left nothing.
+
+    An owner that was only paused can begin no transaction there from then on, and a late request of a dead one opens none.
+    """
+    deadline = Deadline(timeout_s)
+    report = operator.take_over(
+        transactional_id, kafka=kafka, database=database, timeout_s=timeout_s, owner=owner, observer=observer
+    )
+    if not report.went_back and mode_of(transactional_id, database, database.store()) is OutboxMode.LATER:
+        report.sent[transactional_id] = send_for(
+            transactional_id,
+            kafka=kafka,
+            database=database,
+            deadline=deadline,
+            observer=observer,
+            owner=owner,
+            when_refused=when_refused,
+        )
+    return report
+
+
+def send_for(
+    writer: str,
+    *,
+    kafka: Mapping[str, object],
+    database: Database,
+    deadline: Deadline,
+    observer: Observer = NO_OBSERVER,
+    owner: str | None = None,
+    when_refused: WhenRefused = "aside",
+) -> int:
+    """Claim a writer whose owner is gone, send what it has left waiting, and turn its mode back to direct.
+
+    Returns how many messages were sent. `Unavailable` says that something still waits: Kafka, or the time, was missing.
+    """
+    config = KafkaConfig.parse(kafka)
+    settings = ProducerSettings(config, DEFAULT_LIMITS.timeout_s, bulk=True, engine="auto")
+    with connected_coordinator(kafka) as coordinator:
+        context = OwnerContext(coordinator, database.store(), unique_owner(owner or config.client_id), observer)
+        rows = claim_every_lane(context, writer, 1, deadline, outbox=True)
+        settle_lanes(context, rows.values(), deadline)
+        lane = Lane(
+            outbox_id(writer),
+            context,
+            lambda row: lane_producer(settings, context, row),
+            guard=lambda: (writer, rows[writer].incarnation),
+            losses=Losses(observer=observer),
+        )
+        lane.adopt(rows[lane.transactional_id])
+        sending = Sending(
+            writer,
+            lane,
+            context,
+            database,
+            Outbox(writer, observer),
+            turns_back=True,
+            when_refused=when_refused,
+            margin_s=DEFAULT_LIMITS.margin_s,
+            timeout_s=DEFAULT_LIMITS.timeout_s,
+        )
+        try:
+            return send_all(sending, writer, deadline)
+        finally:
+            sending.close()

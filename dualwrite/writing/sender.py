@@ -1,0 +1,503 @@
+"""The sender of messages that wait in the database: one dual write after another, on a thread of the writer.
+
+A send deletes the next waiting rows and produces what they hold, so it is exactly once by the protocol of every dual write. It
+runs under an id of its own, which is claimed and fenced as the lanes are: nobody else sends the same rows, and who tries finds
+fewer of them to delete than it has read, and aborts. `dualwrite.protocol.outbox` decides how large a send is, when it is the
+last one, and which message Kafka refuses.
+
+The thread is woken by the writer's own COMMITs and by Kafka's return, and looks by itself now and then: another process may
+have put messages back. It never ends because of an error, except when another owner has taken over. While Kafka is known to be
+silent it tries nothing.
+
+A message that Kafka refuses for good is moved aside with the reason, or stops the sender, as configured. Those behind it go on,
+also those of its key: whoever puts it back later puts it behind them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from dualwrite import failpoints
+from dualwrite.clock import Deadline, now_s, pause
+from dualwrite.errors import (
+    CompletionPending,
+    DualWriteError,
+    Fenced,
+    IllegalStateError,
+    TransactionAborted,
+    Unavailable,
+)
+from dualwrite.protocol.message import Message, Unsendable
+from dualwrite.protocol.outbox import (
+    MOST_BYTES,
+    MOST_ROWS,
+    MOST_ROWS_ALONE,
+    PRODUCED_AT,
+    STOPPED_PAUSE_S,
+    Round,
+    Sends,
+    pause_after,
+    refusal_behind,
+    refuses_topic,
+)
+from dualwrite.protocol.values import OutboxMode
+from dualwrite.recovery.in_doubt import LOSSES
+from dualwrite.writing.dual_write import DualWrite
+from dualwrite.writing.outbox import Outbox
+from dualwrite.writing.transaction import write_of
+
+if TYPE_CHECKING:
+    from dualwrite.interfaces import Database, Handle, OutboxRows, StateStore
+    from dualwrite.protocol.message import Sendable
+    from dualwrite.protocol.values import WaitingMessages
+    from dualwrite.recovery.claim import OwnerContext
+    from dualwrite.writing.lane import Lane, Losses
+
+logger = logging.getLogger(__name__)
+
+WhenRefused: TypeAlias = Literal["aside", "stop"]
+"""What becomes of a message that Kafka refuses for good."""
+
+_LOCK_S: Final = 0.25
+"""So long the last send waits for the lock on the mode, while the writer's blocks wait at the gate."""
+_LOOK_EVERY_S: Final = 5.0
+"""How often an idle sender looks whether another process has put messages back."""
+_COUNT_EVERY_S: Final = 1.0
+_SILENT_LOOK_S: Final = 0.25
+_COLUMNS_FROM: Final = 250
+"""From so many rows of a topic on columns cost less than single messages."""
+_IMPORT_FROM: Final = 5_000
+"""From so many on they repay that pyarrow is imported, if it is installed."""
+_TRIES: Final = 5
+"""So often in a row a caller that waits for all to be sent tries again."""
+
+
+def mode_of(writer: str, database: Database, store: StateStore) -> OutboxMode:
+    """A writer's mode, by a transaction of its own; *direct* where the database keeps no messages that wait."""
+    if store.outbox is None:
+        return OutboxMode.DIRECT
+    with database.connect_to_send() as handle:
+        store.begin(handle)
+        try:
+            return store.outbox.mode(handle, writer)
+        finally:
+            store.rollback(handle)
+
+
+class NotLocked(Exception):
+    """The lock on the mode was not free in time."""
+
+
+class Sending:
+    """Sends what waits of one writer, one dual write after another. Used by one thread at a time.
+
+    ``lane`` is the writer's ``#outbox``, which nobody else uses; ``when_refused`` says what becomes of a refused message;
+    ``turns_back`` whether the last send sets the mode back to direct. ``sent`` counts the messages since the mode was direct,
+    ``sent_before`` those until it last became so; ``stopped`` says why it stands at a refused message, if it does.
+    """
+
+    def __init__(
+        self,
+        writer: str,
+        lane: Lane,
+        context: OwnerContext,
+        database: Database,
+        outbox: Outbox,
+        *,
+        turns_back: bool,
+        when_refused: WhenRefused = "aside",
+        margin_s: float,
+        timeout_s: float,
+    ) -> None:
+        self._writer = writer
+        self._lane = lane
+        self._context = context
+        self._database = database
+        self._outbox = outbox
+        self._when_refused = when_refused
+        self._margin_s = margin_s
+        self._timeout_s = timeout_s
+        alone = database.traits.blocks == 1
+        self._sends = Sends(turns_back=turns_back, most_rows=MOST_ROWS_ALONE if alone else MOST_ROWS)
+        self._lock_at = 0.0
+        self._read: WaitingMessages | None = None
+        self._stopped_at: int | None = None
+        self.sent = self.sent_before = 0
+        self.stopped: str | None = None
+
+    @property
+    def _rows(self) -> OutboxRows:
+        rows = self._context.store.outbox
+        if rows is None:
+            raise IllegalStateError("this database keeps no messages that wait", transactional_id=self._writer)
+        return rows
+
+    def mode(self) -> OutboxMode:
+        """The writer's mode, by a transaction of its own."""
+        return mode_of(self._writer, self._database, self._context.store)
+
+    def send(self) -> float | None:
+        """Send the next messages that wait. Returns the seconds after which to call it again; None if nothing is left to do.
+
+        That is when the mode is direct, or nothing waits and the mode stays *later*. Raises what a dual write raises; a message
+        that Kafka refuses is taken care of instead. Call it again after any error but `Fenced`.
+        """
+        made = self._sends.next(lock_due=now_s() >= self._lock_at)
+        self._lane.ready(Deadline(self._timeout_s))
+        began = now_s()
+        self._read = None
+        try:
+            direct = self._write(made)
+        except NotLocked:
+            self._sends = self._sends.not_locked()
+            self._lock_at = now_s() + self._sends.lock_pause_s
+            return 0.0  # others may have put something meanwhile
+        except CompletionPending:
+            self._note_sent(made, now_s() - began)  # decided: whoever settles the lane completes it
+            raise
+        except DualWriteError as error:
+            if (refusal := refusal_behind(error)) is not None and self._read is not None:
+                self._refused(*refusal, whole_topic=refuses_topic(error))
+                return STOPPED_PAUSE_S if self.stopped else 0.0
+            if isinstance(error, TransactionAborted):
+                self._sends = self._sends.failed()
+            raise
+        read = self._note_sent(made, now_s() - began)
+        if direct:
+            self._outbox.note_waiting(0, 0, None)
+            self._outbox.note_mode(later=False, why=f"{self.sent} messages were sent that had waited")
+            self.sent_before, self.sent = self.sent, 0
+            return None
+        if self._sends.turns_back:
+            # Nothing to do but to wait for the lock, if it is not free.
+            return 0.0 if read else max(0.0, self._lock_at - now_s())
+        return 0.0 if read and not self._sends.caught_up else None
+
+    def _note_sent(self, made: Round, seconds: float) -> int:
+        found, self._read = self._read, None
+        read = 0 if found is None else len(found.numbers)
+        full = found is not None and found.more
+        self._sends = self._sends.sent(made, read, seconds=seconds, full=full)
+        if read:
+            self.sent += read
+            if self.stopped:
+                self.stopped = self._stopped_at = None
+                self._outbox.note_stopped(None)
+            self._outbox.note_sent(read)
+        return read
+
+    def _write(self, made: Round) -> bool:
+        """One send. Returns whether it has set the mode to direct."""
+        turned = False
+        with self._database.connect_to_send() as handle, self._dual_write(handle) as tx:
+            rows = self._rows
+            if made.last:
+                self._lock(rows, handle)
+            # Only now: what the holders of shares have put is there once the lock is ours.
+            read = self._read = rows.read(handle, self._writer, limit=made.rows, max_bytes=MOST_BYTES)
+            failpoints.hit("outbox.read")
+            if read.numbers:
+                write = write_of(tx)
+                for messages in messages_of(read, write.engine.max_message_bytes, self._lane.transactional_id):
+                    write.send(messages)
+                failpoints.hit("outbox.sent")
+                deleted = rows.delete(handle, self._writer, read.numbers)
+                if deleted != len(read.numbers):
+                    raise _other_sender(deleted, len(read.numbers), self._lane.transactional_id)
+                failpoints.hit("outbox.deleted")
+            if made.last and not read.more:
+                rows.turn(handle, self._writer, OutboxMode.DIRECT)
+                turned = True
+        return turned
+
+    def _dual_write(self, handle: Handle) -> DualWrite:
+        return DualWrite(
+            self._lane,
+            self._context,
+            handle,
+            traits=self._database.traits,
+            margin_s=self._margin_s,
+            timeout_s=self._timeout_s,
+            savepoints=False,
+        )
+
+    def _lock(self, rows: OutboxRows, handle: Handle) -> None:
+        with self._outbox.gate_closed():
+            try:
+                rows.lock(handle, self._writer, within_s=_LOCK_S)
+            except (Unavailable, TransactionAborted) as error:
+                raise NotLocked from error
+        failpoints.hit("outbox.locked")
+
+    # What Kafka refuses
+
+    def _refused(self, topic: str, reason: str, *, whole_topic: bool) -> None:
+        """Take one step towards the message that is refused, or move it aside."""
+        read, self._read = self._read, None
+        assert read is not None
+        if whole_topic:
+            numbers = [number for number, of in zip(read.numbers, read.topics, strict=True) if of == topic]
+        else:
+            self._sends = self._sends.refused(len(read.numbers))
+            if not self._sends.found:
+                return
+            numbers = list(read.numbers)
+        if self._when_refused == "stop":
+            self._stop(topic, reason, numbers[0])
+        else:
+            self._move_aside(topic, reason, numbers)
+
+    def _stop(self, topic: str, reason: str, number: int) -> None:
+        self.stopped = f"Kafka refuses a message for topic {topic!r}: {reason}"
+        if self._stopped_at != number:
+            logger.error(
+                "%s: waiting messages are not sent any more: %s",
+                self._writer,
+                self.stopped,
+                extra={"dualwrite_event": "outbox_stopped", "dualwrite_transactional_id": self._writer},
+            )
+        self._stopped_at = number
+        self._outbox.note_stopped(self.stopped)
+
+    def _move_aside(self, topic: str, reason: str, numbers: Sequence[int]) -> None:
+        """Move messages aside in a dual write without messages: it is fenced as every send is."""
+        self._lane.ready(Deadline(self._timeout_s))
+        with self._database.connect_to_send() as handle, self._dual_write(handle):
+            moved = self._rows.move_aside(handle, self._writer, numbers, reason)
+            if moved != len(numbers):
+                raise _other_sender(moved, len(numbers), self._lane.transactional_id)
+        failpoints.hit("outbox.moved_aside")
+        self._sends = self._sends.moved_aside()
+        self._outbox.note_aside(len(numbers))
+        logger.error(
+            "%s: Kafka refuses %d waiting messages for topic %r, which were moved aside: %s",
+            self._writer,
+            len(numbers),
+            topic,
+            reason,
+            extra={"dualwrite_event": "outbox_aside", "dualwrite_transactional_id": self._writer},
+        )
+
+    def count(self) -> None:
+        """Count what waits, for people and for the bounds."""
+        found = self._rows.waiting(self._writer)
+        self._outbox.note_waiting(found.rows, found.size, found.oldest_s)
+
+    def idle(self) -> None:
+        """Record that the last send is complete: nothing was sent for some time."""
+        self._lane.record_completed()
+
+    def close(self) -> None:
+        """Record that the last send is complete, if it is, and let go of the lane. The next owner settles what is left."""
+        try:
+            if self._lane.unrecorded is not None:
+                self._lane.record_completed()
+        except DualWriteError as error:
+            logger.warning("%s: left to the next settler: %s", self._lane.transactional_id, error)
+        finally:
+            self._lane.discard()
+
+
+def _other_sender(found: int, expected: int, transactional_id: str) -> TransactionAborted:
+    return TransactionAborted(
+        f"of {expected} messages that were read, {found} still waited: somebody else has sent or deleted the others",
+        transactional_id=transactional_id,
+    )
+
+
+def messages_of(read: WaitingMessages, max_bytes: int, transactional_id: str) -> Iterator[Sendable]:
+    """What was read, as an engine takes it: by topic, in order. Messages of several topics have no order among them."""
+    places: dict[str, list[int] | None]
+    if len(set(read.topics)) == 1:
+        places = {read.topics[0]: None}
+    else:
+        by_topic: dict[str, list[int]] = {}
+        for at, topic in enumerate(read.topics):
+            by_topic.setdefault(topic, []).append(at)
+        places = dict(by_topic)
+    for topic, chosen in places.items():
+        rows = range(len(read.numbers)) if chosen is None else chosen
+        if _columns_pay(len(rows)):
+            from dualwrite.kafka.native.arrow import columns_of_waiting  # noqa: PLC0415 - imports pyarrow
+
+            yield columns_of_waiting(topic, read, chosen, PRODUCED_AT)
+            continue
+        for at in rows:
+            yield _message(topic, read, at, max_bytes, transactional_id)
+
+
+def _message(topic: str, read: WaitingMessages, at: int, max_bytes: int, transactional_id: str) -> Message:
+    own = () if read.headers is None else read.headers[at]
+    try:
+        return Message.checked(
+            topic,
+            read.values[at],
+            read.keys[at],
+            partition=None if read.partitions is None else read.partitions[at],
+            headers=[*own, (PRODUCED_AT, b"%d" % read.produced_ms[at])],
+            timestamp_ms=None if read.timestamps_ms is None else read.timestamps_ms[at],
+            max_bytes=max_bytes,
+        )
+    except Unsendable as error:
+        raise error.refusal(topic, transactional_id) from None
+
+
+def _columns_pay(messages: int) -> bool:
+    if messages < _COLUMNS_FROM:
+        return False
+    if "pyarrow" in sys.modules:
+        return True
+    return messages >= _IMPORT_FROM and find_spec("pyarrow") is not None and find_spec("numpy") is not None
+
+
+def send_all(sending: Sending, writer: str, deadline: Deadline) -> int:
+    """Send until nothing waits, and return how many messages that were. Raises `Unavailable` if something is left."""
+    failures, why = 0, "the time is over"
+    while not deadline.expired:
+        try:
+            pause_s = sending.send()
+        except (Fenced, *LOSSES):
+            raise
+        except DualWriteError as error:
+            failures, why = failures + 1, error.what
+            if failures >= _TRIES:
+                break
+            pause_s = pause_after(failures)
+        else:
+            failures = 0
+        if pause_s is None:
+            return sending.sent_before
+        if sending.stopped:
+            why = sending.stopped
+            break
+        pause(min(pause_s, deadline.remaining_s()))
+    raise Unavailable(
+        f"messages that wait in the database could not be sent: {why}",
+        transactional_id=writer,
+        next_step="run `dualwrite recover` for this id when Kafka answers",
+    )
+
+
+class Sender:
+    """The thread that sends what waits of an open writer.
+
+    ``silent`` says whether Kafka is known to be silent; ``fenced`` is called with the error if another owner has taken over.
+    """
+
+    def __init__(
+        self,
+        writer: str,
+        outbox: Outbox,
+        sending: Sending,
+        *,
+        always: bool,
+        silent: Callable[[], bool],
+        losses: Losses,
+        fenced: Callable[[Fenced], object],
+        idle_after_s: float,
+    ) -> None:
+        self._writer = writer
+        self._outbox = outbox
+        self._sending = sending
+        self._always = always
+        self._silent = silent
+        self._losses = losses
+        self._note_fenced = fenced
+        self._idle_after_s = idle_after_s
+        self._hurry = threading.Event()
+        self._closing: Deadline | None = None
+        self._at_work = True  # a former owner may have left something
+        self._counted_at = 0.0
+        self._worked_at = now_s()
+        self._failures = 0
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    def start(self) -> None:
+        """Begin to send. Returns at once."""
+        self._thread = threading.Thread(target=self._run, name=f"dualwrite {self._writer} outbox", daemon=True)
+        self._thread.start()
+
+    def kafka_is_back(self) -> None:
+        """Try again now: Kafka answers. Returns at once; any thread may call it."""
+        self._hurry.set()
+
+    def close(self, within_s: float) -> None:
+        """Send what waits, if Kafka answers, for at most so long; then stop. May be called more than once."""
+        if self._thread is None or os.getpid() != self._pid:
+            return
+        self._closing = self._closing or Deadline(within_s)
+        self._outbox.wake()
+        self._hurry.set()
+        self._thread.join(within_s)
+
+    def _run(self) -> None:
+        pause_s: float | None = 0.0
+        while not self._is_over():
+            try:
+                pause_s = self._step()
+                self._failures = 0
+            except Fenced as error:
+                logger.warning("%s: its waiting messages are left to the new owner: %s", self._writer, error)
+                self._note_fenced(error)
+                break
+            except Exception as error:  # noqa: BLE001 - whatever it is, only another try can help, and somebody must try
+                pause_s = self._failed(error)
+            if pause_s:
+                self._rest(pause_s)
+        self._sending.close()
+
+    def _is_over(self) -> bool:
+        closing = self._closing
+        return closing is not None and (closing.expired or self._failures > 0 or not self._at_work or self._silent())
+
+    def _failed(self, error: Exception) -> float:
+        self._failures += 1
+        pause_s = pause_after(self._failures)
+        if isinstance(error, LOSSES):
+            self._losses.report(error)
+        elif not isinstance(error, DualWriteError):
+            logger.error("%s: could not send waiting messages; retrying in %g s", self._writer, pause_s, exc_info=error)
+        else:
+            # Once for each time of trouble: an outage must not fill the log.
+            level = logging.WARNING if self._failures == 1 else logging.DEBUG
+            logger.log(level, "%s: waiting messages are not sent yet; retrying: %s", self._writer, error)
+        return pause_s
+
+    def _rest(self, seconds: float) -> None:
+        """Wait, whatever blocks commit meanwhile: their news is that there is more to do, not that it would succeed."""
+        self._hurry.wait(seconds)
+        self._hurry.clear()
+
+    def _step(self) -> float | None:
+        """Send, look or wait. Returns for how long to rest before the next step."""
+        sending = self._sending
+        if self._silent():  # nothing is tried: an outage is no failure of a message
+            self._count()
+            return _SILENT_LOOK_S
+        if not self._at_work:
+            self._at_work = self._outbox.wait(_LOOK_EVERY_S) or self._always or sending.mode() is OutboxMode.LATER
+            if not self._at_work and now_s() - self._worked_at > self._idle_after_s:
+                sending.idle()
+            return None
+        if not self._outbox.state.later and not self._always and sending.mode() is OutboxMode.DIRECT:
+            self._outbox.note_mode(later=False, why="nothing waits")
+            self._at_work = False
+            return None
+        self._outbox.note_mode(later=True, why="the writer always does so" if self._always else "they did so before")
+        pause_s = sending.send()
+        self._worked_at = now_s()
+        self._at_work = pause_s is not None
+        self._count()
+        return pause_s
+
+    def _count(self) -> None:
+        if now_s() - self._counted_at >= _COUNT_EVERY_S:
+            self._sending.count()
+            self._counted_at = now_s()
