@@ -69,6 +69,7 @@ _LOCK_S: Final = 0.25
 _LOOK_EVERY_S: Final = 5.0
 """How often an idle sender looks whether another process has put messages back."""
 _COUNT_EVERY_S: Final = 1.0
+_SETTLE_S: Final = 10.0
 _SILENT_LOOK_S: Final = 0.25
 _COLUMNS_FROM: Final = 250
 """From so many rows of a topic on columns cost less than single messages."""
@@ -141,6 +142,14 @@ class Sending:
     def mode(self) -> OutboxMode:
         """The writer's mode, by a transaction of its own."""
         return mode_of(self._writer, self._database, self._context.store)
+
+    def settle(self) -> None:
+        """Settle what the last send may have left open in Kafka, ours or a former owner's, also while nothing waits any more.
+
+        It may have been decided, and have turned the mode back: then nobody else would complete it.
+        """
+        if self._lane.needs_settling:
+            self._lane.settle(Deadline(min(self._timeout_s, _SETTLE_S)))
 
     def send(self) -> float | None:
         """Send the next messages that wait. Returns the seconds after which to call it again; None if nothing is left to do.
@@ -481,6 +490,7 @@ class Sender:
         if self._silent():  # nothing is tried: an outage is no failure of a message
             self._count()
             return _SILENT_LOOK_S
+        sending.settle()
         if not self._at_work:
             self._at_work = self._outbox.wait(_LOOK_EVERY_S) or self._always or sending.mode() is OutboxMode.LATER
             if not self._at_work and now_s() - self._worked_at > self._idle_after_s:
