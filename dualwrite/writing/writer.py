@@ -401,7 +401,10 @@ class DualWriter(Submitting):
     def _context(self, joined: StateStore | None) -> OwnerContext:
         if (opening := self._opening) is not None and not opening.done and os.getpid() == self._pid:
             opening.wait(min(self._limits.lane_timeout_s, PATIENCE_S))
-        context = self._opened().context
+        opened = self._connected
+        if opened is None or os.getpid() != self._pid:
+            opened = self._opened()  # which raises
+        context = opened.context
         return context if joined is None else replace(context, store=joined)
 
     def health(self) -> Health:

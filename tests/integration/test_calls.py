@@ -5,16 +5,19 @@ import threading
 from benchmarks import calls
 
 # The calls of one steady dual write, one message and one row, as counted by `make bench ONLY=calls`, and 3 % more, as
-# the background varies. A change that makes fewer calls lowers these; one that must raise them says why in its commit.
-MOST_OWN = 350
-MOST_PYTHON = 720
+# the waits vary. A change that makes fewer calls lowers these; one that must raise them says why in its commit. Those of the
+# background come once a second, so a slow machine has more of them for each write: they have a bound of their own.
+MOST_OWN = 330
+MOST_PYTHON = 705
+MOST_IN_THE_BACKGROUND = 100
 
 
 def test_a_steady_dual_write_calls_no_more_functions_than_it_did(dualwrite_kafka, dualwrite_topic, migrated_database):
     found = calls.in_new_process(calls.count, dualwrite_kafka.client_config(), migrated_database, dualwrite_topic)
     most = "\n".join(f"{times:7.1f}  {name}" for name, times in list(found.functions.items())[:30])
-    assert found.own <= MOST_OWN, most
-    assert found.python <= MOST_PYTHON, most
+    assert found.own - found.background <= MOST_OWN, most
+    assert found.python - found.background <= MOST_PYTHON, most
+    assert found.background <= MOST_IN_THE_BACKGROUND, most
     assert found.packages["psycopg"] > 40  # else nothing was counted, or another driver
 
 
