@@ -191,6 +191,8 @@ class Lanes:
             self.look_again()
         elif self.refuses_in_silence:
             self._turns.refuse_waiting()
+        else:
+            self._turns.serve()  # any lane will do now
 
     def _busy(self) -> Unavailable:
         """The error of a caller that got no lane. It says whether Kafka, other callers, or both kept the lanes busy."""
@@ -217,6 +219,8 @@ class Lanes:
 
         A lane whose last transaction is still ending would make the block wait, so others come first.
         """
+        if self.silence is not None and not self.refuses_in_silence:
+            return self._that_may_wait(places)
         known = ending = None
         left = False
         for place in places:
@@ -236,6 +240,18 @@ class Lanes:
         if chosen is None:
             return self._other(places)
         chosen.thing.worked = True
+        return chosen
+
+    def _that_may_wait(self, places: Sequence[Place[PooledLane]]) -> Place[PooledLane] | None:
+        """While messages wait as rows: any lane whose claim stands, settled or not, before one that must be claimed."""
+        free = [place for place in places if place.holder is None]
+        chosen = longest_free([place for place in free if place.thing.lane.may_wait])
+        if chosen is None and len(places) < self.max_lanes:
+            chosen = Place(PooledLane(self._make_lane(len(places))))
+            self._turns.places.append(chosen)
+        chosen = chosen or longest_free(free)
+        if chosen is not None:
+            chosen.thing.worked = True
         return chosen
 
     def _other(self, places: Sequence[Place[PooledLane]]) -> Place[PooledLane] | None:

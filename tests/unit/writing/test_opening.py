@@ -9,6 +9,7 @@ from harness.patience import wait_until
 from harness.served import TOPIC
 
 from dualwrite import WriterLimits
+from dualwrite.clock import Deadline
 from dualwrite.errors import (
     ConfigurationError,
     DatabaseWentBack,
@@ -278,6 +279,21 @@ def test_a_writer_whose_messages_may_wait_opens_without_kafka(away, falls_back):
             away.put(tx, 1)
         assert away.both_have(1)
         assert away.state().cluster_id == away.kafka.broker.cluster_id
+
+
+def test_blocks_use_the_lanes_whose_claim_stands_before_any_is_added(away, falls_back):
+    falls_back._lanes.refuses_in_silence = False
+    with falls_back as writer:
+        wait_until(lambda: writer._vitals.silence is not None)
+        tickets = [writer._lanes.ticket() for _ in range(3)]
+        used = [writer._lanes.take(ticket) for ticket in tickets[:2]]
+        assert sorted(lane.transactional_id for lane in used) == ["orders", "orders#1"]
+        used.append(writer._lanes.take(tickets[2]))
+        assert used[2].transactional_id == "orders#2"
+        used[2].ready_to_wait(Deadline(60))
+        assert all(lane.may_wait for lane in used)
+        for ticket in tickets:
+            ticket.end()
 
 
 def test_what_every_former_lane_and_send_has_left_is_settled_once_kafka_is_back(away, falls_back):
