@@ -33,17 +33,20 @@ from dualwrite.cli.report import (
     status_json,
     status_table,
     summary,
+    waiting_json,
+    waiting_words,
 )
 from dualwrite.errors import DatabaseWentBack, IllegalStateError
 from dualwrite.protocol.leases import Lease
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.values import Incident
+from dualwrite.protocol.values import Incident, writer_of
 from dualwrite.recovery import operator
 from dualwrite.recovery import recover as recovery
 from dualwrite.recovery.operator import UNTOUCHED_FOR_S, TerminationReport, complete_prepared
 from dualwrite.recovery.recover import IdStatus, RecoveryReport, is_young
 from dualwrite.stores.opening import opened
 from dualwrite.writing.left_behind import recover as recover_left
+from dualwrite.writing.left_behind import what_waits
 
 
 @click.command()
@@ -228,6 +231,7 @@ def status(
         incidents = database.store().incidents(transactional_id or prefix or "")
         leases = database.lease_list(transactional_id, prefix or "")
         warnings = database.warnings()
+        waiting = what_waits(database, {writer_of(item.row.transactional_id) for item in items})
     known = bool(items)
     if problems:
         items = [item for item in items if item.needs_recovery and not is_young(item, open_for_s)]
@@ -247,11 +251,14 @@ def status(
                 for incident in open_incidents
             ],
             "leases": [lease_json(lease) for lease in leases],
+            "outbox": [waiting_json(one) for one in waiting],
             "warnings": list(warnings),
         }
         click.echo(json.dumps(document, indent=2))
     else:
         _print_status(items, longest_s, open_incidents, () if problems else leases)
+        for one in waiting:
+            click.echo(f"  {waiting_words(one)}")
     for warning in warnings:
         click.echo(f"dualwrite: {warning}", err=True)
     if any(item.went_back is not None for item in items):

@@ -19,6 +19,7 @@ from dualwrite.recovery.lost_decisions import Forgotten
 from dualwrite.recovery.recover import IdStatus, RecoveryReport
 from dualwrite.recovery.settle import Loss
 from dualwrite.stores.sql.ledger import Batch
+from dualwrite.writing.left_behind import Waits
 
 _WIDTH_OF_A_PIPE = 400
 
@@ -166,6 +167,32 @@ def lease_table(leases: Sequence[Lease]) -> Table:
             _without_place(lease.owner or ""),
         )
     return table
+
+
+def waiting_words(one: Waits) -> str:
+    """What waits of one writer, as ``dualwrite status`` shows it."""
+    words = [f"{one.writer}: mode {one.mode.value}"]
+    if one.waiting.rows:
+        about = "" if one.waiting.exact else "about "
+        words.append(
+            f"{about}{one.waiting.rows} messages of {about}{one.waiting.size} bytes wait, "
+            f"the oldest for {_seconds(one.waiting.oldest_s)}"
+        )
+    if one.aside:
+        words.append(f"{one.aside} refused by Kafka, and moved aside")
+    return ", ".join(words)
+
+
+def waiting_json(one: Waits) -> dict[str, object]:
+    """What waits of one writer, as ``dualwrite status --json`` shows it."""
+    return {
+        "writer": one.writer,
+        "mode": one.mode.value,
+        "rows": one.waiting.rows,
+        "bytes": one.waiting.size,
+        "oldest_s": one.waiting.oldest_s,
+        "aside": one.aside,
+    }
 
 
 def _without_place(owner: str) -> str:

@@ -157,6 +157,10 @@ class OutboxState:
         return replace(self, stopped=why)
 
 
+NO_OUTBOX: Final = OutboxState()
+"""What is known where no messages wait."""
+
+
 def pause_after(failures: int) -> float:
     """The seconds before another try after so many failures in a row, from 1 on. Never for good."""
     return _growing(failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)

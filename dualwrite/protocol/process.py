@@ -357,6 +357,12 @@ class Health:
         unanswered_s: For how long a running dual write has waited for Kafka, in seconds, while no other one got an answer.
         lease_lost: Whether another member of its fleet has its id: it is about to take another one.
         lease_expired: Whether its lease was not renewed in time, so that another member may take its id.
+        outbox_later: Whether messages wait in the database, and are sent later; None if the writer has no outbox, or does not
+            know yet.
+        outbox_rows: How many messages wait, as of the last count, about a second ago while any do.
+        outbox_bytes: The bytes of their keys, values and headers.
+        outbox_oldest_s: For how long the oldest of them has waited, in seconds; 0 if none does.
+        outbox_stopped: Why none of them is sent although Kafka answers: it refuses one for good; None if that is not so.
         unreported_losses: The number of losses that only the log has reported; see ``on_loss``.
         max_lanes: The maximum number of lanes.
         lanes: The number of lanes that exist.
@@ -382,6 +388,11 @@ class Health:
     unanswered_s: float = 0.0
     lease_lost: bool = False
     lease_expired: bool = False
+    outbox_later: bool | None = None
+    outbox_rows: int = 0
+    outbox_bytes: int = 0
+    outbox_oldest_s: float = 0.0
+    outbox_stopped: str | None = None
     unreported_losses: int = 0
     max_lanes: int = 0
     lanes: int = 0
@@ -407,6 +418,7 @@ class Health:
             and self.unanswered_s >= SILENT_S,
             "its lease is lost: it is taking another id": self.lease_lost,
             "its lease was not renewed in time": self.lease_expired,
+            f"waiting messages are not sent: {self.outbox_stopped}": self.outbox_stopped is not None,
             f"lanes that could not be settled: {self.stuck}": self.stuck > 0,
             f"losses that only the log has reported: {self.unreported_losses}": self.unreported_losses > 0,
         }

@@ -180,6 +180,21 @@ TIME_LEFT: Final = Metric(
     "s",
     "Time until the broker aborts the next of the open transactions; absent while none has a time limit",
 )
+OUTBOX_LATER: Final = Metric(
+    "dualwrite.outbox.later",
+    Instrument.GAUGE,
+    "1",
+    "1 while messages wait in the database and are sent later, else 0; absent without an outbox",
+)
+OUTBOX_ROWS: Final = Metric(
+    "dualwrite.outbox.rows", Instrument.GAUGE, "{message}", "Messages that wait in the database; of many an estimate"
+)
+OUTBOX_BYTES: Final = Metric(
+    "dualwrite.outbox.bytes", Instrument.GAUGE, "By", "The bytes of their keys, values and headers"
+)
+OUTBOX_AGE: Final = Metric(
+    "dualwrite.outbox.age", Instrument.GAUGE, "s", "For how long the oldest of them has waited; 0 if none does"
+)
 METRICS: Final = (
     DURATION,
     PHASE_DURATION,
@@ -199,6 +214,10 @@ METRICS: Final = (
     OPEN_TIME,
     TIME_LEFT,
     KAFKA_OPEN_TIME,
+    OUTBOX_LATER,
+    OUTBOX_ROWS,
+    OUTBOX_BYTES,
+    OUTBOX_AGE,
 )
 # The bounds of the histograms' buckets that are proposed to the SDK, in seconds.
 BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -303,6 +303,10 @@ _OBSERVED: Final[dict[Metric, _Read]] = {
     names.UNSETTLED_TIME: lambda health, _: _one(health.unsettled_s),
     names.OPEN_TIME: lambda health, _: _one(health.open_s),
     names.TIME_LEFT: lambda health, _: _one(health.time_left_s),
+    names.OUTBOX_LATER: lambda health, _: _one(None if health.outbox_later is None else int(health.outbox_later)),
+    names.OUTBOX_ROWS: lambda health, _: _one(None if health.outbox_later is None else health.outbox_rows),
+    names.OUTBOX_BYTES: lambda health, _: _one(None if health.outbox_later is None else health.outbox_bytes),
+    names.OUTBOX_AGE: lambda health, _: _one(None if health.outbox_later is None else health.outbox_oldest_s),
     names.KAFKA_OPEN_TIME: lambda _, longest_open_s: _one(longest_open_s()),
 }
 

@@ -16,6 +16,7 @@ from typing import Final
 
 from dualwrite.clock import now_s
 from dualwrite.errors import CompletionPending, DualWriteError, Fenced, TransactionInDoubt, Unavailable
+from dualwrite.protocol.outbox import NO_OUTBOX, Outbox, OutboxState
 from dualwrite.protocol.process import Breaker, Health, Silence
 from dualwrite.protocol.values import Partition, is_of_writer
 from dualwrite.writing.lane_pool import Lanes
@@ -85,8 +86,16 @@ class Vitals:
         elif isinstance(error, _MISSING) or isinstance(error.__cause__, _MISSING):
             self._answered = False
 
-    def health(self, lanes: Lanes, *, is_open: bool, unreported_losses: int, degraded: bool = False) -> Health:
-        """The writer's health. Returns at once. ``degraded`` says that messages wait in the database."""
+    def health(
+        self,
+        lanes: Lanes,
+        *,
+        is_open: bool,
+        unreported_losses: int,
+        setting: Outbox = "never",
+        outbox: OutboxState = NO_OUTBOX,
+    ) -> Health:
+        """The writer's health. Returns at once. ``setting`` and ``outbox`` say whether messages may wait, and which do."""
         answered, silence = self._answered, self.silence
         if is_open and not answered and silence is None:
             self._probe.start()
@@ -102,7 +111,12 @@ class Vitals:
             refused=next((str(error) for pooled in all_lanes if (error := pooled.lane.refused) is not None), None),
             fenced=self._fenced or any(pooled.given_up for pooled in unsettled),
             answered=answered,
-            degraded=degraded,
+            degraded=setting != "never" and (silence is not None or (setting == "fallback" and outbox.later is True)),
+            outbox_later=outbox.later,
+            outbox_rows=outbox.rows,
+            outbox_bytes=outbox.size,
+            outbox_oldest_s=0.0 if outbox.oldest_at is None else max(0.0, now - outbox.oldest_at),
+            outbox_stopped=outbox.stopped,
             silence=silence,
             unanswered_s=max((now - since for since in unanswered), default=0.0),
             unreported_losses=unreported_losses,

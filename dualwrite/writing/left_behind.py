@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from dualwrite.clock import Deadline
 from dualwrite.interfaces import NO_OBSERVER, Observer
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.protocol.values import DEFAULT_LIMITS, OutboxMode, outbox_id, writer_of
+from dualwrite.protocol.values import DEFAULT_LIMITS, OutboxMode, Waiting, outbox_id, writer_of
 from dualwrite.recovery import operator
 from dualwrite.recovery.claim import OwnerContext, claim_every_lane, settle_lanes, unique_owner
 from dualwrite.recovery.recover import (
@@ -126,6 +126,29 @@ def recover(
                 observer = observer_if_loaded() if telemetry is None else telemetry
                 report.sent[name] = send_for(name, kafka=kafka, database=used, deadline=deadline, observer=observer)
     return report
+
+
+class Waits(NamedTuple):
+    """What waits of one writer in the database, and how much was moved aside."""
+
+    writer: str
+    mode: OutboxMode
+    waiting: Waiting
+    aside: int
+
+
+def what_waits(database: Database, writers: Collection[str]) -> Sequence[Waits]:
+    """What waits of these writers, without those of which nothing does."""
+    store = database.store()
+    if store.outbox is None:
+        return ()
+    found = []
+    for name in sorted(writers):
+        waiting, aside = store.outbox.waiting(name), store.outbox.count_aside(name)
+        mode = mode_of(name, database, store)
+        if waiting.rows or aside or mode is OutboxMode.LATER:
+            found.append(Waits(name, mode, waiting, aside))
+    return found
 
 
 def _may_be_alive(name: str, rows: Sequence[StateRow], database: Database, left_alone_s: float) -> bool:

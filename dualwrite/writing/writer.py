@@ -414,7 +414,13 @@ class DualWriter(Submitting):
         """
         # Lanes are there from the end of open() to the beginning of close().
         is_open = len(self._lanes) > 0 and not self._lanes.closed and os.getpid() == self._pid
-        known = self._vitals.health(self._lanes, is_open=is_open, unreported_losses=self._losses.unreported)
+        known = self._vitals.health(
+            self._lanes,
+            is_open=is_open,
+            unreported_losses=self._losses.unreported,
+            setting=self._outbox,
+            outbox=self._signals.state,
+        )
         return known if is_open or self._opening is None else with_opening(known, self._opening)
 
     @property

@@ -290,7 +290,7 @@ def test_those_that_wait_for_a_lane_are_refused_when_kafka_falls_silent_and_nobo
 
 def test_a_degraded_writer_is_ready_although_kafka_is_silent(watched):
     watched.fall_silent()
-    found = health_of(watched, degraded=True)
+    found = health_of(watched, setting="fallback")
     assert found.ready
     assert found.silence is not None
 
