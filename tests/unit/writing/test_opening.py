@@ -259,7 +259,7 @@ def test_a_member_of_a_fleet_leases_an_id_once_kafka_is_back(away):
 
 @pytest.fixture
 def falls_back(away):
-    writer = away.writer(limits=WriterLimits(max_lanes=3))
+    writer = away.writer(limits=WriterLimits(max_lanes=4))
     writer._falls_back_after_s = 0.05
     return writer
 
@@ -285,13 +285,14 @@ def test_blocks_use_the_lanes_whose_claim_stands_before_any_is_added(away, falls
     falls_back._lanes.refuses_in_silence = False
     with falls_back as writer:
         wait_until(lambda: writer._vitals.silence is not None)
-        tickets = [writer._lanes.ticket() for _ in range(3)]
-        used = [writer._lanes.take(ticket) for ticket in tickets[:2]]
-        assert sorted(lane.transactional_id for lane in used) == ["orders", "orders#1"]
-        used.append(writer._lanes.take(tickets[2]))
-        assert used[2].transactional_id == "orders#2"
-        used[2].ready_to_wait(Deadline(60))
-        assert all(lane.may_wait for lane in used)
+        claimed = {pooled.lane for pooled in writer._lanes.all}
+        tickets = [writer._lanes.ticket() for _ in range(len(claimed) + 1)]
+        used = [writer._lanes.take(ticket) for ticket in tickets[:-1]]
+        assert set(used) == {pooled.lane for pooled in writer._lanes.all} == claimed
+        added = writer._lanes.take(tickets[-1])
+        assert added not in claimed
+        added.ready_to_wait(Deadline(60))
+        assert added.may_wait
         for ticket in tickets:
             ticket.end()
 
@@ -302,12 +303,12 @@ def test_what_every_former_lane_and_send_has_left_is_settled_once_kafka_is_back(
     store = away.database.store(away.engine)
     with away.writer(limits=WriterLimits(max_lanes=1)):
         pass
-    names = [*(f"orders#{number}" for number in (1, 2, 3, 4)), "orders#outbox"]
+    names = [*(f"orders#{number}" for number in range(1, 7)), "orders#outbox"]
     store.claim(names, owner="former", cluster_id=away.kafka.broker.cluster_id)
     away.kafka.away = True
     falls_back._outbox = "fallback"
     with falls_back as writer:
-        assert [pooled.lane.transactional_id for pooled in writer._lanes.all] == ["orders", "orders#1", "orders#2"]
+        assert [pooled.lane.transactional_id for pooled in writer._lanes.all] == ["orders", *names[:3]]
         assert all(row.incarnation > 1 for row in store.read(names))
         away.kafka.away = False
         wait_until(lambda: all(row.settled_incarnation == row.incarnation - 1 for row in store.read(names)))
