@@ -496,7 +496,7 @@ class OutboxRows(Protocol):
 
         Args:
             connection: Inside the transaction.
-            decision: With ``waits``, and without a state.
+            decision: With ``waits``, and without a state. Its ``idle_s`` and ``within_s`` are not used.
             writer: The writer's id.
             messages: Values as the savepoints give them: messages, and lists of them. Not consumed offsets.
 
@@ -800,7 +800,7 @@ class Database(ABC):
         """Refuse a database in which messages cannot wait. Call it before the first claim of a writer with an outbox.
 
         Raises:
-            ConfigurationError: This kind of database keeps none, or its tables lack what that needs.
+            ConfigurationError: This kind of database keeps none, or its tables lack what that needs, or are not durable.
             Unavailable: It does not answer.
         """
         raise self._without("an outbox", 'use outbox="never", or a SQL database')

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from harness.databases import Database, Thread
+from harness.databases import Database, Thread, run_raw
 from sqlalchemy import Connection, text
 
 from dualwrite.clock import Deadline
@@ -18,6 +18,7 @@ from dualwrite.protocol.process import DoubtStep
 from dualwrite.protocol.values import Decision, FirstLook, OutboxMode, WaitingMessages
 from dualwrite.recovery.claim import OwnerContext
 from dualwrite.recovery.in_doubt import resolve_commit
+from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.stores.sql.outbox import decode_headers, encode_headers
 from dualwrite.stores.sql.store import SqlStateStore
 
@@ -182,6 +183,34 @@ def test_who_was_claimed_away_puts_nothing(database: Database, store: SqlStateSt
         store.rollback(connection)
     assert store.outbox.waiting("orders").rows == 0
     assert store.outbox.decisions_locked("orders", old.namespace, Deadline(WAIT_S)) == 0
+
+
+@pytest.mark.parametrize("count", [1, 100])
+def test_a_transaction_that_was_ended_unseen_puts_nothing(
+    database: Database, store: SqlStateStore, connection: Connection, count: int
+) -> None:
+    """The statements would stand alone then, and commit by themselves."""
+    if database.kind == "mariadb":
+        pytest.skip("a COMMIT as text is refused before it is sent")
+    row = database.claim(store, "orders")
+    store.begin(connection)
+    seen = store.outbox.read_first(connection, "orders", "orders")
+    run_raw(connection.connection.dbapi_connection, "COMMIT")
+    with pytest.raises(IllegalStateError, match="ended inside"):
+        store.outbox.decide(connection, Decision("orders", 1, waits=seen.next_decision), "orders", [message()] * count)
+    store.discard(connection)
+    assert store.outbox.waiting("orders").rows == 0
+    assert store.outbox.decisions_locked("orders", row.namespace, Deadline(WAIT_S)) == 0
+
+
+def test_tables_that_a_crash_would_empty_are_refused(postgres: Database) -> None:
+    database = SqlDatabase(postgres.engine())
+    database.require_outbox()
+    for table in ("dualwrite_outbox", "dualwrite_outbox_mode"):
+        postgres.execute(f"ALTER TABLE {table} SET UNLOGGED")
+        with pytest.raises(ConfigurationError, match=f"ALTER TABLE .*{table} SET LOGGED"):
+            database.require_outbox()
+        postgres.execute(f"ALTER TABLE {table} SET LOGGED")
 
 
 def test_the_number_of_a_decision_grows_within_an_incarnation_and_with_it(

@@ -175,6 +175,10 @@ def test_a_program_works_on_the_tables_before_its_own(engine: Engine, caplog: py
         ConfigurationError, match=f"which the tables of version {BEFORE} do not have.*dualwrite migrate"
     ):
         database.require_outbox()
+    store = database.store()
+    with engine.connect() as connection, pytest.raises(ConfigurationError, match="dualwrite migrate"):
+        store.begin(connection)
+        store.outbox.read_first(connection, "orders", "orders")
     migrate(engine)
     database.check()
     database.require_outbox()

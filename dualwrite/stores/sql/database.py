@@ -85,6 +85,14 @@ class SqlDatabase(Database):
                 "not have",
                 next_step=migrate_advice(self.engine.url, self._schema),
             )
+        if self.engine.dialect.name == "postgresql":
+            from dualwrite.stores.sql.postgresql import refuse_unlogged  # noqa: PLC0415 - large, as in dialect_of
+
+            try:
+                with self.engine.connect() as connection:
+                    refuse_unlogged(connection, declare_tables(self.tables_schema))
+            except exc.SQLAlchemyError as error:
+                raise map_database_error(error, self.engine, self._schema) from error
 
     @property
     def joins_first(self) -> Engine | None:

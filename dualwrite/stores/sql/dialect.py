@@ -110,12 +110,16 @@ class Dialect(Protocol):
         ...
 
     def deciding(
-        self, update: Update, *, idle_ms: ColumnElement[int | None], within_ms: ColumnElement[int | None]
+        self,
+        update: Update,
+        *,
+        idle_ms: ColumnElement[int | None] | None = None,
+        within_ms: ColumnElement[int | None] | None = None,
     ) -> Update:
         """The statement that records a decision, from the UPDATE of its row.
 
         ``idle_ms`` limits the pause between statements, ``within_ms`` the transaction with its COMMIT; NULL keeps the current
-        limit.
+        limit, and so does None, which costs nothing.
         """
         ...
 

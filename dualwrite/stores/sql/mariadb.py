@@ -203,7 +203,11 @@ class MariaDB:
         return [literal_column("1")]
 
     def deciding(
-        self, update: Update, *, idle_ms: ColumnElement[int | None], within_ms: ColumnElement[int | None]
+        self,
+        update: Update,
+        *,
+        idle_ms: ColumnElement[int | None] | None = None,
+        within_ms: ColumnElement[int | None] | None = None,
     ) -> Update:
         """The statement itself: MySQL's UPDATE returns nothing."""
         del idle_ms, within_ms
@@ -230,8 +234,10 @@ class MariaDB:
             return statement.execute(connection, bound)[0]
         if statement.execute(connection, bound)[1] != 1:
             return None
-        if put is not None and put.rows:
-            put_by_driver(connection, insert_of(put.table), put)
+        if put is not None:
+            if put.rows:
+                put_by_driver(connection, insert_of(put.table), put)
+            return ()
         idle_ms = bound["idle_ms_"]
         self._limit_idle(connection, None if idle_ms is None else idle_ms / 1000)
         return ()

@@ -660,9 +660,15 @@ class PostgreSQL:
         ]
 
     def deciding(
-        self, update: Update, *, idle_ms: ColumnElement[int | None], within_ms: ColumnElement[int | None]
+        self,
+        update: Update,
+        *,
+        idle_ms: ColumnElement[int | None] | None = None,
+        within_ms: ColumnElement[int | None] | None = None,
     ) -> Update:
         """PostgreSQL 17 and newer also limit COMMIT."""
+        if idle_ms is None or within_ms is None:
+            return update.returning(*self.end_columns())
         return update.returning(*self.end_columns(), _lower_idle_limit(idle_ms), _limit_transaction(within_ms))
 
     def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
@@ -828,6 +834,20 @@ class PostgreSQL:
         return {"committed": DatabaseVerdict.COMMITTED, "aborted": DatabaseVerdict.ABORTED}.get(
             status or "", DatabaseVerdict.UNKNOWN
         )
+
+
+_UNLOGGED: Final = text("SELECT relpersistence <> 'p' FROM pg_class WHERE oid = to_regclass(:name)")
+
+
+def refuse_unlogged(connection: Connection, tables: Tables) -> None:
+    """Refuse tables for messages that wait which the server would empty after a crash, with what was committed in them."""
+    for table in (tables.state, tables.outbox, tables.aside, tables.mode):
+        name = connection.dialect.identifier_preparer.format_table(table)
+        if connection.scalar(_UNLOGGED, {"name": name}):
+            raise ConfigurationError(
+                f"the table {name} is unlogged: the server empties it after a crash",
+                next_step=f"ALTER TABLE {name} SET LOGGED",
+            )
 
 
 _MANY_VERSIONS: Final = 1000

@@ -159,7 +159,11 @@ class SQLite:
         return None
 
     def deciding(
-        self, update: Update, *, idle_ms: ColumnElement[int | None], within_ms: ColumnElement[int | None]
+        self,
+        update: Update,
+        *,
+        idle_ms: ColumnElement[int | None] | None = None,
+        within_ms: ColumnElement[int | None] | None = None,
     ) -> Update:
         """Without limits: no server could end a paused process's transaction."""
         del idle_ms, within_ms

@@ -39,7 +39,7 @@ from dualwrite.stores.sql.tables import (
 )
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Engine, Row, Select, Update
+    from sqlalchemy import Connection, Engine, Row, Select
 
     from dualwrite.clock import Deadline
     from dualwrite.protocol.prepared_state import PreparedTxnState
@@ -660,16 +660,15 @@ class Decisions:
         decisions = select(state.c.outbox_decisions).where(*is_row).scalar_subquery()
         self.start_waiting: Final = CompiledOnce(select(mode, decisions, *start))
         named = {"prepared_transaction_state": bindparam("state_"), "completed": null(), "settle_fence": null()}
-        self._decide = self._deciding(update(state).where(*is_ours).values(**named, updated_at=database_now()))
+        limits: dict[str, Any] = {name: bindparam(f"{name}_", type_=Integer()) for name in ("idle_ms", "within_ms")}
+        decide = update(state).where(*is_ours).values(**named, updated_at=database_now())
+        self._decide = CompiledOnce(dialect.deciding(decide, **limits))
         # The state stays: a transaction that was decided before may still be pending in Kafka.
         counted = update(state).where(*is_ours).values(outbox_decisions=bindparam("waits_"), updated_at=database_now())
-        self._wait = self._deciding(counted)
+        # No transaction of Kafka's must end with it in time: the limits of the first statement are enough.
+        self._wait = CompiledOnce(dialect.deciding(counted))
         hold = select(*dialect.end_columns()).select_from(state).where(*is_ours).with_for_update(read=True)
         self._hold = CompiledOnce(hold)
-
-    def _deciding(self, change: Update) -> CompiledOnce:
-        limits: dict[str, Any] = {name: bindparam(f"{name}_", type_=Integer()) for name in ("idle_ms", "within_ms")}
-        return CompiledOnce(self._dialect.deciding(change, **limits))
 
     def decide(
         self, connection: Connection, decision: Decision, text: str | None, put: Put | None = None
@@ -678,16 +677,16 @@ class Decisions:
 
         Returns the dialect's end columns; None if the row is no longer ours, or the transaction is not the one that was begun.
         """
-        idle_s, within_s = decision.idle_s, decision.within_s
         bound = {
             "id_": decision.transactional_id,
             "incarnation_": decision.incarnation,
             "namespace_": decision.namespace,
-            "idle_ms_": None if idle_s is None else max(1, int(idle_s * 1000)),  # 0 would be no limit
-            "within_ms_": None if within_s is None else max(1, int(within_s * 1000)),
             **self._dialect.begun(connection),
         }
         if put is None:
+            idle_s, within_s = decision.idle_s, decision.within_s
+            bound["idle_ms_"] = None if idle_s is None else max(1, int(idle_s * 1000))  # 0 would be no limit
+            bound["within_ms_"] = None if within_s is None else max(1, int(within_s * 1000))
             bound["state_"], statement = text, self._decide
         else:
             bound["waits_"], statement = decision.waits, self._wait
