@@ -216,9 +216,9 @@ def test_tables_that_a_crash_would_empty_are_refused(postgres: Database) -> None
 
 def test_the_rights_that_are_named_are_enough(postgres: Database) -> None:
     postgres.store().claim(["orders"], owner="me", cluster_id="cluster-one")
-    url = make_url(postgres.url).set(username="sends_later", password="it")
-    postgres.execute("DROP ROLE IF EXISTS sends_later")
-    postgres.execute("CREATE ROLE sends_later LOGIN PASSWORD 'it'")
+    role = f"later_{make_url(postgres.url).database}"
+    url = make_url(postgres.url).set(username=role, password=role)
+    postgres.execute(f"CREATE ROLE {role} LOGIN PASSWORD '{role}'")
     for grant in grants_to_work(url, None).partition(": ")[2].split("; "):
         postgres.execute(grant)
     store = SqlStateStore(create_engine(url))
