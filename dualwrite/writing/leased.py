@@ -30,7 +30,7 @@ from dualwrite.recovery.claim import has_ended, lease_owner, place_of_this_proce
 from dualwrite.recovery.in_doubt import LOSSES
 from dualwrite.writing import transaction
 from dualwrite.writing.left_behind import take_over
-from dualwrite.writing.opening import PATIENCE_S, Opening, with_opening
+from dualwrite.writing.opening import ASK_S, PATIENCE_S, Opening, with_opening
 from dualwrite.writing.writer import DualWriter
 from dualwrite.writing.writer_resources import ask_first
 
@@ -122,7 +122,7 @@ class LeasedWriter(DualWriter):
         """Try to open a writer, in the background. If it raises, no id is leased."""
         self._database.check()
         if self._falls_back_after_s is None:  # otherwise Kafka is not needed
-            ask_first(self._producers.config, self._fleet, PATIENCE_S)  # before an id is leased
+            ask_first(self._producers.config, self._fleet, ASK_S)  # before an id is leased
         return self._next(self._keeper or self._make_keeper())
 
     def _use(self, writer: DualWriter) -> None:

@@ -27,7 +27,7 @@ from dualwrite.writing.group_commit import Groups, Submitting, limits_for, runne
 from dualwrite.writing.health import Vitals
 from dualwrite.writing.lane import Losses, OnLoss
 from dualwrite.writing.lane_pool import Lanes
-from dualwrite.writing.opening import PATIENCE_S, Opening, with_opening
+from dualwrite.writing.opening import ASK_S, PATIENCE_S, Opening, with_opening
 from dualwrite.writing.outbox import Outbox
 from dualwrite.writing.sender import Sender, Sending, send_all
 from dualwrite.writing.transaction import Serializers, Serializing, Transaction
@@ -258,7 +258,7 @@ class DualWriter(Submitting):
     def _attempt(self) -> tuple[Opened, Sequence[Lane]]:
         """Try to open. If it raises, nothing that it has made is left."""
         if self._falls_back_after_s is None:  # otherwise Kafka is not needed
-            ask_first(self._producers.config, self.transactional_id, PATIENCE_S)
+            ask_first(self._producers.config, self.transactional_id, ASK_S)
         opened = self._connect()
         try:
             return opened, self._claim(opened)
@@ -279,7 +279,7 @@ class DualWriter(Submitting):
 
     def _publish(self, made: tuple[Opened, Sequence[Lane]]) -> None:
         self._connected, lanes = made
-        self._lanes.open(lanes)
+        self._lanes.open(lanes, tried=self._connected.unanswered is not None)
         self._vitals.watch(self._lanes, self._connected.unanswered)
         if self._sender is not None:
             self._sender.start()
