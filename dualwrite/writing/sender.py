@@ -160,7 +160,6 @@ class Sending:
         made = self._sends.next(lock_due=now_s() >= self._lock_at)
         self._lane.ready(Deadline(self._timeout_s))
         began = now_s()
-        self._read = None
         try:
             direct = self._write(made)
         except NotLocked:
@@ -203,7 +202,7 @@ class Sending:
 
     def _write(self, made: Round) -> bool:
         """One send. Returns whether it has set the mode to direct."""
-        turned = False
+        turned, self._read = False, None
         with self._database.connect_to_send() as handle, self._dual_write(handle) as tx:
             rows = self._rows
             if made.last:
