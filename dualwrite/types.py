@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dualwrite.asyncio.transaction import AsyncBoundSessions
     from dualwrite.consumer.consumer import ConsumerProgress
     from dualwrite.consumer.working import Deserializers
+    from dualwrite.protocol.outbox import Outbox
     from dualwrite.protocol.prepared_state import FirstOffset
     from dualwrite.protocol.process import Health
     from dualwrite.writing.sessions import BoundSessions
@@ -23,6 +24,7 @@ __all__ = [
     "Deserializers",
     "FirstOffset",
     "Health",
+    "Outbox",
     "Serializers",
     "WriterOptions",
 ]
@@ -35,6 +37,7 @@ _HOMES = {
     "Deserializers": "dualwrite.consumer.working",
     "FirstOffset": "dualwrite.protocol.prepared_state",
     "Health": "dualwrite.protocol.process",
+    "Outbox": "dualwrite.protocol.outbox",
     "Serializers": "dualwrite.writing.transaction",
     "WriterOptions": "dualwrite.writing.transaction",
 }

@@ -126,6 +126,11 @@ class AsyncTransaction:
         return self._transaction.prepared
 
     @property
+    def outbox(self) -> bool | None:
+        """See :attr:`Transaction.outbox`."""
+        return self._transaction.outbox
+
+    @property
     def connection(self) -> AsyncConnection:
         """The SQLAlchemy connection, inside the database transaction. Never commit or roll it back yourself.
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from dualwrite.interfaces import Observer, StateStore
     from dualwrite.kafka.producer import EngineName
+    from dualwrite.protocol.outbox import Outbox
     from dualwrite.protocol.process import Health
     from dualwrite.recovery.claim import OwnerContext
     from dualwrite.writing.lane import OnLoss
@@ -73,7 +74,7 @@ class AsyncDualWriter:
             instance because ``database`` was made with ``connect_args``. It must lead to the same database, which is checked.
         session_factory: Makes the ORM session of ``tx.session``, called with ``bind=connection``; an ``async_sessionmaker``,
             say.
-        schema, limits, bulk, producer_engine: As for :class:`DualWriter`.
+        schema, outbox, limits, bulk, producer_engine: As for :class:`DualWriter`.
         on_loss: As for :class:`DualWriter`. Called in the event loop's thread, or in one of the writer's.
         serializers: As for :class:`DualWriter`. Called in the event loop's thread, which they block while they ask a registry.
         telemetry: As for :class:`DualWriter`.
@@ -90,6 +91,7 @@ class AsyncDualWriter:
         database: AsyncEngine | str,
         own_engine: Engine | str | None = None,
         schema: str | None = None,
+        outbox: Outbox = "never",
         limits: WriterLimits = DEFAULT_LIMITS,
         session_factory: Callable[..., AsyncSession] = session_of_block,
         serializers: Serializers | None = None,
@@ -107,6 +109,7 @@ class AsyncDualWriter:
         self._common: CommonSettings = {
             "kafka": kafka,
             "schema": schema,
+            "outbox": outbox,
             "limits": limits,
             "serializers": serializers,
             "bulk": bulk,
@@ -187,12 +190,15 @@ class AsyncDualWriter:
             raise
 
     @asynccontextmanager
-    async def transaction(self, connection: AsyncConnection | None = None) -> AsyncGenerator[AsyncTransaction, None]:
+    async def transaction(
+        self, connection: AsyncConnection | None = None, *, outbox: Outbox | None = None
+    ) -> AsyncGenerator[AsyncTransaction, None]:
         """Run one dual write: the block's end commits both sides, an exception in the block aborts both.
 
         Args:
             connection: A connection of the engine, not inside a transaction; one is taken from the engine if not given. A
                 connection of another engine must lead to the same database, which is checked once for each connection.
+            outbox: As for :meth:`DualWriter.transaction`.
 
         Yields:
             The transaction, usable until the block ends.
@@ -205,7 +211,8 @@ class AsyncDualWriter:
             CancelledError: The task was cancelled: both sides are aborted, or both are committed, as ``tx.state`` shows.
         """
         pool = self._opened()
-        block = self._writer.transaction(None if connection is None else _sync_connection_of(connection))
+        given = None if connection is None else _sync_connection_of(connection)
+        block = self._writer.transaction(given, outbox=outbox)
         turns = OneByOne()
         transaction = AsyncTransaction(await enter(pool, block), self._engine, pool, turns)
 
@@ -224,7 +231,10 @@ class AsyncDualWriter:
             await run(pool, partial(leave, None, None, None), interruptible=False)
 
     def bind(
-        self, sessions: async_sessionmaker[SessionT] | async_scoped_session[SessionT] | type[SessionT]
+        self,
+        sessions: async_sessionmaker[SessionT] | async_scoped_session[SessionT] | type[SessionT],
+        *,
+        outbox: Outbox | None = None,
     ) -> AsyncBoundSessions:
         """Let the sessions of a factory produce messages that commit with their rows. See :meth:`DualWriter.bind`.
 
@@ -234,11 +244,12 @@ class AsyncDualWriter:
         Args:
             sessions: An ``async_sessionmaker``, an ``async_scoped_session`` of one, or a class (SQLModel's ``AsyncSession``).
                 Its sessions lead to the writer's database, and to no other in the same transaction.
+            outbox: For the dual writes of these sessions, as for :meth:`transaction`.
 
         Raises:
             ConfigurationError: Its sessions are for threads or in two-phase mode, or it is no such factory.
         """
-        return self._writer.bind_for_tasks(sessions, self._opened)
+        return self._writer.bind_for_tasks(sessions, self._opened, outbox)
 
     async def run(
         self,
@@ -248,6 +259,7 @@ class AsyncDualWriter:
         within_s: float | None = None,
         longest_pause_s: float = 5.0,
         connection: AsyncConnection | None = None,
+        outbox: Outbox | None = None,
     ) -> T:
         """Run the work in a dual write, and again in a new one after an error that left nothing behind on either side.
 
@@ -257,6 +269,7 @@ class AsyncDualWriter:
             within_s: As for :meth:`DualWriter.run`.
             longest_pause_s: As for :meth:`DualWriter.run`.
             connection: As for :meth:`transaction`.
+            outbox: As for :meth:`transaction`.
 
         Returns:
             The result of the attempt that has committed. Both sides are durable, as after :meth:`transaction`.
@@ -269,7 +282,7 @@ class AsyncDualWriter:
         """
 
         async def attempt() -> T:
-            async with self.transaction(connection) as transaction:
+            async with self.transaction(connection, outbox=outbox) as transaction:
                 return await work(transaction)
 
         made = Attempts(self.transactional_id, Patience(attempts, within_s, longest_pause_s))
@@ -433,7 +446,7 @@ class _Writer(Protocol):
     _lanes: Lanes
 
     def transaction(self) -> AbstractContextManager[Transaction]: ...
-    def _joined(self) -> tuple[Engine | None, Block]: ...
+    def _joined(self, outbox: Outbox | None) -> tuple[Engine | None, Block]: ...
     def _note_group(self, units: int) -> None: ...
     def _require_open(self) -> None: ...
 
@@ -441,8 +454,10 @@ class _Writer(Protocol):
 class OfTasks:
     """The part of a writer that only tasks need. Called in greenlets (:mod:`dualwrite.asyncio.greenlets`)."""
 
-    def bind_for_tasks(self: _Writer, sessions: object, opened: Callable[[], ThreadPoolExecutor]) -> AsyncBoundSessions:
-        joins_first, block = self._joined()
+    def bind_for_tasks(
+        self: _Writer, sessions: object, opened: Callable[[], ThreadPoolExecutor], outbox: Outbox | None
+    ) -> AsyncBoundSessions:
+        joins_first, block = self._joined(outbox)
         return AsyncBoundSessions(
             self.transactional_id,
             sessions,

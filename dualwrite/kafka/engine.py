@@ -245,7 +245,7 @@ class ProducerEngine(ABC):
         self.unanswered: tuple[float, str] | None = None  # since when the last question was asked that had no answer
         self._id = transactional_id
         self._coordinator = coordinator
-        self._call_timeout_s = call_timeout_s
+        self.call_timeout_s = call_timeout_s
         self._made_in = process
 
     @abstractmethod
@@ -301,7 +301,7 @@ class ProducerEngine(ABC):
         elif isinstance(held, MessageBatch):
             self.send_many(held)
         elif isinstance(held, ConsumedOffsets):
-            self.send_offsets(held, Deadline(self._call_timeout_s))
+            self.send_offsets(held, Deadline(self.call_timeout_s))
         else:
             self.send_columns(held)
 
@@ -367,7 +367,7 @@ class ProducerEngine(ABC):
         if state is None or not state.has_transaction or now_s() - self.transaction.looked_at <= OLD_S:
             return
         try:
-            self._require_open(state, Deadline(self._call_timeout_s))
+            self._require_open(state, Deadline(self.call_timeout_s))
         except Fenced as error:
             self._raise(Failure(error, ProducerEvent.DOUBT))
         self.transaction.looked_at = now_s()
@@ -395,7 +395,7 @@ class ProducerEngine(ABC):
         if pending_end.known:
             self.pending_end = None
             return
-        step = know_end(self._coordinator, pending_end, Deadline(self._call_timeout_s))
+        step = know_end(self._coordinator, pending_end, Deadline(self.call_timeout_s))
         self.note_end(step)
         if step is not EndStep.KNOWN:
             raise TransactionAborted(f"begin_transaction: {_END_UNKNOWN}", transactional_id=self._id)

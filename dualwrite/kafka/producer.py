@@ -600,6 +600,16 @@ class LaneProducer(TransactionalProducer):
         return self._chosen
 
     @property
+    def call_timeout_s(self) -> float:
+        """How long each call waits for the brokers, in seconds."""
+        return self._call_timeout_s
+
+    @call_timeout_s.setter
+    def call_timeout_s(self, seconds: float) -> None:
+        self._call_timeout_s = seconds
+        self._instance.call_timeout_s = seconds
+
+    @property
     def reusable(self) -> bool:
         """Whether it may begin another transaction, once the end of the last one is known."""
         engine = self._chosen

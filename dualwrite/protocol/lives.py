@@ -201,6 +201,9 @@ WAY_ON: Mapping[ProducerState, str] = MappingProxyType(
 #
 # The database commit is the decision. Before it, any failure aborts both sides; after it, Kafka must follow. Between
 # the two lies only a COMMIT whose answer is missing: it is *in doubt* until the row resolves it.
+#
+# Where the messages may wait in the database, Kafka's silence is no failure: they become rows of the transaction, and
+# wait once it is decided. What was sent before is left, undecided, and settling aborts it.
 
 
 class WriteState(Enum):
@@ -215,6 +218,7 @@ class WriteState(Enum):
     IN_DOUBT = "in doubt"
     DECIDED = "decided"
     COMPLETED = "completed"
+    WAITING = "waiting"
     HANDED_OVER = "handed over"
     LOST = "lost"
     ABORTED = "aborted"
@@ -227,7 +231,8 @@ class WriteEvent(Enum):
     user's statement. ``PREPARE``: every message is acknowledged. ``RECORD``: the row was updated to the prepared state or, if
     nothing was produced, still names our incarnation. ``COMMIT``: the database has committed. ``LOSE_ANSWER``: the answer to
     COMMIT is missing. ``COMPLETE``: Kafka has answered. ``FIND_LOST``: there is proof that the broker aborted it. ``ABORT``:
-    both sides have rolled back. ``HAND_OVER``: both sides are prepared, and another process decides.
+    both sides have rolled back. ``HAND_OVER``: both sides are prepared, and another process decides. ``FALL_BACK``: Kafka is
+    silent, and the messages become rows. ``WAIT``: those rows are committed, and are sent later.
     """
 
     __hash__ = object.__hash__  # for speed, as for the states
@@ -243,6 +248,8 @@ class WriteEvent(Enum):
     FIND_LOST = "find lost"
     ABORT = "abort"
     HAND_OVER = "hand over"
+    FALL_BACK = "fall back"
+    WAIT = "wait"
 
 
 _WRITE, _OF_WRITE = WriteState, WriteEvent
@@ -253,6 +260,7 @@ WRITE_LIFE: Mapping[WriteState, Mapping[WriteEvent, WriteState]] = MappingProxyT
         _WRITE.CHECKED: {
             _OF_WRITE.PRODUCE: _WRITE.CHECKED,
             _OF_WRITE.EXECUTE: _WRITE.CHECKED,
+            _OF_WRITE.FALL_BACK: _WRITE.CHECKED,
             _OF_WRITE.PREPARE: _WRITE.PREPARED,
             _OF_WRITE.ABORT: _WRITE.ABORTED,
         },
@@ -271,8 +279,13 @@ WRITE_LIFE: Mapping[WriteState, Mapping[WriteEvent, WriteState]] = MappingProxyT
             _OF_WRITE.ABORT: _WRITE.ABORTED,
             _OF_WRITE.FIND_LOST: _WRITE.LOST,
         },
-        _WRITE.DECIDED: {_OF_WRITE.COMPLETE: _WRITE.COMPLETED, _OF_WRITE.FIND_LOST: _WRITE.LOST},
+        _WRITE.DECIDED: {
+            _OF_WRITE.COMPLETE: _WRITE.COMPLETED,
+            _OF_WRITE.WAIT: _WRITE.WAITING,
+            _OF_WRITE.FIND_LOST: _WRITE.LOST,
+        },
         _WRITE.COMPLETED: {},
+        _WRITE.WAITING: {},
         _WRITE.HANDED_OVER: {},
         _WRITE.LOST: {},
         _WRITE.ABORTED: {},
@@ -306,10 +319,12 @@ class WriteOutcome(Enum):
 
     ``NOT_BEGUN``: it got no lane, or no database transaction. ``FENCED``: aborted, because another owner took over.
     ``COMPLETION_PENDING``: decided, not completed yet. ``UNVERIFIABLE``: decided, and the fate of its messages, or of its
-    rows, cannot be known. ``HANDED_OVER``: another process decides.
+    rows, cannot be known. ``HANDED_OVER``: another process decides. ``WAITING``: committed, and its messages wait in the
+    database, or for Kafka's commit.
     """
 
     COMMITTED = "committed"
+    WAITING = "waiting"
     ABORTED = "aborted"
     FENCED = "fenced"
     IN_DOUBT = "in doubt"
@@ -338,6 +353,8 @@ def outcome_of(state: WriteState | None, error: BaseException | None) -> WriteOu
     """The outcome for the caller. ``state`` is None if the dual write had no lane."""
     if state is _WRITTEN.COMPLETED:
         return WriteOutcome.COMMITTED
+    if state is _WRITTEN.WAITING:
+        return WriteOutcome.WAITING
     if state is _WRITTEN.HANDED_OVER:
         return WriteOutcome.HANDED_OVER
     if state in {_WRITTEN.DECIDED, _WRITTEN.LOST}:

@@ -1,4 +1,20 @@
-"""The rules of messages that wait in the database: how they are sent, and what becomes of one that Kafka refuses for good.
+"""The rules of messages that wait in the database: which way a block's messages go, and how those that wait are sent.
+
+A block, given its setting, the writer's mode, Kafka's silence and its lane, sends directly, lets its messages wait as rows, or
+refuses. The database keeps the *mode* of each writer. A block reads it in its first statement; one that finds *later* takes a
+share of the lock on it and looks again. So a block that began after another one had decided to wait sees that, and cannot
+overtake it::
+
+    setting     mode      the lane can send    way
+    never       direct    -                    direct
+    never       later     -                    refuse
+    fallback    direct    yes                  direct; turns the mode if Kafka falls silent in the middle
+    fallback    direct    no                   turn: the mode becomes later with the block's decision
+    fallback    later     -                    wait, under a share of the lock
+    always      direct    -                    turn
+    always      later     -                    wait, under a share; without one if the writer itself is "always"
+
+The mode of a writer that is *always* never turns back while its owner lives, so nothing has to be held.
 
 Sending is itself a dual write: it deletes the waiting rows and produces what they hold. One send at a time takes the rows in
 their order from the head, so everything here is a decision about the next send: how many rows, whether it is the last one,
@@ -11,10 +27,12 @@ that an outage never counts against a message.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from enum import Enum
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
-from dualwrite.errors import ConfigurationError, DualWriteError
+from dualwrite.errors import ConfigurationError, DualWriteError, Unavailable
 from dualwrite.protocol.message import STEPS
+from dualwrite.protocol.values import OutboxMode, WriterLimits
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -22,7 +40,103 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Outbox: TypeAlias = Literal["never", "fallback", "always"]
-"""When the messages of a writer wait in the database: never; while Kafka is silent; always."""
+"""Whether the messages of a writer may wait in the database: ``never``; while Kafka does not answer; or ``always``."""
+
+_SETTINGS: Final = get_args(Outbox)
+
+
+def check_setting(setting: object) -> None:
+    """Refuse what is not a setting of a writer."""
+    if setting not in _SETTINGS:
+        raise ConfigurationError(f"outbox is {setting!r}", next_step='choose "never", "fallback" or "always"')
+
+
+def setting_of_block(writer: Outbox, block: Outbox | None) -> Outbox:
+    """The setting of one block. A writer that is *never* has no block that is anything else: nobody would send its rows."""
+    if block is None or block == writer:
+        return writer
+    check_setting(block)
+    if writer == "never":
+        raise ConfigurationError(
+            f"a block has outbox={block!r}, and its writer has none",
+            next_step='make the writer with outbox="fallback" or "always": it sends what waits',
+        )
+    # Its mode never turns back, so there is nothing that a block could fall back from.
+    return "always" if writer == "always" and block == "fallback" else block
+
+
+# What a block does
+
+
+class Way(Enum):
+    """The way of a block's messages."""
+
+    DIRECT = "to Kafka, in the block's own transaction"
+    SHARE = "look again, under a share of the lock on the mode"
+    WAIT = "rows in the block's own transaction"
+    TURN = "rows, and with them the writer's mode becomes later"
+    REFUSE = "nowhere: messages that wait must come first"
+
+
+def asks_kafka_first(setting: Outbox, *, silent: bool, later: bool) -> bool:
+    """Whether a block makes its lane ready to send before it begins.
+
+    ``silent`` says that Kafka is known to be; ``later``, that messages waited when this process last looked. Both only spare a
+    wait: the mode in the database decides what the block does.
+    """
+    return setting == "never" or (setting == "fallback" and not silent and not later)
+
+
+def way_of(setting: Outbox, mode: OutboxMode, *, can_send: bool, shared: bool, always: bool = False) -> Way:
+    """The way of a block that has read the mode.
+
+    Args:
+        setting: The block's.
+        mode: As it was read.
+        can_send: Whether its lane is ready to send.
+        shared: Whether the mode was read under a share of the lock, which the block holds to its end.
+        always: Whether the writer itself is *always*.
+    """
+    if setting == "never":
+        return Way.DIRECT if mode is OutboxMode.DIRECT else Way.REFUSE
+    if mode is OutboxMode.LATER:
+        return Way.WAIT if shared or always else Way.SHARE
+    return Way.DIRECT if setting == "fallback" and can_send else Way.TURN
+
+
+# The bounds of what waits
+
+
+def full(limits: WriterLimits, *, rows: int, size: int, oldest_s: float | None) -> str | None:
+    """Why no more messages may wait, in words; None if they may. ``oldest_s`` is for how long the first one has waited."""
+    if rows >= limits.outbox_rows:
+        return f"{rows} messages wait in the database (outbox_rows={limits.outbox_rows})"
+    if size >= limits.outbox_bytes:
+        return f"messages of {size} bytes wait in the database (outbox_bytes={limits.outbox_bytes})"
+    if oldest_s is not None and oldest_s >= limits.outbox_age_s:
+        return f"messages have waited in the database for {oldest_s:.0f} s (outbox_age_s={limits.outbox_age_s:g})"
+    return None
+
+
+def full_error(why: str, transactional_id: str) -> Unavailable:
+    """The error of a block whose messages could only wait, where no more may."""
+    return Unavailable(
+        f"{why}, and no more may; nothing was written",
+        transactional_id=transactional_id,
+        next_step="find out why they are not sent (`dualwrite status`), or raise the limit",
+    )
+
+
+def must_come_first(transactional_id: str) -> Unavailable:
+    """The error of a block that must not wait, while others' messages do."""
+    return Unavailable(
+        "messages of this writer wait in the database and must come first; nothing was begun",
+        transactional_id=transactional_id,
+        next_step='run it again later, or let its messages wait, too: leave out outbox="never"',
+    )
+
+
+# Sending what waits
 
 PRODUCED_AT: Final = "dualwrite-produced-at"
 """The header of a message that has waited: when its block produced it, in ms since 1970, as decimal digits. The record's

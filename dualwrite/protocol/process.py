@@ -118,12 +118,12 @@ class Doubt:
 
     ours: PreparedTxnState
     row: PreparedTxnState
-    waits: int | None = None
-    counted: int = 0
     verdict: DatabaseVerdict | None = None
     records_asked: bool = False
     incident: Outcome | None = None
     proof: LogProof | None = None
+    waits: int | None = None
+    counted: int = 0
 
 
 _VERDICT = {
@@ -411,7 +411,7 @@ class Health:
             f"the writer is not open yet: {self.opening}": not self.open and self.opening is not None,
             f"nothing can be written: {self.refused}": self.refused is not None,
             "another owner has taken over": self.fenced,
-            "the database or Kafka did not answer last": not self.answered,
+            "the database or Kafka did not answer last": not self.answered and not self.degraded,
             str(self.silence): self.silence is not None and not self.degraded,
             f"a dual write has waited for Kafka for {self.unanswered_s:.0f} s": self.silence is None
             and not self.degraded
@@ -419,7 +419,7 @@ class Health:
             "its lease is lost: it is taking another id": self.lease_lost,
             "its lease was not renewed in time": self.lease_expired,
             f"waiting messages are not sent: {self.outbox_stopped}": self.outbox_stopped is not None,
-            f"lanes that could not be settled: {self.stuck}": self.stuck > 0,
+            f"lanes that could not be settled: {self.stuck}": self.stuck > 0 and not self.degraded,
             f"losses that only the log has reported: {self.unreported_losses}": self.unreported_losses > 0,
         }
         object.__setattr__(self, "problems", tuple(text for text, applies in wrong.items() if applies))

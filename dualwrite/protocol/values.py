@@ -593,6 +593,13 @@ class WriterLimits:
         outbox_refused: What becomes of a message that waits in the database and that Kafka then refuses for good: it is too
             large, say, or its topic is gone. ``aside`` moves it to a table of its own, from which `dualwrite outbox` puts it
             back, and sends the others, later ones of its key among them; ``stop`` keeps all waiting until a person has helped.
+        fallback_after_s: With ``outbox="fallback"``, how long a block waits for an answer of Kafka before its messages wait in
+            the database, in seconds.
+        outbox_rows: The number of messages in the database from which on no more may wait: blocks are then refused, as without
+            an outbox. This and the next two are compared with what this process last counted.
+        outbox_bytes: The same for the bytes of their keys, values and headers. A block whose own messages are larger does not
+            fall back.
+        outbox_age_s: The same for how long the first of them has waited, in seconds.
 
     Raises:
         ConfigurationError: A limit cannot work.
@@ -609,15 +616,21 @@ class WriterLimits:
     group_bytes: int = 16 * 1024 * 1024
     waiting_units: int = 10_000
     outbox_refused: Literal["aside", "stop"] = "aside"
+    fallback_after_s: float = 1.0
+    outbox_rows: int = 1_000_000
+    outbox_bytes: int = 1024 * 1024 * 1024
+    outbox_age_s: float = 86_400.0
 
     def __post_init__(self) -> None:
         check_seconds("timeout_s", self.timeout_s)
+        check_seconds("fallback_after_s", self.fallback_after_s)
+        check_seconds("outbox_age_s", self.outbox_age_s)
         if self.paused_owner_timeout_s is not None:
             check_seconds("paused_owner_timeout_s", self.paused_owner_timeout_s)
         # At 0 s the others still mean something: do not wait, need no margin, record at once, no second unit.
         for name in ("lane_timeout_s", "margin_s", "idle_after_s", "group_open_s"):
             check_seconds(name, getattr(self, name), zero=True)
-        for name in ("max_lanes", "group_units", "waiting_units"):
+        for name in ("max_lanes", "group_units", "waiting_units", "outbox_rows", "outbox_bytes"):
             check_count(name, getattr(self, name))
         check_count("group_bytes", self.group_bytes, least=0)
         if self.outbox_refused not in {"aside", "stop"}:

@@ -32,7 +32,8 @@ ATTRIBUTES: Mapping[str, str] = MappingProxyType(
     {
         WRITER: "the writer's transactional id; in metrics, `other` after the first 100 of a process",
         TRANSACTIONAL_ID: "the id of the lane, `orders#1`; in spans only",
-        OUTCOME: "`committed`, `aborted`, `fenced`, `in doubt`, `completion pending`, `lost`, `unverifiable`, `not begun`",
+        OUTCOME: "`committed`, `waiting`, `aborted`, `fenced`, `in doubt`, `completion pending`, `lost`, `unverifiable`, "
+        "`not begun`",
         PHASE: "`lane`, `begin`, `body`, `prepare`, `record`, `decide`, `complete`, `abort`",
         LANE_STATE: "`used`, `idle`, `unsettled`",
         SETTLEMENT: "`rolled forward`, `retired`, `repaired`",

@@ -43,6 +43,7 @@ from dualwrite.errors import (
 from dualwrite.interfaces import NO_OBSERVER, SQL, Traits
 from dualwrite.protocol.lives import WRITE_LIFE, Machine, Phase, WriteEvent, WriteState
 from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, Unsendable
+from dualwrite.protocol.outbox import setting_of_block
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.process import DoubtStep, allow
 from dualwrite.protocol.values import Decision
@@ -64,10 +65,13 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session, SessionTransaction
 
     from dualwrite.interfaces import Database, Handle, Observer, SavepointWatch, StateStore, WriteObserver
+    from dualwrite.kafka.producer import LaneProducer
     from dualwrite.protocol.message import Sendable
+    from dualwrite.protocol.outbox import Outbox
     from dualwrite.recovery.claim import OwnerContext
     from dualwrite.stores.sql.access import DjangoConnection
     from dualwrite.writing.fair_queue import Ticket
+    from dualwrite.writing.falling_back import MayWait, Outboxes
     from dualwrite.writing.health import Vitals
     from dualwrite.writing.lane import Lane
     from dualwrite.writing.lane_pool import Lanes, PooledLane
@@ -78,7 +82,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NO_TRANSACTION: Final = PreparedTxnState()
-_ENDED: Final = frozenset({WriteState.COMPLETED, WriteState.ABORTED, WriteState.HANDED_OVER})
+_ENDED: Final = frozenset({WriteState.COMPLETED, WriteState.WAITING, WriteState.ABORTED, WriteState.HANDED_OVER})
 
 
 def session_of_block(bind: Connection) -> Session:
@@ -179,10 +183,12 @@ class DualWrite(Work):
     No other dual write uses ``lane`` until the block has ended. ``handle`` is a connection that is not inside a transaction,
     or what the database has instead. ``margin_s`` must be left of the broker's transaction timeout at the decision. ``permit``
     is called in the database's transaction after its last statement; if it raises, both sides abort. ``savepoints`` is False
-    if the block's code opens none: then it may also produce in the middle of a COPY.
+    if the block's code opens none: then it may also produce in the middle of a COPY. ``may_wait`` is given if its messages may
+    wait in the database; then the lane need not be ready to send.
     """
 
     running = False
+    _producer: LaneProducer
 
     def __init__(
         self,
@@ -199,9 +205,14 @@ class DualWrite(Work):
         savepoints: bool = True,
         observer: WriteObserver | None = None,
         serializing: Serializing = NO_SERIALIZERS,
+        may_wait: MayWait | None = None,
     ) -> None:
         self.transactional_id = lane.transactional_id
-        self._producer, self.engine = lane.producer, lane.engine
+        self.may_wait = may_wait
+        if may_wait is None:
+            self._producer, self.engine = lane.producer, lane.engine
+        else:  # the lane may have none, and need none
+            self.engine = may_wait.recipient()
         self.refusals = Refusals()
         self.observer = observer
         self.sending = False
@@ -351,6 +362,13 @@ class DualWrite(Work):
         """The identity of its Kafka transaction; None if it is not prepared."""
         return self._prepared
 
+    @property
+    def outbox(self) -> bool | None:
+        """See :attr:`Work.outbox`."""
+        if self._machine.state is WriteState.CHECKED and self.may_wait is not None:
+            return True if self.may_wait.waits else None
+        return self._machine.state is WriteState.WAITING
+
     def resource(self, name: str) -> Any:
         """See :meth:`Work.resource`."""
         self._machine.check(WriteEvent.EXECUTE)
@@ -442,15 +460,35 @@ class DualWrite(Work):
             raise error.refusal(message.topic, self.transactional_id) from None
 
     def _hand_over_message(self, message: Sendable) -> None:
-        if not self.sending:
-            self._producer.begin_transaction()
-            self.sending = True
-        if isinstance(message, Message):
-            self.engine.send(message)
-        else:
-            self.engine.take(message)
+        may_wait = self.may_wait
+        if may_wait is not None:
+            message = may_wait.keep(message)
+            if may_wait.waits:
+                return
+        try:
+            if not self.sending:
+                self._producer.begin_transaction()
+                self.sending = True
+            if isinstance(message, Message):
+                self.engine.send(message)
+            else:
+                self.engine.take(message)
+        except Unavailable as error:
+            if may_wait is None:
+                raise
+            self._fall_back(may_wait, error)
+            return
         if self.observer is not None and not isinstance(message, ConsumedOffsets):
             self.observer.sent(message.topic, message.messages)
+
+    def _fall_back(self, may_wait: MayWait, silent: Unavailable) -> None:
+        """Let the messages wait in the database. What was sent stays undecided: its producer is not used again."""
+        may_wait.fall_back(silent)
+        self._machine.apply(WriteEvent.FALL_BACK)
+        self.engine = may_wait.recipient()
+        if self.sending:
+            self.sending = False
+            may_wait.callback_error = self._producer.take_callback_error()
 
     def _finish_messages(self) -> None:
         """Hand over the messages that still wait. From then on only delivery callbacks may produce.
@@ -468,12 +506,13 @@ class DualWrite(Work):
             watched.stop()
         # What delivery callbacks produce from here on goes to the engine at once: nobody watches savepoints any more.
         if waiting_messages := watched.take():
-            self.engine.corked = True
+            engine = self.engine
+            engine.corked = True
             try:
                 for message in waiting_messages:
                     self._hand_over_message(message)
             finally:
-                self.engine.corked = False
+                engine.corked = False
 
     def _raise_refusal(self) -> None:
         if self.refusals.first is not None:
@@ -489,15 +528,22 @@ class DualWrite(Work):
         """Begin the database transaction and read the row, before anything can be produced."""
         if self.running:
             self._refuse_inside()
-        store, row = self._context.store, self._lane.row
+        store, row, may_wait = self._context.store, self._lane.row, self.may_wait
+        if may_wait is not None:
+            may_wait.pass_gate()
         store.begin(self._handle)
         try:
             failpoints.hit("write.begun")
-            incarnation = store.read_incarnation(
-                self._handle, self.transactional_id, namespace=row.namespace, known=row
-            )
+            if may_wait is None:
+                incarnation = store.read_incarnation(
+                    self._handle, self.transactional_id, namespace=row.namespace, known=row
+                )
+            else:
+                incarnation = may_wait.look(store.outbox, self._handle, row)
             if incarnation != row.incarnation:
                 raise self._fenced(incarnation)
+            if may_wait is not None:
+                self._choose_way(may_wait)
             if self._uses_savepoints:
                 self.savepoints = store.watch_savepoints(self._handle, self.transactional_id)
             self._machine.apply(WriteEvent.CHECK)
@@ -509,6 +555,16 @@ class DualWrite(Work):
         except BaseException:
             self._abort()
             raise
+
+    def _choose_way(self, may_wait: MayWait) -> None:
+        may_wait.choose(self._handle, self._lane)
+        if may_wait.waits:
+            return
+        self._producer, self.engine = self._lane.producer, self._lane.engine
+        if may_wait.setting == "never":
+            self.may_wait = None
+        else:
+            self._producer.call_timeout_s = may_wait.patience_s
 
     def _commit(self) -> None:
         """End the dual write: prepare Kafka, record, commit the database (the decision), commit Kafka.
@@ -533,12 +589,19 @@ class DualWrite(Work):
             self._abort()
             raise
         with form.interruptible(False):
-            interruption = self._decide(state, answer, deadline)
+            interruption, waits = self._decide(state, answer, deadline), False
             if self.sending:
                 if self.observer is not None:
                     self.observer.enter(Phase.COMPLETE)
-                self._lane.complete(state, deadline)
-            self._machine.apply(WriteEvent.COMPLETE)
+                if self.may_wait is None:
+                    self._lane.complete(state, deadline)
+                else:
+                    waits = not self._lane.complete(state, deadline, leaves=True)
+            elif self.may_wait is not None and self.may_wait.has_waiting:
+                failpoints.hit("write.waits")
+                self.may_wait.note_committed()
+                waits = True
+            self._machine.apply(WriteEvent.WAIT if waits else WriteEvent.COMPLETE)
             failpoints.hit("write.completed")
         if interruption is not None:
             raise interruption
@@ -583,15 +646,21 @@ class DualWrite(Work):
         self._finish_messages()
         if run_deferred:
             self._context.store.run_deferred(self._handle, self.transactional_id)
-        state = _NO_TRANSACTION
+        state, may_wait = _NO_TRANSACTION, self.may_wait
         if self.sending:
             try:
                 state = self._producer.prepare_transaction()
             except IllegalStateError:
                 self._raise_refusal()
                 raise
+            except Unavailable as error:
+                if may_wait is None:
+                    raise
+                self._fall_back(may_wait, error)
             if self.refusals.first is not None:
                 self._raise_refusal()  # a delivery callback may have swallowed that a message of its own was refused
+        if may_wait is not None:
+            may_wait.finish()
         self._machine.apply(WriteEvent.PREPARE)
         self._prepared = state
         failpoints.hit("write.prepared")
@@ -621,7 +690,10 @@ class DualWrite(Work):
             answer_s = deadline.remaining_s() / 2
             answer = Deadline(answer_s)
             decision = decision._replace(answer_s=answer_s)
-            ours, self._database_transaction = self._context.store.hold(self._handle, decision)
+            if self.may_wait is not None and self.may_wait.has_waiting:
+                ours, self._database_transaction = self.may_wait.decide(self._handle, decision)
+            else:
+                ours, self._database_transaction = self._context.store.hold(self._handle, decision)
         if not ours:
             raise self._fenced(None)
         # Only now: what it locks stays locked until COMMIT, and a session that is paused from here on ends by itself.
@@ -669,7 +741,12 @@ class DualWrite(Work):
         try:
             verdict = waiting.elsewhere(
                 lambda: resolve_commit(
-                    self._context, self.transactional_id, state, self._database_transaction, deadline
+                    self._context,
+                    self.transactional_id,
+                    state,
+                    self._database_transaction,
+                    deadline,
+                    None if self.may_wait is None else self.may_wait.decision,
                 )
             )
         except DualWriteError as error:
@@ -736,7 +813,8 @@ class Ground:
     """The parts of a writer that its blocks stand on. One for all of them.
 
     ``context`` returns the servers: the writer's, or those with the store of a transaction that other code begins and ends. It
-    raises if the writer is not open. ``timeout_s`` limits the ending, and the wait until a lane is ready.
+    raises if the writer is not open. ``timeout_s`` limits the ending, and the wait until a lane is ready. ``outboxes`` is None
+    if no messages may wait in the database.
     """
 
     writer: str
@@ -749,6 +827,7 @@ class Ground:
     session_factory: Callable[..., Session]
     margin_s: float
     timeout_s: float
+    outboxes: Outboxes | None = None
 
 
 class WriterBlock(DualWrite):
@@ -765,7 +844,14 @@ class WriterBlock(DualWrite):
         ground: Ground,
         connection: Connection | psycopg.Connection[object] | DjangoConnection | None,
         joined: StateStore | None = None,
+        *,
+        outbox: Outbox | None = None,
     ) -> None:
+        if ground.outboxes is None:
+            setting_of_block("never", outbox)
+            self.may_wait = None
+        else:
+            self.may_wait = ground.outboxes.of_block(outbox)
         self._ground = ground
         self._user_connection = connection
         self._joined = joined
@@ -806,14 +892,18 @@ class WriterBlock(DualWrite):
             observed = ground.observer.writing(ground.writer, database.traits.name.lower())
             self.observer = observed.__enter__()
         observer = self.observer
-        if (silence := ground.vitals.silence) is not None:
+        silence = ground.vitals.silence
+        if silence is not None and (self.may_wait is None or self.may_wait.setting == "never"):
             raise silence.error(ground.writer)
         lane = ground.lanes.take(ticket)
         if ground.vitals.sleeps:
             ground.vitals.wake()
         self.transactional_id = lane.transactional_id  # also where connecting fails
         self._has_lane = True
-        lane.ready(Deadline(ground.timeout_s))
+        if self.may_wait is None:
+            lane.ready(Deadline(ground.timeout_s))
+        else:
+            self.may_wait.make_ready(lane, ground.vitals, ground.timeout_s)
         if observer is not None:
             observer.lane(lane.transactional_id)
         permit = None if handle is None else permit_of(handle)
@@ -831,6 +921,7 @@ class WriterBlock(DualWrite):
             permit=permit,
             observer=observer,
             serializing=ground.serializing,
+            may_wait=self.may_wait,
         )
 
     def _adopt(self, context: OwnerContext) -> tuple[AbstractContextManager[Handle], Handle]:

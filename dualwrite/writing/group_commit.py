@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     import psycopg
     from sqlalchemy import Connection
 
+    from dualwrite.protocol.outbox import Outbox
     from dualwrite.stores.sql.access import DjangoConnection
     from dualwrite.writing.dual_write import DualWrite
     from dualwrite.writing.lane_pool import Lanes
@@ -449,6 +450,7 @@ class Submitting:
         within_s: float | None = None,
         longest_pause_s: float = 5.0,
         connection: Connection | psycopg.Connection[object] | DjangoConnection | None = None,
+        outbox: Outbox | None = None,
     ) -> Result:
         """Run the work in a dual write, and again in a new one after an error that left nothing behind on either side.
 
@@ -464,6 +466,7 @@ class Submitting:
             within_s: No attempt begins later than this after the call; None sets no limit. In seconds.
             longest_pause_s: The longest pause between two attempts, in seconds.
             connection: As for :meth:`transaction`.
+            outbox: As for :meth:`transaction`.
 
         Returns:
             The result of the attempt that has committed. Both sides are durable, as after :meth:`transaction`.
@@ -476,7 +479,7 @@ class Submitting:
         Every exception of the work is passed on unchanged, after the abort of both sides.
         """
         patience = Patience(attempts, within_s, longest_pause_s)
-        return run_again(lambda: self.transaction(connection), work, self.transactional_id, patience)
+        return run_again(lambda: self.transaction(connection, outbox=outbox), work, self.transactional_id, patience)
 
     @overload
     def submit(self, work: RowUnit, *, key: Hashable | None = None, within_s: float | None = None) -> Future[None]: ...
@@ -506,6 +509,8 @@ class Submitting:
         A unit may run more than once, by the rule of :meth:`run`: after a conflict of its own, and when its group was aborted
         on both sides, up to five times. What it does elsewhere happens in each run. It never runs again after an error that
         leaves a side in doubt or committed.
+
+        A group is one block, and all its units go one way, by the ``outbox`` of the writer: a unit has none of its own.
 
         Args:
             work: Called with a transaction, as the body of a block of :meth:`transaction`. It may neither commit nor roll back
@@ -543,7 +548,10 @@ class Submitting:
         return self._groups.submit(work, key, within_s)
 
     def transaction(
-        self, connection: Connection | psycopg.Connection[object] | DjangoConnection | None = None
+        self,
+        connection: Connection | psycopg.Connection[object] | DjangoConnection | None = None,
+        *,
+        outbox: Outbox | None = None,
     ) -> AbstractContextManager[Transaction]:
         """A block around one dual write."""
         raise NotImplementedError

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 from dualwrite import failpoints, waiting
 from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import (
+    CompletionPending,
     ConfigurationError,
     DatabaseWentBack,
     DecidedTransactionLost,
@@ -362,8 +363,11 @@ class Lane:
             if str(error) != known:  # it is found again at each attempt
                 self._losses.report(error)
 
-    def complete(self, state: PreparedTxnState, deadline: Deadline) -> None:
-        """Commit in Kafka what the database has decided.
+    def complete(self, state: PreparedTxnState, deadline: Deadline, *, leaves: bool = False) -> bool:
+        """Commit in Kafka what the database has decided. Returns whether Kafka has answered.
+
+        With ``leaves`` a commit without an answer is left to the next settler, which is due as soon as the lane is free. The
+        block then has nothing to wait for: the row names its transaction. Otherwise it is settled here.
 
         After `CompletionPending` the next settler completes it, or finds it lost. `DatabaseWentBack` means that the database
         has lost it meanwhile, and what Kafka did is not known; it is recorded.
@@ -377,11 +381,14 @@ class Lane:
             self.producer.commit_transaction()
         except DualWriteError as error:
             logger.warning("%s: Kafka did not answer the commit of %s: %s", self.transactional_id, state, error)
+            if leaves and isinstance(error, CompletionPending):
+                return False
             cause = error
             waiting.elsewhere(lambda: self._complete_by_settling(state, deadline, cause))
-            return
+            return True
         if state.has_transaction:
             self._unrecorded = row
+        return True
 
     def _complete_by_settling(self, state: PreparedTxnState, deadline: Deadline, cause: DualWriteError) -> None:
         try:

@@ -40,8 +40,6 @@ _CLOSE_S: Final = 5.0
 _SILENT_S: Final = 2.0
 """A step that has asked Kafka for this long counts as not answered."""
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
-_TRIED: Final = 3
-"""Failures after which the next attempt comes late enough for whoever watches for silence."""
 _END_AFTER_S: Final = 1.0
 """After so long at rest housekeeping asks for an end that no caller has asked for, or that is late."""
 _WATCH_EVERY_S: Final = 1.0
@@ -152,17 +150,12 @@ class Lanes:
     def __len__(self) -> int:
         return len(self._turns.places)
 
-    def open(self, lanes: Iterable[Lane], *, keep_house: bool = True, tried: bool = False) -> None:
+    def open(self, lanes: Iterable[Lane], *, keep_house: bool = True) -> None:
         """Start with these lanes, which are ready, in order of their numbers.
 
-        ``keep_house`` says whether to take care of free lanes in the background. ``tried`` says that Kafka has just left a
-        question without an answer: lanes that need settling wait for it to be found silent, or to answer.
+        ``keep_house`` says whether to take care of free lanes in the background.
         """
-        places = [Place(PooledLane(lane)) for lane in lanes]
-        if tried:
-            for place in places:
-                place.thing.failures = _TRIED
-        self._turns.places = places
+        self._turns.places = [Place(PooledLane(lane)) for lane in lanes]
         if not keep_house:
             return
         self._housekeeper = threading.Thread(target=self._keep_house, name=f"dualwrite {self._name}", daemon=True)
@@ -359,12 +352,10 @@ class Lanes:
         lanes = [pooled.lane for pooled in self._turns.drain(Deadline(self._timeout_s))]
         deadline = Deadline(min(self._timeout_s, _CLOSE_S))
         try:
-            if self.silence is None:  # otherwise it would be in vain
-                _attempt(lanes, lambda lane: lane.prove_end(deadline))
-                _attempt([lane for lane in lanes if lane.needs_settling], lambda lane: lane.settle(deadline))
+            _attempt(lanes, lambda lane: lane.prove_end(deadline))
+            _attempt([lane for lane in lanes if lane.needs_settling], lambda lane: lane.settle(deadline))
             for lane in lanes:
-                if self.silence is None:
-                    lane.record_completed()
+                lane.record_completed()
                 lane.compare_with_row()
             self.left_settled = len(lanes) == count and not any(lane.needs_settling for lane in lanes)
         finally:

@@ -30,7 +30,7 @@ from dualwrite.recovery.claim import has_ended, lease_owner, place_of_this_proce
 from dualwrite.recovery.in_doubt import LOSSES
 from dualwrite.writing import transaction
 from dualwrite.writing.left_behind import take_over
-from dualwrite.writing.opening import ASK_S, PATIENCE_S, Opening, with_opening
+from dualwrite.writing.opening import PATIENCE_S, Opening, with_opening
 from dualwrite.writing.writer import DualWriter
 from dualwrite.writing.writer_resources import ask_first
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from dualwrite.interfaces import StateStore
+    from dualwrite.protocol.outbox import Outbox
     from dualwrite.stores.sql.access import DjangoConnection
     from dualwrite.writing.transaction import Transaction, WriterSettings
     from dualwrite.writing.writer_resources import Opened
@@ -122,7 +123,7 @@ class LeasedWriter(DualWriter):
         """Try to open a writer, in the background. If it raises, no id is leased."""
         self._database.check()
         if self._falls_back_after_s is None:  # otherwise Kafka is not needed
-            ask_first(self._producers.config, self._fleet, ASK_S)  # before an id is leased
+            ask_first(self._producers.config, self._fleet, PATIENCE_S)  # before an id is leased
         return self._next(self._keeper or self._make_keeper())
 
     def _use(self, writer: DualWriter) -> None:
@@ -163,8 +164,10 @@ class LeasedWriter(DualWriter):
         self,
         connection: Connection | psycopg.Connection[object] | DjangoConnection | None,
         joined: StateStore | None = None,
+        *,
+        outbox: Outbox | None = None,
     ) -> AbstractContextManager[Transaction]:
-        return _MembersBlock(self, connection, joined)
+        return _MembersBlock(self, connection, joined, outbox)
 
     def _lost_with(self, writer: DualWriter, error: BaseException | None) -> TransactionAborted | None:
         """The error in place of the one that leaves a block, if it is that another owner has taken the id of this member."""
@@ -374,14 +377,16 @@ class _MembersBlock(AbstractContextManager["Transaction"]):
         member: LeasedWriter,
         connection: Connection | psycopg.Connection[object] | DjangoConnection | None,
         joined: StateStore | None,
+        outbox: Outbox | None,
     ) -> None:
         self._member = member
         self._given = connection, joined
+        self._outbox = outbox
 
     def __enter__(self) -> Transaction:
         self._member._await_opening()  # noqa: SLF001 - of this module
         self._writer = writer = self._member._usable()  # noqa: SLF001 - of this module
-        self._block = block = writer._block(*self._given)  # noqa: SLF001 - its own class
+        self._block = block = writer._block(*self._given, outbox=self._outbox)  # noqa: SLF001 - its own class
         try:
             return block.__enter__()
         except Fenced as error:

@@ -41,8 +41,6 @@ logger = logging.getLogger(__name__)
 PATIENCE_S: Final = 2.0
 """A block waits no longer for an opening that no server is known to hold up: one takes less than a second, and within this
 time the first look at Kafka shows whether it answers."""
-ASK_S: Final = 1.5
-"""Limits the question to Kafka that comes before a claim. Shorter, so that the first block is told what is missing."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 _JOIN_S: Final = 5.0
 """Closing waits so long for an attempt. One that waits for a server is left: what it makes after that, it throws away."""

@@ -52,7 +52,7 @@ from dualwrite.protocol.outbox import (
 )
 from dualwrite.protocol.outbox_table import BadRow, OutboxTable, channel, relay_id
 from dualwrite.protocol.outbox_table import Mapping as RowMapping
-from dualwrite.protocol.values import OutboxMode, WriterLimits, check_count, check_seconds
+from dualwrite.protocol.values import WriterLimits, check_count, check_seconds
 from dualwrite.recovery.claim import lease_owner
 from dualwrite.stores.opening import database_of, is_made_here
 from dualwrite.stores.sql.access import map_database_error
@@ -77,8 +77,6 @@ _SLICE_S: Final = 0.25
 """A wait for news is in slices, so that the relay stops soon once it is told to."""
 _COLUMNS_FROM: Final = 250
 """From so many messages with headers on, columns of them cost less than one call for each."""
-_REPLAYED_S: Final = 5.0
-"""How often to look whether somebody has put back what was moved aside."""
 _ATTEMPTS_ONCE: Final = 5
 _LOSSES: Final = (DecidedTransactionLost, OutcomeUnverifiable, DatabaseWentBack)
 
@@ -288,8 +286,7 @@ class Relay:
                     if not keeper.still_held():
                         return False
                     self._now("sending")
-                    if (done := self._send(writer, once=once)) is not None:
-                        return done
+                    return self._send(writer, once=once)
             except Fenced as error:
                 logger.warning("%s: another process sends from now on: %s", self.name, error)
                 return False
@@ -301,12 +298,9 @@ class Relay:
                 self._failed(error, once=once)
         return True
 
-    def _send(self, writer: DualWriter, *, once: bool) -> bool | None:
-        """Round after round. Returns whether all is done; False if another process has taken the lease.
-
-        None if messages that were moved aside wait again: the writer must be opened anew, which sends them.
-        """
-        sends, looked_at = self._first, now_s()
+    def _send(self, writer: DualWriter, *, once: bool) -> bool:
+        """Round after round. Returns whether all is done; False if another process has taken the lease."""
+        sends = self._first
         while not self._stopping.is_set():
             if self._lost.is_set():
                 return False
@@ -328,18 +322,7 @@ class Relay:
                     return True
                 self._now("waiting for rows")
                 self._await_rows()
-                if self._aside and now_s() - looked_at >= _REPLAYED_S:
-                    looked_at = now_s()
-                    if self._replayed(writer):
-                        return None
         return True
-
-    def _replayed(self, writer: DualWriter) -> bool:
-        outbox = self._database.store().outbox
-        try:
-            return outbox is not None and outbox.mode_of(writer.transactional_id) is OutboxMode.LATER
-        except Unavailable:
-            return False
 
     def _after(self, writer: DualWriter, sends: Sends, error: DualWriteError, *, once: bool) -> Sends:
         """What is known after a round that has changed nothing on either side."""

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from dualwrite.kafka.producer import EngineName
     from dualwrite.protocol.lives import WriteState
     from dualwrite.protocol.message import Content, Sendable
+    from dualwrite.protocol.outbox import Outbox
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.values import WriterLimits
     from dualwrite.stores.keyed.rocksdb import RocksBatch
@@ -217,6 +218,11 @@ class Work(ABC):
     def prepared(self) -> PreparedTxnState | None:
         """The identity of its Kafka transaction; None if it is not prepared."""
 
+    @property
+    @abstractmethod
+    def outbox(self) -> bool | None:
+        """See :attr:`Transaction.outbox`."""
+
     @abstractmethod
     def resource(self, name: str) -> Any:
         """The object that the database gives to the user's code under this name, until the block has ended."""
@@ -280,6 +286,16 @@ class Transaction:
     def prepared(self) -> PreparedTxnState | None:
         """The identity of its Kafka transaction, once the block has ended; None if it was not prepared."""
         return self._dual_write.prepared
+
+    @property
+    def outbox(self) -> bool | None:
+        """Whether the messages wait, so that readers see them only after the block has ended: see ``outbox=`` of `DualWriter`.
+
+        While the block runs, None means that it sends directly, but may still fall back. Once it has ended: True if its rows
+        are committed and its messages wait in the database, or for Kafka's answer to their commit; False if they are visible,
+        or it was aborted, or had none.
+        """
+        return self._dual_write.outbox
 
     @property
     def connection(self) -> Connection:
@@ -356,7 +372,9 @@ class Transaction:
             timestamp_ms: Record timestamp in ms since 1970, from 1 on; the current time if not given.
             on_delivery: Called with ``(error or None, message)`` from a later ``produce`` or at the end of the block. What it
                 produces there commits with the block. What it raises aborts both sides and leaves the block, or becomes the
-                context of the block's own error. Not offered by a writer in bulk mode.
+                context of the block's own error. Not called, or not again, once the messages of the block wait in the database
+                (``outbox=`` of the writer): nothing is delivered yet, and it may be another process that delivers them. Not
+                offered by a writer in bulk mode.
 
         Raises:
             IllegalStateError: The block has ended.
@@ -446,7 +464,9 @@ class Transaction:
     def send_offsets_to_transaction(self, offsets: Sequence[TopicPartition], group_metadata: object) -> None:
         """Commit consumed offsets together with this dual write (consume, transform, write to both).
 
-        Inside a savepoint they wait for it, as messages do.
+        Inside a savepoint they wait for it, as messages do. They are a part of Kafka's transaction, so a block that has any
+        cannot wait in the database while Kafka is away (``outbox=`` of the writer): it aborts, as without an outbox. Offsets
+        that are kept as rows can wait.
 
         Args:
             offsets: The next offset to consume, by partition.
@@ -564,6 +584,7 @@ def _has_ended(block: _Entered) -> bool:
 class CommonOptions(TypedDict, total=False):
     """The keyword arguments that all writers share, and that do not say which servers they use."""
 
+    outbox: Outbox
     limits: WriterLimits
     serializers: Serializers | None
     bulk: bool

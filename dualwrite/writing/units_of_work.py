@@ -500,6 +500,11 @@ class UnitWrite(Work):
         """See :class:`Work`."""
         return self._write.prepared
 
+    @property
+    def outbox(self) -> bool | None:
+        """See :class:`Work`. That of its group, unless the unit was rolled back."""
+        return False if self.dropped else self._write.outbox
+
     def resource(self, name: str) -> Any:
         """See :class:`Work`."""
         self.require_open()

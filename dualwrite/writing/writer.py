@@ -15,7 +15,7 @@ from dualwrite.errors import IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.producer import EngineName, wanted_engine
 from dualwrite.protocol.leases import LeaseTiming
-from dualwrite.protocol.outbox import Outbox as Setting
+from dualwrite.protocol.outbox import Outbox, check_setting
 from dualwrite.protocol.values import DEFAULT_LIMITS, OutboxMode, WriterLimits, check_writer_name
 from dualwrite.recovery.claim import unique_owner
 from dualwrite.recovery.in_doubt import LOSSES, noting_reported
@@ -23,12 +23,13 @@ from dualwrite.stores.opening import database_of, is_made_here
 from dualwrite.stores.sql.database import sql_of
 from dualwrite.telemetry.loaded import observer_if_loaded
 from dualwrite.writing.dual_write import Ground, WriterBlock, session_of_block
+from dualwrite.writing.falling_back import Outboxes
 from dualwrite.writing.group_commit import Groups, Submitting, limits_for, runners_for
 from dualwrite.writing.health import Vitals
 from dualwrite.writing.lane import Losses, OnLoss
 from dualwrite.writing.lane_pool import Lanes
-from dualwrite.writing.opening import ASK_S, PATIENCE_S, Opening, with_opening
-from dualwrite.writing.outbox import Outbox
+from dualwrite.writing.opening import PATIENCE_S, Opening, with_opening
+from dualwrite.writing.outbox import Outbox as News
 from dualwrite.writing.sender import Sender, Sending, send_all
 from dualwrite.writing.transaction import Serializers, Serializing, Transaction
 from dualwrite.writing.writer_resources import Opened, ProducerSettings, ask_first, require_opened
@@ -68,6 +69,11 @@ class DualWriter(Submitting):
             the row; without one, ``user@host:pid`` does.
         database: A SQLAlchemy engine or a database URL. The tables must exist: ``dualwrite migrate``.
         schema: The database schema of the library's tables, if it is not the default one.
+        outbox: What a block does while Kafka does not answer. ``never``: it is refused, with `Unavailable`. ``fallback``: after
+            ``fallback_after_s`` its messages become rows that commit with its own, and are sent once, in their order, when
+            Kafka answers; so the end of a block does not mean any more that readers see its messages: see `Transaction.outbox`.
+            ``always``: they always become rows, sent by this process a moment later: the shortest call. Not for RocksDB and
+            ZooKeeper. Only silence makes a block fall back: what Kafka refuses aborts it, as ever.
         limits: The times and counts of the writer, among them ``max_lanes`` and ``timeout_s``: a `WriterLimits`.
         session_factory: Makes the ORM session of ``tx.session``, called with ``bind=connection``.
         serializers: Make the keys and values of ``tx.produce``: ``{"key": ..., "value": ...}``, each ``(object,
@@ -94,6 +100,7 @@ class DualWriter(Submitting):
         kafka: Mapping[str, object],
         database: Engine | Database | str,
         schema: str | None = None,
+        outbox: Outbox = "never",
         limits: WriterLimits = DEFAULT_LIMITS,
         session_factory: Callable[..., Session] = session_of_block,
         serializers: Serializers | None = None,
@@ -109,6 +116,8 @@ class DualWriter(Submitting):
         self._limits = limits
         self._producers = ProducerSettings(KafkaConfig.parse(kafka), limits.timeout_s, bulk, producer_engine)
         wanted_engine(producer_engine)
+        check_setting(outbox)
+        self._outbox: Outbox = outbox
         self._owner = unique_owner(self._producers.config.client_id)
         self._pid = os.getpid()
         self._connected: Opened | None = None
@@ -121,6 +130,7 @@ class DualWriter(Submitting):
             idle_after_s=limits.idle_after_s,
             kafka_at=self._producers.config.listener[0],
         )
+        self._lanes.refuses_in_silence = outbox == "never"
         serializing = Serializing.of(serializers)
         self._observer = observer_if_loaded() if telemetry is None else telemetry
         self._losses = Losses(on_loss, self._observer)
@@ -131,11 +141,10 @@ class DualWriter(Submitting):
             ask_kafka=lambda partitions: self._opened().ask_kafka(partitions),
             turned=self._note_silence,
         )
-        self._outbox: Setting = "never"
-        self._signals = Outbox(transactional_id, self._observer)
+        self._signals = News(transactional_id, self._observer)
         self._sender: Sender | None = None
         self._unobserve: Callable[[], None] | None = None
-        self._falls_back_after_s: float | None = None
+        self._falls_back_after_s = None if outbox == "never" else limits.fallback_after_s
         self._opening: Opening[tuple[Opened, Sequence[Lane]]] | None = None
         self._traits = traits = self._database.traits
         self._ground = Ground(
@@ -149,6 +158,7 @@ class DualWriter(Submitting):
             session_factory,
             limits.margin_s,
             limits.timeout_s,
+            self._outboxes(),
         )
         self._group_runners = runners_for(traits, limits.max_lanes)
         self._groups = Groups(
@@ -228,6 +238,8 @@ class DualWriter(Submitting):
 
     def _connect(self) -> Opened:
         self._database.check()
+        if self._outbox != "never":
+            self._database.require_outbox()
         return Opened(
             self.transactional_id,
             self._database.store(paused_owner_timeout_s=self._limits.paused_owner_timeout_s),
@@ -258,7 +270,7 @@ class DualWriter(Submitting):
     def _attempt(self) -> tuple[Opened, Sequence[Lane]]:
         """Try to open. If it raises, nothing that it has made is left."""
         if self._falls_back_after_s is None:  # otherwise Kafka is not needed
-            ask_first(self._producers.config, self.transactional_id, ASK_S)
+            ask_first(self._producers.config, self.transactional_id, PATIENCE_S)
         opened = self._connect()
         try:
             return opened, self._claim(opened)
@@ -279,7 +291,7 @@ class DualWriter(Submitting):
 
     def _publish(self, made: tuple[Opened, Sequence[Lane]]) -> None:
         self._connected, lanes = made
-        self._lanes.open(lanes, tried=self._connected.unanswered is not None)
+        self._lanes.open(lanes)
         self._vitals.watch(self._lanes, self._connected.unanswered)
         if self._sender is not None:
             self._sender.start()
@@ -329,8 +341,23 @@ class DualWriter(Submitting):
             idle_after_s=self._limits.idle_after_s,
         )
 
+    def _outboxes(self) -> Outboxes | None:
+        if self._outbox == "never":
+            return None
+        return Outboxes(
+            self.transactional_id,
+            self._outbox,
+            self._signals,
+            self._limits,
+            self._producers.config.max_message_bytes,
+            self._producers.bulk,
+        )
+
     def transaction(
-        self, connection: Connection | psycopg.Connection[object] | DjangoConnection | None = None
+        self,
+        connection: Connection | psycopg.Connection[object] | DjangoConnection | None = None,
+        *,
+        outbox: Outbox | None = None,
     ) -> AbstractContextManager[Transaction]:
         """Run one dual write: the block's end commits both sides, an exception in the block aborts both.
 
@@ -339,6 +366,9 @@ class DualWriter(Submitting):
                 ``django.db.connection``, outside of ``atomic()``, which the block then stands for. One is taken from the engine
                 if not given. The library checks once for each connection that it leads to the writer's database. After
                 `TransactionInDoubt` it is closed.
+            outbox: For this block in place of the writer's setting, if that is not ``never``. ``always``: its messages become
+                rows. ``never``: the block is refused while messages of the writer wait, which come first, and does not fall
+                back.
 
         Returns:
             A context manager, which gives the transaction; it is usable until the block ends.
@@ -364,9 +394,14 @@ class DualWriter(Submitting):
         ``atomic()`` does. Every other exception from the block is passed on unchanged. A block may be entered in one thread and
         left in another; two threads must not use it at the same time.
         """
-        return self._block(connection)
+        return self._block(connection, outbox=outbox)
 
-    def bind(self, sessions: sessionmaker[SessionT] | scoped_session[SessionT] | type[SessionT]) -> BoundSessions:
+    def bind(
+        self,
+        sessions: sessionmaker[SessionT] | scoped_session[SessionT] | type[SessionT],
+        *,
+        outbox: Outbox | None = None,
+    ) -> BoundSessions:
         """Let the sessions of a factory produce messages that commit with their rows.
 
         Its sessions need no change. One that produces through the result joins a dual write of this open writer; the others are
@@ -375,28 +410,31 @@ class DualWriter(Submitting):
         Args:
             sessions: A ``sessionmaker``, a ``scoped_session`` of one (Flask-SQLAlchemy's ``db.session``), or a class
                 (SQLModel's ``Session``). Its sessions lead to the writer's database, and to no other in the same transaction.
+            outbox: For the dual writes of these sessions, as for :meth:`transaction`.
 
         Raises:
             ConfigurationError: Its sessions are asynchronous or in two-phase mode, or it is no such factory.
         """
         from dualwrite.writing.sessions import BoundSessions  # noqa: PLC0415 - the ORM is large, and loaded where it is used
 
-        joins_first, block = self._joined()
+        joins_first, block = self._joined(outbox)
         return BoundSessions(self.transactional_id, sessions, block, joins_first=joins_first)
 
-    def _joined(self) -> tuple[Engine | None, Block]:
+    def _joined(self, outbox: Outbox | None) -> tuple[Engine | None, Block]:
         """For sessions: see :class:`dualwrite.writing.sessions.Joining`."""
         sql = sql_of(self._database, "sessions")
         store = sql.joined_store(paused_owner_timeout_s=self._limits.paused_owner_timeout_s)
-        return sql.joins_first, lambda _, connection: self._block(connection, store())
+        return sql.joins_first, lambda _, connection: self._block(connection, store(), outbox=outbox)
 
     def _block(
         self,
         connection: Connection | psycopg.Connection[object] | DjangoConnection | None,
         joined: StateStore | None = None,
+        *,
+        outbox: Outbox | None = None,
     ) -> AbstractContextManager[Transaction]:
         """One dual write: in a transaction of its own, or in the one that the connection is in, with that store."""
-        return WriterBlock(self._ground, connection, joined)
+        return WriterBlock(self._ground, connection, joined, outbox=outbox)
 
     def _context(self, joined: StateStore | None) -> OwnerContext:
         if (opening := self._opening) is not None and not opening.done and os.getpid() == self._pid:

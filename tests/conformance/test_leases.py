@@ -46,17 +46,6 @@ def test_members_take_the_lowest_numbers_and_one_that_is_given_back_is_the_next_
     assert [leases.take(f"another {number}", 60) for number in range(3)] == ["orders-1", "orders-2", "orders-4"]
 
 
-def test_one_number_is_taken_by_one_member_until_it_is_free_expired_or_its_holder_has_died(leases, there):
-    assert leases.take_number(0, "first", 60) == "orders-0"
-    assert leases.take_number(0, "first", 60) == "orders-0"  # the answer was lost
-    assert leases.take_number(0, "second", 60) is None
-    leases.give_back("orders-0", "first", settled=True)
-    assert leases.take_number(0, "second", -1) == "orders-0"
-    assert leases.take_number(0, "third", 60) == "orders-0"
-    assert leases.take_number(0, "fourth", 60, has_died=lambda lease: lease.owner == "third") == "orders-0"
-    assert {name: lease.owner for name, lease in there().items()} == {"orders-0": "fourth"}
-
-
 def test_a_lease_lasts_its_time_from_the_moment_when_it_was_taken_or_renewed(leases, there):
     leases.take("member", 60)
     assert 50 < there()["orders-0"].left_s <= 60

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from harness.databases import Database, Thread, run_raw
-from sqlalchemy import Connection, create_engine, make_url, text
+from sqlalchemy import Connection, text
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
@@ -18,7 +18,6 @@ from dualwrite.protocol.process import DoubtStep
 from dualwrite.protocol.values import Decision, FirstLook, OutboxMode, WaitingMessages
 from dualwrite.recovery.claim import OwnerContext
 from dualwrite.recovery.in_doubt import resolve_commit
-from dualwrite.stores.sql.access import grants_to_work
 from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.stores.sql.outbox import decode_headers, encode_headers
 from dualwrite.stores.sql.store import SqlStateStore
@@ -212,36 +211,6 @@ def test_tables_that_a_crash_would_empty_are_refused(postgres: Database) -> None
         with pytest.raises(ConfigurationError, match=f"ALTER TABLE .*{table} SET LOGGED"):
             database.require_outbox()
         postgres.execute(f"ALTER TABLE {table} SET LOGGED")
-
-
-def test_the_rights_that_are_named_are_enough(postgres: Database) -> None:
-    postgres.store().claim(["orders"], owner="me", cluster_id="cluster-one")
-    role = f"later_{make_url(postgres.url).database}"
-    url = make_url(postgres.url).set(username=role, password=role)
-    postgres.execute(f"CREATE ROLE {role} LOGIN PASSWORD '{role}'")
-    for grant in grants_to_work(url, None).partition(": ")[2].split("; "):
-        postgres.execute(grant)
-    store = SqlStateStore(create_engine(url))
-    try:
-        store.outbox.begin_later("orders")
-        with store.engine.connect() as connection:
-            assert put(store, connection, message(), message())
-            assert put(store, connection, *[message()] * 4000)
-            store.begin(connection)
-            store.read_incarnation(connection, "orders")
-            assert store.outbox.lock(connection, "orders", within_s=WAIT_S) is LATER
-            numbers = store.outbox.read(connection, "orders", limit=4000, max_bytes=10**6).numbers
-            assert store.outbox.move_aside(connection, "orders", numbers[:2], "why") == 2
-            assert store.outbox.delete(connection, "orders", numbers[2:]) == len(numbers) - 2
-            store.outbox.turn(connection, "orders", DIRECT)
-            store.commit(connection)
-        number = store.outbox.aside("orders", limit=1)[0].number
-        assert store.outbox.replay("orders", [number]) == store.outbox.drop("orders") == 1
-        assert store.outbox.waiting("orders").rows == 3
-    finally:
-        store.engine.dispose()
-        postgres.execute(f"DROP OWNED BY {role}")
-        postgres.execute(f"DROP ROLE {role}")
 
 
 def test_the_number_of_a_decision_grows_within_an_incarnation_and_with_it(

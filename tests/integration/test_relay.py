@@ -374,24 +374,6 @@ def test_refused_rows_are_moved_aside_and_the_rest_goes_on(kafka, database, tabl
 
 
 @on_postgresql
-def test_what_is_put_back_is_sent_by_the_running_relay(
-    kafka, database, table, dualwrite_kafka, dualwrite_topic, dualwrite
-):
-    missing = f"{dualwrite_topic}-missing"
-    put(database, missing, "k", "1")
-    relay = make(kafka, database, on_refused="aside")
-    with running(relay):
-        wait_until(lambda: relay.report.refused)
-        dualwrite_kafka.create_topic(missing, 1)
-        assert dualwrite("outbox", "replay", "relay-outbox_events-0", "--all").exit_code == 0
-        wait_until(lambda: json.loads(dualwrite("outbox", "list", "--json").stdout)["writers"][0]["mode"] == "direct")
-        put(database, missing, "k", "2")
-        wait_until(lambda: relay.report.messages == 1)
-    assert [record.value for record in read_committed(kafka, missing)] == [b"1", b"2"]
-    dualwrite_kafka.delete_topic(missing)
-
-
-@on_postgresql
 def test_a_row_that_makes_no_message_is_moved_aside_as_it_is(kafka, database, table, dualwrite_topic):
     run(
         database,

@@ -121,7 +121,7 @@ class ProducerInstance(JudgedProducer):
     @verb
     def begin(self) -> None:
         """Begin a transaction."""
-        deadline = Deadline(self._call_timeout_s)
+        deadline = Deadline(self.call_timeout_s)
         if self.pending_end is not None:
             self._require_end_known(self.pending_end)
         self._call(Phase.BEGIN, lambda producer, _: producer.begin_transaction(), deadline)
@@ -146,7 +146,7 @@ class ProducerInstance(JudgedProducer):
         try:
             self._raw.produce(*parts)
         except BufferError:
-            self._produce_when_there_is_room(parts, Deadline(self._call_timeout_s))
+            self._produce_when_there_is_room(parts, Deadline(self.call_timeout_s))
         except KafkaException as error:
             self._refused(error, topic)
         deliveries.produced += 1
@@ -166,7 +166,7 @@ class ProducerInstance(JudgedProducer):
                     produce(topic, value, key, ANY_PARTITION, report, report)
                 except BufferError:
                     parts = (topic, value, key, ANY_PARTITION, report, report, _NOW, None)
-                    self._produce_when_there_is_room(parts, Deadline(self._call_timeout_s))
+                    self._produce_when_there_is_room(parts, Deadline(self.call_timeout_s))
                 except KafkaException as error:
                     self._refused(error, topic)
                 deliveries.produced += 1

@@ -294,7 +294,7 @@ class NativeInstance(ProducerEngine):
     @property
     def _deadline(self) -> Deadline:
         """Limits the call that takes messages now. Most of these calls wait for nothing, and need none."""
-        return Deadline(max(0.0, self._begun_at + self._call_timeout_s - now_s()))
+        return Deadline(max(0.0, self._begun_at + self.call_timeout_s - now_s()))
 
     def _find_topic(self, name: str, fresh: bool) -> Topic | None:  # noqa: FBT001 - a callback
         """The topic, once a broker knows it: one that was made a moment ago may not be known everywhere yet."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from dualwrite.asyncio.writer import TaskWriter
     from dualwrite.errors import DualWriteError
     from dualwrite.protocol.message import ProducerRecord
+    from dualwrite.protocol.outbox import Outbox
     from dualwrite.testing.memory.failures import Place
     from dualwrite.testing.memory.lane import RecordedTransaction
     from dualwrite.writing.transaction import Serializers
@@ -37,7 +39,7 @@ class AsyncInMemoryWriter(AsyncDualWriter):
         database: An ``AsyncEngine`` or a URL; a new SQLite database in memory (aiosqlite) if not given. As for
             `InMemoryWriter`, dual writes on an engine with a ``StaticPool`` run one at a time.
         session_factory: As for `AsyncDualWriter`.
-        limits, serializers, bulk, max_message_bytes: As for `InMemoryWriter`.
+        outbox, limits, serializers, bulk, max_message_bytes: As for `InMemoryWriter`.
 
     Raises:
         ConfigurationError: A setting cannot work with an `AsyncDualWriter` either.
@@ -48,6 +50,7 @@ class AsyncInMemoryWriter(AsyncDualWriter):
         transactional_id: str = "in-memory",
         *,
         database: AsyncEngine | str | None = None,
+        outbox: Outbox = "never",
         limits: WriterLimits = DEFAULT_LIMITS,
         session_factory: Callable[..., AsyncSession] = async_session_of_block,
         bulk: bool = False,
@@ -61,6 +64,7 @@ class AsyncInMemoryWriter(AsyncDualWriter):
         self._memory = _ForTasks(
             transactional_id,
             self._engine,
+            outbox=outbox,
             limits=limits,
             session_factory=Sessions(self._engine, session_factory).make,
             bulk=bulk,
@@ -99,6 +103,11 @@ class AsyncInMemoryWriter(AsyncDualWriter):
         return self._memory.messages_of(topic)
 
     @property
+    def waiting(self) -> list[ProducerRecord]:
+        """See :attr:`InMemoryWriter.waiting`."""
+        return self._memory.waiting
+
+    @property
     def aborted(self) -> list[ProducerRecord]:
         """See :attr:`InMemoryWriter.aborted`."""
         return self._memory.aborted
@@ -128,6 +137,10 @@ class AsyncInMemoryWriter(AsyncDualWriter):
             ValueError: The real writer cannot fail in this way.
         """
         self._memory.fail_next(place, error, rows_committed=rows_committed, times=times)
+
+    def outage(self) -> AbstractContextManager[None]:
+        """Let Kafka be away: see :meth:`InMemoryWriter.outage`. It waits for nothing."""
+        return self._memory.outage()
 
     def settle(self) -> None:
         """Settle what dual writes left behind: see :meth:`InMemoryWriter.settle`. It waits for nothing."""

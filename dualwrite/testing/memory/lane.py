@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from enum import Enum
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from sqlalchemy import exc, literal_column, select
 from sqlalchemy.pool import StaticPool
 
-from dualwrite.errors import CompletionPending, DualWriteError, IllegalStateError, TransactionAborted
+from dualwrite.errors import CompletionPending, DualWriteError, IllegalStateError, TransactionAborted, Unavailable
 from dualwrite.protocol.message import (
     ConsumedOffsets,
     Message,
@@ -23,7 +24,7 @@ from dualwrite.protocol.message import (
     Unsendable,
 )
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.values import NEVER_MS, Decision, StateRow
+from dualwrite.protocol.values import NEVER_MS, Decision, FirstLook, OutboxMode, StateRow, outbox_id
 from dualwrite.recovery.claim import OwnerContext
 from dualwrite.stores.sql import dialect as committing
 from dualwrite.stores.sql.access import keep, let_go, map_database_error
@@ -34,6 +35,7 @@ from dualwrite.stores.sql.sqlite import SQLite
 from dualwrite.stores.sql.store import refuse_transaction
 from dualwrite.stores.sql.tables import declare_tables
 from dualwrite.testing.memory.failures import Place
+from dualwrite.writing.outbox import Outbox
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
@@ -78,6 +80,7 @@ class MemoryProducer:
 
     begun_for_s = 0.0
     transaction_timeout_ms = NEVER_MS
+    call_timeout_s = 0.0
 
     def __init__(self, lane: MemoryLane, planted: Planted, *, bulk: bool, max_message_bytes: int) -> None:
         self._lane = lane
@@ -89,6 +92,7 @@ class MemoryProducer:
         self._undelivered: list[tuple[DeliveryCallback, _Delivered]] = []
 
     def begin_transaction(self) -> None:
+        self._lane.outbox.require_kafka()
         self._undelivered.clear()
         self._lane.begin()
 
@@ -104,15 +108,16 @@ class MemoryProducer:
     def send(self, message: Message) -> None:
         """See the real one. ``on_delivery`` is called when the messages are flushed."""
         self._planted.reach(Place.PRODUCE)
-        topic, value, key, partition, headers, timestamp_ms, on_delivery, _ = message
-        record = ProducerRecord(topic, value, key, tuple(headers), partition, timestamp_ms)
+        self._lane.outbox.require_kafka()
+        record = _record_of(message)
         self._lane.transaction.messages.append(record)
-        if on_delivery is not None:
-            self._undelivered.append((on_delivery, _Delivered(record)))
+        if message.on_delivery is not None:
+            self._undelivered.append((message.on_delivery, _Delivered(record)))
 
     def take(self, held: Sendable) -> None:
         if isinstance(held, ConsumedOffsets):
             self._planted.reach(Place.PRODUCE)
+            self._lane.outbox.require_kafka()
             self._lane.transaction.offsets.append((list(held.offsets), held.group_metadata))
         elif isinstance(held, Message):
             self.send(held)
@@ -135,6 +140,7 @@ class MemoryProducer:
 
     def prepare_transaction(self) -> PreparedTxnState:
         self._planted.reach(Place.PREPARE)
+        self._lane.outbox.require_kafka()
         while self._undelivered:  # callbacks may produce more
             on_delivery, delivered = self._undelivered.pop(0)
             on_delivery(None, delivered)
@@ -148,7 +154,13 @@ class MemoryProducer:
         """None: the flush raises a callback's exception."""
 
     def abort_transaction(self) -> None:
+        self._lane.outbox.require_kafka()
         self._lane.end(committed=False)
+
+
+def _record_of(message: Message) -> ProducerRecord:
+    topic, value, key, partition, headers, timestamp_ms, _, _ = message
+    return ProducerRecord(topic, value, key, tuple(headers), partition, timestamp_ms)
 
 
 class MemoryLane:
@@ -169,9 +181,13 @@ class MemoryLane:
         planted: Planted,
         log: Log,
         *,
+        outbox: MemoryOutbox,
         bulk: bool,
         max_message_bytes: int,
     ) -> None:
+        self.outbox = outbox
+        self.waiting: list[ProducerRecord] = []  # of a block that is about to commit
+        self.shares = False
         self.transactional_id = transactional_id
         self.row = StateRow(
             transactional_id,
@@ -208,6 +224,9 @@ class MemoryLane:
     def note_rows_committed(self) -> None:
         """Note that the database has committed the current dual write."""
         transaction = self._transaction
+        if self.waiting:
+            transaction = None  # what was sent is left, and settling aborts it
+            self.outbox.put(self.waiting)
         if transaction is None:
             # Rows alone are recorded, too.
             transaction = self._log.begin(self.transactional_id)
@@ -218,6 +237,13 @@ class MemoryLane:
         """End the current Kafka transaction."""
         self._log.end(self.transaction, committed=committed)
         self._transaction = None
+
+    def end_of_rows(self) -> None:
+        """The database's transaction has ended, one way or the other."""
+        self.waiting = []
+        if self.shares:
+            self.shares = False
+            self.outbox.give_up_share()
 
     @property
     def needs_settling(self) -> bool:
@@ -231,17 +257,25 @@ class MemoryLane:
     def settle(self, deadline: Deadline) -> None:
         """Commit what the database has committed, and abort what it has not."""
         del deadline
+        self.outbox.require_kafka()
         if self._transaction is not None:
             self.end(committed=self._transaction.rows_committed)
 
     ready = settle
 
-    def complete(self, state: PreparedTxnState, deadline: Deadline) -> None:
+    def ready_to_wait(self, deadline: Deadline) -> None:
+        """Nothing: a block whose messages wait needs no more of it."""
+
+    def complete(self, state: PreparedTxnState, deadline: Deadline, *, leaves: bool = False) -> bool:
         del state, deadline
         failure = self._planted.take(Place.COMPLETE)
-        if failure is None:
+        if failure is None and not self.outbox.away:
             self.end(committed=True)
-            return
+            return True
+        if leaves and (failure is None or isinstance(failure.error, CompletionPending)):
+            return False
+        if failure is None:
+            raise CompletionPending(_AWAY, transactional_id=self.transactional_id)
         if not isinstance(failure.error, CompletionPending):
             self.end(committed=False)
         raise failure.error
@@ -338,6 +372,142 @@ class Log:
             return list(self._committed)
 
 
+# An outbox that is a list, and a Kafka that can be away.
+
+_AWAY: Final = "Kafka does not answer: a test has planted an outage"
+
+
+class MemoryOutbox(Outbox):
+    """The messages of one writer that wait, and its mode. They are sent at once, or when the outage ends. Thread-safe."""
+
+    def __init__(self, writer: str, log: Log, *, always: bool) -> None:
+        super().__init__(writer)
+        self._name = writer
+        self._log = log
+        self._always = always
+        self._rows: list[ProducerRecord] = []
+        self._shares = 0
+        self._changing = threading.RLock()
+        self.mode = OutboxMode.LATER if always else OutboxMode.DIRECT
+        self.away = False
+
+    def require_kafka(self) -> None:
+        """Raise while Kafka is away."""
+        if self.away:
+            raise Unavailable(_AWAY, transactional_id=self._name)
+
+    @property
+    def rows(self) -> list[ProducerRecord]:
+        """The messages that wait."""
+        with self._changing:
+            return list(self._rows)
+
+    def share(self) -> OutboxMode:
+        """Take a share of the lock on the mode."""
+        with self._changing:
+            self._shares += 1
+            return self.mode
+
+    def give_up_share(self) -> None:
+        """Give it up. The last one lets the mode turn back."""
+        with self._changing:
+            self._shares -= 1
+        self.send()
+
+    def put(self, messages: Sequence[ProducerRecord]) -> None:
+        """Let the messages of a block wait, whose rows are committed."""
+        with self._changing:
+            self.mode = OutboxMode.LATER
+            self._rows += messages
+            self._note()
+
+    def wake(self) -> None:
+        """See :meth:`Outbox.wake`."""
+        super().wake()
+        self.send()
+
+    def send(self) -> None:
+        """Send what waits, if Kafka is there."""
+        with self._changing:
+            if self.away or self.mode is OutboxMode.DIRECT:
+                return
+            if self._rows:
+                transaction = self._log.begin(outbox_id(self._name))
+                transaction.messages += self._rows
+                transaction.rows_committed = True
+                self._log.end(transaction, committed=True)
+                self._rows = []
+            if not self._always and not self._shares:
+                self.mode = OutboxMode.DIRECT
+                self.note_mode(later=False, why="all that waited is sent")
+            self._note()
+
+    def _note(self) -> None:
+        size = sum(len(cast("bytes", part or b"")) for row in self._rows for part in (row.value, row.key))
+        self.note_waiting(len(self._rows), size, 0.0 if self._rows else None)
+
+
+class MemoryRows:
+    """The blocks' calls of :class:`dualwrite.interfaces.OutboxRows`, for one lane."""
+
+    def __init__(self, store: MemoryStore, lane: MemoryLane) -> None:
+        self._store = store
+        self._lane = lane
+
+    def read_first(
+        self,
+        connection: Connection,
+        transactional_id: str,
+        writer: str,
+        *,
+        namespace: str | None = None,
+        known: StateRow | None = None,
+    ) -> FirstLook:
+        """See the port."""
+        incarnation = self._store.read_incarnation(connection, transactional_id, namespace=namespace, known=known)
+        return FirstLook(incarnation, self.mode(connection, writer))
+
+    def mode(self, connection: Connection, writer: str) -> OutboxMode:
+        """See the port."""
+        del connection, writer
+        return self._lane.outbox.mode
+
+    def share(self, connection: Connection, writer: str, *, within_s: float) -> OutboxMode:
+        """See the port."""
+        del connection, writer, within_s
+        self._lane.shares = True
+        return self._lane.outbox.share()
+
+    def lock(self, connection: Connection, writer: str, *, within_s: float) -> OutboxMode:
+        """See the port. Nobody is kept from anything: the mode turns with the rows, after the commit."""
+        del within_s
+        return self.mode(connection, writer)
+
+    def turn(self, connection: Connection, writer: str, mode: OutboxMode) -> None:
+        """See the port. It turns after the commit."""
+
+    def decide(
+        self, connection: Connection, decision: Decision, writer: str, messages: Sequence[Sendable]
+    ) -> tuple[bool, str | None]:
+        """See the port."""
+        del writer
+        self._lane.waiting = [record for message in messages for record in _records_of(message)]
+        return self._store.hold(connection, decision)
+
+    def decisions_locked(self, transactional_id: str, namespace: str | None, deadline: Deadline) -> int:
+        """See the port. Asked for only after a COMMIT in doubt, which stays so: it always raises."""
+        del namespace
+        return self._store.read_locked(transactional_id, deadline).incarnation
+
+
+def _records_of(message: Sendable) -> Iterator[ProducerRecord]:
+    if isinstance(message, Message):
+        yield _record_of(message)
+    elif isinstance(message, MessageBatch):
+        for value, key in zip(message.values, message.keys or repeat(None), strict=False):
+            yield ProducerRecord(message.topic, value, key)
+
+
 # The database's part of a dual write on the user's own engine, without the library's tables.
 
 
@@ -369,9 +539,8 @@ def dialect_for_tests(engine: Engine) -> Dialect:
 class MemoryStore:
     """The dual writes' calls of :class:`dualwrite.interfaces.StateStore`, for one lane: the decision is kept in memory."""
 
-    outbox: Final = None
-
     def __init__(self, engine: Engine, dialect: Dialect, planted: Planted, lane: MemoryLane) -> None:
+        self.outbox = MemoryRows(self, lane)
         self._engine = engine
         self._dialect = dialect
         self._planted = planted
@@ -438,9 +607,10 @@ class MemoryStore:
             raise failure.error
         try:
             self._commit(connection, answer_s)
+            self._lane.note_rows_committed()
         finally:
             let_go(connection)
-        self._lane.note_rows_committed()
+            self._lane.end_of_rows()
         if failure is not None:
             raise failure.error
 
@@ -450,6 +620,7 @@ class MemoryStore:
     def rollback(self, connection: Connection) -> None:
         committing.rollback(connection)
         let_go(connection)
+        self._lane.end_of_rows()
 
     def discard(self, connection: Connection) -> None:
         """Roll back. The driver's connection stays open: a database in memory ends with it."""
@@ -493,3 +664,4 @@ class JoinedMemoryStore(MemoryStore):
     def rollback(self, connection: Connection) -> None:
         committing.rollback_joined(connection)
         let_go(connection)
+        self._lane.end_of_rows()

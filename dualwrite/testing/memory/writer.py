@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
@@ -14,6 +14,7 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError, IllegalStateError
 from dualwrite.interfaces import NO_OBSERVER
 from dualwrite.protocol.message import ProducerRecord
+from dualwrite.protocol.outbox import Outbox, check_setting
 from dualwrite.protocol.values import DEFAULT_LIMITS, WriterLimits, check_writer_name, lane_id
 from dualwrite.stores.sql.access import engine_of
 from dualwrite.stores.sql.database import SqlDatabase
@@ -21,12 +22,14 @@ from dualwrite.testing.memory.failures import Place, Planted
 from dualwrite.testing.memory.lane import (
     Log,
     MemoryLane,
+    MemoryOutbox,
     RecordedTransaction,
     TransactionState,
     dialect_for_tests,
     is_shared,
 )
 from dualwrite.writing.dual_write import Ground, WriterBlock, session_of_block
+from dualwrite.writing.falling_back import Outboxes
 from dualwrite.writing.group_commit import Groups, Submitting, runners_for
 from dualwrite.writing.health import Vitals
 from dualwrite.writing.lane_pool import Lanes
@@ -66,6 +69,7 @@ class InMemoryWriter(Submitting):
         database: A SQLAlchemy engine or a URL; a new SQLite database in memory if not given. Dual writes on an engine with a
             ``StaticPool`` run one at a time, and other code must not use the engine inside a block: it would be on the same
             connection.
+        outbox: As for `DualWriter`. What waits is sent when the outage ends that :meth:`outage` makes; without one at once.
         limits: As for `DualWriter`. Its times count only where a caller waits: for a lane, and for a place.
         session_factory: As for `DualWriter`.
         bulk: As for `DualWriter`.
@@ -81,6 +85,7 @@ class InMemoryWriter(Submitting):
         transactional_id: str = "in-memory",
         *,
         database: Engine | str | None = None,
+        outbox: Outbox = "never",
         limits: WriterLimits = DEFAULT_LIMITS,
         session_factory: Callable[..., Session] = session_of_block,
         bulk: bool = False,
@@ -96,6 +101,8 @@ class InMemoryWriter(Submitting):
         self._max_message_bytes = max_message_bytes
         self._planted = Planted()
         self._log = Log()
+        check_setting(outbox)
+        self._outbox = MemoryOutbox(transactional_id, self._log, always=outbox == "always")
         self._open = False
         self._lanes = Lanes(
             transactional_id,
@@ -119,6 +126,9 @@ class InMemoryWriter(Submitting):
             session_factory,
             _MARGIN_S,
             _TIMEOUT_S,
+            None
+            if outbox == "never"
+            else Outboxes(transactional_id, outbox, self._outbox, limits, max_message_bytes, bulk),
         )
         self._group_runners = 1 if is_shared(self._engine) else runners_for(rows.traits, limits.max_lanes)
         self._groups = Groups(
@@ -141,6 +151,11 @@ class InMemoryWriter(Submitting):
     def messages_of(self, topic: str) -> list[ProducerRecord]:
         """Those of :attr:`messages` in one topic."""
         return [message for message in self.messages if message.topic == topic]
+
+    @property
+    def waiting(self) -> list[ProducerRecord]:
+        """The messages that wait in the outbox, in the order of the commits."""
+        return self._outbox.rows
 
     @property
     def aborted(self) -> list[ProducerRecord]:
@@ -183,6 +198,20 @@ class InMemoryWriter(Submitting):
                 one = one(f"a test has planted this at {at.value!r}", transactional_id=self.transactional_id)
             self._planted.add(at, one, rows_committed=rows_committed)
 
+    @contextmanager
+    def outage(self) -> Generator[None, None, None]:
+        """Let Kafka be away while this block runs: no call of the writer waits for it, it does not answer at once.
+
+        What the dual writes meanwhile have let wait is sent at the end of the block, and what they have left is settled.
+        """
+        self._outbox.away = True
+        try:
+            yield
+        finally:
+            self._outbox.away = False
+            self.settle()
+            self._outbox.send()
+
     def settle(self) -> None:
         """Settle what dual writes left behind, as the real writer does in the background and a recovery after a crash.
 
@@ -190,7 +219,7 @@ class InMemoryWriter(Submitting):
         lane is also settled before its next use, and by :meth:`close`.
         """
         for pooled in self._lanes.all:
-            if pooled.taken_at is None:
+            if pooled.taken_at is None and not self._outbox.away:
                 pooled.lane.settle(Deadline(_AT_ONCE))
 
     def open(self, *, wait: bool = True) -> None:
@@ -215,33 +244,50 @@ class InMemoryWriter(Submitting):
             self._dialect,
             self._planted,
             self._log,
+            outbox=self._outbox,
             bulk=self._bulk,
             max_message_bytes=self._max_message_bytes,
         )
         return cast("Lane", lane)
 
     def transaction(
-        self, connection: Connection | psycopg.Connection[object] | DjangoConnection | None = None
+        self,
+        connection: Connection | psycopg.Connection[object] | DjangoConnection | None = None,
+        *,
+        outbox: Outbox | None = None,
     ) -> AbstractContextManager[Transaction]:
         """See :meth:`DualWriter.transaction`."""
-        return self._block(connection)
+        return self._block(connection, outbox=outbox)
 
-    def bind(self, sessions: sessionmaker[SessionT] | scoped_session[SessionT] | type[SessionT]) -> BoundSessions:
+    def bind(
+        self,
+        sessions: sessionmaker[SessionT] | scoped_session[SessionT] | type[SessionT],
+        *,
+        outbox: Outbox | None = None,
+    ) -> BoundSessions:
         """See :meth:`DualWriter.bind`."""
         from dualwrite.writing.sessions import BoundSessions  # noqa: PLC0415 - the ORM is large, and loaded where it is used
 
-        joins_first, block = self._joined()
+        joins_first, block = self._joined(outbox)
         return BoundSessions(self.transactional_id, sessions, block, joins_first=joins_first)
 
-    def _joined(self) -> tuple[Engine | None, Block]:
+    def _joined(self, outbox: Outbox | None) -> tuple[Engine | None, Block]:
         """As that of :class:`DualWriter`."""
-        return SqlDatabase(self._engine).joins_first, lambda _, connection: self._block(connection, joined=True)
+        return (
+            SqlDatabase(self._engine).joins_first,
+            lambda _, connection: self._block(connection, joined=True, outbox=outbox),
+        )
 
     def _block(
-        self, connection: Connection | psycopg.Connection[object] | DjangoConnection | None, *, joined: bool = False
+        self,
+        connection: Connection | psycopg.Connection[object] | DjangoConnection | None,
+        *,
+        joined: bool = False,
+        outbox: Outbox | None = None,
     ) -> AbstractContextManager[Transaction]:
         first = cast("MemoryLane", self._lanes.first) if self._open else None
-        return _MemoryBlock(self._ground, connection, first.joined.store if joined and first is not None else None)
+        store = first.joined.store if joined and first is not None else None
+        return _MemoryBlock(self._ground, connection, store, outbox=outbox)
 
     def _context(self, joined: StateStore | None) -> OwnerContext:
         self._require_open()

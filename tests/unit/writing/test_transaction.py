@@ -30,6 +30,7 @@ class Refused(Exception):
 
 
 OF_A_TRANSACTION = {
+    "outbox",
     "connection",
     "prepared",
     "produce",
