@@ -82,6 +82,11 @@ class Outbox:
         self._wanted.clear()
         return found
 
+    @property
+    def has_news(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return self._wanted.is_set()
+
     def note_sent(self, messages: int) -> None:
         """Messages were sent: decided, whether or not Kafka has completed them yet."""
         self._observer.outbox(self._writer, OutboxNews.SENT, messages)

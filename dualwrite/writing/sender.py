@@ -463,7 +463,11 @@ class Sender:
 
     def _is_over(self) -> bool:
         closing = self._closing
-        return closing is not None and (closing.expired or self._failures > 0 or not self._at_work or self._silent())
+        if closing is None:
+            return False
+        # The last blocks may have put something since the last send: they have told so before the writer closes.
+        idle = not self._at_work and not self._outbox.has_news
+        return idle or closing.expired or self._failures > 0 or self._silent()
 
     def _failed(self, error: Exception) -> float:
         self._failures += 1

@@ -95,3 +95,11 @@ def test_a_block_waits_at_the_closed_gate_until_it_opens(outbox):
 def test_the_gate_holds_back_nobody_for_long(outbox):
     with outbox.gate_closed():
         outbox.pass_gate()
+
+
+def test_news_that_nobody_has_taken_are_seen_without_taking_them(outbox):
+    assert not outbox.has_news
+    outbox.wake()
+    assert outbox.has_news
+    assert outbox.wait(0.0)
+    assert not outbox.has_news
