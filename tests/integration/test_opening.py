@@ -27,6 +27,7 @@ from dualwrite.testing.reading import read_committed
 pytestmark = on_postgresql
 ROOT = Path(__file__).parents[2]
 LIMITS = WriterLimits(max_lanes=2, timeout_s=PATIENCE_S)
+FALLING_BACK = WriterLimits(max_lanes=2, timeout_s=PATIENCE_S, fallback_after_s=0.5)
 
 
 DIES_ONCE_DECIDED = """
@@ -101,8 +102,7 @@ def that_falls_back(settings, engine):
     made = []
 
     def make(name):
-        writer = DualWriter(name, kafka=settings, database=engine, limits=LIMITS)
-        writer._falls_back_after_s = 0.5
+        writer = DualWriter(name, kafka=settings, database=engine, outbox="fallback", limits=FALLING_BACK)
         made.append(writer)
         return writer
 
@@ -157,13 +157,14 @@ def test_a_writer_whose_messages_may_wait_opens_in_silence_and_finishes_what_its
         assert all(lane.may_wait and not lane.usable for lane in lanes)
         assert any(lane.row.prepared.has_transaction and lane.row.completed is None for lane in lanes)
         assert " unverified from " in state(engine, "goes-on").cluster_id
-    try:
-        wait_until(lambda: writer.ready)
-        assert both_have(1)
         place(writer, 2)
+    try:
+        wait_until(lambda: both_have(1, 2))
+        wait_until(lambda: writer.ready)
+        place(writer, 3)
     finally:
         writer.close()
-    assert both_have(1, 2)
+    assert both_have(1, 2, 3)
     assert "unverified" not in state(engine, "goes-on").cluster_id
 
 

@@ -259,9 +259,7 @@ def test_a_member_of_a_fleet_leases_an_id_once_kafka_is_back(away):
 
 @pytest.fixture
 def falls_back(away):
-    writer = away.writer(limits=WriterLimits(max_lanes=4))
-    writer._falls_back_after_s = 0.05
-    return writer
+    return away.writer(outbox="fallback", limits=WriterLimits(max_lanes=4, fallback_after_s=0.05))
 
 
 def test_a_writer_whose_messages_may_wait_opens_without_kafka(away, falls_back):
@@ -274,15 +272,13 @@ def test_a_writer_whose_messages_may_wait_opens_without_kafka(away, falls_back):
         assert writer._connected.outbox_lane.transactional_id == "orders#outbox"
         assert away.state().cluster_id == "unverified from 1"
         away.kafka.away = False
-        wait_until(lambda: writer.ready)
         with writer.transaction() as tx:
             away.put(tx, 1)
-        assert away.both_have(1)
-        assert away.state().cluster_id == away.kafka.broker.cluster_id
+        wait_until(lambda: away.both_have(1))
+        wait_until(lambda: away.state().cluster_id == away.kafka.broker.cluster_id)
 
 
 def test_blocks_use_the_lanes_whose_claim_stands_before_any_is_added(away, falls_back):
-    falls_back._lanes.refuses_in_silence = False
     with falls_back as writer:
         wait_until(lambda: writer._vitals.silence is not None)
         claimed = {pooled.lane for pooled in writer._lanes.all}
@@ -306,7 +302,6 @@ def test_what_every_former_lane_and_send_has_left_is_settled_once_kafka_is_back(
     names = [*(f"orders#{number}" for number in range(1, 7)), "orders#outbox"]
     store.claim(names, owner="former", cluster_id=away.kafka.broker.cluster_id)
     away.kafka.away = True
-    falls_back._outbox = "fallback"
     with falls_back as writer:
         assert [pooled.lane.transactional_id for pooled in writer._lanes.all] == ["orders", *names[:3]]
         assert all(row.incarnation > 1 for row in store.read(names))
@@ -315,8 +310,7 @@ def test_what_every_former_lane_and_send_has_left_is_settled_once_kafka_is_back(
 
 
 def test_of_two_that_open_without_kafka_the_first_is_fenced(away, falls_back):
-    second = away.writer()
-    second._falls_back_after_s = 0.05
+    second = away.writer(outbox="fallback", limits=WriterLimits(fallback_after_s=0.05))
     with falls_back as first, second:
         away.kafka.away = False
         with pytest.raises(Fenced), first.transaction() as tx:
