@@ -32,6 +32,9 @@ def main() -> int:
         "--database", choices=list(KINDS), help="kill so many writers on this kind, and do nothing else"
     )
     parser.add_argument("--brokers", type=int, default=1, help="in each set of servers (1)")
+    parser.add_argument(
+        "--outages", action="store_true", help="Kafka is away for seconds to minutes, and writers go on"
+    )
     parser.add_argument("--engine", choices=["native", "librdkafka"], default="native", help="of the producers")
     parser.add_argument("--mistake", default="", help="a mistake of harness.mistakes, planted into the product")
     parser.add_argument("--stop-after-s", type=float, default=float("inf"), help="begin no round after that time")
@@ -39,6 +42,7 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="forget what an earlier run of the directory has done")
     options = parser.parse_args()
     name = f"seed-{options.seed}" + (f"-brokers-{options.brokers}" if options.brokers > 1 else "")
+    name += "-outages" if options.outages else ""
     name += f"-{options.mistake}" if options.mistake else ""
     os.environ["DUALWRITE_PRODUCER_ENGINE"] = options.engine  # every process of the run sees it
     if options.database:
@@ -62,6 +66,7 @@ def main() -> int:
         consumers=options.consumers,
         states=options.state,
         database=options.database or "",
+        outages=options.outages,
     )
     if options.database:
         run.database(options.database)

@@ -118,6 +118,7 @@ class Conductor:
                 self._disturb, self._round.database_suspensions, self._servers.suspend_database, "database_suspensions"
             ),
         ]
+        disturbers.append(_thread(self._leave))
         lives = [_thread(self._life, name, episodes) for name, episodes in self._round.episodes.items()]
         for life in lives:
             life.join()
@@ -140,6 +141,20 @@ class Conductor:
                 return
             with self._changed:
                 setattr(self._results, name, getattr(self._results, name) + 1)
+
+    def _leave(self) -> None:
+        """Take Kafka away as the plan says. The counts of killed processes go on: that is what this is about."""
+        for outage in self._round.outages:
+            began = time.monotonic()
+            self._disturb(
+                [outage.after_kills],
+                lambda now=outage: self._servers.leave(now.seconds, killed=now.how == "killed"),
+                f"outages_{outage.how}",
+            )
+            if self._over:
+                return
+            with self._changed:
+                self._results.away_s += time.monotonic() - began
 
     def _life(self, name: str, episodes: list[Episode]) -> None:
         play = {
@@ -271,6 +286,8 @@ class Conductor:
             "max_lanes": threads,
             "tasks": way.writes if way.runs == "tasks" else "",
         }
+        if outbox := self._round.outboxes.get(name):
+            job["outbox"] = outbox
         if step.do in OF_A_FLEET:
             job |= {"leased": True, "lease_timeout_s": MEMBER_LEASE_S, "between_s": BETWEEN_S, "stream": label}
         with (self._directory / "processes").open("a", encoding="utf-8") as file:

@@ -24,6 +24,9 @@ _KEPT: Final = (
     "broker_suspensions",
     "database_stops",
     "database_suspensions",
+    "outages_killed",
+    "outages_suspended",
+    "away_s",
     "leaderless",
     "hanging",
     "operations",
@@ -69,6 +72,7 @@ def section(runs: Sequence[Mapping[str, Any]]) -> list[str]:
         *_without_decisions(runs),
         *_what(runs),
         *_suspended(runs),
+        *_outages(runs),
         *_by_way(runs),
         *table(databases, [by_point[database] for database in databases]),
         "",
@@ -114,6 +118,25 @@ def _suspended(runs: Sequence[Mapping[str, Any]]) -> list[str]:
             f"| `{run['command']}` | {run['engine']} | {_count(run, 'brokers')} | {sum_of(run['suspended']):,} | "
             f"{_count(run, 'broker_suspensions')} | {_count(run, 'database_suspensions')} | {_count(run, 'leaderless')} |"
             for run in runs
+        ),
+        "",
+    ]
+
+
+def _outages(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    with_outages = [run for run in runs if run.get("away_s")]
+    if not with_outages:
+        return []
+    return [
+        "Kafka was away, all brokers at once, for 2 to 120 seconds; half of the writers fall back meanwhile, a quarter lets its "
+        "messages always wait. The checker then also holds the order: what a writer has acknowledged before another of its "
+        "operations began comes first in each partition.",
+        "",
+        "| run | outages (SIGKILL) | outages (SIGSTOP) | minutes away |",
+        "|---|---|---|---|",
+        *(
+            f"| `{run['command']}` | {run['outages_killed']:,} | {run['outages_suspended']:,} | {run['away_s'] / 60:.0f} |"
+            for run in with_outages
         ),
         "",
     ]

@@ -48,6 +48,12 @@ MEMBER_OPERATIONS = 80
 PAUSED_MEMBER_MS = 6000
 """Long enough for another member to settle, and to give the id back as free."""
 
+OUTBOXES = ("fallback", "always", "fallback", "never")
+"""Of every four writers, where Kafka has outages: what becomes of their messages meanwhile."""
+OUTAGES_PER_ROUND = 24
+SECONDS_AWAY = {2: 8, 6: 8, 15: 4, 45: 2, 120: 1}
+"""How long an outage lasts, in seconds, with its weight."""
+
 KILLS_PER_ROUND = 240
 SQLITE_EVERY = 3
 """Every third round runs on SQLite."""
@@ -96,6 +102,21 @@ class Episode:
 
 
 @dataclass(frozen=True)
+class Outage:
+    """Kafka is away, all of it.
+
+    Attributes:
+        after_kills: It begins after so many killed processes.
+        seconds: How long it lasts.
+        how: The brokers are ``killed``, and started again at its end; or ``suspended``: no connection breaks.
+    """
+
+    after_kills: int
+    seconds: int
+    how: str
+
+
+@dataclass(frozen=True)
 class Round:
     """One round: fresh topic and database, several ids at once, servers that die meanwhile, and a check.
 
@@ -110,6 +131,8 @@ class Round:
         broker_suspensions: After so many killed processes a broker is suspended for seconds.
         database_stops: After so many killed processes PostgreSQL is stopped.
         database_suspensions: After so many killed processes PostgreSQL is suspended for seconds.
+        outboxes: By id, the setting of its writer.
+        outages: When Kafka is away, and the writers go on.
     """
 
     number: int
@@ -122,10 +145,17 @@ class Round:
     database_stops: list[int] = field(default_factory=list)
     broker_suspensions: list[int] = field(default_factory=list)
     database_suspensions: list[int] = field(default_factory=list)
+    outboxes: dict[str, str] = field(default_factory=dict)
+    outages: list[Outage] = field(default_factory=list)
 
 
-def make_round(seed: int, number: int, *, kills: int = KILLS_PER_ROUND, brokers: int = 1) -> Round:
-    """The round of that number. Several brokers need longer to come back, and are killed and suspended less often."""
+def make_round(
+    seed: int, number: int, *, kills: int = KILLS_PER_ROUND, brokers: int = 1, outages: bool = False
+) -> Round:
+    """The round of that number. Several brokers need longer to come back, and are killed and suspended less often.
+
+    With ``outages``, Kafka is away for seconds to minutes now and then, and most writers let their messages wait meanwhile.
+    """
     random_ = random.Random(f"{seed}/{number}")
     database = "sqlite" if number % SQLITE_EVERY == SQLITE_EVERY - 1 else "postgresql"
     names = [f"r{number}-w{index}" for index in range(3 if database == "sqlite" else 6)]
@@ -154,7 +184,7 @@ def make_round(seed: int, number: int, *, kills: int = KILLS_PER_ROUND, brokers:
     broker = max(1, kills * often // 240)
     stops = 0 if database == "sqlite" else max(1, kills * 18 // 240)
     suspended = max(1, kills * 24 // 240)
-    return Round(
+    round_ = Round(
         number,
         database,
         random_.choice([2, 2, 3]),
@@ -166,6 +196,18 @@ def make_round(seed: int, number: int, *, kills: int = KILLS_PER_ROUND, brokers:
         _spread(random_, kills, suspended),
         _spread(random_, kills, suspended if stops else 0),
     )
+    return _with_outages(round_, random.Random(f"{seed}/{number}/outages"), kills, names) if outages else round_
+
+
+def _with_outages(round_: Round, random_: random.Random, kills: int, names: list[str]) -> Round:
+    """The same round, whose Kafka is away now and then. What is drawn besides stays as it is."""
+    seconds, weights = list(SECONDS_AWAY), list(SECONDS_AWAY.values())
+    outages = [
+        Outage(after, random_.choices(seconds, weights)[0], random_.choice(["killed", "suspended"]))
+        for after in _spread(random_, kills, max(1, kills * OUTAGES_PER_ROUND // 240))
+    ]
+    outboxes = {name: OUTBOXES[(round_.number + index) % len(OUTBOXES)] for index, name in enumerate(names)}
+    return replace(round_, outboxes=outboxes, outages=outages)
 
 
 def _way(kind: int, threads: int) -> Way:

@@ -21,6 +21,9 @@ _ADDED = (
     "hanging",
     "database_stops",
     "database_suspensions",
+    "outages_killed",
+    "outages_suspended",
+    "away_s",
     "cpu_s",
     "seconds",
 )
@@ -58,6 +61,9 @@ class Results:
         engine: The producers' engine.
         broker_kills: How often a broker was killed.
         broker_suspensions: How often a broker was suspended for seconds.
+        outages_killed: How often all brokers were killed, and started again after seconds to minutes.
+        outages_suspended: Likewise of brokers that were suspended.
+        away_s: How long Kafka was away by that, and until it answered again.
         leaderless: How many partitions had no leader while a broker was suspended.
         hanging: Undecided transactions that were left open in a partition after the recovery, and ended as an operator does.
         database_stops: How often PostgreSQL was stopped.
@@ -99,6 +105,9 @@ class Results:
     hanging: int = 0
     database_stops: int = 0
     database_suspensions: int = 0
+    outages_killed: int = 0
+    outages_suspended: int = 0
+    away_s: float = 0
     operations: Counter[str] = field(default_factory=Counter)
     recovery_s: dict[str, list[float]] = field(default_factory=lambda: {"up": [], "away": [], "paused": []})
     cpu_s: float = 0

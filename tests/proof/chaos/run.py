@@ -43,6 +43,7 @@ class Run:
         consumers: How many members of groups :meth:`consumers` will kill, for the command that the page shows.
         states: How many tasks with state stores :meth:`states` will kill, likewise.
         database: The kind of database for :meth:`database`, likewise.
+        outages: Whether Kafka is away now and then, for seconds to minutes, while most writers go on.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Run:
         consumers: int = 0,
         states: int = 0,
         database: str = "",
+        outages: bool = False,
     ) -> None:
         self._directory = directory
         self._kills = kills
@@ -71,11 +73,13 @@ class Run:
         self._file = directory / "results.json"
         directory.mkdir(parents=True, exist_ok=True)
         self._brokers = brokers
+        self._outages = outages
         more = (
             (f" DATABASE={database}" if database else "")
             + (f" CONSUMERS={consumers}" if consumers else "")
             + (f" STATE={states}" if states else "")
             + (f" BROKERS={brokers}" if brokers > 1 else "")
+            + (" OUTAGES=1" if outages else "")
             + (f" MISTAKE={mistake}" if mistake else "")
         )
         command = f"make chaos N={kills} SEED={seed} ENGINE={engine}{more}"
@@ -157,7 +161,9 @@ class Run:
         directory.mkdir()
         began = time.monotonic()
         own = Results("", self._seed)
-        round_ = make_round(self._seed, number, kills=self._kills_per_round, brokers=self._brokers)
+        round_ = make_round(
+            self._seed, number, kills=self._kills_per_round, brokers=self._brokers, outages=self._outages
+        )
         Conductor(servers, forks, round_, directory, own).run()
         with self._lock:
             self.results.add(own)
@@ -170,7 +176,7 @@ class Run:
         total = self.results
         sys.stdout.write(
             f"round {own.rounds[0]} ({database}): {own.kills} killed, {own.zombie_count} zombies, "
-            f"{own.broker_kills} broker kills, {own.database_stops} database stops, {own.suspended_count} suspensions, "
+            f"{own.broker_kills} broker kills, {own.outages_killed + own.outages_suspended} outages, {own.database_stops} database stops, {own.suspended_count} suspensions, "
             f"{own.operations['present']} of {own.operations['operations']} operations present, "
             f"{len(own.findings)} findings, {seconds:.0f} s; "
             f"in all {total.kills} of {self._kills} killed, {total.zombie_count} zombies, {total.broker_kills} + "

@@ -98,6 +98,20 @@ class Servers:
                 self.kafka.resume(broker)
             self._wait_until(self._has_all_leaders)
 
+    def leave(self, seconds: float, *, killed: bool) -> None:
+        """Take all brokers away for a time, by SIGKILL or by SIGSTOP. Processes are started and end meanwhile, too.
+
+        Returns when all partitions have a leader again.
+        """
+        with self._broker_away:
+            (self.kafka.kill if killed else self.kafka.suspend)()
+            try:
+                time.sleep(seconds)
+            finally:
+                with self._outage():  # from here on those who need Kafka may wait for it
+                    (self.kafka.start if killed else self.kafka.resume)()
+                    self._wait_until(self._has_all_leaders)
+
     def suspend_database(self) -> None:
         """SIGSTOP PostgreSQL with all its back ends, and SIGCONT."""
         with self._database_away, self._outage():

@@ -132,7 +132,9 @@ def write(job: dict, engine: Engine | RocksDatabase, tell: Callable[[str], None]
 
 def settings_of(job: dict) -> dict[str, Any]:
     """The writer's settings."""
+    more = {"outbox": job["outbox"]} if "outbox" in job else {}
     return {
+        **more,
         "kafka": job["kafka"],
         "limits": WriterLimits(
             max_lanes=job.get("max_lanes", 1),

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from chaos.conductor import MEMBER_LEASE_S
@@ -47,6 +48,16 @@ def test_groups_are_those_of_threads_and_of_tasks_and_some_die_while_their_units
     spoiled = [step for step in steps_of(rounds) if step.spoils is not None]
     assert len(spoiled) > 10
     assert not any(step.spoils in step.abort for step in spoiled)
+
+
+def test_outages_are_of_both_kinds_and_of_seconds_to_minutes_and_leave_the_rest_of_the_plan_as_it_is():
+    rounds = [make_round(1, number, outages=True) for number in range(6)]
+    outages = [outage for round_ in rounds for outage in round_.outages]
+    assert {outage.how for outage in outages} == {"killed", "suspended"}
+    assert min(outage.seconds for outage in outages) < 10
+    assert max(outage.seconds for outage in outages) > 60
+    assert {setting for round_ in rounds for setting in round_.outboxes.values()} == {"fallback", "always", "never"}
+    assert [replace(round_, outages=[], outboxes={}) for round_ in rounds] == [make_round(1, n) for n in range(6)]
 
 
 def test_members_of_a_fleet_are_killed_and_paused_beyond_their_lease_and_a_last_one_settles():
