@@ -1,0 +1,273 @@
+"""Messages that wait in the database keep their order and are there once, whatever their sender and other blocks do meanwhile.
+
+Each test brings blocks and the sender to the points of one interleaving, and then reads the topic: what was decided before
+another block began comes first.
+"""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from harness.orders import on_postgresql
+from harness.patience import PATIENCE_S, patient, wait_until
+from sqlalchemy import insert, text
+
+from dualwrite import DualWriter, Unavailable, WriterLimits, failpoints, recover
+from dualwrite.testing import EmbeddedKafka, read_committed
+
+pytestmark = on_postgresql
+
+LIMITS = WriterLimits(lane_timeout_s=PATIENCE_S)
+
+
+@contextmanager
+def held(*points):
+    """Whoever comes to one of these points first waits there: the events of its arrival and of its release."""
+    gates = {point: (threading.Event(), threading.Event()) for point in points}
+
+    def wait(name):
+        if name in gates:
+            arrived, released = gates[name]
+            if not arrived.is_set():
+                arrived.set()
+                assert released.wait(PATIENCE_S), f"nobody has released {name}"
+
+    with failpoints.watched(wait):
+        try:
+            yield gates
+        finally:
+            for _, released in gates.values():
+                released.set()
+
+
+def put(writer, topic, orders, number, **options):
+    """One block. Returns whether its message waits."""
+    with writer.transaction(**options) as tx:
+        tx.produce(topic, value=str(number), key="k")
+        tx.connection.execute(insert(orders).values(id=number))
+    return tx.outbox
+
+
+def values(kafka, topic):
+    return [int(record.value) for record in read_committed(kafka, topic)]
+
+
+def mode(engine):
+    with engine.connect() as connection:
+        return connection.scalar(text("SELECT mode FROM dualwrite_outbox_mode"))
+
+
+def waiting(engine):
+    with engine.connect() as connection:
+        return connection.scalar(text("SELECT count(*) FROM dualwrite_outbox"))
+
+
+def somebody_waits_for_a_lock(engine):
+    asked = text(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    )
+    with engine.connect() as connection:
+        return bool(connection.scalar(asked))
+
+
+def is_direct(engine):
+    return mode(engine) == "direct" and not waiting(engine)
+
+
+def test_a_block_does_not_overtake_what_waits(kafka, engine, orders, dualwrite_topic):
+    with DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS) as writer:
+        with held("outbox.read") as gates:
+            assert put(writer, dualwrite_topic, orders, 1, outbox="always")
+            arrived, released = gates["outbox.read"]
+            assert arrived.wait(PATIENCE_S)
+            put(writer, dualwrite_topic, orders, 2)
+            released.set()
+        wait_until(lambda: is_direct(engine))
+        assert not put(writer, dualwrite_topic, orders, 3)
+    assert values(kafka, dualwrite_topic) == [1, 2, 3]
+
+
+def test_a_block_that_waits_for_the_last_send_looks_again_and_goes_directly(kafka, engine, orders, dualwrite_topic):
+    with (
+        DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS) as writer,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        with held("outbox.locked") as gates:
+            put(writer, dualwrite_topic, orders, 1, outbox="always")
+            arrived, released = gates["outbox.locked"]
+            assert arrived.wait(PATIENCE_S)
+            block = threads.submit(put, writer, dualwrite_topic, orders, 2)
+            wait_until(lambda: somebody_waits_for_a_lock(engine))
+            released.set()
+            assert not block.result(PATIENCE_S)
+        assert not put(writer, dualwrite_topic, orders, 3)
+    assert values(kafka, dualwrite_topic) == [1, 2, 3]
+
+
+def test_the_last_send_waits_for_a_block_whose_messages_wait_and_then_sends_them(
+    kafka, engine, orders, dualwrite_topic
+):
+    with DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS) as writer:
+        with held("outbox.read") as gates:
+            put(writer, dualwrite_topic, orders, 1, outbox="always")
+            arrived, released = gates["outbox.read"]
+            assert arrived.wait(PATIENCE_S)
+            with writer.transaction() as tx:
+                tx.produce(dualwrite_topic, value="2", key="k")
+                tx.connection.execute(insert(orders).values(id=2))
+                released.set()
+                # It holds a share of the mode, for which the last send has to wait.
+                wait_until(lambda: somebody_waits_for_a_lock(engine) or mode(engine) == "direct", pause_s=0.01)
+        wait_until(lambda: mode(engine) == "direct")
+        assert not put(writer, dualwrite_topic, orders, 3)
+        assert not waiting(engine)
+    assert values(kafka, dualwrite_topic) == [1, 2, 3]
+
+
+def test_a_message_with_a_lower_number_that_is_committed_later_is_not_left_behind(
+    kafka, engine, orders, dualwrite_topic
+):
+    with (
+        DualWriter("orders", kafka=kafka, database=engine, outbox="always", limits=LIMITS) as writer,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        with held("write.recorded") as gates:
+            lower = threads.submit(put, writer, dualwrite_topic, orders, 1)
+            arrived, released = gates["write.recorded"]
+            assert arrived.wait(PATIENCE_S)
+            put(writer, dualwrite_topic, orders, 2)
+            wait_until(lambda: values(kafka, dualwrite_topic) == [2])
+            released.set()
+            assert lower.result(PATIENCE_S)
+        put(writer, dualwrite_topic, orders, 3)
+        wait_until(lambda: not waiting(engine))
+    assert values(kafka, dualwrite_topic) == [2, 1, 3]
+
+
+def test_a_writer_of_never_sends_first_what_another_setting_has_left(kafka, engine, orders, dualwrite_topic):
+    def fail(name):
+        if name == "outbox.read":
+            raise Unavailable("the sender does not get so far")
+
+    with (
+        failpoints.watched(fail),
+        DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS) as writer,
+    ):
+        put(writer, dualwrite_topic, orders, 1, outbox="always")
+    assert waiting(engine) == 1
+    with DualWriter("orders", kafka=kafka, database=engine, limits=LIMITS) as writer:
+        put(writer, dualwrite_topic, orders, 2)
+    recover("orders", kafka=kafka, database=engine)
+    assert values(kafka, dualwrite_topic) == [1, 2]
+
+
+def test_a_sender_whose_owner_was_replaced_sends_nothing(kafka, engine, orders, dualwrite_topic):
+    with held("outbox.sent") as gates:
+        former = DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS)
+        former.open()
+        put(former, dualwrite_topic, orders, 1, outbox="always")
+        arrived, released = gates["outbox.sent"]
+        assert arrived.wait(PATIENCE_S)
+        with DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS) as writer:
+            wait_until(lambda: is_direct(engine))
+            released.set()
+            put(writer, dualwrite_topic, orders, 2)
+            former.close()
+    assert recover("orders", kafka=kafka, database=engine).losses == []
+    assert values(kafka, dualwrite_topic) == [1, 2]
+
+
+def test_a_decision_that_is_pending_in_kafka_outlives_blocks_whose_messages_wait(mortal_kafka, engine, orders, request):
+    kafka = patient(mortal_kafka.client_config())
+    topic = mortal_kafka.create_topic("pending-outbox", 1)
+    limits = WriterLimits(max_lanes=1, lane_timeout_s=PATIENCE_S)
+    killed = threading.Event()
+
+    def kill(name):
+        if name == "write.decided" and not killed.is_set():
+            killed.set()
+            mortal_kafka.kill()
+
+    with ExitStack() as started_again:
+        started_again.callback(mortal_kafka.start)
+        with DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=limits) as writer:
+            with failpoints.watched(kill):
+                put(writer, topic, orders, 1)
+            assert put(writer, topic, orders, 2)
+            started_again.pop_all().close()
+            wait_until(lambda: is_direct(engine))
+            put(writer, topic, orders, 3)
+    recover("orders", kafka=kafka, database=engine)
+    assert values(kafka, topic) == [1, 2, 3]
+
+
+def test_while_kafka_comes_and_goes_every_block_succeeds_and_all_messages_are_there_once_and_in_order(
+    mortal_kafka, engine, orders
+):
+    kafka = patient(mortal_kafka.client_config())
+    topic = mortal_kafka.create_topic("comes-and-goes", 1)
+    numbers = iter(range(1_000))
+
+    def some(count=4):
+        return [put(writer, topic, orders, next(numbers)) for _ in range(count)]
+
+    with DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS) as writer:
+        for away, back in ((mortal_kafka.kill, mortal_kafka.start), (mortal_kafka.suspend, mortal_kafka.resume)):
+            some()
+            away()
+            try:
+                waited = some()
+            finally:
+                back()
+            assert waited[-1]
+            wait_until(lambda: not some(1)[0])
+        last = next(numbers)
+    assert values(kafka, topic) == list(range(last))
+
+
+@pytest.mark.thorough
+@pytest.mark.longest
+def test_no_caller_sees_an_error_while_three_brokers_are_restarted_one_after_the_other(engine, orders):
+    """Each partition and each coordinator has one replica alone, so that some of them are away at each step."""
+    stop, errors, done = threading.Event(), [], []
+    with EmbeddedKafka(brokers=3, start_timeout_s=PATIENCE_S) as cluster:
+        kafka = patient(cluster.client_config())
+        topic = cluster.create_topic("rolling", 3)
+        with DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS) as writer:
+
+            def load(thread):
+                for position in range(1_000_000):
+                    if stop.is_set():
+                        return
+                    number = thread * 1_000_000 + position
+                    try:
+                        with writer.transaction() as tx:
+                            for partition in range(3):
+                                tx.produce(topic, value=str(number), key=str(thread), partition=partition)
+                            tx.connection.execute(insert(orders).values(id=number))
+                        done.append(number)
+                    except Exception as error:  # noqa: BLE001 - all of them are wrong
+                        errors.append(error)
+
+            with ThreadPoolExecutor(4) as threads:
+                running = [threads.submit(load, thread) for thread in range(4)]
+                try:
+                    for broker in (1, 2, 3):
+                        before = len(done)
+                        cluster.kill(broker)
+                        wait_until(lambda before=before: len(done) > before + 20)
+                        cluster.start(broker)
+                        wait_until(lambda: mode(engine) in {None, "direct"})
+                finally:
+                    stop.set()
+                for one in running:
+                    one.result(PATIENCE_S)
+        assert not errors
+        recover("orders", kafka=kafka, database=engine)
+        for partition in range(3):
+            found = [int(record.value) for record in read_committed(kafka, topic) if record.partition == partition]
+            assert sorted(found) == sorted(done)
+            for thread in range(4):
+                own = [number for number in found if number // 1_000_000 == thread]
+                assert own == sorted(own)
