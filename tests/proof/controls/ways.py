@@ -100,7 +100,8 @@ class DualWrite(Way):
     steps = tuple(
         name
         for name in failpoints.FAILPOINTS
-        if name.startswith("write.") and name not in {"write.before_abort", "write.rolled_back"}
+        if name.startswith("write.")
+        and name not in {"write.before_abort", "write.rolled_back", "write.falls_back", "write.turns", "write.waits"}
     )
 
     def __init__(self, context: OwnerContext) -> None:
