@@ -469,7 +469,13 @@ def _ask_and_put(  # noqa: PLR0917 - what _ask has found
 
 
 def exchange_values(
-    driver: Any, statement: bytes, values: list[bytes | None], types: Sequence[int], results: list[Any], *, awaits: bool
+    driver: Any,
+    statement: bytes,
+    values: Sequence[bytes | None],
+    types: Sequence[int],
+    results: list[Any],
+    *,
+    awaits: bool,
 ) -> None:
     """Send one statement with values in binary form, and add its result to the list. Otherwise as :func:`exchange`."""
     talk = _talk_values(driver, statement, values, types, results)
@@ -481,7 +487,7 @@ def exchange_values(
 
 
 def _talk_values(
-    driver: Any, statement: bytes, values: list[bytes | None], types: Sequence[int], results: list[Any]
+    driver: Any, statement: bytes, values: Sequence[bytes | None], types: Sequence[int], results: list[Any]
 ) -> Generator[Any, Any, None]:
     driver.pgconn.send_query_params(statement, values, types, [_BINARY] * len(values), _BINARY)
     results += yield from generators.execute(driver.pgconn)
