@@ -24,6 +24,7 @@ from benchmarks import (
     latency,
     mariadb_bulk,
     network,
+    outage,
     outbox,
     page,
     records,
@@ -76,6 +77,7 @@ PARTS = {
     "settling": Part(settling.run, {"ids": 5}),
     "records": Part(records.run, {"rows": 20_000, "rounds": 1}),
     "memory": Part(spark_memory.measure, {"millions": (1,)}),
+    "outage": Part(outage.run, {"slice_s": 3.0, "slices": 1, "away_s": 6.0}),
     "outbox": Part(outbox.run, {"messages": 2000, "sizes": (100,), "few": 100, "messages_by_few": 500}),
     "telemetry": Part(telemetry.run, {"operations": 5, "warm_up": 1, "repetitions": 10}),
 }

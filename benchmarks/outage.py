@@ -209,6 +209,8 @@ def section(figures: Mapping[str, Any]) -> list[str]:
     """The section of the page."""
     before, after = figures["p99 before"], figures["direct after"]
     return [
+        "## Kafka is killed under load",
+        "",
         f"{figures['per second']:g} requests a second, each one row and one message, by {THREADS} threads; the broker is killed "
         f"and stays away for {figures['away']:.0f} s. `fallback_after_s` is {figures['fallback after']:g}.",
         "",
@@ -222,4 +224,5 @@ def section(figures: Mapping[str, Any]) -> list[str]:
         f"whole outage {figures['p99 during']:.1f} ms, before it {before[FALLBACK]:.1f} ms.",
         f"- Most rows that waited: {figures['most waiting']:,}. All were sent and blocks direct again **{after:.1f} s** after "
         f"Kafka answered (aim: at most 5 s for each minute away).",
+        "",
     ]

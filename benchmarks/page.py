@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import calls, group_page, mariadb_bulk, pipelined, records, spark_page, state_page, units, web
+from benchmarks import calls, group_page, mariadb_bulk, outage, pipelined, records, spark_page, state_page, units, web
 from benchmarks.async_tasks import THREADS
 from benchmarks.consumer import BATCH, BY_HAND, OURS, PARTITIONS
 from benchmarks.first import STEPS
@@ -35,6 +35,8 @@ def keep(figures: Mapping[str, Any], store: Path = FIGURES, page: Path = PAGE) -
     page.write_text(render(figures), encoding="utf-8")
     if "state" in figures:
         state_page.draw(figures["state"], page.parent)
+    if "outage" in figures:
+        outage.draw(figures["outage"], page.parent)
 
 
 def render(figures: Mapping[str, Any]) -> str:
@@ -61,6 +63,7 @@ def render(figures: Mapping[str, Any]) -> str:
         "consumer": _consumer,
         "units": units.section,
         "known_end": _known_end,
+        "outage": outage.section,
         "telemetry": partial(_telemetry, alone=figures.get("latency", {})),
         "first": _first,
         "state": state_page.section,

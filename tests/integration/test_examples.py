@@ -42,6 +42,17 @@ placed order 3: 1 x pot
 rows:     {1: 'tea', 3: 'pot'}
 messages: {1: 'tea', 3: 'pot'}
 """,
+    "outage_orders.py": """\
+placed order 1: tea, its message is in Kafka
+Kafka is away
+placed order 2: cup, its message waits
+placed order 3: pot, its message waits
+placed order 4: milk, its message waits
+Kafka is back
+placed order 5: sugar, its message is in Kafka
+rows:     {1: 'tea', 2: 'cup', 3: 'pot', 4: 'milk', 5: 'sugar'}
+messages: {1: 'tea', 2: 'cup', 3: 'pot', 4: 'milk', 5: 'sugar'}
+""",
     "startup_recovery.py": """\
 killed after the database commit: rows [1], Kafka transaction Ongoing
 recovered: ['payments'] rolled forward
