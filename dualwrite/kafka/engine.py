@@ -45,6 +45,8 @@ logger = logging.getLogger("dualwrite.kafka.producer")
 AnyEngine = TypeVar("AnyEngine", bound="ProducerEngine")
 Result = TypeVar("Result")
 
+SILENT_ABORT_S: Final = 1.0
+"""Limits the abort of a transaction that the brokers have not answered: its settling aborts it, too, once they answer."""
 OLD_S: Final = 1.0
 """From this age on, extra requests that check the transaction no longer matter for its latency."""
 _END_UNKNOWN: Final = "the previous transaction is not known to have ended in every partition as decided here"
@@ -243,6 +245,8 @@ class ProducerEngine(ABC):
         self.asking_since: float | None = None  # when the step began that asks the brokers now
         self.asking_for = ""  # what it asks for
         self.unanswered: tuple[float, str] | None = None  # since when the last question was asked that had no answer
+        # While a transaction waits for an answer, the database may hold locks for it.
+        self.answer_within_s = call_timeout_s
         self._id = transactional_id
         self._coordinator = coordinator
         self.call_timeout_s = call_timeout_s
@@ -301,7 +305,7 @@ class ProducerEngine(ABC):
         elif isinstance(held, MessageBatch):
             self.send_many(held)
         elif isinstance(held, ConsumedOffsets):
-            self.send_offsets(held, Deadline(self.call_timeout_s))
+            self.send_offsets(held, Deadline(self.answer_within_s))
         else:
             self.send_columns(held)
 
@@ -367,7 +371,7 @@ class ProducerEngine(ABC):
         if state is None or not state.has_transaction or now_s() - self.transaction.looked_at <= OLD_S:
             return
         try:
-            self._require_open(state, Deadline(self.call_timeout_s))
+            self._require_open(state, Deadline(self.answer_within_s))
         except Fenced as error:
             self._raise(Failure(error, ProducerEvent.DOUBT))
         self.transaction.looked_at = now_s()
@@ -395,7 +399,7 @@ class ProducerEngine(ABC):
         if pending_end.known:
             self.pending_end = None
             return
-        step = know_end(self._coordinator, pending_end, Deadline(self.call_timeout_s))
+        step = know_end(self._coordinator, pending_end, Deadline(self.answer_within_s))
         self.note_end(step)
         if step is not EndStep.KNOWN:
             raise TransactionAborted(f"begin_transaction: {_END_UNKNOWN}", transactional_id=self._id)

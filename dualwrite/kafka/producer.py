@@ -102,6 +102,7 @@ class TransactionalProducer:
         incarnation: int | None = None,
         make_handle: MakeHandle | None = None,
         make_wire: MakeWire | None = None,
+        flush_timeout_s: float | None = None,
     ) -> None:
         """What both constructors do: this one's, for users, and that of `LaneProducer`, with the library's own arguments."""
         if not transactional_id:
@@ -114,6 +115,7 @@ class TransactionalProducer:
         self._asked_timeout_ms = own_timeout_ms if transaction_timeout_ms is None else transaction_timeout_ms
         self._timeout_ms: int | None = None
         self._call_timeout_s = call_timeout_s
+        self._flush_timeout_s = call_timeout_s if flush_timeout_s is None else min(flush_timeout_s, call_timeout_s)
         self._bulk = bulk
         self._incarnation = incarnation
         self._wanted = wanted_engine(engine)
@@ -352,7 +354,7 @@ class TransactionalProducer:
             Unavailable: No answer in time; the producer is doubtful.
         """
         self._check(ProducerEvent.SEND_OFFSETS)
-        self._instance.send_offsets(ConsumedOffsets(offsets, group_metadata), Deadline(self._call_timeout_s))
+        self._instance.send_offsets(ConsumedOffsets(offsets, group_metadata), Deadline(self._instance.answer_within_s))
 
     def prepare_transaction(self) -> PreparedTxnState:
         """Flush, and make sure that every message is delivered. Afterwards only commit, abort and complete are allowed.
@@ -374,7 +376,8 @@ class TransactionalProducer:
             IllegalStateError: No transaction is open.
             Exception: What a delivery callback raised, if nothing else fails. Abort.
         """
-        return self._engine_for(ProducerEvent.PREPARE).prepare(Deadline(self._call_timeout_s))
+        engine = self._engine_for(ProducerEvent.PREPARE)
+        return engine.prepare(Deadline(engine.answer_within_s))
 
     def require_still_open(self) -> None:
         """Check that the prepared transaction is still open, unless checked within the last second.
@@ -497,7 +500,8 @@ class TransactionalProducer:
     def _choose(self, deadline: Deadline) -> None:
         engine = choose_engine(self._wanted, self._config, self._coordinator, deadline, bulk=self._bulk)
         self._kept = AbandonedTransaction(self._coordinator, self._id, natively=engine is Engine.NATIVE)
-        self._chosen = self._make_native() if engine is Engine.NATIVE else self._make_librdkafka()
+        self._chosen = chosen = self._make_native() if engine is Engine.NATIVE else self._make_librdkafka()
+        chosen.answer_within_s = self._flush_timeout_s
 
     def _make_native(self) -> ProducerEngine:
         # Each engine loads clients that the other does not need.
@@ -562,6 +566,7 @@ class LaneProducer(TransactionalProducer):
     It shows what a lane must know before it uses the producer again: how the last transaction has ended, and what the next
     settler must look for. Users have no lanes, so they get a `TransactionalProducer`.
 
+    ``flush_timeout_s`` limits each wait for an answer while the database may hold locks; by default a call has all its time.
     A coordinator that is not given is made, and closed with the producer. Simulators give ``make_handle`` and
     ``make_wire``.
     """
@@ -575,6 +580,7 @@ class LaneProducer(TransactionalProducer):
         incarnation: int | None = None,
         transaction_timeout_ms: int | None = None,
         call_timeout_s: float = 30.0,
+        flush_timeout_s: float | None = None,
         bulk: bool = False,
         engine: EngineName = "auto",
         make_handle: MakeHandle | None = None,
@@ -587,6 +593,7 @@ class LaneProducer(TransactionalProducer):
             incarnation=incarnation,
             transaction_timeout_ms=transaction_timeout_ms,
             call_timeout_s=call_timeout_s,
+            flush_timeout_s=flush_timeout_s,
             bulk=bulk,
             engine=engine,
             make_handle=make_handle,
@@ -608,6 +615,7 @@ class LaneProducer(TransactionalProducer):
     def call_timeout_s(self, seconds: float) -> None:
         self._call_timeout_s = seconds
         self._instance.call_timeout_s = seconds
+        self._instance.answer_within_s = min(self._flush_timeout_s, seconds)
 
     @property
     def reusable(self) -> bool:

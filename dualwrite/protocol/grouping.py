@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Generic, TypeVar
 
-from dualwrite.errors import ConfigurationError, TransactionAborted
+from dualwrite.errors import ConfigurationError, TransactionAborted, Unavailable
 from dualwrite.protocol.process import Redo, leaves_nothing, redo_after
 from dualwrite.protocol.values import DEFAULT_LIMITS, WriterLimits
 
@@ -216,10 +216,13 @@ def after_group(error: BaseException, *, units: int, failures: int, aborted: boo
     """Judge the error that ended a group of so many units, for one of them.
 
     A group that was aborted for a reason that may lie in one of its units runs again as single units, so that the others do
-    not fail with it: a message that a broker refuses, say, or the exception of a delivery callback.
+    not fail with it: a message that a broker refuses, say, or the exception of a delivery callback. One that was refused
+    because Kafka is known to be silent does not run again: its callers would wait as long as the outage lasts.
 
     ``aborted`` says that both sides have certainly aborted, whatever the error is.
     """
+    if isinstance(error, Unavailable) and error.silent:
+        return Fate.FAIL
     advice = redo_after(error)
     if advice is Redo.AGAIN and failures < ATTEMPTS:
         return Fate.TOGETHER if failures == 1 else Fate.ALONE

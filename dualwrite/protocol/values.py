@@ -577,7 +577,10 @@ class WriterLimits:
     Args:
         max_lanes: The maximum number of concurrent transactions. A consumer makes it of its ``workers``.
         timeout_s: Limits opening, and each ending of a transaction, in seconds.
-        lane_timeout_s: How long a transaction waits for a free lane, and ``submit`` for a place, in seconds.
+        lane_timeout_s: How long a transaction waits for a free lane, and then until that is ready, and ``submit`` for a place,
+            in seconds.
+        flush_timeout_s: How long a transaction waits for an answer of Kafka while it holds the database's locks, in seconds:
+            for the leaders of a topic, and at its end for acknowledgements. Each answer begins the time anew.
         margin_s: The time that must be left of the broker's transaction timeout once the database has committed, in seconds; on
             PostgreSQL also the longest pause between the decision and its COMMIT.
         idle_after_s: After this time without a transaction the row records that its last one is complete, in seconds.
@@ -606,8 +609,9 @@ class WriterLimits:
     """
 
     max_lanes: int = 8
-    timeout_s: float = 60.0
-    lane_timeout_s: float = 30.0
+    timeout_s: float = 30.0
+    lane_timeout_s: float = 10.0
+    flush_timeout_s: float = 5.0
     margin_s: float = 10.0
     idle_after_s: float = 60.0
     paused_owner_timeout_s: float | None = 60.0
@@ -623,6 +627,7 @@ class WriterLimits:
 
     def __post_init__(self) -> None:
         check_seconds("timeout_s", self.timeout_s)
+        check_seconds("flush_timeout_s", self.flush_timeout_s)
         check_seconds("fallback_after_s", self.fallback_after_s)
         check_seconds("outbox_age_s", self.outbox_age_s)
         if self.paused_owner_timeout_s is not None:

@@ -813,8 +813,8 @@ class Ground:
     """The parts of a writer that its blocks stand on. One for all of them.
 
     ``context`` returns the servers: the writer's, or those with the store of a transaction that other code begins and ends. It
-    raises if the writer is not open. ``timeout_s`` limits the ending, and the wait until a lane is ready. ``outboxes`` is None
-    if no messages may wait in the database.
+    raises if the writer is not open. ``timeout_s`` limits the ending, and ``ready_s`` the wait until a lane is ready.
+    ``outboxes`` is None if no messages may wait in the database.
     """
 
     writer: str
@@ -827,6 +827,7 @@ class Ground:
     session_factory: Callable[..., Session]
     margin_s: float
     timeout_s: float
+    ready_s: float
     outboxes: Outboxes | None = None
 
 
@@ -901,9 +902,9 @@ class WriterBlock(DualWrite):
         self.transactional_id = lane.transactional_id  # also where connecting fails
         self._has_lane = True
         if self.may_wait is None:
-            lane.ready(Deadline(ground.timeout_s))
+            lane.ready(Deadline(ground.ready_s))
         else:
-            self.may_wait.make_ready(lane, ground.vitals, ground.timeout_s)
+            self.may_wait.make_ready(lane, ground.vitals, ground.ready_s)
         if observer is not None:
             observer.lane(lane.transactional_id)
         permit = None if handle is None else permit_of(handle)

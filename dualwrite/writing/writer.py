@@ -114,7 +114,9 @@ class DualWriter(Submitting):
         self._owns_database = is_made_here(database)
         self._database = database_of(database, schema)
         self._limits = limits
-        self._producers = ProducerSettings(KafkaConfig.parse(kafka), limits.timeout_s, bulk, producer_engine)
+        self._producers = ProducerSettings(
+            KafkaConfig.parse(kafka), limits.timeout_s, bulk, producer_engine, limits.flush_timeout_s
+        )
         wanted_engine(producer_engine)
         check_setting(outbox)
         self._outbox: Outbox = outbox
@@ -158,6 +160,7 @@ class DualWriter(Submitting):
             session_factory,
             limits.margin_s,
             limits.timeout_s,
+            min(limits.timeout_s, max(limits.lane_timeout_s, limits.flush_timeout_s)),
             self._outboxes(),
         )
         self._group_runners = runners_for(traits, limits.max_lanes)

@@ -15,7 +15,7 @@ from dualwrite.errors import Fenced, IllegalStateError, Unavailable
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import LaneProducer
 from dualwrite.kafka.transaction_ends import EndQuestions, look_again
-from dualwrite.protocol.values import Partition, lane_id, lane_number, outbox_id
+from dualwrite.protocol.values import DEFAULT_LIMITS, Partition, lane_id, lane_number, outbox_id
 from dualwrite.recovery.claim import OwnerContext, claim_every_lane, claim_lanes, settle_lanes
 from dualwrite.recovery.in_doubt import reporting_at_open
 from dualwrite.writing.fair_queue import Turns
@@ -46,12 +46,16 @@ _LOOK_S: Final = 2.0
 
 @dataclass(frozen=True)
 class ProducerSettings:
-    """How the producers of lanes are made. ``timeout_s`` limits the ending of a transaction."""
+    """How the producers of lanes are made.
+
+    ``timeout_s`` limits the ending of a transaction, and ``flush_timeout_s`` each wait for an answer until its decision.
+    """
 
     config: KafkaConfig
     timeout_s: float
     bulk: bool
     engine: EngineName
+    flush_timeout_s: float = DEFAULT_LIMITS.flush_timeout_s
 
 
 def lane_producer(settings: ProducerSettings, context: OwnerContext, row: StateRow) -> LaneProducer:
@@ -63,6 +67,7 @@ def lane_producer(settings: ProducerSettings, context: OwnerContext, row: StateR
         incarnation=row.incarnation,
         # The other half is for settling, if the producer gets no answer.
         call_timeout_s=settings.timeout_s / 2,
+        flush_timeout_s=settings.flush_timeout_s,
         bulk=settings.bulk,
         engine=settings.engine,
     )

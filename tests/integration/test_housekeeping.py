@@ -105,7 +105,6 @@ def test_settling_waits_for_a_kafka_that_is_silent_and_is_then_tried_again(
     wait_for_log(caplog, "has not answered since")
     held.release()
     wait_for_log(caplog, "Kafka answers again")
-    wait_for_log(caplog, "settled in the background")
     assert both() == ([], [])
 
 

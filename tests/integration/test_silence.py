@@ -8,9 +8,10 @@ import pytest
 from harness.engines import ENGINES
 from harness.orders import on_postgresql, write
 from harness.patience import PATIENCE_S, patient, wait_until
-from sqlalchemy import insert
+from sqlalchemy import insert, text, update
 
-from dualwrite import DualWriteError, DualWriter, Unavailable, WriterLimits
+from dualwrite import DualWriteError, DualWriter, TransactionAborted, Unavailable, WriterLimits
+from dualwrite.protocol.process import Redo, redo_after
 
 pytestmark = on_postgresql
 
@@ -81,3 +82,47 @@ def test_once_kafka_is_known_to_be_silent_blocks_are_refused_at_once_and_told_of
                 with suppress(DualWriteError):
                     one.result()
         write(writer, topic, orders, 10)
+
+
+@pytest.fixture
+def writer(mortal_kafka, engine, engine_name):
+    settings = patient(mortal_kafka.client_config())
+    limits = WriterLimits(max_lanes=2, flush_timeout_s=1.0, timeout_s=120, lane_timeout_s=5)
+    with DualWriter("silent", kafka=settings, database=engine, limits=limits, producer_engine=engine_name) as writer:
+        yield writer
+
+
+@pytest.mark.parametrize("engine_name", ENGINES)
+def test_a_block_lets_go_of_its_rows_although_kafka_stays_silent_and_others_are_refused(
+    mortal_kafka, engine, orders, topic, writer
+):
+    write(writer, topic, orders, 1)
+    with suspended(mortal_kafka):
+        with pytest.raises((TransactionAborted, Unavailable)) as told, writer.transaction() as tx:
+            tx.connection.execute(update(orders).where(orders.c.id == 1).values(id=2))
+            tx.produce(topic, value="2")
+        assert redo_after(told.value) is Redo.AGAIN
+        with engine.begin() as connection:
+            connection.execute(text("SET LOCAL lock_timeout = '60s'"))
+            assert connection.execute(update(orders).where(orders.c.id == 1).values(id=3)).rowcount == 1
+        wait_until(lambda: writer.health().silence is not None)
+        with pytest.raises(Unavailable) as refused:
+            writer.submit(lambda tx: tx.produce(topic, value="4")).result()
+        assert refused.value.silent
+    wait_until(lambda: writer.ready)
+    write(writer, topic, orders, 5)
+
+
+@pytest.mark.parametrize("engine_name", ENGINES)
+def test_readiness_follows_a_flush_that_is_stuck_and_the_return_of_kafka_without_any_dual_write(
+    mortal_kafka, orders, topic, writer
+):
+    for number in (1, 2):
+        write(writer, topic, orders, number)
+    with ThreadPoolExecutor(1) as threads, suspended(mortal_kafka):
+        stuck = threads.submit(write, writer, topic, orders, 3)
+        wait_until(lambda: not writer.ready)
+        assert stuck.exception() is not None
+        assert not writer.ready
+    wait_until(lambda: writer.ready)
+    assert writer.health().problems == ()

@@ -5,6 +5,7 @@ from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 from harness.death import mortal
 from harness.orders import on_postgresql, write
+from harness.patience import wait_until
 
 from dualwrite import CompletionPending, DecidedTransactionLost, DualWriter, WriterLimits, failpoints
 from dualwrite.errors import OutcomeUnverifiable
@@ -84,5 +85,6 @@ def test_what_cannot_be_asked_is_called_unknown_and_no_success(dualwrite_kafka, 
             assert caught.value.outcome == "unknown"
             assert SqlStateStore(engine).incidents("orders") == []
             cut_off[0].withdraw()
+            wait_until(lambda: writer.health().silence is None)
             write(writer, dualwrite_topic, orders, 2)
     assert both() == ([1, 2], [1, 2])

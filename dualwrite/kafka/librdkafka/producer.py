@@ -16,7 +16,7 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 
 from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import DualWriteError, Fenced, TransactionAborted, Unavailable
-from dualwrite.kafka.engine import OLD_S, agree_on_transaction_timeout_ms, asking, verb
+from dualwrite.kafka.engine import OLD_S, SILENT_ABORT_S, agree_on_transaction_timeout_ms, asking, verb
 from dualwrite.kafka.failures import Failure, Phase, not_answered
 from dualwrite.kafka.librdkafka.evidence import (
     INIT_MAY_COME,
@@ -126,7 +126,7 @@ class ProducerInstance(JudgedProducer):
             self._require_end_known(self.pending_end)
         self._call(Phase.BEGIN, lambda producer, _: producer.begin_transaction(), deadline)
         self.transaction = OpenTransaction()
-        self.prepared = None
+        self.prepared = self.unanswered = None
         self.machine.apply(ProducerEvent.BEGIN)
 
     def send(self, message: Message) -> None:
@@ -146,7 +146,7 @@ class ProducerInstance(JudgedProducer):
         try:
             self._raw.produce(*parts)
         except BufferError:
-            self._produce_when_there_is_room(parts, Deadline(self.call_timeout_s))
+            self._produce_when_there_is_room(parts)
         except KafkaException as error:
             self._refused(error, topic)
         deliveries.produced += 1
@@ -166,7 +166,7 @@ class ProducerInstance(JudgedProducer):
                     produce(topic, value, key, ANY_PARTITION, report, report)
                 except BufferError:
                     parts = (topic, value, key, ANY_PARTITION, report, report, _NOW, None)
-                    self._produce_when_there_is_room(parts, Deadline(self.call_timeout_s))
+                    self._produce_when_there_is_room(parts)
                 except KafkaException as error:
                     self._refused(error, topic)
                 deliveries.produced += 1
@@ -194,9 +194,12 @@ class ProducerInstance(JudgedProducer):
             self._raise(self._delivery_failure())
 
     @asking
-    def _produce_when_there_is_room(self, parts: _Parts, deadline: Deadline) -> None:
+    def _produce_when_there_is_room(self, parts: _Parts) -> None:
+        deadline, left = Deadline(self.answer_within_s), len(self._raw)
         while True:
             self._take_reports(min(0.1, deadline.remaining_s()))
+            if len(self._raw) < left:
+                deadline, left = Deadline(self.answer_within_s), len(self._raw)  # the brokers are slow, not silent
             try:
                 return self._raw.produce(*parts)
             except BufferError:
@@ -238,10 +241,17 @@ class ProducerInstance(JudgedProducer):
     def prepare(self, deadline: Deadline) -> PreparedTxnState:
         """Flush, make sure that every message is delivered, and name the transaction."""
         transaction = self.transaction
+        left = len(self._raw)
         undelivered = self._served(self._raw.flush, deadline.remaining_s())
         while not undelivered and len(self._raw) and not deadline.expired:
             # Another task has produced after librdkafka was done. What delivery callbacks produce it waits for by itself.
             undelivered = self._served(self._raw.flush, deadline.remaining_s())
+        if undelivered:
+            longest = Deadline(self.call_timeout_s)
+            while undelivered and len(self._raw) < left and not longest.expired:
+                # The brokers are slow, not silent: answers have come.
+                left, deadline = len(self._raw), Deadline(min(self.answer_within_s, longest.remaining_s()))
+                undelivered = self._served(self._raw.flush, deadline.remaining_s())
         self._require_all_delivered(undelivered)
         # After the failures of the transaction itself, which a callback may have raised for.
         transaction.deliveries.raise_callback_error()
@@ -308,6 +318,8 @@ class ProducerInstance(JudgedProducer):
         has_failed = self.machine.state is ProducerState.FAILED
         if self.machine.allows(ProducerEvent.FAIL):
             self.machine.apply(ProducerEvent.FAIL)  # so that no delivery callback can produce into what is ending
+        if self.unanswered is not None:
+            deadline = Deadline(min(SILENT_ABORT_S, deadline.remaining_s()))
         if len(self._raw):
             self._served(self._raw.flush, min(_DRAIN_BEFORE_ABORT_S, deadline.remaining_s()))
         if in_flight := len(self._raw):

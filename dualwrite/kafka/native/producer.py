@@ -30,7 +30,17 @@ from dualwrite.errors import ConfigurationError, DualWriteError, Fenced, Transac
 from dualwrite.kafka import engine as forks
 from dualwrite.kafka.brokers import Brokers, Connections
 from dualwrite.kafka.cluster import internal_partition
-from dualwrite.kafka.engine import OLD_S, Callbacks, IdLogger, ProducerEngine, Transaction, asking, verb, whole
+from dualwrite.kafka.engine import (
+    OLD_S,
+    SILENT_ABORT_S,
+    Callbacks,
+    IdLogger,
+    ProducerEngine,
+    Transaction,
+    asking,
+    verb,
+    whole,
+)
 from dualwrite.kafka.failures import (
     Advice,
     Code,
@@ -204,7 +214,7 @@ class NativeInstance(ProducerEngine):
         assert self._make_builder is not None
         core = ProduceCore(settings.limits, self._make_builder)
         self.transaction = self._open = OpenTransaction(core)
-        self.prepared = None
+        self.prepared = self.unanswered = None
         if self._filling is None:
             self._filling = Filling(core, settings, self._find_topic)
         else:
@@ -296,6 +306,10 @@ class NativeInstance(ProducerEngine):
         """Limits the call that takes messages now. Most of these calls wait for nothing, and need none."""
         return Deadline(max(0.0, self._begun_at + self.call_timeout_s - now_s()))
 
+    def _for_an_answer(self, within: Deadline) -> Deadline:
+        """Limits the wait for one answer: brokers that are silent must not keep the database's locks for long."""
+        return Deadline(min(self.answer_within_s, within.remaining_s()))
+
     def _find_topic(self, name: str, fresh: bool) -> Topic | None:  # noqa: FBT001 - a callback
         """The topic, once a broker knows it: one that was made a moment ago may not be known everywhere yet."""
         assert self._settings is not None
@@ -317,7 +331,7 @@ class NativeInstance(ProducerEngine):
 
     @asking
     def _ask_for_topic(self, name: str, *, fresh: bool) -> Topic | None:
-        return self._sender.topic(name, self._deadline, fresh=fresh)
+        return self._sender.topic(name, self._for_an_answer(self._deadline), fresh=fresh)
 
     def _resume(self, filling: Filling) -> None:
         """Send what may be sent, and wait while too much is queued."""
@@ -333,16 +347,20 @@ class NativeInstance(ProducerEngine):
 
     @asking
     def _wait_for_room(self, filling: Filling, deadline: Deadline) -> None:
-        while filling.is_full and self._open.core.refusal is None:
-            if deadline.expired:
+        core, answer = self._open.core, self._for_an_answer(deadline)
+        while filling.is_full and core.refusal is None:
+            if answer.expired:
                 error = Unavailable(
                     "produce: the queue stayed full",
                     transactional_id=self._id,
                     next_step="abort; the brokers take messages too slowly, or not at all",
                 )
                 self._raise(Failure(error, ProducerEvent.FAIL))
-            self._sender.wait(deadline)
+            left = core.queued_messages
+            self._sender.wait(answer)
             self._report()
+            if core.queued_messages < left:
+                answer = self._for_an_answer(deadline)
 
     def _report(self) -> int:
         """Tell callbacks and statistics what has been acknowledged; returns how many callbacks there were."""
@@ -398,7 +416,10 @@ class NativeInstance(ProducerEngine):
     def prepare(self, deadline: Deadline) -> PreparedTxnState:
         """Send what is left, wait until everything is acknowledged, and name the transaction."""
         transaction = self._open
+        left = transaction.core.queued_messages
         flushed = self._flush(deadline)
+        if not flushed and transaction.core.refusal is None:
+            deadline, flushed = self._flush_on(left)
         if transaction.core.refusal is not None:
             self._raise_refusal()
         if not flushed:
@@ -432,6 +453,18 @@ class NativeInstance(ProducerEngine):
             flushed = self._sender.flush(deadline)
         return flushed
 
+    def _flush_on(self, left: int) -> tuple[Deadline, bool]:
+        """Go on as long as answers come, up to the time of a call. Returns the time for the rest, and whether all is done.
+
+        ``left`` messages were not acknowledged when the time for an answer began.
+        """
+        core, longest, flushed = self._open.core, Deadline(self.call_timeout_s), False
+        answer = self._for_an_answer(longest)
+        while not flushed and core.refusal is None and core.queued_messages < left and not longest.expired:
+            left, answer = core.queued_messages, self._for_an_answer(longest)
+            flushed = self._flush(answer)
+        return answer, flushed
+
     def _require_open(self, state: PreparedTxnState, deadline: Deadline) -> None:
         self._evidence.require_open(state, deadline)
 
@@ -450,6 +483,8 @@ class NativeInstance(ProducerEngine):
         core = transaction.core
         if self.machine.allows(ProducerEvent.FAIL):
             self.machine.apply(ProducerEvent.FAIL)  # so that no delivery callback can produce into what is ending
+        if self.unanswered is not None:
+            deadline = Deadline(min(SILENT_ABORT_S, deadline.remaining_s()))
         self._sender.drain(Deadline(min(_DRAIN_S, deadline.remaining_s())))
         self._report()
         transaction.deliveries.failed(core.callbacks(), _PURGED)

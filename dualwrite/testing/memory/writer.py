@@ -126,6 +126,7 @@ class InMemoryWriter(Submitting):
             session_factory,
             _MARGIN_S,
             _TIMEOUT_S,
+            _TIMEOUT_S,
             None
             if outbox == "never"
             else Outboxes(transactional_id, outbox, self._outbox, limits, max_message_bytes, bulk),

@@ -341,6 +341,13 @@ def test_a_group_does_not_run_again_for_ever():
     assert after_group(aborted(), units=1, failures=ATTEMPTS) is Fate.FAIL
 
 
+def test_a_group_that_a_silent_kafka_has_refused_does_not_run_again():
+    refused = Unavailable("Kafka is silent")
+    assert after_group(refused, units=3, failures=1) is Fate.TOGETHER  # a server that did not answer once
+    refused.silent = True
+    assert after_group(refused, units=3, failures=1) is Fate.FAIL
+
+
 def test_an_abort_of_unknown_outcome_is_never_repeated():
     error = aborted()
     error.outcome = "unknown"
