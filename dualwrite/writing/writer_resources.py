@@ -288,7 +288,7 @@ class Opened:
         first = self._lanes.first_or_none
         kafka_id = self._name if first is None else first.row.kafka_id(first.row.incarnation)
         deadline = Deadline(_KAFKA_PROBE_S)
-        with KafkaCoordinator(self._settings.config, like=self.context.coordinator) as coordinator:
+        with KafkaCoordinator(self._settings.config, like=self._late) as coordinator:
             coordinator.describe([kafka_id], deadline)
             if partitions:
                 coordinator.producer_open_offsets(0, 0, partitions, deadline)
