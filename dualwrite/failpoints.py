@@ -141,7 +141,8 @@ _NONE_ARMED: Final[Callable[[str], object]] = _NOTHING.get
 """Stands for :func:`hit` while nothing is armed: the look-up alone, without a frame of Python's."""
 
 
-def _pass(name: str) -> None:
+def pass_armed(name: str) -> None:
+    """Pass the point as it is armed now. For what a test puts in the place of :func:`hit`, which itself changes."""
     if name in _armed:
         _armed[name](name)
 
@@ -153,8 +154,8 @@ hit: Callable[[str], object] = _NONE_ARMED
 def _set_armed(armed: Mapping[str, Callable[[str], None]]) -> None:
     global _armed, hit  # noqa: PLW0603 - the armed points belong to the process, as its environment does
     _armed = armed
-    if hit is _pass or hit is _NONE_ARMED:  # else a test has put its own in its place
-        hit = _pass if armed else _NONE_ARMED
+    if hit is pass_armed or hit is _NONE_ARMED:  # else a test has put its own in its place
+        hit = pass_armed if armed else _NONE_ARMED
 
 
 def arm(text: str) -> None:

@@ -13,13 +13,12 @@ from dualwrite.stores.sql.store import SqlStateStore
 
 def ended_by_hand(kafka: Mapping[str, str], engine: Engine) -> Callable[[str], None]:
     """For ``failpoints.hit``: an operator aborts the transaction of ``orders`` at the moment of its decision."""
-    hit = failpoints.hit
 
     def end_it(name):
         if name == "write.decided":
             (row,) = SqlStateStore(engine).read(["orders"])
             Producer({**kafka, "transactional.id": row.kafka_id(row.incarnation)}).init_transactions(30)
-        hit(name)
+        failpoints.pass_armed(name)
 
     return end_it
 
