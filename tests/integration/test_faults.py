@@ -204,6 +204,7 @@ def test_kafka_killed_and_restarted_in_the_middle_keeps_both_sides_equal(mortal_
         wait_for(kafka, kafka_id, TransactionStatus.ONGOING)
         done = []
         for number in range(3, 8):
+            wait_until(lambda: writer.ready)  # while Kafka is known to be silent, nothing is tried
             try:
                 write(writer, topic, orders, number)
             except TransactionAborted:

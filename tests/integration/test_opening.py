@@ -126,6 +126,7 @@ def test_a_process_starts_while_the_broker_is_stopped_and_writes_once_it_is_star
     try:
         writer.open(wait=False)
         address = settings["bootstrap.servers"]
+        wait_until(lambda: address in "".join(writer.health().problems))
         for _ in range(2):
             with pytest.raises(Unavailable, match=rf"Kafka at {address} does not answer.*since \d\d:\d\d:\d\d UTC"):
                 place(writer, 0)

@@ -138,10 +138,12 @@ def declare_tables(schema: str | None = None) -> Tables:
 
 
 def _add_options(metadata: MetaData, connection: object, *, tables: Sequence[Table], **_: object) -> None:
-    """Not before tables are created: for these options SQLAlchemy loads the dialects of MariaDB and MySQL."""
+    """Not before tables are created: for these options SQLAlchemy loads the dialects of the other databases."""
     del metadata, connection
     for table in tables:
         table.dialect_kwargs.update(TABLE_OPTIONS)
+        if table.name == OUTBOX_TABLE:
+            table.dialect_kwargs["sqlite_autoincrement"] = True  # no number is used twice
 
 
 def _state(metadata: MetaData) -> Table:
@@ -287,7 +289,6 @@ def _outbox(metadata: MetaData) -> Table:
         PrimaryKeyConstraint("seq", name="dualwrite_outbox_pkey"),
         Index("dualwrite_outbox_order", "writer", "seq"),
         info={SINCE: "0006"},
-        sqlite_autoincrement=True,
     )
 
 

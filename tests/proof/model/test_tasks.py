@@ -11,9 +11,9 @@ from dualwrite import AsyncDualWriter, WriterLimits
 from dualwrite.asyncio.writer import THREADS
 from model import tasks
 
-FIRST = 1_000_090
+FIRST = 1_000_150
 EVERY_TIME = 30
-SOON = 100
+SOON = 235
 
 pytest.importorskip("aiosqlite")
 

@@ -41,8 +41,8 @@ def old(shop):
 def test_a_writer_that_is_unused_for_so_long_goes_with_its_lanes_and_its_name_may_be_used_again(shop, names, old, call):
     del old
     planned = call("payments", dry_run=True)
-    assert planned.forgotten == ["payments", "payments#1"]
-    assert len(names()) == 2, "a dry run deletes nothing"
+    assert planned.forgotten == ["payments", "payments#1", "payments#2"]
+    assert len(names()) == 3, "a dry run deletes nothing"
     assert call("payments") == planned
     assert names() == []
     with shop.writer("payments") as writer:
@@ -54,7 +54,7 @@ def test_a_writer_that_is_unused_for_so_long_goes_with_its_lanes_and_its_name_ma
 def test_a_writer_that_was_used_since_stays_and_the_report_says_when(call):
     report = call("payments", untouched_for_s=50 * DAY_S)
     assert report.forgotten == []
-    assert report.kept == dict.fromkeys(["payments", "payments#1"], "used 40.0 days ago")
+    assert report.kept == dict.fromkeys(["payments", "payments#1", "payments#2"], "used 40.0 days ago")
 
 
 @pytest.mark.usefixtures("old")
@@ -63,7 +63,8 @@ def test_a_lane_stays_with_another_one_of_its_writer_that_stays(shop, call):
         "UPDATE kafka_transaction_state SET updated_at = CURRENT_TIMESTAMP || '.000000'"
         " WHERE transactional_id = 'payments#1'"
     )
-    assert call().kept == {"payments": "another id of its writer stays", "payments#1": "used 0.0 days ago"}
+    stays = "another id of its writer stays"
+    assert call().kept == {"payments": stays, "payments#1": "used 0.0 days ago", "payments#2": stays}
 
 
 @pytest.mark.usefixtures("old")
@@ -167,7 +168,7 @@ def test_nothing_goes_while_kafka_does_not_answer(shop, names, call, monkeypatch
     monkeypatch.setattr(recover, "status", away)
     with pytest.raises(Unavailable):
         call()
-    assert len(names()) == 2
+    assert len(names()) == 3
 
 
 def test_a_database_without_the_tables_is_refused(tmp_path):

@@ -29,7 +29,7 @@ def taken_over(writer):
 def test_an_owner_that_has_nothing_open_is_fenced(shop, owner):
     put(shop, owner, 1)
     report = taken_over(owner)
-    assert report.settled == ["orders", "orders#1"]  # with all its lanes
+    assert report.settled == ["orders", "orders#1", "orders#2"]  # with all its lanes
     assert report.planned == report.losses == report.went_back == []
     with pytest.raises(Fenced):
         put(shop, owner, 2)

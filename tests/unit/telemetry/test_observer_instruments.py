@@ -56,7 +56,7 @@ def test_open_writers_are_read_and_closed_ones_are_not(shop, recorded):
             shop.put(tx, 1)
             assert recorded.values(names.LANES) == {
                 ("orders", "used"): 1,
-                ("orders", "idle"): 1,
+                ("orders", "idle"): 2,
                 ("orders", "unsettled"): 0,
             }
             assert recorded.values(names.OPEN_TIME)["orders",] > 0

@@ -292,7 +292,7 @@ def test_a_bound_session_has_the_same_spans_and_leaves_the_context_as_it_was(sho
 def test_settling_and_a_recovery_have_spans_of_their_own(shop, recorded):
     with shop.writer(telemetry=recorded.telemetry):
         [settle] = recorded.named("settle")
-        assert (settle.attributes[names.SETTLED_IDS], settle.parent) == (2, None)
+        assert (settle.attributes[names.SETTLED_IDS], settle.parent) == (3, None)
     leave_decided(shop)
     recorded.clear()
     report = recover("orders", kafka=SETTINGS, database=shop.engine, telemetry=recorded.telemetry)

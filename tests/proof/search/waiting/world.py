@@ -536,7 +536,7 @@ class _LaneSteps(_Steps):
     def _doubt(self, block: Block) -> Iterator[Step]:
         """On a fresh connection, under the row's lock."""
         lane = self.lane
-        known = Doubt(NOTHING, NOTHING, lane.numbers[0], self.row.count, DatabaseVerdict.UNKNOWN)
+        known = Doubt(NOTHING, NOTHING, DatabaseVerdict.UNKNOWN, waits=lane.numbers[0], counted=self.row.count)
         verdict = _VERDICTS[self.rules.next_doubt_step(known)]
         words = {True: "committed", False: "rolled back", None: "it cannot be known"}[verdict]
         after = self.after(self._next("discarded"))
