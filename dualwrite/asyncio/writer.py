@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from dualwrite.kafka.producer import EngineName
     from dualwrite.protocol.outbox import Outbox
     from dualwrite.protocol.process import Health
-    from dualwrite.recovery.claim import OwnerContext
     from dualwrite.writing.lane import OnLoss
     from dualwrite.writing.lane_pool import Lanes
     from dualwrite.writing.sessions import Block
@@ -490,11 +489,10 @@ class ForTasks(OfTasks, DualWriter):
 
     _asynchronous: AsyncEngine
     _compares_later = False
-    _compared = True
 
     def open(self, *, wait: bool = True) -> None:
         """As :meth:`DualWriter.open`, without blocking the event loop."""
-        self._compares_later, self._compared = not wait, wait
+        self._compares_later = self._uncompared = not wait
         open_ = super().open
         elsewhere(lambda: open_(wait=wait))
         if not wait:
@@ -509,12 +507,9 @@ class ForTasks(OfTasks, DualWriter):
         with self._database.connect() as connection:
             store.check_same_database(connection)
 
-    def _context(self, joined: StateStore | None) -> OwnerContext:
-        context = super()._context(joined)
-        if not self._compared:
-            self._compare(self._opened().context.store)
-            self._compared = True
-        return context
+    def _compare_first(self) -> None:
+        self._compare(self._opened().context.store)
+        self._uncompared = False
 
     def close(self) -> None:
         """As :meth:`DualWriter.close`, without blocking the event loop."""
@@ -570,7 +565,7 @@ class LeasedTaskWriter(ForTasks, LeasedWriter):
     ) -> None:
         def make(name: str) -> TaskWriter:
             made = TaskWriter(name, asynchronous, database=database, session_factory=session_factory, **settings)
-            made._compared = not self._compares_later  # noqa: SLF001 - its own class
+            made._uncompared = self._compares_later  # noqa: SLF001 - its own class
             return made
 
         both = with_blocks_of(asynchronous, database, settings.get("schema"))

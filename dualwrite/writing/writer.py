@@ -439,12 +439,19 @@ class DualWriter(Submitting):
         """One dual write: in a transaction of its own, or in the one that the connection is in, with that store."""
         return WriterBlock(self._ground, connection, joined, outbox=outbox)
 
+    _uncompared = False
+
+    def _compare_first(self) -> None:
+        """For a writer of tasks that was opened in the background: compare its two engines, once, in the first block."""
+
     def _context(self, joined: StateStore | None) -> OwnerContext:
         if (opening := self._opening) is not None and not opening.done and os.getpid() == self._pid:
             opening.wait(min(self._limits.lane_timeout_s, PATIENCE_S))
         opened = self._connected
         if opened is None or os.getpid() != self._pid:
             opened = self._opened()  # which raises
+        if self._uncompared:
+            self._compare_first()
         context = opened.context
         return context if joined is None else replace(context, store=joined)
 

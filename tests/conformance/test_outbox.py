@@ -19,8 +19,8 @@ from dualwrite.protocol.values import Decision, FirstLook, OutboxMode, WaitingMe
 from dualwrite.recovery.claim import OwnerContext
 from dualwrite.recovery.in_doubt import resolve_commit
 from dualwrite.stores.sql.database import SqlDatabase
-from dualwrite.stores.sql.outbox import decode_headers, encode_headers
 from dualwrite.stores.sql.store import SqlStateStore
+from dualwrite.stores.sql.waiting_rows import decode_headers, encode_headers
 
 WAIT_S = 30.0
 LATER, DIRECT = OutboxMode.LATER, OutboxMode.DIRECT

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from dualwrite.protocol.process import DatabaseVerdict
     from dualwrite.protocol.values import WaitingMessages
     from dualwrite.stores.sql.drivers import CompiledOnce
-    from dualwrite.stores.sql.outbox import Asked, Put
     from dualwrite.stores.sql.savepoint_probe import Follower, Witness
     from dualwrite.stores.sql.tables import Tables
+    from dualwrite.stores.sql.waiting_rows import Asked, Put
 
 
 class Standing(Enum):

@@ -24,8 +24,8 @@ from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, driver_wo
 from dualwrite.stores.sql.dialect import Identity, Standing, driver_of
 from dualwrite.stores.sql.drivers import WATCHDOG, Watch, execute_below, line_of
 from dualwrite.stores.sql.mariadb_server import FACTS, Server, check_facts, is_mariadb, rolls_back_on_timeout
-from dualwrite.stores.sql.outbox import insert_of, on_server, put_by_driver, read_in_two
 from dualwrite.stores.sql.savepoint_probe import IN_TRANSACTION, QueryWitness, ended_inside, queries_of, status_of
+from dualwrite.stores.sql.waiting_rows import insert_of, on_server, put_by_driver, read_in_two
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Insert, Table, Update
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     from dualwrite.protocol.values import WaitingMessages
     from dualwrite.stores.sql.drivers import CompiledOnce
-    from dualwrite.stores.sql.outbox import Asked, Put
     from dualwrite.stores.sql.savepoint_probe import Follower, Witness
     from dualwrite.stores.sql.tables import Tables
+    from dualwrite.stores.sql.waiting_rows import Asked, Put
 
 logger = logging.getLogger(__name__)
 

@@ -50,7 +50,8 @@ from dualwrite.stores.sql import dialect
 from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, Begun, begun_on, ended_inside, sqlstate_of
 from dualwrite.stores.sql.dialect import Identity, Standing
 from dualwrite.stores.sql.drivers import PREFIX, WATCHDOG, Watch, line_of, own_connection
-from dualwrite.stores.sql.outbox import (
+from dualwrite.stores.sql.savepoint_probe import PsycopgWitness
+from dualwrite.stores.sql.waiting_rows import (
     ARRAY_TYPES,
     NOTHING,
     array_statement,
@@ -67,7 +68,6 @@ from dualwrite.stores.sql.outbox import (
     runs_of,
     text_of,
 )
-from dualwrite.stores.sql.savepoint_probe import PsycopgWitness
 
 if TYPE_CHECKING:
     from psycopg import AsyncConnection
@@ -76,9 +76,9 @@ if TYPE_CHECKING:
 
     from dualwrite.protocol.values import WaitingMessages
     from dualwrite.stores.sql.drivers import CompiledOnce, OwnText
-    from dualwrite.stores.sql.outbox import Asked, Put
     from dualwrite.stores.sql.savepoint_probe import Follower, Witness
     from dualwrite.stores.sql.tables import Tables
+    from dualwrite.stores.sql.waiting_rows import Asked, Put
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, ended_inside
 from dualwrite.stores.sql.dialect import Identity, Standing
 from dualwrite.stores.sql.drivers import ask, execute_below, is_awaited, own_connection
-from dualwrite.stores.sql.outbox import delete_by_number, insert_of, put_by_driver, read_in_two
 from dualwrite.stores.sql.savepoint_probe import SqliteWitness
+from dualwrite.stores.sql.waiting_rows import delete_by_number, insert_of, put_by_driver, read_in_two
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Insert, Table, Update
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from dualwrite.protocol.values import WaitingMessages
     from dualwrite.stores.sql.drivers import CompiledOnce
-    from dualwrite.stores.sql.outbox import Asked, Put
     from dualwrite.stores.sql.savepoint_probe import Follower, Witness
     from dualwrite.stores.sql.tables import Tables
+    from dualwrite.stores.sql.waiting_rows import Asked, Put
 
 _OLDEST: Final = (3, 35, 0)  # RETURNING
 _FULL: Final = 2

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.values import StateRow
     from dualwrite.stores.sql.dialect import Dialect
-    from dualwrite.stores.sql.outbox import Put
     from dualwrite.stores.sql.tables import Tables
+    from dualwrite.stores.sql.waiting_rows import Put
 
 Result = TypeVar("Result")
 _ANSWER_S: Final = 2.0

@@ -1,0 +1,385 @@
+"""Messages that wait, as the rows that databases take and give: their encoding, and each kind of database's way with many.
+
+What stands here knows no writer and no lane. The databases' modules build their statements of it, and ``outbox`` calls those.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+from sqlalchemy import BigInteger, and_, bindparam, case, delete, func, insert, literal, select
+
+from dualwrite.errors import IllegalStateError
+from dualwrite.protocol.message import Message, MessageBatch, MessageColumns
+from dualwrite.protocol.values import WaitingMessages
+from dualwrite.stores.sql.drivers import CompiledOnce, execute_many_below
+from dualwrite.stores.sql.tables import in_chunks
+
+if TYPE_CHECKING:
+    from sqlalchemy import ColumnElement, Connection, Table
+
+    from dualwrite.protocol.message import Header, Sendable
+    from dualwrite.stores.sql.tables import Tables
+
+
+# Messages as rows.
+
+_NULL_LENGTH: Final = -1
+
+
+class Row(NamedTuple):
+    """One message as it is put."""
+
+    topic: str
+    partition: int | None
+    key: bytes | None
+    value: bytes | None
+    headers: bytes | None
+    timestamp_ms: int | None
+
+
+@dataclass(frozen=True)
+class Put:
+    """Messages to put, all of one lane."""
+
+    table: Table
+    writer: str
+    transactional_id: str
+    rows: Sequence[Row]
+
+    @property
+    def size(self) -> int:
+        """The bytes of all keys, values and headers."""
+        return sum(len(part) for row in self.rows for part in row[2:5] if part is not None)
+
+
+def rows_of(messages: Sequence[Sendable]) -> Sequence[Row]:
+    """The messages as rows, in their order.
+
+    Raises:
+        IllegalStateError: One of them cannot wait: consumed offsets belong to a transaction of Kafka's.
+    """
+    rows: list[Row] = []
+    for one in messages:
+        if isinstance(one, Message):
+            headers = encode_headers(one.headers) if one.headers else None
+            rows.append(Row(one.topic, one.partition, one.key, one.value, headers, one.timestamp_ms))
+        elif isinstance(one, MessageBatch):
+            if one.size is None:
+                raise IllegalStateError("messages that were not checked cannot wait")
+            keys: Iterable[Any] = one.keys if one.keys is not None else [None] * len(one.values)
+            rows += [
+                Row(one.topic, None, key, value, None, None)
+                for value, key in zip(cast("Any", one.values), keys, strict=True)
+            ]
+        elif isinstance(one, MessageColumns):
+            rows += _rows_of_columns(one)
+        else:
+            raise IllegalStateError("consumed offsets cannot wait in the database")
+    return rows
+
+
+def _rows_of_columns(columns: MessageColumns) -> Iterator[Row]:
+    """Arrow's columns, row by row: they are as the user gave them, and text is a string there."""
+    count = len(columns.values)
+
+    def listed(column: Any) -> Sequence[Any]:
+        return [None] * count if column is None else column.to_pylist()
+
+    def as_bytes(part: str | bytes | None) -> bytes | None:
+        return part.encode() if isinstance(part, str) else part
+
+    for value, key, pairs, partition, timestamp in zip(*map(listed, columns[1:]), strict=True):
+        headers = None
+        if pairs:
+            named = [tuple(pair.values()) if isinstance(pair, dict) else pair for pair in pairs]
+            headers = encode_headers([(name, as_bytes(content)) for name, content in named])
+        yield Row(columns.topic, partition, as_bytes(key), as_bytes(value), headers, timestamp)
+
+
+def encode_headers(headers: Sequence[Header]) -> bytes:
+    """Headers as they stand in a record of Kafka's: a count, then names and values, each after its length (KIP-98)."""
+    parts = [_varint(len(headers))]
+    for name, content in headers:
+        encoded = name.encode()
+        parts += [_varint(len(encoded)), encoded]
+        parts += [_varint(_NULL_LENGTH)] if content is None else [_varint(len(content)), content]
+    return b"".join(parts)
+
+
+def decode_headers(encoded: bytes) -> Sequence[Header]:
+    """The headers from :func:`encode_headers`."""
+    at = 0
+
+    def number() -> int:
+        nonlocal at
+        shift = zigzag = 0
+        while True:
+            byte = encoded[at]
+            at += 1
+            zigzag |= (byte & 0x7F) << shift
+            if byte < 0x80:  # noqa: PLR2004 - the mark of the last byte
+                return (zigzag >> 1) ^ -(zigzag & 1)
+            shift += 7
+
+    def content() -> bytes | None:
+        nonlocal at
+        length = number()
+        if length == _NULL_LENGTH:
+            return None
+        at += length
+        return encoded[at - length : at]
+
+    return [((content() or b"").decode(), content()) for _ in range(number())]
+
+
+def _varint(number: int) -> bytes:
+    zigzag = (number << 1) ^ (number >> 63)
+    out = bytearray()
+    while zigzag > 0x7F:  # noqa: PLR2004 - seven bits go into a byte
+        out.append(0x80 | (zigzag & 0x7F))
+        zigzag >>= 7
+    out.append(zigzag)
+    return bytes(out)
+
+
+# PostgreSQL's own ways: a text that goes out with the decision, and binary arrays.
+
+_TEXT_BYTES: Final = 16 * 1024
+"""Up to this size, messages go out as text with the decision: as hexadecimal digits, they take twice as much."""
+_TEXT_ROWS: Final = 32
+_CHUNK_BYTES: Final = 8 * 1024 * 1024
+_CHUNK_ROWS: Final = 20_000
+_OIDS: Final = {"text": 25, "int4": 23, "int8": 20, "bytea": 17}
+_INSERTED: Final = "(writer, transactional_id, topic, topic_partition, key, value, headers, timestamp_ms)"
+
+
+def fits_in_text(put: Put) -> bool:
+    """Whether the messages are few and small enough to go out with the decision."""
+    return len(put.rows) <= _TEXT_ROWS and put.size <= _TEXT_BYTES
+
+
+def text_of(put: Put, table: str, begun: str, quoted: Callable[[Mapping[str, object]], Mapping[str, object]]) -> str:
+    """The INSERT as a text with its values. ``begun`` is the condition under which it puts anything."""
+    owner = quoted({"writer": put.writer, "lane": put.transactional_id})
+    rows = []
+    for number, row in enumerate(put.rows):
+        shown = [
+            quoted({"topic": row.topic})["topic"],
+            "NULL" if row.partition is None else row.partition,
+            *("NULL" if part is None else f"E'\\\\x{part.hex()}'" for part in row[2:5]),
+            "NULL" if row.timestamp_ms is None else row.timestamp_ms,
+        ]
+        if number == 0 and len(put.rows) > 1:  # VALUES take their types from the first of them
+            types = ("text", "int4", "bytea", "bytea", "bytea", "int8")
+            shown = [f"{value}::{kind}" for value, kind in zip(shown, types, strict=True)]
+        rows.append(", ".join(map(str, shown)))
+    head = f"INSERT INTO {table} {_INSERTED} SELECT {owner['writer']}, {owner['lane']}, "
+    if len(rows) == 1:
+        return f"{head}{rows[0]} WHERE {begun}"
+    return f"{head}m.* FROM (VALUES ({'), ('.join(rows)})) m WHERE {begun}"
+
+
+def chunks_of(put: Put) -> Iterator[Put]:
+    """The messages in parts that one statement takes."""
+    start = size = 0
+    for at, row in enumerate(put.rows):
+        length = sum(len(part) for part in row[2:5] if part is not None)
+        if at > start and (size + length > _CHUNK_BYTES or at - start >= _CHUNK_ROWS):
+            yield Put(put.table, put.writer, put.transactional_id, put.rows[start:at])
+            start, size = at, 0
+        size += length
+    yield Put(put.table, put.writer, put.transactional_id, put.rows[start:] if start else put.rows)
+
+
+def array_statement(table: str, begun: str) -> str:
+    """The INSERT that takes the values of :func:`arrays_of`."""
+    return (
+        f"INSERT INTO {table} {_INSERTED} SELECT $1, $2, m.* FROM "  # noqa: S608 - no value stands in it
+        f"unnest($3, $4, $5, $6, $7, $8) AS m(topic, topic_partition, key, value, headers, timestamp_ms) WHERE {begun}"
+    )
+
+
+ARRAY_TYPES: Final = (25, 25, 1009, 1007, 1001, 1001, 1001, 1016)
+"""text, text, text[], int4[], bytea[], bytea[], bytea[], int8[]: as numbers of PostgreSQL's types."""
+
+
+def arrays_of(put: Put) -> list[bytes | None]:
+    """The values of :func:`array_statement`, in PostgreSQL's binary form."""
+    topics, partitions, keys, values, headers, timestamps = zip(*put.rows, strict=True)
+    return [
+        put.writer.encode(),
+        put.transactional_id.encode(),
+        byte_array([topic.encode() for topic in topics], "text"),
+        _number_array(partitions, "int4", ">i"),
+        byte_array(keys, "bytea"),
+        byte_array(values, "bytea"),
+        byte_array(headers, "bytea"),
+        _number_array(timestamps, "int8", ">q"),
+    ]
+
+
+def byte_array(items: Sequence[bytes | None], kind: str) -> bytes:
+    """A one-dimensional array of texts or bytes as PostgreSQL's ``array_recv`` reads it."""
+    length = struct.Struct(">i").pack
+    parts = [_array_head(len(items), kind, has_null=None in items)]
+    for item in items:
+        if item is None:
+            parts.append(b"\xff\xff\xff\xff")
+        else:
+            parts += (length(len(item)), item)
+    return b"".join(parts)
+
+
+def _number_array(items: Sequence[int | None], kind: str, form: str) -> bytes | None:
+    if all(item is None for item in items):
+        return None  # unnest() fills up with NULL
+    pack = struct.Struct(form).pack
+    return byte_array([None if item is None else pack(item) for item in items], kind)
+
+
+def number_array(numbers: Sequence[int]) -> bytes:
+    """An ``int8[]`` without nulls."""
+    flat = [part for number in numbers for part in (8, number)]
+    return _array_head(len(numbers), "int8", has_null=False) + struct.pack(f">{'iq' * len(numbers)}", *flat)
+
+
+def _array_head(count: int, kind: str, *, has_null: bool) -> bytes:
+    if not count:
+        return struct.pack(">iii", 0, 0, _OIDS[kind])
+    return struct.pack(">iiiii", 1, has_null, _OIDS[kind], count, 1)
+
+
+# Reading, deleting and putting, as the drivers do it.
+
+_COLUMNS: Final = ("seq", "topic", "topic_partition", "key", "value", "headers", "timestamp_ms")
+PUT_COLUMNS: Final = (
+    "writer",
+    "transactional_id",
+    "topic",
+    "topic_partition",
+    "key",
+    "value",
+    "headers",
+    "timestamp_ms",
+)
+
+
+class Asked(NamedTuple):
+    """What to read: of which writer, from above which floor (on which server), and how much."""
+
+    writer: str
+    floor: int
+    server: str
+    limit: int
+    max_bytes: int
+
+
+def on_server(mark: ColumnElement[Any], server: str, number: int) -> ColumnElement[int]:
+    """The number if the server that executes this has that mark, else 0."""
+    return case((mark == literal(server), literal(number, BigInteger())), else_=literal(0, BigInteger()))
+
+
+def size_of_row(table: Table) -> ColumnElement[int]:
+    """The bytes of a row's key, value and headers."""
+    return (
+        func.coalesce(func.length(table.c.key), 0)
+        + func.coalesce(func.length(table.c.value), 0)
+        + func.coalesce(func.length(table.c.headers), 0)
+    )
+
+
+def read_in_two(connection: Connection, tables: Tables, asked: Asked, above: ColumnElement[int]) -> WaitingMessages:
+    """Read by SQLAlchemy, in two statements: what fits, by sizes alone, and then that."""
+    outbox = tables.outbox
+    mine = and_(outbox.c.writer == asked.writer, outbox.c.seq > above)
+    sizes = connection.execute(
+        select(outbox.c.seq, size_of_row(outbox)).where(mine).order_by(outbox.c.seq).limit(asked.limit + 1)
+    ).all()
+    fitting = _fitting([size for _, size in sizes], asked)
+    if not fitting:
+        return NOTHING
+    columns = [outbox.c[name] for name in _COLUMNS]
+    # Whatever has come in between the two statements moves others out: their sizes were not counted.
+    chosen = select(*columns, outbox.c.put_at).where(mine, outbox.c.seq <= sizes[fitting - 1][0])
+    rows = connection.execute(chosen.order_by(outbox.c.seq).limit(fitting)).all()
+    *found, put = zip(*rows, strict=True)
+    return as_messages(found, [int(moment.timestamp() * 1000) for moment in put], more=len(sizes) > fitting)
+
+
+def _fitting(sizes: Sequence[int], asked: Asked) -> int:
+    """How many of the messages with these sizes to take."""
+    count = sum(until <= asked.max_bytes for until in accumulate(sizes))
+    return min(max(count, 1), asked.limit, len(sizes))
+
+
+def as_messages(columns: Sequence[Sequence[Any]], produced_ms: Sequence[int], *, more: bool) -> WaitingMessages:
+    """The columns :data:`_COLUMNS` as messages."""
+    numbers, topics, partitions, keys, values, headers, timestamps = columns
+    size = sum(sum(map(len, filter(None, column))) for column in (keys, values, headers))
+    decoded = None
+    if any(headers):
+        decoded = [() if part is None else decode_headers(part) for part in headers]
+    return WaitingMessages(
+        numbers=numbers,
+        topics=topics,
+        values=values,
+        keys=keys,
+        partitions=None if partitions.count(None) == len(partitions) else partitions,
+        headers=decoded,
+        timestamps_ms=None if timestamps.count(None) == len(timestamps) else timestamps,
+        produced_ms=produced_ms,
+        size=size,
+        more=more,
+    )
+
+
+NOTHING: Final = WaitingMessages((), (), (), (), None, None, None, (), 0, more=False)
+
+
+def delete_by_number(connection: Connection, table: Table, numbers: Sequence[int]) -> int:
+    """Delete by SQLAlchemy: exactly these, as a range would take along what has come late."""
+    return sum(connection.execute(delete(table).where(table.c.seq.in_(some))).rowcount for some in in_chunks(numbers))
+
+
+def runs_of(numbers: Sequence[int]) -> Sequence[tuple[int, int]]:
+    """Ascending numbers as runs of such that follow each other: the first and the last of each."""
+    if numbers[-1] - numbers[0] == len(numbers) - 1:
+        return [(numbers[0], numbers[-1])]
+    ends = [at for at in range(1, len(numbers)) if numbers[at] != numbers[at - 1] + 1]
+    return [(numbers[start], numbers[end - 1]) for start, end in zip([0, *ends], [*ends, len(numbers)], strict=True)]
+
+
+def put_by_driver(connection: Connection, statement: CompiledOnce, put: Put) -> None:
+    """Put in the driver's form for many rows."""
+    own = statement.text(connection)
+    owner = {"writer": put.writer, "transactional_id": put.transactional_id}
+    values: list[Any] = [
+        {
+            **owner,
+            "topic": row.topic,
+            "topic_partition": row.partition,
+            "key": row.key,
+            "value": row.value,
+            "headers": row.headers,
+            "timestamp_ms": row.timestamp_ms,
+        }
+        for row in put.rows
+    ]
+    if own is None:
+        connection.execute(insert(put.table), values)
+        return
+    if own.order is not None:
+        values = [tuple([row[name] for name in own.order]) for row in values]
+    execute_many_below(connection, own.template, values)
+
+
+@lru_cache(maxsize=64)
+def insert_of(table: Table) -> CompiledOnce:
+    """The statement of :func:`put_by_driver`."""
+    return CompiledOnce(insert(table).inline().values({name: bindparam(name) for name in PUT_COLUMNS}))
