@@ -36,7 +36,7 @@ from dualwrite.writing.relay import Relay, RelayReport
 if TYPE_CHECKING:
     from dualwrite.interfaces import OutboxRows
     from dualwrite.kafka.producer import EngineName
-    from dualwrite.writing.relay import OnRefused
+    from dualwrite.protocol.values import WhenRefused
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -204,7 +204,7 @@ def relay(
         most_rows=most_rows,
         most_bytes=most_bytes,
         producer_engine=cast("EngineName", engine_name),
-        on_refused=cast("OnRefused", on_refused),
+        on_refused=cast("WhenRefused", on_refused),
         progress=shown.show,
     )
     gc.freeze()  # what is imported stays: each round makes many objects, and no collection need look through the others

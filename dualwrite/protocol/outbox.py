@@ -151,6 +151,8 @@ MOST_ROWS_ALONE: Final = 2_000
 """Where one transaction at a time can write (SQLite), blocks wait for a whole send."""
 LAST_ROWS: Final = 1_000
 """While the last send holds the lock on the mode, blocks wait: it is tried once no more rows than these are left."""
+COLUMNS_FROM: Final = 250
+"""From so many messages of a topic on, columns of them cost less than one call for each."""
 _SLOW_S: Final = 2.0
 """A send that takes longer gives its place to smaller ones: the broker, and a paused owner's successor, wait for it."""
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from dualwrite.errors import ConfigurationError, DatabaseWentBack
 from dualwrite.protocol.prepared_state import PreparedTxnState
@@ -568,6 +568,10 @@ def check_writer_name(transactional_id: str) -> None:
         )
 
 
+WhenRefused: TypeAlias = Literal["aside", "stop"]
+"""What becomes of a message that waits and that Kafka refuses for good."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WriterLimits:
     """The times and counts of a writer. Every one has a default: give those that you change.
@@ -619,7 +623,7 @@ class WriterLimits:
     group_open_s: float = 0.25
     group_bytes: int = 16 * 1024 * 1024
     waiting_units: int = 10_000
-    outbox_refused: Literal["aside", "stop"] = "aside"
+    outbox_refused: WhenRefused = "aside"
     fallback_after_s: float = 1.0
     outbox_rows: int = 1_000_000
     outbox_bytes: int = 1024 * 1024 * 1024
@@ -638,7 +642,7 @@ class WriterLimits:
         for name in ("max_lanes", "group_units", "waiting_units", "outbox_rows", "outbox_bytes"):
             check_count(name, getattr(self, name))
         check_count("group_bytes", self.group_bytes, least=0)
-        if self.outbox_refused not in {"aside", "stop"}:
+        if self.outbox_refused not in get_args(WhenRefused):
             raise ConfigurationError(f"outbox_refused is {self.outbox_refused!r}", next_step="use 'aside' or 'stop'")
 
 

@@ -29,14 +29,14 @@ from dualwrite.stores.opening import opened
 from dualwrite.telemetry.loaded import observer_if_loaded
 from dualwrite.writing.lane import Lane, Losses
 from dualwrite.writing.outbox import Outbox
-from dualwrite.writing.sender import Sending, WhenRefused, mode_of, send_all
+from dualwrite.writing.sender import Sending, mode_of, send_all
 from dualwrite.writing.writer_resources import ProducerSettings, lane_producer
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from dualwrite.interfaces import Database
-    from dualwrite.protocol.values import StateRow
+    from dualwrite.protocol.values import StateRow, WhenRefused
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from sqlalchemy import exc
 
@@ -42,6 +42,7 @@ from dualwrite.errors import (
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.protocol.leases import LeaseTiming, check_fleet
 from dualwrite.protocol.outbox import (
+    COLUMNS_FROM,
     MOST_BYTES,
     MOST_ROWS,
     MOST_ROWS_ALONE,
@@ -52,8 +53,9 @@ from dualwrite.protocol.outbox import (
 )
 from dualwrite.protocol.outbox_table import BadRow, OutboxTable, channel, relay_id
 from dualwrite.protocol.outbox_table import Mapping as RowMapping
-from dualwrite.protocol.values import WriterLimits, check_count, check_seconds
+from dualwrite.protocol.values import WhenRefused, WriterLimits, check_count, check_seconds
 from dualwrite.recovery.claim import lease_owner
+from dualwrite.recovery.in_doubt import LOSSES
 from dualwrite.stores.opening import database_of, is_made_here
 from dualwrite.stores.sql.access import map_database_error
 from dualwrite.stores.sql.database import SqlDatabase
@@ -71,14 +73,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OnRefused: TypeAlias = Literal["stop", "aside"]
 _STANDBY_S: Final = 0.5
 _SLICE_S: Final = 0.25
 """A wait for news is in slices, so that the relay stops soon once it is told to."""
-_COLUMNS_FROM: Final = 250
-"""From so many messages with headers on, columns of them cost less than one call for each."""
 _ATTEMPTS_ONCE: Final = 5
-_LOSSES: Final = (DecidedTransactionLost, OutcomeUnverifiable, DatabaseWentBack)
 
 
 @dataclass
@@ -147,7 +145,7 @@ class Relay:
         most_rows: int = MOST_ROWS,
         most_bytes: int = MOST_BYTES,
         producer_engine: EngineName = "auto",
-        on_refused: OnRefused = "stop",
+        on_refused: WhenRefused = "stop",
         progress: Callable[[RelayReport], object] = lambda _: None,
         telemetry: Observer | None = None,
     ) -> None:
@@ -176,7 +174,7 @@ class Relay:
         alone = found.traits.blocks == 1
         self._first = Sends(turns_back=False, most_rows=min(most_rows, MOST_ROWS_ALONE) if alone else most_rows)
         self._engine_name = producer_engine
-        if on_refused not in get_args(OnRefused):
+        if on_refused not in get_args(WhenRefused):
             raise ConfigurationError(f"on_refused is {on_refused!r}", next_step="give 'stop' or 'aside'")
         self._aside = on_refused == "aside"
         self._progress = progress
@@ -436,7 +434,7 @@ class Relay:
                     self._rows.remove(tx.connection, found.rows)
         except CompletionPending as error:
             logger.warning("%s: %s", self.name, error)  # decided: the next round waits for it, or settles it
-        except _LOSSES as error:
+        except LOSSES as error:
             if isinstance(error, DatabaseWentBack):
                 raise
             self._note_loss(error)
@@ -452,7 +450,7 @@ def _produce(tx: Transaction, messages: Messages) -> None:
     if headers is None and partitions is None and timestamps is None and not placed:
         tx.produce_many(topic, values, keys)
         return
-    if len(values) >= _COLUMNS_FROM and find_spec("pyarrow") is not None and find_spec("numpy") is not None:
+    if len(values) >= COLUMNS_FROM and find_spec("pyarrow") is not None and find_spec("numpy") is not None:
         _produce_columns(tx, messages)
         return
     for row, value in enumerate(values):

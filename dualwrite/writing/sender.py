@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from dualwrite import failpoints
 from dualwrite.clock import Deadline, now_s, pause
@@ -35,6 +35,7 @@ from dualwrite.errors import (
 )
 from dualwrite.protocol.message import Message, Unsendable
 from dualwrite.protocol.outbox import (
+    COLUMNS_FROM,
     MOST_BYTES,
     MOST_ROWS,
     MOST_ROWS_ALONE,
@@ -55,14 +56,11 @@ from dualwrite.writing.transaction import write_of
 if TYPE_CHECKING:
     from dualwrite.interfaces import Database, Handle, OutboxRows, StateStore
     from dualwrite.protocol.message import Sendable
-    from dualwrite.protocol.values import WaitingMessages
+    from dualwrite.protocol.values import WaitingMessages, WhenRefused
     from dualwrite.recovery.claim import OwnerContext
     from dualwrite.writing.lane import Lane, Losses
 
 logger = logging.getLogger(__name__)
-
-WhenRefused: TypeAlias = Literal["aside", "stop"]
-"""What becomes of a message that Kafka refuses for good."""
 
 _LOCK_S: Final = 0.25
 """So long the last send waits for the lock on the mode, while the writer's blocks wait at the gate."""
@@ -71,8 +69,6 @@ _LOOK_EVERY_S: Final = 5.0
 _COUNT_EVERY_S: Final = 1.0
 _SETTLE_S: Final = 10.0
 _SILENT_LOOK_S: Final = 0.25
-_COLUMNS_FROM: Final = 250
-"""From so many rows of a topic on columns cost less than single messages."""
 _IMPORT_FROM: Final = 5_000
 """From so many on they repay that pyarrow is imported, if it is installed."""
 _TRIES: Final = 5
@@ -357,7 +353,7 @@ def _message(topic: str, read: WaitingMessages, at: int, max_bytes: int, transac
 
 
 def _columns_pay(messages: int) -> bool:
-    if messages < _COLUMNS_FROM:
+    if messages < COLUMNS_FROM:
         return False
     if "pyarrow" in sys.modules:
         return True
