@@ -48,11 +48,13 @@ def watch(kafka: dict[str, str], topic: str, seen: SimpleQueue[tuple[str, float]
     consumer.close()
 
 
-def _visibility(ways: Mapping[str, Write], ground: Ground, topic: str, operations: int) -> dict[str, list[float]]:
+def visibility(
+    ways: Mapping[str, Write], kafka: Mapping[str, str], topic: str, operations: int
+) -> dict[str, list[float]]:
     """Milliseconds from the start of each call until the watcher has its message."""
     seen: SimpleQueue[tuple[str, float]] = SPAWN.SimpleQueue()
     samples: dict[str, list[float]] = {name: [] for name in ways}
-    with process(watch, ground.kafka, topic, seen):
+    with process(watch, dict(kafka), topic, seen):
         for number in range(operations):
             for name, write in ways.items():
                 note = f"{name} {number} seen"
@@ -84,7 +86,7 @@ def run(
         ways = {name: stack.enter_context(way) for name, way in made.items()}
         calls = {name: lambda note, write=write: write([note]) for name, write in ways.items()}
         samples = in_turn(calls, operations, warm_up=warm_up)
-        watched = _visibility(ways, ground, topic, visible)
+        watched = visibility(ways, ground.kafka, topic, visible)
     engine.dispose()
     return {
         name: {
