@@ -112,13 +112,16 @@ def recover(
         if store.outbox is None:
             return report
         rows = rows_of(store, transactional_id, prefix)
+        claimed = {
+            writer_of(settled) for settled in report.settled
+        }  # by us, just now: their rows are young, and show no owner
         for name in sorted({writer_of(row.transactional_id) for row in rows}):
             waiting = store.outbox.waiting(name).rows
             if not waiting and (transactional_id is None or mode_of(name, used, store) is OutboxMode.DIRECT):
                 continue
             if name in report.skipped or any(name == one.transactional_id for one in report.went_back):
                 continue
-            if left_alone_s and _may_be_alive(name, rows, used, left_alone_s):
+            if left_alone_s and _may_be_alive(name, rows, used, None if name in claimed else left_alone_s):
                 report.skipped.append(name)
             elif dry_run:
                 report.sent[name] = waiting
@@ -151,10 +154,16 @@ def what_waits(database: Database, writers: Collection[str]) -> Sequence[Waits]:
     return found
 
 
-def _may_be_alive(name: str, rows: Sequence[StateRow], database: Database, left_alone_s: float) -> bool:
-    """Whether the owner has changed a row of its writer a short time ago, or holds a lease. A live one sends by itself."""
-    newest = max(row.updated_at.timestamp() for row in rows if writer_of(row.transactional_id) == name)
-    return time.time() - newest < left_alone_s or bool(database.living([name]))
+def _may_be_alive(name: str, rows: Sequence[StateRow], database: Database, left_alone_s: float | None) -> bool:
+    """Whether the owner has changed a row of its writer a short time ago, or holds a lease. A live one sends by itself.
+
+    ``left_alone_s`` is None if the rows were changed by us.
+    """
+    if left_alone_s is not None:
+        newest = max(row.updated_at.timestamp() for row in rows if writer_of(row.transactional_id) == name)
+        if time.time() - newest < left_alone_s:
+            return True
+    return bool(database.living([name]))
 
 
 def take_over(

@@ -6,13 +6,16 @@ from contextlib import closing
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
+from harness.checker import Case
 from harness.orders import on_both, on_postgresql
+from harness.patience import wait_until
 from sqlalchemy import create_engine, text
 
 from dualwrite import DualWriter, Fenced, Unavailable, WriterLimits, failpoints, recover
 from dualwrite.clock import Deadline
 from dualwrite.failpoints import FailpointError
 from dualwrite.protocol.outbox import PRODUCED_AT
+from dualwrite.recovery.recover import status
 from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.testing.reading import read_committed
 from dualwrite.writing.left_behind import send_for
@@ -245,6 +248,21 @@ def test_a_recovery_of_several_leaves_a_writer_alone_that_was_at_work_just_now(k
     assert recover(prefix="ord", kafka=kafka, database=engine, open_for_s=0.0, dry_run=True).sent == {"orders": 1}
     assert recover(prefix="ord", kafka=kafka, database=engine, open_for_s=0.0).sent == {"orders": 1}
     assert sent(kafka, dualwrite_topic) == ["1", "2"]
+
+
+@on_postgresql
+def test_a_recovery_that_settles_a_dead_writer_sends_at_once_what_it_left_waiting(
+    kafka, engine, url, dualwrite_topic, tmp_path
+):
+    """The claim has just changed the writer's rows. That is no sign of life of its owner."""
+    Case(tmp_path, kafka, url, dualwrite_topic).run(failpoint="write.decided:2", killed=True)
+    put(engine, dualwrite_topic, ["waits"], writer="case")
+    names = {"kafka": kafka, "database": engine, "prefix": "ca"}
+    wait_until(lambda: min(item.waits_for_s or 9.0 for item in status(**names) if item.needs_recovery) > 2.0)
+    report = recover(**names, open_for_s=2.0)
+    assert report.rolled_forward == ["case"]
+    assert (report.sent, report.skipped) == ({"case": 1}, [])
+    assert "waits" in sent(kafka, dualwrite_topic)
 
 
 @on_postgresql
