@@ -237,7 +237,7 @@ class Sends:
     @property
     def lock_pause_s(self) -> float:
         """How long not to ask for the lock again. Short at first: a busy writer is to be back within a second."""
-        return _growing(self.lock_failures, _FIRST_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S)
+        return growing_pause_s(self.lock_failures, _FIRST_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S)
 
 
 @dataclass(frozen=True)
@@ -279,10 +279,11 @@ NO_OUTBOX: Final = OutboxState()
 
 def pause_after(failures: int) -> float:
     """The seconds before another try after so many failures in a row, from 1 on. Never for good."""
-    return _growing(failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+    return growing_pause_s(failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
 
 
-def _growing(failures: int, first_s: float, longest_s: float) -> float:
+def growing_pause_s(failures: int, first_s: float, longest_s: float) -> float:
+    """A pause that doubles with each failure in a row, up to the longest; 0 without a failure."""
     doublings = min(failures - 1, 10)
     return min(first_s * float(2**doublings), longest_s) if failures > 0 else 0.0
 
