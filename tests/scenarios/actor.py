@@ -97,13 +97,14 @@ class _Actor:
         self._writer: DualWriter | None = None
         self._units: UnitWriter | None = None
 
-    def opens(self, lanes: int) -> None:
+    def opens(self, lanes: int, *, outbox: bool) -> None:
         writer = DualWriter(
             TRANSACTIONAL_ID,
             kafka=self._settings.kafka,
             database=self._engine,
             limits=WriterLimits(max_lanes=lanes, **self._settings.limits),
             producer_engine=self._settings.producer_engine,
+            outbox="fallback" if outbox else "never",
         )
         self._writer = writer
         writer.open()

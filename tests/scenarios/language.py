@@ -23,7 +23,7 @@ _HOW: Final = (
 )
 
 STATEMENTS: Final = {
-    "opens": rf"{_ACTOR} opens(?: with (?P<lanes>\d+) lanes)?{_HOW}",
+    "opens": rf"{_ACTOR} opens(?: with (?P<lanes>\d+) lanes)?(?P<outbox> with an outbox)?{_HOW}",
     "writes": rf"{_ACTOR} writes (?P<label>[a-z]\w*)(?P<aborts> and changes its mind)?{_HOW}",
     "writes_badly": rf"{_ACTOR} writes (?P<label>[a-z]\w*) (?P<fault>with a statement that fails|with a message that is too large){_HOW}",
     "opens_units": rf"{_ACTOR} opens a writer of units{_HOW}",
@@ -34,6 +34,7 @@ STATEMENTS: Final = {
     "closes": rf"{_ACTOR} closes{_HOW}",
     "goes_on": rf"{_ACTOR} goes on{_HOW}",
     "ends": rf"{_ACTOR} comes to an end{_HOW}",
+    "others_go_on": rf"{_ACTOR}'s other threads go on",
     "has_to_wait": rf"{_ACTOR} has to wait",
     "asks_in_vain": rf"{_ACTOR} asks the database in vain",
     "is_killed": rf"{_ACTOR} is killed",
@@ -46,6 +47,8 @@ STATEMENTS: Final = {
     "arrives": rf"the (?P<what>held|repeated|held answer to) {_REQUEST} arrives",
     "is_lost": rf"the (?P<what>held|held answer to) {_REQUEST} is lost",
     "connection_breaks": rf"the connection of the {_REQUEST} breaks",
+    "falls_silent": r"Kafka falls silent",
+    "answers_again": r"Kafka answers again",
     "broker_times_out": rf"the broker times {_ACTOR}'s transaction out",
     "broker_forgets": rf"the broker forgets {_ACTOR}'s id",
     "operator_aborts": rf"an operator aborts {_ACTOR}'s transaction",
@@ -63,6 +66,10 @@ STATEMENTS: Final = {
     "database_shows": rf"the database shows: {_LABELS}",
     "kafka_shows": rf"Kafka shows: {_LABELS}",
     "both_show": rf"both sides show: {_LABELS}",
+    "kafka_comes_to_show": rf"Kafka comes to show: {_LABELS}",
+    "kafka_shows_in_order": rf"Kafka shows in this order: {_LABELS}",
+    "waits_in_database": rf"waiting in the database: {_LABELS}",
+    "nothing_waits": r"nothing waits any more",
     "recorded": rf"recorded as (?P<outcome>lost|unverifiable): {_LABELS}",
 }
 _PATTERNS: Final = {verb: re.compile(pattern) for verb, pattern in STATEMENTS.items()}

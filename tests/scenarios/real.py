@@ -168,8 +168,8 @@ class RealStage:
 
     # The actors
 
-    def opens(self, actor: str, lanes: str | None, **how: str | None) -> None:
-        self._order(actor, how, "opens", lanes=int(lanes or 1))
+    def opens(self, actor: str, lanes: str | None, outbox: str | None, **how: str | None) -> None:
+        self._order(actor, how, "opens", lanes=int(lanes or 1), outbox=outbox is not None)
 
     def writes(self, actor: str, label: str, aborts: str | None, **how: str | None) -> None:
         self._order(actor, how, "writes", label=label, aborts=aborts is not None)
@@ -198,6 +198,12 @@ class RealStage:
         player = self._players[actor]
         assert player.busy, f"{actor} does nothing"
         self._follow(player, how)
+
+    def others_go_on(self, actor: str) -> None:
+        """Its process wakes up; the thread that stands at a point stays there."""
+        player = self._players[actor]
+        assert player.at is not None, f"{actor} stands at no point"
+        player.wake()
 
     def has_to_wait(self, actor: str) -> None:
         player = self._players[actor]
@@ -353,6 +359,14 @@ class RealStage:
 
     # The broker
 
+    def falls_silent(self) -> None:
+        """Every request is held, until it answers again: those that were sent meanwhile arrive late."""
+        self._silence = self._proxy.on(nth=None).hold_request()
+
+    def answers_again(self) -> None:
+        self._silence.withdraw()
+        self._silence.release()
+
     def _status(self, actor: str) -> TransactionStatus:
         kafka_id = self._kafka_ids[actor]
         with closing(KafkaCoordinator(KafkaConfig.parse(self._kafka.client_config()))) as coordinator:
@@ -442,14 +456,44 @@ class RealStage:
         assert found == _labels(labels), f"the database shows {found}"
 
     def kafka_shows(self, labels: str) -> None:
+        for partition, found in enumerate(self._in_kafka()):
+            assert sorted(found) == _labels(labels), f"partition {partition} shows {sorted(found)}"
+
+    def kafka_comes_to_show(self, labels: str) -> None:
+        wanted = [_labels(labels)] * 2
+        self._until(lambda: [sorted(found) for found in self._in_kafka()] == wanted, f"Kafka never shows {labels}")
+
+    def kafka_shows_in_order(self, labels: str) -> None:
+        for partition, found in enumerate(self._in_kafka()):
+            assert found == labels.split(), f"partition {partition} shows {found}"
+
+    def _in_kafka(self) -> list[list[str]]:
+        """Of each partition, in order."""
         records = read_committed(self._kafka.client_config(), self.topic, timeout_s=60)
-        for partition in (0, 1):
-            found = sorted((record.value or b"").decode() for record in records if record.partition == partition)
-            assert found == _labels(labels), f"partition {partition} shows {found}"
+        return [[(one.value or b"").decode() for one in records if one.partition == partition] for partition in (0, 1)]
 
     def both_show(self, labels: str) -> None:
         self.database_shows(labels)
         self.kafka_shows(labels)
+
+    def waits_in_database(self, labels: str) -> None:
+        for partition, found in enumerate(self._waiting()):
+            assert found == _labels(labels), f"of partition {partition}, {found} wait in the database"
+
+    def _waiting(self) -> list[list[str]]:
+        table = TABLES.outbox
+        with self._engine.connect() as connection:
+            found = connection.execute(select(table.c.topic_partition, table.c.value)).all()
+        return [sorted(bytes(value).decode() for at, value in found if at == partition) for partition in (0, 1)]
+
+    def nothing_waits(self) -> None:
+        mode = select(TABLES.mode.c.mode).where(TABLES.mode.c.writer == TRANSACTIONAL_ID)
+
+        def is_over() -> bool:
+            with self._engine.connect() as connection:
+                return connection.scalar(mode) == "direct" and self._waiting() == [[], []]
+
+        self._until(is_over, f"still waiting in the database: {self._waiting()}")
 
     def units_shown(self, labels: str) -> None:
         """One reader, which goes on where it has read to."""
