@@ -40,6 +40,8 @@ _CLOSE_S: Final = 5.0
 _SILENT_S: Final = 2.0
 """A step that has asked Kafka for this long counts as not answered."""
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
+_DOUBLINGS: Final = 10
+"""More would not be noticed, and after a thousand failures, some hours, no number could hold them."""
 _END_AFTER_S: Final = 1.0
 """After so long at rest housekeeping asks for an end that no caller has asked for, or that is late."""
 _WATCH_EVERY_S: Final = 1.0
@@ -66,7 +68,9 @@ class PooledLane:
 
     @property
     def _backoff_s(self) -> float:
-        return min(_FIRST_BACKOFF_S * 2 ** (self.failures - 1), _LONGEST_BACKOFF_S) if self.failures else 0.0
+        if not self.failures:
+            return 0.0
+        return min(_FIRST_BACKOFF_S * 2 ** min(self.failures - 1, _DOUBLINGS), _LONGEST_BACKOFF_S)
 
     def due_at(self, free_since: float, idle_after_s: float) -> float | None:
         """When its next housekeeping is due, by the clock of the process; None if there is nothing to do."""
@@ -292,7 +296,7 @@ class Lanes:
             lane = pooled.lane
             try:
                 idles = now_s() >= ticket.place.free_since + self._idle_after_s
-                _see_to(lane, Deadline(min(self._timeout_s, _ATTEMPT_S)), idles=idles)
+                _see_to(lane, Deadline(self._attempt_s(pooled)), idles=idles)
                 pooled.failures = pooled.failures + 1 if lane.needs_settling else 0
             except Fenced as error:
                 pooled.given_up = True
@@ -305,6 +309,15 @@ class Lanes:
                 logger.exception("%s: not settled yet; retrying later", lane.transactional_id)
             finally:
                 ticket.end()
+
+    def _attempt_s(self, pooled: PooledLane) -> float:
+        """For how long housekeeping may keep a lane.
+
+        Blocks whose messages may wait need no answer of Kafka's. In the first moments of an outage, when nobody knows of it
+        yet, the only lane must not be kept from them; a slow Kafka is given more time at each further attempt.
+        """
+        most_s = min(self._timeout_s, _ATTEMPT_S)
+        return most_s if self.refuses_in_silence else min(most_s, _SILENT_S * 2 ** min(pooled.failures, _DOUBLINGS))
 
     def _next_due(self) -> Ticket[PooledLane] | None:
         """Wait for a lane whose housekeeping is due, and take it; None when closing."""

@@ -26,9 +26,14 @@ class FakeLane:
         self.settling, self.may_go_on = threading.Event(), threading.Event()
         self.may_go_on.set()
         self.recorded = threading.Event()
+        self.settled_within_s = []
+        self.unanswered = 0
 
-    def settle(self, _deadline):
+    def settle(self, deadline):
+        self.settled_within_s.append(deadline.remaining_s())
         self.settling.set()
+        if len(self.settled_within_s) <= self.unanswered:
+            raise Unavailable("no answer")
         assert self.may_go_on.wait(60)
         self.needs_settling = False
 
@@ -57,12 +62,12 @@ class FakeLane:
 def make():
     with ExitStack() as closed_later:
 
-        def make(count, *, max_lanes=None, lane_timeout_s=60.0, idle_after_s=3600.0):
+        def make(count, *, max_lanes=None, timeout_s=0.05, lane_timeout_s=60.0, idle_after_s=3600.0):
             lanes = Lanes(
                 "orders",
                 FakeLane,
                 max_lanes=max_lanes or count,
-                timeout_s=0.05,
+                timeout_s=timeout_s,
                 lane_timeout_s=lane_timeout_s,
                 idle_after_s=idle_after_s,
                 kafka_at="broker-1:9092",
@@ -210,6 +215,26 @@ def test_where_no_lane_works_a_block_gets_one_that_needs_settling_and_is_told_wh
     lane_of(user).needs_settling = True
     user.end()
     assert lane_of(waiting) is lanes.first
+
+
+@pytest.mark.parametrize(("outbox", "within_s"), [(False, [10.0, 10.0, 10.0]), (True, [2.0, 4.0, 8.0])])
+def test_a_lane_that_could_take_messages_that_wait_is_kept_in_the_background_for_seconds_alone(
+    make, monkeypatch, outbox, within_s
+):
+    monkeypatch.setattr(lane_pool, "_FIRST_BACKOFF_S", 0.01)
+    lanes = make(1, timeout_s=30.0)
+    lanes.refuses_in_silence = not outbox
+    user, lane = queued(lanes), lanes.first
+    lane.needs_settling, lane.unanswered = True, 2
+    user.end()
+    wait_until(lambda: not lane.needs_settling)
+    assert lane.settled_within_s == pytest.approx(within_s, abs=0.5)
+
+
+def test_a_lane_that_has_failed_for_days_is_still_tried():
+    pooled = lane_pool.PooledLane(FakeLane(0))
+    pooled.needs_settling, pooled.failures = True, 100_000
+    assert pooled.due_at(0.0, 60.0) == 30.0
 
 
 def test_an_idle_lane_is_recorded_and_then_goes_to_whoever_waits(make):
