@@ -70,7 +70,7 @@ class PooledLane:
     def _backoff_s(self) -> float:
         if not self.failures:
             return 0.0
-        return min(_FIRST_BACKOFF_S * 2 ** min(self.failures - 1, _DOUBLINGS), _LONGEST_BACKOFF_S)
+        return min(_FIRST_BACKOFF_S * 2.0 ** min(self.failures - 1, _DOUBLINGS), _LONGEST_BACKOFF_S)
 
     def due_at(self, free_since: float, idle_after_s: float) -> float | None:
         """When its next housekeeping is due, by the clock of the process; None if there is nothing to do."""
@@ -317,7 +317,7 @@ class Lanes:
         yet, the only lane must not be kept from them; a slow Kafka is given more time at each further attempt.
         """
         most_s = min(self._timeout_s, _ATTEMPT_S)
-        return most_s if self.refuses_in_silence else min(most_s, _SILENT_S * 2 ** min(pooled.failures, _DOUBLINGS))
+        return most_s if self.refuses_in_silence else min(most_s, _SILENT_S * 2.0 ** min(pooled.failures, _DOUBLINGS))
 
     def _next_due(self) -> Ticket[PooledLane] | None:
         """Wait for a lane whose housekeeping is due, and take it; None when closing."""

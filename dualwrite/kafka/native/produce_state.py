@@ -487,7 +487,8 @@ class ProduceCore:
         return min(times, default=None)
 
     def _backoff_s(self, batch: Batch) -> float:
-        return min(self.limits.first_backoff_s * 2.0 ** (batch.attempts - 1), self.limits.longest_backoff_s)
+        doublings = min(batch.attempts - 1, 30)  # a thousand would be more than a number holds
+        return min(self.limits.first_backoff_s * 2.0**doublings, self.limits.longest_backoff_s)
 
     def _refuse(self, meaning: Meaning, code: int | None, partition: Partition) -> None:
         # An end outweighs an abort: after it there must be no next transaction.

@@ -1,5 +1,6 @@
 """The core of sending: order, repetitions and refusals, against a partition that follows Kafka's rules."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -328,6 +329,17 @@ def test_pauses_grow():
         pauses.append(to.next_at() - now)
         now = to.next_at()
     assert pauses == [1, 2, 4, 8, 8, 8]
+
+
+def test_a_message_may_be_refused_for_as_often_as_there_is_time():
+    to = core(replace(LIMITS, first_backoff_s=0.001, longest_backoff_s=0.001))
+    append(to, b"a")
+    now = 0.0
+    for _ in range(2_000):
+        [one] = sent(to, now)
+        to.answered(one, {HERE: (Code.NOT_ENOUGH_REPLICAS, -1)}, now)
+        now = to.next_at()
+    assert to.refusal is None
 
 
 def test_queued_bytes_are_those_not_acknowledged():
