@@ -15,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
-from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+from functools import cached_property
+from itertools import accumulate
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args, overload
 
 from dualwrite.errors import ConfigurationError, DatabaseWentBack
 from dualwrite.protocol.prepared_state import PreparedTxnState
@@ -237,8 +239,33 @@ class FirstLook(NamedTuple):
         return max(self.decisions, (self.incarnation or 0) << _DECISIONS_OF_ONE) + 1
 
 
+@dataclass(frozen=True)
+class PackedColumn(Sequence["bytes | None"]):
+    """Many byte strings in one: no object is made for any until somebody asks for it. ``lengths`` has -1 for a null."""
+
+    data: bytes
+    lengths: Sequence[int]
+
+    @cached_property
+    def _ends(self) -> Sequence[int]:
+        return list(accumulate(max(length, 0) for length in self.lengths))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, at: int) -> bytes | None: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[bytes | None]: ...
+    def __getitem__(self, at: int | slice) -> bytes | Sequence[bytes | None] | None:
+        if isinstance(at, slice):
+            return [self[one] for one in range(*at.indices(len(self)))]
+        length, end = self.lengths[at], self._ends[at]
+        return None if length < 0 else self.data[end - length : end]
+
+
 class WaitingMessages(NamedTuple):
-    """Messages that wait, in the order of their numbers: a list for each column, as ``produce_many`` takes them.
+    """Messages that wait, in the order of their numbers: a sequence for each column, as ``produce_many`` takes them.
 
     ``partitions``, ``headers`` and ``timestamps_ms`` are None if no message has any. ``produced_ms`` says since when each
     waits, in ms since 1970, by the database's clock: it travels in a header. ``size`` are the bytes of all keys, values and

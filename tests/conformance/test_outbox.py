@@ -66,7 +66,7 @@ def taken(
     if not keep:
         assert store.outbox.delete(connection, writer, found.numbers) == len(found.numbers)
     store.commit(connection)
-    return found
+    return found._replace(values=tuple(found.values), keys=tuple(found.keys))
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from dualwrite.protocol.message import (
     no_partition,
     too_large,
 )
+from dualwrite.protocol.values import PackedColumn
 
 if TYPE_CHECKING:
     from dualwrite.protocol.values import WaitingMessages
@@ -374,9 +375,20 @@ def _integers(column: Column, instead_of_null: int) -> Numbers:
 
 def column_of(contents: Sequence[Content]) -> pa.Array:
     """Keys or values as a column; text as UTF-8."""
+    if isinstance(contents, PackedColumn):
+        return _unpacked(contents)
     if not set(map(type, contents)) <= _CONTENTS:  # Arrow would take a bytearray
         contents = [as_bytes(content, "key or value") for content in contents]
     return pa.array(contents, pa.large_binary())
+
+
+def _unpacked(contents: PackedColumn) -> pa.Array:
+    lengths = np.asarray(contents.lengths, np.int64)
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(np.maximum(lengths, 0), out=offsets[1:])
+    valid = None if (lengths >= 0).all() else pa.array(lengths >= 0).buffers()[1]
+    buffers = [valid, pa.py_buffer(offsets), pa.py_buffer(contents.data)]
+    return pa.Array.from_buffers(_BINARY, len(lengths), buffers)
 
 
 # Batches from Arrow's columns: no Python object is made for a record.

@@ -46,6 +46,7 @@ from sqlalchemy.util import await_only
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.process import DatabaseVerdict
+from dualwrite.protocol.values import PackedColumn
 from dualwrite.stores.sql import dialect
 from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, Begun, begun_on, ended_inside, sqlstate_of
 from dualwrite.stores.sql.dialect import Identity, Standing
@@ -533,15 +534,31 @@ _BY_INDEX: Final = (
 _FIRST: Final = f"""
 FROM {{table}} WHERE writer = %(writer)s
 AND seq > CASE WHEN {_SERVER} = %(server)s THEN %(floor)s::int8 ELSE 0 END
-ORDER BY seq LIMIT %(limit)s
+ORDER BY seq
 """
 _SIZE: Final = "coalesce(length(key), 0) + coalesce(length(value), 0) + coalesce(length(headers), 0) AS size"
-_SUM: Final = f"SELECT sum(size)::int8 FROM (SELECT {_SIZE} {_FIRST}) first"  # noqa: S608 - as above
 _FITTING: Final = f"""
-SELECT count(*) FROM (SELECT sum(size) OVER (ORDER BY seq ROWS UNBOUNDED PRECEDING) AS until FROM (SELECT seq, {_SIZE} {_FIRST})
-first) summed WHERE until <= %(max_bytes)s
+SELECT count(*) FROM (SELECT sum(size) OVER (ORDER BY seq ROWS UNBOUNDED PRECEDING) AS until FROM (SELECT seq, {_SIZE} {_FIRST}
+LIMIT %(limit)s) first) summed WHERE until <= %(max_bytes)s
 """  # noqa: S608 - as above
-_READ: Final = f"SELECT seq, topic, topic_partition, key, value, headers, timestamp_ms, put_at {_FIRST}"
+_BEHIND: Final = "EXISTS (SELECT FROM {table} behind WHERE behind.writer = %(writer)s AND behind.seq > max(taken.seq))"
+_READ: Final = f"""
+WITH whole AS MATERIALIZED (SELECT sum(size)::int8 AS size FROM (SELECT {_SIZE} {_FIRST} LIMIT %(limit)s) first)
+SELECT array_agg(seq), CASE WHEN min(topic) = max(topic) THEN ARRAY[min(topic)] ELSE array_agg(topic) END,
+CASE WHEN count(topic_partition) > 0 THEN array_agg(topic_partition) END,
+CASE WHEN count(key) > 0 THEN array_agg(coalesce(length(key), -1)) END, string_agg(key, ''),
+array_agg(coalesce(length(value), -1)), string_agg(value, ''), CASE WHEN count(headers) > 0 THEN array_agg(headers) END,
+CASE WHEN count(timestamp_ms) > 0 THEN array_agg(timestamp_ms) END, array_agg(put_at),
+((SELECT size FROM whole) > %(max_bytes)s OR count(*) = %(limit)s) AND {_BEHIND}
+FROM (
+SELECT seq, topic, topic_partition, key, value, headers, timestamp_ms, put_at {_FIRST} LIMIT
+CASE WHEN (SELECT size FROM whole) <= %(max_bytes)s THEN %(limit)s ELSE greatest(1, ({_FITTING})) END
+) taken
+"""  # noqa: S608 - as above
+"""One row of columns: an object for each row would cost more than all else, and the collector of cycles again as much.
+
+What fits is found first, by sizes alone: a row may hold a gigabyte. Aggregates take their input in its order.
+"""
 _TIMESTAMP: Final = 1184  # timestamptz
 _EPOCH_MS: Final = 946_684_800_000  # 2000-01-01, from which PostgreSQL counts microseconds
 
@@ -723,23 +740,31 @@ class PostgreSQL:
         return literal_column(_SERVER)
 
     def read_waiting(self, connection: Connection, tables: Tables, asked: Asked) -> WaitingMessages:
-        """The columns in binary form. What does not fit is found first, in the server: a row may hold a gigabyte."""
+        """The columns in binary form, each in one piece. The server leaves out what does not fit."""
         driver = connection.connection.dbapi_connection
         if isinstance(driver, AdaptedConnection) or connection.get_execution_options().get("schema_translate_map"):
             return read_in_two(connection, tables, asked, on_server(self.server_mark(), asked.server, asked.floor))
         table = connection.dialect.identifier_preparer.format_table(tables.outbox).replace("%", "%%")
         values: dict[str, object] = asked._asdict()
         _fetch_binary(connection, _BY_INDEX, None)
-        count = asked.limit
-        if (_fetch_binary(connection, _SUM.format(table=table), values)[0][0] or 0) > asked.max_bytes:
-            count = max(1, _fetch_binary(connection, _FITTING.format(table=table), values)[0][0])
-        # One more, which shows whether others wait behind; unless that is known.
-        rows = _fetch_binary(connection, _READ.format(table=table), {**values, "limit": count + (count == asked.limit)})
-        if not rows:
+        found = _fetch_binary(connection, _READ.format(table=table), values)[0]
+        numbers, topics, partitions, key_lengths, keys, lengths, contents, headers, timestamps, put, more = found
+        if numbers is None:
             return NOTHING
-        more = count < asked.limit or len(rows) > count
-        *columns, put = zip(*rows[:count], strict=True)
-        return as_messages(columns, [microseconds // 1000 + _EPOCH_MS for microseconds in put], more=more)
+        count = len(numbers)
+        return as_messages(
+            (
+                numbers,
+                topics if len(topics) == count else topics * count,
+                partitions,
+                [None] * count if keys is None else PackedColumn(keys, key_lengths),
+                PackedColumn(contents or b"", lengths),
+                headers,
+                timestamps,
+            ),
+            [microseconds // 1000 + _EPOCH_MS for microseconds in put],
+            more=more,
+        )
 
     def delete_waiting(self, connection: Connection, table: Table, numbers: Sequence[int]) -> int:
         """By runs of numbers that follow each other, or one by one: a range would take along what has come late."""

@@ -16,7 +16,7 @@ from sqlalchemy import BigInteger, and_, bindparam, case, delete, func, insert, 
 
 from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.message import Message, MessageBatch, MessageColumns
-from dualwrite.protocol.values import WaitingMessages
+from dualwrite.protocol.values import PackedColumn, WaitingMessages
 from dualwrite.stores.sql.drivers import CompiledOnce, execute_many_below
 from dualwrite.stores.sql.tables import in_chunks
 
@@ -318,25 +318,34 @@ def _fitting(sizes: Sequence[int], asked: Asked) -> int:
     return min(max(count, 1), asked.limit, len(sizes))
 
 
-def as_messages(columns: Sequence[Sequence[Any]], produced_ms: Sequence[int], *, more: bool) -> WaitingMessages:
-    """The columns :data:`_COLUMNS` as messages."""
+def as_messages(columns: Sequence[Any], produced_ms: Sequence[int], *, more: bool) -> WaitingMessages:
+    """The columns :data:`_COLUMNS` as messages. Those of partitions, headers and timestamps may be None."""
     numbers, topics, partitions, keys, values, headers, timestamps = columns
-    size = sum(sum(map(len, filter(None, column))) for column in (keys, values, headers))
     decoded = None
-    if any(headers):
+    if headers is not None and any(headers):
         decoded = [() if part is None else decode_headers(part) for part in headers]
     return WaitingMessages(
         numbers=numbers,
         topics=topics,
         values=values,
         keys=keys,
-        partitions=None if partitions.count(None) == len(partitions) else partitions,
+        partitions=_unless_null(partitions),
         headers=decoded,
-        timestamps_ms=None if timestamps.count(None) == len(timestamps) else timestamps,
+        timestamps_ms=_unless_null(timestamps),
         produced_ms=produced_ms,
-        size=size,
+        size=sum(map(_size_of, (keys, values, headers))),
         more=more,
     )
+
+
+def _unless_null(column: Sequence[Any] | None) -> Sequence[Any] | None:
+    return None if column is None or column.count(None) == len(column) else column
+
+
+def _size_of(column: Sequence[bytes | None] | None) -> int:
+    if isinstance(column, PackedColumn):
+        return len(column.data)
+    return sum(map(len, filter(None, column or ())))
 
 
 NOTHING: Final = WaitingMessages((), (), (), (), None, None, None, (), 0, more=False)
