@@ -156,6 +156,7 @@ COLUMNS_FROM: Final = 250
 _SLOW_S: Final = 2.0
 """A send that takes longer gives its place to smaller ones: the broker, and a paused owner's successor, wait for it."""
 
+_LONGEST_REST_S: Final = 0.02
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 15.0
 _FIRST_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S = 0.1, 2.0
 _OF_THE_TOPIC: Final = frozenset({STEPS["UNKNOWN_TOPIC_OR_PARTITION"], STEPS["INVALID_TOPIC_EXCEPTION"]})
@@ -181,6 +182,8 @@ class Sends:
         rows: The largest number of rows of the next send.
         suspects: The refused message is among so many rows at the head; 0 if none is known.
         caught_up: Whether the last send took everything there was, and that was little.
+        rest_s: How long to let messages gather before the next send: as long as the last one took, if it took little. Each send
+            costs the servers and this process as much as a dual write, and the blocks beside it as much again in waits.
         lock_failures: How often in a row the lock on the mode was not free in time.
     """
 
@@ -189,6 +192,7 @@ class Sends:
     rows: int = FIRST_ROWS
     suspects: int = 0
     caught_up: bool = False
+    rest_s: float = 0.0
     lock_failures: int = 0
 
     def next(self, *, lock_due: bool = True) -> Round:
@@ -204,14 +208,16 @@ class Sends:
         full = full or read >= made.rows
         if self.suspects:
             # Those that went are no suspects; with the last one gone there is none. Nothing is known of what comes behind.
-            return replace(self, suspects=max(0, self.suspects - read) if read else 0, caught_up=False)
+            return replace(self, suspects=max(0, self.suspects - read) if read else 0, caught_up=False, rest_s=0.0)
         rows = self.rows
         if seconds > _SLOW_S:
             rows = max(1, rows // 2)
         elif full and not made.last:
             rows = min(2 * rows, self.most_rows)
         little = not full and read <= LAST_ROWS
-        return replace(self, rows=rows, caught_up=little, lock_failures=0 if made.last else self.lock_failures)
+        rest_s = min(seconds, _LONGEST_REST_S) if little else 0.0
+        failures = 0 if made.last else self.lock_failures
+        return replace(self, rows=rows, caught_up=little, rest_s=rest_s, lock_failures=failures)
 
     def refused(self, read: int) -> Self:
         """Kafka refuses one message, or several, of a send of so many rows; see :attr:`found`."""

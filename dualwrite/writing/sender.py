@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from dualwrite.protocol.values import WaitingMessages, WhenRefused
     from dualwrite.recovery.claim import OwnerContext
     from dualwrite.writing.lane import Lane, Losses
+    from dualwrite.writing.transaction import Transaction
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +148,16 @@ class Sending:
         if self._lane.needs_settling:
             self._lane.settle(Deadline(min(self._timeout_s, _SETTLE_S)))
 
+    @property
+    def rest_s(self) -> float:
+        """For how long to let messages gather before the next send."""
+        return self._sends.rest_s
+
+    def get_ready(self) -> None:
+        """Make the lane ready for the next send, if it has been used: then that one asks Kafka nothing first."""
+        if self._lane.usable:
+            self._lane.ready(Deadline(min(self._timeout_s, _SETTLE_S)))
+
     def send(self) -> float | None:
         """Send the next messages that wait. Returns the seconds after which to call it again; None if nothing is left to do.
 
@@ -154,7 +165,6 @@ class Sending:
         that Kafka refuses is taken care of instead. Call it again after any error but `Fenced`.
         """
         made = self._sends.next(lock_due=now_s() >= self._lock_at)
-        self._lane.ready(Deadline(self._timeout_s))
         began = now_s()
         try:
             direct = self._write(made)
@@ -198,27 +208,51 @@ class Sending:
 
     def _write(self, made: Round) -> bool:
         """One send. Returns whether it has set the mode to direct."""
-        turned, self._read = False, None
-        with self._database.connect_to_send() as handle, self._dual_write(handle) as tx:
-            rows = self._rows
-            if made.last:
-                self._lock(rows, handle)
-            # Only now: what the holders of shares have put is there once the lock is ours.
-            read = self._read = rows.read(handle, self._writer, limit=made.rows, max_bytes=MOST_BYTES)
-            failpoints.hit("outbox.read")
-            if read.numbers:
-                write = write_of(tx)
-                for messages in messages_of(read, write.engine.max_message_bytes, self._lane.transactional_id):
-                    write.send(messages)
-                failpoints.hit("outbox.sent")
-                deleted = rows.delete(handle, self._writer, read.numbers)
-                if deleted != len(read.numbers):
-                    raise _other_sender(deleted, len(read.numbers), self._lane.transactional_id)
-                failpoints.hit("outbox.deleted")
-            if made.last and not read.more:
-                rows.turn(handle, self._writer, OutboxMode.DIRECT)
-                turned = True
+        rows, turned, self._read = self._rows, False, None
+        with self._database.connect_to_send() as handle:
+            if not made.last:
+                # Meanwhile the markers of the last send arrive. The rows are read once more when they are deleted.
+                read = self._read_now(rows, handle, made)
+                if not read.numbers:
+                    return False
+            self._lane.ready(Deadline(self._timeout_s))
+            with self._dual_write(handle) as tx:
+                if made.last:
+                    self._lock(rows, handle)
+                    # Only now: what the holders of shares have put is there once the lock is ours.
+                    read = self._note_read(rows.read(handle, self._writer, limit=made.rows, max_bytes=MOST_BYTES))
+                self._take(tx, rows, handle, read)
+                if made.last and not read.more:
+                    rows.turn(handle, self._writer, OutboxMode.DIRECT)
+                    turned = True
         return turned
+
+    def _read_now(self, rows: OutboxRows, handle: Handle, made: Round) -> WaitingMessages:
+        """The next messages, by a transaction of its own."""
+        store = self._context.store
+        store.begin(handle)
+        try:
+            return self._note_read(rows.read(handle, self._writer, limit=made.rows, max_bytes=MOST_BYTES))
+        finally:
+            store.rollback(handle)
+
+    def _note_read(self, read: WaitingMessages) -> WaitingMessages:
+        self._read = read
+        failpoints.hit("outbox.read")
+        return read
+
+    def _take(self, tx: Transaction, rows: OutboxRows, handle: Handle, read: WaitingMessages) -> None:
+        """Produce what was read and delete it, exactly that: who finds fewer rows has read what somebody else has sent."""
+        if not read.numbers:
+            return
+        write = write_of(tx)
+        for messages in messages_of(read, write.engine.max_message_bytes, self._lane.transactional_id):
+            write.send(messages)
+        failpoints.hit("outbox.sent")
+        deleted = rows.delete(handle, self._writer, read.numbers)
+        if deleted != len(read.numbers):
+            raise _other_sender(deleted, len(read.numbers), self._lane.transactional_id)
+        failpoints.hit("outbox.deleted")
 
     def _dual_write(self, handle: Handle) -> DualWrite:
         return DualWrite(
@@ -419,6 +453,7 @@ class Sender:
         self._at_work = True  # a former owner may have left something
         self._counted_at = 0.0
         self._worked_at = now_s()
+        self._due_at = 0.0
         self._failures = 0
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -453,8 +488,7 @@ class Sender:
                 break
             except Exception as error:  # noqa: BLE001 - whatever it is, only another try can help, and somebody must try
                 pause_s = self._failed(error)
-            if pause_s:
-                self._rest(pause_s)
+            self._rest(pause_s or 0.0)
         self._sending.close()
 
     def _is_over(self) -> bool:
@@ -480,8 +514,9 @@ class Sender:
 
     def _rest(self, seconds: float) -> None:
         """Wait, whatever blocks commit meanwhile: their news is that there is more to do, not that it would succeed."""
-        self._hurry.wait(seconds)
-        self._hurry.clear()
+        if seconds > 0:
+            self._hurry.wait(seconds)
+            self._hurry.clear()
 
     def _step(self) -> float | None:
         """Send, look or wait. Returns for how long to rest before the next step."""
@@ -491,6 +526,7 @@ class Sender:
             return _SILENT_LOOK_S
         sending.settle()
         if not self._at_work:
+            sending.get_ready()
             self._at_work = self._outbox.wait(_LOOK_EVERY_S) or self._always or sending.mode() is OutboxMode.LATER
             if not self._at_work and now_s() - self._worked_at > self._idle_after_s:
                 sending.idle()
@@ -500,8 +536,11 @@ class Sender:
             self._at_work = False
             return None
         self._outbox.note_mode(later=True, why="the writer always does so" if self._always else "they did so before")
+        if self._closing is None:
+            self._rest(self._due_at - now_s())
         pause_s = sending.send()
         self._worked_at = now_s()
+        self._due_at = self._worked_at + sending.rest_s
         self._at_work = pause_s is not None
         self._count()
         return pause_s

@@ -57,6 +57,15 @@ def test_the_last_send_comes_once_little_is_left():
     assert sends.sent(made, 0, seconds=0.1).next() == Round(LAST_ROWS, last=True)
 
 
+def test_after_a_small_send_messages_gather_for_as_long_as_it_took_and_not_for_long():
+    sends = at_work()
+    assert sends.rest_s == 0
+    small = sends.sent(sends.next(), 3, seconds=0.004)
+    assert small.rest_s == 0.004
+    assert 0.004 < small.sent(sends.next(), 3, seconds=1.0).rest_s < 0.05
+    assert small.sent(sends.next(), FIRST_ROWS, seconds=0.004).rest_s == 0
+
+
 def test_bytes_that_fill_a_send_count_as_a_full_one():
     sends = at_work()
     assert sends.sent(sends.next(), 3, seconds=0.1, full=True).next() == Round(2 * FIRST_ROWS)
