@@ -190,6 +190,11 @@ class MessageBatch(NamedTuple):
         return 0 if self.size is None else self.size - OVERHEAD * len(self.values)
 
 
+def columns_of(rows: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
+    """Rows as columns. Not by ``zip(*rows)``: it makes an iterator of each row, and the cycle collector visits them all."""
+    return [list(map(operator.itemgetter(place), rows)) for place in range(len(rows[0]) if rows else 0)]
+
+
 class MessageColumns(NamedTuple):
     """Messages of one topic, given as Arrow's columns, which nobody can change. Engines check the rows as they take them.
 

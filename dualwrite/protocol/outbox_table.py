@@ -29,7 +29,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.protocol.message import as_bytes
+from dualwrite.protocol.message import as_bytes, columns_of
 from dualwrite.protocol.prepared_state import MAX_PARTITION
 from dualwrite.protocol.values import AsideMessage, check_not_empty
 
@@ -232,7 +232,7 @@ class Mapping:
         Raises:
             BadRow: A row has no topic, or its headers are none.
         """
-        columns = list(zip(*rows, strict=True))
+        columns = columns_of(rows)
         topics = self._topics(columns, len(rows))
         values = self._values(columns)
         given = self._column(columns, "headers")

@@ -465,6 +465,7 @@ def _produce(tx: Transaction, messages: Messages) -> None:
 
 
 def _produce_columns(tx: Transaction, messages: Messages) -> None:
+    import numpy as np  # noqa: PLC0415 - as pyarrow
     import pyarrow as pa  # noqa: PLC0415 - large, and not there in every installation
 
     from dualwrite.kafka.native.arrow import column_of  # noqa: PLC0415 - imports pyarrow
@@ -473,17 +474,17 @@ def _produce_columns(tx: Transaction, messages: Messages) -> None:
     count, lists = len(values), None
     if headers is None and placed:  # as many for each: no Python object is made for a row
         ends: Sequence[int] = range(0, len(placed) * count + 1, len(placed))
-        names: Sequence[str] = [name for name, _ in placed] * count
+        names = column_of([name for name, _ in placed]).take(np.tile(np.arange(len(placed)), count))
         contents: Sequence[Any] = placed[0][1]
         if len(placed) > 1:
             contents = [content for row in zip(*(column for _, column in placed), strict=True) for content in row]
     elif headers is not None:
         pairs = [messages.headers_of(row) for row in range(count)]
         ends = list(accumulate(map(len, pairs), initial=0))
-        names = [name for row in pairs for name, _ in row]
+        names = column_of([name for row in pairs for name, _ in row])
         contents = [content for row in pairs for _, content in row]
     if headers is not None or placed:
-        entries = pa.StructArray.from_arrays([column_of(names), column_of(contents)], ["key", "value"])
+        entries = pa.StructArray.from_arrays([names, column_of(contents)], ["key", "value"])
         lists = pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), entries)
     tx.produce_arrow(
         topic,

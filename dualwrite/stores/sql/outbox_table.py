@@ -44,6 +44,7 @@ from sqlalchemy import cast as sql_cast
 from sqlalchemy.types import DateTime, NullType, String
 
 from dualwrite.errors import ConfigurationError, TransactionAborted
+from dualwrite.protocol.message import columns_of
 from dualwrite.protocol.outbox_table import channel, fields_of, schema_and_name
 from dualwrite.stores.sql.access import map_database_error
 from dualwrite.stores.sql.tables import MYSQL, database_now
@@ -355,7 +356,7 @@ class OutboxTableRows:
 def _size_of(rows: Sequence[Sequence[Any]]) -> int:
     """The bytes of rows; characters of texts count as bytes."""
     size = 0
-    for column in zip(*rows, strict=True):
+    for column in columns_of(rows):
         if isinstance(next(filter(None, column), None), (bytes, str)):  # a column holds one type, and nulls
             size += sum(map(len, filter(None, column)))
     return size

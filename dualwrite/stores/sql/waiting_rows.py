@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 from sqlalchemy import BigInteger, and_, bindparam, case, delete, func, insert, literal, select
 
 from dualwrite.errors import IllegalStateError
-from dualwrite.protocol.message import Message, MessageBatch, MessageColumns
+from dualwrite.protocol.message import Message, MessageBatch, MessageColumns, columns_of
 from dualwrite.protocol.values import PackedColumn, WaitingMessages
 from dualwrite.stores.sql.drivers import CompiledOnce, execute_many_below
 from dualwrite.stores.sql.tables import in_chunks
@@ -211,7 +211,7 @@ ARRAY_TYPES: Final = (25, 25, 1009, 1007, 1001, 1001, 1001, 1016)
 
 def arrays_of(put: Put) -> list[bytes | None]:
     """The values of :func:`array_statement`, in PostgreSQL's binary form."""
-    topics, partitions, keys, values, headers, timestamps = zip(*put.rows, strict=True)
+    topics, partitions, keys, values, headers, timestamps = columns_of(put.rows)
     return [
         put.writer.encode(),
         put.transactional_id.encode(),
@@ -308,7 +308,7 @@ def read_in_two(connection: Connection, tables: Tables, asked: Asked, above: Col
     # Whatever has come in between the two statements moves others out: their sizes were not counted.
     chosen = select(*columns, outbox.c.put_at).where(mine, outbox.c.seq <= sizes[fitting - 1][0])
     rows = connection.execute(chosen.order_by(outbox.c.seq).limit(fitting)).all()
-    *found, put = zip(*rows, strict=True)
+    *found, put = columns_of(rows)
     return as_messages(found, [int(moment.timestamp() * 1000) for moment in put], more=len(sizes) > fitting)
 
 
