@@ -5,6 +5,7 @@ another block began comes first.
 """
 
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
@@ -22,12 +23,15 @@ LIMITS = WriterLimits(lane_timeout_s=PATIENCE_S)
 
 
 @contextmanager
-def held(*points):
-    """Whoever comes to one of these points first waits there: the events of its arrival and of its release."""
+def held(*points, threads=""):
+    """Whoever comes to one of these points first waits there: the events of its arrival and of its release.
+
+    ``threads`` is the end of the names of those that count.
+    """
     gates = {point: (threading.Event(), threading.Event()) for point in points}
 
     def wait(name):
-        if name in gates:
+        if name in gates and threading.current_thread().name.endswith(threads):
             arrived, released = gates[name]
             if not arrived.is_set():
                 arrived.set()
@@ -136,13 +140,42 @@ def test_a_message_with_a_lower_number_that_is_committed_later_is_not_left_behin
             lower = threads.submit(put, writer, dualwrite_topic, orders, 1)
             arrived, released = gates["write.recorded"]
             assert arrived.wait(PATIENCE_S)
-            put(writer, dualwrite_topic, orders, 2)
-            wait_until(lambda: values(kafka, dualwrite_topic) == [2])
+            for number in (2, 3):
+                put(writer, dualwrite_topic, orders, number)
+                wait_until(lambda number=number: number in values(kafka, dualwrite_topic))
             released.set()
             assert lower.result(PATIENCE_S)
+        put(writer, dualwrite_topic, orders, 4)
+        wait_until(lambda: 4 in values(kafka, dualwrite_topic))
+    assert values(kafka, dualwrite_topic) == [2, 3, 1, 4]
+
+
+def test_a_message_that_is_committed_while_others_are_sent_is_not_deleted(kafka, engine, orders, dualwrite_topic):
+    with (
+        DualWriter("orders", kafka=kafka, database=engine, outbox="always", limits=LIMITS) as writer,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        with held("write.recorded", "outbox.sent") as gates:
+            lower = threads.submit(put, writer, dualwrite_topic, orders, 1)
+            assert gates["write.recorded"][0].wait(PATIENCE_S)
+            put(writer, dualwrite_topic, orders, 2)
+            assert gates["outbox.sent"][0].wait(PATIENCE_S)
+            gates["write.recorded"][1].set()
+            assert lower.result(PATIENCE_S)
         put(writer, dualwrite_topic, orders, 3)
-        wait_until(lambda: not waiting(engine))
+        wait_until(lambda: 3 in values(kafka, dualwrite_topic))
     assert values(kafka, dualwrite_topic) == [2, 1, 3]
+
+
+def test_the_mode_of_a_writer_of_always_stays_until_its_next_owner_has_sent_all(kafka, engine, orders, dualwrite_topic):
+    """Its blocks take no share of the lock on the mode, so no send may be the last one."""
+    with DualWriter("orders", kafka=kafka, database=engine, outbox="always", limits=LIMITS) as writer:
+        put(writer, dualwrite_topic, orders, 1)
+    assert (mode(engine), waiting(engine)) == ("later", 0)
+    with DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS) as writer:
+        put(writer, dualwrite_topic, orders, 2)
+        wait_until(lambda: is_direct(engine))
+    assert values(kafka, dualwrite_topic) == [1, 2]
 
 
 def test_a_writer_of_never_sends_first_what_another_setting_has_left(kafka, engine, orders, dualwrite_topic):
@@ -162,19 +195,64 @@ def test_a_writer_of_never_sends_first_what_another_setting_has_left(kafka, engi
     assert values(kafka, dualwrite_topic) == [1, 2]
 
 
-def test_a_sender_whose_owner_was_replaced_sends_nothing(kafka, engine, orders, dualwrite_topic):
-    with held("outbox.sent") as gates:
+@pytest.mark.parametrize("point", ["outbox.sent", "write.prepared"])
+def test_a_sender_whose_owner_was_replaced_sends_nothing(kafka, engine, orders, dualwrite_topic, point):
+    with held(point, threads=" outbox") as gates:
         former = DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS)
         former.open()
         put(former, dualwrite_topic, orders, 1, outbox="always")
-        arrived, released = gates["outbox.sent"]
+        arrived, released = gates[point]
         assert arrived.wait(PATIENCE_S)
         with DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS) as writer:
-            wait_until(lambda: is_direct(engine))
+            # What the former one has deleted, the next one waits for.
+            wait_until(lambda: is_direct(engine) or somebody_waits_for_a_lock(engine))
             released.set()
             put(writer, dualwrite_topic, orders, 2)
+            wait_until(lambda: is_direct(engine))
             former.close()
     assert recover("orders", kafka=kafka, database=engine).losses == []
+    assert values(kafka, dualwrite_topic) == [1, 2]
+
+
+def test_a_last_send_that_finds_nothing_ends_nothing_once_its_owner_was_replaced(
+    kafka, engine, orders, dualwrite_topic
+):
+    """The next owner is one of *always*, whose blocks take no share of the lock that the former one's last send has."""
+    passes: Counter[tuple[threading.Thread, str]] = Counter()
+    senders: list[threading.Thread] = []
+    # The first send takes the message; the second finds nothing.
+    stops = {(0, "write.checked", 2), (0, "outbox.read", 2), (1, "write.checked", 1)}
+    gates = {stop: (threading.Event(), threading.Event()) for stop in stops}
+
+    def wait(name):
+        thread = threading.current_thread()
+        if not thread.name.endswith(" outbox"):
+            return
+        if thread not in senders:
+            senders.append(thread)
+        passes[thread, name] += 1
+        stop = senders.index(thread), name, passes[thread, name]
+        if stop in gates:
+            arrived, released = gates[stop]
+            arrived.set()
+            assert released.wait(PATIENCE_S)
+
+    former = DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS)
+    with failpoints.watched(wait), ExitStack() as released_later:
+        released_later.callback(lambda: [released.set() for _, released in gates.values()])
+        former.open()
+        put(former, dualwrite_topic, orders, 1, outbox="always")
+        assert gates[0, "write.checked", 2][0].wait(PATIENCE_S)
+        with DualWriter("orders", kafka=kafka, database=engine, outbox="always", limits=LIMITS) as writer:
+            assert gates[1, "write.checked", 1][0].wait(PATIENCE_S)
+            gates[0, "write.checked", 2][1].set()
+            assert gates[0, "outbox.read", 2][0].wait(PATIENCE_S)
+            put(writer, dualwrite_topic, orders, 2)
+            gates[0, "outbox.read", 2][1].set()
+            former.close()
+            assert waiting(engine) == 1
+            assert mode(engine) == "later"
+            gates[1, "write.checked", 1][1].set()
     assert values(kafka, dualwrite_topic) == [1, 2]
 
 

@@ -56,7 +56,8 @@ def write_page() -> None:
     """Write the page from all that is known."""
     searched, modelled = (json.loads(path.read_text("utf-8")) for path in (SEARCHED, MODELLED))
     seen = json.loads(RESULTS.read_text("utf-8"))
-    PAGE.write_text(render(seen, searched["mistakes"], modelled), "utf-8")
+    found = {**searched["waiting_mistakes"], **searched["mistakes"]}
+    PAGE.write_text(render(seen, found, modelled), "utf-8")
 
 
 def _baseline(given: Servers, tests: set[str]) -> list[str]:

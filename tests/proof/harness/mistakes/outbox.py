@@ -4,14 +4,20 @@ from contextlib import contextmanager
 from typing import Final
 
 import pytest
+from sqlalchemy import delete, select, update
 
 from dualwrite.protocol.outbox import Way
-from dualwrite.protocol.values import OutboxMode
+from dualwrite.protocol.process import DoubtStep
+from dualwrite.protocol.values import OutboxMode, outbox_id
+from dualwrite.recovery import in_doubt
+from dualwrite.stores.sql import outbox
 from dualwrite.stores.sql.access import Borrowed
 from dualwrite.stores.sql.database import SqlDatabase
-from dualwrite.stores.sql.outbox import SqlOutbox
+from dualwrite.stores.sql.outbox import Floor, SqlOutbox
+from dualwrite.stores.sql.store import Claim, Decisions
+from dualwrite.stores.sql.tables import declare_tables
 from dualwrite.writing import falling_back, sender, writer
-from harness.mistakes.registry import Check, mistake
+from harness.mistakes.registry import Check, mistake, performed
 
 _ORDER: Final = "integration/test_outbox_order.py::"
 _LAST: Final = f"{_ORDER}test_the_last_send_waits_for_a_block_whose_messages_wait_and_then_sends_them[postgresql]"
@@ -84,3 +90,175 @@ def never_does_not_look(patch: pytest.MonkeyPatch) -> None:
             real(self, opened, first, deadline)
 
     patch.setattr(writer.DualWriter, "_prepare_sending", prepare_sending)
+
+
+# Blocks
+
+
+@mistake(performed("owner_replaced_while_messages_wait", "told None, not Fenced"))
+def rows_without_a_fence(patch: pytest.MonkeyPatch) -> None:
+    """A decision of messages that wait does not look whether its owner was replaced."""
+    real = SqlOutbox.decide
+
+    def decide(self, connection, decision, *rest):
+        return real(self, connection, _as_of_now(connection, self._tables.state, decision), *rest)
+
+    patch.setattr(SqlOutbox, "decide", decide)
+
+
+@mistake(performed("decision_pending_under_messages_that_wait", r"shows \['m2', 'm3'\]"))
+def pending_state_overwritten(patch: pytest.MonkeyPatch) -> None:
+    """A block whose messages wait overwrites the decision in its lane's row, which may be pending in Kafka."""
+    real = SqlOutbox.decide
+
+    def decide(self, connection, decision, *rest):
+        ended = real(self, connection, decision, *rest)
+        _forget_state(connection, self._tables.state, [decision.transactional_id])
+        return ended
+
+    patch.setattr(SqlOutbox, "decide", decide)
+
+
+@mistake(performed("commit_in_doubt_of_messages_that_wait", "told TransactionAborted, not None"))
+def count_of_decisions_not_read(patch: pytest.MonkeyPatch) -> None:
+    """An owner takes a COMMIT of messages that wait for rolled back, because the row's state is as it was."""
+    real = in_doubt.next_doubt_step
+    patch.setattr(in_doubt, "next_doubt_step", lambda doubt: real(doubt) if doubt.waits is None else DoubtStep.ABORTED)
+
+
+# Their sender
+
+
+@mistake(
+    Check(
+        f"{_ORDER}test_a_message_with_a_lower_number_that_is_committed_later_is_not_left_behind[postgresql]",
+        r"assert \[2, 3, 4\] == ",
+    )
+)
+def looks_only_above_what_was_sent(patch: pytest.MonkeyPatch) -> None:
+    """A sender raises the floor of its reads to what it has sent, and does not look who holds lower numbers uncommitted."""
+    real = Floor.look
+    patch.setattr(outbox, "_WORTH", 0)
+    patch.setattr(outbox, "_AGAIN_S", 0.0)
+    patch.setattr(
+        Floor, "look", lambda self, read_in, last, seen: real(self, read_in, last, seen._replace(free=[*seen.counts]))
+    )
+
+
+@mistake(
+    Check(
+        "integration/test_outbox_sender.py::test_a_sender_whose_rows_somebody_else_has_taken_aborts[postgresql]",
+        "assert 10 == 9",
+    )
+)
+def deletes_not_counted(patch: pytest.MonkeyPatch) -> None:
+    """A sender does not count the rows that it deletes, of which a person or another program may have taken some.
+
+    A sender that was replaced needs no count: its decision fails at its row, and its deletes are rolled back.
+    """
+    real = SqlOutbox.delete
+
+    def delete_uncounted(self, connection, writer, numbers):
+        real(self, connection, writer, numbers)
+        return len(numbers)
+
+    patch.setattr(SqlOutbox, "delete", delete_uncounted)
+
+
+@mistake(
+    Check(
+        f"{_ORDER}test_a_last_send_that_finds_nothing_ends_nothing_once_its_owner_was_replaced[postgresql]",
+        "assert 'direct' == 'later'",
+    )
+)
+def empty_last_send_without_a_fence(patch: pytest.MonkeyPatch) -> None:
+    """A sender that has nothing to send ends *later* without a look whether its owner was replaced.
+
+    One that has something to send would be stopped by Kafka, too, which has retired its id.
+    """
+    state = declare_tables(None).state
+    real = Decisions.hold
+
+    def hold(self, connection, decision):
+        if decision.transactional_id.endswith(outbox_id("")):
+            decision = _as_of_now(connection, state, decision)
+        return real(self, connection, decision)
+
+    patch.setattr(Decisions, "hold", hold)
+
+
+@mistake(
+    Check(f"{_ORDER}test_a_message_that_is_committed_while_others_are_sent_is_not_deleted[postgresql]", r"\[2, 3\] == ")
+)
+def deletes_a_range(patch: pytest.MonkeyPatch) -> None:
+    """A sender deletes all rows up to the last one that it has read, and so those that were committed meanwhile.
+
+    With its count it would abort and read them.
+    """
+
+    def delete_up_to(self, connection, writer, numbers):
+        table = self._tables.outbox
+        connection.execute(delete(table).where(table.c.writer == writer, table.c.seq <= max(numbers)))
+        return len(numbers)
+
+    patch.setattr(SqlOutbox, "delete", delete_up_to)
+
+
+@mistake(Check(_LOOKS_AGAIN, "assert not True"))
+def turned_after_the_last_delete(patch: pytest.MonkeyPatch) -> None:
+    """The last send ends *later* in another transaction, once it has decided: a block may have put messages in between."""
+    real, turned = sender.Sending._write, SqlOutbox.turn
+
+    def write(self, made):
+        direct = real(self, made)
+        if direct:
+            rows = self._rows
+            rows._own.run(lambda connection: turned(rows, connection, self._writer, OutboxMode.DIRECT))
+        return direct
+
+    def turn(self, connection, writer, mode):
+        if mode is not OutboxMode.DIRECT:
+            turned(self, connection, writer, mode)
+
+    patch.setattr(sender.Sending, "_write", write)
+    patch.setattr(SqlOutbox, "turn", turn)
+
+
+@mistake(
+    Check(
+        f"{_ORDER}test_the_mode_of_a_writer_of_always_stays_until_its_next_owner_has_sent_all[postgresql]",
+        r"assert \('direct', 0\) == \('later', 0\)",
+    )
+)
+def always_ends(patch: pytest.MonkeyPatch) -> None:
+    """The sender of a writer of *always*, whose blocks take no share, ends *later*."""
+    real = sender.Sending.__init__
+    patch.setattr(
+        sender.Sending, "__init__", lambda self, *given, **known: real(self, *given, **{**known, "turns_back": True})
+    )
+
+
+# Owners
+
+
+@mistake(performed("owner_opens_in_silence", r"shows \['m2', 'm3'\]"))
+def claim_in_silence_forgets_the_state(patch: pytest.MonkeyPatch) -> None:
+    """A claim without Kafka begins with an empty state, although the former one may be pending in Kafka."""
+    real = Claim._raise
+
+    def raise_(self, connection, ids):
+        real(self, connection, ids)
+        if self._cluster_id is None:
+            _forget_state(connection, self._state, ids)
+
+    patch.setattr(Claim, "_raise", raise_)
+
+
+def _forget_state(connection, state, ids) -> None:
+    connection.execute(update(state).where(state.c.transactional_id.in_(ids)).values(prepared_transaction_state=None))
+
+
+def _as_of_now(connection, state, decision):
+    """The decision, under whatever incarnation its row has."""
+    row = select(state.c.incarnation).where(state.c.transactional_id == decision.transactional_id)
+    return decision._replace(incarnation=connection.scalar(row))
