@@ -32,7 +32,9 @@ from dualwrite.kafka.connection import (
     ConnectionBroken,
     ConnectionSettings,
 )
+from dualwrite.kafka.error_codes import MISSING_RIGHT, RETRIABLE, Code, code_name
 from dualwrite.kafka.messages import Answer, Done, Message, NotOffered, Rare, Request
+from dualwrite.kafka.opening_messages import Broker, ClusterMetadata, Metadata
 from dualwrite.waiting import BLOCKING, here
 
 if TYPE_CHECKING:
@@ -102,14 +104,6 @@ def until_answered(
     return answers
 
 
-def metadata_request(topics: Collection[str]) -> Message:
-    """A request for the brokers, the cluster id, and the metadata of these topics. Creates no topic."""
-    from kafka.protocol.metadata import MetadataRequest  # noqa: PLC0415 - loaded when it is needed
-
-    named = [MetadataRequest.MetadataRequestTopic(name=topic) for topic in topics]
-    return MetadataRequest(topics=named, allow_auto_topic_creation=False)
-
-
 def verdict(code: int, subject: str, grant: str) -> NotYet | None:
     """Decide what a broker's error code means: None for no error, else the reason to retry.
 
@@ -117,16 +111,13 @@ def verdict(code: int, subject: str, grant: str) -> NotYet | None:
     """
     if not code:
         return None
-    import kafka.errors as kafka_errors  # noqa: PLC0415 - loaded with the first error
-
-    kind = kafka_errors.for_code(code)
-    if issubclass(kind, kafka_errors.AuthorizationError):
+    if code in MISSING_RIGHT:
         raise ConfigurationError(
-            f"Kafka refused {subject}: {kind.__name__}", next_step=f"let an administrator grant this user {grant}"
+            f"Kafka refused {subject}: {code_name(code)}", next_step=f"let an administrator grant this user {grant}"
         )
-    if kind.retriable or kind is kafka_errors.UnknownError:
-        return NotYet(f"{subject}: {kind.__name__}", moved=kind is not kafka_errors.ConcurrentTransactionsError)
-    raise Unavailable(f"the broker answered {kind.__name__} about {subject}")
+    if code in RETRIABLE or code == Code.UNKNOWN_SERVER_ERROR:
+        return NotYet(f"{subject}: {code_name(code)}", moved=code != Code.CONCURRENT_TRANSACTIONS)
+    raise Unavailable(f"the broker answered {code_name(code)} about {subject}")
 
 
 class Addresses:
@@ -154,7 +145,7 @@ class Addresses:
         """Host and port; None if no broker has that id."""
         return self._bootstrap.get(node) if isinstance(node, str) else self.brokers.get(node)
 
-    def learn(self, brokers: Iterable[Message]) -> None:
+    def learn(self, brokers: Iterable[Broker]) -> None:
         """Take the brokers of a metadata answer."""
         self.brokers = {broker.node_id: (broker.host, broker.port) for broker in brokers}
         self.outdated = False
@@ -228,7 +219,7 @@ class Connections:
         answer = box[0]
         return self._judged(answer) if isinstance(answer, Exception) else answer
 
-    def metadata(self, topics: Collection[str], deadline: Deadline, *, node: int | None = None) -> Message:
+    def metadata(self, topics: Collection[str], deadline: Deadline, *, node: int | None = None) -> ClusterMetadata:
         """Fetch the brokers, the cluster id, and the metadata of these topics. Creates no topic.
 
         Raises as :meth:`exchange`.
@@ -236,7 +227,8 @@ class Connections:
         self._check()
         self.addresses.must_ask()
         nodes: list[Node] = self._candidates() if node is None else [node]
-        answered_by, answer = self._first_answer(nodes, lambda: metadata_request(topics), deadline)
+        answer: ClusterMetadata
+        answered_by, answer = self._first_answer(nodes, lambda: Metadata(topics), deadline)
         if not answer.brokers:
             raise NotYet("the broker knows no brokers yet")
         self.addresses.learn(answer.brokers)
@@ -534,7 +526,7 @@ class Brokers:
         finally:
             self._give_back(ours)
 
-    def metadata(self, topics: Collection[str], deadline: Deadline, *, node: int | None = None) -> Message:
+    def metadata(self, topics: Collection[str], deadline: Deadline, *, node: int | None = None) -> ClusterMetadata:
         """See :meth:`Connections.metadata`."""
         ours = self._borrowed()
         try:

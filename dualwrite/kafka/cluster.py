@@ -11,17 +11,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-import kafka.errors as kafka_errors
-from kafka.protocol.metadata import CoordinatorType, FindCoordinatorRequest
-
 from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.kafka.brokers import Brokers, Connections, NotYet, until_answered, verdict
-from dualwrite.kafka.messages import DescribeProducers, Message, OffsetForLeaderEpoch, ProducerState
+from dualwrite.kafka.error_codes import Code
+from dualwrite.kafka.messages import DescribeProducers, Message, OffsetForLeaderEpoch, ProducerState, Request
+from dualwrite.kafka.opening_messages import ClusterMetadata, CoordinatorType, DescribedTopic, FindCoordinator
 
 Answer = TypeVar("Answer")
 Partition = tuple[str, int]
-Requests = Callable[[list[str]], Iterator[tuple[Message, list[str]]]]
+Requests = Callable[[list[str]], Iterator[tuple[Request | Message, list[str]]]]
 """Makes the requests for the ids of one coordinator, each with the ids that it covers."""
 Read = Callable[[list[str], Message], Iterator[tuple[str, "Answer | NotYet"]]]
 """Reads the response to a request that covered these ids."""
@@ -71,12 +70,8 @@ def find_coordinators(
 
     By id, the error code, and the coordinator's broker if that is 0. Raises as :meth:`Connections.metadata`.
     """
-
-    def request() -> Message:
-        return FindCoordinatorRequest(key_type=kind.value, coordinator_keys=list(keys), min_version=4)
-
-    response = brokers.lookup(request, deadline)
-    return {found.key: (found.error_code, found.node_id) for found in response.coordinators}
+    found: dict[str, tuple[int, int]] = brokers.lookup(lambda: FindCoordinator(kind, keys), deadline)
+    return found
 
 
 class Coordinators:
@@ -207,11 +202,11 @@ def right_to_look(kafka_id: str) -> str:
     return f"Describe on the transactional id {kafka_id!r}, or on a prefix of it; to produce or recover Write, which implies it"
 
 
-def read_topics(response: Message) -> dict[str, Topic | NotYet | None]:
+def read_topics(response: ClusterMetadata) -> dict[str, Topic | NotYet | None]:
     """The topics that a broker has described, by name; None for one that it does not know."""
     answers: dict[str, Topic | NotYet | None] = {}
     for topic in response.topics:
-        if kafka_errors.for_code(topic.error_code) is kafka_errors.UnknownTopicOrPartitionError:
+        if topic.error_code == Code.UNKNOWN_TOPIC_OR_PARTITION:
             answers[topic.name] = None
             continue
         right = f"Describe on the topic {topic.name!r}"
@@ -219,8 +214,8 @@ def read_topics(response: Message) -> dict[str, Topic | NotYet | None]:
     return answers
 
 
-def _read_topic(topic: Message) -> Topic:
-    raw = topic.topic_id.bytes if topic.topic_id is not None else _NO_TOPIC_ID
+def _read_topic(topic: DescribedTopic) -> Topic:
+    raw = topic.topic_id
     return Topic(
         topic_id=None if raw == _NO_TOPIC_ID else base64.urlsafe_b64encode(raw).rstrip(b"=").decode(),
         leaders={

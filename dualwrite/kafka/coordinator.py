@@ -14,16 +14,10 @@ from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
-import kafka.errors as kafka_errors
-from kafka.protocol.admin.configs import DescribeConfigsRequest
-from kafka.protocol.admin.transactions import DescribeTransactionsRequest, ListTransactionsRequest
-from kafka.protocol.metadata import ApiVersionsRequest
-from kafka.protocol.producer.transaction import AddPartitionsToTxnRequest, EndTxnRequest, InitProducerIdRequest
-
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.kafka import log
-from dualwrite.kafka.brokers import Brokers, Connections, NotYet, metadata_request, until_answered, verdict
+from dualwrite.kafka.brokers import Brokers, Connections, NotYet, until_answered, verdict
 from dualwrite.kafka.cluster import (
     Coordinators,
     Leader,
@@ -40,8 +34,21 @@ from dualwrite.kafka.cluster import (
     right_to_look,
 )
 from dualwrite.kafka.config import CONNECTING, KERBEROS_TICKETS, KafkaConfig
+from dualwrite.kafka.error_codes import Code, code_name
 from dualwrite.kafka.log import HELD_BACK_S, BlockingTransaction, HeldBack, find_blocking
-from dualwrite.kafka.messages import Message
+from dualwrite.kafka.messages import EndTxn, Message, Request
+from dualwrite.kafka.opening_messages import (
+    ClusterMetadata,
+    DescribeConfigs,
+    DescribedConfig,
+    DescribedTransaction,
+    DescribeTransactions,
+    FinalizedFeatures,
+    GivenProducerId,
+    InitProducerId,
+    Metadata,
+    ResourceType,
+)
 from dualwrite.kafka.transaction_ends import PostedQuestion, States
 from dualwrite.protocol.lost_decisions import Later
 from dualwrite.protocol.prepared_state import PreparedTxnState
@@ -113,18 +120,23 @@ class KafkaCoordinator:
         """The smallest ``transaction.max.timeout.ms`` of all brokers; None if we may not read it."""
 
         def ask(_: list[None]) -> dict[None, int | None]:
-            requests = [(node, _describe_broker(node)) for node in self._brokers.nodes(deadline)]
+            requests = [
+                (node, DescribeConfigs(ResourceType.BROKER, [str(node)], _LONGEST_TIMEOUT))
+                for node in self._brokers.nodes(deadline)
+            ]
             found = []
-            for response in self._brokers.exchange(requests, deadline):
-                if isinstance(response, NotYet):
-                    raise response
-                for result in response.results:
-                    if kafka_errors.for_code(result.error_code) is kafka_errors.ClusterAuthorizationFailedError:
+            answer: Sequence[DescribedConfig] | NotYet
+            for answer in self._brokers.exchange(requests, deadline):
+                if isinstance(answer, NotYet):
+                    raise answer
+                for broker in answer:
+                    if broker.error_code == Code.CLUSTER_AUTHORIZATION_FAILED:
                         return {None: None}
-                    why = verdict(result.error_code, "the broker's configuration", "DescribeConfigs on the cluster")
+                    why = verdict(broker.error_code, "the broker's configuration", "DescribeConfigs on the cluster")
                     if why is not None:
                         raise why
-                    found += [int(config.value) for config in result.configs if config.name == _LONGEST_TIMEOUT]
+                    if (value := broker.values.get(_LONGEST_TIMEOUT)) is not None:
+                        found.append(int(value))
             return {None: min(found)}
 
         return until_answered([None], ask, deadline, f"report its {_LONGEST_TIMEOUT}")[None]
@@ -162,24 +174,17 @@ class KafkaCoordinator:
         """
 
         def ask(_: list[None]) -> dict[None, int]:
-            requests = [
-                (
-                    node,
-                    ApiVersionsRequest(
-                        client_software_name="dualwrite", client_software_version="0", min_version=_FIRST_WITH_FEATURES
-                    ),
-                )
-                for node in self._brokers.nodes(deadline)
-            ]
+            requests = [(node, FinalizedFeatures()) for node in self._brokers.nodes(deadline)]
             found = []
-            for response in self._brokers.exchange(requests, deadline):
-                if isinstance(response, NotYet):
-                    raise response
-                why = verdict(response.error_code, "the versions of a broker", "Describe on the cluster")
+            answer: tuple[int, Mapping[str, int]] | NotYet
+            for answer in self._brokers.exchange(requests, deadline):
+                if isinstance(answer, NotYet):
+                    raise answer
+                code, levels = answer
+                why = verdict(code, "the versions of a broker", "Describe on the cluster")
                 if why is not None:
                     raise why
-                finalized = {feature.name: feature.max_version_level for feature in response.finalized_features or ()}
-                found.append(finalized.get(_TRANSACTION_VERSION, 0))
+                found.append(levels.get(_TRANSACTION_VERSION, 0))
             return {None: min(found)}
 
         return until_answered([None], ask, deadline, f"report its {_TRANSACTION_VERSION}")[None]
@@ -193,28 +198,21 @@ class KafkaCoordinator:
         """
         timeouts = dict.fromkeys(kafka_ids, _RETIRED_TIMEOUT_MS) | dict(timeouts_ms or {})
 
-        def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
+        def requests(ids: list[str]) -> Iterator[tuple[Request, list[str]]]:
             for kafka_id in ids:
-                request = InitProducerIdRequest(
-                    transactional_id=kafka_id,
-                    transaction_timeout_ms=timeouts[kafka_id],
-                    producer_id=-1,
-                    producer_epoch=-1,
-                    max_version=_NEWEST_INIT_VERSION,
-                )
-                yield request, [kafka_id]
+                yield InitProducerId(kafka_id, timeouts[kafka_id]), [kafka_id]
 
-        def read(ids: list[str], response: Message) -> Iterator[tuple[str, tuple[int, int] | NotYet]]:
+        def read(ids: list[str], given: GivenProducerId) -> Iterator[tuple[str, tuple[int, int] | NotYet]]:
             [kafka_id] = ids
-            kind = kafka_errors.for_code(response.error_code)
-            if kind is kafka_errors.InvalidTransactionTimeoutError:
+            code, producer_id, epoch = given
+            if code == Code.INVALID_TRANSACTION_TIMEOUT:
                 raise ConfigurationError(f"the broker's transaction.max.timeout.ms is below {timeouts[kafka_id]} ms")
-            if kind is kafka_errors.NoError:
-                yield kafka_id, (response.producer_id, response.producer_epoch)
-            elif kind in _OVERTAKEN:  # another process is retiring it at the same time
-                yield kafka_id, NotYet(f"{kafka_id!r}: {kind.__name__}", moved=False)
+            if code == Code.NONE:
+                yield kafka_id, (producer_id, epoch)
+            elif code in _OVERTAKEN:  # another process is retiring it at the same time
+                yield kafka_id, NotYet(f"{kafka_id!r}: {code_name(code)}", moved=False)
             else:
-                yield kafka_id, _retriable(response.error_code, f"retiring {kafka_id!r}", _write_right(kafka_id))
+                yield kafka_id, _retriable(code, f"retiring {kafka_id!r}", _write_right(kafka_id))
 
         return self._coordinators.ask(kafka_ids, requests, read, deadline, "retire the transactional ids")
 
@@ -225,11 +223,12 @@ class KafkaCoordinator:
 
         After `Unavailable` any of the partitions may have been added.
         """
+        from dualwrite.kafka import kafka_python  # noqa: PLC0415 - loads kafka-python, which most writers do not need
 
         def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
             for kafka_id in ids:
                 producer_id, epoch, partitions = transactions[kafka_id]
-                yield _add_partitions(kafka_id, producer_id, epoch, partitions), [kafka_id]
+                yield kafka_python.add_partitions(kafka_id, (producer_id, epoch), partitions), [kafka_id]
 
         def read(ids: list[str], response: Message) -> Iterator[tuple[str, bool | NotYet]]:
             [kafka_id] = ids
@@ -238,19 +237,14 @@ class KafkaCoordinator:
                 for topic in response.results_by_topic_v3_and_below
                 for partition in topic.results_by_partition
             ]
-            kinds = [kafka_errors.for_code(code) for _, code in errors]
             # "Operation not attempted" only echoes another partition's error; that error may be worth a retry.
-            others = [
-                error
-                for error, kind in zip(errors, kinds, strict=True)
-                if kind not in {kafka_errors.NoError, *_NOT_ADDED}
-            ]
+            others = [(topic, code) for topic, code in errors if code and code not in _NOT_ADDED]
             if others:
                 topic, code = others[0]
                 right = f"{_write_right(kafka_id)}; and Write on the topic {topic!r}"
                 yield kafka_id, _retriable(code, f"ending {kafka_id!r} in partitions of {topic!r}", right)
             else:
-                yield kafka_id, all(kind is kafka_errors.NoError for kind in kinds)
+                yield kafka_id, not any(code for _, code in errors)
 
         return self._coordinators.ask(transactions, requests, read, deadline, "add partitions to the transactions")
 
@@ -274,29 +268,21 @@ class KafkaCoordinator:
 
     def compacted(self, topics: Collection[str], deadline: Deadline) -> Collection[str]:
         """Those of the topics that are compacted. One whose settings we may not describe is left out. Asks once."""
-        resources = [
-            DescribeConfigsRequest.DescribeConfigsResource(
-                resource_type=_TOPIC_RESOURCE, resource_name=topic, configuration_keys=[_CLEANUP]
-            )
-            for topic in topics
-        ]
-        request = DescribeConfigsRequest(resources=resources, include_synonyms=False, include_documentation=False)
+        request = DescribeConfigs(ResourceType.TOPIC, topics, _CLEANUP)
+        answer: Sequence[DescribedConfig] | NotYet
         [answer] = self._brokers.exchange([(self._brokers.nodes(deadline)[0], request)], deadline)
         if isinstance(answer, NotYet):
             raise Unavailable(f"the broker did not report the {_CLEANUP} of topics: {answer}")
-        return {
-            result.resource_name
-            for result in answer.results
-            for config in result.configs or ()
-            if config.name == _CLEANUP and "compact" in (config.value or "")
-        }
+        return {topic.resource_name for topic in answer if "compact" in (topic.values.get(_CLEANUP) or "")}
 
     def longest_open_s(self, deadline: Deadline) -> float:
         """The age of the oldest open transaction of any id that we may describe, in seconds; 0 if none is open.
 
         The metric that KIP-939 proposes for brokers, ``ActiveTransactionOpenTimeMaxMs``.
         """
-        request = ListTransactionsRequest(state_filters=[status.value for status in OPEN], producer_id_filters=[])
+        from dualwrite.kafka import kafka_python  # noqa: PLC0415 - as above
+
+        request = kafka_python.list_transactions(states=[status.value for status in OPEN])
 
         def ask(_: list[None]) -> dict[None, set[str] | NotYet]:
             found: set[str] = set()
@@ -512,7 +498,7 @@ PROBES: Final = "dualwrite-probe."
 
 _LIST: Final = "the list of transactions"
 _TO_LIST: Final = "Describe on the transactional ids"
-_LOADED: Final = (kafka_errors.NoError, kafka_errors.TransactionalIdNotFoundError)
+_LOADED: Final = frozenset({Code.NONE, Code.TRANSACTIONAL_ID_NOT_FOUND})
 _Leaders = Mapping[int, Leader | None] | None
 """The leader of each partition. Empty if there is no such topic, None if we may not describe it."""
 
@@ -554,11 +540,13 @@ def list_transactions(brokers: Brokers, producer_ids: Collection[int], deadline:
     return until_answered([None], ask, deadline, "list the transactional ids")[None]
 
 
-def _requests(probes: Sequence[str], producer_ids: Collection[int]) -> Iterator[Message]:
-    yield DescribeTransactionsRequest(transactional_ids=probes)
-    yield ListTransactionsRequest(state_filters=[], producer_id_filters=list(producer_ids))
-    yield DescribeTransactionsRequest(transactional_ids=probes)
-    yield metadata_request([TOPIC])
+def _requests(probes: Sequence[str], producer_ids: Collection[int]) -> Iterator[Request | Message]:
+    from dualwrite.kafka import kafka_python  # noqa: PLC0415 - loads kafka-python, which most writers do not need
+
+    yield DescribeTransactions(probes)
+    yield kafka_python.list_transactions(producer_ids=producer_ids)
+    yield DescribeTransactions(probes)
+    yield Metadata([TOPIC])
 
 
 def _judged(leaders: _Leaders, answers: Sequence[Message | NotYet]) -> Listing | NotYet:
@@ -575,21 +563,17 @@ def _judged(leaders: _Leaders, answers: Sequence[Message | NotYet]) -> Listing |
         if _leaders(view) != leaders:
             return NotYet(f"the leaders of {TOPIC} changed meanwhile")
         transactions += listed.transaction_states
-        for probe in (*before.transaction_states, *after.transaction_states):
-            kind = kafka_errors.for_code(probe.error_code)
-            if kind is kafka_errors.TransactionalIdAuthorizationFailedError:
+        for probe in (*before, *after):
+            if probe.error_code == Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED:
                 is_evident = False
-            elif kind not in _LOADED:
-                return NotYet(f"a partition of {TOPIC} is without a coordinator: {kind.__name__}")
+            elif probe.error_code not in _LOADED:
+                return NotYet(f"a partition of {TOPIC} is without a coordinator: {code_name(probe.error_code)}")
     hides_its_topic = leaders == {} and bool(transactions)
     return Listing(transactions, is_evident and not hides_its_topic)
 
 
-def _leaders(response: Message) -> _Leaders:
-    if any(
-        kafka_errors.for_code(topic.error_code) is kafka_errors.TopicAuthorizationFailedError
-        for topic in response.topics
-    ):
+def _leaders(response: ClusterMetadata) -> _Leaders:
+    if any(topic.error_code == Code.TOPIC_AUTHORIZATION_FAILED for topic in response.topics):
         return None
     found = read_topics(response).get(TOPIC)
     if isinstance(found, NotYet):
@@ -618,35 +602,23 @@ def _probe_ids(partitions: int) -> Sequence[str]:
 
 # Requests that end transactions from outside, and the meaning of their answers. Each may be sent more than once.
 
-# Version 5 raises the producer's epoch, so it names one transaction. For a producer of librdkafka's engine the broker would
-# refuse every repetition of it, and fence the owner.
-_SHARED_EPOCH: Final = {"max_version": 4}
-_EXACT: Final = {"min_version": 5, "max_version": 5}
-# Version 6 is KIP-939's, which brokers mark as unstable.
-_NEWEST_INIT_VERSION: Final = 5
 # The timeout of a retired id: nothing is ever written under it, and every broker allows this value.
 _RETIRED_TIMEOUT_MS: Final = 1000
-# Later versions are for brokers only.
-_NEWEST_ADD_VERSION: Final = 3
-
-_END_ANSWERS: Final = {
-    kafka_errors.NoError: EndAnswer.ENDED,
-    kafka_errors.ConcurrentTransactionsError: EndAnswer.IN_PROGRESS,
-    kafka_errors.InvalidProducerEpochError: EndAnswer.FENCED,
-    kafka_errors.ProducerFencedError: EndAnswer.FENCED,
-    kafka_errors.InvalidProducerIdMappingError: EndAnswer.NO_SUCH_ID,
-    kafka_errors.TransactionalIdNotFoundError: EndAnswer.NO_SUCH_ID,
-    kafka_errors.InvalidTxnStateError: EndAnswer.INVALID_STATE,
+_END_ANSWERS: Final[Mapping[int, EndAnswer]] = {
+    Code.NONE: EndAnswer.ENDED,
+    Code.CONCURRENT_TRANSACTIONS: EndAnswer.IN_PROGRESS,
+    Code.INVALID_PRODUCER_EPOCH: EndAnswer.FENCED,
+    Code.PRODUCER_FENCED: EndAnswer.FENCED,
+    Code.INVALID_PRODUCER_ID_MAPPING: EndAnswer.NO_SUCH_ID,
+    Code.TRANSACTIONAL_ID_NOT_FOUND: EndAnswer.NO_SUCH_ID,
+    Code.INVALID_TXN_STATE: EndAnswer.INVALID_STATE,
 }
-_OVERTAKEN: Final = frozenset({kafka_errors.InvalidProducerEpochError, kafka_errors.ProducerFencedError})
-_NOT_ADDED: Final = frozenset(
-    {
-        *_OVERTAKEN,
-        kafka_errors.InvalidProducerIdMappingError,
-        kafka_errors.UnknownTopicOrPartitionError,
-        kafka_errors.OperationNotAttemptedError,
-    }
-)
+_OVERTAKEN: Final[frozenset[int]] = frozenset({Code.INVALID_PRODUCER_EPOCH, Code.PRODUCER_FENCED})
+_NOT_ADDED: Final[frozenset[int]] = _OVERTAKEN | {
+    Code.INVALID_PRODUCER_ID_MAPPING,
+    Code.UNKNOWN_TOPIC_OR_PARTITION,
+    Code.OPERATION_NOT_ATTEMPTED,
+}
 
 
 def end(
@@ -660,27 +632,31 @@ def end(
 ) -> Mapping[str, EndAnswer]:
     """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.end`, and with ``exactly``, ``end_exactly`` there."""
 
-    def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
+    def requests(ids: list[str]) -> Iterator[tuple[Request | Message, list[str]]]:
         for kafka_id in ids:
             state = transactions[kafka_id]
-            request = EndTxnRequest(
-                transactional_id=kafka_id,
-                producer_id=state.producer_id,
-                producer_epoch=state.epoch,
-                committed=committed,
-                **(_EXACT if exactly else _SHARED_EPOCH),
+            yield (
+                _end_request(kafka_id, (state.producer_id, state.epoch), committed=committed, exactly=exactly),
+                [kafka_id],
             )
-            yield request, [kafka_id]
 
     def read(ids: list[str], response: Message) -> Iterator[tuple[str, EndAnswer | NotYet]]:
         [kafka_id] = ids
-        answer = _END_ANSWERS.get(kafka_errors.for_code(response.error_code))
+        answer = _END_ANSWERS.get(response.error_code)
         yield (
             kafka_id,
             answer or _retriable(response.error_code, f"the end of {kafka_id!r}", _write_right(kafka_id)),
         )
 
     return coordinators.ask(transactions, requests, read, deadline, "end the transactions", once=once)
+
+
+def _end_request(kafka_id: str, ids: tuple[int, int], *, committed: bool, exactly: bool) -> Request | Message:
+    if exactly:
+        return EndTxn(kafka_id, ids, committed=committed)
+    from dualwrite.kafka import kafka_python  # noqa: PLC0415 - loads kafka-python, which no native writer needs here
+
+    return kafka_python.end_shared(kafka_id, ids, committed=committed)
 
 
 def _retriable(error_code: int, subject: str, right: str) -> NotYet:
@@ -693,24 +669,9 @@ def _write_right(kafka_id: str) -> str:
     return f"Write on the transactional id {kafka_id!r}, or on a prefix of it"
 
 
-def _add_partitions(kafka_id: str, producer_id: int, epoch: int, partitions: Collection[Partition]) -> Message:
-    by_topic: dict[str, list[int]] = {}
-    for topic, partition in partitions:
-        by_topic.setdefault(topic, []).append(partition)
-    topic_type = AddPartitionsToTxnRequest.AddPartitionsToTxnTopic
-    return AddPartitionsToTxnRequest(
-        v3_and_below_transactional_id=kafka_id,
-        v3_and_below_producer_id=producer_id,
-        v3_and_below_producer_epoch=epoch,
-        v3_and_below_topics=[topic_type(name=name, partitions=numbers) for name, numbers in by_topic.items()],
-        max_version=_NEWEST_ADD_VERSION,
-    )
-
-
 # Questions about native transactions (transaction version 2): whether the cluster has them, and where they are open.
 
 _TRANSACTION_VERSION: Final = "transaction.version"
-_FIRST_WITH_FEATURES: Final = 3
 
 
 def _producers_now(
@@ -730,8 +691,6 @@ def _shown(there: Producers | None, producer_id: int) -> ShownProducer | None:
 
 # Describes transactions, as their coordinators see them, and the cluster: its id and its limit of transaction timeouts.
 
-_TOPIC_RESOURCE: Final = 2
-_BROKER_RESOURCE: Final = 4
 _CLEANUP: Final = "cleanup.policy"
 _LONGEST_TIMEOUT: Final = "transaction.max.timeout.ms"
 
@@ -743,42 +702,35 @@ def describe(
 ) -> Mapping[str, TransactionView]:
     """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.describe`."""
 
-    def requests(ids: list[str]) -> Iterator[tuple[Message, list[str]]]:
-        yield DescribeTransactionsRequest(transactional_ids=ids), ids
+    def requests(ids: list[str]) -> Iterator[tuple[Request, list[str]]]:
+        yield DescribeTransactions(ids), ids
 
-    def read(_: list[str], response: Message) -> Iterator[tuple[str, TransactionView | NotYet]]:
-        for state in response.transaction_states:
-            yield state.transactional_id, _view(state)
+    def read(_: list[str], answer: Sequence[DescribedTransaction]) -> Iterator[tuple[str, TransactionView | NotYet]]:
+        for described in answer:
+            yield described.transactional_id, _view(described)
 
     return coordinators.ask(kafka_ids, requests, read, deadline, "describe the transactions")
 
 
-def _view(state: Message) -> TransactionView | NotYet:
-    kafka_id = state.transactional_id
-    if kafka_errors.for_code(state.error_code) is kafka_errors.TransactionalIdNotFoundError:
+def _view(described: DescribedTransaction) -> TransactionView | NotYet:
+    kafka_id, begun_ms = described.transactional_id, described.start_time_ms
+    if described.error_code == Code.TRANSACTIONAL_ID_NOT_FOUND:
         return TransactionView(TransactionStatus.NO_SUCH_ID)
-    why = verdict(state.error_code, f"describing {kafka_id!r}", right_to_look(kafka_id))
+    why = verdict(described.error_code, f"describing {kafka_id!r}", right_to_look(kafka_id))
     if why is not None:
         return why
-    status = _STATUS.get(state.transaction_state)
+    status = _STATUS.get(described.state)
     if status is None:
-        return NotYet(f"{kafka_id!r} is in the unknown state {state.transaction_state!r}", moved=False)
+        return NotYet(f"{kafka_id!r} is in the unknown state {described.state!r}", moved=False)
     return TransactionView(
         status=status,
-        producer_id=state.producer_id,
-        epoch=state.producer_epoch,
-        started_ms=state.transaction_start_time_ms if status in OPEN else None,
-        timeout_ms=state.transaction_timeout_ms,
-        partitions=tuple((topic.topic, partition) for topic in state.topics for partition in topic.partitions),
-        newest_started_ms=state.transaction_start_time_ms if state.transaction_start_time_ms >= 0 else None,
+        producer_id=described.producer_id,
+        epoch=described.producer_epoch,
+        started_ms=begun_ms if status in OPEN else None,
+        timeout_ms=described.timeout_ms,
+        partitions=tuple(described.partitions),
+        newest_started_ms=begun_ms if begun_ms >= 0 else None,
     )
-
-
-def _describe_broker(node: int) -> Message:
-    resource = DescribeConfigsRequest.DescribeConfigsResource(
-        resource_type=_BROKER_RESOURCE, resource_name=str(node), configuration_keys=[_LONGEST_TIMEOUT]
-    )
-    return DescribeConfigsRequest(resources=[resource], include_synonyms=False, include_documentation=False)
 
 
 # The settings by which any client of librdkafka reaches the brokers, taken from the dictionary of a writer.

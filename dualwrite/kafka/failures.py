@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import Enum
 from types import MappingProxyType
 from typing import Final
 
@@ -27,87 +27,10 @@ from dualwrite.errors import (
     TransactionAborted,
     Unavailable,
 )
+from dualwrite.kafka.error_codes import Code
 from dualwrite.protocol.lives import ProducerEvent
 from dualwrite.protocol.message import NAME_A_PARTITION, STEPS
 from dualwrite.protocol.values import TransactionStatus
-
-# The protocol's error codes: numbers and names.
-#
-# Source: the broker's `Errors` of Kafka 4.
-
-
-class Code(IntEnum):
-    """The error codes that a producer's requests may be answered with."""
-
-    UNKNOWN_SERVER_ERROR = -1
-    NONE = 0
-    CORRUPT_MESSAGE = 2
-    UNKNOWN_TOPIC_OR_PARTITION = 3
-    INVALID_FETCH_SIZE = 4
-    LEADER_NOT_AVAILABLE = 5
-    NOT_LEADER_OR_FOLLOWER = 6
-    REQUEST_TIMED_OUT = 7
-    REPLICA_NOT_AVAILABLE = 9
-    MESSAGE_TOO_LARGE = 10
-    OFFSET_METADATA_TOO_LARGE = 12
-    NETWORK_EXCEPTION = 13
-    COORDINATOR_LOAD_IN_PROGRESS = 14
-    COORDINATOR_NOT_AVAILABLE = 15
-    NOT_COORDINATOR = 16
-    INVALID_TOPIC_EXCEPTION = 17
-    RECORD_LIST_TOO_LARGE = 18
-    NOT_ENOUGH_REPLICAS = 19
-    NOT_ENOUGH_REPLICAS_AFTER_APPEND = 20
-    INVALID_REQUIRED_ACKS = 21
-    ILLEGAL_GENERATION = 22
-    INVALID_GROUP_ID = 24
-    UNKNOWN_MEMBER_ID = 25
-    REBALANCE_IN_PROGRESS = 27
-    INVALID_COMMIT_OFFSET_SIZE = 28
-    TOPIC_AUTHORIZATION_FAILED = 29
-    GROUP_AUTHORIZATION_FAILED = 30
-    CLUSTER_AUTHORIZATION_FAILED = 31
-    INVALID_TIMESTAMP = 32
-    UNSUPPORTED_SASL_MECHANISM = 33
-    ILLEGAL_SASL_STATE = 34
-    UNSUPPORTED_VERSION = 35
-    INVALID_REQUEST = 42
-    UNSUPPORTED_FOR_MESSAGE_FORMAT = 43
-    POLICY_VIOLATION = 44
-    OUT_OF_ORDER_SEQUENCE_NUMBER = 45
-    DUPLICATE_SEQUENCE_NUMBER = 46
-    INVALID_PRODUCER_EPOCH = 47
-    INVALID_TXN_STATE = 48
-    INVALID_PRODUCER_ID_MAPPING = 49
-    INVALID_TRANSACTION_TIMEOUT = 50
-    CONCURRENT_TRANSACTIONS = 51
-    TRANSACTION_COORDINATOR_FENCED = 52
-    TRANSACTIONAL_ID_AUTHORIZATION_FAILED = 53
-    SECURITY_DISABLED = 54
-    KAFKA_STORAGE_ERROR = 56
-    SASL_AUTHENTICATION_FAILED = 58
-    UNKNOWN_PRODUCER_ID = 59
-    DELEGATION_TOKEN_AUTHORIZATION_FAILED = 65
-    FENCED_LEADER_EPOCH = 74
-    UNKNOWN_LEADER_EPOCH = 75
-    UNSUPPORTED_COMPRESSION_TYPE = 76
-    FENCED_INSTANCE_ID = 82
-    INVALID_RECORD = 87
-    THROTTLING_QUOTA_EXCEEDED = 89
-    PRODUCER_FENCED = 90
-    UNKNOWN_TOPIC_ID = 100
-    INCONSISTENT_TOPIC_ID = 103
-    FENCED_MEMBER_EPOCH = 110
-    STALE_MEMBER_EPOCH = 113
-    TRANSACTION_ABORTABLE = 120
-
-
-def code_name(code: int) -> str:
-    """The protocol's name of an error code, or its number if this library does not know it."""
-    try:
-        return Code(code).name
-    except ValueError:
-        return f"error {code}"
 
 
 class Phase(Enum):

@@ -19,21 +19,20 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from typing import Final, Protocol
-
-import kafka.errors as kafka_errors
-from kafka.protocol.consumer.fetch import FetchRequest
-from kafka.record.default_records import DefaultRecordBatch
-from kafka.record.memory_records import MemoryRecords
+from typing import TYPE_CHECKING, Final, Protocol
 
 from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import Unavailable
 from dualwrite.kafka.brokers import Brokers, NotYet, until_answered, verdict
 from dualwrite.kafka.cluster import Leader, OpenOffsets, Partition, Place, Topics, end_offsets, leader_epochs
+from dualwrite.kafka.error_codes import Code
 from dualwrite.kafka.messages import DescribeProducers, Message, ProducerState
 from dualwrite.protocol.lost_decisions import Later
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.values import LogProof, TransactionView, is_drawn, parsed, writer_of
+
+if TYPE_CHECKING:
+    from kafka.record.default_records import DefaultRecordBatch
 
 logger = logging.getLogger(__name__)
 
@@ -266,7 +265,7 @@ class _LogSearch:
             return LogProof.UNKNOWABLE
         if isinstance(partition, NotYet):
             return partition
-        records = MemoryRecords(partition.records or b"")
+        records = batches_of(partition)
         if not scan.glanced:
             if self._held_back is not None:
                 self._held_back.note(Place(*scan.place.key), partition.last_stable_offset, upto=scan.first.offset)
@@ -517,7 +516,7 @@ def _read(scan: LaterScan, response: Message | NotYet) -> bool | NotYet | None:
         return True
     if isinstance(partition, NotYet):
         return partition
-    scan.read(MemoryRecords(partition.records or b""))
+    scan.read(batches_of(partition))
     return True if scan.done or scan.position >= partition.high_watermark else None
 
 
@@ -721,7 +720,7 @@ def _span(
     newest = newest_records(producers).get(key, _LEFT_OUT)
     if isinstance(newest, NotYet):
         return newest
-    batch = next((one for one in MemoryRecords(partition.records or b"") if one.next_offset > first), None)
+    batch = next((one for one in batches_of(partition) if one.next_offset > first), None)
     if batch is None:
         return NotYet(f"{Place(*key)} is not replicated up to offset {first} yet")
     if (batch.producer_id, batch.producer_epoch) != ids or batch.base_offset != first or batch.is_control_batch:
@@ -734,9 +733,6 @@ def _span(
 
 CHUNK_BYTES: Final = 1_048_576
 AT_ONCE: Final = 16  # partitions: limits the memory
-_READ_UNCOMMITTED: Final = 0
-_READ_COMMITTED: Final = 1
-_NEWEST_VERSION_BY_NAME: Final = 12  # later versions name topics by id, which some states lack
 
 
 def fetch(
@@ -747,27 +743,9 @@ def fetch(
     The broker sends at least one whole batch, however large: the one that holds the offset. ``read_committed`` stops at the
     last stable offset and lists the aborted transactions.
     """
-    partition = FetchRequest.FetchTopic.FetchPartition(
-        partition=place.partition,
-        current_leader_epoch=leader.epoch,
-        fetch_offset=offset,
-        last_fetched_epoch=-1,
-        log_start_offset=-1,
-        partition_max_bytes=max_bytes,
-    )
-    return FetchRequest(
-        replica_id=-1,
-        max_wait_ms=0,
-        min_bytes=0,
-        max_bytes=max_bytes,
-        isolation_level=_READ_COMMITTED if read_committed else _READ_UNCOMMITTED,
-        session_id=0,
-        session_epoch=-1,
-        topics=[FetchRequest.FetchTopic(topic=place.topic, partitions=[partition])],
-        forgotten_topics_data=[],
-        rack_id="",
-        max_version=_NEWEST_VERSION_BY_NAME,
-    )
+    from dualwrite.kafka import kafka_python  # noqa: PLC0415 - loads kafka-python, which few writers need
+
+    return kafka_python.fetch(place.key, leader.epoch, offset, max_bytes=max_bytes, read_committed=read_committed)
 
 
 def fetched(place: Place, response: Message | NotYet) -> Message | NotYet | None:
@@ -775,6 +753,13 @@ def fetched(place: Place, response: Message | NotYet) -> Message | NotYet | None
     if isinstance(response, NotYet):
         return response
     [partition] = response.responses[0].partitions
-    if kafka_errors.for_code(partition.error_code) is kafka_errors.OffsetOutOfRangeError:
+    if partition.error_code == Code.OFFSET_OUT_OF_RANGE:
         return None
     return verdict(partition.error_code, str(place), f"Read on the topic {place.topic!r}") or partition
+
+
+def batches_of(partition: Message) -> Iterable[DefaultRecordBatch]:
+    """The batches of what :func:`fetched` returns."""
+    from dualwrite.kafka import kafka_python  # noqa: PLC0415 - as above
+
+    return kafka_python.batches(partition.records)

@@ -1,9 +1,10 @@
 """The requests that are sent to brokers, as bytes, and what their answers say.
 
 The requests of every dual write are packed here: Produce, EndTxn, and those that ask a leader how transactions have ended.
-Each costs a few microseconds. So are those of a connection's opening, which come before anything else. All others are rare:
-kafka-python packs and reads them (:class:`Rare`), by the public methods of its messages alone. Tests hold what is packed here
-equal to kafka-python's bytes, for every version that is offered, and what is read equal to what it reads.
+Each costs a few microseconds. So are those of a connection's opening, which come before anything else; those of a writer's
+opening are in :mod:`dualwrite.kafka.opening_messages`. All others are rare: kafka-python packs and reads them (:class:`Rare`),
+by the public methods of its messages alone. Tests hold what is packed here equal to kafka-python's bytes, for every version
+that is offered, and what is read equal to what it reads.
 
 Source: the Kafka protocol guide; KIP-482 (tagged fields).
 """
@@ -29,7 +30,7 @@ _HEAD: Final = struct.Struct(">ihhi")  # length, API key, version, correlation i
 _HEAD_LENGTH: Final = 8  # of what the length counts in it
 _INT16, _INT32, _INT64 = struct.Struct(">h"), struct.Struct(">i"), struct.Struct(">q")
 _SEVEN_BITS, _MORE, _LAST_SHIFT = 127, 128, 28
-_NO_TAGS: Final = b"\0"
+NO_TAGS: Final = b"\0"
 ID_ENDS: Final = 4
 
 try:
@@ -57,7 +58,7 @@ class Client:
     def __post_init__(self) -> None:
         encoded = self.name.encode()
         object.__setattr__(self, "head", _INT16.pack(len(encoded)) + encoded)
-        object.__setattr__(self, "flexible_head", self.head + _NO_TAGS)
+        object.__setattr__(self, "flexible_head", self.head + NO_TAGS)
 
 
 class Offered:
@@ -111,6 +112,12 @@ def compact(text: str) -> bytes:
     """A text of a tagged version."""
     encoded = text.encode()
     return unsigned(len(encoded) + 1) + encoded
+
+
+def framed(api_key: int, version: int, correlation_id: int, client: Client, body: bytes) -> bytes:
+    """A request of a tagged version: its length, its head and its body."""
+    head = client.flexible_head
+    return _HEAD.pack(_HEAD_LENGTH + len(head) + len(body), api_key, version, correlation_id) + head + body
 
 
 class Cursor:
@@ -190,12 +197,24 @@ def opening_request(api_key: int, version: int, correlation_id: int, client: Cli
     ``content`` is the mechanism of a SaslHandshake, or the bytes of a SaslAuthenticate.
     """
     if api_key == API_VERSIONS:
-        body = compact("dualwrite") + compact(_OUR_VERSION) + _NO_TAGS if version else b""
+        body = api_versions_body() if version else b""
         head = client.flexible_head if version else client.head
     else:
         head = client.head
         body = (_INT16 if api_key == SASL_HANDSHAKE else _INT32).pack(len(content)) + content
     return _HEAD.pack(_HEAD_LENGTH + len(head) + len(body), api_key, version, correlation_id) + head + body
+
+
+def api_versions_body() -> bytes:
+    """What an ApiVersions request says, from version 3 on."""
+    return compact("dualwrite") + compact(_OUR_VERSION) + NO_TAGS
+
+
+def skip_api_keys(read: Cursor) -> None:
+    """Pass over the versions of an answer to ApiVersions, from version 3 on."""
+    for _ in range(read.count()):
+        read.raw(6)
+        read.skip_tags()
 
 
 def read_api_versions(answer: bytes, version: int) -> tuple[int, dict[int, tuple[int, int]]]:
@@ -279,9 +298,9 @@ class Produce:
             parts.append(topic.name_field if version < _BY_ID else topic.topic_id)
             parts.append(unsigned(len(partitions) + 1))
             for number, records in partitions:
-                parts += (_INT32.pack(number), unsigned(len(records) + 1), records, _NO_TAGS)
-            parts.append(_NO_TAGS)
-        parts.append(_NO_TAGS)
+                parts += (_INT32.pack(number), unsigned(len(records) + 1), records, NO_TAGS)
+            parts.append(NO_TAGS)
+        parts.append(NO_TAGS)
         parts[0] = _HEAD.pack(_HEAD_LENGTH + sum(map(len, parts)), self.KEY, version, correlation_id)
         return b"".join(parts)
 
@@ -414,8 +433,8 @@ class DescribeProducers:
         topics = by_topic(self.partitions)
         parts = [b"", client.flexible_head, unsigned(len(topics) + 1)]
         for name, numbers in topics.items():
-            parts += (compact(name), unsigned(len(numbers) + 1), struct.pack(f">{len(numbers)}i", *numbers), _NO_TAGS)
-        parts.append(_NO_TAGS)
+            parts += (compact(name), unsigned(len(numbers) + 1), struct.pack(f">{len(numbers)}i", *numbers), NO_TAGS)
+        parts.append(NO_TAGS)
         parts[0] = _HEAD.pack(_HEAD_LENGTH + sum(map(len, parts)), self.KEY, version, correlation_id)
         return b"".join(parts)
 
@@ -531,8 +550,8 @@ class OffsetForLeaderEpoch:
             for number in numbers:
                 epoch = self.epochs[name, number]
                 parts.append(_LED.pack(number, epoch, epoch))
-            parts.append(_NO_TAGS)
-        parts.append(_NO_TAGS)
+            parts.append(NO_TAGS)
+        parts.append(NO_TAGS)
         parts[0] = _HEAD.pack(_HEAD_LENGTH + sum(map(len, parts)), self.KEY, version, correlation_id)
         return b"".join(parts)
 

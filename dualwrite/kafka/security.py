@@ -13,10 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, cast
-
-from kafka.net.sasl import get_sasl_mechanism
-from kafka.net.sasl.oauth import AbstractTokenProvider
+from typing import Final
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.connection import Login, Sasl
@@ -152,12 +149,15 @@ def logins(mechanism: str, **settings: object) -> Sasl:
     """How to log in, by kafka-python's mechanism of that name and its settings."""
 
     def begin(host: str) -> Login:
-        return cast("Login", get_sasl_mechanism(mechanism)(host=host, sasl_mechanism=mechanism, **settings))
+        from dualwrite.kafka import kafka_python  # noqa: PLC0415 - loads kafka-python, which most connections do not need
+
+        kafka_python.take_tokens(CallbackTokens)
+        return kafka_python.begin_login(mechanism, host, settings)
 
     return Sasl(mechanism, begin)
 
 
-class CallbackTokens(AbstractTokenProvider):  # type: ignore[misc] # kafka-python has no types
+class CallbackTokens:
     """Gives kafka-python's mechanism the tokens of a confluent-kafka ``oauth_cb``.
 
     The function gets the user's ``sasl.oauthbearer.config``, as from confluent-kafka.

@@ -15,13 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from kafka.record.memory_records import MemoryRecords
-
 from dualwrite.clock import Deadline, GrowingPause, now_s
 from dualwrite.errors import DualWriteError, Unavailable
 from dualwrite.interfaces import TransactionCoordinator, native_of
 from dualwrite.kafka.brokers import NotYet
-from dualwrite.kafka.log import Scan, fetched, glance_request
+from dualwrite.kafka.log import Scan, batches_of, fetched, glance_request
 from dualwrite.kafka.messages import Answer, DescribeProducers, Message, OffsetForLeaderEpoch, Rare
 from dualwrite.protocol.known_end import (
     Ended,
@@ -417,6 +415,6 @@ class PostedQuestion:
         if isinstance(partition, NotYet):
             self._topics.forget([scan.first.topic])
         elif partition is not None:
-            proof = scan.glance(MemoryRecords(partition.records or b""), partition.aborted_transactions or ())
+            proof = scan.glance(batches_of(partition), partition.aborted_transactions or ())
             if proof in {LogProof.COMMITTED, LogProof.ABORTED}:
                 proofs[scan.place.key] = proof

@@ -24,7 +24,7 @@ NEVER = (
     "dualwrite.testing", "numpy", "pandas", "pyarrow", "pyspark", "rich", "sqlalchemy.dialects.mysql", "sqlalchemy.orm",
 )  # fmt: skip
 LEFT_OUT = {
-    "native": ("confluent_kafka", "dualwrite.kafka.librdkafka.producer"),
+    "native": ("confluent_kafka", "dualwrite.kafka.kafka_python", "dualwrite.kafka.librdkafka.producer", "kafka"),
     "librdkafka": ("cramjam", "dualwrite.kafka.native.producer"),
     "postgresql": ("dualwrite.stores.sql.sqlite", "sqlalchemy.dialects.sqlite"),
     "sqlite": ("dualwrite.stores.sql.postgresql", "psycopg"),

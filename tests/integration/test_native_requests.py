@@ -3,7 +3,6 @@
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
@@ -146,9 +145,9 @@ def test_offsets_are_committed_with_the_transaction_and_not_with_an_abort(produc
 def test_a_member_that_is_not_of_the_group_any_more_is_refused(producer, member, dualwrite_topic):
     offsets = {(dualwrite_topic, 0): Offset(3)}
     group = group_of(member.consumer_group_metadata())
-    stale = replace(group, generation=group.generation - 1)
+    stale = group._replace(generation=group.generation - 1)
     assert producer.commit_offsets(stale, offsets) == Code.ILLEGAL_GENERATION
-    assert producer.commit_offsets(replace(group, member_id="another"), offsets) == Code.UNKNOWN_MEMBER_ID
+    assert producer.commit_offsets(group._replace(member_id="another"), offsets) == Code.UNKNOWN_MEMBER_ID
     # The transaction goes on, and may be aborted.
     producer.send(dualwrite_topic, b"a")
     assert producer.end(committed=False) == Code.NONE

@@ -16,19 +16,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
-from kafka.protocol.metadata import CoordinatorType
-from kafka.protocol.producer.transaction import InitProducerIdRequest, TxnOffsetCommitRequest
-
 from dualwrite.clock import Deadline, GrowingPause
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.brokers import Connections, NotYet
 from dualwrite.kafka.cluster import find_coordinators
 from dualwrite.kafka.config import TWO_PHASE_COMMIT
 from dualwrite.kafka.engine import choose_transaction_timeout_ms, log_that_unlimited, warn_if_bounded
-from dualwrite.kafka.failures import Code
+from dualwrite.kafka.error_codes import Code
 from dualwrite.kafka.messages import EndTxn, Message, NotOffered
 from dualwrite.kafka.messages import Request as WireRequest
 from dualwrite.kafka.native.error_meanings import Meaning, Request, meaning_of
+from dualwrite.kafka.opening_messages import CoordinatorType, InitProducerId
 from dualwrite.protocol.values import NEVER_MS
 
 logger = logging.getLogger("dualwrite.kafka.producer")
@@ -68,7 +66,7 @@ class CoordinatorRequests:
         return self._answered(
             Request.INIT_PRODUCER_ID,
             (CoordinatorType.TRANSACTION, self._id),
-            partial(init_producer_id, self._id, timeout_ms, two_phase=two_phase),
+            partial(InitProducerId, self._id, timeout_ms, two_phase=two_phase),
             _read_ids,
             deadline,
             after_silence=False,
@@ -96,10 +94,12 @@ class CoordinatorRequests:
         Repeated until it is answered: a copy that comes after the transaction has ended is refused. Returns the gravest of
         the partitions' answers, at the deadline of the last attempt; None if there was none.
         """
+        from dualwrite.kafka import kafka_python  # noqa: PLC0415 - loads kafka-python, which most writers do not need
+
         return self._answered(
             Request.TXN_OFFSET_COMMIT,
             (CoordinatorType.GROUP, group.group_id),
-            partial(txn_offset_commit, self._id, ids, group, offsets),
+            partial(kafka_python.commit_offsets, self._id, ids, group, offsets),
             _read_partitions,
             deadline,
         )
@@ -305,8 +305,7 @@ _NO_INSTANCE: Final = b"\1"
 _NO_EPOCH: Final = -1
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """A consumer's membership in its group, as it stood when the offsets were consumed. Source: KIP-447.
 
     ``generation`` is the member's epoch under KIP-848. A consumer without a subscription has generation -1 and no member
@@ -319,8 +318,7 @@ class Group:
     instance_id: str | None = None
 
 
-@dataclass(frozen=True)
-class Offset:
+class Offset(NamedTuple):
     """An offset to commit for a partition: the next one to consume.
 
     ``leader_epoch`` is that of the last record consumed, -1 if it is not known; ``metadata`` is the application's own text.
@@ -381,52 +379,3 @@ def _of_librdkafka(serialised: bytes) -> Group:
         return Group(group_id.decode(), generation, member_id.decode(), instance_id.decode())
     except (ValueError, struct.error) as error:
         raise TypeError("the consumer's group metadata is not as librdkafka 2 serialises it") from error
-
-
-# kafka-python's messages for what a producer asks its coordinators: built from values.
-
-_ASK_TWO_PHASE: Final = {"min_version": 6, "max_version": 6, "enable2_pc": True}
-"""KIP-939's version, which brokers offer only if they have unstable versions enabled."""
-_ASK_ONE_PHASE: Final = {"max_version": 5}
-_WITH_ITS_PARTITION: Final = {"min_version": 5, "max_version": 5}
-"""The version that adds the group's partition to the transaction by itself."""
-
-
-def init_producer_id(kafka_id: str, timeout_ms: int, *, two_phase: bool) -> Message:
-    """The InitProducerId request for a new producer."""
-    return InitProducerIdRequest(
-        transactional_id=kafka_id,
-        transaction_timeout_ms=timeout_ms,
-        producer_id=-1,
-        producer_epoch=-1,
-        **(_ASK_TWO_PHASE if two_phase else _ASK_ONE_PHASE),
-    )
-
-
-def txn_offset_commit(
-    kafka_id: str, ids: tuple[int, int], group: Group, offsets: Mapping[tuple[str, int], Offset]
-) -> Message:
-    """The TxnOffsetCommit request for the offsets of a group."""
-    data = TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
-    topics: dict[str, list[Message]] = {}
-    for (topic, partition), offset in offsets.items():
-        topics.setdefault(topic, []).append(
-            data.TxnOffsetCommitRequestPartition(
-                partition_index=partition,
-                committed_offset=offset.offset,
-                committed_leader_epoch=offset.leader_epoch,
-                committed_metadata=offset.metadata,
-            )
-        )
-    producer_id, epoch = ids
-    return TxnOffsetCommitRequest(
-        transactional_id=kafka_id,
-        group_id=group.group_id,
-        producer_id=producer_id,
-        producer_epoch=epoch,
-        generation_id=group.generation,
-        member_id=group.member_id,
-        group_instance_id=group.instance_id,
-        topics=[data(name=topic, partitions=partitions) for topic, partitions in topics.items()],
-        **_WITH_ITS_PARTITION,
-    )

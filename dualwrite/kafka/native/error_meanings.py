@@ -13,7 +13,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final
 
-from dualwrite.kafka.failures import Code, code_name
+from dualwrite.kafka.error_codes import Code, code_name
 
 __all__ = ["MEANINGS", "Code", "Meaning", "Request", "code_name", "meaning_of"]
 

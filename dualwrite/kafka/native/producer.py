@@ -41,14 +41,13 @@ from dualwrite.kafka.engine import (
     verb,
     whole,
 )
+from dualwrite.kafka.error_codes import Code, code_name
 from dualwrite.kafka.failures import (
     Advice,
-    Code,
     Failure,
     Kind,
     Phase,
     advice_on,
-    code_name,
     ended_by_hand,
     error_for,
     not_answered,

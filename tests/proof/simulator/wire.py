@@ -10,13 +10,12 @@ in their order; the next one is served even if the one before it was lost, as an
 from __future__ import annotations
 
 import base64
-import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from kafka.protocol.producer.transaction import InitProducerIdRequest, TxnOffsetCommitRequest
+from kafka.protocol.producer.transaction import TxnOffsetCommitRequest
 from kafka.record.default_records import DefaultRecordBatch
 
 from dualwrite.clock import Deadline, pause
@@ -26,6 +25,7 @@ from dualwrite.kafka.messages import EndTxn, NotOffered, Produce
 from dualwrite.kafka.native.coordination import CoordinatorRequests
 from dualwrite.kafka.native.producer import MakeWire, Wire
 from dualwrite.kafka.native.sender import Sender
+from dualwrite.kafka.opening_messages import InitProducerId as WireInitProducerId
 from simulator.process import Unanswered
 from simulator.requests import EndTxn as SimulatedEndTxn
 from simulator.requests import (
@@ -96,7 +96,7 @@ class SimulatedBrokers:
             for topic, number in (found.topic_partition for found in self._simulation.broker.partitions)
             if topic == name
         ]
-        return SimpleNamespace(name=name, error_code=ErrorCode.NONE, topic_id=_uuid(known), partitions=partitions)
+        return SimpleNamespace(name=name, error_code=ErrorCode.NONE, topic_id=_bytes(known), partitions=partitions)
 
     def nodes(self, deadline: Deadline) -> list[int]:
         """The brokers that may know a topic: one."""
@@ -106,11 +106,7 @@ class SimulatedBrokers:
     def lookup(self, request: Callable[[], Message], deadline: Deadline) -> Message:
         """The coordinators."""
         del deadline
-        found = [
-            SimpleNamespace(key=key, error_code=ErrorCode.NONE, node_id=_COORDINATOR)
-            for key in request().coordinator_keys
-        ]
-        return SimpleNamespace(coordinators=found)
+        return dict.fromkeys(request().keys, (ErrorCode.NONE, _COORDINATOR))
 
     def close(self) -> None:
         """There is nothing to close. Requests already sent may still arrive."""
@@ -171,10 +167,10 @@ _Read = Callable[[Response], Message]
 def _init_producer_id(message: Message) -> tuple[Request, _Read]:
     request = InitProducerId(
         message.transactional_id,
-        message.transaction_timeout_ms,
-        message.producer_id,
-        message.producer_epoch,
-        bool(message.enable2_pc),
+        message.timeout_ms,
+        -1,
+        -1,
+        message.two_phase,
     )
     return request, _with_ids
 
@@ -218,11 +214,11 @@ def _with_ids(answer: Response) -> Message:
 
 
 _COORDINATED: Final[Mapping[type[Message], Callable[[Message], tuple[Request, _Read]]]] = {
-    InitProducerIdRequest: _init_producer_id,
+    WireInitProducerId: _init_producer_id,
     EndTxn: _end_txn,
     TxnOffsetCommitRequest: _txn_offset_commit,
 }
 
 
-def _uuid(printed: str) -> uuid.UUID:
-    return uuid.UUID(bytes=base64.urlsafe_b64decode(printed + "=="))
+def _bytes(printed: str) -> bytes:
+    return base64.urlsafe_b64decode(printed + "==")

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka import security
+from dualwrite.kafka import kafka_python
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.security import KEYS as TLS_KEYS
 
@@ -362,7 +362,7 @@ def test_kerberos_reaches_both_clients(monkeypatch):
     config = parse(settings)
     assert config.librdkafka()["sasl.kerberos.service.name"] == "k"
     asked = {}
-    monkeypatch.setattr(security, "get_sasl_mechanism", lambda name: lambda **given: asked.update(given, name=name))
+    monkeypatch.setattr(kafka_python, "get_sasl_mechanism", lambda name: lambda **given: asked.update(given, name=name))
     config.connecting().sasl.begin("one")
     assert asked == {"name": "GSSAPI", "sasl_mechanism": "GSSAPI", "sasl_kerberos_service_name": "k", "host": "one"}
 

@@ -3,11 +3,10 @@
 import dataclasses
 from types import SimpleNamespace
 
-import kafka.errors as kafka_errors
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kafka.protocol.admin.transactions import DescribeTransactionsRequest, ListTransactionsRequest
+from kafka.protocol.admin.transactions import ListTransactionsRequest
 
 from dualwrite import clock as deadlines
 from dualwrite.clock import Deadline
@@ -16,6 +15,8 @@ from dualwrite.kafka import coordinator
 from dualwrite.kafka.cluster import Leader, internal_partition
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.error_codes import Code
+from dualwrite.kafka.opening_messages import DescribeTransactions
 
 NODES, PARTITIONS = (1, 2), 3
 TOPIC = "__transaction_state"
@@ -36,7 +37,7 @@ class Cluster:
     Before each request one of the events happens, in turn.
     """
 
-    def __init__(self, events=(), *, error=kafka_errors.NoError, probe_error=None):
+    def __init__(self, events=(), *, error=Code.NONE, probe_error=None):
         self.epoch = 5
         self.leaders = {number: Leader(NODES[number % len(NODES)], self.epoch) for number in range(PARTITIONS)}
         self.log = {number: {f"p{number}"} for number in self.leaders}
@@ -107,8 +108,8 @@ class Cluster:
         self.resume()
         if isinstance(request, ListTransactionsRequest):
             return self.listed(node)
-        if isinstance(request, DescribeTransactionsRequest):
-            return SimpleNamespace(transaction_states=[self.probed(node, one) for one in request.transactional_ids])
+        if isinstance(request, DescribeTransactions):
+            return [self.probed(node, one) for one in request.transactional_ids]
         return self.described(node, [TOPIC])
 
     def resume(self):
@@ -119,13 +120,13 @@ class Cluster:
         broker = self.brokers[node]
         ids = [one for number in broker.loaded for one in broker.loaded[number]]
         states = [SimpleNamespace(transactional_id=one, producer_id=hash(one)) for one in ids]
-        error = kafka_errors.CoordinatorLoadInProgressError if broker.is_loading else kafka_errors.NoError
-        return SimpleNamespace(error_code=error.errno, transaction_states=[] if broker.is_loading else states)
+        error = Code.COORDINATOR_LOAD_IN_PROGRESS if broker.is_loading else Code.NONE
+        return SimpleNamespace(error_code=error, transaction_states=[] if broker.is_loading else states)
 
     def probed(self, node, kafka_id):
         known = internal_partition(kafka_id, PARTITIONS) in self.brokers[node].loaded
-        found = kafka_errors.TransactionalIdNotFoundError if known else kafka_errors.NotCoordinatorError
-        return SimpleNamespace(transactional_id=kafka_id, error_code=(self.probe_error or found).errno)
+        found = Code.TRANSACTIONAL_ID_NOT_FOUND if known else Code.NOT_COORDINATOR
+        return SimpleNamespace(transactional_id=kafka_id, error_code=self.probe_error or found)
 
     def described(self, node, topics):
         partitions = [
@@ -136,7 +137,7 @@ class Cluster:
             )
             for number, leader in self.brokers[node].leaders.items()
         ]
-        topic = SimpleNamespace(name=TOPIC, error_code=self.topic_error.errno, topic_id=None, partitions=partitions)
+        topic = SimpleNamespace(name=TOPIC, error_code=self.topic_error, topic_id=bytes(16), partitions=partitions)
         return SimpleNamespace(
             topics=[topic] if topics else [], brokers=[SimpleNamespace(node_id=each) for each in NODES], cluster_id="c"
         )
@@ -240,7 +241,7 @@ def test_ids_without_a_leader_are_unavailable(ids_in):
 
 
 def test_a_cluster_that_never_had_a_transaction_has_no_ids(ids_in, caplog):
-    cluster = Cluster(error=kafka_errors.UnknownTopicOrPartitionError)
+    cluster = Cluster(error=Code.UNKNOWN_TOPIC_OR_PARTITION)
     for broker in cluster.brokers.values():
         broker.loaded.clear()
     assert ids_in(cluster) == []
@@ -250,9 +251,9 @@ def test_a_cluster_that_never_had_a_transaction_has_no_ids(ids_in, caplog):
 @pytest.mark.parametrize(
     "refused",
     [
-        {"error": kafka_errors.TopicAuthorizationFailedError},
-        {"probe_error": kafka_errors.TransactionalIdAuthorizationFailedError},
-        {"error": kafka_errors.UnknownTopicOrPartitionError},
+        {"error": Code.TOPIC_AUTHORIZATION_FAILED},
+        {"probe_error": Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED},
+        {"error": Code.UNKNOWN_TOPIC_OR_PARTITION},
     ],
     ids=["the topic", "the probes", "a service that hides the topic"],
 )

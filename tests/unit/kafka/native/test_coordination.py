@@ -42,14 +42,12 @@ class ScriptedBrokers:
         self.looked_up = 0
 
     def lookup(self, request, _deadline):
-        [key] = request().coordinator_keys
+        [key] = request().keys
         self.looked_up += 1
         code = self.found.pop(0) if self.found else Code.NONE
         if isinstance(code, NotYet):
             raise code
-        return SimpleNamespace(
-            coordinators=[SimpleNamespace(key=key, error_code=int(code), node_id=100 + self.looked_up)]
-        )
+        return {key: (int(code), 100 + self.looked_up)}
 
     def metadata(self, _topics, _deadline, *, node):
         self.reached.append(node)

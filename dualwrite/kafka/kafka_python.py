@@ -1,0 +1,149 @@
+"""What kafka-python does for this library: it packs and reads rare messages, reads batches of records, and logs in.
+
+Only its messages, its records and its login mechanisms are used, never its connections. It takes a tenth of a second to import,
+so whatever uses this module imports it where it uses it: a writer whose brokers are well opens and writes without it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, cast
+
+with warnings.catch_warnings():
+    # On import, kafka-python reads its schemas with a function that Python 3.11 and 3.12 deprecate. Users' tests may
+    # turn warnings into errors, so import every module that warns here, with the warning silenced.
+    warnings.filterwarnings("ignore", r"(read|open)_text is deprecated", DeprecationWarning)
+    from kafka.net.sasl import get_sasl_mechanism
+    from kafka.net.sasl.oauth import AbstractTokenProvider
+    from kafka.protocol.admin.transactions import ListTransactionsRequest
+    from kafka.protocol.consumer.fetch import FetchRequest
+    from kafka.protocol.producer.transaction import AddPartitionsToTxnRequest, EndTxnRequest, TxnOffsetCommitRequest
+    from kafka.record.memory_records import MemoryRecords
+
+from dualwrite.kafka.messages import Message, Partition, by_topic
+
+if TYPE_CHECKING:
+    from kafka.record.default_records import DefaultRecordBatch
+
+    from dualwrite.kafka.connection import Login
+
+_SHARED_EPOCH: Final = 4
+"""Version 5 of EndTxn raises the producer's epoch, so it names one transaction. For a producer of librdkafka's engine the
+broker would refuse every repetition of it, and fence the owner."""
+_NEWEST_ADD_VERSION: Final = 3
+"""Later versions are for brokers only."""
+_WITH_ITS_PARTITION: Final = {"min_version": 5, "max_version": 5}
+"""The version of TxnOffsetCommit that adds the group's partition to the transaction by itself."""
+_NEWEST_VERSION_BY_NAME: Final = 12
+"""Later versions of Fetch name topics by id, which some states lack."""
+_READ_UNCOMMITTED, _READ_COMMITTED = 0, 1
+
+
+def list_transactions(*, states: Sequence[str] = (), producer_ids: Collection[int] = ()) -> Message:
+    """A request for the transactions that a broker coordinates, in one of these states, of one of these producers, or all."""
+    return ListTransactionsRequest(state_filters=list(states), producer_id_filters=list(producer_ids))
+
+
+def end_shared(kafka_id: str, ids: tuple[int, int], *, committed: bool) -> Message:
+    """An EndTxn for a producer whose transactions share one epoch, which stays valid."""
+    producer_id, epoch = ids
+    return EndTxnRequest(
+        transactional_id=kafka_id,
+        producer_id=producer_id,
+        producer_epoch=epoch,
+        committed=committed,
+        max_version=_SHARED_EPOCH,
+    )
+
+
+def add_partitions(kafka_id: str, ids: tuple[int, int], partitions: Collection[Partition]) -> Message:
+    """An AddPartitionsToTxn: begins a transaction, or adds to the open one."""
+    producer_id, epoch = ids
+    topic_type = AddPartitionsToTxnRequest.AddPartitionsToTxnTopic
+    return AddPartitionsToTxnRequest(
+        v3_and_below_transactional_id=kafka_id,
+        v3_and_below_producer_id=producer_id,
+        v3_and_below_producer_epoch=epoch,
+        v3_and_below_topics=[
+            topic_type(name=name, partitions=numbers) for name, numbers in by_topic(partitions).items()
+        ],
+        max_version=_NEWEST_ADD_VERSION,
+    )
+
+
+def commit_offsets(
+    kafka_id: str,
+    ids: tuple[int, int],
+    group: tuple[str, int, str, str | None],
+    offsets: Mapping[Partition, tuple[int, int, str]],
+) -> Message:
+    """A TxnOffsetCommit: by partition the offset, the leader's epoch and the metadata, for a group.
+
+    The group is its id, the generation, the member's id and the instance's id.
+    """
+    data = TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
+    topics: dict[str, list[Message]] = {}
+    for (topic, partition), (offset, leader_epoch, metadata) in offsets.items():
+        topics.setdefault(topic, []).append(
+            data.TxnOffsetCommitRequestPartition(
+                partition_index=partition,
+                committed_offset=offset,
+                committed_leader_epoch=leader_epoch,
+                committed_metadata=metadata,
+            )
+        )
+    producer_id, epoch = ids
+    group_id, generation, member_id, instance_id = group
+    return TxnOffsetCommitRequest(
+        transactional_id=kafka_id,
+        group_id=group_id,
+        producer_id=producer_id,
+        producer_epoch=epoch,
+        generation_id=generation,
+        member_id=member_id,
+        group_instance_id=instance_id,
+        topics=[data(name=topic, partitions=partitions) for topic, partitions in topics.items()],
+        **_WITH_ITS_PARTITION,
+    )
+
+
+def fetch(partition: Partition, leader_epoch: int, offset: int, *, max_bytes: int, read_committed: bool) -> Message:
+    """A Fetch: the batches of one partition from an offset on, or those of them that are committed."""
+    topic, number = partition
+    wanted = FetchRequest.FetchTopic.FetchPartition(
+        partition=number,
+        current_leader_epoch=leader_epoch,
+        fetch_offset=offset,
+        last_fetched_epoch=-1,
+        log_start_offset=-1,
+        partition_max_bytes=max_bytes,
+    )
+    return FetchRequest(
+        replica_id=-1,
+        max_wait_ms=0,
+        min_bytes=0,
+        max_bytes=max_bytes,
+        isolation_level=_READ_COMMITTED if read_committed else _READ_UNCOMMITTED,
+        session_id=0,
+        session_epoch=-1,
+        topics=[FetchRequest.FetchTopic(topic=topic, partitions=[wanted])],
+        forgotten_topics_data=[],
+        rack_id="",
+        max_version=_NEWEST_VERSION_BY_NAME,
+    )
+
+
+def batches(data: bytes | None) -> Iterable[DefaultRecordBatch]:
+    """The batches of a fetched partition. Only their heads are read, and the records of control batches."""
+    return cast("Iterable[DefaultRecordBatch]", MemoryRecords(data or b""))
+
+
+def begin_login(mechanism: str, host: str, settings: Mapping[str, object]) -> Login:
+    """The login of one connection, by kafka-python's mechanism of that name and its settings."""
+    return cast("Login", get_sasl_mechanism(mechanism)(host=host, sasl_mechanism=mechanism, **settings))
+
+
+def take_tokens(kind: type) -> None:
+    """Let the mechanism OAUTHBEARER take its tokens from objects of this class."""
+    AbstractTokenProvider.register(kind)
