@@ -16,6 +16,7 @@ from sqlalchemy import insert, text
 
 from dualwrite import DualWriter, Unavailable, WriterLimits, failpoints, recover
 from dualwrite.testing import EmbeddedKafka, read_committed
+from dualwrite.writing.outbox import Outbox
 
 pytestmark = on_postgresql
 
@@ -50,6 +51,15 @@ def put(writer, topic, orders, number, **options):
     with writer.transaction(**options) as tx:
         tx.produce(topic, value=str(number), key="k")
         tx.connection.execute(insert(orders).values(id=number))
+    return tx.outbox
+
+
+def put_in(writer, topic, orders, thread, number):
+    """One block of one of several threads, each with a key of its own. Returns whether its message waits."""
+    with writer.transaction() as tx:
+        tx.produce(topic, value=str(number), key=str(thread))
+        tx.connection.execute(insert(orders).values(id=thread * 1_000_000 + number))
+        tx.connection.execute(text("SELECT pg_sleep(0.02)"))  # the shares of eight threads overlap at any moment
     return tx.outbox
 
 
@@ -302,6 +312,64 @@ def test_while_kafka_comes_and_goes_every_block_succeeds_and_all_messages_are_th
             wait_until(lambda: not some(1)[0])
         last = next(numbers)
     assert values(kafka, topic) == list(range(last))
+
+
+@pytest.mark.parametrize(
+    ("away", "back"), [("suspend", "resume"), pytest.param("kill", "start", marks=pytest.mark.thorough)]
+)
+def test_a_writer_whose_threads_never_pause_goes_directly_again_as_soon_as_it_has_caught_up(
+    mortal_kafka, engine, orders, monkeypatch, away, back
+):
+    """Shares of the lock on the mode would overlap for ever, if the sender could not hold back blocks while it takes it."""
+    kafka = patient(mortal_kafka.client_config())
+    topic = mortal_kafka.create_topic(f"never-pauses-{away}", 2)
+    stop, tries, meanwhile = threading.Event(), [], []
+    waited, direct = Counter(), Counter()
+    gate_closed = Outbox.gate_closed
+
+    def try_to_lock(outbox):
+        tries.append(sum(waited.values()))
+        return gate_closed(outbox)
+
+    def note(name):
+        if name == "outbox.locked":
+            meanwhile.append(sum(waited.values()) - tries[0])
+
+    monkeypatch.setattr(Outbox, "gate_closed", try_to_lock)
+
+    def load(thread):
+        number = 0
+        while not stop.is_set():
+            (waited if put_in(writer, topic, orders, thread, number) else direct)[thread] += 1
+            number += 1
+        return number
+
+    with (
+        DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS) as writer,
+        ThreadPoolExecutor(8) as threads,
+        ExitStack() as started_again,
+        failpoints.watched(note),
+    ):
+        started_again.callback(stop.set)
+        running = [threads.submit(load, thread) for thread in range(8)]
+        started_again.callback(getattr(mortal_kafka, back))
+        getattr(mortal_kafka, away)()
+        wait_until(lambda: len(waited) == 8 and sum(waited.values()) > 500)
+        getattr(mortal_kafka, back)()
+        wait_until(lambda: meanwhile and mode(engine) == "direct")
+        before = direct.copy()
+        wait_until(lambda: all(direct[thread] > before[thread] for thread in range(8)))
+        stop.set()
+        started_again.pop_all()
+        written = [one.result(PATIENCE_S) for one in running]
+    assert meanwhile[0] <= 16, (
+        "once all was sent, each thread ended at most the block that it was in, and the one before"
+    )
+    found = read_committed(kafka, topic)
+    for thread, count in enumerate(written):
+        assert [int(record.value) for record in found if record.key == str(thread).encode()] == list(range(count))
+    with engine.connect() as connection:
+        assert connection.scalar(text("SELECT count(*) FROM orders")) == sum(written)
 
 
 @pytest.mark.thorough
