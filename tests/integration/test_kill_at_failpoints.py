@@ -1,7 +1,14 @@
 """At every fail point of the normal path, the claim and the settling, a real process dies by SIGKILL; then both sides agree."""
 
+import os
+import random
+import signal
+
 import pytest
 from harness.checker import Case
+from harness.orders import on_postgresql
+from harness.patience import wait_until
+from sqlalchemy import create_engine, text
 
 from dualwrite import failpoints, recover
 from dualwrite.recovery.recover import status
@@ -9,9 +16,11 @@ from dualwrite.recovery.recover import status
 pytestmark = pytest.mark.slow
 
 # The second pass of a point: the first operation is done, so an older row stands there to be taken for the newer one.
-WRITE_POINTS = [name for name in failpoints.FAILPOINTS if name.startswith("write.")]
+FALLS_BACK = ["write.falls_back", "write.turns", "write.waits"]
+"""Only blocks whose messages wait in the database pass these."""
+WRITE_POINTS = [name for name in failpoints.FAILPOINTS if name.startswith("write.") and name not in FALLS_BACK]
 SETTLE_POINTS = [name for name in failpoints.FAILPOINTS if name.startswith(("claim.", "settle."))]
-DECIDED = {"write.decided", "write.completed"}
+DECIDED = {"write.decided", "write.completed", "write.waits"}
 LEFT_BY = ["write.decided", "write.recorded"]
 URLS = ["postgresql", "sqlite"]
 DATABASES = [*URLS, "mariadb", "rocksdb"]
@@ -27,6 +36,20 @@ WRITERS_IN_EVERY_RUN = {
     ("write.decided", "rocksdb"),
 }
 SESSIONS_IN_EVERY_RUN = {("write.decided", "postgresql")}
+BLOCK_THAT_WAITS = ["write.turns", "write.recorded", "write.decided", "write.waits"]
+SENDER = [
+    *(name for name in failpoints.FAILPOINTS if name.startswith("outbox.") and name != "outbox.moved_aside"),
+    *(f"{name}:2" for name in ("write.prepared", "write.recorded", "write.decided", "write.completed")),
+]
+"""Points that the sender passes; those of any dual write for the second time, after the one block of the process."""
+SENDERS_IN_EVERY_RUN = {
+    ("outbox.deleted", "postgresql"),
+    ("write.decided:2", "postgresql"),
+    ("write.decided:2", "mariadb"),
+    ("outbox.deleted", "sqlite"),
+}
+WAITS = {"outbox": "fallback", "outbox_of_blocks": "always"}
+"""Each block turns the mode to later, and the last send turns it back."""
 SETTLERS_IN_EVERY_RUN = {
     ("postgresql", "claim.row_raised", "write.recorded"),
     ("postgresql", "settle.before_commit", "write.decided"),
@@ -101,3 +124,81 @@ def test_settler_killed_then_another_settles(case, point, left_by):
     rows = case.verify()
     assert ("w1-1" in rows) is (left_by == "write.decided")
     assert not [item for item in status(kafka=case.kafka, database=case.url) if item.needs_recovery]
+
+
+def settle_and_send(case, by):
+    """The next owner, or a recovery without one. Then nothing waits any more."""
+    if by == "recover":
+        recover(case.transactional_id, open_for_s=0, kafka=case.kafka, database=case.url)
+    else:
+        case.run(operations=1, outbox=by)
+    engine = create_engine(case.url)
+    with engine.connect() as connection:
+        assert connection.scalar(text("SELECT count(*) FROM dualwrite_outbox")) == 0
+    engine.dispose()
+
+
+@pytest.mark.parametrize(
+    ("point", "url"),
+    [
+        pytest.param(point, url, marks=() if (point, url) == ("write.waits", "postgresql") else pytest.mark.thorough)
+        for point in BLOCK_THAT_WAITS
+        for url in ("postgresql", "sqlite", "mariadb")
+    ],
+    indirect=["url"],
+)
+def test_a_process_killed_in_a_block_whose_messages_wait_then_they_are_sent_once_or_never(case, point):
+    case.run(operations=2, **WAITS)
+    case.run(operations=1, failpoint=point, killed=True, **WAITS)
+    settle_and_send(case, "fallback")
+    assert ("w2-0" in case.verify()) is (point in DECIDED)
+
+
+@pytest.mark.parametrize("by", ["recover", "fallback", pytest.param("never", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("point", "url"),
+    [
+        pytest.param(point, url, marks=() if (point, url) in SENDERS_IN_EVERY_RUN else pytest.mark.thorough)
+        for point in SENDER
+        for url in ("postgresql", "sqlite", "mariadb")
+    ],
+    indirect=["url"],
+)
+def test_a_sender_killed_then_what_waits_is_sent_once_and_in_order(case, point, by):
+    case.run(operations=2, **WAITS)
+    case.run(operations=1, failpoint=point, killed=True, **WAITS)
+    settle_and_send(case, by)
+    assert {"w1-0", "w1-1", "w2-0"} <= case.verify()
+
+
+@on_postgresql
+@pytest.mark.parametrize("outbox", ["fallback", pytest.param("always", marks=pytest.mark.thorough)])
+def test_a_busy_sender_killed_at_any_moment_then_what_waits_is_sent_once_and_in_order(case, outbox):
+    for round_ in range(4):
+        before = len(case.in_database())
+        worker = case.fork(operations=100_000, outbox=outbox, outbox_of_blocks="always", threads=2)
+        wait_until(lambda before=before: len(case.in_database()) > before + 20, pause_s=random.uniform(0.01, 0.1))
+        worker.process.kill()
+        worker.end({-signal.SIGKILL})
+        if round_ == 1:
+            settle_and_send(case, "recover")
+            case.verify()
+    settle_and_send(case, outbox)
+    assert len(case.verify()) > 80
+
+
+def test_a_process_killed_as_its_block_falls_back_leaves_neither_its_row_nor_its_messages(
+    tmp_path, mortal_kafka, migrated_database
+):
+    mortal_kafka.create_topic("killed-as-it-falls-back", 2)
+    case = Case(tmp_path, mortal_kafka.client_config(), migrated_database, "killed-as-it-falls-back")
+    worker = case.fork(failpoint="write.checked:3:stop,write.falls_back", outbox="fallback")
+    assert worker.stops()
+    mortal_kafka.suspend()
+    try:
+        os.kill(worker.process.pid, signal.SIGCONT)
+        worker.end({-signal.SIGKILL})
+    finally:
+        mortal_kafka.resume()
+    settle_and_send(case, "fallback")
+    assert case.verify() == {"w1-0", "w1-1", "w2-0"}

@@ -228,7 +228,7 @@ class _Writing:
         self._operations = Operations(job, journal)
         if job.get("session"):
             self._sessions = sessionmaker(engine)
-            self._bound = writer.bind(self._sessions)
+            self._bound = writer.bind(self._sessions, outbox=job.get("outbox_of_blocks"))
 
     def run(self, thread: int) -> None:
         if self._job.get("units_at_once"):
@@ -266,7 +266,7 @@ class _Writing:
         if self._job.get("rows"):
             self._writer.submit(self._row_unit(operation, abort=abort)).result()
             return
-        with self._writer.transaction() as tx:
+        with self._writer.transaction(outbox=self._job.get("outbox_of_blocks")) as tx:
             self._both(tx, operation, abort=abort)
 
     def _row_unit(self, operation: str, *, abort: bool) -> RowUnit:
