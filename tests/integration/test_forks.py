@@ -13,7 +13,7 @@ from harness.orders import Order, on_both, on_each
 from sqlalchemy import insert, make_url
 from sqlalchemy.orm import scoped_session, sessionmaker
 
-from dualwrite import AsyncDualWriter
+from dualwrite import AsyncDualWriter, DualWriter, failpoints
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
@@ -49,19 +49,17 @@ def collects(tx):
     raise ChildEnds
 
 
-@on_each
-@pytest.mark.parametrize(
-    ("what", "end"),
-    [
-        (raises, "ChildEnds"),
-        (leaves, "IllegalStateError"),
-        (works, "StatementError"),
-        (commits, "IllegalStateError"),
-        (collects, "ChildEnds"),
-    ],
-)
-def test_a_child_that_leaves_the_block_does_not_end_it(writer, write, both, what, end):
-    with parents_alone(), writer.transaction() as tx:
+ENDS = [
+    (raises, "ChildEnds"),
+    (leaves, "IllegalStateError"),
+    (works, "StatementError"),
+    (commits, "IllegalStateError"),
+    (collects, "ChildEnds"),
+]
+
+
+def is_left_by_a_child_and_ended_by_its_parent(writer, write, what, **options):
+    with parents_alone(), writer.transaction(**options) as tx:
         write(tx, 1)
         child = os.fork()
         if child == 0:
@@ -71,8 +69,54 @@ def test_a_child_that_leaves_the_block_does_not_end_it(writer, write, both, what
             write(tx, 2)
     with writer.transaction() as tx:
         write(tx, 3)
+    return found
+
+
+@on_each
+@pytest.mark.parametrize(("what", "end"), ENDS)
+def test_a_child_that_leaves_the_block_does_not_end_it(writer, write, both, what, end):
+    assert is_left_by_a_child_and_ended_by_its_parent(writer, write, what) == end
     assert both() == ([1, 2, 3], [1, 2, 3])
-    assert found == end
+
+
+@on_each
+@pytest.mark.parametrize(("what", "end"), ENDS)
+def test_a_child_that_leaves_a_block_whose_messages_wait_does_not_end_it(kafka, engine, write, both, what, end):
+    with DualWriter("orders", kafka=kafka, database=engine, outbox="fallback") as writer:
+        assert is_left_by_a_child_and_ended_by_its_parent(writer, write, what, outbox="always") == end
+    assert both() == ([1, 2, 3], [1, 2, 3])
+
+
+@on_both
+def test_a_child_sends_nothing_and_leaves_the_sender_to_its_parent(kafka, engine, write, both):
+    """It is forked while the sender holds what it has read, and ends its copy of the writer."""
+
+    def hold(name):
+        if name == "outbox.read" and not reads.is_set():
+            reads.set()
+            goes_on.wait(60)
+
+    reads, goes_on = threading.Event(), threading.Event()
+    with (
+        DualWriter("orders", kafka=kafka, database=engine, outbox="fallback") as writer,
+        failpoints.watched(hold),
+    ):
+        with writer.transaction(outbox="always") as tx:
+            write(tx, 1)
+        assert reads.wait(60)
+        try:
+            with parents_alone():
+                child = os.fork()
+                if child == 0:
+                    goes_on.set()  # its own copy: if anything of the sender lived here, it would go on
+                    writer.close()
+                    raise ChildEnds
+                assert ended_by(child) == "ChildEnds"
+        finally:
+            goes_on.set()
+        with writer.transaction() as tx:
+            write(tx, 2)
+    assert both() == ([1, 2], [1, 2])
 
 
 @on_both

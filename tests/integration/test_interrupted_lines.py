@@ -20,33 +20,38 @@ THOROUGH = [pytest.mark.thorough, pytest.mark.longest]
 
 
 @pytest.mark.parametrize(
-    ("renewed", "first", "step"),
+    ("renewed", "first", "step", "outbox"),
     [
-        pytest.param(False, random.randrange(1, STEP + 1), STEP, id="some lines"),
-        pytest.param(False, 1, 1, id="every line", marks=THOROUGH),
-        pytest.param(True, random.randrange(1, RENEWAL_STEP + 1), RENEWAL_STEP, id="some lines of a renewal"),
-        pytest.param(True, 1, 1, id="every line of a renewal", marks=THOROUGH),
+        pytest.param(False, random.randrange(1, STEP + 1), STEP, None, id="some lines"),
+        pytest.param(False, 1, 1, None, id="every line", marks=THOROUGH),
+        pytest.param(True, random.randrange(1, RENEWAL_STEP + 1), RENEWAL_STEP, None, id="some lines of a renewal"),
+        pytest.param(True, 1, 1, None, id="every line of a renewal", marks=THOROUGH),
+        pytest.param(False, random.randrange(1, STEP + 1), STEP, "always", id="some lines of messages that wait"),
+        pytest.param(False, 1, 1, "always", id="every line of messages that wait", marks=THOROUGH),
     ],
 )
 def test_an_interruption_at_any_line_keeps_no_lane_no_mark_and_no_claim(
-    kafka, engine, orders, dualwrite_topic, renewed, first, step, monkeypatch
+    kafka, engine, orders, dualwrite_topic, renewed, first, step, outbox, monkeypatch
 ):
-    """A renewed lane is claimed, settled and initialised inside the interrupted block, by the thread that is in it."""
+    """A renewed lane is claimed, settled and initialised inside the interrupted block, by the thread that is in it.
+
+    A block whose messages wait turns the mode, or waits for the last send, which turns it back.
+    """
     monkeypatch.setattr(Lanes, "_choose_due", lambda *_: None)
     numbers, told = itertools.count(), {}
     bodies = []
 
     def write(writer):
         number = next(numbers)
-        with writer.transaction() as tx:
+        with writer.transaction(outbox=outbox) as tx:
             bodies.append(number)
             tx.produce(dualwrite_topic, value=str(number), partition=0)
             tx.connection.execute(insert(orders).values(id=number))
         return number
 
-    with DualWriter(
-        "orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1, lane_timeout_s=30)
-    ) as writer:
+    limits = WriterLimits(max_lanes=1, lane_timeout_s=30)
+    setting = "never" if outbox is None else "fallback"
+    with DualWriter("orders", kafka=kafka, database=engine, outbox=setting, limits=limits) as writer:
         write(writer)
         for line in itertools.count(first, step):
             interruption = Interruption(line)
