@@ -114,7 +114,7 @@ class TransactionalProducer:
         own_timeout_ms = self._config.transaction_timeout_ms
         self._asked_timeout_ms = own_timeout_ms if transaction_timeout_ms is None else transaction_timeout_ms
         self._timeout_ms: int | None = None
-        self._call_timeout_s = call_timeout_s
+        self._call_timeout_s = self._end_timeout_s = call_timeout_s
         self._flush_timeout_s = call_timeout_s if flush_timeout_s is None else min(flush_timeout_s, call_timeout_s)
         self._bulk = bulk
         self._incarnation = incarnation
@@ -405,7 +405,7 @@ class TransactionalProducer:
             IllegalStateError: There is nothing to commit.
         """
         engine = self._engine_for(ProducerEvent.COMMIT)
-        deadline = Deadline(self._call_timeout_s)
+        deadline = Deadline(self._end_timeout_s)
         if self._machine.state is ProducerState.KEPT:
             self._kept.commit_ongoing(deadline)
             self._open(ProducerEvent.COMMIT, deadline)
@@ -424,7 +424,7 @@ class TransactionalProducer:
             IllegalStateError: There is nothing to abort.
         """
         engine = self._engine_for(ProducerEvent.ABORT)
-        deadline = Deadline(self._call_timeout_s)
+        deadline = Deadline(self._end_timeout_s)
         if self._machine.state is ProducerState.KEPT:
             self._kept.abort_kept(deadline)
             self._open(ProducerEvent.ABORT, deadline)
@@ -448,7 +448,7 @@ class TransactionalProducer:
                 called.
         """
         engine = self._engine_for(ProducerEvent.COMPLETE)
-        deadline = Deadline(self._call_timeout_s)
+        deadline = Deadline(self._end_timeout_s)
         if self.state is ProducerState.KEPT:
             done = self._kept.complete(state, deadline)
             engine.log.info("completed: %s", done.value)
@@ -606,16 +606,14 @@ class LaneProducer(TransactionalProducer):
         assert self._chosen is not None
         return self._chosen
 
-    @property
-    def call_timeout_s(self) -> float:
-        """How long each call waits for the brokers, in seconds."""
-        return self._call_timeout_s
+    def limit_waits(self, seconds: float | None) -> None:
+        """Wait no longer than this for an answer from now on, nor for those to a commit or an abort; None: as at first.
 
-    @call_timeout_s.setter
-    def call_timeout_s(self, seconds: float) -> None:
-        self._call_timeout_s = seconds
-        self._instance.call_timeout_s = seconds
-        self._instance.answer_within_s = min(self._flush_timeout_s, seconds)
+        A flush may take longer, up to the time of a call: each answer begins the time anew. Only after
+        :meth:`init_transactions`.
+        """
+        self._end_timeout_s = self._call_timeout_s if seconds is None else min(self._call_timeout_s, seconds)
+        self._instance.answer_within_s = min(self._flush_timeout_s, self._end_timeout_s)
 
     @property
     def reusable(self) -> bool:

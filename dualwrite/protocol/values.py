@@ -628,7 +628,8 @@ class WriterLimits:
             large, say, or its topic is gone. ``aside`` moves it to a table of its own, from which `dualwrite outbox` puts it
             back, and sends the others, later ones of its key among them; ``stop`` keeps all waiting until a person has helped.
         fallback_after_s: With ``outbox="fallback"``, how long a block waits for an answer of Kafka before its messages wait in
-            the database, in seconds.
+            the database, in seconds. Each answer begins the time anew, so a large transaction does not fall back because it
+            takes longer.
         outbox_rows: The number of messages in the database from which on no more may wait: blocks are then refused, as without
             an outbox. This and the next two are compared with what this process last counted.
         outbox_bytes: The same for the bytes of their keys, values and headers. A block whose own messages are larger does not

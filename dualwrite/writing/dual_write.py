@@ -561,10 +561,10 @@ class DualWrite(Work):
         if may_wait.waits:
             return
         self._producer, self.engine = self._lane.producer, self._lane.engine
-        if may_wait.setting == "never":
+        never = may_wait.setting == "never"
+        self._producer.limit_waits(None if never else may_wait.patience_s)
+        if never:
             self.may_wait = None
-        else:
-            self._producer.call_timeout_s = may_wait.patience_s
 
     def _commit(self) -> None:
         """End the dual write: prepare Kafka, record, commit the database (the decision), commit Kafka.

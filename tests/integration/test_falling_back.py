@@ -4,6 +4,7 @@ A real broker is suspended or killed between blocks and in the middle of one.
 """
 
 import asyncio
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -13,9 +14,11 @@ from sqlalchemy import create_engine, insert, select
 from sqlalchemy.orm import sessionmaker
 
 from dualwrite import AsyncDualWriter, DualWriter, TransactionAborted, Unavailable, WriterLimits
+from dualwrite.testing.proxy import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
 
 pytestmark = [pytest.mark.kafka, pytest.mark.postgresql]
+one_database = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 LIMITS = WriterLimits(max_lanes=3, fallback_after_s=0.5, timeout_s=120.0)
 
 
@@ -124,6 +127,76 @@ def test_blocks_before_during_and_after_an_outage_are_all_there_once_and_in_orde
     assert not {108, 110, 111, 112} & set(shop.messages)
 
 
+@contextmanager
+def each_answer_late(proxy, answers, pause_s):
+    """Each of so many answers to Produce comes that long after the one before."""
+    held = [proxy.on(Api.PRODUCE, nth=number).hold_answer() for number in range(1, answers + 1)]
+    over = threading.Event()
+
+    def release():
+        for one in held:
+            while not one.taken and not over.wait(0.01):
+                pass
+            over.wait(pause_s)
+            one.release()
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    try:
+        yield held
+    finally:
+        over.set()
+        thread.join()
+
+
+@one_database
+@pytest.mark.parametrize("engine_name", ENGINES)
+def test_a_large_block_does_not_fall_back_while_a_slow_kafka_answers(
+    dualwrite_kafka, engine, orders, topic, engine_name
+):
+    """Each answer begins the time anew: silence counts, not the length of a transaction."""
+    topic = dualwrite_kafka.create_topic(f"{topic}-slow", 1)
+    limits = WriterLimits(max_lanes=1, fallback_after_s=2.0, timeout_s=120.0)
+    with KafkaProxy(dualwrite_kafka) as proxy:
+        kafka = patient({**proxy.client_config(), "batch.size": "16384", "linger.ms": "0"}, engine_name)
+        given = {"kafka": kafka, "database": engine, "outbox": "fallback", "limits": limits}
+        with DualWriter("shop", producer_engine=engine_name, **given) as writer:
+            with writer.transaction() as tx:  # the topic is known from here on
+                tx.produce(topic, "small")
+            assert tx.outbox is False
+            with each_answer_late(proxy, 10, 0.5) as held, writer.transaction() as tx:
+                tx.connection.execute(insert(orders).values(id=1))
+                for number in range(15):
+                    tx.produce(topic, str(number).rjust(15_000))
+            assert tx.outbox is False
+            assert all(one.taken for one in held)
+    found = [message.value.decode() for message in read_committed(dualwrite_kafka.client_config(), topic)]
+    assert found == ["small", *(str(number).rjust(15_000) for number in range(15))]
+
+
+@one_database
+def test_a_block_that_must_not_wait_has_the_longer_time_of_its_own(dualwrite_kafka, engine, topic):
+    """Also on a lane on which others have fallen back after a shorter one."""
+    topic = dualwrite_kafka.create_topic(f"{topic}-own-time", 1)
+    limits = WriterLimits(max_lanes=1, fallback_after_s=0.2, flush_timeout_s=60.0, timeout_s=120.0)
+    with KafkaProxy(dualwrite_kafka) as proxy:
+        given = {"kafka": patient(proxy.client_config()), "database": engine, "outbox": "fallback", "limits": limits}
+        with DualWriter("shop", **given) as writer:
+            wait_until(lambda: puts(writer, topic, "before") is False)
+            with each_answer_late(proxy, 1, 1.0):
+                assert puts(writer, topic, "never", outbox="never") is False
+            with each_answer_late(proxy, 1, 1.0):
+                assert puts(writer, topic, "fallback") is True
+    found = [message.value.decode() for message in read_committed(dualwrite_kafka.client_config(), topic)]
+    assert found[-2:] == ["never", "fallback"]
+
+
+def puts(writer, topic, value, **given):
+    with writer.transaction(**given) as tx:
+        tx.produce(topic, value)
+    return tx.outbox
+
+
 def test_a_writer_that_always_waits_sends_at_once(shop):
     with shop.writer("always") as writer:
         for number in range(20):
@@ -132,9 +205,8 @@ def test_a_writer_that_always_waits_sends_at_once(shop):
     assert shop.rows == list(range(20))
 
 
+@one_database
 def test_sessions_and_tasks_fall_back_too(shop, url):
-    if not url.startswith("postgresql"):
-        pytest.skip("one kind of database shows it")
     with shop.writer() as writer:
         factory = sessionmaker(shop.engine)
         bound = writer.bind(factory)

@@ -80,7 +80,6 @@ class MemoryProducer:
 
     begun_for_s = 0.0
     transaction_timeout_ms = NEVER_MS
-    call_timeout_s = 0.0
 
     def __init__(self, lane: MemoryLane, planted: Planted, *, bulk: bool, max_message_bytes: int) -> None:
         self._lane = lane
@@ -95,6 +94,9 @@ class MemoryProducer:
         self._lane.outbox.require_kafka()
         self._undelivered.clear()
         self._lane.begin()
+
+    def limit_waits(self, seconds: float | None) -> None:
+        """It waits for nothing."""
 
     def require_topic(self, topic: str) -> None:
         """Any topic will do."""
