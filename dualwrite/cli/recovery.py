@@ -25,15 +25,13 @@ from dualwrite.cli.options import (
 )
 from dualwrite.cli.report import (
     forgotten_words,
-    lease_json,
     lease_table,
     loss_json,
     recovery_json,
     report_console,
-    status_json,
+    status_document,
     status_table,
     summary,
-    waiting_json,
     waiting_words,
 )
 from dualwrite.errors import DatabaseWentBack, IllegalStateError
@@ -237,23 +235,7 @@ def status(
         items = [item for item in items if item.needs_recovery and not is_young(item, open_for_s)]
     open_incidents = [incident for incident in incidents if incident.acknowledged_at is None]
     if as_json:
-        document = {
-            "ids": [status_json(item) for item in items],
-            "longest_open_s": longest_s,
-            "incidents": [
-                {
-                    "transactional_id": incident.transactional_id,
-                    "outcome": incident.outcome.value,
-                    "prepared_transaction_state": incident.prepared_transaction_state,
-                    "detail": incident.detail,
-                    "detected_at": incident.detected_at.isoformat(),
-                }
-                for incident in open_incidents
-            ],
-            "leases": [lease_json(lease) for lease in leases],
-            "outbox": [waiting_json(one) for one in waiting],
-            "warnings": list(warnings),
-        }
+        document = status_document(items, longest_s, open_incidents, leases=leases, waiting=waiting, warnings=warnings)
         click.echo(json.dumps(document, indent=2))
     else:
         _print_status(items, longest_s, open_incidents, () if problems else leases)

@@ -14,7 +14,7 @@ from rich.table import Table
 from dualwrite.protocol.leases import Lease, place_of
 from dualwrite.protocol.prepared_state import Engine
 from dualwrite.protocol.settle import SettleStep
-from dualwrite.protocol.values import AsideMessage, OutboxMode, TransactionStatus, Waiting, belongs
+from dualwrite.protocol.values import AsideMessage, Incident, OutboxMode, TransactionStatus, Waiting, belongs
 from dualwrite.recovery.lost_decisions import Forgotten
 from dualwrite.recovery.recover import IdStatus, RecoveryReport
 from dualwrite.recovery.settle import Loss
@@ -49,7 +49,7 @@ def will_do(item: IdStatus) -> str:
         return f"report that the database has gone back in time; {in_kafka}"
     if item.prepared_for_s is None or in_kafka == _WILL[SettleStep.COMMIT]:
         return in_kafka
-    decided = _row_word(item) != "-"
+    decided = row_word(item) != "-"
     in_database = "commit in the database" if decided else "roll back in the database: undecided"
     return in_database if in_kafka.startswith("nothing") else f"{in_kafka}; {in_database}"
 
@@ -60,7 +60,7 @@ def _will_do_in_kafka(item: IdStatus) -> str:
     if item.open_for_s is not None and item.step in {SettleStep.RECORD_LOST, SettleStep.RECORD_UNVERIFIABLE}:
         return f"{_WILL[item.step]}; abort what is open since: undecided"
     if item.step is SettleStep.RETIRE:
-        if _row_word(item) == "decided":
+        if row_word(item) == "decided":
             return _WILL[SettleStep.REPAIR_MARKERS]
         return "end what the broker may have left open of it" if item.needs_recovery else "nothing: idle"
     return _WILL.get(item.step, str(item.step.value))
@@ -90,7 +90,7 @@ def status_table(items: Sequence[IdStatus]) -> Table:
         table.add_row(
             item.row.transactional_id,
             f"{item.incarnation} of {item.row.incarnation}",
-            _row_word(item),
+            row_word(item),
             *([_engine_word(item)] if shows_engine else []),
             item.kafka_status.value,
             _seconds(item.open_for_s),
@@ -125,7 +125,8 @@ def _engine_word(item: IdStatus) -> str:
     return item.row.prepared.engine.value if belongs(item.row.prepared, item.incarnation) else ""
 
 
-def _row_word(item: IdStatus) -> str:
+def row_word(item: IdStatus) -> str:
+    """What the row says of that incarnation: ``decided``, the outcome that is recorded, or ``-``."""
     if not belongs(item.row.prepared, item.incarnation):
         return "-"
     return item.row.completed.value if item.row.completed else "decided"
@@ -138,13 +139,14 @@ def status_json(item: IdStatus) -> dict[str, object]:
         "incarnation": item.incarnation,
         "current_incarnation": item.row.incarnation,
         "kafka_id": item.row.kafka_id(item.incarnation),
-        "row": _row_word(item),
+        "row": row_word(item),
         "engine": _engine_word(item) or None,
         "prepared_transaction_state": str(item.row.prepared),
         "kafka": item.kafka_status.value,
         "open_for_s": item.open_for_s,
         "aborted_in_s": item.aborted_in_s,
         "has_no_time_limit": item.has_no_time_limit,
+        "partitions": [{"topic": topic, "partition": partition} for topic, partition in item.partitions],
         "prepared_for_s": item.prepared_for_s,
         "owner": item.row.owner,
         "updated_at": item.row.updated_at.isoformat(),
@@ -208,6 +210,35 @@ def lease_json(lease: Lease) -> dict[str, object]:
         "state": lease.state.value,
         "left_s": lease.left_s,
         "owner": lease.owner,
+    }
+
+
+def status_document(
+    items: Sequence[IdStatus],
+    longest_s: float | None,
+    open_incidents: Sequence[Incident],
+    *,
+    leases: Sequence[Lease],
+    waiting: Sequence[Waits],
+    warnings: Sequence[str],
+) -> dict[str, object]:
+    """The document of ``dualwrite status --json``."""
+    return {
+        "ids": [status_json(item) for item in items],
+        "longest_open_s": longest_s,
+        "incidents": [
+            {
+                "transactional_id": incident.transactional_id,
+                "outcome": incident.outcome.value,
+                "prepared_transaction_state": incident.prepared_transaction_state,
+                "detail": incident.detail,
+                "detected_at": incident.detected_at.isoformat(),
+            }
+            for incident in open_incidents
+        ],
+        "leases": [lease_json(lease) for lease in leases],
+        "outbox": [waiting_json(one) for one in waiting],
+        "warnings": list(warnings),
     }
 
 

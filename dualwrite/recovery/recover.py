@@ -425,6 +425,7 @@ class IdStatus:
         has_no_time_limit: Whether the broker never aborts a transaction of this incarnation by itself: its producer asked for
             two-phase commit, or for the timeout 2147483647 ms, which brokers keep as the same. None if the coordinator does not
             know the incarnation.
+        partitions: The partitions of its open Kafka transaction, by topic and number: their ``read_committed`` consumers wait.
     """
 
     row: StateRow
@@ -439,10 +440,13 @@ class IdStatus:
     claim_lost: bool = False
     decided_is_open: bool = False
     has_no_time_limit: bool | None = None
+    partitions: tuple[tuple[str, int], ...] = ()
 
     @property
     def is_undecided(self) -> bool:
-        """Whether settling would undo what the owner has left behind: the row does not name it."""
+        """Whether settling would undo what the owner has left behind: the row does not name it, or names an earlier one."""
+        if self.open_for_s is not None:
+            return not self.decided_is_open
         prepared = self.row.prepared
         is_named = prepared.has_transaction and prepared.incarnation == self.incarnation
         return not is_named or self.row.completed is not None
@@ -476,6 +480,7 @@ def describe(
         went_back=back[0] if back is not None else None,
         claim_lost=back is not None and back[1],
         has_no_time_limit=None if view.timeout_ms is None else view.timeout_ms == NEVER_MS,
+        partitions=tuple(sorted(view.partitions)) if is_open else (),
         decided_is_open=is_open and step is SettleStep.COMMIT and shows_same_transaction(view, item.row.prepared),
     )
 
@@ -497,6 +502,14 @@ def _seconds_since(instant: float) -> float:
 def is_young(item: IdStatus, open_for_s: float) -> bool:
     """Whether its owner began something less than that many seconds ago, and so may be alive."""
     return item.waits_for_s is not None and item.waits_for_s < open_for_s
+
+
+def settled_with(name: str, names: Collection[str]) -> str:
+    """The id that stands for all those that are settled with this one: its writer's; its own for a slot.
+
+    ``names`` are the ids that have a row: a pool's slots have no first lane.
+    """
+    return writer if (writer := writer_of(name)) in names else name
 
 
 @dataclass(frozen=True)
@@ -534,9 +547,7 @@ class Plan:
         has lost their claim. Ids in ``also`` are taken even if they need no settling.
         """
         names = {row.transactional_id for row in rows}
-
-        def group(name: str) -> str:
-            return writer if (writer := writer_of(name)) in names else name  # a pool's slots have no first lane
+        group = partial(settled_with, names=names)
 
         needing = [item for item in found if item.needs_recovery]
         lost = {

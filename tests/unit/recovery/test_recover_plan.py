@@ -48,6 +48,16 @@ def test_what_is_recorded_as_committed_is_left_alone():
     assert will_do(item) == "nothing: idle"
 
 
+@pytest.mark.parametrize(("epoch", "undecided"), [(0, False), (1, True)])
+def test_what_is_open_is_undecided_although_the_row_names_an_earlier_one(epoch, undecided):
+    native = replace(ROW, prepared=PreparedTxnState.from_string("7:0;n;i=1;orders@c2FtcGxl:0=3"))
+    view = TransactionView(TransactionStatus.ONGOING, 7, epoch, int(time.time() * 1000), NEVER_MS, (("orders", 0),))
+    step = SettleStep.RETIRE if undecided else SettleStep.COMMIT
+    item = describe(Unsettled(native, 1, looked(initial(native.prepared, None), view)), step, None, None)
+    assert item.partitions == (("orders", 0),)
+    assert item.is_undecided is undecided
+
+
 @pytest.mark.parametrize(("timeout_ms", "shown"), [(NEVER_MS, "never"), (NEVER_MS - 100, " s")])
 def test_a_transaction_without_a_time_limit_is_never_aborted_by_the_broker(capsys, timeout_ms, shown):
     begun_30_days_ago_ms = int((time.time() - 30 * 86_400) * 1000)
