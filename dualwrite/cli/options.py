@@ -174,6 +174,7 @@ COMMANDS: Final = {
     "outbox": ("dualwrite.cli.outbox", "Show messages that wait in the database, and handle those moved aside."),
     "recover": ("dualwrite.cli.recovery", "Settle what dead owners left behind."),
     "relay": ("dualwrite.cli.outbox", "Send an outbox table that another program fills."),
+    "serve": ("dualwrite.cli.serve", "Keep every writer settled, and show it on a page."),
     "status": ("dualwrite.cli.recovery", "Show what is unsettled."),
     "terminate": ("dualwrite.cli.recovery", "Abort an open transaction, unless the database has decided it."),
 }

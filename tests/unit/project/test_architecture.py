@@ -9,7 +9,19 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- chapters: begin -->\n", "<!-- chapters: end -->\n"
 PACKAGES = (
     *("", "protocol", "kafka", "kafka/native", "kafka/librdkafka", "stores", "stores/sql", "stores/keyed"),
-    *("recovery", "writing", "asyncio", "consumer", "cli", "telemetry", "state", "units", "testing", "testing/memory"),
+    *(
+        "recovery",
+        "writing",
+        "asyncio",
+        "consumer",
+        "cli",
+        "serving",
+        "telemetry",
+        "state",
+        "units",
+        "testing",
+        "testing/memory",
+    ),
     *("testing/servers", "sinks", "sinks/spark", "sinks/spark/databases", "sinks/spark/formats"),
 )
 LONGEST = 1200

@@ -1,0 +1,295 @@
+"""One target of ``dualwrite serve``: round after round it looks, decides, and, if it leads, settles.
+
+Any number of replicas look at a target; one of them leads, by a lease in the target's own database, and settles. As with the
+members of a fleet, safety rests on the claim alone: two that settle at once, or one that is killed in the middle, do no harm,
+and whoever leads next goes on. So nothing of what stands here in memory is missed after a crash.
+
+A round that fails is tried again, for ever, after growing pauses. The service must not need a person because a server was away.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from math import inf
+from typing import TYPE_CHECKING, Final
+
+from dualwrite.clock import now_s
+from dualwrite.errors import ConfigurationError, DualWriteError
+from dualwrite.protocol.leases import LeaseTiming
+from dualwrite.protocol.outbox import growing_pause_s
+from dualwrite.protocol.supervision import UNTRIED, Action, Planned, Tries, View, plan
+from dualwrite.recovery.claim import default_owner, lease_owner
+from dualwrite.serving.rounds import FLEET, Round, look
+from dualwrite.stores.opening import database_of
+from dualwrite.stores.sql.database import SqlDatabase
+from dualwrite.writing.leased import LeaseKeeper
+from dualwrite.writing.left_behind import recover
+
+if TYPE_CHECKING:
+    from dualwrite.recovery.recover import RecoveryReport
+    from dualwrite.serving.configuration import Settings, Target
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_PAUSE_S: Final = 60.0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a supervisor knows now: a value that other threads may read.
+
+    Attributes:
+        target: The target's name.
+        leads: Whether this replica settles.
+        round: The last look that succeeded; None before the first.
+        round_s: When it ended, by the supervisor's own clock.
+        plans: What becomes of each writer that has something to settle or to send.
+        tries: The attempts by writer. Only the leader has any.
+        now_s: When this value was made, by the clock of the tries.
+        error: Why the last round failed; None if it succeeded.
+        alive_s: When the last round ended, failed or not, by the supervisor's own clock.
+        counts: What was done since the process started: ``rounds``, ``failed rounds``, ``settled``, ``rolled forward``,
+            ``losses``, ``sent``, ``failures``.
+        events: What it did last, newest first.
+    """
+
+    target: str
+    leads: bool = False
+    round: Round | None = None
+    round_s: float = -inf
+    plans: Sequence[Planned] = ()
+    tries: Mapping[str, Tries] = field(default_factory=dict)
+    now_s: float = 0.0
+    error: str | None = None
+    alive_s: float = -inf
+    counts: Mapping[str, float] = field(default_factory=dict)
+    events: Sequence[tuple[datetime, str]] = ()
+
+
+class Supervisor:
+    """Looks at one target, and settles what its dead writers left while this replica leads. Runs in a thread of its own.
+
+    Raises:
+        ConfigurationError: The target's database keeps no leases, or the times do not fit one another.
+    """
+
+    def __init__(self, target: Target, settings: Settings) -> None:
+        self.target = target
+        self.interval_s = settings.interval_s
+        database = database_of(target.url, target.schema)
+        if not isinstance(database, SqlDatabase):
+            database.close()
+            raise ConfigurationError(
+                f"target {target.name}: {database.traits.name} keeps no leases, by which replicas find their leader",
+                next_step="serve SQL databases; run `dualwrite recover` for this one",
+            )
+        self._database = database
+        self._lost = threading.Event()
+        self._stopping = threading.Event()
+        self._keeper = LeaseKeeper(
+            database.leases(FLEET),
+            LeaseTiming(settings.lease_timeout_s),
+            on_lost=self._lost.set,
+            on_dead=lambda _: None,
+        )
+        self._thread = threading.Thread(target=self._run, name=f"dualwrite serve {target.name}", daemon=True)
+        self._started_s = now_s()
+        self._leads = False
+        self._answering_since_s: float | None = None
+        self._round: Round | None = None
+        self._round_s = -inf
+        self._plans: Sequence[Planned] = ()
+        self._tries: dict[str, Tries] = {}
+        self._failures = 0
+        self._error: str | None = None
+        self._counts: Counter[str] = Counter()
+        self._events: list[tuple[datetime, str]] = []
+        self.snapshot = Snapshot(target.name)
+
+    def start(self) -> None:
+        """Begin with the first round. Call it once."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let the present settlement end, settle nothing more, and give the lease back. Returns at once."""
+        self._stopping.set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until it has stopped. False if it has not after that many seconds."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its thread lives."""
+        return self._thread.is_alive()
+
+    @property
+    def alive_s(self) -> float:
+        """When it ended a round or a settlement last, by the clock of :data:`dualwrite.clock.now_s`."""
+        return max(self._started_s, self.snapshot.alive_s)
+
+    @property
+    def stalled_after_s(self) -> float:
+        """Without a sign of life for so many seconds it has stalled: each look and each settlement has a time limit."""
+        return self.interval_s + _LONGEST_PAUSE_S + 3 * self.target.timeout_s
+
+    def _run(self) -> None:
+        name = self.target.name
+        logger.info("%s: serving %s writers", name, f"{self.target.prefix}*" if self.target.prefix else "all")
+        try:
+            while not self._stopping.is_set():
+                self._stopping.wait(self._turn())
+        finally:
+            self._keeper.give_back(settled=True)
+            self._keeper.stop()
+            self._database.close()
+            self._leads = False
+            self._publish()
+            logger.info("%s: stopped", name)
+
+    def _turn(self) -> float:
+        """One round. Returns the pause before the next one."""
+        name = self.target.name
+        try:
+            self._take_lead()
+            self._observe()
+            if self._leads and self._settle():
+                self._observe()
+        except DualWriteError as error:
+            self._note_failure(f"{type(error).__name__}: {error}")
+        except Exception as error:
+            logger.exception("%s: a round failed; the next one tries again", name)
+            self._note_failure(f"{type(error).__name__}: {error}", logged=True)
+        else:
+            if self._error is not None:
+                logger.info("%s: both servers answer again", name)
+            self._failures, self._error = 0, None
+        self._counts["rounds"] += 1
+        self._publish()
+        return max(self.interval_s, growing_pause_s(self._failures, 1.0, _LONGEST_PAUSE_S))
+
+    def _note_failure(self, error: str, *, logged: bool = False) -> None:
+        if not logged and error != self._error:
+            logger.warning("%s: a round failed; the next one tries again: %s", self.target.name, error)
+        self._failures += 1
+        self._error = error
+        self._answering_since_s = None
+        self._counts["failed rounds"] += 1
+
+    # One replica leads
+
+    def _take_lead(self) -> None:
+        """Hold the lease, if no other replica does."""
+        if self._leads and (self._lost.is_set() or not self._keeper.still_held()):
+            logger.warning("%s: another replica leads from now on", self.target.name)
+            self._step_down()
+        if not self._leads:
+            self._lost.clear()
+            owner = lease_owner(f"{self.target.kafka['client.id']} {default_owner()}")
+            self._leads = self._keeper.take_number(0, owner) is not None
+            if self._leads:
+                logger.info("%s: this replica leads", self.target.name)
+
+    def _step_down(self) -> None:
+        self._leads = False
+        self._tries.clear()
+        self._keeper.give_back(settled=True)
+
+    # What it sees, and what it does
+
+    def _observe(self) -> None:
+        self._round = look(self.target, self._database)
+        now = self._round_s = now_s()
+        if self._answering_since_s is None:
+            self._answering_since_s = now - self._round.took_s
+        view = View(now, now - self._answering_since_s, self._round.skew_s)
+        before = {planned.writer: (planned.action, planned.reason) for planned in self._plans}
+        self._plans = [
+            plan(seen, view, self.target.rule, self._tries.get(seen.writer, UNTRIED)) for seen in self._round.seen
+        ]
+        self._tries = {seen.writer: self._tries[seen.writer] for seen in self._round.seen if seen.writer in self._tries}
+        for planned in self._plans:
+            if before.pop(planned.writer, None) != (planned.action, planned.reason):
+                logger.info("%s: %s: %s: %s", self.target.name, planned.writer, planned.action.value, planned.because)
+        for writer in before:
+            logger.info("%s: %s: nothing is left", self.target.name, writer)
+        self._publish()
+
+    def _settle(self) -> bool:
+        """Settle what is planned, writer by writer. Returns whether anything was tried."""
+        tried = False
+        for planned in self._plans:
+            if planned.action is not Action.SETTLE:
+                continue
+            if self._stopping.is_set() or self._lost.is_set():
+                break
+            if tried and not self._keeper.still_held():
+                break
+            tried = True
+            tries = self._tries.get(planned.writer, UNTRIED)
+            try:
+                report = recover(
+                    planned.writer,
+                    kafka=self.target.kafka,
+                    database=self._database,
+                    open_for_s=planned.patience_s,
+                    timeout_s=self.target.timeout_s,
+                )
+            except DualWriteError as error:
+                failure: str | None = f"{type(error).__name__}: {error}"
+            except Exception as error:
+                logger.exception("%s: %s: cannot be settled", self.target.name, planned.writer)
+                failure = f"{type(error).__name__}: {error}"
+            else:
+                failure = self._note_report(planned.writer, report)
+            if failure is None:
+                self._tries[planned.writer] = tries.succeeded(now_s())
+            else:
+                self._tries[planned.writer] = tries.failed(now_s(), failure)
+                self._counts["failures"] += 1
+                self._note(f"{planned.writer}: attempt {tries.failures + 1} failed: {failure}", logging.WARNING)
+            self._publish()
+        return tried
+
+    def _note_report(self, writer: str, report: RecoveryReport) -> str | None:
+        """Count and log what was done. Returns what hindered it, if anything did."""
+        sent = sum(report.sent.values())
+        self._counts["settled"] += len(report.settled)
+        self._counts["rolled forward"] += len(report.rolled_forward)
+        self._counts["losses"] += len(report.losses)
+        self._counts["sent"] += sent
+        if report.settled or sent or report.losses:
+            words = [f"{len(report.settled)} ids settled", f"{len(report.rolled_forward)} rolled forward"]
+            words += [f"{sent:,} messages sent"] if sent else []
+            words += [f"{len(report.losses)} LOST OR UNVERIFIABLE"] if report.losses else []
+            self._note(f"{writer}: {', '.join(words)}", logging.ERROR if report.losses else logging.INFO)
+        if report.went_back:
+            return str(report.went_back[0])
+        return "left alone: its owner has come back" if report.skipped else None
+
+    def _note(self, what: str, level: int) -> None:
+        logger.log(level, "%s: %s", self.target.name, what)
+        self._events = [(datetime.now(timezone.utc), what), *self._events[:19]]
+
+    def _publish(self) -> None:
+        now = now_s()
+        self.snapshot = Snapshot(
+            target=self.target.name,
+            leads=self._leads,
+            round=self._round,
+            round_s=self._round_s,
+            plans=tuple(self._plans),
+            tries=dict(self._tries),
+            now_s=now,
+            error=self._error,
+            alive_s=now,
+            counts=dict(self._counts),
+            events=tuple(self._events),
+        )

@@ -1,0 +1,236 @@
+"""``dualwrite serve``: replicas that keep writers settled, whoever dies, and leave alone what has a live owner."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from harness.checker import Case
+from harness.patience import PATIENCE_S, wait_until
+from sqlalchemy import text
+
+from dualwrite import DualWriter, WriterLimits, recover
+from dualwrite.failpoints import ENVIRONMENT
+from dualwrite.recovery.recover import status
+from dualwrite.stores.sql.leases import read_leases
+from dualwrite.testing.reading import read_committed
+
+pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+
+SETTLE_AFTER_S = 2.0
+
+
+class Replica:
+    """One process of the service, and what it says."""
+
+    def __init__(self, config, failpoint=""):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from dualwrite.cli import main; main()", "serve", "--config", str(config)],
+            env={**os.environ, "SHOP": "", ENVIRONMENT: failpoint},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.log = ""
+        self.address = None
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self):
+        with self.process.stderr as said:
+            for line in said:
+                self.log += line
+                if found := re.search(r"listening on (http://\S+)", line):
+                    self.address = found[1]
+
+    def get(self, path):
+        """The status and the body of a page."""
+        wait_until(lambda: self.address or self.process.poll() is not None, otherwise=lambda: self.log)
+        assert self.address, self.log
+        try:
+            with urllib.request.urlopen(f"{self.address}{path}", timeout=PATIENCE_S) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def target(self):
+        return json.loads(self.get("/api/status")[1])["targets"]["shop"]
+
+    def says(self, words):
+        wait_until(lambda: words in self.log or self.process.poll() is not None)
+        wait_until(lambda: words in self.log, 1.0, otherwise=lambda: f"{words!r} is not in:\n{self.log}")
+
+    def end(self, number=signal.SIGTERM):
+        """Stop it by a signal, and return its exit code."""
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self):
+        code = self.process.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
+        return code
+
+
+@pytest.fixture
+def config(tmp_path, kafka, url):
+    """Writes the file of a service for this database and broker."""
+
+    def write(more="", kafka=kafka, settle_after_s=SETTLE_AFTER_S):
+        path = tmp_path / "serve.toml"
+        path.write_text(
+            f"""
+            listen = "127.0.0.1:0"
+            interval_s = 0.2
+            lease_timeout_s = 3
+            settle_after_s = {settle_after_s}
+            {more}
+            [target.shop]
+            url = "{url}"
+            timeout_s = 20
+            kafka.bootstrap.servers = "{kafka["bootstrap.servers"]}"
+            """
+        )
+        return path
+
+    return write
+
+
+@pytest.fixture
+def start():
+    """Starts replicas, which are gone after the test."""
+    with ExitStack() as later:
+
+        def run(config, failpoint=""):
+            replica = Replica(config, failpoint)
+            later.callback(replica.wait)
+            later.callback(replica.process.kill)
+            return replica
+
+        yield run
+
+
+@pytest.fixture
+def case(tmp_path, kafka, url, dualwrite_topic):
+    return Case(tmp_path, kafka, url, dualwrite_topic)
+
+
+def unsettled(kafka, url):
+    return [item.row.transactional_id for item in status(kafka=kafka, database=url) if item.needs_recovery]
+
+
+@contextmanager
+def ended(replica):
+    yield
+    assert replica.end() == 0, replica.log
+
+
+def test_what_a_dead_owner_left_is_settled_and_the_process_stops_cleanly(config, start, case, kafka, url, engine):
+    case.run(failpoint="write.decided:2", killed=True)
+    replica = start(config())
+    with ended(replica):
+        replica.says("this replica leads")
+        replica.says("case: 1 ids settled, 1 rolled forward")
+        assert unsettled(kafka, url) == []
+        assert case.verify() == {"w1-0", "w1-1"}
+        assert replica.get("/healthz") == (200, "ok")
+        replica.says("case: nothing is left")
+    assert "case: leave: young" in replica.log or "case: leave: both servers have answered" in replica.log
+    assert replica.log.count("case: settle: ") == 1, "each change once"
+    assert "shop: stopped" in replica.log
+    assert [lease.owner for lease in read_leases(engine, "dualwrite-serve-0")] == [None]
+
+
+def test_an_undecided_transaction_of_a_dead_owner_is_aborted(config, start, case, kafka, url):
+    case.run(failpoint="write.recorded:2", killed=True)
+    replica = start(config())
+    with ended(replica):
+        replica.says("case: settle: left open, undecided")
+        replica.says("case: 1 ids settled, 0 rolled forward")
+        assert case.verify() == {"w1-0"}
+
+
+def test_messages_of_a_dead_writer_that_wait_are_sent(config, start, case, kafka, engine, dualwrite_topic):
+    case.run()
+    with engine.begin() as connection:
+        connection.execute(
+            text(
+                "INSERT INTO dualwrite_outbox (writer, transactional_id, topic, topic_partition, value) "
+                "VALUES ('case', 'case', :topic, 0, 'waits')"
+            ),
+            {"topic": dualwrite_topic},
+        )
+        connection.execute(text("INSERT INTO dualwrite_outbox_mode (writer, mode) VALUES ('case', 'later')"))
+    replica = start(config())
+    with ended(replica):
+        replica.says("case: settle: 1 messages wait in the database")
+        replica.says("1 messages sent")
+        assert "waits" in [record.value.decode() for record in read_committed(kafka, dualwrite_topic)]
+
+
+def test_a_live_owner_is_left_alone_for_as_long_as_it_lives(config, start, kafka, engine, dualwrite_topic):
+    """Its lease says that it lives, however old its transaction is."""
+    replica = start(config(settle_after_s=0.5))
+    limits = WriterLimits(max_lanes=1)
+    with ended(replica), DualWriter.leased("fleet", kafka=kafka, database=engine, limits=limits) as writer:
+        with writer.transaction() as tx:
+            tx.produce(dualwrite_topic, value="one", partition=0)
+        with writer.transaction() as tx:  # the row names the first one
+            tx.produce(dualwrite_topic, value="two", partition=0)
+            replica.says("fleet-0: leave: its owner is alive: its lease is held for ")
+            before = replica.target()["at"]
+            wait_until(lambda: replica.target()["at"] > before and replica.target()["ids"][0]["open_for_s"] > 2.0)
+            assert recover(prefix="fleet", kafka=kafka, database=engine, open_for_s=0.5).skipped == ["fleet-0"]
+        with writer.transaction() as tx:
+            tx.produce(dualwrite_topic, value="three", partition=0)
+        assert not writer.health().fenced
+    assert "fleet-0: settle" not in replica.log
+    assert [record.value for record in read_committed(kafka, dualwrite_topic)] == [b"one", b"two", b"three"]
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "lease.taken:1:kill",
+        "claim.row_raised:1:kill",
+        "settle.before_commit:1:kill",
+        "settle.committed:1:kill",
+        "settle.retired:1:kill",
+        "settle.marked:1:kill",
+    ],
+)
+def test_a_replica_that_is_killed_anywhere_leaves_everything_to_the_other_one(config, start, case, kafka, url, point):
+    case.run(failpoint="write.decided:2", killed=True)
+    first = start(config(), point)
+    if point.startswith("lease"):
+        assert first.wait() == -signal.SIGKILL
+    else:
+        first.says("this replica leads")
+    second = start(config())
+    with ended(second):
+        assert first.wait() == -signal.SIGKILL
+        second.says("this replica leads")
+        wait_until(lambda: not unsettled(kafka, url), otherwise=lambda: second.log)
+        assert case.verify() == {"w1-0", "w1-1"}
+        before = second.target()["at"]
+        wait_until(lambda: second.target()["at"] > before)
+        assert second.target()["incidents"] == []
+
+
+def test_the_other_replica_stands_by_until_the_leader_stops(config, start, case, kafka, url):
+    first = start(config())
+    first.says("this replica leads")
+    second = start(config())
+    with ended(second):
+        wait_until(lambda: second.get("/readyz") == (200, "ok"), otherwise=lambda: second.log)
+        assert (first.target()["leads"], second.target()["leads"]) == (True, False)
+        assert first.end(signal.SIGINT) == 0
+        second.says("this replica leads")
+        case.run(failpoint="write.decided:2", killed=True)
+        second.says("case: 1 ids settled, 1 rolled forward")

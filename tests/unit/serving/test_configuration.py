@@ -1,0 +1,117 @@
+"""The file of ``dualwrite serve``: what it means, and errors that name the line and the key."""
+
+import pytest
+
+from dualwrite.errors import ConfigurationError
+from dualwrite.protocol.supervision import Rule
+from dualwrite.serving.configuration import line_of, parse_settings, read_settings
+
+WHOLE = """
+listen = "[::1]:9000"
+interval_s = 5
+settle_after_s = 90.5
+
+[target.shop]
+url_env = "SHOP"
+schema = "kafka"
+prefix = "order"
+kafka_file = "kafka.properties"
+
+[target.shop.kafka]
+bootstrap.servers = "shop:9092"   # without quotes, a table in a table
+"socket.timeout.ms" = 30000
+
+[target.billing]
+url = "sqlite:///billing.db"
+settle_after_s = 600
+send_waiting = false
+kafka = { "bootstrap.servers" = "billing:9092", "client.id" = "the night watch" }
+"""
+
+
+def parsed(text, tmp_path, **environment):
+    return parse_settings(text, "serve.toml", directory=tmp_path, environment=environment)
+
+
+def test_every_key_reaches_its_target(tmp_path):
+    (tmp_path / "kafka.properties").write_text(
+        "# secret\nclient.dns.lookup = use_all_dns_ips\nbootstrap.servers=other:9092\n"
+    )
+    settings = parsed(WHOLE, tmp_path, SHOP="sqlite:///shop.db")
+    assert (settings.host, settings.port, settings.interval_s, settings.lease_timeout_s) == ("::1", 9000, 5.0, 30.0)
+    shop, billing = settings.targets
+    assert (shop.name, shop.url, shop.schema, shop.prefix) == ("shop", "sqlite:///shop.db", "kafka", "order")
+    assert shop.kafka == {
+        "client.id": "dualwrite-serve",
+        "client.dns.lookup": "use_all_dns_ips",
+        "bootstrap.servers": "shop:9092",
+        "socket.timeout.ms": 30000,
+    }
+    assert shop.rule == Rule(settle_after_s=90.5, sends_waiting=True)
+    assert (billing.schema, billing.prefix, billing.timeout_s) == (None, "", 60.0)
+    assert billing.kafka["client.id"] == "the night watch"
+    assert billing.rule == Rule(settle_after_s=600.0, sends_waiting=False)
+
+
+def test_what_a_file_leaves_out_is_safe(tmp_path):
+    settings = parsed('[target.a]\nurl = "sqlite:///a"\nkafka.bootstrap.servers = "a:1"', tmp_path)
+    assert (settings.host, settings.port) == ("127.0.0.1", 8470)
+    assert settings.targets[0].rule == Rule(settle_after_s=60.0)
+
+
+TARGET = '[target.shop]\nurl = "sqlite:///shop.db"\nkafka.bootstrap.servers = "shop:9092"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("listen =\n", r"serve\.toml: Invalid value \(at line 1, column 9\)"),
+        ("lissen = 'a:1'\n" + TARGET, r"serve\.toml, line 1: lissen: there is no such key \(did you mean listen\?\)"),
+        (TARGET + "settle_afer_s = 5\n", r"line 4: target\.shop\.settle_afer_s: .*did you mean settle_after_s\?"),
+        ("\nlisten = 'nowhere'\n" + TARGET, r"line 2: listen: 'nowhere' is no address"),
+        ("listen = 'a:65536'\n" + TARGET, r"line 1: listen: 'a:65536' is no address"),
+        ("interval_s = '5'\n" + TARGET, r"line 1: interval_s: this is no number \(give seconds, without quotes\)"),
+        ("interval_s = true\n" + TARGET, r"line 1: interval_s: this is no number"),
+        (
+            TARGET + "settle_after_s = 0\n",
+            r"line 4: target\.shop\.settle_after_s: 0 s cannot be used \(give more than 0",
+        ),
+        (TARGET + "timeout_s = nan\n", r"line 4: target\.shop\.timeout_s: nan s cannot be used"),
+        (TARGET + "send_waiting = 1\n", r"line 4: target\.shop\.send_waiting: this is neither true nor false"),
+        (TARGET + "schema = ''\n", r"line 4: target\.shop\.schema: this is no text, or an empty one"),
+        (TARGET + "url_env = 'SHOP'\n", r"line 2: target\.shop\.url: there must be exactly one of url and url_env"),
+        ("[target.shop]\n", r"line 1: target\.shop\.url: there must be exactly one"),
+        ("[target.shop]\nurl_env = 'NONE'\n", r"line 2: target\.shop\.url_env: the environment variable NONE is empty"),
+        ("[target.shop]\nurl = 'sqlite://'\n", r"line 1: target\.shop\.kafka: there are no bootstrap\.servers"),
+        (TARGET + "kafka.transactional.id = 'a'\n", r"target\.shop\.kafka: .*transactional\.id"),
+        (TARGET + "kafka_file = 'none'\n", r"line 4: target\.shop\.kafka_file: cannot read"),
+        ("target = 5\n", r"line 1: target: this is no table"),
+        ("", r"serve\.toml: target: there is no target \(add a table \[target\.NAME\]"),
+    ],
+)
+def test_an_error_names_the_line_and_the_key(tmp_path, text, message):
+    with pytest.raises(ConfigurationError, match=message):
+        parsed(text, tmp_path)
+
+
+def test_no_error_shows_a_secret(tmp_path):
+    (tmp_path / "kafka.properties").write_text("sasl.password=one\nhunter2\n")
+    with pytest.raises(ConfigurationError, match="line 2 is not key=value") as caught:
+        parsed(TARGET + "kafka_file = 'kafka.properties'\n", tmp_path)
+    assert "hunter2" not in str(caught.value)
+    settings = parsed(TARGET.replace("sqlite:///shop.db", "postgresql+psycopg://me:hunter2@db/shop"), tmp_path)
+    assert "hunter2" not in repr(settings)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"cannot read .*nowhere\.toml"):
+        read_settings(tmp_path / "nowhere.toml")
+
+
+def test_a_key_is_found_below_its_own_table():
+    assert line_of(WHOLE, ("target", "billing"), "settle_after_s") == 18
+    assert line_of(WHOLE, (), "settle_after_s") == 4
+    assert line_of(WHOLE, ("target", "shop"), "kafka") == 12
+    assert line_of(WHOLE, ("target", "shop", "kafka"), "bootstrap") == 13
+    assert line_of(WHOLE, ("target", "billing"), "schema") == 16, "that of its table"
+    assert line_of(WHOLE, (), "lease_timeout_s") is None

@@ -1,0 +1,267 @@
+"""The page, the probes, the metrics and the status as JSON: what each says of the same snapshots."""
+
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+from dualwrite.clock import now_s
+from dualwrite.protocol.leases import Lease
+from dualwrite.protocol.lives import LeaseState
+from dualwrite.protocol.supervision import UNTRIED, Action, Planned, Reason, Seen
+from dualwrite.protocol.values import Incident, Outcome
+from dualwrite.serving.app import make_app
+from dualwrite.serving.page import duration, render, view
+from dualwrite.serving.rounds import LEADER, Round
+from dualwrite.serving.supervisor import Snapshot
+
+from .test_rounds import item, waits
+
+AT = datetime(2026, 1, 1, tzinfo=timezone.utc)
+LEASE = Lease(LEADER, "dualwrite-serve", 0, "dualwrite-serve app@host:7 5a33 on boot/1/7", 12.0)
+SMALL = item("bills", 500.0, decided=False, partitions=(("bills", 0),))
+LARGE = item("orders", 95.0, decided=True, left_s=805.0, partitions=(("orders", 0), ("orders", 1), ("orders", 5)))
+LOSS = Incident("old", "7:0;n;i=1;orders@c2FtcGxl:0=3", Outcome.LOST, "aborted by <b>somebody</b>", AT, None)
+PLANS = (
+    Planned("bills", Action.LEAVE, Reason.LEASED, "its owner is alive"),
+    Planned("orders", Action.SETTLE, Reason.DECIDED, "the database has decided", 60.0),
+)
+CALM = Snapshot(
+    "shop",
+    leads=True,
+    round=Round(
+        AT, 0.2, [SMALL, LARGE], 500.0, leader=LEASE, seen=[Seen("orders", needs_recovery=True, time_left_s=805.0)]
+    ),
+    round_s=100.0,
+    plans=PLANS,
+    now_s=100.0,
+    counts={"rounds": 3, "settled": 2},
+    events=((AT, "orders: 3 ids settled"),),
+)
+
+
+def with_round(**changed):
+    return replace(CALM, round=replace(CALM.round, **changed))
+
+
+def test_what_blocks_most_comes_first_with_its_plan_and_the_reason():
+    first, second = view(CALM, 104.0).open
+    assert (first.name, first.blocks, first.age, first.time_left) == (
+        "orders",
+        "orders 0-1, 5",
+        "1 min 35 s",
+        "13 min 25 s",
+    )
+    assert first.decision == "decided: will be committed"
+    assert first.action == "settle: commit: the database has decided"
+    assert (second.name, second.decision, second.action) == ("bills", "undecided: would be aborted", "leave")
+    assert (second.time_left, second.because) == ("no limit", "its owner is alive")
+    assert view(CALM, 104.0).age == "4 s"
+    assert view(CALM, 104.0).role == "this replica settles"
+    assert (
+        view(replace(CALM, leads=False), 104.0).role
+        == "this replica stands by; dualwrite-serve app@host:7 5a33 settles"
+    )
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "summary"),
+    [
+        (with_round(incidents=[LOSS]), "1 losses to acknowledge"),
+        (replace(CALM, plans=[replace(PLANS[0], reason=Reason.FAILED)]), "1 writers that cannot be settled"),
+        (replace(CALM, plans=[replace(PLANS[0], reason=Reason.WENT_BACK)]), "1 writers that cannot be settled"),
+        (with_round(waiting=[waits("orders", 3)._replace(aside=4)]), "4 messages refused by Kafka"),
+        (replace(CALM, error="Kafka is away"), "a server does not answer: this is what was seen last"),
+        (Snapshot("shop", error="Kafka is away"), "no answer yet"),
+    ],
+)
+def test_the_page_says_at_once_that_a_person_is_needed(snapshot, summary):
+    shown = view(snapshot, 104.0)
+    assert (shown.alarming, shown.summary) == (True, summary)
+    assert "<title>⚠ dualwrite" in render([CALM, snapshot], 104.0, refresh_s=10)
+
+
+@pytest.mark.parametrize("snapshot", [CALM, replace(CALM, plans=PLANS[:1]), with_round(waiting=[waits("orders", 3)])])
+def test_nobody_is_called_for_what_the_service_does_itself(snapshot):
+    assert not view(snapshot, 104.0).alarming
+    assert "<title>dualwrite" in render([snapshot], 104.0, refresh_s=10)
+
+
+def test_attempts_are_shown_with_the_last_and_the_next_one():
+    failed = UNTRIED.failed(90.0, "Kafka is away").failed(95.0, "Kafka is away")
+    first, second = view(replace(CALM, tries={"orders": failed}), 104.0).open
+    assert (first.tries, second.tries) == ("last 5 s ago, next in 5 s", "none")
+
+
+def test_the_page_needs_no_script_escapes_what_it_shows_and_loads_itself_again():
+    page = render([with_round(incidents=[LOSS], warnings=["old versions of rows"])], 104.0, refresh_s=10)
+    assert '<meta http-equiv="refresh" content="10">' in page
+    assert "prefers-color-scheme: dark" in page
+    assert "<script" not in page
+    assert "aborted by &lt;b&gt;somebody&lt;/b&gt;" in page
+    assert "<li>old versions of rows</li>" in page
+    assert "<li>00:00:00 orders: 3 ids settled</li>" in page
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (None, "-"),
+        (0.4, "0 s"),
+        (59.9, "59 s"),
+        (60, "1 min"),
+        (95, "1 min 35 s"),
+        (3660, "1 h 1 min"),
+        (90000, "1 d 1 h"),
+    ],
+)
+def test_times_are_for_people(seconds, words):
+    assert duration(seconds) == words
+
+
+@dataclass
+class Target:
+    name: str = "shop"
+    timeout_s: float = 1.0
+
+
+class Stub:
+    """A supervisor that does nothing, and shows what it is given."""
+
+    target, interval_s, stalled_after_s = Target(), 5.0, 100.0
+
+    def __init__(self, snapshot, *, is_running=True, alive_s=None):
+        self.snapshot, self.is_running = snapshot, is_running
+        self.alive_s = now_s() if alive_s is None else alive_s
+        self.calls = []
+
+    def start(self):
+        self.calls.append("start")
+
+    def stop(self):
+        self.calls.append("stop")
+
+    def join(self, timeout_s):
+        self.calls.append("join")
+        return timeout_s > self.target.timeout_s
+
+
+@contextmanager
+def client(*snapshots, **stub):
+    with TestClient(make_app([Stub(snapshot, **stub) for snapshot in snapshots])) as made:
+        yield made
+
+
+def test_the_application_starts_its_supervisors_and_waits_for_them():
+    stub = Stub(CALM)
+    with TestClient(make_app([stub])):
+        assert stub.calls == ["start"]
+    assert stub.calls == ["start", "stop", "join"]
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "stub", "health", "readiness"),
+    [
+        (CALM, {}, (200, "ok"), (200, "ok")),
+        (replace(CALM, error="Kafka is away"), {}, (200, "ok"), (503, "shop: Kafka is away")),
+        (Snapshot("shop"), {}, (200, "ok"), (503, "shop: no round has ended yet")),
+        (CALM, {"is_running": False}, (503, "shop: its thread has ended"), (200, "ok")),
+        (CALM, {"alive_s": now_s() - 200.0}, (503, "shop: a round has stalled"), (200, "ok")),
+    ],
+)
+def test_probes_ask_for_a_restart_only_if_that_helps(snapshot, stub, health, readiness):
+    with client(snapshot, **stub) as asked:
+        assert [(one.status_code, one.text) for one in (asked.get("/healthz"), asked.get("/readyz"))] == [
+            health,
+            readiness,
+        ]
+
+
+def test_the_page_may_load_nothing_and_stands_in_no_frame():
+    with client(CALM) as asked:
+        answer = asked.get("/")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+    assert answer.headers["cache-control"] == "no-store"
+    assert 'content="5"' in answer.text
+
+
+def test_the_status_is_that_of_the_command_with_the_plan():
+    failed = UNTRIED.failed(90.0, "Kafka is away").failed(95.0, "Kafka is away")
+    with client(replace(CALM, tries={"orders": failed}), replace(CALM, target="empty", round=None)) as asked:
+        shown = asked.get("/api/status").json()["targets"]
+    assert [one["transactional_id"] for one in shown["shop"]["ids"]] == ["bills", "orders"]
+    assert shown["shop"]["ids"][0]["partitions"] == [{"topic": "bills", "partition": 0}]
+    assert {"longest_open_s", "incidents", "leases", "outbox", "warnings", "leads", "at", "error", "plan"} < shown[
+        "shop"
+    ].keys()
+    assert shown["shop"]["plan"][1] == {
+        "writer": "orders",
+        "action": "settle",
+        "reason": "decided",
+        "because": "the database has decided",
+        "attempts_failed": 2,
+        "last_error": "Kafka is away",
+        "next_try_in_s": 5.0,
+    }
+    assert shown["empty"] == {"leads": True, "error": None, "at": None, "plan": []}
+
+
+def scraped(*snapshots):
+    with client(*snapshots) as asked:
+        answer = asked.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return {
+        (sample.name, *(value for key, value in sample.labels.items() if key != "target")): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }, answer.text
+
+
+def test_the_metrics_say_what_the_page_says():
+    held = with_round(incidents=[LOSS], waiting=[waits("orders", 3)._replace(aside=4)], leases=[LEASE], skew_s=-0.5)
+    found, text = scraped(held)
+    assert LEASE.state is LeaseState.HELD
+    expected = {
+        ("dualwrite_up",): 1.0,
+        ("dualwrite_serve_leader",): 1.0,
+        ("dualwrite_clock_skew_seconds",): -0.5,
+        ("dualwrite_unsettled_writers", "settle", "decided"): 1.0,
+        ("dualwrite_unsettled_writers", "leave", "leased"): 1.0,
+        ("dualwrite_open_transactions", "true"): 1.0,
+        ("dualwrite_open_transactions", "false"): 1.0,
+        ("dualwrite_oldest_open_transaction_seconds",): 500.0,
+        ("dualwrite_decided_transaction_time_left_seconds",): 805.0,
+        ("dualwrite_unacknowledged_incidents", "lost"): 1.0,
+        ("dualwrite_unacknowledged_incidents", "unverifiable"): 0.0,
+        ("dualwrite_waiting_messages", "orders"): 3.0,
+        ("dualwrite_waiting_bytes", "orders"): 10.0,
+        ("dualwrite_waiting_oldest_seconds", "orders"): 70.0,
+        ("dualwrite_aside_messages", "orders"): 4.0,
+        ("dualwrite_serve_rounds_total",): 3.0,
+        ("dualwrite_serve_settled_ids_total",): 2.0,
+        ("dualwrite_serve_failed_attempts_total",): 0.0,
+    }
+    assert {name: found.get(name) for name in expected} == expected
+    assert '{target="shop"}' in text
+
+
+def test_a_target_that_has_not_answered_is_down_and_shows_nothing_else():
+    found, _ = scraped(Snapshot("shop", error="Kafka is away", counts={"failed rounds": 1}))
+    assert found["dualwrite_up",] == 0.0
+    assert found["dualwrite_serve_failed_rounds_total",] == 1.0
+    assert ("dualwrite_oldest_open_transaction_seconds",) not in found
+
+
+def test_every_metric_is_on_the_page_about_the_service():
+    from harness.places import ROOT
+
+    words = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
+    _, text = scraped(with_round(incidents=[LOSS], waiting=[waits("orders", 3)]))
+    names = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")}
+    assert len(names) > 15
+    assert {name for name in names if name not in words} == set()
