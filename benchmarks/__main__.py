@@ -78,7 +78,17 @@ PARTS = {
     "records": Part(records.run, {"rows": 20_000, "rounds": 1}),
     "memory": Part(spark_memory.measure, {"millions": (1,)}),
     "outage": Part(outage.run, {"slice_s": 3.0, "slices": 1, "away_s": 6.0}),
-    "outbox": Part(outbox.run, {"messages": 2000, "sizes": (100,), "few": 100, "messages_by_few": 500}),
+    "outbox": Part(
+        outbox.run,
+        {
+            "messages": 2000,
+            "sizes": (100,),
+            "few": 100,
+            "messages_by_few": 500,
+            "of_rivals": 0,
+            "small": {"rounds": 1, "operations": 5, "visible": 10, "slices": 1, "slice_s": 1.0},
+        },
+    ),
     "telemetry": Part(telemetry.run, {"operations": 5, "warm_up": 1, "repetitions": 10}),
 }
 

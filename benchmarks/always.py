@@ -22,6 +22,7 @@ from dualwrite import AsyncDualWriter, DualWriter, WriterLimits
 
 ALWAYS = 'outbox="always"'
 THREADS, TASKS = 8, 64
+OF_ONE_CALLER = ("call p50", "call p95", "processor", "visible p50", "visible p95")
 
 
 @contextmanager

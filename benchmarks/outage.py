@@ -104,7 +104,7 @@ def run(
     per_second: float = 200,
     slice_s: float = 10.0,
     slices: int = 2,
-    away_s: float = 60.0,
+    away_s: float = 120.0,
     fallback_after_s: float = 1.0,
 ) -> dict[str, Any]:
     """Measure the unsafe way and ours in turn, then kill the broker under ours.

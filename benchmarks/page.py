@@ -8,7 +8,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import calls, group_page, mariadb_bulk, outage, pipelined, records, spark_page, state_page, units, web
+from benchmarks import (
+    calls,
+    group_page,
+    mariadb_bulk,
+    outage,
+    outbox,
+    pipelined,
+    records,
+    spark_page,
+    state_page,
+    units,
+    web,
+)
 from benchmarks.async_tasks import THREADS
 from benchmarks.consumer import BATCH, BY_HAND, OURS, PARTITIONS
 from benchmarks.first import STEPS
@@ -63,6 +75,7 @@ def render(figures: Mapping[str, Any]) -> str:
         "consumer": _consumer,
         "units": units.section,
         "known_end": _known_end,
+        "outbox": partial(outbox.section, table=_table),
         "outage": outage.section,
         "telemetry": partial(_telemetry, alone=figures.get("latency", {})),
         "first": _first,

@@ -3,7 +3,7 @@
 ``txoutbox`` and ``faststream-outbox`` run in an environment of their own below ``.cache``, since their requirements are not this
 project's; Debezium's engine with its outbox event router runs in a JVM. Each begins on a table that is already full and sends
 it to its end; what is counted is the time from its first message in the topic to its last, seen by the brokers' offsets, so that
-no start-up counts. All of them deliver at least once.
+no start-up counts. All of them deliver at least once. ``python -m benchmarks.rivals.measure [rows] [size]``
 """
 
 from __future__ import annotations
@@ -169,13 +169,16 @@ def _rate(written: Callable[[], int], rows: int, process: subprocess.Popen[bytes
     raise RuntimeError(f"the relay has sent {written()} of {rows} messages in {limit_s:g} s")
 
 
-def main() -> None:
-    """Measure each rival once: ``python -m benchmarks.rivals.measure [rows] [size]``."""
-    rows, size = (int(one) for one in [*sys.argv[1:], "20000", "100"][:2])
+def run(rows: int, size: int) -> dict[str, float]:
+    """Measure each rival once, on servers of their own; messages a second, by name."""
+    found = {}
     with EmbeddedKafka() as kafka, EmbeddedPostgres(LOGICAL) as postgres:
         for rival in RIVALS:
-            print(f"{rival.name}: {per_second(rival, kafka, postgres, rows=rows, size=size):,.0f} a second", flush=True)
+            found[rival.name] = per_second(rival, kafka, postgres, rows=rows, size=size)
+            print(f"{rival.name}: {found[rival.name]:,.0f} a second", flush=True)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    asked = [*sys.argv[1:], "20000", "100"]
+    run(int(asked[0]), int(asked[1]))
