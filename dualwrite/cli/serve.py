@@ -71,7 +71,7 @@ def serve(*, config_file: Path, check: bool, log_level: str) -> None:
     from dualwrite.serving.supervisor import Supervisor  # noqa: PLC0415 - as above
 
     class Server(uvicorn.Server):
-        """Says where it listens, which is news if the port was 0."""
+        """Says where it listens, which is news if the port was 0; and ends at the second signal."""
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
@@ -79,6 +79,12 @@ def serve(*, config_file: Path, check: bool, log_level: str) -> None:
                 for bound in listening.sockets:
                     host, port = bound.getsockname()[:2]
                     logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self.should_exit:  # nothing is lost: whoever leads next goes on
+                signal.signal(sig, signal.SIG_DFL)
+                signal.raise_signal(sig)
+            super().handle_exit(sig, frame)
 
     app = make_app([Supervisor(target, settings) for target in settings.targets])
     server = Server(

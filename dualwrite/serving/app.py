@@ -63,6 +63,7 @@ class _Pages:
         try:
             yield
         finally:
+            logger.info("stopping when the present rounds have ended")
             for supervisor in self._supervisors:
                 supervisor.stop()
             await to_thread.run_sync(self._join)

@@ -17,6 +17,7 @@ from typing import Final
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.config import KafkaConfig
+from dualwrite.protocol.leases import check_fleet
 from dualwrite.protocol.supervision import Rule
 from dualwrite.protocol.values import check_seconds
 
@@ -42,6 +43,11 @@ _OF_TARGET: Final = (
 _HIGHEST_PORT: Final = 65535
 _HEADER: Final = re.compile(r"\s*\[+([^]]+)]")
 _ASSIGNED: Final = re.compile(r"\s*([\w.\"'-]+)\s*=")
+
+
+def fleet_of(target: str) -> str:
+    """The fleet whose one lease the replicas of a target share. No writer may have this name."""
+    return f"dualwrite-serve-{target}"
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,10 @@ def parse_settings(text: str, where: str, *, directory: Path, environment: Mappi
 
 def _target(table: _Table, name: str, top: _Table, *, directory: Path, environment: Mapping[str, str]) -> Target:
     table.refuse_unknown(_OF_TARGET)
+    try:
+        check_fleet(fleet_of(name))
+    except ConfigurationError as error:
+        raise top.wrong("target", f"{name!r} cannot be the name of a target", "use a short one without '#'") from error
     standard = Rule()
     url, variable = table.text("url"), table.text("url_env")
     if (url is None) == (variable is None):

@@ -8,11 +8,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from dualwrite.protocol.supervision import Seen
 from dualwrite.protocol.values import member_id, writer_of
 from dualwrite.recovery.recover import settled_with, status_and_longest
+from dualwrite.serving.configuration import fleet_of
 from dualwrite.writing.left_behind import Waits, what_waits
 
 if TYPE_CHECKING:
@@ -21,10 +22,6 @@ if TYPE_CHECKING:
     from dualwrite.protocol.values import Incident, StateRow
     from dualwrite.recovery.recover import IdStatus
     from dualwrite.serving.configuration import Target
-
-FLEET: Final = "dualwrite-serve"
-"""The fleet whose one lease the replicas share. No writer may have this name."""
-LEADER: Final = member_id(FLEET, 0)
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ def look(target: Target, database: Database) -> Round:
         database, [name for name in store.outbox.writers() if name.startswith(target.prefix)] if store.outbox else ()
     )
     now = database.forgetting().now()
-    leader = next(iter(database.lease_list(LEADER, "")), None)
+    leader = next(iter(database.lease_list(member_id(fleet_of(target.name), 0), "")), None)
     seen = every_writer(
         items,
         rows,

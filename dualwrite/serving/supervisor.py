@@ -24,7 +24,8 @@ from dualwrite.protocol.leases import LeaseTiming
 from dualwrite.protocol.outbox import growing_pause_s
 from dualwrite.protocol.supervision import UNTRIED, Action, Planned, Tries, View, plan
 from dualwrite.recovery.claim import default_owner, lease_owner
-from dualwrite.serving.rounds import FLEET, Round, look
+from dualwrite.serving.configuration import fleet_of
+from dualwrite.serving.rounds import Round, look
 from dualwrite.stores.opening import database_of
 from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.writing.leased import LeaseKeeper
@@ -92,7 +93,7 @@ class Supervisor:
         self._lost = threading.Event()
         self._stopping = threading.Event()
         self._keeper = LeaseKeeper(
-            database.leases(FLEET),
+            database.leases(fleet_of(target.name)),
             LeaseTiming(settings.lease_timeout_s),
             on_lost=self._lost.set,
             on_dead=lambda _: None,

@@ -4,12 +4,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import urllib.error
 import urllib.request
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 from harness.checker import Case
@@ -33,7 +34,7 @@ class Replica:
     def __init__(self, config, failpoint=""):
         self.process = subprocess.Popen(
             [sys.executable, "-c", "from dualwrite.cli import main; main()", "serve", "--config", str(config)],
-            env={**os.environ, "SHOP": "", ENVIRONMENT: failpoint},
+            env={**os.environ, ENVIRONMENT: failpoint},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -82,7 +83,7 @@ class Replica:
 def config(tmp_path, kafka, url):
     """Writes the file of a service for this database and broker."""
 
-    def write(more="", kafka=kafka, settle_after_s=SETTLE_AFTER_S):
+    def write(more="", kafka=kafka, settle_after_s=SETTLE_AFTER_S, timeout_s=20):
         path = tmp_path / "serve.toml"
         path.write_text(
             f"""
@@ -93,7 +94,7 @@ def config(tmp_path, kafka, url):
             {more}
             [target.shop]
             url = "{url}"
-            timeout_s = 20
+            timeout_s = {timeout_s}
             kafka.bootstrap.servers = "{kafka["bootstrap.servers"]}"
             """
         )
@@ -144,7 +145,7 @@ def test_what_a_dead_owner_left_is_settled_and_the_process_stops_cleanly(config,
     assert "case: leave: young" in replica.log or "case: leave: both servers have answered" in replica.log
     assert replica.log.count("case: settle: ") == 1, "each change once"
     assert "shop: stopped" in replica.log
-    assert [lease.owner for lease in read_leases(engine, "dualwrite-serve-0")] == [None]
+    assert [lease.owner for lease in read_leases(engine, "dualwrite-serve-shop-0")] == [None]
 
 
 def test_an_undecided_transaction_of_a_dead_owner_is_aborted(config, start, case, kafka, url):
@@ -234,3 +235,55 @@ def test_the_other_replica_stands_by_until_the_leader_stops(config, start, case,
         second.says("this replica leads")
         case.run(failpoint="write.decided:2", killed=True)
         second.says("case: 1 ids settled, 1 rolled forward")
+
+
+def test_the_page_and_the_metrics_show_what_is_open_what_it_blocks_and_why_it_is_left(config, start, case):
+    case.run(failpoint="write.decided:2", killed=True)
+    replica = start(config(settle_after_s=600))
+    with ended(replica):
+        replica.says("case: leave: both servers have answered for ")
+        _, page = replica.get("/")
+        row = page.partition("<h3>Open transactions</h3>")[2].partition("</tbody>")[0]
+        assert f'data-label="blocks">{case.topic} 0-1<' in row
+        assert 'data-label="database">decided: will be committed<' in row
+        assert 'data-label="plan">leave<' in row
+        assert "an owner that is alive has until 600 s" in row
+        assert "this replica settles" in page
+        _, metrics = replica.get("/metrics")
+        assert 'dualwrite_open_transactions{decided="true",target="shop"} 1.0' in metrics
+        assert 'dualwrite_unsettled_writers{action="leave",reason="kafka is back",target="shop"} 1.0' in metrics
+        assert 'dualwrite_serve_leader{target="shop"} 1.0' in metrics
+        [shown] = replica.target()["plan"]
+        assert (shown["writer"], shown["action"], shown["reason"]) == ("case", "leave", "kafka is back")
+
+
+def test_while_kafka_is_away_it_is_alive_and_not_ready_and_says_so_once(config, start):
+    replica = start(config(kafka={"bootstrap.servers": "127.0.0.1:1"}, timeout_s=0.5))
+    with ended(replica):
+        replica.says("a round failed; the next one tries again: Unavailable")
+        code, why = replica.get("/readyz")
+        assert (code, why.startswith("shop: Unavailable: ")) == (503, True)
+        assert replica.get("/healthz") == (200, "ok")
+        wait_until(lambda: 'dualwrite_serve_failed_rounds_total{target="shop"} 1.0' not in replica.get("/metrics")[1])
+        assert replica.log.count("a round failed") == 1
+        assert "no answer yet" in replica.get("/")[1]
+
+
+def test_a_second_signal_ends_it_in_the_middle_of_a_round(config, start):
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        broker = f"127.0.0.1:{silent.getsockname()[1]}"
+        replica = start(config(kafka={"bootstrap.servers": broker}, timeout_s=300))
+        replica.says("this replica leads")
+        replica.get("/healthz")
+        replica.process.send_signal(signal.SIGTERM)
+        replica.says("stopping when the present rounds have ended")
+        assert replica.process.poll() is None
+        assert replica.end() == -signal.SIGTERM
+
+
+def test_a_wrong_key_ends_the_command_with_its_line(config, start):
+    replica = start(config(more="settle_afer_s = 5"))
+    assert replica.wait() == 1
+    assert re.search(
+        r"serve\.toml, line 6: settle_afer_s: there is no such key \(did you mean settle_after_s\?\)", replica.log
+    )

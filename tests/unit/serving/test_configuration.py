@@ -86,6 +86,7 @@ TARGET = '[target.shop]\nurl = "sqlite:///shop.db"\nkafka.bootstrap.servers = "s
         (TARGET + "kafka.transactional.id = 'a'\n", r"target\.shop\.kafka: .*transactional\.id"),
         (TARGET + "kafka_file = 'none'\n", r"line 4: target\.shop\.kafka_file: cannot read"),
         ("target = 5\n", r"line 1: target: this is no table"),
+        (TARGET.replace("shop", "'a#b'", 1), r"target: 'a#b' cannot be the name of a target"),
         ("", r"serve\.toml: target: there is no target \(add a table \[target\.NAME\]"),
     ],
 )

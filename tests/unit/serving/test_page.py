@@ -15,13 +15,13 @@ from dualwrite.protocol.supervision import UNTRIED, Action, Planned, Reason, See
 from dualwrite.protocol.values import Incident, Outcome
 from dualwrite.serving.app import make_app
 from dualwrite.serving.page import duration, render, view
-from dualwrite.serving.rounds import LEADER, Round
+from dualwrite.serving.rounds import Round
 from dualwrite.serving.supervisor import Snapshot
 
 from .test_rounds import item, waits
 
 AT = datetime(2026, 1, 1, tzinfo=timezone.utc)
-LEASE = Lease(LEADER, "dualwrite-serve", 0, "dualwrite-serve app@host:7 5a33 on boot/1/7", 12.0)
+LEASE = Lease("dualwrite-serve-shop-0", "dualwrite-serve-shop", 0, "dualwrite-serve app@host:7 5a33 on boot/1/7", 12.0)
 SMALL = item("bills", 500.0, decided=False, partitions=(("bills", 0),))
 LARGE = item("orders", 95.0, decided=True, left_s=805.0, partitions=(("orders", 0), ("orders", 1), ("orders", 5)))
 LOSS = Incident("old", "7:0;n;i=1;orders@c2FtcGxl:0=3", Outcome.LOST, "aborted by <b>somebody</b>", AT, None)
