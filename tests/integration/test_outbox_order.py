@@ -254,10 +254,10 @@ def test_a_last_send_that_finds_nothing_ends_nothing_once_its_owner_was_replaced
         put(former, dualwrite_topic, orders, 1, outbox="always")
         assert gates[0, "write.checked", 2][0].wait(PATIENCE_S)
         with DualWriter("orders", kafka=kafka, database=engine, outbox="always", limits=LIMITS) as writer:
-            assert gates[1, "write.checked", 1][0].wait(PATIENCE_S)
             gates[0, "write.checked", 2][1].set()
             assert gates[0, "outbox.read", 2][0].wait(PATIENCE_S)
             put(writer, dualwrite_topic, orders, 2)
+            assert gates[1, "write.checked", 1][0].wait(PATIENCE_S)
             gates[0, "outbox.read", 2][1].set()
             former.close()
             assert waiting(engine) == 1
