@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from faults.cells import cells_of
+from faults.cells import Series, cells_of
 from faults.run import Task, name_of, needs_two_phase, play, servers, show_story, tasks
 from faults.stage import Result
 
@@ -21,6 +21,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=20, help="of each cell (20)")
     parser.add_argument("--first-seed", type=int, default=0, help="where they begin (0)")
     parser.add_argument("--late", type=int, default=110, help="series of late EndTxn, five or so in each (110)")
+    parser.add_argument(
+        "--silence", type=int, default=70, help="times that Kafka is silent for writers with an outbox (70)"
+    )
     parser.add_argument("--slots", type=int, default=6, help="cases at a time (6)")
     parser.add_argument("--stop-after-s", type=float, default=float("inf"), help="begin no case after that time")
     parser.add_argument("--only", default="", help="only cells whose name contains this; shows each case's story")
@@ -30,9 +33,13 @@ def main() -> int:
     )
     options = parser.parse_args()
     chosen = [cell for cell in cells_of(options.engine) if options.only in str(cell)]
-    late = options.late if options.only in "late EndTxn" else 0
-    seeds = range(options.first_seed, options.first_seed + options.seeds)
-    todo: list[Task] = tasks(chosen, seeds, range(options.first_seed, options.first_seed + late))
+    first = options.first_seed
+    series = {
+        one: range(first, first + count)
+        for one, count in {Series.LATE: options.late, Series.SILENCE: options.silence}.items()
+        if options.only in one.value
+    }
+    todo: list[Task] = tasks(chosen, range(first, first + options.seeds), series)
     if options.log is not None and options.log.exists():
         lines = map(json.loads, options.log.read_text().splitlines())
         done = {(line["case"], line["seed"]) for line in lines if line["engine"] == options.engine}

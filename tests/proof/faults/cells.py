@@ -32,6 +32,13 @@ OF_LIBRDKAFKA = {"AddPartitionsToTxn", "AddOffsetsToTxn"}
 """The native engine never sends these: brokers add what a transaction writes to by themselves (KIP-890)."""
 
 
+class Series(enum.Enum):
+    """What is played beside the cells, by its seed alone."""
+
+    LATE = "late EndTxn"
+    SILENCE = "silence"
+
+
 class Fault(enum.Enum):
     DROP_REQUEST = "drop request"
     DROP_ANSWER = "drop answer"

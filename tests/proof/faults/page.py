@@ -1,6 +1,6 @@
 """The page of the fault matrix: ``python -m faults.page RESULTS.jsonl...`` takes in results, and writes it.
 
-The results of an engine replace its earlier ones; the other engine's stay. With ``--again`` they stand beside the earlier ones:
+The results of an engine replace its earlier ones; the other engine's stay, and those of silence stand by themselves. With ``--again`` they stand beside the earlier ones:
 a smaller matrix, of newer code. Without results it writes the page again from those that the repository keeps.
 """
 
@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from dualwrite.kafka.producer import EngineName
-from faults.cells import COMMIT, Fault, Phase, cells_of, requests_of
+from faults.cells import COMMIT, Fault, Phase, Series, cells_of, requests_of
+from faults.silence import POINTS
 
 PAGE = Path(__file__).parents[3] / "docs" / "proof-faults.md"
 RESULTS = Path(__file__).with_name("results.json")
-LATE, THREE = "late EndTxn", "three brokers: "
+LATE, THREE, SILENCE = Series.LATE.value, "three brokers: ", f"{Series.SILENCE.value}: "
 ENGINES: tuple[EngineName, ...] = ("native", "librdkafka")
 
 
@@ -76,6 +77,7 @@ def render(results: Mapping[EngineName, Mapping[str, Any]]) -> str:
             "",
             "```console",
             "$ make faults ENGINE=native SEEDS=20 LOG=faults.jsonl      # 20 seeds of each cell: about an hour on two cores",
+            "$ cd tests/proof && python -m faults --engine native --seeds 0 --late 0 --silence 70    # Kafka silent, some five minutes",
             "$ cd tests/proof && python -m faults --seeds 1 --first-seed 7 --only 'EndTxn/delay/during'    # one case, with its story",
             "$ cd tests/proof && python -m faults.cluster --engine native --cases 30 --log ../../brokers.jsonl      # three brokers",
             "$ cd tests/proof && python -m faults.page ../../faults.jsonl ../../brokers.jsonl              # this page",
@@ -86,6 +88,7 @@ def render(results: Mapping[EngineName, Mapping[str, Any]]) -> str:
             *_versions(results["native"]),
             *_matrix("librdkafka", results["librdkafka"]),
             *_late(results),
+            *_silence(results),
             *_brokers(results),
             *_findings(results),
             *_limits(),
@@ -96,6 +99,10 @@ def render(results: Mapping[EngineName, Mapping[str, Any]]) -> str:
 def _runs(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The matrix of an engine, and the smaller one of newer code, if there is one."""
     return [found, *([found["again"]] if "again" in found else [])]
+
+
+def _all_runs(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [*_runs(found), *([found["silence"]] if "silence" in found else [])]
 
 
 def _totals(engine: EngineName, found: Mapping[str, Any]) -> str:
@@ -188,6 +195,39 @@ def _late(results: Mapping[EngineName, Mapping[str, Any]]) -> list[str]:
     ]
 
 
+def _silence(results: Mapping[EngineName, Mapping[str, Any]]) -> list[str]:
+    found = {engine: results[engine]["silence"] for engine in ENGINES if "silence" in results[engine]}
+    told = [
+        f"{engine}: " + ", ".join(f"{word} {silent['told'][word]:,}" for word in TOLD if word in silent["told"])
+        for engine, silent in found.items()
+    ]
+    return [
+        "## Kafka silent for writers with an outbox",
+        "",
+        "Kafka answers nobody for half a second, some seconds, or until nobody writes any more; in some cases once "
+        "more soon after. Its requests are held and all arrive afterwards, or are lost, or it does what they ask and its answers "
+        'are held. The first owner has [`outbox=`](outbox.md) `"fallback"` or `"always"`; it may be killed meanwhile, one of '
+        "its `COMMIT`s may be cut off, and another owner, of whatever setting, opens in the silence or after it. The "
+        "comparison is that of the matrix, with what has waited. An operation that could wait and is aborted is a finding, "
+        "unless its `COMMIT` was cut off.",
+        "",
+        f"| The first owner stood at | {' | '.join(found)} |",
+        "|---|" + "---|" * len(found),
+        *(
+            f"| {point if ' ' in point else f'`{point}`'} | "
+            + " | ".join(str(silent["cells"].get(SILENCE + point, {}).get("struck", 0)) for silent in found.values())
+            + " |"
+            for point in POINTS
+        ),
+        "",
+        f"What the owners were told ({', '.join(sorted({day for silent in found.values() for day in silent['days']}))}): "
+        f"{'; '.join(told)}. They abort what they choose to, and blocks with consumed offsets, which cannot wait.",
+        "",
+        "With `--mistake claim_in_silence_forgets_the_state` the same seeds find decided transactions that are lost.",
+        "",
+    ]
+
+
 def _brokers(results: Mapping[EngineName, Mapping[str, Any]]) -> list[str]:
     names = sorted({name for engine in ENGINES for name in results[engine]["brokers"]})
     return [
@@ -211,7 +251,10 @@ def _brokers(results: Mapping[EngineName, Mapping[str, Any]]) -> list[str]:
 
 def _findings(results: Mapping[EngineName, Mapping[str, Any]]) -> list[str]:
     found = [
-        f"- {engine}: {finding}" for engine in ENGINES for run in _runs(results[engine]) for finding in run["findings"]
+        f"- {engine}: {finding}"
+        for engine in ENGINES
+        for run in _all_runs(results[engine])
+        for finding in run["findings"]
     ]
     return [
         "## Findings",
@@ -252,9 +295,15 @@ def main() -> None:
     options = parser.parse_args()
     results = json.loads(RESULTS.read_text())
     lines = [json.loads(line) for log in options.logs for line in log.read_text().splitlines()]
-    for engine in {line["engine"] for line in lines}:
-        found = summary(line for line in lines if line["engine"] == engine)
-        results[engine] = {**results[engine], "again": found} if options.again else found
+    for engine in ENGINES:
+        mine = [line for line in lines if line["engine"] == engine]
+        silent = [line for line in mine if line["case"].startswith(SILENCE)]
+        if rest := [line for line in mine if line not in silent]:
+            found, former = summary(rest), results[engine]
+            kept = {"silence": former["silence"]} if "silence" in former else {}
+            results[engine] = {**former, "again": found} if options.again else {**found, **kept}
+        if silent:
+            results[engine]["silence"] = summary(silent)
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     PAGE.write_text(render(results))
 

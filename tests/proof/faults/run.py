@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,26 +21,27 @@ from dualwrite import DualWriter
 from dualwrite.kafka.producer import EngineName
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
 from faults.case import run_case
-from faults.cells import TWO_PHASE, Cell
+from faults.cells import TWO_PHASE, Cell, Series
 from faults.late import Late
+from faults.silence import Draw, Silence
 from faults.stage import OwnerContext, Result, Slot
 
 TWO_PHASE_COMMIT = {"unstable.api.versions.enable": "true", "transaction.two.phase.commit.enable": "true"}
-Task = tuple["Cell | None", int]
-"""A cell and a seed; without a cell, a series of late EndTxn."""
+Task = tuple["Cell | Series", int]
+"""A cell, or another series, and a seed."""
 
 
-def tasks(cells: Sequence[Cell], seeds: Iterable[int], late: Iterable[int]) -> list[Task]:
+def tasks(cells: Sequence[Cell], seeds: Iterable[int], series: Mapping[Series, Iterable[int]]) -> list[Task]:
     """All of them, in an order that shows something of everything early."""
     found: list[Task] = [(cell, seed) for seed in seeds for cell in cells]
-    found += [(None, seed) for seed in late]
+    found += [(name, seed) for name, its_seeds in series.items() for seed in its_seeds]
     random.Random(0).shuffle(found)
     return found
 
 
 def needs_two_phase(task: Task) -> bool:
     """Whether it needs a broker with KIP-939's two-phase commit."""
-    return task[0] is not None and task[0].request == TWO_PHASE
+    return isinstance(task[0], Cell) and task[0].request == TWO_PHASE
 
 
 def owners_can_import() -> None:
@@ -131,14 +132,17 @@ def keep_line(log: Path, name: str, seed: int, result: Result, engine: EngineNam
 def play_one(slot: Slot, task: Task, *, mistake: str = "") -> Result:
     """Play one task."""
     cell, seed = task
-    if cell is None:
-        return Late(slot, seed, mistake=mistake).run()
-    return run_case(slot, cell, seed, mistake=mistake)
+    if isinstance(cell, Cell):
+        return run_case(slot, cell, seed, mistake=mistake)
+    return {Series.LATE: Late, Series.SILENCE: Silence}[cell](slot, seed, mistake=mistake).run()
 
 
 def name_of(task: Task) -> str:
     """For people, and for the page."""
-    return "late EndTxn" if task[0] is None else str(task[0])
+    cell, seed = task
+    if cell is Series.SILENCE:
+        return f"{cell.value}: {Draw.of(seed).point}"
+    return cell.value if isinstance(cell, Series) else str(cell)
 
 
 def show_story(name: str, result: Result) -> None:

@@ -272,7 +272,7 @@ class Stage:
         self.result.seconds = time.monotonic() - self._began
         return self.result
 
-    def own(self, operations: tuple[Operation, ...], *pauses: str) -> Owner:
+    def own(self, operations: tuple[Operation, ...], *pauses: str, outbox: str = "never") -> Owner:
         """Start another owner."""
         kafka, url = self.ways()
         job = Job(
@@ -288,6 +288,7 @@ class Stage:
             patience_s=self.patience_s,
             engine=self.context.producer_engine,
             mistake=self._mistake,
+            outbox=outbox,
         )
         owner = Owner(self.slot, job)
         self.owners.append(owner)

@@ -18,13 +18,15 @@ TIMEOUT_S = 60.0
 
 
 def settle_twice(transactional_id: str, kafka: Mapping[str, str], engine: Engine) -> list[str]:
-    """Settle; what is wrong with it: a loss, or a second settling that finds something to do."""
+    """Settle; what is wrong with it: a loss, or a second settling that finds something to do or to send."""
     findings = []
     report = recover(transactional_id, kafka=kafka, database=engine, timeout_s=TIMEOUT_S)
     findings += [f"lost: {loss}" for loss in report.losses]
     again = recover(transactional_id, kafka=kafka, database=engine, timeout_s=TIMEOUT_S)
     if again.planned:
         findings.append(f"the second settling found something to do: {again.planned}")
+    if again.sent:
+        findings.append(f"the second settling found messages that wait: {again.sent}")
     incidents = SqlStateStore(engine).incidents(transactional_id)
     if incidents:
         findings.append(f"incidents are recorded: {incidents}")

@@ -29,6 +29,7 @@ from dualwrite import (
 )
 from dualwrite.errors import Unavailable
 from dualwrite.kafka.producer import EngineName, TransactionalProducer
+from dualwrite.protocol.lives import ProducerState
 
 OPERATIONS = Table(
     "operations",
@@ -68,6 +69,7 @@ class Job:
         patience_s: Bounds each call.
         engine: The producers' engine.
         mistake: A planted mistake of ``harness.mistakes``, to see that this catches it.
+        outbox: The writer's setting.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Job:
     patience_s: float = 20.0
     engine: EngineName = "native"
     mistake: str = ""
+    outbox: str = "never"
 
 
 @dataclass
@@ -110,7 +113,7 @@ def _do(job: Job, told: Connection) -> None:
         point = f"{now.number}:{name}"
         if point in job.pauses and point not in passed:
             passed.add(point)
-            if name == "write.produced":
+            if name == "write.produced" and now.producer is not None and now.producer.state is ProducerState.BEGUN:
                 send(now.producer, SENT_S)
             told.send(("at", point))
             told.recv()
@@ -138,6 +141,7 @@ def _write_all(job: Job, told: Connection, now: _Now) -> None:
             database=engine,
             limits=WriterLimits(max_lanes=1, timeout_s=job.patience_s, paused_owner_timeout_s=None),
             producer_engine=job.engine,
+            outbox=job.outbox,
         )
         try:
             writer.open()
@@ -168,7 +172,8 @@ def _write(writer, job: Job, operation: Operation, name: str, consumer, told: Co
     """One operation; whether the owner may go on."""
     try:
         with writer.transaction() as tx:
-            now.producer = tx._dual_write._lane.producer
+            lane = tx._dual_write._lane
+            now.producer = lane.producer if lane.usable else None  # there may be none while messages wait
             _fill(tx, job, operation, name, consumer)
     except KeyError:
         told.send(("aborted", name))
