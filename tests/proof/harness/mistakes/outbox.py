@@ -152,7 +152,7 @@ def looks_only_above_what_was_sent(patch: pytest.MonkeyPatch) -> None:
     )
 )
 def deletes_not_counted(patch: pytest.MonkeyPatch) -> None:
-    """A sender does not count the rows that it deletes, of which a person or another program may have taken some.
+    """A sender does not count the rows that it deletes, of which a person, or its own late COMMIT, may have taken some.
 
     A sender that was replaced needs no count: its decision fails at its row, and its deletes are rolled back.
     """

@@ -52,6 +52,10 @@ WAITING = {
         Bounds((owner("P", (A, C), (B,), sends=2, outbox="always"),), Budgets(outage=0)),
         quick=True,
     ),
+    "waiting_floors": Configuration(
+        "the same, and its sender raises the number from which on it looks, in three sends",
+        Bounds((owner("P", (A, C), (B,), sends=3, outbox="always"),), Budgets(outage=0), floors=True),
+    ),
     "waiting_always_then_fallback": Configuration(
         "an owner of `always` that goes on after one of `fallback` has claimed",
         Bounds((owner("P", (A,), (B,), outbox="always"), owner("Q", (E,))), Budgets(outage=0)),

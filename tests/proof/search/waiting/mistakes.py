@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dualwrite.protocol.process import Doubt, DoubtStep
-from search.waiting.configurations import A, B, C, E, owner
+from search.waiting.configurations import WAITING, A, B, C, E, owner
 from search.waiting.rules import Rules
 from search.waiting.values import Block, Budgets
 from search.waiting.world import Bounds, World
@@ -80,10 +80,10 @@ WAITING_MISTAKES = {
         Bounds((owner("P", (A,), sends=0), owner("Q", (E,), sends=0)), Budgets(outage=1, answer=1)),
         {"next_doubt_step": staticmethod(_any_count)},
     ),
-    "deleted_rows_not_counted": Mistake(
-        "A sender does not count the rows that it deletes, and is not fenced.",
-        _TWO_SENDERS,
-        {"counts_deleted": False, "fences_sender": False},
+    "deletes_not_counted": Mistake(
+        "A sender does not count the rows that it deletes: one whose COMMIT was not answered has read them again.",
+        Bounds((owner("P", (A,), sends=2, outbox="always"),), Budgets(outage=0, answer=1)),
+        {"counts_deleted": False},
     ),
     "sender_without_a_fence": Mistake(
         "A sender does not look whether its owner was replaced.", _TWO_SENDERS, {"fences_sender": False}
@@ -110,7 +110,12 @@ WAITING_MISTAKES = {
     "looks_only_above_what_was_sent": Mistake(
         "A sender looks only above the highest number that it has sent.",
         Bounds((owner("P", (A, C), (B,), sends=2, outbox="always"),), Budgets(outage=0)),
-        {"floor": "sent"},
+        {"floor_is_what_was_sent": True},
+    ),
+    "floor_without_a_proof": Mistake(
+        "A sender does not look whether somebody holds a lower number uncommitted before it raises its floor.",
+        WAITING["waiting_floors"].bounds,
+        {"proves_the_floor": False},
     ),
     "always_ends": Mistake(
         "The sender of a writer of *always*, whose blocks take no share, ends *later*.",

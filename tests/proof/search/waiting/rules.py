@@ -5,13 +5,16 @@ Each attribute says what the product does at that step; `dualwrite.protocol.outb
 
 from __future__ import annotations
 
-from dualwrite.protocol import process
+from dualwrite.protocol import outbox, process
 
 
 class Rules:
     """The product's rules."""
 
     sentence = ""
+
+    way_of = staticmethod(outbox.way_of)
+    sends = outbox.Sends
 
     # A block
     heeds_the_mode = True  # a block reads the mode in its first statement
@@ -35,7 +38,8 @@ class Rules:
     locks_the_last = True
     reads_under_the_lock = True  # not in a snapshot that is older than the lock
     last_reads_all = True
-    floor = ""  # below which number it does not look: "", "sent": the highest that it has sent
+    proves_the_floor = True  # not to look below a number, it has seen that no lane holds a lower one uncommitted
+    floor_is_what_was_sent = False  # it does not look below the highest number that it has sent
     settles_the_sender = True  # what former owners have sent and decided is completed before it sends
     keeps_always = True  # the sender of a writer of ``always`` never ends *later*
 

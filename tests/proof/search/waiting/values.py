@@ -95,6 +95,24 @@ class Lane(NamedTuple):
     truth: bool | None = None
 
 
+class FloorState(NamedTuple):
+    """What a sender keeps of its :class:`dualwrite.stores.sql.outbox.Floor`, and how many reads there were."""
+
+    number: int = 0
+    candidate: int | None = None
+    unseen: tuple[tuple[str, object], ...] = ()
+    proved_in: int | None = None
+    reads: int = 0
+
+
+class Flying(NamedTuple):
+    """A COMMIT of a sender's without an answer, which the database may carry out until somebody locks the row."""
+
+    took: tuple[tuple[int, Message], ...]
+    transaction: Tx | None
+    last: bool
+
+
 class Sender(NamedTuple):
     """The sender of a process. ``took`` is what it has read, ``last`` whether it ends *later*."""
 
@@ -105,8 +123,8 @@ class Sender(NamedTuple):
     transaction: Tx | None = None
     took: tuple[tuple[int, Message], ...] = ()
     last: bool = False
-    floor: int = 0
-    truth: bool | None = None
+    floor: FloorState = FloorState()
+    flying: Flying | None = None
 
 
 class Process(NamedTuple):

@@ -1,7 +1,8 @@
 """All successors of a state: one statement, one request or one misfortune each.
 
 Kafka is away or there; a request to it is answered, or lost before or after it was carried out. The order of statements is that of
-the product: a block reads its row and the mode, sends or not, decides; a sender reads, sends, deletes and decides.
+the product: a block reads its row and the mode, sends or not, decides; a sender reads, makes its lane ready, sends, deletes and
+decides. Which way a block goes, and whether a send may be the last one, are the product's own decisions.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from dualwrite.protocol.outbox import Way, setting_of_block
 from dualwrite.protocol.process import DatabaseVerdict, Doubt, DoubtStep
 from dualwrite.protocol.values import FirstLook, OutboxMode
+from dualwrite.stores.sql.outbox import Floor, Seen
 from search.values import NOTHING
 from search.waiting.judge import wrong
 from search.waiting.rules import PRODUCT, Rules
@@ -19,6 +22,8 @@ from search.waiting.values import (
     Block,
     Budgets,
     Database,
+    FloorState,
+    Flying,
     Kafka,
     Lane,
     Message,
@@ -39,14 +44,17 @@ class Bounds(NamedTuple):
         owners: The processes; the first owns the writer already, the others claim it at any moment, in order.
         budgets: What may go wrong.
         later: Whether the writer begins with messages that wait for nothing: its mode is *later*.
+        floors: Whether senders raise the floor of their reads, which the product does after thousands of rows.
     """
 
     owners: tuple[Owner, ...]
     budgets: Budgets = Budgets()
     later: bool = False
+    floors: bool = False
 
 
 Step = tuple[str, State]
+_SERVER = "the only one"
 _VERDICTS = {DoubtStep.COMMITTED: True, DoubtStep.ABORTED: False, DoubtStep.IN_DOUBT: None}
 
 
@@ -129,7 +137,8 @@ class World:
                     yield from _LaneSteps(self, state, index, number, lane).steps()
                 yield from _SenderSteps(self, state, index, process.sender).steps()
             elif process.state != "dead":
-                yield self._claim(state, index)
+                if not _is_flying(state):  # a claim waits for whoever has locked the row
+                    yield self._claim(state, index)
                 return  # they claim one after the other
 
     def _misfortunes(self, state: State) -> Iterator[Step]:
@@ -145,7 +154,7 @@ class World:
             yield "the database is copied", state._replace(copy=(kept, there))
         elif budgets.restore:
             yield "the database is put back to its copy", self._restored(state)
-        if budgets.death and first.state == "owner":
+        if budgets.death and first.state == "owner" and not _is_flying(state):
             yield f"{first.name} dies", self._dead(state, 0)
 
     def _dead(self, state: State, index: int) -> State:
@@ -161,7 +170,10 @@ class World:
         database, there = state.copy
         written = tuple(one._replace(gone=one.gone or one.name not in there) for one in state.written)
         processes = tuple(
-            process._replace(state="dead") if process.state == "owner" else process for process in state.processes
+            process._replace(state="dead", sender=process.sender._replace(flying=None))
+            if process.state == "owner"
+            else process
+            for process in state.processes
         )
         budgets = state.budgets._replace(restore=0)
         return state._replace(
@@ -271,6 +283,8 @@ class _Steps:
         """Claim the id anew, and settle what was left of it."""
         row = self.row
         if mine.readiness == "discarded":
+            if self.number == SENDER and _is_flying(self.state):
+                return
             guarded = self.number != SENDER or self.rules.guards_the_sender
             if guarded and self.database.rows[0].owner != self.process.name:
                 return  # it finds out, and does nothing any more
@@ -318,24 +332,41 @@ class _LaneSteps(_Steps):
     # Beginning
 
     def _begin(self, block: Block) -> Iterator[Step]:
-        rules, lane, name = self.rules, self.lane, block.name
-        setting = block.outbox or self.owner.outbox
+        lane, name = self.lane, block.name
         if self.row.incarnation != lane.incarnation:
             yield f"{self.name} is fenced", self.after(Lane("over"))
-        elif not self.process.mode_known:
+            return
+        if not self.process.mode_known:
             yield from self._look_at_the_mode()
-        elif setting == "never" and self.owner.outbox != "never" and self.database.later:
+            return
+        way = self._way(block, shared=False)
+        if way is Way.REFUSE:
             yield f"{self.name}: {name} is refused, as messages wait", self.after(self._next())
-        elif self.owner.outbox == "always":
-            yield from self._begun(block, "share" if rules.always_takes_shares else "put", "its messages will wait")
-        elif setting != "never" and self.database.later and rules.heeds_the_mode:
+        elif way is Way.WAIT:
+            yield from self._begun(block, "put", "its messages will wait")
+        elif way is Way.SHARE:
             yield from self._begun(block, "share", "later?")
-        elif setting == "always":
-            yield from self._begun(block, "anew", "its messages will wait")
-        elif lane.readiness == "ready":
+        elif way is Way.DIRECT and lane.readiness == "ready":
             yield from self._begun(block, "direct", "directly")
-        elif setting == "fallback" and not self.kafka.up:
-            yield from self._begun(block, "anew", "not settled, and Kafka is away")
+        elif way is Way.TURN and (self._setting(block) == "always" or not self.kafka.up):
+            yield from self._begun(block, "anew", "its messages will wait")
+        # Else it makes its lane ready first.
+
+    def _setting(self, block: Block) -> str:
+        return setting_of_block(self.owner.outbox, block.outbox)
+
+    def _way(self, block: Block, *, shared: bool) -> Way:
+        """The product's choice. A writer of *never* looks at the mode before its first block, and at none in its blocks."""
+        rules, later = self.rules, self.database.later
+        if not shared and (self.owner.outbox == "never" or not rules.heeds_the_mode):
+            later = False
+        return rules.way_of(
+            self._setting(block),
+            OutboxMode.LATER if later or (shared and not rules.looks_again) else OutboxMode.DIRECT,
+            can_send=self.lane.readiness == "ready",
+            shared=shared,
+            always=self.owner.outbox == "always" and not rules.always_takes_shares,
+        )
 
     def _look_at_the_mode(self) -> Iterator[Step]:
         """Before an owner's first block: one of ``never`` waits until nothing waits, one of ``always`` turns the mode."""
@@ -370,31 +401,29 @@ class _LaneSteps(_Steps):
     # The mode
 
     def _share(self, block: Block, *, again: bool = False) -> Iterator[Step]:
-        """Take a share of the lock; what it reads is the newest."""
+        """Take a share of the lock; what it reads is the newest. ``again``: the block turns the mode unless it is *later*."""
         if not self.free_to_share():
             return
-        lane = self.lane
+        lane, kafka_first = self.lane, self._setting(block) == "fallback" and self.kafka.up
+        way = self._way(block, shared=True)
+        if again and way is Way.DIRECT:
+            way = Way.TURN
         database = self.database._replace(shares=self.database.shares | {self.actor})
-        if self.database.later or not (again or self.rules.looks_again):
+        if way is Way.WAIT:
             if not self.rules.share_to_the_end:
                 database = self.database
             yield (
                 f"{self.name} has a share of the mode: later",
                 self.after(lane._replace(step="put"), database=database),
             )
-        elif again or (block.outbox == "always") or lane.readiness != "ready":
-            if not again and lane.readiness != "ready" and self.kafka.up and block.outbox != "always":
-                yield from self.readying(lane)  # settles first, and then looks again
-                yield self._aborted(f"cannot settle: {block.name} aborts")
-                return
-            yield (
-                f"{self.name} has a share of the mode: direct by now",
-                self.after(lane._replace(step="alone"), database=database),
-            )
+        elif way is Way.TURN and kafka_first and not again:
+            yield from self.readying(lane)  # settles first, and then looks again
+            yield self._aborted(f"cannot settle: {block.name} aborts")
         else:
+            step = "direct" if way is Way.DIRECT else "alone"
             yield (
                 f"{self.name} has a share of the mode: direct by now",
-                self.after(lane._replace(step="direct"), database=database),
+                self.after(lane._replace(step=step), database=database),
             )
 
     def _share_again(self, block: Block) -> Iterator[Step]:
@@ -554,6 +583,8 @@ class _SenderSteps(_Steps):
 
     def steps(self) -> Iterator[Step]:
         step = self.sender.step
+        if self.sender.flying is not None:
+            yield from self._land(self.sender.flying)
         if step == "idle":
             yield from self._idle()
         else:
@@ -564,18 +595,18 @@ class _SenderSteps(_Steps):
         if not sender.left:
             return
         yield from self.readying(sender)
-        own = self._fenced()
-        if sender.readiness != "ready" or not self.kafka.up or own or not (database.later or database.waiting):
+        if not self.kafka.up or not (database.later or database.waiting):
             return
         waiting = self._visible()
         if waiting:
+            # By a transaction of its own, whether or not its lane is ready.
             for count in sorted({1, len(waiting)}):
                 took = waiting[:count]
-                yield (
-                    f"{self.name} reads {_names(took)}",
-                    self.after(sender._replace(step="read", took=took, last=False)),
-                )
-        if self.owner.outbox != "always" or not rules.keeps_always:
+                read = sender._replace(step="took", took=took, last=False, floor=self._read_at_floor(took))
+                yield f"{self.name} reads {_names(took)}", self.after(read)
+        turns_back = self.owner.outbox != "always" or not rules.keeps_always
+        caught_up = rules.sends(turns_back=turns_back, caught_up=True)
+        if caught_up.next().last and sender.readiness == "ready" and not self._fenced():
             if rules.locks_the_last:
                 looked = sender._replace(step="lock", last=True, took=() if rules.reads_under_the_lock else waiting)
                 yield f"{self.name} wants the mode alone, to end later", self.after(looked)
@@ -585,8 +616,50 @@ class _SenderSteps(_Steps):
                     self.after(sender._replace(step="read", took=waiting, last=True)),
                 )
 
+    def _read_at_floor(self, took: tuple[tuple[int, Message], ...]) -> FloorState:
+        """The floor after a read, which began at it."""
+        if not self.world.bounds.floors:
+            return self.sender.floor
+        reads = self.sender.floor.reads + 1
+        floor = _floor_of(self.sender.floor)
+        floor.read(reads, [number for number, _ in took])
+        return _kept_of(floor, reads)
+
+    def _look_at_lanes(self) -> Iterator[Step]:
+        """After a read, in another transaction, a sender may look whether lower numbers can come yet."""
+        kept, took = self.sender.floor, self.sender.took
+        if not self.world.bounds.floors or not took or kept.proved_in is not None:
+            return
+        locked = {
+            f"row {number}"
+            for process in self.state.processes
+            for number, lane in enumerate(process.lanes)
+            if lane.step == "rows"
+        }
+        locked |= {"row 2"} if _is_flying(self.state) else set()
+        locked |= {"mode"} if self.database.alone is not None else set()
+        counts: dict[str, object] = {f"row {number}": row.count for number, row in enumerate(self.database.rows)}
+        counts["mode"] = None
+        floor = _floor_of(kept)
+        free = counts.keys() - locked if self.rules.proves_the_floor else counts.keys()
+        floor.look(kept.reads, took[-1][0], Seen(_SERVER, counts, free))
+        looked = self.sender._replace(floor=_kept_of(floor, kept.reads))
+        if looked != self.sender:
+            yield f"{self.name} looks who may hold lower numbers", self.after(looked)
+
+    def _took(self) -> Iterator[Step]:
+        """Make the lane ready, and begin."""
+        yield from self._look_at_lanes()
+        sender = self.sender
+        if sender.readiness != "ready":
+            yield from self.readying(sender)
+        elif self._fenced():
+            yield self._given_up("is fenced", None, "discarded")
+        else:
+            yield f"{self.name} begins", self.after(sender._replace(step="read"))
+
     def _visible(self) -> tuple[tuple[int, Message], ...]:
-        return tuple(row for row in self.database.waiting if row[0] > self.sender.floor)
+        return tuple(row for row in self.database.waiting if row[0] > self.sender.floor.number)
 
     def _fenced(self) -> bool:
         return self.row.incarnation != self.sender.incarnation and self.rules.fences_sender
@@ -599,7 +672,8 @@ class _SenderSteps(_Steps):
             yield (
                 f"{self.name} has the mode alone and reads {_names(took)}",
                 self.after(
-                    self.sender._replace(step="read", took=took), database=self.database._replace(alone=self.actor)
+                    self.sender._replace(step="read", took=took, floor=self._read_at_floor(took)),
+                    database=self.database._replace(alone=self.actor),
                 ),
             )
         else:
@@ -608,6 +682,7 @@ class _SenderSteps(_Steps):
     def _given_up(self, why: str, kafka: Kafka | None, readiness: str | None = None) -> Step:
         sender = self.sender
         after = Sender("idle", sender.left - 1, sender.incarnation, readiness or sender.readiness, floor=sender.floor)
+        assert sender.flying is None  # it holds the locks that are given back here
         return f"{self.name} {why}", self.after(after, database=self.released(), kafka=kafka)
 
     def _read(self) -> Iterator[Step]:
@@ -647,25 +722,41 @@ class _SenderSteps(_Steps):
         if fenced or (rules.counts_deleted and not there):
             yield self._given_up("is fenced" if fenced else "finds fewer rows to delete, and aborts", None, "discarded")
             return
-        row = self.row if sender.transaction is None else self.row._replace(state=sender.transaction)
-        after = self.with_row(row, self.released())
-        after = after._replace(
-            waiting=tuple(one for one in after.waiting if one not in sender.took),
-            later=after.later and not sender.last,
-        )
+        decision = Flying(sender.took, sender.transaction, sender.last)
+        after = self._decided(decision)
         floor = sender.floor
-        if rules.floor == "sent" and sender.took:
-            floor = max(number for number, _ in sender.took)
+        if rules.floor_is_what_was_sent and sender.took:
+            floor = floor._replace(number=max(number for number, _ in sender.took))
         if sender.transaction is None:
             done = Sender("idle", sender.left - 1, sender.incarnation, sender.readiness, floor=floor)
         else:
             done = sender._replace(step="ending", took=(), last=False, floor=floor)
         words = f"decides on {_names(sender.took)}" + (", and the mode is direct" if sender.last else "")
         yield f"{self.name} {words}", self.after(done, database=after)
+        if self.state.budgets.answer:
+            budgets = self.state.budgets._replace(answer=self.state.budgets.answer - 1)
+            flying = Sender(
+                "idle", sender.left - 1, sender.incarnation, "discarded", floor=sender.floor, flying=decision
+            )
+            yield f"{self.name} {words}, and has no answer", self.after(flying, budgets=budgets)
         if self.state.budgets.abort:
             budgets = self.state.budgets._replace(abort=self.state.budgets.abort - 1)
             text, given_up = self._given_up("fails", None, "discarded" if sender.transaction else None)
             yield text, given_up._replace(budgets=budgets)
+
+    def _decided(self, decision: Flying) -> Database:
+        row = self.row if decision.transaction is None else self.row._replace(state=decision.transaction)
+        after = self.with_row(row, self.released())
+        return after._replace(
+            waiting=tuple(one for one in after.waiting if one not in decision.took),
+            later=after.later and not decision.last,
+        )
+
+    def _land(self, decision: Flying) -> Iterator[Step]:
+        """The COMMIT without an answer ends. Nobody has claimed the row meanwhile, nor taken the rows that are deleted."""
+        landed = self.sender._replace(flying=None)
+        yield f"{self.name}: the COMMIT without an answer is done", self.after(landed, database=self._decided(decision))
+        yield f"{self.name}: the COMMIT without an answer is rolled back", self.after(landed, database=self.released())
 
     def _ending(self) -> Iterator[Step]:
         sender = self.sender
@@ -675,6 +766,25 @@ class _SenderSteps(_Steps):
             ended = self.with_end(sender.transaction, committed=True)
             yield f"{self.name} commits in Kafka", self.after(less, kafka=ended)
         yield f"{self.name}: no answer to its commit in Kafka", self.after(less._replace(readiness="discarded"))
+
+
+def _floor_of(kept: FloorState) -> Floor:
+    return Floor(
+        number=kept.number,
+        server=_SERVER,
+        candidate=kept.candidate,
+        unseen=dict(kept.unseen),
+        proved_in=kept.proved_in,
+    )
+
+
+def _kept_of(floor: Floor, reads: int) -> FloorState:
+    assert floor.proved_in is None or isinstance(floor.proved_in, int)
+    return FloorState(floor.number, floor.candidate, tuple(sorted(floor.unseen.items())), floor.proved_in, reads)
+
+
+def _is_flying(state: State) -> bool:
+    return any(process.sender.flying is not None for process in state.processes)
 
 
 def _names(took: tuple[tuple[int, Message], ...]) -> str:
