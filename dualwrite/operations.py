@@ -4,7 +4,9 @@ They work from any process and machine, whether the writers of the ids are runni
 """
 
 from dualwrite.kafka.log import BlockingTransaction
+from dualwrite.protocol.findings import Finding, Status
 from dualwrite.protocol.outbox_table import OutboxTable, Placement
+from dualwrite.recovery.doctor import doctor
 from dualwrite.recovery.lost_decisions import Forgotten
 from dualwrite.recovery.operator import ForgetReport, TerminationReport, blocking_transactions, forget, terminate
 from dualwrite.recovery.recover import IdStatus, RecoveryReport, status
@@ -14,6 +16,7 @@ from dualwrite.writing.relay import Relay, RelayReport
 
 __all__ = [
     "BlockingTransaction",
+    "Finding",
     "ForgetReport",
     "Forgotten",
     "IdStatus",
@@ -23,8 +26,10 @@ __all__ = [
     "RecoveryReport",
     "Relay",
     "RelayReport",
+    "Status",
     "TerminationReport",
     "blocking_transactions",
+    "doctor",
     "forget",
     "recover",
     "status",

@@ -18,6 +18,7 @@ import select
 import selectors
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
@@ -515,6 +516,12 @@ class Brokers:
         self._idle: list[Connections] = []
         self._pid = os.getpid()
         self._closed = False
+        _made.add(self)
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether they were made, and not closed, before this process was forked."""
+        return not self._closed and self._pid != os.getpid()
 
     def exchange(
         self, requests: Sequence[tuple[int, Request | Message]], deadline: Deadline, *, spread: bool = False
@@ -575,6 +582,20 @@ class Brokers:
 
 _ANY_SIZE: Final = 2**31 - 1
 """The largest batch of a log must fit into an answer: the brokers limit it."""
+
+
+_made: Final[weakref.WeakSet[Brokers]] = weakref.WeakSet()
+_loaded_in: Final = os.getpid()
+
+
+def was_forked() -> bool:
+    """Whether this process was forked after it had loaded this module."""
+    return os.getpid() != _loaded_in
+
+
+def inherited() -> int:
+    """How many connections of writers and callers to a cluster came through a fork. Each is refused in this process."""
+    return sum(brokers.is_inherited for brokers in list(_made))
 
 
 def _forked() -> IllegalStateError:

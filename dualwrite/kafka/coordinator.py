@@ -50,6 +50,7 @@ from dualwrite.kafka.opening_messages import (
     ResourceType,
 )
 from dualwrite.kafka.transaction_ends import PostedQuestion, States
+from dualwrite.protocol.kafka_requirements import TIME_LIMIT
 from dualwrite.protocol.lost_decisions import Later
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.values import (
@@ -121,7 +122,7 @@ class KafkaCoordinator:
 
         def ask(_: list[None]) -> dict[None, int | None]:
             requests = [
-                (node, DescribeConfigs(ResourceType.BROKER, [str(node)], _LONGEST_TIMEOUT))
+                (node, DescribeConfigs(ResourceType.BROKER, [str(node)], TIME_LIMIT))
                 for node in self._brokers.nodes(deadline)
             ]
             found = []
@@ -135,11 +136,11 @@ class KafkaCoordinator:
                     why = verdict(broker.error_code, "the broker's configuration", "DescribeConfigs on the cluster")
                     if why is not None:
                         raise why
-                    if (value := broker.values.get(_LONGEST_TIMEOUT)) is not None:
+                    if (value := broker.values.get(TIME_LIMIT)) is not None:
                         found.append(int(value))
             return {None: min(found)}
 
-        return until_answered([None], ask, deadline, f"report its {_LONGEST_TIMEOUT}")[None]
+        return until_answered([None], ask, deadline, f"report its {TIME_LIMIT}")[None]
 
     def describe(self, kafka_ids: Collection[str], deadline: Deadline) -> Mapping[str, TransactionView]:
         """The coordinator's view of each id; an unknown id has the status ``NO_SUCH_ID``. Source: KIP-664."""
@@ -692,7 +693,6 @@ def _shown(there: Producers | None, producer_id: int) -> ShownProducer | None:
 # Describes transactions, as their coordinators see them, and the cluster: its id and its limit of transaction timeouts.
 
 _CLEANUP: Final = "cleanup.policy"
-_LONGEST_TIMEOUT: Final = "transaction.max.timeout.ms"
 
 _STATUS: Final = {status.value: status for status in TransactionStatus if status is not TransactionStatus.NO_SUCH_ID}
 

@@ -23,6 +23,8 @@ from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError, Tran
 from dualwrite.interfaces import TransactionCoordinator
 from dualwrite.kafka.failures import Failure
 from dualwrite.kafka.transaction_ends import PendingEnd, know_end
+from dualwrite.protocol.findings import Status
+from dualwrite.protocol.kafka_requirements import time_limit
 from dualwrite.protocol.known_end import EndStep, left_undecided
 from dualwrite.protocol.lives import WAY_ON, ProducerEvent, ProducerState
 from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch
@@ -460,25 +462,14 @@ def warn_if_bounded(
     requested_ms: int | None, broker_maximum_ms: int | None, chosen_ms: int, *, cluster_id: str, transactional_id: str
 ) -> None:
     """Warn, once per process and cluster, if the broker and not the user limits the guarantee."""
-    if requested_ms is not None or chosen_ms >= GREATEST_TIMEOUT_MS:
+    finding = time_limit(requested_ms, broker_maximum_ms, chosen_ms, greatest_ms=GREATEST_TIMEOUT_MS)
+    if finding.status is not Status.WARNING:
         return
     with _warned_lock:
         if cluster_id in _warned:
             return
         _warned.add(cluster_id)
-    why = (
-        f"The brokers' transaction.max.timeout.ms is {broker_maximum_ms}"
-        if broker_maximum_ms is not None
-        else f"The brokers' transaction.max.timeout.ms cannot be read, so their default of {chosen_ms} is assumed"
-    )
-    logger.warning(
-        "%s: %s: if a decided transaction is not completed within %.0f s (owner dead, no recovery run), the broker "
-        "aborts it and it is LOST. Set transaction.max.timeout.ms=%d on the brokers",
-        transactional_id,
-        why,
-        chosen_ms / 1000,
-        NEVER_MS,
-    )
+    logger.warning("%s: %s; %s", transactional_id, finding, finding.remedy)
 
 
 def log_that_unlimited(how: str, *, cluster_id: str, transactional_id: str) -> None:

@@ -223,15 +223,15 @@ class ResourceType(IntEnum):
 
 
 class DescribeConfigs:
-    """One setting of each of these resources."""
+    """Some settings of each of these resources."""
 
     NAME, KEY, VERSION = "DescribeConfigs", 32, 4
-    __slots__ = ("kind", "names", "setting")
+    __slots__ = ("kind", "names", "settings")
 
-    def __init__(self, kind: ResourceType, names: Collection[str], setting: str) -> None:
+    def __init__(self, kind: ResourceType, names: Collection[str], *settings: str) -> None:
         self.kind = kind
         self.names = names
-        self.setting = setting
+        self.settings = settings
 
     def version(self, offered: Offered) -> int:
         """See :class:`~dualwrite.kafka.messages.Request`."""
@@ -239,8 +239,8 @@ class DescribeConfigs:
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
         """See :class:`~dualwrite.kafka.messages.Request`."""
-        kind, setting = self.kind.to_bytes(1, "big"), _texts([self.setting]) + NO_TAGS
-        resources = b"".join(kind + compact(name) + setting for name in self.names)
+        kind, settings = self.kind.to_bytes(1, "big"), _texts(self.settings) + NO_TAGS
+        resources = b"".join(kind + compact(name) + settings for name in self.names)
         body = unsigned(len(self.names) + 1) + resources + _NEITHER_SYNONYMS_NOR_DOCUMENTATION
         return framed(self.KEY, version, correlation_id, client, body)
 

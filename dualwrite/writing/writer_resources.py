@@ -15,6 +15,7 @@ from dualwrite.errors import Fenced, IllegalStateError, Unavailable
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import LaneProducer
 from dualwrite.kafka.transaction_ends import EndQuestions, look_again
+from dualwrite.protocol.kafka_requirements import compaction
 from dualwrite.protocol.values import DEFAULT_LIMITS, Partition, lane_id, lane_number, outbox_id
 from dualwrite.recovery.claim import OwnerContext, claim_every_lane, claim_lanes, settle_lanes
 from dualwrite.recovery.in_doubt import reporting_at_open
@@ -108,12 +109,7 @@ class ReaderWarnings:
         self._looked_up |= new
         try:
             for topic in sorted(self._coordinator.compacted(new, Deadline(_LOOK_S))):
-                logger.warning(
-                    "%s: the topic %r is compacted: a consumer that lags behind sees only the newest message of each key, and "
-                    "so only a part of some transactions",
-                    self._name,
-                    topic,
-                )
+                logger.warning("%s: %s", self._name, compaction(topic, "compact"))
         except Exception as error:  # noqa: BLE001 - it is only a warning
             logger.debug("could not find out whether topics are compacted: %s", error)
 

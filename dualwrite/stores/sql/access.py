@@ -18,7 +18,7 @@ import socket
 import sqlite3
 import sys
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
@@ -771,6 +771,11 @@ def driver_words(error: BaseException) -> str:
     return text.strip().partition("\n")[0] or type(orig).__name__
 
 
+def version_of(connection: Connection) -> tuple[int, ...]:
+    """The server's version, as numbers."""
+    return tuple(number for number in connection.dialect.server_version_info or () if isinstance(number, int))
+
+
 def shown_url(url: URL | str) -> str:
     """The address to show: no password, and no query, which may hold one too."""
     return make_url(url).set(query={}).render_as_string(hide_password=True)
@@ -864,24 +869,32 @@ def grants_to_delete(url: URL, schema: str | None) -> str:
     return _said(url, schema, rights, "the role")
 
 
-def grants_to_work(url: URL | None, schema: str | None) -> str:
-    """The GRANTs for everything but deleting what recovery may need. Messages that waited are deleted as they are sent."""
-    written = (
-        STATE_TABLE,
-        INCIDENT_TABLE,
-        SLOT_TABLE,
-        LEDGER_TABLE,
-        RUN_TABLE,
-        CONSUMED_TABLE,
-        LEASE_TABLE,
-        OUTBOX_MODE_TABLE,
-    )
-    rights = [
-        ("SELECT, INSERT, UPDATE", written),
-        ("SELECT, INSERT, DELETE", (OUTBOX_TABLE, OUTBOX_ASIDE_TABLE)),
-        ("SELECT", (VERSION_TABLE, BATCH_VIEW)),
-    ]
-    return _said(url, schema, rights, '"the application"', works=True)
+_READ: Final = ("SELECT",)
+_KEEP: Final = ("SELECT", "INSERT", "UPDATE")
+_PASS_ON: Final = ("SELECT", "INSERT", "DELETE")
+WRITER: Final = "a writer"
+PURPOSES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    WRITER: {STATE_TABLE: _KEEP, INCIDENT_TABLE: _KEEP, VERSION_TABLE: _READ},
+    "status and recover": {SLOT_TABLE: _READ, LEASE_TABLE: _READ},
+    "fleets": {LEASE_TABLE: _KEEP},
+    "consumers with offsets in the database": {CONSUMED_TABLE: _KEEP},
+    "messages that wait": {OUTBOX_TABLE: _PASS_ON, OUTBOX_ASIDE_TABLE: _PASS_ON, OUTBOX_MODE_TABLE: _KEEP},
+    "Spark": {SLOT_TABLE: _KEEP, LEDGER_TABLE: _KEEP, RUN_TABLE: _KEEP, BATCH_VIEW: _READ},
+}
+"""By purpose, the rights on each table. Messages that waited are deleted as they are sent."""
+
+
+def grants_to_work(url: URL | None, schema: str | None, purposes: Collection[str] = tuple(PURPOSES)) -> str:
+    """The GRANTs for these purposes; for everything but deleting what recovery may need if none is named."""
+    of_table: dict[str, tuple[str, ...]] = {}
+    for purpose in purposes:
+        for name, rights in PURPOSES[purpose].items():
+            of_table[name] = max(of_table.get(name, ()), rights, key=len)
+    by_rights: dict[tuple[str, ...], list[str]] = {}
+    for name, rights in of_table.items():
+        by_rights.setdefault(rights, []).append(name)
+    said = [(", ".join(rights), tuple(names)) for rights, names in by_rights.items()]
+    return _said(url, schema, said, '"the application"', works=True)
 
 
 def _said(

@@ -13,6 +13,7 @@ from sqlalchemy import ColumnElement, and_, delete, exc, func, or_, select, tupl
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.interfaces import PAUSED_OWNER_TIMEOUT_S, Database, Traits
+from dualwrite.protocol.findings import Status
 from dualwrite.protocol.values import owner_prefix, pool_of_sink
 from dualwrite.stores.sql import dialect
 from dualwrite.stores.sql.access import (
@@ -166,10 +167,10 @@ class SqlDatabase(Database):
 
         try:
             with self.engine.connect() as connection:
-                found = kept_versions(connection, declare_tables(self.tables_schema))
+                finding = kept_versions(connection, declare_tables(self.tables_schema))
         except exc.SQLAlchemyError as error:
             raise map_database_error(error, self.engine, self._schema) from error
-        return () if found is None else (found,)
+        return () if finding.status is Status.OK else (f"{finding}: {finding.remedy}",)
 
     def forgetting(self) -> Forgetting:
         return Forgetting(self.engine, self.tables_schema, has_outbox=self._has_outbox)

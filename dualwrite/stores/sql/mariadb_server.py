@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, cast
 
-from sqlalchemy import literal_column, select, text
+from sqlalchemy import exc, literal_column, select, text
 
-from dualwrite.errors import ConfigurationError
+from dualwrite.protocol import database_requirements as requirements
+from dualwrite.protocol.database_requirements import refuse
+from dualwrite.protocol.findings import Status, Unasked
+from dualwrite.stores.sql.access import Meaning, driver_words, meaning_of, version_of
 from dualwrite.stores.sql.tables import OWN_TABLES
 
 if TYPE_CHECKING:
@@ -19,7 +22,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_OLDEST: Final = {True: ("MariaDB", (10, 6)), False: ("MySQL", (8, 0, 17))}  # SKIP LOCKED; utf8mb4_0900_bin
 _OFF: Final = frozenset({"0", "OFF", "off"})
 FACTS: Final = (
     "@@global.read_only",
@@ -30,7 +32,6 @@ FACTS: Final = (
 )
 """Read in every dual write."""
 _MORE_FACTS: Final = ("@@global.innodb_doublewrite", "@@session.character_set_client", "@@session.sql_mode")
-_STRICT: Final = frozenset({"STRICT_TRANS_TABLES", "STRICT_ALL_TABLES"})
 
 _OTHER_ENGINES: Final = text(
     "SELECT table_name, engine FROM information_schema.tables "
@@ -53,62 +54,60 @@ class Server:
 
     def check(self, connection: Connection, tables: Tables | None = None) -> None:
         """Refuse a server or a connection that may lose or change what is written."""
-        product, oldest = _OLDEST[is_mariadb(connection)]
-        version = connection.dialect.server_version_info or ()
-        if version < oldest:
-            raise ConfigurationError(
-                f"{product} {'.'.join(map(str, version))} is too old",
-                next_step=f"use {product} {'.'.join(map(str, oldest))} or newer",
-            )
+        refuse(requirements.mariadb_version(version_of(connection), is_mariadb=is_mariadb(connection)))
         row: Sequence[object] = connection.execute(select(*map(literal_column, [*FACTS, *_MORE_FACTS]))).one()
         check_facts(row)
-        doublewrite, charset, mode = row[len(FACTS) :]
-        if charset != "utf8mb4":
-            raise ConfigurationError(
-                f"the connection's character set is {charset}: it cannot carry every transactional id",
-                next_step="remove charset= from the URL, or write charset=utf8mb4",
-            )
+        doublewrite, charset, mode = map(str, row[len(FACTS) :])
+        refuse(requirements.charset(charset))
         if tables is not None and not self._checked:
-            _check_tables(connection, tables)
-            _check_primary(connection)
+            refuse(*(requirements.other_engine(*found) for found in other_engines(connection, tables).items()))
+            refuse(requirements.replica(is_replica=is_replica(connection)))
             self._checked = True
-        self._warn(product, mode, doublewrite)
+        self._warn(connection, mode, doublewrite)
 
-    def _warn(self, product: str, mode: object, doublewrite: object) -> None:
+    def _warn(self, connection: Connection, mode: str, doublewrite: str) -> None:
         if self._warned:
             return
         self._warned = True
-        if _STRICT.isdisjoint(str(mode).split(",")):
-            logger.warning(
-                "sql_mode is not strict: %s shortens or changes values that do not fit your columns, and commits such rows "
-                "with their messages; add STRICT_TRANS_TABLES to it",
-                product,
-            )
-        if str(doublewrite) in _OFF:
-            logger.warning(
-                "%s runs with innodb_doublewrite=OFF: unless its file system writes pages atomically, committed data may be "
-                "lost when its machine crashes",
-                product,
-            )
+        is_maria = is_mariadb(connection)
+        for finding in (
+            requirements.strict_mode(mode, is_mariadb=is_maria),
+            requirements.doublewrite(doublewrite, is_mariadb=is_maria),
+        ):
+            if finding.status is Status.WARNING:
+                logger.warning("%s; %s", finding, finding.remedy)
+
+
+def facts_of(connection: Connection, tables: Tables) -> requirements.MariadbFacts:
+    """What shows of the server, for the rules."""
+    row: Sequence[object] = connection.execute(select(*map(literal_column, [*FACTS, *_MORE_FACTS]))).one()
+    writes, flush, logs, sync, _, doublewrite, charset, mode = map(str, row)
+    return requirements.MariadbFacts(
+        is_mariadb=is_mariadb(connection),
+        version=version_of(connection),
+        durability=(writes, flush, logs, sync),
+        doublewrite=doublewrite,
+        charset=charset,
+        sql_mode=mode,
+        other_engines=other_engines(connection, tables),
+        is_replica=is_replica(connection),
+        prepared=_prepared(connection),
+    )
+
+
+def _prepared(connection: Connection) -> Sequence[str] | Unasked:
+    try:
+        return [str(row[3]) for row in connection.execute(text("XA RECOVER"))]
+    except exc.DBAPIError as error:
+        if meaning_of(error) is not Meaning.PRIVILEGE:
+            raise
+        return Unasked(driver_words(error), "grant XA_RECOVER_ADMIN to see them")
 
 
 def check_facts(values: Sequence[object]) -> None:
     """Refuse, by the values of :data:`FACTS`, a server that is read-only, or forgets in a crash what it has committed."""
-    read_only, flush, logs, sync, *_ = (str(value) for value in values)
-    if read_only not in _OFF:
-        raise ConfigurationError(
-            "the server is read-only: it is a replica, or is being maintained", next_step="connect to the primary"
-        )
-    if flush not in {"1", "3"}:
-        raise ConfigurationError(
-            f"innodb_flush_log_at_trx_commit is {flush}: committed data may be lost when the server's machine crashes",
-            next_step="SET GLOBAL innodb_flush_log_at_trx_commit = 1, and the same in the server's configuration",
-        )
-    if logs not in _OFF and sync != "1":
-        raise ConfigurationError(
-            f"the binary log is on, and sync_binlog is {sync}: after a crash the server rolls back what the log has lost",
-            next_step="SET GLOBAL sync_binlog = 1, and the same in the server's configuration",
-        )
+    read_only, flush, logs, sync, *_ = map(str, values)
+    refuse(*requirements.mariadb_durability(read_only, flush, logs, sync))
 
 
 def rolls_back_on_timeout(values: Sequence[object]) -> bool:
@@ -116,20 +115,13 @@ def rolls_back_on_timeout(values: Sequence[object]) -> bool:
     return str(values[len(FACTS) - 1]) not in _OFF
 
 
-def _check_tables(connection: Connection, tables: Tables) -> None:
-    for name, engine in connection.execute(_OTHER_ENGINES, {"schema": tables.schema}):
-        if name in OWN_TABLES:
-            raise ConfigurationError(
-                f"the table {name} is in the engine {engine}, which has no transactions",
-                next_step=f"ALTER TABLE {name} ENGINE=InnoDB",
-            )
+def other_engines(connection: Connection, tables: Tables) -> Mapping[str, str]:
+    """The library's tables that are not InnoDB's, and their engines."""
+    found = connection.execute(_OTHER_ENGINES, {"schema": tables.schema})
+    return {name: engine for name, engine in found if name in OWN_TABLES}
 
 
-def _check_primary(connection: Connection) -> None:
+def is_replica(connection: Connection) -> bool:
     """MySQL shows this only to roles with a special right, so ``read_only`` must be enough there."""
     found = connection.execute(_REPLICATES).one_or_none() if is_mariadb(connection) else None
-    if found is not None and found[1] == "ON":
-        raise ConfigurationError(
-            "the server is a replica, although it may be written to: its primary knows nothing of what is decided here",
-            next_step="connect to the primary",
-        )
+    return found is not None and found[1] == "ON"

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -45,10 +45,22 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.util import await_only
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.protocol import database_requirements as requirements
+from dualwrite.protocol.database_requirements import refuse
+from dualwrite.protocol.findings import Finding, Status, Unasked
 from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.protocol.values import PackedColumn
 from dualwrite.stores.sql import dialect
-from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, Begun, begun_on, ended_inside, sqlstate_of
+from dualwrite.stores.sql.access import (
+    LEFT_IN_AUTOCOMMIT,
+    LEFT_OPEN,
+    Begun,
+    begun_on,
+    driver_words,
+    ended_inside,
+    sqlstate_of,
+    version_of,
+)
 from dualwrite.stores.sql.dialect import Identity, Standing
 from dualwrite.stores.sql.drivers import PREFIX, WATCHDOG, Watch, line_of, own_connection
 from dualwrite.stores.sql.savepoint_probe import PsycopgWitness
@@ -88,7 +100,6 @@ _STANDINGS: Final = {0: Standing.ENDED, 1: Standing.OPEN, 2: Standing.OPEN, 3: S
 _IDLE: Final = 0
 _ACTIVE: Final = 1
 _IN_TRANSACTION: Final = 2
-_OLDEST: Final = (13,)  # pg_current_xact_id
 
 # SQLSTATE classes that leave a COMMIT in doubt, even if the connection survives: a proxy may have sent them, or the
 # storage failed. Every other error in answer to COMMIT means a rollback: once the commit record is written, PostgreSQL
@@ -619,21 +630,14 @@ class PostgreSQL:
         self._check_server(connection)
 
     def _check_server(self, connection: Connection, *settings: str) -> None:
-        version = connection.dialect.server_version_info
-        if version is not None and version < _OLDEST:
-            raise ConfigurationError(
-                f"PostgreSQL {'.'.join(map(str, version))} is too old", next_step="use PostgreSQL 13 or newer"
-            )
+        refuse(requirements.postgresql_version(version_of(connection)))
         facts = ("pg_is_in_recovery()", "current_setting('fsync')")
         row: Sequence[object] = connection.execute(select(*map(literal_column, [*facts, *settings]))).one()
         if row[0]:
-            raise ConfigurationError(
-                "the database is a standby: it cannot decide, and may show old data",
-                next_step="connect to the primary (target_session_attrs=read-write)",
-            )
-        if row[1] == "off" and not self._warned:
+            refuse(requirements.standby(is_standby=True))
+        if not self._warned and (finding := requirements.fsync(str(row[1]))).status is Status.WARNING:
             self._warned = True
-            logger.warning("PostgreSQL runs with fsync=off: committed data may be lost when its machine crashes")
+            logger.warning("%s; %s", finding, finding.remedy)
 
     def start_columns(self) -> Sequence[ColumnElement[object]]:
         """Whether the transaction is read-only, its isolation, and when it began; also limits its idle time."""
@@ -648,10 +652,7 @@ class PostgreSQL:
         read_only, isolation, started, _ = values
         begun = begun_on(connection) or _begun(connection)
         if read_only == "on":
-            raise ConfigurationError(
-                "the transaction is read-only",
-                next_step="connect to the primary, with a role whose default_transaction_read_only is off",
-            )
+            refuse(requirements.read_only("on"))
         if begun.joined_late and isolation not in _FRESH:
             # A claim since the transaction's snapshot would not be seen: the owner could produce while it is settled.
             raise IllegalStateError(
@@ -872,17 +873,17 @@ _UNLOGGED: Final = text("SELECT relpersistence <> 'p' FROM pg_class WHERE oid = 
 
 def refuse_unlogged(connection: Connection, tables: Tables) -> None:
     """Refuse tables for messages that wait which the server would empty after a crash, with what was committed in them."""
+    for name in _unlogged(connection, tables):
+        refuse(requirements.unlogged(name))
+
+
+def _unlogged(connection: Connection, tables: Tables) -> Iterator[str]:
     for table in (tables.state, tables.outbox, tables.aside, tables.mode):
         name = connection.dialect.identifier_preparer.format_table(table)
         if connection.scalar(_UNLOGGED, {"name": name}):
-            raise ConfigurationError(
-                f"the table {name} is unlogged: the server empties it after a crash",
-                next_step=f"ALTER TABLE {name} SET LOGGED",
-            )
+            yield name
 
 
-_MANY_VERSIONS: Final = 1000
-"""A look-up that reads past a thousand takes about thirty pages. Without an old snapshot there are never more than a few."""
 _KEPT: Final = text("SELECT n_dead_tup FROM pg_stat_all_tables WHERE relid = to_regclass(:name)")
 _OLDEST_SNAPSHOT: Final = text(
     "SELECT pid, coalesce(nullif(application_name, ''), backend_type), coalesce(state, 'unknown') FROM pg_stat_activity "
@@ -890,23 +891,84 @@ _OLDEST_SNAPSHOT: Final = text(
 )
 
 
-def kept_versions(connection: Connection, tables: Tables) -> str | None:
-    """The words for old versions of rows that cannot be removed; None if there are few.
+def kept_versions(connection: Connection, tables: Tables) -> Finding:
+    """What was found about old versions of rows that cannot be removed.
 
     While any snapshot in the database is older, PostgreSQL keeps a version of each update, and each look-up reads past all of
     them.
     """
     name = connection.dialect.identifier_preparer.format_table(tables.state)
     kept = connection.scalar(_KEPT, {"name": name}) or 0
-    if kept < _MANY_VERSIONS:
-        return None
+    return requirements.old_versions(name, kept, lambda: _oldest_snapshot(connection))
+
+
+def _oldest_snapshot(connection: Connection) -> str:
     oldest = connection.execute(_OLDEST_SNAPSHOT).one_or_none()
-    whose = (
-        "this role may see no session that holds them"
-        if oldest is None
-        else f"of the sessions that this role may see, {oldest[0]} ({oldest[1]}, {oldest[2]}) has the oldest snapshot"
+    if oldest is None:
+        return "this role may see no session that holds them"
+    return f"of the sessions that this role may see, {oldest[0]} ({oldest[1]}, {oldest[2]}) has the oldest snapshot"
+
+
+# What shows of the server and of a pooler, for the rules about both.
+
+_SETTINGS: Final = (
+    "default_transaction_read_only",
+    "fsync",
+    "full_page_writes",
+    "max_prepared_transactions",
+    "synchronous_commit",
+    "synchronous_standby_names",
+)
+_ALL_PREPARED: Final = text(
+    "SELECT gid, extract(epoch FROM clock_timestamp() - prepared)::float FROM pg_prepared_xacts "
+    "WHERE database = current_database() ORDER BY prepared"
+)
+_IDLE_SESSIONS: Final = text(
+    "SELECT pid || ' (' || coalesce(nullif(application_name, ''), usename) || ')', "
+    "extract(epoch FROM clock_timestamp() - xact_start)::float FROM pg_stat_activity "
+    "WHERE datname = current_database() AND state LIKE 'idle in transaction%' AND pid <> pg_backend_pid() "
+    "ORDER BY xact_start"
+)
+_OUTBOX_SIZE: Final = text(
+    "SELECT n_dead_tup, n_live_tup, pg_total_relation_size(relid) FROM pg_stat_all_tables WHERE relid = to_regclass(:name)"
+)
+
+
+def facts_of(connection: Connection, tables: Tables | None) -> requirements.PostgresFacts:
+    """What shows of the server to this role. ``tables`` is None if they are not there."""
+    settings = text(", ".join(f"current_setting('{name}')" for name in _SETTINGS))
+    *values, is_standby = connection.execute(select(settings, literal_column("pg_is_in_recovery()"))).one()
+    outbox = None
+    if tables is not None:
+        name = connection.dialect.identifier_preparer.format_table(tables.outbox)
+        outbox = connection.execute(_OUTBOX_SIZE, {"name": name}).one_or_none()
+    return requirements.PostgresFacts(
+        version=version_of(connection),
+        is_standby=bool(is_standby),
+        settings=dict(zip(_SETTINGS, map(str, values), strict=True)),
+        pooler=_pooler(connection),
+        prepared=[(gid, age_s) for gid, age_s in connection.execute(_ALL_PREPARED)],
+        idle=[(who, age_s) for who, age_s in connection.execute(_IDLE_SESSIONS)],
+        unlogged=() if tables is None else tuple(_unlogged(connection, tables)),
+        outbox=None if outbox is None else (outbox[0], outbox[1], outbox[2]),
     )
-    return (
-        f"{kept:,} old versions of rows in {name} are kept for a long transaction, a replication slot or a prepared "
-        f"transaction, and each dual write reads past those of its row: {whose}; end it, and vacuum the table if they stay"
+
+
+def _pooler(connection: Connection) -> requirements.PoolerFacts | Unasked:
+    """What shows of a pooler.
+
+    It tells each connection a process id of its own, and where it shares sessions, the next connection gets ours.
+    """
+    driver: Any = _driver(connection)
+    ours = connection.exec_driver_sql(WHICH_SERVER).scalar()
+    if ours == driver.pgconn.backend_pid:
+        return requirements.PoolerFacts(is_between=False, shares=False, prepares=False)
+    connection.commit()  # a pooler by transaction now gives the session to the next connection that needs one
+    try:
+        with connection.engine.connect() as other:
+            theirs = other.exec_driver_sql(WHICH_SERVER).scalar()
+    except exc.SQLAlchemyError as error:
+        return Unasked(f"a pooler is there, and a second connection could not be made: {driver_words(error)}")
+    return requirements.PoolerFacts(
+        is_between=True, shares=theirs == ours, prepares=driver.prepare_threshold is not None
     )

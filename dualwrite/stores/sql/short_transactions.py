@@ -28,7 +28,8 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_rand
 
 from dualwrite.errors import ConfigurationError, DualWriteError, Unavailable
 from dualwrite.interfaces import PAUSED_OWNER_TIMEOUT_S
-from dualwrite.protocol.values import TableFit, table_fit
+from dualwrite.protocol.database_requirements import refuse, tables_fit
+from dualwrite.protocol.findings import Status
 from dualwrite.stores.sql.access import (
     Meaning,
     begin_on,
@@ -43,6 +44,7 @@ from dualwrite.stores.sql.tables import MYSQL, SINCE, VERSION_TABLE
 from dualwrite.waiting import elsewhere
 
 if TYPE_CHECKING:
+    from dualwrite.protocol.findings import Finding
     from dualwrite.stores.sql.dialect import Dialect, Identity
     from dualwrite.stores.sql.tables import Tables
 
@@ -198,30 +200,25 @@ def check_schema(engine: Engine, schema: str | None = None) -> FoundTables:
     The tables may be missing, older, newer, or unreadable to us; the message names the command. Returns where they are.
     """
     dialect_of(engine)
-    command, advice = migrate_command(engine.url, schema), migrate_advice(engine.url, schema)
+    found, finding = judge_tables(engine, schema)
+    refuse(finding)
+    assert found is not None, "missing tables are refused"
+    if finding.status is Status.WARNING:
+        logger.warning("%s; %s", finding.found, finding.remedy)
+    return found
+
+
+def judge_tables(engine: Engine, schema: str | None = None) -> tuple[FoundTables | None, Finding]:
+    """The tables, None if they are not there, and whether this library may work with them. Raises as :func:`check_schema`."""
     found = _find_tables(engine, schema)
-    where = "the database" if schema is None else f"schema {schema!r}"
-    if found is None:
-        raise ConfigurationError(f"dualwrite's tables are not in {where}", next_step=advice)
-    fit = table_fit(found.revision, SCHEMA_REVISION)
-    shown = f"dualwrite's tables in {where} are of version {found.revision}"
-    if fit is TableFit.OLDER:
-        logger.warning(
-            "%s: this library, of version %s, works without what that adds; %s", shown, SCHEMA_REVISION, advice
-        )
-    if fit in {TableFit.SAME, TableFit.OLDER, TableFit.NEWER}:
-        return found
-    if fit is TableFit.TOO_OLD:
-        raise ConfigurationError(
-            f"{shown}; they are older than this library, which needs {SCHEMA_REVISION}, or the version before",
-            next_step=advice,
-        )
-    why = "they lack what it uses" if fit is TableFit.CONTRACTED else "it takes those of the next version at most"
-    raise ConfigurationError(
-        f"{shown}; this library is older, it knows only {SCHEMA_REVISION}: {why}",
-        next_step="install the library's newer version; or go back with the newer one: "
-        f"{command} --downgrade --revision {SCHEMA_REVISION}",
+    finding = tables_fit(
+        None if found is None else found.revision,
+        SCHEMA_REVISION,
+        where="the database" if schema is None else f"schema {schema!r}",
+        migrate=migrate_advice(engine.url, schema),
+        go_back=f"{migrate_command(engine.url, schema)} --downgrade --revision {SCHEMA_REVISION}",
     )
+    return found, finding
 
 
 def _find_tables(engine: Engine, schema: str | None) -> FoundTables | None:

@@ -1,0 +1,270 @@
+"""Gathers what a cluster shows of itself, and of this user's rights, for :mod:`dualwrite.protocol.kafka_requirements`.
+
+Changes nothing. Rights on transactional ids cannot be listed without a right on the cluster, so they are tried out: by requests
+about ids that no writer uses, sent to a broker that need not be their coordinator. A broker checks the rights first, and then
+finds nothing to do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from kafka.protocol.admin.cluster import DescribeQuorumRequest
+from kafka.protocol.admin.transactions import DescribeTransactionsRequest
+from kafka.protocol.metadata import ApiVersionsRequest, MetadataRequest
+from kafka.protocol.producer.transaction import EndTxnRequest, InitProducerIdRequest
+
+from dualwrite.clock import Deadline
+from dualwrite.errors import ConfigurationError
+from dualwrite.kafka.brokers import Brokers, NotYet
+from dualwrite.kafka.engine import choose_transaction_timeout_ms
+from dualwrite.kafka.error_codes import MISSING_RIGHT, Code, code_name
+from dualwrite.kafka.opening_messages import DescribeConfigs, DescribedConfig, ResourceType
+from dualwrite.protocol.findings import Unasked
+from dualwrite.protocol.kafka_requirements import (
+    BROKER_SETTINGS,
+    INTERNAL_TOPICS,
+    TIME_LIMIT,
+    TOPIC_SETTINGS,
+    BrokerFacts,
+    KafkaFacts,
+    PartitionFacts,
+    TopicFacts,
+    takes_two_phase,
+    worst_settings,
+)
+from dualwrite.protocol.values import NEVER_MS, lane_id, outbox_id
+
+if TYPE_CHECKING:
+    from dualwrite.kafka.config import KafkaConfig
+    from dualwrite.kafka.coordinator import KafkaCoordinator
+    from dualwrite.kafka.messages import Message
+
+_ONE_BROKER_S: Final = 5.0
+"""Limits the questions to one broker: the others are asked nevertheless."""
+_OPERATIONS: Final = {3: "Read", 4: "Write", 8: "Describe", 10: "DescribeConfigs"}
+_SHARED_EPOCH: Final = 4  # of EndTxn: an older form, which all brokers take
+_WITH_TWO_PHASE: Final = 6  # of InitProducerId
+_FIRST_WITH_FEATURES: Final = 3  # of ApiVersions
+_QUORUM_TOPIC: Final = "__cluster_metadata"
+_TO_READ_SETTINGS: Final = "grant DescribeConfigs on the cluster"
+
+
+def gather(
+    coordinator: KafkaCoordinator, config: KafkaConfig, topics: Collection[str], writer: str | None, deadline: Deadline
+) -> KafkaFacts:
+    """What shows of the cluster. `Unavailable` or `ConfigurationError` if no broker answers, or they refuse us."""
+    brokers = coordinator.brokers
+    cluster_id = coordinator.cluster_id(deadline)
+    addresses = {node: f"{node} at {host}:{port}" for node, (host, port) in sorted(brokers.addresses.brokers.items())}
+    answers = {node: _asked(brokers, node, _ask_versions(), deadline) for node in addresses}
+    alive = [node for node, answer in answers.items() if not isinstance(answer, Unasked)]
+    if not alive:
+        silent = Unasked("no broker answers under the address that the cluster tells")
+        return KafkaFacts(
+            cluster_id,
+            {addresses[node]: answer for node, answer in answers.items() if isinstance(answer, Unasked)},
+            settings=silent,
+            timeout_ms=_chosen(config, None),
+            requested_ms=config.transaction_timeout_ms,
+            topics=dict.fromkeys(topics, silent),
+            ahead_s=silent,
+        )
+    settings = worst_settings([_settings_of_broker(brokers, node, deadline) for node in alive])
+    maximum = None if isinstance(settings, Unasked) else int(settings[TIME_LIMIT])
+    shown = _topics(brokers, alive[0], [*INTERNAL_TOPICS, *topics], deadline)
+    ahead_s, within_s = _ahead_of_controller(brokers, alive[0], deadline)
+    return KafkaFacts(
+        cluster_id,
+        {addresses[node]: _versions(answer) for node, answer in answers.items()},
+        settings,
+        _chosen(config, maximum),
+        requested_ms=config.transaction_timeout_ms,
+        maximum_ms=maximum,
+        internal={name: shown[name] for name in INTERNAL_TOPICS},
+        topics={name: shown[name] for name in topics},
+        id_rights={} if writer is None else _id_rights(brokers, alive[0], writer, settings, deadline),
+        writer=writer,
+        max_message_bytes=config.max_message_bytes,
+        ahead_s=ahead_s,
+        within_s=within_s,
+    )
+
+
+def _asked(brokers: Brokers, node: int, request: Message, deadline: Deadline) -> Any:
+    """The answer, or :class:`Unasked`."""
+    try:
+        [answer] = brokers.exchange([(node, request)], Deadline(min(_ONE_BROKER_S, deadline.remaining_s())))
+    except NotYet as reason:
+        return Unasked(str(reason))
+    except ConfigurationError as error:  # the request is not offered, or the login is refused there
+        return Unasked(error.what, error.next_step)
+    return Unasked(str(answer)) if isinstance(answer, NotYet) else answer
+
+
+def _chosen(config: KafkaConfig, maximum_ms: int | None) -> int | ConfigurationError:
+    try:
+        return choose_transaction_timeout_ms(config.transaction_timeout_ms, maximum_ms, greatest_ms=NEVER_MS)
+    except ConfigurationError as error:
+        return error
+
+
+def _ask_versions() -> Message:
+    return ApiVersionsRequest(
+        client_software_name="dualwrite", client_software_version="0", min_version=_FIRST_WITH_FEATURES
+    )
+
+
+def _versions(answer: Message | Unasked) -> BrokerFacts | Unasked:
+    if isinstance(answer, Unasked):
+        return answer
+    known = {feature.name: feature.max_version for feature in answer.supported_features or ()}
+    finalized = {feature.name: feature.max_version_level for feature in answer.finalized_features or ()}
+    return BrokerFacts(
+        frozenset(api.api_key for api in answer.api_keys),
+        known.get("metadata.version"),
+        finalized.get("transaction.version", 0),
+        known.get("transaction.version", 0),
+    )
+
+
+def _settings_of_broker(brokers: Brokers, node: int, deadline: Deadline) -> Mapping[str, str] | Unasked:
+    answer: Sequence[DescribedConfig] | Unasked = _asked(
+        brokers, node, DescribeConfigs(ResourceType.BROKER, [str(node)], *BROKER_SETTINGS), deadline
+    )
+    if isinstance(answer, Unasked):
+        return answer
+    [result] = answer
+    return _settings(result, "the brokers' settings", _TO_READ_SETTINGS)
+
+
+def _settings(found: DescribedConfig, whose: str, remedy: str) -> Mapping[str, str] | Unasked:
+    if found.error_code:
+        missing = found.error_code in MISSING_RIGHT
+        return Unasked(f"{whose}: {code_name(found.error_code)}", remedy if missing else "run it again")
+    return {name: value for name, value in found.values.items() if value is not None}
+
+
+# Topics: whether they are there, their replicas, their settings, and this user's rights on them.
+
+
+def _topics(
+    brokers: Brokers, node: int, topics: Iterable[str], deadline: Deadline
+) -> Mapping[str, TopicFacts | Unasked | None]:
+    names = list(dict.fromkeys(topics))
+    asked = [MetadataRequest.MetadataRequestTopic(name=name) for name in names]
+    seen = _asked(
+        brokers,
+        node,
+        MetadataRequest(topics=asked, allow_auto_topic_creation=False, include_topic_authorized_operations=True),
+        deadline,
+    )
+    if isinstance(seen, Unasked):
+        return dict.fromkeys(names, seen)
+    answer: Sequence[DescribedConfig] | Unasked = _asked(
+        brokers, node, DescribeConfigs(ResourceType.TOPIC, names, *TOPIC_SETTINGS), deadline
+    )
+    settings: dict[str, Mapping[str, str] | Unasked] = (
+        dict.fromkeys(names, answer)
+        if isinstance(answer, Unasked)
+        else {
+            found.resource_name: _settings(
+                found,
+                f"the settings of {found.resource_name}",
+                f"grant DescribeConfigs on the topic {found.resource_name}",
+            )
+            for found in answer
+        }
+    )
+    return {topic.name: _topic(topic, settings[topic.name]) for topic in seen.topics}
+
+
+def _topic(topic: Message, settings: Mapping[str, str] | Unasked) -> TopicFacts | Unasked | None:
+    code: int = topic.error_code
+    if code == Code.UNKNOWN_TOPIC_OR_PARTITION:
+        return None
+    if code:
+        grant = f"grant Describe on the topic {topic.name}"
+        return Unasked(code_name(code), grant if code in MISSING_RIGHT else "run it again")
+    partitions = tuple(
+        PartitionFacts(one.leader_id >= 0, len(one.replica_nodes), len(one.isr_nodes)) for one in topic.partitions
+    )
+    operations = topic.authorized_operations
+    rights = (
+        Unasked("the broker does not tell the rights on a topic")
+        if operations is None
+        else frozenset(name for number, name in _OPERATIONS.items() if number in operations)
+    )
+    return TopicFacts(partitions, rights, settings)
+
+
+# Rights on the transactional ids of a writer.
+
+
+def _id_rights(
+    brokers: Brokers, node: int, writer: str, settings: Mapping[str, str] | Unasked, deadline: Deadline
+) -> Mapping[str, bool | Unasked]:
+    # A grant on "orders." covers the first lane and not the others; only one on "orders" covers all of them.
+    ids = [f"{name}.doctor" for name in (writer, lane_id(writer, 1), outbox_id(writer))]
+
+    def each(make: Callable[[str], Message], codes: Callable[[Message], Collection[int]]) -> bool | Unasked:
+        for kafka_id in ids:
+            answer = _asked(brokers, node, make(kafka_id), deadline)
+            if isinstance(answer, Unasked):
+                return answer
+            if Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED in codes(answer):
+                return False
+        return True
+
+    found = {
+        "Describe": each(
+            lambda kafka_id: DescribeTransactionsRequest(transactional_ids=[kafka_id]),
+            lambda answer: [state.error_code for state in answer.transaction_states],
+        ),
+        "Write": each(
+            lambda kafka_id: EndTxnRequest(
+                transactional_id=kafka_id, producer_id=0, producer_epoch=0, committed=False, max_version=_SHARED_EPOCH
+            ),
+            lambda answer: [answer.error_code],
+        ),
+    }
+    if takes_two_phase(settings) is not True or found["Write"] is not True:
+        return found
+    # Brokers refuse to keep a prepared transaction once they have checked the rights, and before they make the id.
+    found["TwoPhaseCommit"] = each(
+        lambda kafka_id: InitProducerIdRequest(
+            transactional_id=kafka_id,
+            transaction_timeout_ms=NEVER_MS,
+            producer_id=-1,
+            producer_epoch=-1,
+            enable2_pc=True,
+            keep_prepared_txn=True,
+            min_version=_WITH_TWO_PHASE,
+        ),
+        lambda answer: [answer.error_code],
+    )
+    return found
+
+
+# The brokers' clock: that of the active controller, which any broker asks for its present state of the quorum.
+
+
+def _ahead_of_controller(brokers: Brokers, node: int, deadline: Deadline) -> tuple[float | Unasked, float]:
+    topic = DescribeQuorumRequest.TopicData
+    request = DescribeQuorumRequest(
+        topics=[topic(topic_name=_QUORUM_TOPIC, partitions=[topic.PartitionData(partition_index=0)])], min_version=1
+    )
+    before, began = time.time(), time.monotonic()
+    answer = _asked(brokers, node, request, deadline)
+    took_s = time.monotonic() - began
+    if isinstance(answer, Unasked):
+        return answer, 0.0
+    if answer.error_code in MISSING_RIGHT:
+        return Unasked("only the state of the quorum tells the brokers' time", "grant Describe on the cluster"), 0.0
+    for quorum in (partition for one in answer.topics for partition in one.partitions):
+        for voter in quorum.current_voters:
+            if voter.replica_id == quorum.leader_id and voter.last_fetch_timestamp > 0:
+                return before + took_s / 2 - voter.last_fetch_timestamp / 1000, took_s / 2
+    return Unasked(f"the controllers do not tell their time ({code_name(answer.error_code)})"), 0.0
