@@ -8,4 +8,5 @@ USERS = {
     "mail": "mail-password",
     "native": "native-password",
     "other": "other-password",
+    "clinic": "clinic-password",
 }

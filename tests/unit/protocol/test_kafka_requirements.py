@@ -121,6 +121,16 @@ def test_a_healthy_cluster_has_nothing_to_mend():
             WARNING,
         ),
         (
+            replace(
+                settings(**TWO_PHASE),
+                id_rights={**HEALTHY.id_rights, "TwoPhaseCommit": False},
+                timeout_ms=900_000,
+                maximum_ms=900_000,
+            ),
+            "transaction.max.timeout.ms",
+            WARNING,
+        ),
+        (
             replace(settings(**TWO_PHASE), id_rights={**HEALTHY.id_rights, "TwoPhaseCommit": REFUSED}),
             "two-phase commit",
             UNKNOWN,
@@ -157,6 +167,7 @@ def test_a_healthy_cluster_has_nothing_to_mend():
         (topic(settings=REFUSED), "replicas of orders", UNKNOWN),
         (topic(settings=REFUSED), "settings of orders", UNKNOWN),
         (topic(settings=REFUSED, partitions=partitions((True, 1, 1))), "replicas of orders", WARNING),
+        (topic(settings=REFUSED, partitions=partitions((True, 2, 2))), "replicas of orders", UNKNOWN),
         (topic_with(unclean_leader_election_enable="true"), "unclean election of orders", WARNING),
         (topic_with(cleanup_policy="compact"), "compaction of orders", WARNING),
         (topic_with(cleanup_policy="compact,delete"), "compaction of orders", WARNING),
