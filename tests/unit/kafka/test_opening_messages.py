@@ -205,19 +205,19 @@ def test_the_answer_about_finalized_features(version, code, offered, levels):
     refuses_every_beginning(lambda data: FinalizedFeatures().read(data, version), whole)
 
 
-@given(st.sampled_from(ResourceType), many_names, names, numbers, clients)
-def test_describe_configs(kind, of, setting, number, client):
+@given(st.sampled_from(ResourceType), many_names, many_names, numbers, clients)
+def test_describe_configs(kind, of, settings, number, client):
     request = DescribeConfigsRequest(
         resources=[
             DescribeConfigsRequest.DescribeConfigsResource(
-                resource_type=kind.value, resource_name=name, configuration_keys=[setting]
+                resource_type=kind.value, resource_name=name, configuration_keys=settings
             )
             for name in of
         ],
         include_synonyms=False,
         include_documentation=False,
     )
-    ours = DescribeConfigs(kind, of, setting).frame(DescribeConfigs.VERSION, number, client)
+    ours = DescribeConfigs(kind, of, *settings).frame(DescribeConfigs.VERSION, number, client)
     assert ours == theirs(request, DescribeConfigs.VERSION, number, client)
 
 
