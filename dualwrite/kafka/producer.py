@@ -37,6 +37,7 @@ from dualwrite.protocol.known_end import EndStep
 from dualwrite.protocol.lives import PRODUCER_LIFE, WAY_ON, Machine, ProducerEvent, ProducerState
 from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, MessageColumns, Unsendable
 from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
+from dualwrite.protocol.process import VERDICT_S
 from dualwrite.protocol.values import NEVER_MS
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ class TransactionalProducer:
         self._timeout_ms: int | None = None
         self._call_timeout_s = self._end_timeout_s = call_timeout_s
         self._flush_timeout_s = call_timeout_s if flush_timeout_s is None else min(flush_timeout_s, call_timeout_s)
+        self._commit_timeout_s = call_timeout_s
         self._bulk = bulk
         self._incarnation = incarnation
         self._wanted = wanted_engine(engine)
@@ -405,7 +407,7 @@ class TransactionalProducer:
             IllegalStateError: There is nothing to commit.
         """
         engine = self._engine_for(ProducerEvent.COMMIT)
-        deadline = Deadline(self._end_timeout_s)
+        deadline = Deadline(self._commit_timeout_s)
         if self._machine.state is ProducerState.KEPT:
             self._kept.commit_ongoing(deadline)
             self._open(ProducerEvent.COMMIT, deadline)
@@ -566,9 +568,9 @@ class LaneProducer(TransactionalProducer):
     It shows what a lane must know before it uses the producer again: how the last transaction has ended, and what the next
     settler must look for. Users have no lanes, so they get a `TransactionalProducer`.
 
-    ``flush_timeout_s`` limits each wait for an answer while the database may hold locks; by default a call has all its time.
-    A coordinator that is not given is made, and closed with the producer. Simulators give ``make_handle`` and
-    ``make_wire``.
+    ``flush_timeout_s`` limits each wait for an answer while the database may hold locks, and that for the answer to a commit;
+    by default a call has all its time. A coordinator that is not given is made, and closed with the producer. Simulators give
+    ``make_handle`` and ``make_wire``.
     """
 
     def __init__(  # Both constructors call _set_up: neither's arguments are the other's.
@@ -599,6 +601,9 @@ class LaneProducer(TransactionalProducer):
             make_handle=make_handle,
             make_wire=make_wire,
         )
+        # At a commit no locks are held any more: wait until it is known whether Kafka is silent, or only slow.
+        self._patient_commit_s = min(call_timeout_s, max(self._flush_timeout_s, VERDICT_S))
+        self._commit_timeout_s = self._patient_commit_s
 
     @property
     def engine(self) -> ProducerEngine:
@@ -614,6 +619,7 @@ class LaneProducer(TransactionalProducer):
         """
         self._end_timeout_s = self._call_timeout_s if seconds is None else min(self._call_timeout_s, seconds)
         self._instance.answer_within_s = min(self._flush_timeout_s, self._end_timeout_s)
+        self._commit_timeout_s = self._patient_commit_s if seconds is None else self._end_timeout_s
 
     @property
     def reusable(self) -> bool:

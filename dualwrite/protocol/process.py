@@ -256,6 +256,8 @@ SUSPECT_S: Final = 1.0
 """After a wait of this length the background asks, too, and again after each of them."""
 SILENT_S: Final = 2.0
 """A question that has waited for so long counts as not answered."""
+VERDICT_S: Final = 3.0
+"""Once a question has waited for so long, it is known whether Kafka is silent."""
 _PROBE_WAITS_S: Final = 0.5
 """For so long at least, the background's own question has waited, too."""
 _NEVER_S: Final = float("-inf")

@@ -133,13 +133,13 @@ def prove_committed(
                 between.wait(deadline)
             view = context.coordinator.describe([kafka_id], deadline)[kafka_id]
             if deadline.expired:
-                raise _pending(row, str(unsettled), known=False)
+                raise pending(row, str(unsettled), known=False)
     except CompletionPending:
         raise
     except DualWriteError as error:
-        raise _pending(row, f"{unsettled}; {error}", known=False) from error
+        raise pending(row, f"{unsettled}; {error}", known=False) from error
     if step is PendingStep.PENDING:
-        raise _pending(row, str(unsettled), known=True)
+        raise pending(row, str(unsettled), known=True)
     if step is not PendingStep.COMMITTED:
         outcome = Outcome.LOST if step is PendingStep.LOST else Outcome.UNVERIFIABLE
         raise _recorded(context, replace(row, prepared=state), outcome)
@@ -159,7 +159,8 @@ def _recorded(context: OwnerContext, row: StateRow, outcome: Outcome) -> DualWri
     return kind(detail, transactional_id=row.transactional_id, state=str(row.prepared))
 
 
-def _pending(row: StateRow, why: str, *, known: bool) -> CompletionPending:
+def pending(row: StateRow, why: str, *, known: bool) -> CompletionPending:
+    """The error of a decided transaction that is not complete. ``known`` says whether Kafka shows that it will be."""
     if known:
         what = f"the database has committed, and Kafka has not yet: {why}"
         return CompletionPending(what, transactional_id=row.transactional_id)

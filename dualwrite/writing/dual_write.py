@@ -593,10 +593,10 @@ class DualWrite(Work):
             if self.sending:
                 if self.observer is not None:
                     self.observer.enter(Phase.COMPLETE)
-                if self.may_wait is None:
-                    self._lane.complete(state, deadline)
-                else:
-                    waits = not self._lane.complete(state, deadline, leaves=True)
+                left = self._lane.complete(state, deadline, self._leaves_completion)
+                if left is not None and self.may_wait is None:
+                    raise left
+                waits = left is not None
             elif self.may_wait is not None and self.may_wait.has_waiting:
                 failpoints.hit("write.waits")
                 self.may_wait.note_committed()
@@ -605,6 +605,10 @@ class DualWrite(Work):
             failpoints.hit("write.completed")
         if interruption is not None:
             raise interruption
+
+    def _leaves_completion(self) -> bool:
+        """Whether a commit that Kafka has not answered is left to the background."""
+        return self.may_wait is not None
 
     def _hand_over(self, *, prepared: bool) -> None:
         """End the dual write undecided: prepare Kafka, and commit the database's part without naming it in the row.
@@ -902,7 +906,7 @@ class WriterBlock(DualWrite):
         self.transactional_id = lane.transactional_id  # also where connecting fails
         self._has_lane = True
         if self.may_wait is None:
-            lane.ready(Deadline(ground.ready_s))
+            lane.ready(Deadline(ground.ready_s), ground.vitals.refuse_in_silence)
         else:
             self.may_wait.make_ready(lane, ground.vitals, ground.ready_s)
         if observer is not None:
@@ -929,6 +933,9 @@ class WriterBlock(DualWrite):
         """The user's connection for as long as the block lasts, and the handle on it."""
         adopted = self._ground.database.adopt(self._user_connection, context.store)
         return adopted, adopted.__enter__()
+
+    def _leaves_completion(self) -> bool:
+        return self.may_wait is not None or self._ground.vitals.silence is not None
 
     def _context_on(self, lane: Lane, context: OwnerContext) -> OwnerContext:
         del lane

@@ -137,7 +137,7 @@ class MayWait:
         self._id, self._vitals = lane.transactional_id, vitals
         later = self._outboxes.known.state.later is True
         if self.setting == "never":
-            lane.ready(Deadline(timeout_s))
+            lane.ready(Deadline(timeout_s), vitals.refuse_in_silence)
             self._can_send = True
         elif asks_kafka_first(self.setting, silent=vitals.silence is not None, later=later):
             self._make_ready_to_send(lane, timeout_s)

@@ -138,6 +138,11 @@ class Vitals:
         except Exception as error:  # noqa: BLE001 - whatever it is, they did not answer, or the writer was closed meanwhile
             logger.info("%s: the servers do not answer yet: %s", self._name, error)
 
+    def refuse_in_silence(self) -> None:
+        """Raise the error of a block that can do nothing while Kafka is silent, if it is."""
+        if (silence := self.silence) is not None:
+            raise silence.error(self._name)
+
     # Watching for silence
 
     def watch(self, lanes: Lanes, unanswered: tuple[float, str] | None = None) -> None:

@@ -34,9 +34,10 @@ from dualwrite.protocol.known_end import EndStep
 from dualwrite.protocol.lives import LANE_LIFE, MAY_WAIT, LaneEvent, LaneState, Machine, ProducerState
 from dualwrite.protocol.lost_decisions import contradiction
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.process import VERDICT_S
 from dualwrite.protocol.values import NEVER_MS, Outcome, Partition, StateRow, gone_back, is_older
 from dualwrite.recovery.claim import OwnerContext, claim_rows
-from dualwrite.recovery.in_doubt import note_reported, prove_committed
+from dualwrite.recovery.in_doubt import note_reported, pending, prove_committed
 from dualwrite.recovery.settle import settle
 from dualwrite.writing.fair_queue import NoTurn, Turns
 
@@ -94,7 +95,7 @@ class Lane:
         self._refused: DualWriteError | None = None
         self._asking_for = ""
         self._unanswered: tuple[float, str] | None = None
-        self.heard_s = 0.0  # when Kafka last answered a question that the lane asked outside of a dual write
+        self.heard_s = 0.0  # since then Kafka has answered a question of the lane, outside of a block's dual write
 
     @property
     def row(self) -> StateRow:
@@ -295,8 +296,11 @@ class Lane:
                 producer.note_end(EndStep.KNOWN)  # the decider proved it before it recorded "completed"
         return self.usable
 
-    def ready(self, deadline: Deadline) -> None:
+    def ready(self, deadline: Deadline, refuse_in_silence: Callable[[], object] | None = None) -> None:
         """Make the lane usable: claims, settles and makes a producer, unless it has a usable one.
+
+        ``refuse_in_silence`` raises if Kafka is known to be silent by then: it is called once the lane has asked in vain for as
+        long as it takes to know that. Without it the lane asks until the deadline.
 
         Nothing is begun after an error. `Fenced` and `DatabaseWentBack` (the database has lost a claim) stay; after others try
         again.
@@ -309,7 +313,22 @@ class Lane:
             if pending.known:
                 producer.note_end(EndStep.KNOWN)
                 return
-            self.know_end(deadline)
+        if refuse_in_silence is None:
+            self._make_ready(deadline)
+            return
+        soon = Deadline(min(VERDICT_S, deadline.remaining_s()))
+        try:
+            self._make_ready(soon)
+        except Unavailable:
+            if not soon.expired:
+                raise
+            refuse_in_silence()
+            if deadline.expired:
+                raise
+            self._make_ready(deadline)
+
+    def _make_ready(self, deadline: Deadline) -> None:
+        self.know_end(deadline)
         if not self.usable:
             waiting.elsewhere(lambda: self._make_usable(deadline))
 
@@ -363,11 +382,14 @@ class Lane:
             if str(error) != known:  # it is found again at each attempt
                 self._losses.report(error)
 
-    def complete(self, state: PreparedTxnState, deadline: Deadline, *, leaves: bool = False) -> bool:
-        """Commit in Kafka what the database has decided. Returns whether Kafka has answered.
+    def complete(
+        self, state: PreparedTxnState, deadline: Deadline, leaves: Callable[[], bool] = lambda: False
+    ) -> CompletionPending | None:
+        """Commit in Kafka what the database has decided. Returns None once Kafka has answered.
 
-        With ``leaves`` a commit without an answer is left to the next settler, which is due as soon as the lane is free. The
-        block then has nothing to wait for: the row names its transaction. Otherwise it is settled here.
+        ``leaves`` is asked after a commit without an answer. If true, the commit is left to the next settler, which is due as
+        soon as the lane is free, and the error that says so is returned: the block has nothing to wait for, as the row names
+        its transaction. Otherwise the lane is settled here.
 
         After `CompletionPending` the next settler completes it, or finds it lost. `DatabaseWentBack` means that the database
         has lost it meanwhile, and what Kafka did is not known; it is recorded.
@@ -381,14 +403,14 @@ class Lane:
             self.producer.commit_transaction()
         except DualWriteError as error:
             logger.warning("%s: Kafka did not answer the commit of %s: %s", self.transactional_id, state, error)
-            if leaves and isinstance(error, CompletionPending):
-                return False
+            if isinstance(error, CompletionPending) and leaves():
+                return pending(row, error.what, known=False)
             cause = error
             waiting.elsewhere(lambda: self._complete_by_settling(state, deadline, cause))
-            return True
+            return None
         if state.has_transaction:
             self._unrecorded = row
-        return True
+        return None
 
     def _complete_by_settling(self, state: PreparedTxnState, deadline: Deadline, cause: DualWriteError) -> None:
         try:

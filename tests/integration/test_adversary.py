@@ -11,7 +11,7 @@ import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from harness.death import ended_by_hand, mortal
 from harness.orders import on_both, on_postgresql, write
-from harness.patience import patient
+from harness.patience import patient, wait_until
 from sqlalchemy import create_engine, delete, event, insert, select
 
 from dualwrite import (
@@ -100,9 +100,11 @@ def test_a_lane_whose_producer_could_not_be_initialised_is_made_anew(
             limits=WriterLimits(max_lanes=1, timeout_s=4),
         ) as writer:
             lose_the_producer(writer, dualwrite_topic, orders, 1)
-            proxy.on(DESCRIBE_CONFIGS).drop_request()
+            dropped = proxy.on(DESCRIBE_CONFIGS, nth=None).drop_request()
             with pytest.raises(Unavailable):
                 write(writer, dualwrite_topic, orders, 2)
+            dropped.withdraw()
+            wait_until(lambda: writer.health().silence is None)
             write(writer, dualwrite_topic, orders, 3)
         assert both() == ([1, 3], [1, 3])
 
@@ -157,12 +159,14 @@ def test_a_loss_is_told_before_the_next_producer_can_fail_to_be_made(
             with monkeypatch.context() as patched:
                 patched.setattr(failpoints, "hit", ended_by_hand(kafka, engine))
                 lose_the_producer(writer, dualwrite_topic, orders, 1)
-            making = proxy.on(DESCRIBE_CONFIGS).drop_request()
+            making = proxy.on(DESCRIBE_CONFIGS, nth=None).drop_request()
             with pytest.raises(Unavailable):
                 write(writer, dualwrite_topic, orders, 2)
             [loss] = told
             assert isinstance(loss, DecidedTransactionLost)
             making.wait()
+            making.withdraw()
+            wait_until(lambda: writer.health().silence is None)
             write(writer, dualwrite_topic, orders, 3)
 
 

@@ -10,8 +10,17 @@ from harness.orders import on_postgresql, write
 from harness.patience import PATIENCE_S, patient, wait_until
 from sqlalchemy import insert, text, update
 
-from dualwrite import DualWriteError, DualWriter, TransactionAborted, Unavailable, WriterLimits
+from dualwrite import (
+    CompletionPending,
+    DualWriteError,
+    DualWriter,
+    TransactionAborted,
+    Unavailable,
+    WriterLimits,
+    failpoints,
+)
 from dualwrite.protocol.process import Redo, redo_after
+from dualwrite.testing.reading import read_committed
 
 pytestmark = on_postgresql
 
@@ -126,3 +135,58 @@ def test_readiness_follows_a_flush_that_is_stuck_and_the_return_of_kafka_without
         assert not writer.ready
     wait_until(lambda: writer.ready)
     assert writer.health().problems == ()
+
+
+FOREVER = WriterLimits(max_lanes=4, timeout_s=3600, lane_timeout_s=3600)
+
+
+@pytest.mark.parametrize("engine_name", ENGINES)
+def test_a_decided_block_is_told_as_soon_as_kafka_is_known_to_be_silent_and_is_completed_later(
+    mortal_kafka, engine, orders, topic, engine_name
+):
+    settings = patient(mortal_kafka.client_config())
+
+    def suspend(name):
+        if name == "write.decided":
+            mortal_kafka.suspend()
+
+    with DualWriter("silent", kafka=settings, database=engine, limits=FOREVER, producer_engine=engine_name) as writer:
+        with failpoints.watched(suspend), ThreadPoolExecutor(1) as threads:
+            decided = threads.submit(write, writer, topic, orders, 1)
+            try:
+                error = decided.exception(PATIENCE_S)
+                assert writer.health().silence is not None
+            finally:
+                mortal_kafka.resume()
+        assert isinstance(error, CompletionPending)
+        assert error.outcome == "unknown"
+        values = [message.value for message in read_committed(mortal_kafka.client_config(), topic)]
+        assert values == [b"1"]
+        wait_until(lambda: writer.ready)
+        assert writer.health().unreported_losses == 0
+
+
+def test_a_block_whose_lane_asks_kafka_in_vain_is_refused_as_soon_as_that_is_known(mortal_kafka, engine, topic):
+    settings, suspended_now = patient(mortal_kafka.client_config()), threading.Event()
+
+    def block():
+        with writer.transaction():
+            inside.release()
+            assert suspended_now.wait(PATIENCE_S)
+
+    with (
+        DualWriter("silent", kafka=settings, database=engine, limits=FOREVER) as writer,
+        ThreadPoolExecutor(4) as threads,
+    ):
+        inside = threading.Semaphore(0)
+        others = [threads.submit(block) for _ in range(3)]
+        for _ in others:
+            assert inside.acquire(timeout=PATIENCE_S)
+        with suspended(mortal_kafka):
+            try:
+                error = threads.submit(block).exception(PATIENCE_S)  # on a lane that must be claimed first
+            finally:
+                suspended_now.set()
+        assert isinstance(error, Unavailable)
+        assert error.silent
+        assert [one.exception() for one in others] == [None] * 3

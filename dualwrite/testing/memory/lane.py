@@ -38,6 +38,8 @@ from dualwrite.testing.memory.failures import Place
 from dualwrite.writing.outbox import Outbox
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sqlalchemy import Connection, Engine
 
     from dualwrite.clock import Deadline
@@ -263,24 +265,27 @@ class MemoryLane:
         if self._transaction is not None:
             self.end(committed=self._transaction.rows_committed)
 
-    ready = settle
+    def ready(self, deadline: Deadline, refuse_in_silence: Callable[[], object] | None = None) -> None:
+        del refuse_in_silence
+        self.settle(deadline)
 
     def ready_to_wait(self, deadline: Deadline) -> None:
         """Nothing: a block whose messages wait needs no more of it."""
 
-    def complete(self, state: PreparedTxnState, deadline: Deadline, *, leaves: bool = False) -> bool:
+    def complete(
+        self, state: PreparedTxnState, deadline: Deadline, leaves: Callable[[], bool] = lambda: False
+    ) -> CompletionPending | None:
         del state, deadline
         failure = self._planted.take(Place.COMPLETE)
         if failure is None and not self.outbox.away:
             self.end(committed=True)
-            return True
-        if leaves and (failure is None or isinstance(failure.error, CompletionPending)):
-            return False
-        if failure is None:
-            raise CompletionPending(_AWAY, transactional_id=self.transactional_id)
-        if not isinstance(failure.error, CompletionPending):
+            return None
+        error = CompletionPending(_AWAY, transactional_id=self.transactional_id) if failure is None else failure.error
+        if not isinstance(error, CompletionPending):
             self.end(committed=False)
-        raise failure.error
+        elif leaves():
+            return error
+        raise error
 
     def record_forgotten(self, error: object) -> None:
         """Nothing: there is no table of incidents."""

@@ -157,7 +157,7 @@ def fenced_taken_for_committed(patch: pytest.MonkeyPatch) -> None:
     """An owner whose commit in Kafka is answered with "fenced" believes that the process that fenced it has committed."""
     real = Lane.complete
 
-    def complete(self, state, deadline):
+    def complete(self, state, deadline, leaves):
         commit = self.producer.commit_transaction
 
         def commit_or_fenced():
@@ -168,7 +168,7 @@ def fenced_taken_for_committed(patch: pytest.MonkeyPatch) -> None:
 
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(self.producer, "commit_transaction", commit_or_fenced)
-            real(self, state, deadline)
+            return real(self, state, deadline, leaves)
 
     patch.setattr(Lane, "complete", complete)
 
