@@ -471,7 +471,7 @@ def take_over(
     *,
     kafka: Mapping[str, object],
     database: Database,
-    timeout_s: float,
+    deadline: Deadline,
     owner: str | None,
     observer: Observer,
 ) -> RecoveryReport:
@@ -486,7 +486,7 @@ def take_over(
             store=store,
             connect=partial(connected_coordinator, kafka),
             claims_all=True,
-            deadline=Deadline(timeout_s),
+            deadline=deadline,
             owner=unique_owner(owner),
             observer=observer,
         )

@@ -54,7 +54,6 @@ from dualwrite.recovery.lost_decisions import (
 )
 from dualwrite.recovery.settle import Loss, SettleReport, settle
 from dualwrite.stores.opening import opened
-from dualwrite.telemetry.loaded import observer_if_loaded
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -155,50 +154,39 @@ def status_and_longest(
 
 
 def recover_ids(
-    transactional_id: str | None = None,
+    database: Database,
+    transactional_id: str | None,
+    prefix: str | None,
     *,
     kafka: Mapping[str, object],
-    database: Engine | Database | str,
-    schema: str | None = None,
-    prefix: str | None = None,
-    open_for_s: float | None = None,
-    dry_run: bool = False,
-    after_restore: bool = False,
-    timeout_s: float = 300.0,
-    progress: Callable[[int, int], None] | None = None,
-    telemetry: Observer | None = None,
+    open_for_s: float,
+    dry_run: bool,
+    after_restore: bool,
+    deadline: Deadline,
+    progress: Callable[[int, int], None] | None,
+    observer: Observer,
 ) -> RecoveryReport:
-    """Settle the ids: all of `dualwrite.recover` but to send the messages that wait, which needs a writer's lane.
-
-    Arguments, report and errors are those of :func:`dualwrite.writing.left_behind.recover`.
-    """
-    check_selection(transactional_id, prefix)
-    check_seconds("timeout_s", timeout_s)
-    if open_for_s is not None:
-        check_seconds("open_for_s", open_for_s, zero=True)
-    observer = observer_if_loaded() if telemetry is None else telemetry
-    counted = _Progress(progress)
-    with observer.recovering(), opened(database, schema) as used:
-        store = used.store()
-        report = recover_rows(
-            lambda: whole_writers(store, rows_of(store, transactional_id, prefix)),
-            store=store,
-            connect=partial(connected_coordinator, kafka),
-            open_for_s=open_for_s_of(open_for_s, transactional_id),
-            leased=used.living,
-            dry_run=dry_run,
-            after_restore=_asked_for(store, transactional_id, prefix) if after_restore else None,
-            deadline=Deadline(timeout_s),
-            owner=unique_owner(KafkaConfig.parse(kafka).client_id),
-            on_settled=counted.note_settled,
-            on_planned=counted.note_planned,
-            observer=observer,
-        )
-        rows = rows_of(store, transactional_id, prefix)
-        report.unknown = transactional_id is not None and not rows and not report.forgotten
-        if not dry_run:
-            report_losses(report, rows, store, observer)
-        return report
+    """Settle the ids: all of :func:`dualwrite.writing.left_behind.recover` but to send what waits, which needs a lane."""
+    counted, store = _Progress(progress), database.store()
+    report = recover_rows(
+        lambda: whole_writers(store, rows_of(store, transactional_id, prefix)),
+        store=store,
+        connect=partial(connected_coordinator, kafka),
+        open_for_s=open_for_s,
+        leased=database.living,
+        dry_run=dry_run,
+        after_restore=_asked_for(store, transactional_id, prefix) if after_restore else None,
+        deadline=deadline,
+        owner=unique_owner(KafkaConfig.parse(kafka).client_id),
+        on_settled=counted.note_settled,
+        on_planned=counted.note_planned,
+        observer=observer,
+    )
+    rows = rows_of(store, transactional_id, prefix)
+    report.unknown = transactional_id is not None and not rows and not report.forgotten
+    if not dry_run:
+        report_losses(report, rows, store, observer)
+    return report
 
 
 class _Progress:

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from dualwrite.clock import Deadline
 from dualwrite.interfaces import NO_OBSERVER, Observer
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.protocol.values import DEFAULT_LIMITS, OutboxMode, Waiting, outbox_id, writer_of
+from dualwrite.protocol.values import (
+    DEFAULT_LIMITS,
+    OutboxMode,
+    Waiting,
+    check_seconds,
+    check_selection,
+    outbox_id,
+    writer_of,
+)
 from dualwrite.recovery import operator
 from dualwrite.recovery.claim import OwnerContext, claim_every_lane, settle_lanes, unique_owner
 from dualwrite.recovery.recover import (
@@ -92,22 +100,25 @@ def recover(
 
     Source: KIP-939, "recovery recipe".
     """
-    deadline = Deadline(timeout_s)
-    report = recover_ids(
-        transactional_id,
-        kafka=kafka,
-        database=database,
-        schema=schema,
-        prefix=prefix,
-        open_for_s=open_for_s,
-        dry_run=dry_run,
-        after_restore=after_restore,
-        timeout_s=timeout_s,
-        progress=progress,
-        telemetry=telemetry,
-    )
-    left_alone_s = open_for_s_of(open_for_s, transactional_id)
-    with opened(database, schema) as used:
+    check_selection(transactional_id, prefix)
+    check_seconds("timeout_s", timeout_s)
+    if open_for_s is not None:
+        check_seconds("open_for_s", open_for_s, zero=True)
+    deadline, left_alone_s = Deadline(timeout_s), open_for_s_of(open_for_s, transactional_id)
+    observer = observer_if_loaded() if telemetry is None else telemetry
+    with observer.recovering(), opened(database, schema) as used:
+        report = recover_ids(
+            used,
+            transactional_id,
+            prefix,
+            kafka=kafka,
+            open_for_s=left_alone_s,
+            dry_run=dry_run,
+            after_restore=after_restore,
+            deadline=deadline,
+            progress=progress,
+            observer=observer,
+        )
         store = used.store()
         if store.outbox is None:
             return report
@@ -126,7 +137,6 @@ def recover(
             elif dry_run:
                 report.sent[name] = waiting
             else:
-                observer = observer_if_loaded() if telemetry is None else telemetry
                 report.sent[name] = send_for(name, kafka=kafka, database=used, deadline=deadline, observer=observer)
     return report
 
@@ -182,7 +192,7 @@ def take_over(
     """
     deadline = Deadline(timeout_s)
     report = operator.take_over(
-        transactional_id, kafka=kafka, database=database, timeout_s=timeout_s, owner=owner, observer=observer
+        transactional_id, kafka=kafka, database=database, deadline=deadline, owner=owner, observer=observer
     )
     if not report.went_back and mode_of(transactional_id, database, database.store()) is OutboxMode.LATER:
         report.sent[transactional_id] = send_for(

@@ -4,6 +4,7 @@ import pytest
 from harness.served import SETTINGS
 
 from dualwrite import DualWriter, Fenced, WriterLimits, failpoints
+from dualwrite.clock import Deadline
 from dualwrite.failpoints import FailpointError
 from dualwrite.interfaces import NO_OBSERVER
 from dualwrite.recovery.operator import take_over
@@ -22,7 +23,12 @@ def put(shop, writer, number):
 
 def taken_over(writer):
     return take_over(
-        "orders", kafka=SETTINGS, database=writer._database, timeout_s=10.0, owner="a member", observer=NO_OBSERVER
+        "orders",
+        kafka=SETTINGS,
+        database=writer._database,
+        deadline=Deadline(10.0),
+        owner="a member",
+        observer=NO_OBSERVER,
     )
 
 
@@ -47,6 +53,6 @@ def test_what_is_decided_is_committed(shop, owner):
 
 def test_an_id_without_a_row_is_nobodys(shop, owner):
     report = take_over(
-        "unknown", kafka=SETTINGS, database=owner._database, timeout_s=10.0, owner=None, observer=NO_OBSERVER
+        "unknown", kafka=SETTINGS, database=owner._database, deadline=Deadline(10.0), owner=None, observer=NO_OBSERVER
     )
     assert report.settled == []
