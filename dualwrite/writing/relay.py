@@ -315,6 +315,7 @@ class Relay:
                 continue
             sends = sends.sent(made, len(found.rows), seconds=now_s() - began, full=found.full)
             self._note_sent(len(found.rows))
+            self._raise_floor()
             if not found.full and not sends.suspects:
                 if once:
                     return True
@@ -405,6 +406,14 @@ class Relay:
             report.rounds += 1
             report.state = "sending"
             self._progress(report)
+
+    def _raise_floor(self) -> None:
+        try:
+            self._rows.raise_floor()
+        except exc.SQLAlchemyError as error:
+            logger.info(
+                "%s: cannot look who inserts rows; the next reads begin where the last one did: %s", self.name, error
+            )
 
     def _await_rows(self) -> None:
         """Wait for news from the table's trigger, at most for the time between two polls."""

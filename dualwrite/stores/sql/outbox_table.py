@@ -1,14 +1,25 @@
 """The SQL of an outbox table that another program fills: reads its first rows, deletes or marks them, tells of new ones.
 
-Nothing here remembers how far it has come. Each read begins at the head of the table, since numbers are not in the order of
-commits: a row with a lower number appears later, if its transaction was concurrent. So no row is skipped, and none overtakes
-another one that was committed before it was inserted.
+Numbers are not in the order of commits: a row with a lower number appears later, if its transaction was concurrent. So a read
+begins at the head of the table, or at a number below which no row is, nor can come any more. No row is skipped, and none
+overtakes another one that was committed before it was inserted.
 
 What is deleted is exactly what was read. On PostgreSQL a transaction of a relay runs at REPEATABLE READ: both statements
 see one snapshot, and a range of a unique column names the rows that were read and no others. Elsewhere rows are named one by
 one, and the number of those deleted is compared.
 
 The rows are read with a cursor of the server, as many as are wanted and no more bytes than are allowed.
+
+**Where a read begins.** As long as any snapshot in the database is older than they are, rows that were sent stay dead at the
+head of the index, and a read that begins there steps over every one of them. :class:`dualwrite.stores.sql.outbox.Floor` has the
+rule and its proof, which needs to know who may have drawn numbers that are not committed yet. Of a table of another program
+that is known on PostgreSQL, where the number is the identity that the database always generates, and generates one by one: who
+inserts a row has locked the table (``ROW EXCLUSIVE``) before its number is drawn, and keeps that lock until its transaction
+ends. ``pg_locks`` shows the holders after the read; one that is prepared meanwhile keeps its name there. Once none of them is
+there any more, the next read shows all that is left below.
+
+A row whose number was given by hand (``OVERRIDING SYSTEM VALUE``, ``COPY``), or whose mark somebody takes off again, may stand
+below. So once a minute a read begins at the head whatever is known. Other tables have no floor.
 """
 
 from __future__ import annotations
@@ -43,11 +54,15 @@ from sqlalchemy import (
 from sqlalchemy import cast as sql_cast
 from sqlalchemy.types import DateTime, NullType, String
 
+from dualwrite.clock import now_s
 from dualwrite.errors import ConfigurationError, TransactionAborted
 from dualwrite.protocol.message import columns_of
 from dualwrite.protocol.outbox_table import channel, fields_of, schema_and_name
 from dualwrite.stores.sql.access import map_database_error
+from dualwrite.stores.sql.outbox import Floor, Seen
+from dualwrite.stores.sql.postgresql import SERVER
 from dualwrite.stores.sql.tables import MYSQL, database_now
+from dualwrite.stores.sql.waiting_rows import on_server
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Engine, Select
@@ -62,6 +77,17 @@ _MOST_FETCHED: Final = 5_000
 _NAMED_AT_ONCE: Final = 900
 """Rows named one by one in a statement: MariaDB turns longer lists into a join."""
 _EPOCH: Final = "1970-01-01"
+_WHOLE_EVERY_S: Final = 60.0
+_GROWS: Final = """
+SELECT c.relkind = 'r' AND NOT EXISTS (SELECT FROM pg_inherits i WHERE c.oid IN (i.inhparent, i.inhrelid))
+ AND a.attidentity = 'a' AND s.seqcache = 1 AND s.seqincrement > 0 AND s.seqmin > 0 AND NOT s.seqcycle
+ FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid AND a.attname = CAST(:column AS text)
+ JOIN pg_sequence s ON s.seqrelid = CAST(pg_get_serial_sequence(CAST(:name AS text), CAST(:column AS text)) AS regclass)
+ WHERE c.oid = to_regclass(CAST(:name AS text))"""
+"""Whether the numbers of a column grow in the order in which they are drawn, and are drawn by each INSERT alone."""
+_INSERTING: Final = """
+SELECT virtualtransaction FROM pg_locks WHERE locktype = 'relation' AND relation = to_regclass(:name) AND granted
+ AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) AND mode = 'RowExclusiveLock'"""
 _BYTES: Final = re.compile("BINARY|BLOB|BYTEA")
 """In the names of types that hold bytes: SQLAlchemy gives those of a database no class in common."""
 
@@ -125,21 +151,32 @@ class OutboxTableRows:
         unique += [
             list(cast("list[str]", one["column_names"])) for one in inspector.get_indexes(name, schema) if one["unique"]
         ]
-        partitioned = self._is_postgresql and self._is_partitioned(schema, name)
+        quote = self._engine.dialect.identifier_preparer.quote
+        self._full_name = ".".join(quote(one) for one in (schema, name) if one)
+        partitioned = self._is_postgresql and self._is_partitioned()
         self._mark = self._marking()
         self._order = self._ordering(key)
         self._names = self._naming(key, [one for one in unique if not nullable.intersection(one)], partitioned)
         self.statement(1)  # refuses columns of types that cannot be what they are named for
+        self.floor = Floor() if self._numbers_grow() else None
+        self._whole_at = now_s() + _WHOLE_EVERY_S
+        self._last: tuple[object, int] | None = None
 
-    def _is_partitioned(self, schema: str | None, name: str) -> bool:
+    def _is_partitioned(self) -> bool:
         kind = text(
             "SELECT c.relkind IN ('p', 'v') OR EXISTS (SELECT FROM pg_inherits i WHERE i.inhparent = c.oid)"
             " FROM pg_class c WHERE c.oid = to_regclass(:name)"
         )
-        quote = self._engine.dialect.identifier_preparer.quote
-        full = ".".join(quote(one) for one in (schema, name) if one)
         with self._engine.connect() as connection:
-            return bool(connection.scalar(kind, {"name": full}))
+            return bool(connection.scalar(kind, {"name": self._full_name}))
+
+    def _numbers_grow(self) -> bool:
+        if not (self._is_postgresql and self._names.ranged):
+            return False
+        (column,) = self._names.columns
+        asked = {"name": self._full_name, "column": cast("Column[Any]", column).name}
+        with self._engine.connect() as connection:
+            return bool(connection.scalar(text(_GROWS), asked))
 
     def _require(self, column: str) -> None:
         if column not in self._types:
@@ -252,20 +289,48 @@ class OutboxTableRows:
     def _quoted(self, column: ColumnElement[Any]) -> str:
         return str(self._engine.dialect.identifier_preparer.quote(cast("Column[Any]", column).name))
 
-    def statement(self, limit: int) -> Select[Any]:
-        """The statement that reads the first rows."""
+    def statement(self, limit: int, above: ColumnElement[int] | None = None) -> Select[Any]:
+        """The statement that reads the first rows, of those above a number if it is given."""
         chosen = [self._selected(field).label(f"f{place}") for place, field in enumerate(fields_of(self._table))]
         names = [name.label(f"n{place}") for place, name in enumerate(self._names.columns)]
         found = select(*chosen, *names).select_from(self._rows).order_by(*self._order).limit(limit)
+        if above is not None:
+            found = found.where(self._names.columns[0] > above)
         return found if self._mark is None else found.where(self._mark[0])
 
     # In the caller's transaction
 
     def read(self, connection: Connection, limit: int, max_bytes: int) -> Rows:
         """The first rows, in their order: so many, and no more bytes than allowed; but one in any case."""
+        floor = self.floor
+        if floor is None:
+            return self._read(connection, self.statement(limit), limit, max_bytes)
+        above = None
+        if now_s() >= self._whole_at:
+            self._whole_at = now_s() + _WHOLE_EVERY_S
+        elif floor.number:
+            above = on_server(literal_column(SERVER), floor.server, floor.number)
+        found = self._read(connection, self.statement(limit, above), limit, max_bytes)
+        place, transaction = len(fields_of(self._table)), connection.get_transaction()
+        numbers = [row[place] for row in found.rows]
+        floor.read(transaction, numbers)
+        if numbers:
+            self._last = transaction, numbers[-1]
+        return found
+
+    def raise_floor(self) -> None:
+        """Look whether a read may begin at a higher number. Call it between two transactions that read; it may raise."""
+        if self.floor is None or self._last is None or not self.floor.is_due:
+            return
+        with self._engine.connect() as connection:
+            inserting = connection.scalars(text(_INSERTING), {"name": self._full_name}).all()
+            server = str(connection.scalar(select(literal_column(SERVER))))
+        self.floor.look(*self._last, Seen(server, dict.fromkeys(inserting), ()))
+
+    def _read(self, connection: Connection, statement: Select[Any], limit: int, max_bytes: int) -> Rows:
         rows: list[Sequence[Any]] = []
         size = 0
-        for some, bytes_ in self._fetched(connection, limit, max_bytes):
+        for some, bytes_ in self._fetched(connection, statement, limit, max_bytes):
             if size + bytes_ > max_bytes:
                 for row in some:
                     size += _size_of([row])
@@ -278,10 +343,9 @@ class OutboxTableRows:
         return Rows(rows, size, full=len(rows) >= limit)
 
     def _fetched(
-        self, connection: Connection, limit: int, max_bytes: int
+        self, connection: Connection, statement: Select[Any], limit: int, max_bytes: int
     ) -> Iterator[tuple[Sequence[Sequence[Any]], int]]:
         """Some rows after others, and the bytes of each part."""
-        statement = self.statement(limit)
         if not self._is_postgresql:
             with connection.execute(
                 statement, execution_options={"stream_results": True, "max_row_buffer": _FIRST_FETCH}

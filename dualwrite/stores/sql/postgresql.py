@@ -134,7 +134,7 @@ _DURABLE: Final = (
     "CASE WHEN current_setting('synchronous_commit') = 'off' THEN set_config('synchronous_commit', 'on', true) END"
 )
 # The server's start time goes with the number: after a failover, the same number may be another transaction.
-_SERVER: Final = "extract(epoch FROM pg_postmaster_start_time())::text"
+SERVER: Final = "extract(epoch FROM pg_postmaster_start_time())::text"
 _NAME: Final = re.compile(r"([0-9]{1,20})@([0-9.]{1,32})")
 
 
@@ -544,7 +544,7 @@ _BY_INDEX: Final = (
 """Statistics are of a moment at which the table was full or empty; and a look through the whole table would meet dead rows."""
 _FIRST: Final = f"""
 FROM {{table}} WHERE writer = %(writer)s
-AND seq > CASE WHEN {_SERVER} = %(server)s THEN %(floor)s::int8 ELSE 0 END
+AND seq > CASE WHEN {SERVER} = %(server)s THEN %(floor)s::int8 ELSE 0 END
 ORDER BY seq
 """
 _SIZE: Final = "coalesce(length(key), 0) + coalesce(length(value), 0) + coalesce(length(headers), 0) AS size"
@@ -679,7 +679,7 @@ class PostgreSQL:
     def end_columns(self) -> Sequence[ColumnElement[object]]:
         """The transaction's name; also makes its COMMIT durable."""
         return [
-            literal_column(f"pg_current_xact_id()::text || '@' || {_SERVER}"),
+            literal_column(f"pg_current_xact_id()::text || '@' || {SERVER}"),
             literal_column(_DURABLE),
         ]
 
@@ -738,7 +738,7 @@ class PostgreSQL:
         return row_of(results[1])
 
     def server_mark(self) -> ColumnElement[Any]:
-        return literal_column(_SERVER)
+        return literal_column(SERVER)
 
     def read_waiting(self, connection: Connection, tables: Tables, asked: Asked) -> WaitingMessages:
         """The columns in binary form, each in one piece. The server leaves out what does not fit."""
@@ -860,7 +860,7 @@ class PostgreSQL:
         if match is None:
             raise IllegalStateError(f"{transaction!r} is not the name of a PostgreSQL transaction")
         status = connection.scalar(
-            text(f"SELECT CASE WHEN {_SERVER} = :server THEN pg_xact_status(CAST(:number AS xid8)) END"),
+            text(f"SELECT CASE WHEN {SERVER} = :server THEN pg_xact_status(CAST(:number AS xid8)) END"),
             {"server": match[2], "number": match[1]},
         )
         return {"committed": DatabaseVerdict.COMMITTED, "aborted": DatabaseVerdict.ABORTED}.get(
