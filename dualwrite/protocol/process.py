@@ -354,7 +354,8 @@ class Health:
         refused: Why it cannot write, if waiting does not mend that; None if it can. Fix the cause, and restart the process.
         fenced: Whether another owner has taken over. This is final: restart the process if the takeover was not intended.
         answered: Whether database and Kafka answered the last dual write, settling or probe.
-        degraded: Whether dual writes go through although Kafka is silent: their messages wait in the database. That is ready.
+        degraded: Whether dual writes go through although Kafka does not have their messages yet: they wait in the database, as
+            Kafka is silent, as others wait before them, or as it refuses one of those. That is ready.
         silence: Since when Kafka is silent, and what was asked; None if it answers, or was asked nothing.
         unanswered_s: For how long a running dual write has waited for Kafka, in seconds, while no other one got an answer.
         lease_lost: Whether another member of its fleet has its id: it is about to take another one.
@@ -365,6 +366,7 @@ class Health:
         outbox_bytes: The bytes of their keys, values and headers.
         outbox_oldest_s: For how long the oldest of them has waited, in seconds; 0 if none does.
         outbox_stopped: Why none of them is sent although Kafka answers: it refuses one for good; None if that is not so.
+        outbox_full: Which bound of `WriterLimits` is reached, so that no more may wait; None if none is.
         unreported_losses: The number of losses that only the log has reported; see ``on_loss``.
         max_lanes: The maximum number of lanes.
         lanes: The number of lanes that exist.
@@ -395,6 +397,7 @@ class Health:
     outbox_bytes: int = 0
     outbox_oldest_s: float = 0.0
     outbox_stopped: str | None = None
+    outbox_full: str | None = None
     unreported_losses: int = 0
     max_lanes: int = 0
     lanes: int = 0
@@ -414,13 +417,14 @@ class Health:
             f"nothing can be written: {self.refused}": self.refused is not None,
             "another owner has taken over": self.fenced,
             "the database or Kafka did not answer last": not self.answered and not self.degraded,
+            "the database did not answer last": not self.answered and self.degraded,
             str(self.silence): self.silence is not None and not self.degraded,
             f"a dual write has waited for Kafka for {self.unanswered_s:.0f} s": self.silence is None
             and not self.degraded
             and self.unanswered_s >= SILENT_S,
             "its lease is lost: it is taking another id": self.lease_lost,
             "its lease was not renewed in time": self.lease_expired,
-            f"waiting messages are not sent: {self.outbox_stopped}": self.outbox_stopped is not None,
+            f"no more messages may wait: {self.outbox_full}": self.outbox_full is not None,
             f"lanes that could not be settled: {self.stuck}": self.stuck > 0 and not self.degraded,
             f"losses that only the log has reported: {self.unreported_losses}": self.unreported_losses > 0,
         }

@@ -196,6 +196,18 @@ OUTBOX_BYTES: Final = Metric(
 OUTBOX_AGE: Final = Metric(
     "dualwrite.outbox.age", Instrument.GAUGE, "s", "For how long the oldest of them has waited; 0 if none does"
 )
+OUTBOX_FULL: Final = Metric(
+    "dualwrite.outbox.full",
+    Instrument.GAUGE,
+    "1",
+    "1 while a bound is reached, so that no more messages may wait, else 0; absent without an outbox",
+)
+OUTBOX_STOPPED: Final = Metric(
+    "dualwrite.outbox.stopped",
+    Instrument.GAUGE,
+    "1",
+    "1 while all of them wait for one that Kafka refuses, else 0; absent without an outbox",
+)
 METRICS: Final = (
     DURATION,
     PHASE_DURATION,
@@ -219,6 +231,8 @@ METRICS: Final = (
     OUTBOX_ROWS,
     OUTBOX_BYTES,
     OUTBOX_AGE,
+    OUTBOX_FULL,
+    OUTBOX_STOPPED,
 )
 # The bounds of the histograms' buckets that are proposed to the SDK, in seconds.
 BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

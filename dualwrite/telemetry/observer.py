@@ -295,6 +295,10 @@ def _lanes(health: Health, _: _LongestOpen) -> _Values:
         yield count, {names.LANE_STATE: state}
 
 
+def _of_outbox(value: Callable[[Health], float]) -> _Read:
+    return lambda health, _: _one(None if health.outbox_later is None else value(health))
+
+
 _OBSERVED: Final[dict[Metric, _Read]] = {
     names.READY: lambda health, _: _one(int(health.ready)),
     names.LANES: _lanes,
@@ -303,10 +307,12 @@ _OBSERVED: Final[dict[Metric, _Read]] = {
     names.UNSETTLED_TIME: lambda health, _: _one(health.unsettled_s),
     names.OPEN_TIME: lambda health, _: _one(health.open_s),
     names.TIME_LEFT: lambda health, _: _one(health.time_left_s),
-    names.OUTBOX_LATER: lambda health, _: _one(None if health.outbox_later is None else int(health.outbox_later)),
-    names.OUTBOX_ROWS: lambda health, _: _one(None if health.outbox_later is None else health.outbox_rows),
-    names.OUTBOX_BYTES: lambda health, _: _one(None if health.outbox_later is None else health.outbox_bytes),
-    names.OUTBOX_AGE: lambda health, _: _one(None if health.outbox_later is None else health.outbox_oldest_s),
+    names.OUTBOX_LATER: _of_outbox(lambda health: int(health.outbox_later is True)),
+    names.OUTBOX_ROWS: _of_outbox(lambda health: health.outbox_rows),
+    names.OUTBOX_BYTES: _of_outbox(lambda health: health.outbox_bytes),
+    names.OUTBOX_AGE: _of_outbox(lambda health: health.outbox_oldest_s),
+    names.OUTBOX_FULL: _of_outbox(lambda health: int(health.outbox_full is not None)),
+    names.OUTBOX_STOPPED: _of_outbox(lambda health: int(health.outbox_stopped is not None)),
     names.KAFKA_OPEN_TIME: lambda _, longest_open_s: _one(longest_open_s()),
 }
 

@@ -995,7 +995,7 @@ class WriterBlock(DualWrite):
             if shown is None:
                 place = self._ticket.place if self._ticket is not None and self.sending else None
                 self._ground.vitals.note(None, place.thing.taken_at or 0.0 if place is not None else 0.0)
-            elif isinstance(shown, DualWriteError):
+            elif isinstance(shown, DualWriteError) and not (self.may_wait is not None and self.may_wait.refused):
                 self._ground.vitals.note(shown)
         if observer is not None:
             shown = error if conflict is None else conflict

@@ -98,6 +98,7 @@ class MayWait:
         self.way = Way.DIRECT
         self.callback_error: BaseException | None = None
         self.decision: Decision | None = None  # its number tells whether it was made
+        self.refused = False  # by the rules alone: every server has answered
         self._outboxes = outboxes
         self._id = outboxes.writer
         self._vitals: Vitals | None = None
@@ -181,10 +182,12 @@ class MayWait:
                 self._make_ready_to_send(lane, self.patience_s)
             if self._can_send:
                 self.way = Way.DIRECT
+        self.refused = True
         if self.way is Way.REFUSE:
             raise must_come_first(self._id)
         if self.waits and (why := self._outboxes.full) is not None:
             raise full_error(why, self._id)
+        self.refused = False
 
     @property
     def _own_rows(self) -> OutboxRows:

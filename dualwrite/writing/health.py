@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from typing import Final
@@ -19,6 +19,7 @@ from dualwrite.errors import CompletionPending, DualWriteError, Fenced, Transact
 from dualwrite.protocol.outbox import NO_OUTBOX, Outbox, OutboxState
 from dualwrite.protocol.process import Breaker, Health, Silence
 from dualwrite.protocol.values import Partition, is_of_writer
+from dualwrite.writing.lane import Lane
 from dualwrite.writing.lane_pool import Lanes
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,8 @@ class Vitals:
     :class:`~dualwrite.protocol.process.Breaker`. ``silence`` is its verdict, for everybody to read, and costs nothing.
 
     ``probe`` asks both servers; ``ask_kafka`` asks Kafka alone, and the leaders of these partitions, on new connections. Each
-    raises if there is no answer. ``turned`` is called when Kafka falls silent, and with None when it answers again.
+    raises if there is no answer. ``ask_database`` asks the database alone: while messages wait there, dual writes need no more.
+    ``turned`` is called when Kafka falls silent, and with None when it answers again.
     """
 
     silence: Silence | None = None
@@ -51,12 +53,14 @@ class Vitals:
         name: str,
         probe: Callable[[], object],
         *,
+        ask_database: Callable[[], object] | None = None,
         kafka_at: str = "",
         ask_kafka: Callable[[Collection[Partition]], object] = lambda _: None,
         turned: Callable[[Silence | None], object] = lambda _: None,
     ) -> None:
         self._name = name
-        self._question = probe
+        self._questions = {True: probe, False: ask_database or probe}
+        self._needs_kafka = True
         self._probe = Probe(f"dualwrite {name} probe", self._ask, every_s=_PROBE_EVERY_S)
         self._answered = True
         self._fenced = False
@@ -66,9 +70,11 @@ class Vitals:
         self._breaker = Breaker()
         self._heard_s = self._probe_heard_s = 0.0
         self._lanes: Lanes | None = None
+        self._sends_on: Sequence[Lane] = ()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._closed = False
         self.sleeps = False
+        self.sends = False
 
     def note(self, error: DualWriteError | None, heard_s: float = 0.0) -> None:
         """Note the end of a dual write, which shows whether the servers answered it.
@@ -94,10 +100,17 @@ class Vitals:
         unreported_losses: int,
         setting: Outbox = "never",
         outbox: OutboxState = NO_OUTBOX,
+        full: str | None = None,
     ) -> Health:
-        """The writer's health. Returns at once. ``setting`` and ``outbox`` say whether messages may wait, and which do."""
+        """The writer's health. Returns at once.
+
+        ``setting`` and ``outbox`` say whether messages may wait, and which do; ``full``, why no more may.
+        """
         answered, silence = self._answered, self.silence
-        if is_open and not answered and silence is None:
+        waits = silence is not None or outbox.stopped is not None or (setting == "fallback" and outbox.later is True)
+        degraded = setting != "never" and waits
+        if is_open and not answered and (silence is None or degraded):
+            self._needs_kafka = not degraded
             self._probe.start()
         now, all_lanes = now_s(), lanes.all
         used = [pooled for pooled in all_lanes if pooled.taken_at is not None]
@@ -111,12 +124,13 @@ class Vitals:
             refused=next((str(error) for pooled in all_lanes if (error := pooled.lane.refused) is not None), None),
             fenced=self._fenced or any(pooled.given_up for pooled in unsettled),
             answered=answered,
-            degraded=setting != "never" and (silence is not None or (setting == "fallback" and outbox.later is True)),
+            degraded=degraded,
             outbox_later=outbox.later,
             outbox_rows=outbox.rows,
             outbox_bytes=outbox.size,
             outbox_oldest_s=0.0 if outbox.oldest_at is None else max(0.0, now - outbox.oldest_at),
             outbox_stopped=outbox.stopped,
+            outbox_full=full,
             silence=silence,
             unanswered_s=max((now - since for since in unanswered), default=0.0),
             unreported_losses=unreported_losses,
@@ -133,7 +147,7 @@ class Vitals:
 
     def _ask(self) -> None:
         try:
-            self._question()
+            self._questions[self._needs_kafka]()
             self._answered = True
         except Exception as error:  # noqa: BLE001 - whatever it is, they did not answer, or the writer was closed meanwhile
             logger.info("%s: the servers do not answer yet: %s", self._name, error)
@@ -145,12 +159,23 @@ class Vitals:
 
     # Watching for silence
 
-    def watch(self, lanes: Lanes, unanswered: tuple[float, str] | None = None) -> None:
-        """Watch what these lanes ask Kafka, until :meth:`close`. ``unanswered`` is a question of the opening's."""
-        self._lanes = lanes
+    def watch(
+        self, lanes: Lanes, unanswered: tuple[float, str] | None = None, *, sends_on: Sequence[Lane] = ()
+    ) -> None:
+        """Watch what these lanes ask Kafka, until :meth:`close`. ``unanswered`` is a question of the opening's.
+
+        ``sends_on`` are the lanes of the sender of messages that wait. While it is at work, :attr:`sends` is true.
+        """
+        self._lanes, self._sends_on = lanes, sends_on
         if unanswered is not None:
             self._breaker = self._breaker.missing(*unanswered)
         threading.Thread(target=self._watch, name=f"dualwrite {self._name} watch", daemon=True).start()
+
+    def note_sends(self) -> None:
+        """Watch: the sender is about to ask Kafka. It sets :attr:`sends` to False when it has nothing more to do."""
+        self.sends = True
+        if self.sleeps:
+            self.wake()
 
     def wake(self) -> None:
         """Watch: a lane is in use. Call it if :attr:`sleeps`, once the lane is taken."""
@@ -183,8 +208,8 @@ class Vitals:
     def _look(self) -> bool:
         """Judge what the lanes have asked. Returns whether to look again soon."""
         assert self._lanes is not None
-        lanes, now = [pooled.lane for pooled in self._lanes.all], now_s()
-        in_use = any(pooled.taken_at is not None for pooled in self._lanes.all)
+        lanes, now = [*(pooled.lane for pooled in self._lanes.all), *self._sends_on], now_s()
+        in_use = self.sends or any(pooled.taken_at is not None for pooled in self._lanes.all)
         breaker = self._breaker.answered(
             max(self._heard_s, self._probe_heard_s, *(lane.heard_s for lane in lanes), 0.0)
         )

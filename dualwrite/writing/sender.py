@@ -19,7 +19,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from dualwrite.protocol.message import Sendable
     from dualwrite.protocol.values import WaitingMessages, WhenRefused
     from dualwrite.recovery.claim import OwnerContext
+    from dualwrite.writing.health import Vitals
     from dualwrite.writing.lane import Lane, Losses
     from dualwrite.writing.transaction import Transaction
 
@@ -140,12 +141,17 @@ class Sending:
         """The writer's mode, by a transaction of its own."""
         return mode_of(self._writer, self._database, self._context.store)
 
+    @property
+    def needs_settling(self) -> bool:
+        """Whether :meth:`settle` has something to do."""
+        return self._lane.needs_settling
+
     def settle(self) -> None:
         """Settle what the last send may have left open in Kafka, ours or a former owner's, also while nothing waits any more.
 
         It may have been decided, and have turned the mode back: then nobody else would complete it.
         """
-        if self._lane.needs_settling:
+        if self.needs_settling:
             self._lane.settle(Deadline(min(self._timeout_s, _SETTLE_S)))
 
     @property
@@ -199,6 +205,7 @@ class Sending:
         full = found is not None and found.more
         self._sends = self._sends.sent(made, read, seconds=seconds, full=full)
         if read:
+            self._lane.heard_s = now_s() - seconds  # Kafka has acknowledged them since then
             self.sent += read
             if self.stopped:
                 self.stopped = self._stopped_at = None
@@ -425,7 +432,8 @@ def send_all(sending: Sending, writer: str, deadline: Deadline) -> int:
 class Sender:
     """The thread that sends what waits of an open writer.
 
-    ``silent`` says whether Kafka is known to be silent; ``fenced`` is called with the error if another owner has taken over.
+    ``vitals`` says whether Kafka is known to be silent, watches what the sender asks it, and is told if another owner has
+    taken over.
     """
 
     def __init__(
@@ -435,18 +443,16 @@ class Sender:
         sending: Sending,
         *,
         always: bool,
-        silent: Callable[[], bool],
+        vitals: Vitals,
         losses: Losses,
-        fenced: Callable[[Fenced], object],
         idle_after_s: float,
     ) -> None:
         self._writer = writer
         self._outbox = outbox
         self._sending = sending
         self._always = always
-        self._silent = silent
+        self._vitals = vitals
         self._losses = losses
-        self._note_fenced = fenced
         self._idle_after_s = idle_after_s
         self._hurry = threading.Event()
         self._closing: Deadline | None = None
@@ -484,7 +490,7 @@ class Sender:
                 self._failures = 0
             except Fenced as error:
                 logger.warning("%s: its waiting messages are left to the new owner: %s", self._writer, error)
-                self._note_fenced(error)
+                self._vitals.note(error)
                 break
             except Exception as error:  # noqa: BLE001 - whatever it is, only another try can help, and somebody must try
                 pause_s = self._failed(error)
@@ -497,7 +503,7 @@ class Sender:
             return False
         # The last blocks may have put something since the last send: they have told so before the writer closes.
         idle = not self._at_work and not self._outbox.has_news
-        return idle or closing.expired or self._failures > 0 or self._silent()
+        return idle or closing.expired or self._failures > 0 or self._vitals.silence is not None
 
     def _failed(self, error: Exception) -> float:
         self._failures += 1
@@ -521,12 +527,15 @@ class Sender:
     def _step(self) -> float | None:
         """Send, look or wait. Returns for how long to rest before the next step."""
         sending = self._sending
-        if self._silent():  # nothing is tried: an outage is no failure of a message
+        if self._vitals.silence is not None:  # nothing is tried: an outage is no failure of a message
             self._count()
             return _SILENT_LOOK_S
+        if self._at_work or sending.needs_settling:
+            self._vitals.note_sends()
         sending.settle()
         if not self._at_work:
             sending.get_ready()
+            self._vitals.sends = False
             self._at_work = self._outbox.wait(_LOOK_EVERY_S) or self._always or sending.mode() is OutboxMode.LATER
             if not self._at_work and now_s() - self._worked_at > self._idle_after_s:
                 sending.idle()
@@ -546,6 +555,8 @@ class Sender:
         return pause_s
 
     def _count(self) -> None:
-        if now_s() - self._counted_at >= _COUNT_EVERY_S:
+        # Also once nothing is left of what was counted: by that, blocks are refused.
+        is_over = not self._at_work and self._outbox.state.rows > 0
+        if is_over or now_s() - self._counted_at >= _COUNT_EVERY_S:
             self._sending.count()
             self._counted_at = now_s()

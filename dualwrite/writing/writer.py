@@ -139,6 +139,7 @@ class DualWriter(Submitting):
         self._vitals = Vitals(
             transactional_id,
             lambda: self._opened().probe(),
+            ask_database=lambda: self._opened().ask_database(),
             kafka_at=self._producers.config.listener[0],
             ask_kafka=lambda partitions: self._opened().ask_kafka(partitions),
             turned=self._note_silence,
@@ -295,7 +296,8 @@ class DualWriter(Submitting):
     def _publish(self, made: tuple[Opened, Sequence[Lane]]) -> None:
         self._connected, lanes = made
         self._lanes.open(lanes)
-        self._vitals.watch(self._lanes, self._connected.unanswered)
+        sends_on = self._connected.outbox_lane
+        self._vitals.watch(self._lanes, self._connected.unanswered, sends_on=() if sends_on is None else (sends_on,))
         if self._sender is not None:
             self._sender.start()
 
@@ -338,9 +340,8 @@ class DualWriter(Submitting):
             self._signals,
             sending,
             always=self._outbox == "always",
-            silent=lambda: self._vitals.silence is not None,
+            vitals=self._vitals,
             losses=self._losses,
-            fenced=self._vitals.note,
             idle_after_s=self._limits.idle_after_s,
         )
 
@@ -468,6 +469,7 @@ class DualWriter(Submitting):
             unreported_losses=self._losses.unreported,
             setting=self._outbox,
             outbox=self._signals.state,
+            full=None if (outboxes := self._ground.outboxes) is None else outboxes.full,
         )
         return known if is_open or self._opening is None else with_opening(known, self._opening)
 

@@ -271,9 +271,13 @@ class Opened:
                 if not lane.needs_settling:
                     lanes.remove(lane)
 
+    def ask_database(self) -> Sequence[StateRow]:
+        """Ask the database something. Raises if it does not answer."""
+        return self.context.store.read([self._name])
+
     def probe(self) -> None:
         """Ask the database and Kafka something. Raises if one of them does not answer."""
-        rows = self.context.store.read([self._name])
+        rows = self.ask_database()
         self.context.coordinator.describe([row.kafka_id(row.incarnation) for row in rows], Deadline(_PROBE_S))
 
     def ask_kafka(self, partitions: Collection[Partition]) -> None:

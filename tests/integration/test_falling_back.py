@@ -206,6 +206,40 @@ def test_a_writer_that_always_waits_sends_at_once(shop):
 
 
 @one_database
+def test_a_full_outbox_refuses_blocks_and_is_a_problem_until_it_is_sent(shop):
+    limits = WriterLimits(max_lanes=3, fallback_after_s=0.5, timeout_s=120.0, outbox_rows=2)
+    with shop.writer(limits=limits) as writer:
+        with shop.away():
+            for number in (1, 2):
+                assert shop.write(writer, number).outbox is True
+            wait_until(lambda: writer.health().outbox_full)
+            with pytest.raises(Unavailable, match="outbox_rows=2"):
+                shop.write(writer, 3)
+            [problem] = writer.health().problems
+            assert "no more messages may wait: 2 messages wait in the database (outbox_rows=2)" in problem
+        wait_until(lambda: writer.ready)
+        shop.write(writer, 4)
+    assert shop.rows == shop.messages == [1, 2, 4]
+
+
+@one_database
+def test_the_sender_alone_finds_out_that_kafka_is_silent_and_that_it_answers_again(shop, caplog):
+    with shop.writer("always") as writer:
+        shop.write(writer, 1)
+        wait_until(lambda: shop.messages == [1])
+        with shop.away():
+            shop.write(writer, 2)
+            wait_until(lambda: writer.health().silence is not None)
+            health = writer.health()
+            assert health.degraded
+            assert health.ready, health.problems
+            shop.write(writer, 3)
+        wait_until(lambda: writer.health().silence is None)
+        wait_until(lambda: shop.messages == [1, 2, 3])
+    assert "Kafka answers again" in caplog.text
+
+
+@one_database
 def test_sessions_and_tasks_fall_back_too(shop, url):
     with shop.writer() as writer:
         factory = sessionmaker(shop.engine)

@@ -8,6 +8,7 @@ import pytest
 from dualwrite import CompletionPending, Fenced, TransactionAborted, TransactionInDoubt, Unavailable, failpoints
 from dualwrite.clock import now_s
 from dualwrite.errors import IllegalStateError
+from dualwrite.protocol.outbox import OutboxState
 from dualwrite.writing.health import Vitals
 from dualwrite.writing.lane_pool import Lanes
 
@@ -117,6 +118,34 @@ def test_a_fenced_writer_stays_so():
 def test_a_loss_that_only_the_log_has_makes_it_unready():
     _, health = vitals_with(no_probe)
     assert "reported: 1" in health(unreported_losses=1).problems[0]
+
+
+WAITING = OutboxState(later=True, rows=7)
+
+
+@pytest.mark.parametrize("outbox", [WAITING, WAITING.with_stop("it is too large")])
+def test_a_writer_whose_messages_wait_is_degraded_and_ready_until_no_more_may_wait(outbox):
+    _, health = vitals_with(no_probe)
+    found = health(setting="fallback", outbox=outbox)
+    assert found.degraded
+    assert found.ready
+    assert health(setting="fallback", outbox=outbox, full="outbox_rows=7").problems == (
+        "no more messages may wait: outbox_rows=7",
+    )
+
+
+def test_while_messages_wait_the_database_alone_is_asked_and_its_silence_is_no_readiness():
+    asked = threading.Event()
+    vitals = Vitals("orders", no_probe, ask_database=asked.set)
+    vitals.note(Unavailable("x"))
+
+    def problems():
+        return vitals.health(LANES, is_open=True, unreported_losses=0, setting="fallback", outbox=WAITING).problems
+
+    assert problems() == ("the database did not answer last",)
+    assert asked.wait(60)
+    while problems():
+        threading.Event().wait(0.001)
 
 
 def test_a_writers_probe_asks_both_servers(shop, monkeypatch):
