@@ -34,7 +34,7 @@ from dualwrite.stores.sql.outbox_table import trigger_sql
 from dualwrite.writing.relay import Relay, RelayReport
 
 if TYPE_CHECKING:
-    from dualwrite.interfaces import OutboxRows
+    from dualwrite.interfaces import OutboxRows, StateStore
     from dualwrite.kafka.producer import EngineName
     from dualwrite.protocol.values import WhenRefused
 
@@ -43,6 +43,7 @@ R = TypeVar("R")
 
 _LAYOUT: Final = OutboxTable()
 _EVERY_S: Final = 10.0
+_LOOK: Final = "`dualwrite outbox list` names the writers, and the numbers of what was moved aside"
 
 
 @click.command()
@@ -248,9 +249,9 @@ class _Lines:
         now = now_s()
         calm = report.state in {"sending", "waiting for rows"}
         state = "sending" if calm else report.state
-        if state != self._state:
+        if state not in {self._state, "stopped"}:  # what ends it is said once it has: the sum, or the error
             self._state = state
-            click.echo(f"{state}{f': {report.error}' if report.error and not calm else ''}", err=True)
+            click.echo(state, err=True)  # the log has the error that it waits after
         if report.messages > self._said and now - self._said_at >= _EVERY_S:
             rate = (report.messages - self._said) / (now - self._said_at)
             click.echo(f"{report.messages:,} messages sent, {rate:,.0f} a second", err=True)
@@ -301,9 +302,12 @@ def outbox() -> None:
 def list_(*, writer: str | None, limit: int, as_json: bool, url: str, schema: str | None) -> None:
     """Show how much waits, by writer and topic, and the first messages that were moved aside.
 
-    Exit code: 0 shown, 1 an error, 4 messages were moved aside, 5 the database does not answer.
+    Exit code: 0 shown, 1 an error, 4 messages were moved aside, 5 the database does not answer, 6 there is no such writer.
     """
-    with _rows(url, schema) as rows:
+    with _rows(url, schema) as (rows, store):
+        if writer is not None and writer not in rows.writers() and not store.read([writer]):
+            click.echo(f"dualwrite: there is no writer {writer!r}: {_LOOK}", err=True)
+            raise SystemExit(NO_SUCH_ID)
         found = [
             OutboxView(
                 name,
@@ -340,7 +344,7 @@ def show(*, writer: str, number: int, only_value: bool, url: str, schema: str | 
 
     Exit code: 0 shown, 1 an error, 6 there is no such message.
     """
-    with _rows(url, schema) as rows:
+    with _rows(url, schema) as (rows, _):
         found = [one for one in rows.aside(writer, limit=1, after=number - 1) if one.number == number]
     if not found:
         _none_aside(writer, [number])
@@ -380,9 +384,9 @@ def replay(*, writer: str, numbers: Sequence[int] | None, url: str, schema: str 
 
     Exit code: 0 done, 1 an error, 6 there is none, or not all of NUMBERS.
     """
-    with _rows(url, schema) as rows:
+    with _rows(url, schema) as (rows, _):
         count = rows.replay(writer, numbers)
-    click.echo(f"{writer}: {count} messages wait again")
+    click.echo(f"{writer}: {_messages(count)} wait{'s' if count == 1 else ''} again")
     if count < (1 if numbers is None else len(set(numbers))):
         _none_aside(writer, numbers)
 
@@ -397,26 +401,38 @@ def drop(*, writer: str, numbers: Sequence[int] | None, confirmed: bool, url: st
 
     Exit code: 0 done, 1 an error, or it was not confirmed, 6 there is none, or not all of NUMBERS.
     """
-    with _rows(url, schema) as rows:
+    with _rows(url, schema) as (rows, _):
+        there = (
+            rows.count_aside(writer) if numbers is None else sum(_is_aside(rows, writer, one) for one in set(numbers))
+        )
+        if not there:
+            _none_aside(writer, numbers)
         if not confirmed:
-            count = rows.count_aside(writer) if numbers is None else len(set(numbers))
-            click.confirm(f"Delete {count} messages of {writer} for good?", abort=True, err=True)
+            click.confirm(f"Delete {_messages(there)} of {writer} for good?", abort=True, err=True)
         count = rows.drop(writer, numbers)
-    click.echo(f"{writer}: {count} messages deleted")
+    click.echo(f"{writer}: {_messages(count)} deleted")
     if count < (1 if numbers is None else len(set(numbers))):
         _none_aside(writer, numbers)
 
 
+def _messages(count: int) -> str:
+    return "1 message" if count == 1 else f"{count} messages"
+
+
+def _is_aside(rows: OutboxRows, writer: str, number: int) -> bool:
+    return any(one.number == number for one in rows.aside(writer, limit=1, after=number - 1))
+
+
 def _none_aside(writer: str, numbers: Sequence[int] | None) -> NoReturn:
     which = "" if numbers is None else f" with {'this number' if len(numbers) == 1 else 'some of these numbers'}"
-    click.echo(f"dualwrite: no message of {writer!r}{which} was moved aside", err=True)
+    click.echo(f"dualwrite: no message of {writer!r}{which} was moved aside: {_LOOK}", err=True)
     raise SystemExit(NO_SUCH_ID)
 
 
 @contextmanager
-def _rows(url: str, schema: str | None) -> Generator[OutboxRows, None, None]:
+def _rows(url: str, schema: str | None) -> Generator[tuple[OutboxRows, StateStore], None, None]:
     with opened(url, schema) as database:
         database.require_outbox()
-        rows = database.store().outbox
-        assert rows is not None
-        yield rows
+        store = database.store()
+        assert store.outbox is not None
+        yield store.outbox, store

@@ -252,6 +252,11 @@ class Mapping:
             its_placed = [(name, _at(column, its) or ()) for name, column in placed]
             yield Messages(topic, its_values or (), its_keys, its_partitions, its_timestamps, its_headers, its_placed)
 
+    def rows_of(self, topic: str, rows: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+        """Those of the rows whose messages are for this topic. All of them make messages."""
+        topics = self._topics(list(zip(*rows, strict=True)), len(rows))
+        return [row for row, of in zip(rows, topics, strict=True) if of == topic]
+
     def aside(self, row: Sequence[Any], writer: str, reason: str) -> AsideMessage:
         """What a row holds that could not be sent, as far as it can be told. Its number and its times are not known yet."""
         unknown = datetime.fromtimestamp(0, timezone.utc)

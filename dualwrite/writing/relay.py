@@ -50,6 +50,7 @@ from dualwrite.protocol.outbox import (
     Sends,
     pause_after,
     refusal_behind,
+    refuses_topic,
 )
 from dualwrite.protocol.outbox_table import BadRow, OutboxTable, channel, relay_id
 from dualwrite.protocol.outbox_table import Mapping as RowMapping
@@ -308,7 +309,7 @@ class Relay:
                 found = self._round(writer, made.rows)
             except BadRow as error:
                 assert self._read is not None
-                sends = self._refused(writer, sends, self._read.rows[error.row], error.reason, once=once)
+                sends = self._refused(writer, sends, [self._read.rows[error.row]], error.reason, once=once)
                 continue
             except (TransactionAborted, ConfigurationError, Unavailable) as error:
                 sends = self._after(writer, sends, error, once=once)
@@ -332,29 +333,38 @@ class Relay:
                 raise error
             self._failed(error, once=once)
             return sends.failed()
+        topic, reason = refusal
+        if self._aside and refuses_topic(error) and (concerned := self._mapping.rows_of(topic, read)):
+            # One by one, each would take the time for which a topic is waited for.
+            return self._refused(writer, sends, concerned, reason, once=once)
         if len(read) > 1:
             return sends.refused(len(read))
-        return self._refused(writer, sends, read[0], refusal[1], once=once)
+        return self._refused(writer, sends, read, reason, once=once)
 
-    def _refused(self, writer: DualWriter, sends: Sends, row: Sequence[Any], reason: str, *, once: bool) -> Sends:
+    def _refused(
+        self, writer: DualWriter, sends: Sends, rows: Sequence[Sequence[Any]], reason: str, *, once: bool
+    ) -> Sends:
         """As :meth:`_refuse`; a failure of it is one of a round."""
         try:
-            return self._refuse(writer, sends, row, reason, once=once)
+            return self._refuse(writer, sends, rows, reason, once=once)
         except (TransactionAborted, Unavailable) as error:
             if not self._aside:
                 raise
             self._failed(error, once=once)
             return sends.failed()
 
-    def _refuse(self, writer: DualWriter, sends: Sends, row: Sequence[Any], reason: str, *, once: bool) -> Sends:
-        """The row at hand cannot be sent: move it aside, or let everything wait until somebody has mended that."""
-        said = f"{self._rows.shown(row)}: {reason}"
+    def _refuse(
+        self, writer: DualWriter, sends: Sends, rows: Sequence[Sequence[Any]], reason: str, *, once: bool
+    ) -> Sends:
+        """The rows at hand cannot be sent: move them aside, or let everything wait until somebody has mended that."""
         if self._aside:
-            self._move_aside(writer, row, f"{self.table.name}, {said}")
-            self.report.refused.append(said)
-            logger.error("%s: this row cannot be sent, and was moved aside: %s", self.name, said)
+            self._move_aside(writer, rows, reason)
+            self.report.refused += [f"{self._rows.shown(row)}: {reason}" for row in rows]
+            shown = self._rows.shown(rows[0]) if len(rows) == 1 else f"{len(rows)} from {self._rows.shown(rows[0])} on"
+            logger.error("%s: rows that cannot be sent were moved aside (%s): %s", self.name, shown, reason)
             self._progress(self.report)
             return sends.moved_aside()
+        said = f"{self._rows.shown(rows[0])}: {reason}"
         if said not in self.report.refused:
             self.report.refused.append(said)
             logger.error("%s: this row cannot be sent, and the others wait for it: %s", self.name, said)
@@ -369,16 +379,17 @@ class Relay:
         self._pause(STOPPED_PAUSE_S)
         return sends.failed()
 
-    def _move_aside(self, writer: DualWriter, row: Sequence[Any], reason: str) -> None:
-        """Delete or mark the row, and keep what it holds among the messages that were moved aside: one transaction."""
+    def _move_aside(self, writer: DualWriter, rows: Sequence[Sequence[Any]], reason: str) -> None:
+        """Delete or mark the rows, and keep what they hold among the messages that were moved aside: one transaction."""
         outbox = self._database.store().outbox
         assert outbox is not None
         name = writer.transactional_id
-        message = self._mapping.aside(row, name, reason)
         try:
             with writer.transaction() as tx:
-                self._rows.remove(tx.connection, [row])
-                outbox.put_aside(tx.connection, message)
+                self._rows.remove(tx.connection, rows, some=True)
+                for row in rows:
+                    said = f"{self.table.name}, {self._rows.shown(row)}: {reason}"
+                    outbox.put_aside(tx.connection, self._mapping.aside(row, name, said))
         except exc.SQLAlchemyError as error:
             raise map_database_error(error, self._engine, None) from error
 
@@ -388,7 +399,8 @@ class Relay:
         report.failures += 1
         report.error = f"{type(error).__name__}: {error}"
         logger.warning("%s: a round failed; retrying: %s", self.name, error)
-        if once and report.failures >= _ATTEMPTS_ONCE:
+        useless = isinstance(error, TransactionAborted) and not error.retryable
+        if once and (useless or report.failures >= _ATTEMPTS_ONCE):
             raise error
         self._now("waiting after an error")
         self._pause(pause_after(report.failures))

@@ -325,20 +325,27 @@ def test_a_round_takes_no_more_bytes_than_it_may(kafka, database, table, dualwri
 def test_a_row_that_kafka_refuses_is_found_and_named(kafka, database, table, dualwrite_topic):
     for number in range(40):
         put(database, "no such topic!" if number == 23 else dualwrite_topic, "k", str(number))
+    relay = make(kafka, database)
     with pytest.raises(TransactionAborted, match=r"seq 24: produce \(no such topic!\)") as caught:
-        make(kafka, database).run(once=True)
+        relay.run(once=True)
     assert not caught.value.retryable
+    assert relay.report.failures == 1, "it was tried again, in vain"
     assert [int(record.value) for record in read_committed(kafka, dualwrite_topic)] == list(range(23))
     run(database, "DELETE FROM outbox_events WHERE seq = 24")
     assert make(kafka, database).run(once=True).messages == 16
 
 
 @on_all
-def test_refused_rows_are_moved_aside_and_the_rest_goes_on(kafka, database, table, dualwrite_topic, dualwrite):
+def test_refused_rows_are_moved_aside_and_the_rest_goes_on(
+    kafka, database, table, dualwrite_topic, dualwrite, monkeypatch
+):
+    moves, move = [], Relay._move_aside
+    monkeypatch.setattr(Relay, "_move_aside", lambda *given: moves.append(len(given[2])) or move(*given))
     for number in range(40):
         put(database, "no such topic!" if number in {0, 23, 39} else dualwrite_topic, f"k{number}", str(number))
     report = make(kafka, database, on_refused="aside").run(once=True)
     assert report.messages == 37
+    assert moves == [3], "each row of a missing topic costs the time for which topics are waited for"
     assert [said.split(":")[0] for said in report.refused] == ["seq 1", "seq 24", "seq 40"]
     assert count(database) == 0
     assert len(read_committed(kafka, dualwrite_topic)) == 37
@@ -359,14 +366,21 @@ def test_refused_rows_are_moved_aside_and_the_rest_goes_on(kafka, database, tabl
     assert (whole["value"], whole["headers"][0][0]) == ("23", "id")
     assert whole["reason"].startswith("outbox_events, seq 24: produce (no such topic!)")
     assert dualwrite("outbox", "show", writer, second, "--value").stdout_bytes == b"23"
-    assert dualwrite("outbox", "show", writer, "999999").exit_code == 6
+    for unknown in (
+        ("show", writer, "999999"),
+        ("show", "nobody", first),
+        ("list", "nobody"),
+        ("drop", "nobody", first),
+    ):
+        told = dualwrite("outbox", *unknown)  # also what would ask, does not
+        assert (told.exit_code, told.stdout, "`dualwrite outbox list`" in told.stderr) == (6, "", True)
 
     asked = dualwrite("outbox", "drop", writer, first)
     assert (asked.exit_code, "Aborted" in asked.stderr) == (1, True)
-    assert dualwrite("outbox", "drop", writer, first, "--yes").stdout == f"{writer}: 1 messages deleted\n"
+    assert dualwrite("outbox", "drop", writer, first, "--yes").stdout == f"{writer}: 1 message deleted\n"
     assert dualwrite("outbox", "drop", writer, first, "--yes").exit_code == 6
     assert dualwrite("outbox", "drop", writer).exit_code == 2
-    assert dualwrite("outbox", "replay", writer, second).stdout == f"{writer}: 1 messages wait again\n"
+    assert dualwrite("outbox", "replay", writer, second).stdout == f"{writer}: 1 message waits again\n"
     [shown] = json.loads(dualwrite("outbox", "list", writer, "--json").stdout)["writers"]
     assert (shown["mode"], shown["rows"], shown["topics"]) == ("later", 1, {"no such topic!": 1})
     assert [str(one["number"]) for one in shown["aside"]] == [third]

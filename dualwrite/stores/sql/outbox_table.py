@@ -370,21 +370,21 @@ class OutboxTableRows:
                 str(compiled), None, error, driver_error(self._engine), dialect=self._engine.dialect
             ) from error
 
-    def remove(self, connection: Connection, rows: Sequence[Sequence[Any]]) -> None:
-        """Delete the rows, or mark them as sent.
+    def remove(self, connection: Connection, rows: Sequence[Sequence[Any]], *, some: bool = False) -> None:
+        """Delete the rows, or mark them as sent. They are all that a read has returned, or ``some`` of those.
 
         Raises:
             TransactionAborted: Some are gone already, or are others by now: another program has taken them.
         """
         place = len(fields_of(self._table))
-        if self._names.ranged:
+        if self._names.ranged and not some:
             (name,) = self._names.columns
             count = self._change(connection, name.between(rows[0][place], rows[-1][place]))
         else:
             names = [row[place] for row in rows]
             count = sum(
-                self._change(connection, self._named(some))
-                for some in ([names] if self._is_postgresql else _parts(names))
+                self._change(connection, self._named(part))
+                for part in ([names] if self._is_postgresql else _parts(names))
             )
         if count != len(rows):
             raise TransactionAborted(
