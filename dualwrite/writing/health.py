@@ -12,15 +12,17 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from dualwrite.clock import now_s
 from dualwrite.errors import CompletionPending, DualWriteError, Fenced, TransactionInDoubt, Unavailable
 from dualwrite.protocol.outbox import NO_OUTBOX, Outbox, OutboxState
 from dualwrite.protocol.process import Breaker, Health, Silence
 from dualwrite.protocol.values import Partition, is_of_writer
-from dualwrite.writing.lane import Lane
 from dualwrite.writing.lane_pool import Lanes
+
+if TYPE_CHECKING:
+    from dualwrite.writing.lane import Lane
 
 logger = logging.getLogger(__name__)
 
