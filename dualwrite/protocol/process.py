@@ -353,7 +353,7 @@ class Health:
         opening: What its opening in the background waits for, and since when; None if it does not.
         refused: Why it cannot write, if waiting does not mend that; None if it can. Fix the cause, and restart the process.
         fenced: Whether another owner has taken over. This is final: restart the process if the takeover was not intended.
-        answered: Whether database and Kafka answered the last dual write, settling or probe.
+        answered: Whether database and Kafka answered the last dual write, settling or probe; if it is degraded, the database.
         degraded: Whether dual writes go through although Kafka does not have their messages yet: they wait in the database, as
             Kafka is silent, as others wait before them, or as it refuses one of those. That is ready.
         silence: Since when Kafka is silent, and what was asked; None if it answers, or was asked nothing.

@@ -62,7 +62,7 @@ class Vitals:
     ) -> None:
         self._name = name
         self._questions = {True: probe, False: ask_database or probe}
-        self._needs_kafka = True
+        self._needs_kafka = self._database_answered = True
         self._probe = Probe(f"dualwrite {name} probe", self._ask, every_s=_PROBE_EVERY_S)
         self._answered = True
         self._fenced = False
@@ -85,7 +85,7 @@ class Vitals:
         which Kafka has answered the dual write, on the clock of the process; 0 if it was asked nothing.
         """
         if error is None:
-            self._answered = True
+            self._answered = self._database_answered = True
             self._heard_s = max(self._heard_s, heard_s)
         elif error.transactional_id is not None and not is_of_writer(self._name, error.transactional_id):
             return
@@ -113,6 +113,8 @@ class Vitals:
         degraded = setting != "never" and waits
         if is_open and not answered and (silence is None or degraded):
             self._needs_kafka = not degraded
+            # An error does not say which server was missing. While messages wait it is Kafka, unless the probe finds otherwise.
+            answered = degraded and self._database_answered
             self._probe.start()
         now, all_lanes = now_s(), lanes.all
         used = [pooled for pooled in all_lanes if pooled.taken_at is not None]
@@ -150,8 +152,9 @@ class Vitals:
     def _ask(self) -> None:
         try:
             self._questions[self._needs_kafka]()
-            self._answered = True
+            self._answered = self._database_answered = True
         except Exception as error:  # noqa: BLE001 - whatever it is, they did not answer, or the writer was closed meanwhile
+            self._database_answered = self._needs_kafka
             logger.info("%s: the servers do not answer yet: %s", self._name, error)
 
     def refuse_in_silence(self) -> None:

@@ -135,17 +135,27 @@ def test_a_writer_whose_messages_wait_is_degraded_and_ready_until_no_more_may_wa
 
 
 def test_while_messages_wait_the_database_alone_is_asked_and_its_silence_is_no_readiness():
-    asked = threading.Event()
-    vitals = Vitals("orders", no_probe, ask_database=asked.set)
-    vitals.note(Unavailable("x"))
+    answers, asked = threading.Event(), threading.Semaphore(0)
+
+    def ask():
+        asked.release()
+        if not answers.is_set():
+            raise Unavailable("no answer")
+
+    vitals = Vitals("orders", no_probe, ask_database=ask)
+    vitals.note(Unavailable("Kafka's, for all that is known"))
 
     def problems():
         return vitals.health(LANES, is_open=True, unreported_losses=0, setting="fallback", outbox=WAITING).problems
 
-    assert problems() == ("the database did not answer last",)
-    assert asked.wait(60)
-    while problems():
+    assert problems() == ()
+    assert asked.acquire(timeout=60)
+    while not problems():
         threading.Event().wait(0.001)
+    assert problems() == ("the database did not answer last",)
+    answers.set()
+    while problems():
+        threading.Event().wait(0.01)
 
 
 def test_a_writers_probe_asks_both_servers(shop, monkeypatch):
