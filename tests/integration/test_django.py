@@ -110,6 +110,27 @@ def test_an_error_aborts_both_sides_and_an_inner_savepoint_takes_its_messages_al
     assert there() == (["soup"], ["soup"])
 
 
+def test_messages_of_a_block_wait_without_those_of_a_savepoint_that_was_rolled_back(
+    django, there, kafka, engine, put, dualwrite_topic
+):
+    done = []
+    with DualWriter("orders", kafka=kafka, database=engine, outbox="fallback") as writer:
+        with writer.transaction(connection, outbox="always") as tx:
+            put(tx, "soup")
+            with pytest.raises(ZeroDivisionError), transaction.atomic():
+                put(tx, "milk")
+                raise ZeroDivisionError
+            with transaction.atomic():
+                put(tx, "tea")
+            transaction.on_commit(lambda: done.append(tx.outbox))
+        assert done == [True]
+        with writer.transaction(connection, outbox="always") as tx:
+            put(tx, "water")
+            transaction.set_rollback(True)
+        assert django.get_autocommit()
+    assert there() == (["soup", "tea"], ["soup", "tea"])
+
+
 @cache
 def model():
     """A model of Django's; its settings must be there."""

@@ -13,7 +13,7 @@ from harness.orders import on_postgresql
 from harness.patience import wait_until
 from harness.planting import ENVIRONMENT as MISTAKE
 from harness.worker import METADATA
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, text
 
 from dualwrite.recovery.recover import status
 from dualwrite.stores.sql.leases import read_leases
@@ -41,7 +41,7 @@ class Fleet(Case):
         METADATA.create_all(self.engine)
         self.members = []
 
-    def begin(self, failpoint="", lease_s=LEASE_S, heartbeat_s=None):
+    def begin(self, failpoint="", lease_s=LEASE_S, heartbeat_s=None, outbox="never"):
         """Start a member. Its process, and the file that lets it go."""
         self.workers += 1
         name = f"w{self.workers}"
@@ -56,6 +56,7 @@ class Fleet(Case):
             "until": str(until),
             "lease_timeout_s": lease_s,
             "heartbeat_s": heartbeat_s,
+            "outbox": outbox,
         }
         path.write_text(json.dumps(job))
         process = processes().Process(
@@ -129,6 +130,26 @@ def test_what_a_killed_member_has_left_is_settled_by_those_beside_it_before_its_
     assert living.exitcode == 0
     assert not [item for item in status(kafka=fleet.kafka, database=fleet.url) if item.needs_recovery]
     assert fleet.verify()
+
+
+@pytest.mark.parametrize(
+    "point", ["write.waits:5", pytest.param("outbox.deleted:2", marks=pytest.mark.thorough), "outbox.read:3"]
+)
+def test_what_a_killed_member_has_left_waiting_is_sent_by_those_beside_it(fleet, point):
+    """At once, and while they go on with messages of their own, which go directly."""
+    living, go = fleet.begin(**LIVE_LONG)
+    wait_until(lambda: held(fleet) == ["case-0"])
+    dying, _ = fleet.begin(point, outbox="always", **LIVE_LONG)
+    dying.join(60)
+    assert dying.exitcode == -signal.SIGKILL
+    wait_until(lambda: fleet.leases() == {"case-0": "held", "case-1": "free"})
+    with fleet.engine.connect() as connection:
+        assert connection.scalar(text("SELECT count(*) FROM dualwrite_outbox")) == 0
+    go.touch()
+    living.join(60)
+    assert living.exitcode == 0
+    assert not [item for item in status(kafka=fleet.kafka, database=fleet.url) if item.needs_recovery]
+    assert any(name.startswith("w2") for name in fleet.verify())
 
 
 def test_a_suspended_member_keeps_its_id_and_goes_on_under_it(fleet):

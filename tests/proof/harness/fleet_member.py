@@ -42,6 +42,7 @@ def _write(job: dict) -> None:
         limits=WriterLimits(max_lanes=2, paused_owner_timeout_s=job["lease_timeout_s"]),
         lease_timeout_s=job["lease_timeout_s"],
         heartbeat_s=job["heartbeat_s"],
+        outbox=job["outbox"],
     )
     until, number = Path(job["until"]), 0
     with writer, Journal(job["journal"]) as journal:
