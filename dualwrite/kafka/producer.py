@@ -192,12 +192,15 @@ class TransactionalProducer:
             IllegalStateError: Called twice.
         """
         event = ProducerEvent.INIT_KEEPING if keep_prepared_txn else ProducerEvent.INIT
+        self._initialise(event, Deadline(self._call_timeout_s))
+
+    def _initialise(self, event: ProducerEvent, deadline: Deadline) -> None:
         self._check(event)
-        deadline = Deadline(self._call_timeout_s)
         self._choose(deadline)
         # Wait here for a coordinator that is being elected or loading: librdkafka would wait half a second each time.
-        view = self._kept.keep(deadline) if keep_prepared_txn else self._kept.look(deadline)
-        if keep_prepared_txn:
+        keeps = event is ProducerEvent.INIT_KEEPING
+        view = self._kept.keep(deadline) if keeps else self._kept.look(deadline)
+        if keeps:
             self._instance.log.info("kept: %s, producer %d:%d", view.status.value, view.producer_id, view.epoch)
             self._machine.apply(event)
         else:
@@ -604,6 +607,10 @@ class LaneProducer(TransactionalProducer):
         # At a commit no locks are held any more: wait until it is known whether Kafka is silent, or only slow.
         self._patient_commit_s = min(call_timeout_s, max(self._flush_timeout_s, VERDICT_S))
         self._commit_timeout_s = self._patient_commit_s
+
+    def init_within(self, deadline: Deadline) -> None:
+        """As :meth:`init_transactions`, within the time that a block may wait for its lane: a call may take longer."""
+        self._initialise(ProducerEvent.INIT, Deadline(min(self._call_timeout_s, deadline.remaining_s())))
 
     @property
     def engine(self) -> ProducerEngine:

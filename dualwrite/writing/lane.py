@@ -516,7 +516,7 @@ class Lane:
             self._producer = producer
             try:
                 with self._asking("a producer id"):
-                    producer.init_transactions()
+                    producer.init_within(deadline)
             except Unavailable:
                 if not producer.doubtful or deadline.expired:
                     raise

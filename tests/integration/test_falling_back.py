@@ -4,18 +4,21 @@ A real broker is suspended or killed between blocks and in the middle of one.
 """
 
 import asyncio
+import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 from harness.engines import ENGINES
-from harness.patience import patient, wait_until
+from harness.patience import PATIENCE_S, patient, wait_until
 from sqlalchemy import create_engine, insert, select
 from sqlalchemy.orm import sessionmaker
 
-from dualwrite import AsyncDualWriter, DualWriter, TransactionAborted, Unavailable, WriterLimits
+from dualwrite import AsyncDualWriter, DualWriter, TransactionAborted, Unavailable, WriterLimits, failpoints
 from dualwrite.testing.proxy import Api, KafkaProxy
 from dualwrite.testing.reading import read_committed
+from dualwrite.writing.lane_pool import Lanes
 
 pytestmark = [pytest.mark.kafka, pytest.mark.postgresql]
 one_database = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
@@ -191,6 +194,34 @@ def test_a_block_that_must_not_wait_has_the_longer_time_of_its_own(dualwrite_kaf
     assert found[-2:] == ["never", "fallback"]
 
 
+@one_database
+@pytest.mark.parametrize("engine_name", ENGINES)
+def test_a_block_waits_no_longer_for_a_new_producer_of_its_lane(shop, engine_name, monkeypatch):
+    """A call of a producer may take half of ``timeout_s``, but a block waits for no answer that long."""
+    monkeypatch.setattr(Lanes, "_choose_due", lambda *_: None)  # nobody else makes the producer
+    limits = WriterLimits(max_lanes=1, fallback_after_s=2.0, timeout_s=2 * PATIENCE_S)
+    away = []
+
+    def suspend(name):
+        if name == "claim.settled" and not away:
+            away.append(name)
+            shop.kafka.suspend()
+
+    numbers = itertools.count()
+    with shop.writer(limits=limits, producer_engine=engine_name) as writer, ThreadPoolExecutor(1) as threads:
+        wait_until(lambda: shop.write(writer, next(numbers)).outbox is False)
+        writer._lanes.first.producer._instance.doubt("for the test")
+        with failpoints.watched(suspend):
+            block = threads.submit(shop.write, writer, next(numbers))
+            try:
+                assert block.result(60).outbox is True
+            finally:
+                shop.kafka.resume()
+        wait_until(lambda: shop.write(writer, next(numbers)).outbox is False)
+    assert away
+    assert shop.rows == shop.messages == list(range(next(numbers)))
+
+
 def puts(writer, topic, value, **given):
     with writer.transaction(**given) as tx:
         tx.produce(topic, value)
@@ -266,3 +297,58 @@ async def in_tasks(shop, url):
                 await tx.produce(shop.topic, "3")
 
             await writer.submit(unit)
+
+
+@pytest.mark.parametrize("url", ["postgresql", pytest.param("sqlite", marks=pytest.mark.thorough)], indirect=True)
+def test_tasks_before_during_and_after_an_outage_are_all_there_once_and_in_order_and_cancelled_ones_whole_or_not(
+    shop, url
+):
+    """The last ones are left to the next writer: the loop is closed while Kafka is still away."""
+    if url.startswith("sqlite"):
+        pytest.importorskip("aiosqlite")
+    try:
+        cancelled = asyncio.run(tasks_in_an_outage(shop, url))
+    finally:
+        shop.kafka.resume()
+    with shop.writer() as writer:
+        wait_until(lambda: shop.write(writer, max(shop.rows) + 1).outbox is False)
+    rows, messages = shop.rows, shop.messages
+    assert sorted(messages) == rows
+    assert set(range(240)) - set(cancelled) <= set(rows)
+    for task in range(8):
+        own = [number for number in messages if number < 240 and number // 30 == task]
+        assert own == sorted(own)
+
+
+async def tasks_in_an_outage(shop, url):
+    settings = {"kafka": patient(shop.kafka.client_config()), "outbox": "fallback", "limits": LIMITS}
+    patient_url = f"{url}?timeout=60" if url.startswith("sqlite") else url
+    cancelled, waited = [], []
+
+    async def one(writer, number):
+        async with writer.transaction() as tx:
+            await tx.connection.execute(insert(shop.orders).values(id=number))
+            await tx.produce(shop.topic, str(number), key="k")
+        waited.append(tx.outbox)
+
+    async def some(writer, task, numbers):
+        for number in numbers:
+            block = asyncio.create_task(one(writer, 30 * task + number))
+            if number % 7 == 6:
+                await asyncio.sleep(0.003 * task)
+                block.cancel()
+            try:
+                await block
+            except asyncio.CancelledError:
+                cancelled.append(30 * task + number)
+
+    async with AsyncDualWriter("shop", database=patient_url, **settings) as writer:
+        await asyncio.gather(*(some(writer, task, range(10)) for task in range(8)))
+        with shop.away():
+            await asyncio.gather(*(some(writer, task, range(10, 20)) for task in range(8)))
+            assert waited[-1] is True
+        while waited[-1]:
+            await one(writer, 1000 + len(waited))
+        shop.kafka.suspend()
+        await asyncio.gather(*(some(writer, task, range(20, 30)) for task in range(8)))
+    return cancelled
