@@ -4,7 +4,7 @@ They work from any process and machine, whether the writers of the ids are runni
 """
 
 from dualwrite.kafka.log import BlockingTransaction
-from dualwrite.protocol.findings import Finding, Status
+from dualwrite.protocol.findings import CheckResult, Status
 from dualwrite.protocol.outbox_table import OutboxTable, Placement
 from dualwrite.recovery.doctor import doctor
 from dualwrite.recovery.lost_decisions import Forgotten
@@ -16,7 +16,7 @@ from dualwrite.writing.relay import Relay, RelayReport
 
 __all__ = [
     "BlockingTransaction",
-    "Finding",
+    "CheckResult",
     "ForgetReport",
     "Forgotten",
     "IdStatus",

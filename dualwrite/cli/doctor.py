@@ -13,7 +13,7 @@ from rich.text import Text
 
 from dualwrite.cli.options import database_options, exit_code_for_errors, kafka_options, not_empty, seconds
 from dualwrite.cli.report import report_console
-from dualwrite.protocol.findings import Finding, Status, worst
+from dualwrite.protocol.findings import CheckResult, Status, worst
 from dualwrite.recovery import doctor as diagnosis
 
 _WARNINGS: Final = 1
@@ -78,7 +78,7 @@ def doctor(
         raise SystemExit(_WARNINGS)
 
 
-def _print(found: Sequence[Finding]) -> None:
+def _print(found: Sequence[CheckResult]) -> None:
     console = report_console()
     console.print(findings_table(found))
     for finding in found:
@@ -91,7 +91,7 @@ def _print(found: Sequence[Finding]) -> None:
     console.print(f"\n{len(found)} checks: {', '.join(counts)}")
 
 
-def findings_table(found: Sequence[Finding]) -> Table:
+def findings_table(found: Sequence[CheckResult]) -> Table:
     """The table of ``dualwrite doctor``. Why each check matters, and what to do, stands below it for those not ok."""
     table = Table(title=None, box=None, pad_edge=False)
     for column in ("area", "check", "status", "found"):
@@ -101,7 +101,7 @@ def findings_table(found: Sequence[Finding]) -> Table:
     return table
 
 
-def finding_json(finding: Finding) -> dict[str, str]:
+def finding_json(finding: CheckResult) -> dict[str, str]:
     """One finding as ``dualwrite doctor --json`` shows it."""
     return {
         "area": finding.area,

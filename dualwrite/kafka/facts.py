@@ -20,7 +20,7 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.brokers import Brokers, NotYet
 from dualwrite.kafka.engine import choose_transaction_timeout_ms
-from dualwrite.kafka.error_codes import MISSING_RIGHT, Code, code_name
+from dualwrite.kafka.error_codes import MISSING_RIGHT, RETRIABLE, Code, code_name
 from dualwrite.kafka.opening_messages import DescribeConfigs, DescribedConfig, ResourceType
 from dualwrite.protocol.findings import Unasked
 from dualwrite.protocol.kafka_requirements import (
@@ -73,7 +73,8 @@ def gather(
             ahead_s=silent,
         )
     settings = worst_settings([_settings_of_broker(brokers, node, deadline) for node in alive])
-    maximum = None if isinstance(settings, Unasked) else int(settings[TIME_LIMIT])
+    known = {} if isinstance(settings, Unasked) else settings
+    maximum = int(known[TIME_LIMIT]) if TIME_LIMIT in known else None  # brokers of other makers may not name it
     shown = _topics(brokers, alive[0], [*INTERNAL_TOPICS, *topics], deadline)
     ahead_s, within_s = _ahead_of_controller(brokers, alive[0], deadline)
     return KafkaFacts(
@@ -142,9 +143,13 @@ def _settings_of_broker(brokers: Brokers, node: int, deadline: Deadline) -> Mapp
 
 def _settings(found: DescribedConfig, whose: str, remedy: str) -> Mapping[str, str] | Unasked:
     if found.error_code:
-        missing = found.error_code in MISSING_RIGHT
-        return Unasked(f"{whose}: {code_name(found.error_code)}", remedy if missing else "run it again")
+        return _refused(found.error_code, f"{whose}: ", remedy)
     return {name: value for name, value in found.values.items() if value is not None}
+
+
+def _refused(code: int, subject: str, grant: str) -> Unasked:
+    remedy = grant if code in MISSING_RIGHT else "run it again" if code in RETRIABLE else ""
+    return Unasked(f"{subject}{code_name(code)}", remedy)
 
 
 # Topics: whether they are there, their replicas, their settings, and this user's rights on them.
@@ -178,7 +183,8 @@ def _topics(
             for found in answer
         }
     )
-    return {topic.name: _topic(topic, settings[topic.name]) for topic in seen.topics}
+    left_out = Unasked("the broker left its settings out of its answer")
+    return {topic.name: _topic(topic, settings.get(topic.name, left_out)) for topic in seen.topics}
 
 
 def _topic(topic: Message, settings: Mapping[str, str] | Unasked) -> TopicFacts | Unasked | None:
@@ -186,15 +192,14 @@ def _topic(topic: Message, settings: Mapping[str, str] | Unasked) -> TopicFacts 
     if code == Code.UNKNOWN_TOPIC_OR_PARTITION:
         return None
     if code:
-        grant = f"grant Describe on the topic {topic.name}"
-        return Unasked(code_name(code), grant if code in MISSING_RIGHT else "run it again")
+        return _refused(code, "", f"grant Describe on the topic {topic.name}")
     partitions = tuple(
         PartitionFacts(one.leader_id >= 0, len(one.replica_nodes), len(one.isr_nodes)) for one in topic.partitions
     )
     operations = topic.authorized_operations
     rights = (
         Unasked("the broker does not tell the rights on a topic")
-        if operations is None
+        if not operations  # who may not even describe it is not shown it
         else frozenset(name for number, name in _OPERATIONS.items() if number in operations)
     )
     return TopicFacts(partitions, rights, settings)

@@ -11,13 +11,13 @@ from functools import lru_cache
 from typing import Final
 
 from dualwrite.errors import DualWriteError
-from dualwrite.protocol.findings import Check, Finding, Status, Unasked, listed
+from dualwrite.protocol.findings import Check, CheckResult, Status, Unasked, listed
 from dualwrite.protocol.values import TableFit, table_fit
 
 DATABASE: Final = "database"
 
 
-def refuse(*findings: Finding) -> None:
+def refuse(*findings: CheckResult) -> None:
     """Raise the first that is an error, as start-up and each dual write do."""
     for finding in findings:
         if finding.status is Status.ERROR:
@@ -43,12 +43,12 @@ class GrantFacts:
     remedy: str
 
 
-def database_is_away(error: DualWriteError) -> Finding:
+def database_is_away(error: DualWriteError) -> CheckResult:
     """The database does not answer, or refuses us."""
     return Check(DATABASE, "connection", "the database's commit is the decision of each dual write").refused(error)
 
 
-def tables_fit(found: str | None, own: str, *, where: str, migrate: str, go_back: str) -> Finding:
+def tables_fit(found: str | None, own: str, *, where: str, migrate: str, go_back: str) -> CheckResult:
     """Whether this library may work with the tables.
 
     Args:
@@ -84,7 +84,7 @@ def tables_fit(found: str | None, own: str, *, where: str, migrate: str, go_back
     )
 
 
-def grants(facts: GrantFacts) -> Finding:
+def grants(facts: GrantFacts) -> CheckResult:
     """Whether the role may do what one purpose needs. Rights that nobody has given are not missed, unless all writers do."""
     check = Check(
         DATABASE, f"grants for {facts.purpose}", "a statement without its right fails, and its dual write aborts"
@@ -153,7 +153,7 @@ class PostgresFacts:
     outbox: tuple[int, int, int] | None = None
 
 
-def judge_postgresql(facts: PostgresFacts) -> Iterator[Finding]:
+def judge_postgresql(facts: PostgresFacts) -> Iterator[CheckResult]:
     """All findings about a PostgreSQL server that answers."""
     settings = facts.settings
     yield postgresql_version(facts.version)
@@ -176,7 +176,7 @@ def judge_postgresql(facts: PostgresFacts) -> Iterator[Finding]:
         yield bloat(*facts.outbox)
 
 
-def postgresql_version(version: Sequence[int]) -> Finding:
+def postgresql_version(version: Sequence[int]) -> CheckResult:
     """The oldest server that has what the library's statements use."""
     shown = ".".join(map(str, version))
     check = Check(DATABASE, "version", "the statements that decide use what came with PostgreSQL 13")
@@ -185,7 +185,7 @@ def postgresql_version(version: Sequence[int]) -> Finding:
     return check.ok(f"PostgreSQL {shown}")
 
 
-def standby(*, is_standby: bool) -> Finding:
+def standby(*, is_standby: bool) -> CheckResult:
     """Only a primary can decide."""
     check = Check(DATABASE, "primary", "a standby cannot decide, and may show old data")
     if is_standby:
@@ -193,7 +193,7 @@ def standby(*, is_standby: bool) -> Finding:
     return check.ok("the database is a primary")
 
 
-def read_only(value: str) -> Finding:
+def read_only(value: str) -> CheckResult:
     """Whether transactions are read-only unless they say otherwise. ``value`` is ``on`` or ``off``."""
     check = Check(DATABASE, "read-only", "a decision is a write")
     if value == "on":
@@ -204,7 +204,7 @@ def read_only(value: str) -> Finding:
     return check.ok("transactions may write")
 
 
-def fsync(value: str) -> Finding:
+def fsync(value: str) -> CheckResult:
     """Whether the server forces its log to disk."""
     check = Check(
         DATABASE, "fsync", "committed data may be lost when its machine crashes, and then the messages have no rows"
@@ -214,7 +214,7 @@ def fsync(value: str) -> Finding:
     return check.ok(f"fsync={value}")
 
 
-def full_page_writes(value: str) -> Finding:
+def full_page_writes(value: str) -> CheckResult:
     """Whether the server can repair a page of which a crash has written a part."""
     check = Check(
         DATABASE,
@@ -226,7 +226,7 @@ def full_page_writes(value: str) -> Finding:
     return check.ok(f"full_page_writes={value}")
 
 
-def synchronous_commit(value: str, standby_names: str, *, is_standby: bool = False) -> Finding:
+def synchronous_commit(value: str, standby_names: str, *, is_standby: bool = False) -> CheckResult:
     """Whether COMMIT waits for the standbys that a failover may take; for the disk the library makes it wait itself."""
     check = Check(
         DATABASE,
@@ -244,7 +244,7 @@ def synchronous_commit(value: str, standby_names: str, *, is_standby: bool = Fal
     return check.ok(f"synchronous_commit={value}, {replicas}")
 
 
-def prepared_transactions(prepared: Sequence[tuple[str, float]], most: str) -> Finding:
+def prepared_transactions(prepared: Sequence[tuple[str, float]], most: str) -> CheckResult:
     """Prepared transactions that nobody ends hold their locks, and keep old versions of rows, across restarts."""
     check = Check(
         DATABASE,
@@ -261,7 +261,7 @@ def prepared_transactions(prepared: Sequence[tuple[str, float]], most: str) -> F
     return check.ok(f"{len(prepared)} of at most {most}; only Spark's prepared mode makes any here")
 
 
-def idle_in_transaction(idle: Sequence[tuple[str, float]]) -> Finding:
+def idle_in_transaction(idle: Sequence[tuple[str, float]]) -> CheckResult:
     """Sessions that keep a transaction open and do nothing keep old versions of rows, which each dual write reads past."""
     check = Check(
         DATABASE,
@@ -277,7 +277,7 @@ def idle_in_transaction(idle: Sequence[tuple[str, float]]) -> Finding:
     return check.ok(f"no session that this role may see for longer than {_OLD_S:.0f} s")
 
 
-def pooler(facts: PoolerFacts | Unasked) -> Finding:
+def pooler(facts: PoolerFacts | Unasked) -> CheckResult:
     """A pooler by transaction takes the connection between transactions; a named statement stays with the one it leaves."""
     check = Check(
         DATABASE,
@@ -299,13 +299,13 @@ def pooler(facts: PoolerFacts | Unasked) -> Finding:
     return check.ok("one that shares sessions by transaction; the driver prepares no statements under names")
 
 
-def unlogged(table: str) -> Finding:
+def unlogged(table: str) -> CheckResult:
     """A table that the server does not log."""
     check = Check(DATABASE, f"logging of {table}", "the server empties it after a crash, with what was committed in it")
     return check.error(f"the table {table} is unlogged", f"ALTER TABLE {table} SET LOGGED")
 
 
-def old_versions(table: str, kept: int, oldest: Callable[[], str]) -> Finding:
+def old_versions(table: str, kept: int, oldest: Callable[[], str]) -> CheckResult:
     """Old versions of rows that cannot be removed: each look-up reads past all of them.
 
     ``oldest`` says whose snapshot is the oldest. It is asked only if there are many.
@@ -320,7 +320,7 @@ def old_versions(table: str, kept: int, oldest: Callable[[], str]) -> Finding:
     )
 
 
-def bloat(dead: int, living: int, size: int) -> Finding:
+def bloat(dead: int, living: int, size: int) -> CheckResult:
     """Whether the table of waiting messages is vacuumed as fast as its rows are sent and deleted."""
     check = Check(
         DATABASE, "dead rows of the outbox", "whoever sends waiting messages reads past the dead rows before them"
@@ -360,7 +360,7 @@ class MariadbFacts:
     prepared: Sequence[str] | Unasked = ()
 
 
-def judge_mariadb(facts: MariadbFacts) -> Iterator[Finding]:
+def judge_mariadb(facts: MariadbFacts) -> Iterator[CheckResult]:
     """All findings about a server of MariaDB or MySQL that answers."""
     yield mariadb_version(facts.version, is_mariadb=facts.is_mariadb)
     yield from mariadb_durability(*facts.durability)
@@ -377,7 +377,7 @@ def _product(*, is_mariadb: bool) -> str:
     return _OLDEST_MARIADB[is_mariadb][0]
 
 
-def mariadb_version(version: Sequence[int], *, is_mariadb: bool) -> Finding:
+def mariadb_version(version: Sequence[int], *, is_mariadb: bool) -> CheckResult:
     """The oldest server that has what the library's statements use."""
     product, oldest = _OLDEST_MARIADB[is_mariadb]
     shown, needed = ".".join(map(str, version)), ".".join(map(str, oldest))
@@ -388,7 +388,7 @@ def mariadb_version(version: Sequence[int], *, is_mariadb: bool) -> Finding:
 
 
 @lru_cache(maxsize=64)
-def mariadb_durability(writes: str, flush: str, logs: str, sync: str) -> tuple[Finding, ...]:
+def mariadb_durability(writes: str, flush: str, logs: str, sync: str) -> tuple[CheckResult, ...]:
     """Whether the server takes writes, and keeps in a crash what it has committed. Cached: each dual write asks it."""
     check = Check(DATABASE, "read-only", "it is a replica, or is being maintained")
     found = [
@@ -418,7 +418,7 @@ def mariadb_durability(writes: str, flush: str, logs: str, sync: str) -> tuple[F
     return tuple(found)
 
 
-def replica(*, is_replica: bool) -> Finding:
+def replica(*, is_replica: bool) -> CheckResult:
     """A replica that may be written to."""
     check = Check(DATABASE, "primary", "its primary knows nothing of what is decided here")
     if is_replica:
@@ -426,7 +426,7 @@ def replica(*, is_replica: bool) -> Finding:
     return check.ok("the server is no replica, as far as this user may see")
 
 
-def charset(value: str) -> Finding:
+def charset(value: str) -> CheckResult:
     """The connection's character set."""
     check = Check(DATABASE, "character set", "only utf8mb4 can carry every transactional id")
     if value != "utf8mb4":
@@ -436,7 +436,7 @@ def charset(value: str) -> Finding:
     return check.ok(value)
 
 
-def strict_mode(sql_mode: str, *, is_mariadb: bool) -> Finding:
+def strict_mode(sql_mode: str, *, is_mariadb: bool) -> CheckResult:
     """Whether the server refuses values that do not fit."""
     check = Check(
         DATABASE,
@@ -449,7 +449,7 @@ def strict_mode(sql_mode: str, *, is_mariadb: bool) -> Finding:
     return check.ok("strict")
 
 
-def doublewrite(value: str, *, is_mariadb: bool) -> Finding:
+def doublewrite(value: str, *, is_mariadb: bool) -> CheckResult:
     """Whether the server can repair a page of which a crash has written a part."""
     check = Check(
         DATABASE,
@@ -464,13 +464,13 @@ def doublewrite(value: str, *, is_mariadb: bool) -> Finding:
     return check.ok(f"innodb_doublewrite={value}")
 
 
-def other_engine(table: str, engine: str) -> Finding:
+def other_engine(table: str, engine: str) -> CheckResult:
     """A table of this library that is not InnoDB's."""
     check = Check(DATABASE, f"engine of {table}", "which has no transactions")
     return check.error(f"the table {table} is in the engine {engine}", f"ALTER TABLE {table} ENGINE=InnoDB")
 
 
-def prepared_xa(names: Sequence[str] | Unasked) -> Finding:
+def prepared_xa(names: Sequence[str] | Unasked) -> CheckResult:
     """Prepared XA transactions. The server does not tell their age."""
     check = Check(
         DATABASE,

@@ -36,7 +36,7 @@ class Status(Enum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """The result of one check.
 
     Attributes:
@@ -77,25 +77,25 @@ class Check:
     def __init__(self, area: str, name: str, why: str) -> None:
         self._area, self._name, self._why = area, name, why
 
-    def ok(self, found: str) -> Finding:
+    def ok(self, found: str) -> CheckResult:
         """Nothing is to be done."""
-        return Finding(self._area, self._name, Status.OK, found, self._why)
+        return CheckResult(self._area, self._name, Status.OK, found, self._why)
 
-    def warning(self, found: str, remedy: str) -> Finding:
+    def warning(self, found: str, remedy: str) -> CheckResult:
         """It works, with a weaker guarantee."""
-        return Finding(self._area, self._name, Status.WARNING, found, self._why, remedy)
+        return CheckResult(self._area, self._name, Status.WARNING, found, self._why, remedy)
 
-    def error(self, found: str, remedy: str) -> Finding:
+    def error(self, found: str, remedy: str) -> CheckResult:
         """It does not work, or a writer refuses it."""
-        return Finding(self._area, self._name, Status.ERROR, found, self._why, remedy)
+        return CheckResult(self._area, self._name, Status.ERROR, found, self._why, remedy)
 
-    def refused(self, error: DualWriteError) -> Finding:
+    def refused(self, error: DualWriteError) -> CheckResult:
         """An error of this library's says what is wrong."""
         return self.error(error.what, error.next_step)
 
-    def unknown(self, fact: Unasked) -> Finding:
+    def unknown(self, fact: Unasked) -> CheckResult:
         """It could not be asked for."""
-        return Finding(self._area, self._name, Status.UNKNOWN, fact.reason, self._why, fact.remedy)
+        return CheckResult(self._area, self._name, Status.UNKNOWN, fact.reason, self._why, fact.remedy)
 
 
 def listed(names: Collection[object], most: int = 5) -> str:
@@ -117,7 +117,7 @@ _BOUND: Final = re.compile(r"(>=|<)\s*([0-9.]+)")
 _FEW_FREE: Final = 0.2
 
 
-def clock(whose: str, ahead_s: float | Unasked, within_s: float = 0.0, *, of_brokers: bool = False) -> Finding:
+def clock(whose: str, ahead_s: float | Unasked, within_s: float = 0.0, *, of_brokers: bool = False) -> CheckResult:
     """Whether this machine's clock agrees with a server's.
 
     Args:
@@ -144,7 +144,7 @@ def clock(whose: str, ahead_s: float | Unasked, within_s: float = 0.0, *, of_bro
     return check.ok(found)
 
 
-def client(name: str, version: str | None, required: str) -> Finding:
+def client(name: str, version: str | None, required: str) -> CheckResult:
     """Whether an installed client is in the range that this library is tested with, such as ``>=2.16,<2.17``."""
     check = Check(CLIENTS, name, "the library relies on how these releases behave, and is tested with them")
     if version is None:
@@ -168,7 +168,7 @@ def numbers_of(version: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def librdkafka(version: str, confluent: str) -> Finding:
+def librdkafka(version: str, confluent: str) -> CheckResult:
     """confluent-kafka should run on the librdkafka that it was released with."""
     check = Check(
         CLIENTS, "librdkafka", "one rule rests on the words of librdkafka's log, which may change between releases"
@@ -181,7 +181,7 @@ def librdkafka(version: str, confluent: str) -> Finding:
     return check.ok(version)
 
 
-def forked(*, was_forked: bool, inherited: int) -> Finding:
+def forked(*, was_forked: bool, inherited: int) -> CheckResult:
     """Writers and connections that were opened before a fork belong to the parent.
 
     Args:
@@ -203,7 +203,7 @@ def forked(*, was_forked: bool, inherited: int) -> Finding:
     return check.ok("this process has loaded the library itself")
 
 
-def descriptors(used: int | Unasked, limit: int | None) -> Finding:
+def descriptors(used: int | Unasked, limit: int | None) -> CheckResult:
     """Whether enough file descriptors are left: each lane holds a connection to several brokers and one to the database."""
     check = Check(PROCESS, "file descriptors", "each lane of a writer holds connections to brokers and to the database")
     if isinstance(used, Unasked):
@@ -217,7 +217,7 @@ def descriptors(used: int | Unasked, limit: int | None) -> Finding:
     return check.ok(f"{used} of {limit} used")
 
 
-def worst(findings: Collection[Finding]) -> Status:
+def worst(findings: Collection[CheckResult]) -> Status:
     """The worst status among findings; ``OK`` of none."""
     order = list(Status)
     return max((finding.status for finding in findings), key=order.index, default=Status.OK)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dualwrite.errors import ConfigurationError, DualWriteError
-from dualwrite.protocol.findings import Check, Finding, Unasked, clock, listed
+from dualwrite.protocol.findings import Check, CheckResult, Unasked, clock, listed
 from dualwrite.protocol.values import NEVER_MS, other_cluster
 
 KAFKA: Final = "Kafka"
@@ -142,7 +142,7 @@ class KafkaFacts:
     within_s: float = 0.0
 
 
-def judge_kafka(facts: KafkaFacts) -> Iterator[Finding]:
+def judge_kafka(facts: KafkaFacts) -> Iterator[CheckResult]:
     """All findings about a cluster that answers."""
     yield brokers_answer(facts.cluster_id, facts.brokers)
     answering = [one for one in facts.brokers.values() if isinstance(one, BrokerFacts)]
@@ -161,13 +161,13 @@ def judge_kafka(facts: KafkaFacts) -> Iterator[Finding]:
     yield clock("the active controller", facts.ahead_s, facts.within_s, of_brokers=True)
 
 
-def kafka_is_away(error: DualWriteError) -> Finding:
+def kafka_is_away(error: DualWriteError) -> CheckResult:
     """No broker answers, or they refuse us."""
     why = "without Kafka no transaction is committed, and what is decided waits"
     return Check(KAFKA, "brokers", why).refused(error)
 
 
-def brokers_answer(cluster_id: str, brokers: Mapping[str, BrokerFacts | Unasked]) -> Finding:
+def brokers_answer(cluster_id: str, brokers: Mapping[str, BrokerFacts | Unasked]) -> CheckResult:
     """Each broker must answer under the address that the cluster tells clients."""
     check = Check(KAFKA, "brokers", "a writer must reach the leader of each partition, and the coordinators of its ids")
     silent = {name: one.reason for name, one in brokers.items() if isinstance(one, Unasked)}
@@ -188,7 +188,7 @@ def release_of(broker: BrokerFacts) -> tuple[int, int] | None:
     return max((release for first, release in _RELEASES.items() if first <= level), default=None)
 
 
-def versions(brokers: Sequence[BrokerFacts]) -> Finding:
+def versions(brokers: Sequence[BrokerFacts]) -> CheckResult:
     """The brokers' program must know the requests that this library sends."""
     check = Check(
         KAFKA, "version", "settling and the proof of how a transaction ended need requests that came with 3.0"
@@ -217,7 +217,7 @@ def worst_settings(of_brokers: Sequence[Mapping[str, str] | Unasked]) -> Mapping
     return {name: min(found, key=BROKER_SETTINGS[name]) for name, found in values.items() if found}
 
 
-def transaction_version(brokers: Sequence[BrokerFacts]) -> Finding:
+def transaction_version(brokers: Sequence[BrokerFacts]) -> CheckResult:
     """The cluster should have transactions of version 2, if its brokers know them."""
     why = f"from {_COMPLETE} on, each transaction has an epoch of its own, and the native engine sends (KIP-890)"
     check = Check(KAFKA, "transaction.version", why)
@@ -232,7 +232,7 @@ def transaction_version(brokers: Sequence[BrokerFacts]) -> Finding:
     return check.ok(f"{finalized}: the brokers know no other, and librdkafka sends")
 
 
-def forgotten_markers(brokers: Sequence[BrokerFacts], topics: Sequence[TopicFacts | Unasked | None]) -> Finding:
+def forgotten_markers(brokers: Sequence[BrokerFacts], topics: Sequence[TopicFacts | Unasked | None]) -> CheckResult:
     """Whether the brokers may forget to end transactions in partitions without a leader. Replication makes it rare."""
     why = (
         "such a broker may forget to end a transaction in a partition without a leader: readers wait there, and settling must "
@@ -268,7 +268,7 @@ def _in_sync_of(topic: TopicFacts) -> int:
     return _SAFE_IN_SYNC if isinstance(topic.settings, Unasked) else int(topic.settings.get("min.insync.replicas", "1"))
 
 
-def time_limit(requested_ms: int | None, maximum_ms: int | None, chosen_ms: int, *, greatest_ms: int) -> Finding:
+def time_limit(requested_ms: int | None, maximum_ms: int | None, chosen_ms: int, *, greatest_ms: int) -> CheckResult:
     """Whether the brokers, and not the user, limit how long a decided transaction may wait for its completion.
 
     ``maximum_ms`` is the brokers' setting, None if it cannot be read; ``greatest_ms`` the most that the client can ask for.
@@ -292,7 +292,7 @@ def time_limit(requested_ms: int | None, maximum_ms: int | None, chosen_ms: int,
     return check.warning(f"The brokers' {TIME_LIMIT} is {maximum_ms}", remedy)
 
 
-def _time_limit(facts: KafkaFacts) -> Finding:
+def _time_limit(facts: KafkaFacts) -> CheckResult:
     if isinstance(facts.timeout_ms, ConfigurationError):
         why = "a broker refuses a transaction timeout above its own maximum"
         return Check(KAFKA, TIME_LIMIT, why).refused(facts.timeout_ms)
@@ -312,7 +312,7 @@ def takes_two_phase(settings: Mapping[str, str] | Unasked) -> bool | Unasked:
 
 def two_phase_commit(
     settings: Mapping[str, str] | Unasked, *, granted: bool | Unasked | None, writer: str | None
-) -> Finding:
+) -> CheckResult:
     """Whether the native engine can use KIP-939's two-phase commit. Nobody has to switch it on."""
     why = "under two-phase commit (KIP-939) a broker never ends a decided transaction by itself"
     check = Check(KAFKA, "two-phase commit", why)
@@ -350,7 +350,7 @@ INTERNAL_TOPICS: Final = {
 """By Kafka's own topic, the brokers' settings for its replicas and for those in sync, and what is lost with it."""
 
 
-def internal_topic(name: str, topic: TopicFacts | Unasked | None, settings: Mapping[str, str] | Unasked) -> Finding:
+def internal_topic(name: str, topic: TopicFacts | Unasked | None, settings: Mapping[str, str] | Unasked) -> CheckResult:
     """The replication of one of Kafka's own topics; of one that is not made yet, as the brokers would make it."""
     replicas_key, in_sync_key, holds = INTERNAL_TOPICS[name]
     if not isinstance(topic, TopicFacts):
@@ -372,7 +372,7 @@ def internal_topic(name: str, topic: TopicFacts | Unasked | None, settings: Mapp
 # Topics.
 
 
-def judge_topic(name: str, topic: TopicFacts | Unasked | None, max_message_bytes: int) -> Iterator[Finding]:
+def judge_topic(name: str, topic: TopicFacts | Unasked | None, max_message_bytes: int) -> Iterator[CheckResult]:
     """All findings about one topic that was asked about."""
     check = Check(KAFKA, f"topic {name}", "a message to a topic that does not exist aborts its dual write")
     if topic is None:
@@ -394,7 +394,7 @@ def judge_topic(name: str, topic: TopicFacts | Unasked | None, max_message_bytes
     yield from topic_settings(name, topic.settings, max_message_bytes)
 
 
-def topic_rights(name: str, rights: frozenset[str] | Unasked) -> Finding:
+def topic_rights(name: str, rights: frozenset[str] | Unasked) -> CheckResult:
     """The rights of a writer, and of a process that settles, on a topic."""
     check = Check(
         KAFKA, f"rights on {name}", "a writer produces (Write), and reads how each of its transactions has ended (Read)"
@@ -410,7 +410,7 @@ def topic_rights(name: str, rights: frozenset[str] | Unasked) -> Finding:
     return check.ok("Write, Read and DescribeConfigs")
 
 
-def replication(name: str, topic: TopicFacts, holds: str) -> Finding:
+def replication(name: str, topic: TopicFacts, holds: str) -> CheckResult:
     """Whether an acknowledged record survives the loss of a broker, and whether writing does."""
     check = Check(KAFKA, f"replicas of {name}", f"{holds}, and is lost with its last replica in sync")
     fewest = min(partition.replicas for partition in topic.partitions)
@@ -449,7 +449,7 @@ def _more_replicas(name: str) -> str:
     )
 
 
-def topic_settings(name: str, settings: Mapping[str, str] | Unasked, max_message_bytes: int) -> Iterator[Finding]:
+def topic_settings(name: str, settings: Mapping[str, str] | Unasked, max_message_bytes: int) -> Iterator[CheckResult]:
     """The settings of a topic that concern dual writes."""
     if isinstance(settings, Unasked):
         yield Check(
@@ -483,7 +483,7 @@ def topic_settings(name: str, settings: Mapping[str, str] | Unasked, max_message
         yield check.ok(f"max.message.bytes={taken}")
 
 
-def compaction(name: str, policy: str) -> Finding:
+def compaction(name: str, policy: str) -> CheckResult:
     """A compacted topic does not keep transactions whole. A writer warns of it once it has written there."""
     check = Check(
         KAFKA,
@@ -498,7 +498,7 @@ def compaction(name: str, policy: str) -> Finding:
     return check.ok(f"cleanup.policy={policy}")
 
 
-def id_rights(writer: str, rights: Mapping[str, bool | Unasked]) -> Finding:
+def id_rights(writer: str, rights: Mapping[str, bool | Unasked]) -> CheckResult:
     """The rights on the transactional ids of a writer's lanes."""
     why = "a writer initialises, ends and looks at transactions under ids that begin with its name"
     check = Check(KAFKA, f"rights on ids of {writer}", why)
@@ -514,7 +514,7 @@ def id_rights(writer: str, rights: Mapping[str, bool | Unasked]) -> Finding:
     return check.ok("Write and Describe")
 
 
-def same_cluster(cluster_id: str, of_rows: Mapping[str, str]) -> Finding:
+def same_cluster(cluster_id: str, of_rows: Mapping[str, str]) -> CheckResult:
     """The rows must belong to the cluster that the brokers are of. ``of_rows`` has, by transactional id, the row's cluster."""
     why = "what this cluster does not know must not be taken for gone, and aborted"
     check = Check(KAFKA, "cluster of the rows", why)

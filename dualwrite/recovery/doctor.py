@@ -20,7 +20,7 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.protocol import findings
 from dualwrite.protocol.database_requirements import DATABASE, database_is_away
-from dualwrite.protocol.findings import CLIENTS, CLOCKS, PROCESS, Check, Finding, Unasked
+from dualwrite.protocol.findings import CLIENTS, CLOCKS, PROCESS, Check, CheckResult, Unasked
 from dualwrite.protocol.kafka_requirements import KAFKA, judge_kafka, kafka_is_away, same_cluster
 from dualwrite.protocol.values import check_not_empty, check_seconds
 from dualwrite.stores.opening import database_of, is_made_here
@@ -46,7 +46,7 @@ def doctor(
     topics: Collection[str] = (),
     writer: str | None = None,
     timeout_s: float = 30.0,
-) -> Sequence[Finding]:
+) -> Sequence[CheckResult]:
     """Check the brokers, the database, clocks, clients and this process, and say how to mend what is wrong.
 
     May be called at any time, from any process, with the application's own rights. Changes nothing, and is not needed for
@@ -88,7 +88,7 @@ class _Rows:
 
 def _kafka(
     kafka: Mapping[str, object], topics: Collection[str], writer: str | None, timeout_s: float, rows: _Rows
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     from dualwrite.kafka.facts import gather  # noqa: PLC0415 - loads kafka-python, which writers do without
 
     try:
@@ -104,7 +104,7 @@ def _kafka(
 
 def _database(
     given: Engine | Database | str, schema: str | None, writer: str | None, timeout_s: float, rows: _Rows
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     try:
         database = database_of(given, schema)
     except ConfigurationError as error:
@@ -123,7 +123,9 @@ def _database(
             database.close()
 
 
-def _sql(engine: Engine, schema: str | None, writer: str | None, timeout_s: float, rows: _Rows) -> Iterator[Finding]:
+def _sql(
+    engine: Engine, schema: str | None, writer: str | None, timeout_s: float, rows: _Rows
+) -> Iterator[CheckResult]:
     from dualwrite.stores.sql.facts import clusters_of, look  # noqa: PLC0415 - writers do not need it
 
     rows.driver = engine.dialect.driver
@@ -135,7 +137,7 @@ def _sql(engine: Engine, schema: str | None, writer: str | None, timeout_s: floa
             return  # the findings about the connection, the tables and the grants say why
 
 
-def _clients(driver: str | None) -> Iterator[Finding]:
+def _clients(driver: str | None) -> Iterator[CheckResult]:
     required: dict[str, str] = {}
     for line in metadata.requires("dualwrite") or ():
         match = _REQUIREMENT.match(line)
@@ -156,7 +158,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _process() -> Iterator[Finding]:
+def _process() -> Iterator[CheckResult]:
     yield findings.forked(was_forked=was_forked(), inherited=inherited())
     yield findings.descriptors(*_descriptors())
 

@@ -71,6 +71,8 @@ def test_settings_of_topics_are_found(dualwrite_kafka):
     assert statuses(found, *(f"topic {topic}" for topic in topics)) == [OK, OK, ERROR]
     assert statuses(found, "brokers", "version", "transaction.version", "the active controller") == [OK] * 4
     assert statuses(found, "KAFKA-20734") == [WARNING]
+    [impossible] = [one for one in doctor(kafka=kafka, topics=["no topic"]) if one.check == "topic no topic"]
+    assert (impossible.status, impossible.found, impossible.remedy) == (UNKNOWN, "INVALID_TOPIC_EXCEPTION", "")
     client = doctor(kafka={**kafka, "message.max.bytes": 2_000_000}, topics=topics)
     assert statuses(client, f"message size of {topics[1]}") == [WARNING]
 

@@ -21,7 +21,7 @@ from dualwrite.protocol.database_requirements import (
     judge_mariadb,
     judge_postgresql,
 )
-from dualwrite.protocol.findings import Check, Finding, Unasked, clock
+from dualwrite.protocol.findings import Check, CheckResult, Unasked, clock
 from dualwrite.protocol.values import lane_id, parse_cluster
 from dualwrite.stores.sql.access import (
     PURPOSES,
@@ -45,7 +45,7 @@ _MOST_ROWS: Final = 1000
 _LOCK_S: Final = 2.0
 
 
-def look(engine: Engine, schema: str | None, timeout_s: float) -> Iterator[Finding]:
+def look(engine: Engine, schema: str | None, timeout_s: float) -> Iterator[CheckResult]:
     """All findings about the database. Raises nothing for a server that is away or refuses us: that is a finding."""
     try:
         dialect = dialect_of(engine)
@@ -57,7 +57,7 @@ def look(engine: Engine, schema: str | None, timeout_s: float) -> Iterator[Findi
         yield database_is_away(error)
 
 
-def _look(connection: Connection, dialect: Dialect, schema: str | None) -> Iterator[Finding]:
+def _look(connection: Connection, dialect: Dialect, schema: str | None) -> Iterator[CheckResult]:
     engine = connection.engine
     yield Check(DATABASE, "connection", "the database's commit is the decision of each dual write").ok(
         f"{engine.dialect.name} answers"
@@ -84,7 +84,7 @@ def _look(connection: Connection, dialect: Dialect, schema: str | None) -> Itera
     yield _clock(connection)
 
 
-def _postgresql(connection: Connection, tables: Tables, found: FoundTables | None) -> Iterator[Finding]:
+def _postgresql(connection: Connection, tables: Tables, found: FoundTables | None) -> Iterator[CheckResult]:
     from dualwrite.stores.sql.postgresql import facts_of, kept_versions  # noqa: PLC0415 - large, as in dialect_of
 
     yield from judge_postgresql(facts_of(connection, None if found is None else tables))
@@ -92,7 +92,7 @@ def _postgresql(connection: Connection, tables: Tables, found: FoundTables | Non
         yield kept_versions(connection, tables)
 
 
-def _sqlite(connection: Connection, dialect: Dialect, tables: Tables) -> Finding:
+def _sqlite(connection: Connection, dialect: Dialect, tables: Tables) -> CheckResult:
     """By beginning a transaction as a claim does, which checks the settings."""
     check = Check(DATABASE, "settings", "a commit must be on the disk before its messages are committed")
     try:
@@ -113,7 +113,7 @@ def _sqlite(connection: Connection, dialect: Dialect, tables: Tables) -> Finding
 # The rights of the role, tried out.
 
 
-def _grants(connection: Connection, tables: Tables, schema: str | None, found: FoundTables) -> Iterator[Finding]:
+def _grants(connection: Connection, tables: Tables, schema: str | None, found: FoundTables) -> Iterator[CheckResult]:
     known: dict[str, FromClause] = {one.name: one for one in tables.metadata.sorted_tables if found.has(one)}
     known[tables.batch.name] = tables.batch
     known[VERSION_TABLE] = any_table(VERSION_TABLE, Column("version_num", Text), schema=found.schema)
@@ -170,7 +170,7 @@ def _may(connection: Connection, statement: Executable) -> bool:
 # The database's clock, and the clusters that its rows belong to.
 
 
-def _clock(connection: Connection) -> Finding:
+def _clock(connection: Connection) -> CheckResult:
     before, began = time.time(), time.monotonic()
     now = connection.execute(select(database_now())).scalar_one()
     took_s = time.monotonic() - began

@@ -47,7 +47,7 @@ from sqlalchemy.util import await_only
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol import database_requirements as requirements
 from dualwrite.protocol.database_requirements import refuse
-from dualwrite.protocol.findings import Finding, Status, Unasked
+from dualwrite.protocol.findings import CheckResult, Status, Unasked
 from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.protocol.values import PackedColumn
 from dualwrite.stores.sql import dialect
@@ -891,7 +891,7 @@ _OLDEST_SNAPSHOT: Final = text(
 )
 
 
-def kept_versions(connection: Connection, tables: Tables) -> Finding:
+def kept_versions(connection: Connection, tables: Tables) -> CheckResult:
     """What was found about old versions of rows that cannot be removed.
 
     While any snapshot in the database is older, PostgreSQL keeps a version of each update, and each look-up reads past all of

@@ -44,7 +44,7 @@ from dualwrite.stores.sql.tables import MYSQL, SINCE, VERSION_TABLE
 from dualwrite.waiting import elsewhere
 
 if TYPE_CHECKING:
-    from dualwrite.protocol.findings import Finding
+    from dualwrite.protocol.findings import CheckResult
     from dualwrite.stores.sql.dialect import Dialect, Identity
     from dualwrite.stores.sql.tables import Tables
 
@@ -208,7 +208,7 @@ def check_schema(engine: Engine, schema: str | None = None) -> FoundTables:
     return found
 
 
-def judge_tables(engine: Engine, schema: str | None = None) -> tuple[FoundTables | None, Finding]:
+def judge_tables(engine: Engine, schema: str | None = None) -> tuple[FoundTables | None, CheckResult]:
     """The tables, None if they are not there, and whether this library may work with them. Raises as :func:`check_schema`."""
     found = _find_tables(engine, schema)
     finding = tables_fit(

@@ -5,7 +5,7 @@ import pytest
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.protocol.findings import (
     Check,
-    Finding,
+    CheckResult,
     Status,
     Unasked,
     client,
@@ -22,7 +22,7 @@ OK, UNKNOWN, WARNING, ERROR = Status.OK, Status.UNKNOWN, Status.WARNING, Status.
 
 
 def finding(status):
-    return Finding("area", "check", status, "found", "why")
+    return CheckResult("area", "check", status, "found", "why")
 
 
 @pytest.mark.parametrize(
