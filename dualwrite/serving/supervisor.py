@@ -209,7 +209,7 @@ class Supervisor:
         self._round = look(self.target, self._database)
         now = self._round_s = now_s()
         if self._answering_since_s is None:
-            self._answering_since_s = now - self._round.took_s
+            self._answering_since_s = now  # the first look of all settles nothing, however long it took
         view = View(now, now - self._answering_since_s, self._round.skew_s)
         before = {planned.writer: (planned.action, planned.reason) for planned in self._plans}
         self._plans = [

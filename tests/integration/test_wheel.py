@@ -36,7 +36,7 @@ def wheel(tmp_path_factory):
 def sources():
     for folder, place in FOLDERS.items():
         for path in (ROOT / folder).rglob("*"):
-            if path.suffix in {".py", ".xml", ".typed"}:
+            if path.suffix in {".html", ".py", ".xml", ".typed"}:
                 if path.is_relative_to(DISCOVERY):
                     yield f"pyspark_dualwrite/{path.relative_to(DISCOVERY)}"
                 else:

@@ -1,8 +1,10 @@
 """The page, the probes, the metrics and the status as JSON: what each says of the same snapshots."""
 
+import re
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from html.parser import HTMLParser
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -104,6 +106,33 @@ def test_the_page_needs_no_script_escapes_what_it_shows_and_loads_itself_again()
     assert "aborted by &lt;b&gt;somebody&lt;/b&gt;" in page
     assert "<li>old versions of rows</li>" in page
     assert "<li>00:00:00 orders: 3 ids settled</li>" in page
+
+
+class Balanced(HTMLParser):
+    """Holds that every element is closed by its own end tag."""
+
+    def __init__(self):
+        super().__init__()
+        self.open = []
+
+    def handle_starttag(self, tag, _attrs):
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag, self.getpos()
+
+
+def test_every_cell_of_the_page_has_its_label_and_its_place():
+    held = with_round(incidents=[LOSS], waiting=[waits("orders", 3)], warnings=["old versions of rows"])
+    page = render([held, Snapshot("empty")], 104.0, refresh_s=10)
+    checked = Balanced()
+    checked.feed(page)
+    assert checked.open == []
+    for table in page.split("<table>")[1:]:
+        heads = re.findall(r"<th>(.*?)</th>", table)
+        for row in table.partition("<tbody>")[2].partition("</tbody>")[0].split("</tr>")[:-1]:
+            assert re.findall(r'data-label="(.*?)"', row) == heads, "on a telephone the labels stand in for the head"
 
 
 @pytest.mark.parametrize(
