@@ -27,7 +27,7 @@ else:
     import tomli as tomllib
 
 CLIENT_ID: Final = "dualwrite-serve"
-"""The ``client.id`` of a target that sets none: people who read the rows see who has claimed them."""
+"""Our ``client.id``, or what it begins with: people who read the rows, and later rounds, see who has claimed them."""
 _OF_SERVICE: Final = (
     "listen",
     "interval_s",
@@ -43,6 +43,11 @@ _OF_TARGET: Final = (
 _HIGHEST_PORT: Final = 65535
 _HEADER: Final = re.compile(r"\s*\[+([^]]+)]")
 _ASSIGNED: Final = re.compile(r"\s*([\w.\"'-]+)\s*=")
+
+
+def is_ours(owner: str) -> bool:
+    """Whether the owner of a row is a supervisor, and so its claim no sign of life."""
+    return owner.startswith((f"{CLIENT_ID} ", f"{CLIENT_ID}/"))
 
 
 def fleet_of(target: str) -> str:
@@ -163,10 +168,12 @@ def _target(table: _Table, name: str, top: _Table, *, directory: Path, environme
 
 
 def _kafka(table: _Table, directory: Path) -> Mapping[str, object]:
-    kafka: dict[str, object] = {"client.id": CLIENT_ID}
+    kafka: dict[str, object] = {}
     if (file := table.text("kafka_file")) is not None:
         kafka.update(_properties(table, directory / file))
     kafka.update(_flat(table.table("kafka").content))
+    # A file that is shared with the writers may name them: a live one must never pass for one of us.
+    kafka["client.id"] = f"{CLIENT_ID}/{kafka['client.id']}" if "client.id" in kafka else CLIENT_ID
     if "bootstrap.servers" not in kafka:
         raise table.wrong("kafka", "there are no bootstrap.servers", "set them in its table kafka, or in kafka_file")
     try:

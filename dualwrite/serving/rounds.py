@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from dualwrite.protocol.supervision import Seen
 from dualwrite.protocol.values import member_id, writer_of
 from dualwrite.recovery.recover import settled_with, status_and_longest
-from dualwrite.serving.configuration import fleet_of
+from dualwrite.serving.configuration import fleet_of, is_ours
 from dualwrite.writing.left_behind import Waits, what_waits
 
 if TYPE_CHECKING:
@@ -82,7 +82,6 @@ def look(target: Target, database: Database) -> Round:
         held=database.living(needing) if needing else (),
         waiting=waiting,
         now=now,
-        ours=f"{target.kafka['client.id']} ",
     )
     return Round(
         at=datetime.now(timezone.utc),
@@ -107,7 +106,6 @@ def every_writer(
     held: Collection[str],
     waiting: Iterable[Waits],
     now: datetime,
-    ours: str,
 ) -> list[Seen]:
     """What is seen of each writer that has something to settle or to send, in order of their names.
 
@@ -118,7 +116,6 @@ def every_writer(
         held: Those of the ids whose lease or slot is held.
         waiting: What waits.
         now: The database's time, read after the rows.
-        ours: How the owner of a row begins that a supervisor has claimed.
     """
     names = {row.transactional_id for row in rows}
     of_writer: dict[str, list[IdStatus]] = defaultdict(list)
@@ -127,7 +124,7 @@ def every_writer(
             of_writer[settled_with(item.row.transactional_id, names)].append(item)
     changed: dict[str, float] = {}
     for row in rows:
-        if not row.owner.startswith(ours):
+        if not is_ours(row.owner):
             writer = settled_with(row.transactional_id, names)
             changed[writer] = min(changed.get(writer, inf), (now - row.updated_at).total_seconds())
     waits = {one.writer: one for one in waiting if one.waiting.rows and one.writer in names}

@@ -49,7 +49,7 @@ def test_every_key_reaches_its_target(tmp_path):
     }
     assert shop.rule == Rule(settle_after_s=90.5, sends_waiting=True)
     assert (billing.schema, billing.prefix, billing.timeout_s) == (None, "", 60.0)
-    assert billing.kafka["client.id"] == "the night watch"
+    assert billing.kafka["client.id"] == "dualwrite-serve/the night watch"
     assert billing.rule == Rule(settle_after_s=600.0, sends_waiting=False)
 
 

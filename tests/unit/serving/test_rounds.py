@@ -35,12 +35,7 @@ def waits(writer, rows):
 
 
 def seen(items, rows, *, leases=(), held=(), waiting=()):
-    return {
-        one.writer: one
-        for one in every_writer(
-            items, rows, leases=leases, held=held, waiting=waiting, now=NOW, ours="dualwrite-serve "
-        )
-    }
+    return {one.writer: one for one in every_writer(items, rows, leases=leases, held=held, waiting=waiting, now=NOW)}
 
 
 def test_the_lanes_of_a_writer_are_seen_as_one():
@@ -70,10 +65,15 @@ def test_the_lease_of_a_fleets_member_is_that_of_all_its_lanes():
 
 
 def test_a_supervisors_own_claim_is_no_sign_of_life():
-    rows = [row("orders", 1.0, "dualwrite-serve 5a3392ba87eb"), row("bills", 1.0, "dualwrite-server 5a3392ba87eb")]
-    found = seen([item("orders", 95.0, decided=True), item("bills", 95.0, decided=True)], rows)
-    assert found["orders"].unchanged_s == inf
-    assert found["bills"].unchanged_s == 1.0
+    owners = {
+        "a": "dualwrite-serve 5a33",
+        "b": "dualwrite-serve/night watch 5a33",
+        "c": "dualwrite-server 5a33",
+        "d": "me 5a33",
+    }
+    rows = [row(name, 1.0, owner) for name, owner in owners.items()]
+    found = seen([item(name, 95.0, decided=True) for name in owners], rows)
+    assert [one.unchanged_s for one in found.values()] == [inf, inf, 1.0, 1.0]
 
 
 def test_what_waits_is_seen_of_writers_that_have_rows():
