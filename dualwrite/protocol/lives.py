@@ -398,7 +398,7 @@ class LaneEvent(Enum):
     ``CLAIM``: the row names a new incarnation of ours. ``CLAIM_WITHOUT_KAFKA``: so it does, but nothing was compared with
     Kafka, which is away. ``SETTLE``: nothing of earlier incarnations is open in Kafka any more.
     ``START``: a producer is about to use the incarnation's Kafka id. ``DISCARD``: that producer is closed; what it has left
-    open stays open.
+    open stays open. ``DOUBT``: a block without a producer, whose messages wait, may be decided yet.
     """
 
     CLAIM = "claim"
@@ -406,6 +406,7 @@ class LaneEvent(Enum):
     SETTLE = "settle"
     START = "start"
     DISCARD = "discard"
+    DOUBT = "doubt"
 
 
 _LANE, _OF_LANE = LaneState, LaneEvent
@@ -413,19 +414,27 @@ _LANE, _OF_LANE = LaneState, LaneEvent
 LANE_LIFE: Mapping[LaneState, Mapping[LaneEvent, LaneState]] = MappingProxyType(
     {
         _LANE.UNCLAIMED: {_OF_LANE.CLAIM: _LANE.UNSETTLED, _OF_LANE.CLAIM_WITHOUT_KAFKA: _LANE.UNVERIFIED},
-        _LANE.UNVERIFIED: {_OF_LANE.CLAIM: _LANE.UNSETTLED, _OF_LANE.CLAIM_WITHOUT_KAFKA: _LANE.UNVERIFIED},
+        _LANE.UNVERIFIED: {
+            _OF_LANE.CLAIM: _LANE.UNSETTLED,
+            _OF_LANE.CLAIM_WITHOUT_KAFKA: _LANE.UNVERIFIED,
+            _OF_LANE.DOUBT: _LANE.UNSETTLED,
+        },
         _LANE.UNSETTLED: {
             _OF_LANE.CLAIM: _LANE.UNSETTLED,
             _OF_LANE.CLAIM_WITHOUT_KAFKA: _LANE.UNVERIFIED,
             _OF_LANE.SETTLE: _LANE.SETTLED,
         },
-        _LANE.SETTLED: {_OF_LANE.CLAIM: _LANE.UNSETTLED, _OF_LANE.START: _LANE.STARTED},
+        _LANE.SETTLED: {
+            _OF_LANE.CLAIM: _LANE.UNSETTLED,
+            _OF_LANE.START: _LANE.STARTED,
+            _OF_LANE.DOUBT: _LANE.UNSETTLED,
+        },
         _LANE.STARTED: {_OF_LANE.DISCARD: _LANE.UNSETTLED},
     }
 )
 MAY_WAIT: Final = frozenset({_LANE.UNVERIFIED, _LANE.SETTLED, _LANE.STARTED})
-"""In these states a lane can carry a block whose messages wait as rows. After a discarded producer it is claimed anew, which
-costs no request to Kafka either: the claim waits for the session of a block in doubt."""
+"""In these states a lane can carry a block whose messages wait as rows. After a discarded producer, and after a block in doubt,
+it is claimed anew, which costs no request to Kafka either: the claim waits for the session of the block in doubt."""
 
 
 # The life of one lease, as its holder knows it: the right to try to own a numbered id.

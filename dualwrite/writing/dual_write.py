@@ -306,7 +306,7 @@ class DualWrite(Work):
             self._session.close()
         if self._machine.state not in _ENDED:
             # Claiming waits for the old backend, and settles.
-            self._lane.discard()
+            self._lane.leave_in_doubt()
             self._context.store.discard(self._handle)
 
     @property
@@ -754,7 +754,7 @@ class DualWrite(Work):
                 )
             )
         except DualWriteError as error:
-            self._lane.discard()
+            self._lane.leave_in_doubt()
             raise doubt from error
         if verdict is DoubtStep.COMMITTED:
             self._machine.apply(WriteEvent.COMMIT)
@@ -765,11 +765,11 @@ class DualWrite(Work):
                 transactional_id=self.transactional_id,
             ) from doubt
         elif verdict is DoubtStep.IN_DOUBT:
-            self._lane.discard()
+            self._lane.leave_in_doubt()
             raise doubt
         else:
             self._machine.apply(WriteEvent.FIND_LOST)
-            self._lane.discard()
+            self._lane.leave_in_doubt()
             kind = DecidedTransactionLost if verdict is DoubtStep.LOST else OutcomeUnverifiable
             raise kind(verdict.value, transactional_id=self.transactional_id, state=str(state)) from doubt
 

@@ -568,6 +568,16 @@ class Lane:
         if self._machine.allows(LaneEvent.DISCARD):
             self._machine.apply(LaneEvent.DISCARD)
 
+    def leave_in_doubt(self) -> None:
+        """As :meth:`discard`, where the last block may be decided yet: its claim serves no other block.
+
+        The next claim waits for the session of that block. Under the old one, a block whose messages wait would decide under
+        the same number, and the row's count could not tell which of the two was committed.
+        """
+        self.discard()
+        if self._machine.allows(LaneEvent.DOUBT):
+            self._machine.apply(LaneEvent.DOUBT)
+
     def __repr__(self) -> str:
         return f"<Lane {self.transactional_id} {self._producer!r}>"
 

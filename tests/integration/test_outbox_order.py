@@ -8,14 +8,17 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import pytest
 from harness.orders import on_postgresql
 from harness.patience import PATIENCE_S, patient, wait_until
-from sqlalchemy import insert, text
+from sqlalchemy import create_engine, insert, text
 
-from dualwrite import DualWriter, Unavailable, WriterLimits, failpoints, recover
-from dualwrite.testing import EmbeddedKafka, read_committed
+from dualwrite import DualWriter, TransactionInDoubt, Unavailable, WriterLimits, failpoints, recover
+from dualwrite.stores.sql.outbox import SqlOutbox
+from dualwrite.testing import EmbeddedKafka, PostgresProxy, read_committed
+from dualwrite.writing import dual_write
 from dualwrite.writing.outbox import Outbox
 
 pytestmark = on_postgresql
@@ -264,6 +267,51 @@ def test_a_last_send_that_finds_nothing_ends_nothing_once_its_owner_was_replaced
             assert mode(engine) == "later"
             gates[1, "write.checked", 1][1].set()
     assert values(kafka, dualwrite_topic) == [1, 2]
+
+
+def test_after_a_commit_in_doubt_the_next_block_waits_for_it_and_decides_under_another_number(
+    mortal_kafka, url, engine, orders, dualwrite_postgres, monkeypatch
+):
+    """Else the row's count, raised by one of them, would tell the other one that it was committed."""
+    kafka = patient(mortal_kafka.client_config())
+    topic = mortal_kafka.create_topic("number-of-a-decision", 1)
+    decided, decide = [], SqlOutbox.decide
+
+    def note(self, connection, decision, *rest):
+        decided.append(decision.waits)
+        return decide(self, connection, decision, *rest)
+
+    def out_of_reach(*_):
+        raise Unavailable("the database does not answer")
+
+    monkeypatch.setattr(SqlOutbox, "decide", note)
+    limits = replace(LIMITS, max_lanes=1)
+    with PostgresProxy(dualwrite_postgres) as proxy, ThreadPoolExecutor(2) as threads, ExitStack() as resumed_again:
+        through = create_engine(proxy.url(url))
+        mortal_kafka.suspend()
+        resumed_again.callback(mortal_kafka.resume)
+        with DualWriter("orders", kafka=kafka, database=through, outbox="fallback", limits=limits) as writer:
+            with held("write.recorded") as gates:
+                first = threads.submit(put, writer, topic, orders, 1)
+                arrived, released = gates["write.recorded"]
+                assert arrived.wait(PATIENCE_S)
+                commit = proxy.on("COMMIT").hold_request()
+                monkeypatch.setattr(dual_write, "resolve_commit", out_of_reach)
+                released.set()
+                commit.wait()
+                commit.cut()
+                with pytest.raises(TransactionInDoubt):
+                    first.result(PATIENCE_S)
+            second = threads.submit(put, writer, topic, orders, 2)
+            wait_until(lambda: somebody_waits_for_a_lock(engine) or second.done())
+            commit.release()
+            assert second.result(PATIENCE_S)
+            resumed_again.pop_all().close()
+            wait_until(lambda: is_direct(engine))
+        through.dispose()
+    assert decided == sorted(set(decided))
+    assert len(decided) == 2
+    assert values(kafka, topic) == [1, 2]
 
 
 def test_a_decision_that_is_pending_in_kafka_outlives_blocks_whose_messages_wait(mortal_kafka, engine, orders, request):

@@ -16,7 +16,8 @@ from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.stores.sql.outbox import Floor, SqlOutbox
 from dualwrite.stores.sql.store import Claim, Decisions
 from dualwrite.stores.sql.tables import declare_tables
-from dualwrite.writing import falling_back, sender, writer
+from dualwrite.writing import falling_back, lane_pool, sender, writer
+from dualwrite.writing.lane import Lane
 from harness.mistakes.registry import Check, mistake, performed
 
 _ORDER: Final = "integration/test_outbox_order.py::"
@@ -124,6 +125,23 @@ def count_of_decisions_not_read(patch: pytest.MonkeyPatch) -> None:
     """An owner takes a COMMIT of messages that wait for rolled back, because the row's state is as it was."""
     real = in_doubt.next_doubt_step
     patch.setattr(in_doubt, "next_doubt_step", lambda doubt: real(doubt) if doubt.waits is None else DoubtStep.ABORTED)
+
+
+@mistake(
+    Check(
+        f"{_ORDER}test_after_a_commit_in_doubt_the_next_block_waits_for_it_and_decides_under_another_number[postgresql]",
+        r"assert \[4294967297, 4294967297\] == \[4294967297\]",
+    )
+)
+def claim_kept_after_a_doubt(patch: pytest.MonkeyPatch) -> None:
+    """After a COMMIT in doubt the next block decides under the same claim, and so under the same number."""
+    patch.setattr(Lane, "leave_in_doubt", Lane.discard)
+
+
+@mistake(performed("decision_pending_under_messages_that_wait", "told Unavailable, not None"))
+def lane_kept_while_kafka_is_silent(patch: pytest.MonkeyPatch) -> None:
+    """Housekeeping keeps the only lane until Kafka answers, or ten seconds are over: blocks cannot let their messages wait."""
+    patch.setattr(lane_pool.Lanes, "_attempt_s", lambda *_: lane_pool._ATTEMPT_S)
 
 
 # Their sender
