@@ -34,8 +34,14 @@ class Case(Stage):
         else:
             {Phase.BEFORE: self._before, Phase.DURING: self._during, Phase.AFTER: self._after}[self.cell.phase]()
 
+    def _first(self, *pauses: str) -> Owner:
+        return self.own(self.draw.operations, *pauses, outbox=self.draw.outbox)
+
+    def _another(self) -> Owner:
+        return self.own(self.draw.others, outbox=self.draw.outbox)
+
     def _before(self) -> None:
-        first = self.own(self.draw.operations, "1:write.begun", "1:write.recorded", "2:write.begun")
+        first = self._first("1:write.begun", "1:write.recorded", "2:write.begun")
         if self.draw.from_opening:
             self._arm(first)
         self._until_at(first, "1:write.begun")
@@ -47,7 +53,7 @@ class Case(Stage):
         self._release_to_the_end(first)
 
     def _during(self) -> None:
-        first = self.own(self.draw.operations, "1:write.recorded")
+        first = self._first("1:write.recorded")
         self._until_at(first, "1:write.recorded")
         commit = self.postgres.on("COMMIT")
         held = self._commit = commit.hold_answer() if self.draw.decided else commit.hold_request()
@@ -55,7 +61,7 @@ class Case(Stage):
         self.pump(lambda: first.ended or bool(held.taken), 20)
         if self.draw.decided and held.taken:
             held.wait_answered()
-        second = self.own(self.draw.others)
+        second = self._another()
         self._arm(second)
         self.pump(lambda: all(owner.ended for owner in self.owners[1:]), SETTLING_S if self.draw.decided else 2.0)
         self._over()
@@ -65,11 +71,11 @@ class Case(Stage):
         self._release_to_the_end(first)
 
     def _after(self) -> None:
-        first = self.own(self.draw.operations, "1:write.decided")
+        first = self._first("1:write.decided")
         self._until_at(first, "1:write.decided")
         if self.draw.settled_by_another and not first.ended:
             self._kill(first)
-            self._arm(self.own(self.draw.others))
+            self._arm(self._another())
         else:
             self._arm(first)
             first.go()
@@ -77,7 +83,7 @@ class Case(Stage):
         self._over()
 
     def _at_commit(self) -> None:
-        first = self.own(self.draw.operations, "1:write.recorded")
+        first = self._first("1:write.recorded")
         self._until_at(first, "1:write.recorded")
         self._arm(first)
         first.go()
@@ -133,7 +139,7 @@ class Case(Stage):
         if self.draw.kill and self._victim is not None:
             self._kill(self._victim)
         if self.draw.another or (self.draw.kill and self.draw.told):
-            self.own(self.draw.others)
+            self._another()
 
     def _kill(self, owner: Owner) -> None:
         owner.kill()

@@ -100,6 +100,8 @@ class Draw:
         decided: Whether the COMMIT that is held has reached the database (during the decision).
         told: Whether its answer comes in the end, or the connection is cut.
         operations: Of the first owner; the second of them is the one that the phases refer to.
+        others: Of each other owner.
+        outbox: The owners' setting.
     """
 
     nth: int
@@ -114,6 +116,7 @@ class Draw:
     told: bool
     operations: tuple[Operation, ...]
     others: tuple[Operation, ...]
+    outbox: str
 
     @classmethod
     def of(cls, cell: Cell, seed: int, engine: EngineName, *, certain: bool = False) -> Draw:
@@ -151,4 +154,5 @@ class Draw:
             told=rng.random() < 0.6,
             operations=tuple(operation(number) for number in range(3)),
             others=(Operation(rng.choice(kinds)), Operation(rng.choice(kinds))),
+            outbox=rng.choice(["never", "fallback"]),
         )
