@@ -346,7 +346,8 @@ _STRICT: Final = frozenset({"STRICT_TRANS_TABLES", "STRICT_ALL_TABLES"})
 class MariadbFacts:
     """What was seen of a server of MariaDB or MySQL: its version, and the values of its variables as it shows them.
 
-    ``durability`` holds ``read_only``, ``innodb_flush_log_at_trx_commit``, ``log_bin`` and ``sync_binlog``, in this order.
+    ``durability`` holds ``read_only``, ``innodb_flush_log_at_trx_commit``, ``log_bin`` and ``sync_binlog``, in this order;
+    ``open_ones`` the open transactions of others, by their sessions, and for how many seconds.
     """
 
     is_mariadb: bool
@@ -358,6 +359,7 @@ class MariadbFacts:
     other_engines: Mapping[str, str] = field(default_factory=dict)
     is_replica: bool = False
     prepared: Sequence[str] | Unasked = ()
+    open_ones: Sequence[tuple[str, float]] | Unasked = ()
 
 
 def judge_mariadb(facts: MariadbFacts) -> Iterator[CheckResult]:
@@ -371,6 +373,7 @@ def judge_mariadb(facts: MariadbFacts) -> Iterator[CheckResult]:
     for table, engine in facts.other_engines.items():
         yield other_engine(table, engine)
     yield prepared_xa(facts.prepared)
+    yield open_transactions(facts.open_ones)
 
 
 def _product(*, is_mariadb: bool) -> str:
@@ -485,3 +488,18 @@ def prepared_xa(names: Sequence[str] | Unasked) -> CheckResult:
             "this library makes none: find out what their program has decided, and execute XA COMMIT or XA ROLLBACK",
         )
     return check.ok("none")
+
+
+def open_transactions(open_ones: Sequence[tuple[str, float]] | Unasked) -> CheckResult:
+    """Transactions that stay open keep the undo log from being purged."""
+    check = Check(
+        DATABASE, "open transactions", "one that stays open keeps the old versions of all rows, and may hold locks"
+    )
+    if isinstance(open_ones, Unasked):
+        return check.unknown(open_ones)
+    old = [f"{who} for {age_s:.0f} s" for who, age_s in open_ones if age_s >= _OLD_S]
+    if old:
+        return check.warning(
+            f"{len(old)} sessions: {listed(old)}", "end them with KILL, and find what leaves them open"
+        )
+    return check.ok(f"none is older than {_OLD_S:.0f} s")

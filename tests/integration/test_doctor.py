@@ -372,6 +372,21 @@ def test_what_is_wrong_with_mariadb_is_found(mariadb, plant, mend, check, status
     assert of_database(mariadb).get(check) is None or of_database(mariadb)[check].status is OK
 
 
+def test_a_transaction_that_stays_open_in_mariadb_is_found(mariadb, monkeypatch):
+    engine = create_engine(mariadb, isolation_level="AUTOCOMMIT")
+    check = "open transactions"
+    with engine.connect() as connection:
+        connection.exec_driver_sql("START TRANSACTION WITH CONSISTENT SNAPSHOT")
+        number = connection.exec_driver_sql("SELECT connection_id()").scalar()
+        assert of_database(mariadb)[check].status is OK  # it is young
+        monkeypatch.setattr(database_requirements, "_OLD_S", 0.0)
+        wait_until(lambda: of_database(mariadb)[check].status is WARNING)
+        assert f"session {number} " in of_database(mariadb)[check].found
+        connection.exec_driver_sql("ROLLBACK")
+        wait_until(lambda: of_database(mariadb)[check].status is OK)
+    engine.dispose()
+
+
 def test_missing_grants_of_mariadb_are_found(mariadb):
     url = make_url(mariadb)
     engine = create_engine(mariadb, isolation_level="AUTOCOMMIT")
@@ -384,6 +399,8 @@ def test_missing_grants_of_mariadb_are_found(mariadb):
             lacking = of_database(poor)["grants for a writer"]
             assert lacking.status is ERROR
             assert "UPDATE on kafka_transaction_state" in lacking.found
+            unseen = of_database(poor)["open transactions"]
+            assert (unseen.status, unseen.remedy) == (UNKNOWN, "grant PROCESS to see them")
             for statement in lacking.remedy.partition(": ")[2].split("; "):
                 connection.execute(text(statement))
             assert of_database(poor)["grants for a writer"].status is OK

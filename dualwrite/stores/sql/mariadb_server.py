@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from sqlalchemy import exc, literal_column, select, text
 
@@ -15,7 +15,7 @@ from dualwrite.stores.sql.access import Meaning, driver_words, meaning_of, versi
 from dualwrite.stores.sql.tables import OWN_TABLES
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from sqlalchemy import Connection, TextClause
     from sqlalchemy.dialects import mysql
 
     from dualwrite.stores.sql.tables import Tables
@@ -38,6 +38,12 @@ _OTHER_ENGINES: Final = text(
     "WHERE table_schema = coalesce(:schema, database()) AND engine <> 'InnoDB'"
 )
 _REPLICATES: Final = text("SHOW GLOBAL STATUS LIKE 'Slave_running'")
+_PREPARED: Final = text("XA RECOVER")
+_OPEN: Final = text(
+    "SELECT trx_mysql_thread_id, timestampdiff(SECOND, trx_started, now()) FROM information_schema.innodb_trx "
+    "WHERE trx_mysql_thread_id NOT IN (0, connection_id()) ORDER BY trx_started"
+)
+Shown = TypeVar("Shown")
 
 
 def is_mariadb(connection: Connection) -> bool:
@@ -91,17 +97,21 @@ def facts_of(connection: Connection, tables: Tables) -> requirements.MariadbFact
         sql_mode=mode,
         other_engines=other_engines(connection, tables),
         is_replica=is_replica(connection),
-        prepared=_prepared(connection),
+        prepared=_shown(connection, _PREPARED, lambda row: str(row[3]), "XA_RECOVER_ADMIN"),
+        open_ones=_shown(connection, _OPEN, lambda row: (f"session {row[0]}", float(row[1])), "PROCESS"),
     )
 
 
-def _prepared(connection: Connection) -> Sequence[str] | Unasked:
+def _shown(
+    connection: Connection, statement: TextClause, read: Callable[[Any], Shown], right: str
+) -> Sequence[Shown] | Unasked:
+    """What only users with the right may see."""
     try:
-        return [str(row[3]) for row in connection.execute(text("XA RECOVER"))]
+        return [read(row) for row in connection.execute(statement)]
     except exc.DBAPIError as error:
         if meaning_of(error) is not Meaning.PRIVILEGE:
             raise
-        return Unasked(driver_words(error), "grant XA_RECOVER_ADMIN to see them")
+        return Unasked(driver_words(error), f"grant {right} to see them")
 
 
 def check_facts(values: Sequence[object]) -> None:

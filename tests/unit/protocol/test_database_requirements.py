@@ -123,6 +123,9 @@ def durability(**changes):
         (replace(MARIADB, other_engines={"dualwrite_slot": "Aria"}), "engine of dualwrite_slot", ERROR),
         (replace(MARIADB, prepared=["left"]), "prepared transactions", WARNING),
         (replace(MARIADB, prepared=Unasked("no right")), "prepared transactions", UNKNOWN),
+        (replace(MARIADB, open_ones=[("session 7", 299.0)]), None, None),
+        (replace(MARIADB, open_ones=[("session 7", 299.0), ("session 8", 300.0)]), "open transactions", WARNING),
+        (replace(MARIADB, open_ones=Unasked("no right")), "open transactions", UNKNOWN),
     ],
 )
 def test_one_fact_of_mariadb_changes_one_finding(facts, check, status):
