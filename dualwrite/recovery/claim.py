@@ -11,12 +11,12 @@ import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dualwrite import failpoints
 from dualwrite.clock import Deadline
 from dualwrite.errors import Fenced
 from dualwrite.interfaces import NO_OBSERVER, Observer, StateStore, TransactionCoordinator
-from dualwrite.protocol.leases import Place
 from dualwrite.protocol.values import (
     StateRow,
     TransactionStatus,
@@ -27,6 +27,9 @@ from dualwrite.protocol.values import (
     writer_of,
 )
 from dualwrite.recovery.settle import settle
+
+if TYPE_CHECKING:
+    from dualwrite.protocol.leases import Place
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +72,8 @@ def place_of_this_process() -> Place | None:
         namespace = Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
         return None
+    from dualwrite.protocol.leases import Place  # noqa: PLC0415 - most writers have no lease
+
     return Place(f"{boot}/{namespace}", os.getpid())
 
 

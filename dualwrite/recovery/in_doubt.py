@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_exponential
-
 from dualwrite.clock import Deadline, GrowingPause, pause
 from dualwrite.errors import (
     CompletionPending,
@@ -31,6 +29,8 @@ from dualwrite.protocol.values import Outcome, StateRow
 from dualwrite.recovery.claim import OwnerContext
 
 if TYPE_CHECKING:
+    from tenacity import RetryCallState
+
     from dualwrite.interfaces import StateStore
     from dualwrite.protocol.values import Decision, Incident
 
@@ -196,6 +196,8 @@ def resolve_commit(  # noqa: PLR0917 - as the writer hands it on
     on a fresh connection, so the old backend has ended before the answer, which is a verdict and never a question.
     ``ConfigurationError``: the database refused us until the deadline, as a standby does that is not yet promoted.
     """
+    from tenacity import Retrying, retry_if_exception_type, wait_exponential  # noqa: PLC0415 - few writers are ever in doubt
+
     named = str(ours) or ("rows alone" if waiting is None else "rows and messages that wait")
 
     def note(attempt: RetryCallState) -> None:

@@ -29,7 +29,6 @@ from dualwrite.errors import (
 )
 from dualwrite.interfaces import NO_OBSERVER, Observer
 from dualwrite.kafka.transaction_ends import end_at_rest, know_end
-from dualwrite.protocol.batches import may_go_on
 from dualwrite.protocol.known_end import EndStep
 from dualwrite.protocol.lives import LANE_LIFE, MAY_WAIT, LaneEvent, LaneState, Machine, ProducerState
 from dualwrite.protocol.lost_decisions import contradiction
@@ -279,6 +278,8 @@ class Lane:
         If the last transaction was handed over, the row must say that its decider has completed it: then no request is on its
         way that could end the next one. The producer's own commit, which Kafka answers with success, brings it in line.
         """
+        from dualwrite.protocol.batches import may_go_on  # noqa: PLC0415 - only batches go on after they have idled
+
         producer = self._producer
         if producer is None or producer.state not in {ProducerState.READY, ProducerState.PREPARED}:
             return False

@@ -8,24 +8,17 @@ import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Final, TypedDict, TypeVar
-
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    retry_if_exception,
-    stop_after_attempt,
-    stop_any,
-    stop_before_delay,
-    wait_random_exponential,
-)
-from tenacity.retry import RetryBaseT
-from tenacity.stop import StopBaseT
-from tenacity.wait import WaitBaseT
+from typing import TYPE_CHECKING, Final, TypedDict, TypeVar
 
 from dualwrite.clock import pause
 from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError
 from dualwrite.protocol.process import Redo, redo_after
+
+if TYPE_CHECKING:
+    from tenacity import RetryCallState
+    from tenacity.retry import RetryBaseT
+    from tenacity.stop import StopBaseT
+    from tenacity.wait import WaitBaseT
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +59,14 @@ class Attempts:
 
     def rules(self) -> _Rules:
         """The parameters of ``tenacity.Retrying`` and ``AsyncRetrying``. The pauses have full jitter."""
+        from tenacity import (  # noqa: PLC0415 - loaded with the first run(): many writers only have blocks
+            retry_if_exception,
+            stop_after_attempt,
+            stop_any,
+            stop_before_delay,
+            wait_random_exponential,
+        )
+
         limit = stop_after_attempt(self._patience.attempts)
         within_s = self._patience.within_s
         return {
@@ -129,6 +130,7 @@ def run_again(
     ``block`` returns the block of a new dual write, and ``work`` is called with the transaction of each. The error of the last
     attempt is raised; its notes name those of the earlier ones.
     """
+    from tenacity import Retrying  # noqa: PLC0415 - as above
 
     def attempt() -> Result:
         with block() as given:

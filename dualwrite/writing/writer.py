@@ -14,7 +14,6 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.producer import EngineName, wanted_engine
-from dualwrite.protocol.leases import LeaseTiming
 from dualwrite.protocol.outbox import Outbox, check_setting
 from dualwrite.protocol.values import DEFAULT_LIMITS, OutboxMode, WriterLimits, check_writer_name
 from dualwrite.recovery.claim import unique_owner
@@ -198,6 +197,7 @@ class DualWriter(Submitting):
         Raises:
             ConfigurationError: A setting cannot work.
         """
+        from dualwrite.protocol.leases import LeaseTiming  # noqa: PLC0415 - most writers have no lease
         from dualwrite.writing.leased import LeasedWriter  # noqa: PLC0415 - it is made of this class
 
         return LeasedWriter(fleet, LeaseTiming(lease_timeout_s, heartbeat_s), **settings)

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from struct import unpack_from
 from typing import Final, TypeAlias
 
-import cramjam
-import lz4.frame
 from crc32c import crc32c
 
 from dualwrite.errors import ConfigurationError
@@ -251,15 +249,19 @@ def _gzip(raw: Buffer, level: int) -> bytes:
 
 
 def _snappy(raw: Buffer, _: int) -> bytes:
+    import cramjam  # noqa: PLC0415 - each codec's package is loaded with the first batch that it compresses
+
     return bytes(cramjam.snappy.compress_raw(raw))
 
 
 def _lz4(raw: Buffer, level: int) -> bytes:
+    from lz4 import frame  # noqa: PLC0415 - as above
+
     return bytes(
-        lz4.frame.compress(
+        frame.compress(
             raw,
             compression_level=level,
-            block_size=lz4.frame.BLOCKSIZE_MAX64KB,
+            block_size=frame.BLOCKSIZE_MAX64KB,
             block_linked=False,
             store_size=False,
         )
@@ -267,6 +269,8 @@ def _lz4(raw: Buffer, level: int) -> bytes:
 
 
 def _zstd(raw: Buffer, level: int) -> bytes:
+    import cramjam  # noqa: PLC0415 - as above
+
     return bytes(cramjam.zstd.compress(raw, level))
 
 

@@ -27,7 +27,6 @@ from dualwrite.stores.sql.access import (
     migrate_advice,
     usable,
 )
-from dualwrite.stores.sql.leases import Leases, living_members, read_leases
 from dualwrite.stores.sql.short_transactions import FoundTables, ShortTransactions, check_schema, dialect_of
 from dualwrite.stores.sql.store import SqlStateStore, listen_to
 from dualwrite.stores.sql.tables import OUTBOX_TABLE, database_now, declare_tables, in_chunks
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from dualwrite.interfaces import StateStore
     from dualwrite.protocol.leases import Lease
     from dualwrite.protocol.values import StateRow
+    from dualwrite.stores.sql.leases import Leases
 
 _NAMES: Final = {"postgresql": "PostgreSQL", "sqlite": "SQLite"}
 
@@ -147,16 +147,21 @@ class SqlDatabase(Database):
         self.engine.dispose(close=False)
 
     def leases(self, fleet: str) -> Leases:
+        from dualwrite.stores.sql.leases import Leases  # noqa: PLC0415 - most writers have no lease
+
         return Leases(self.engine, fleet, schema=self.tables_schema)
 
     def living(self, names: Collection[str]) -> set[str]:
         """Includes slots, which the tasks of a job hold."""
+        from dualwrite.stores.sql.leases import living_members  # noqa: PLC0415 - as above
         from dualwrite.stores.sql.slots import living_leases  # noqa: PLC0415 - a writer needs no slots
 
         slots = living_leases(self.engine, names, schema=self.tables_schema)
         return slots | living_members(self.engine, names, schema=self.tables_schema)
 
     def lease_list(self, transactional_id: str | None, prefix: str) -> Sequence[Lease]:
+        from dualwrite.stores.sql.leases import read_leases  # noqa: PLC0415 - as above
+
         return read_leases(self.engine, transactional_id, prefix=prefix, schema=self.tables_schema)
 
     def warnings(self) -> Sequence[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -24,8 +25,8 @@ from sqlalchemy import (
     select,
     table,
 )
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
+from dualwrite.clock import pause
 from dualwrite.errors import ConfigurationError, DualWriteError, Unavailable
 from dualwrite.interfaces import PAUSED_OWNER_TIMEOUT_S
 from dualwrite.protocol.database_requirements import refuse, tables_fit
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _ATTEMPTS: Final = 5
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 LOCK_TIMEOUT_S: Final = 75.0
 """Longer than the session of a paused owner can live, so that a process that waits for its lock gets it."""
 _MARIADB: Final = frozenset(itertools.product(MYSQL, ("pymysql", "mysqldb")))
@@ -124,17 +126,23 @@ class ShortTransactions:
     def _retried(
         self, begin: Callable[[Connection], None], work: Callable[[Connection], Result], answer_s: float | None = None
     ) -> Result:
-        retrying = Retrying(
-            retry=retry_if_exception(_worth_another_attempt),
-            stop=stop_after_attempt(_ATTEMPTS),
-            wait=wait_random_exponential(multiplier=0.01, max=0.5),
-            reraise=True,
-        )
         try:
-            result: Result = elsewhere(lambda: retrying(self._once, begin, work, answer_s))
+            return elsewhere(lambda: self._attempts(begin, work, answer_s))
         except exc.SQLAlchemyError as error:
             raise self._mapped(error) from error
-        return result
+
+    def _attempts(
+        self, begin: Callable[[Connection], None], work: Callable[[Connection], Result], answer_s: float | None
+    ) -> Result:
+        failures = 0
+        while True:
+            try:
+                return self._once(begin, work, answer_s)
+            except Exception as error:
+                failures += 1
+                if failures == _ATTEMPTS or not _worth_another_attempt(error):
+                    raise
+            pause(random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**failures)))  # noqa: S311 - as for every backoff
 
     def _once(
         self, begin: Callable[[Connection], None], work: Callable[[Connection], Result], answer_s: float | None
