@@ -172,8 +172,13 @@ def here() -> Waiting:
 
 def blocks_a_loop() -> bool:
     """Whether the code that calls this would block an event loop if it waited."""
+    return here() is BLOCKING and runs_in_a_loop()
+
+
+def runs_in_a_loop() -> bool:
+    """Whether an event loop runs in this thread. Whether it is blocked by a wait depends on the form of waiting."""
     asyncio = sys.modules.get("asyncio")
-    if asyncio is None or here() is not BLOCKING:
+    if asyncio is None:
         return False
     try:
         asyncio.get_running_loop()

@@ -430,7 +430,8 @@ class KafkaCoordinator:
     def post_question(self, native: States, shared: States) -> PostedQuestion | None:
         """See :class:`dualwrite.kafka.transaction_ends.AsksAhead`. For a coordinator of ``one_thread``."""
         assert self._posting is not None
-        return PostedQuestion.post(self._posting, self._topics, native, shared)
+        question = PostedQuestion(self._posting, self._topics, native, shared)
+        return question if question.is_sent else None
 
     def prove(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[LogProof]:
         """Prove the outcome of each state's transaction from the log; see :func:`dualwrite.kafka.log.prove`."""

@@ -634,6 +634,23 @@ class LaneProducer(TransactionalProducer):
         engine = self._chosen
         return engine is not None and self._machine.state is ProducerState.READY and not engine.epoch_may_rise
 
+    def begins_again(self) -> bool:
+        """Whether it may begin another transaction at once: it can, and the end of the last one is known, which it notes."""
+        engine = self._chosen
+        if engine is None or self._machine.state is not ProducerState.READY or engine.epoch_may_rise:
+            return False
+        if engine.pending_end is not None and engine.pending_end.known:
+            engine.note_end(EndStep.KNOWN)
+        return engine.pending_end is None
+
+    @property
+    def unknown_end(self) -> PendingEnd | None:
+        """The last transaction, while its end is not known but still can be."""
+        engine = self._chosen
+        if engine is None or self._machine.state is not ProducerState.READY or engine.epoch_may_rise:
+            return None
+        return engine.pending_end
+
     @property
     def pending_end(self) -> PendingEnd | None:
         """The last transaction while its end is unknown; None once the producer may continue, or if there was none."""

@@ -196,7 +196,8 @@ class EndQuestions:
                 lock.release()
 
     def _take_and_post(self) -> None:
-        self._take()
+        if self._posted is not None:
+            self._take()
         if self._posted is not None or self._coordinator is None:
             return
         # A transaction that ends from here on is not asked for: the leaders may answer before that.
@@ -346,18 +347,6 @@ class PostedQuestion:
                     glance = Rare(glance_request(scan, leader))
                     brokers.post(leader.node, glance, partial(self._note_glance, scan, proofs))
         self.is_sent = bool(self._outstanding or self._shown)
-
-    @classmethod
-    def post(
-        cls,
-        brokers: Connections,
-        topics: Topics,
-        native: Sequence[PreparedTxnState],
-        shared: Sequence[PreparedTxnState],
-    ) -> PostedQuestion | None:
-        """Ask; None if no leader is known."""
-        question = cls(brokers, topics, native, shared)
-        return question if question.is_sent else None
 
     def has_come(self) -> bool:
         """Take in what has arrived, without a wait. Returns whether nothing more will come."""

@@ -501,9 +501,10 @@ class DualWrite(Work):
             return
         watched, self.savepoints = self.savepoints, None
         try:
-            watched.finish()
-        finally:
+            watched.finish()  # and stops
+        except BaseException:
             watched.stop()
+            raise
         # What delivery callbacks produce from here on goes to the engine at once: nobody watches savepoints any more.
         if waiting_messages := watched.take():
             engine = self.engine
@@ -722,12 +723,13 @@ class DualWrite(Work):
 
     def _decide(self, state: PreparedTxnState, answer: Deadline, deadline: Deadline) -> BaseException | None:
         """Commit the database. Returns an interruption (``KeyboardInterrupt``) that came meanwhile, to raise later."""
-        if answer.expired:
+        answer_s = answer.remaining_s()
+        if not answer_s:
             # Paused since the last check of the clock. SQLite has no server that would have ended the transaction.
             self._abort()
             raise TransactionAborted("the process was paused before its COMMIT", transactional_id=self.transactional_id)
         try:
-            self._context.store.commit(self._handle, answer_s=answer.remaining_s())
+            self._context.store.commit(self._handle, answer_s=answer_s)
         except TransactionAborted as error:
             self._abort()
             if (interruption := _interruption(error)) is not None:
@@ -853,7 +855,8 @@ class WriterBlock(DualWrite):
         outbox: Outbox | None = None,
     ) -> None:
         if ground.outboxes is None:
-            setting_of_block("never", outbox)
+            if outbox is not None:
+                setting_of_block("never", outbox)
             self.may_wait = None
         else:
             self.may_wait = ground.outboxes.of_block(outbox)
@@ -982,8 +985,9 @@ class WriterBlock(DualWrite):
             if ticket is not None:
                 try:
                     ticket.end()
-                finally:
-                    ticket.end()  # the first one may have been interrupted
+                except BaseException:
+                    ticket.end()  # the first one was interrupted
+                    raise
 
     def _note_end(self, error: BaseException | None) -> None:
         observer, self.observer = self.observer, None

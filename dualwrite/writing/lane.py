@@ -198,15 +198,14 @@ class Lane:
     @property
     def pending_end(self) -> PendingEnd | None:
         """The last transaction, while its end is not known but still can be."""
-        return self._producer.pending_end if self._producer is not None and self.usable else None
+        return None if self._producer is None else self._producer.unknown_end
 
     def come_to_rest(self) -> PendingEnd | None:
         """Ask for the end of the last transaction, too, from now on. Called when a dual write is over.
 
         Returns the transaction whose end is not known; None if it is, or if nothing will show it any more.
         """
-        producer = self._producer
-        pending = producer.pending_end if producer is not None and producer.reusable else None
+        pending = None if self._producer is None else self._producer.unknown_end
         if pending is not None and self._ends is not None:
             self._ends.note(pending)
         return pending
@@ -306,14 +305,8 @@ class Lane:
         Nothing is begun after an error. `Fenced` and `DatabaseWentBack` (the database has lost a claim) stay; after others try
         again.
         """
-        producer = self._producer
-        if producer is not None and producer.reusable:
-            pending = producer.pending_end
-            if pending is None:
-                return
-            if pending.known:
-                producer.note_end(EndStep.KNOWN)
-                return
+        if self._producer is not None and self._producer.begins_again():
+            return
         if refuse_in_silence is None:
             self._make_ready(deadline)
             return

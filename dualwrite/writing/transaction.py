@@ -23,7 +23,7 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, MessageColumns, Unsendable
-from dualwrite.waiting import blocks_a_loop, here
+from dualwrite.waiting import BLOCKING, blocks_a_loop, here, runs_in_a_loop
 from dualwrite.writing.fair_queue import Ticket
 
 if TYPE_CHECKING:
@@ -548,9 +548,10 @@ def enter(writer: object, ticket: Ticket[Any], transactional_id: str) -> None:
 
     Refuses to block an event loop, and a block inside a block of that writer.
     """
-    if blocks_a_loop():
+    form = here()
+    if form is BLOCKING and runs_in_a_loop():
         refuse_blocking_a_loop(transactional_id)
-    entered, caller = _entered.get(), here().caller
+    entered, caller = _entered.get(), form.caller
     if entered and (len(entered) > 1 or not _has_ended(entered[0])):
         entered = _open()
         _refuse_nested(entered, id(writer), caller, transactional_id)

@@ -299,7 +299,11 @@ class ProduceCore:
     @property
     def first_offsets(self) -> Mapping[Partition, int | None]:
         """By partition that was sent to, the offset of the transaction's first record; None where it is not known."""
-        return {key: queue.first_offset for key, queue in self._queues.items() if queue.sent}
+        found: dict[Partition, int | None] = {}
+        for key, queue in self._queues.items():  # a comprehension would be one more call
+            if queue.sent:
+                found[key] = queue.first_offset
+        return found
 
     def callbacks(self) -> Iterator[tuple[Partition, object]]:
         """The callbacks of all messages that are not acknowledged, with their partitions."""

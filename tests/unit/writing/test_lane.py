@@ -35,6 +35,15 @@ class Producer:
     def reusable(self):
         return self.state is ProducerState.READY
 
+    @property
+    def unknown_end(self):
+        return self.pending_end if self.reusable else None
+
+    def begins_again(self):
+        if self.reusable and self.pending_end is not None and self.pending_end.known:
+            self.note_end(EndStep.KNOWN)
+        return self.reusable and self.pending_end is None
+
     def note_end(self, step):
         self.noted.append(step)
         if step is EndStep.KNOWN:
