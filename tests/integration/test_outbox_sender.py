@@ -273,3 +273,18 @@ def test_a_writer_of_never_that_cannot_send_what_waits_does_not_open(kafka, engi
     with pytest.raises(Unavailable, match="messages that wait"):
         writer.open()
     assert left(engine) == 1
+
+
+@on_postgresql
+def test_a_snapshot_that_somebody_holds_open_delays_no_message_and_hides_none(kafka, engine, dualwrite_topic):
+    """It keeps every row that was deleted since: each read steps over all of them, at the head of the index."""
+    with engine.connect() as holder:
+        holder.execution_options(isolation_level="REPEATABLE READ")
+        holder.scalar(text("SELECT count(*) FROM dualwrite_outbox"))
+        with DualWriter("orders", kafka=kafka, database=engine, outbox="always") as writer:
+            for number in range(6):
+                with writer.transaction() as tx:
+                    tx.produce_many(dualwrite_topic, [str(500 * number + one) for one in range(500)], [b"k"] * 500)
+                wait_until(lambda: left(engine) == 0, pause_s=0.01)
+        assert holder.scalar(text("SELECT count(*) FROM dualwrite_outbox")) == 0, "it still sees what it saw"
+    assert sent(kafka, dualwrite_topic) == list(map(str, range(3000)))

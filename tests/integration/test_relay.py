@@ -739,6 +739,40 @@ def test_each_row_is_sent_once_though_senders_are_killed_again_and_again(
     assert sent == {f"{name}-{key}": list(range(written[name])) for name in written for key in range(3)}
 
 
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+@pytest.mark.parametrize("away", [("suspend", "resume"), pytest.param(("kill", "start"), marks=pytest.mark.thorough)])
+def test_each_row_is_sent_once_and_in_order_though_kafka_goes_away_and_comes_back(
+    mortal_kafka, database, table, url, away
+):
+    """Rows come all the time, and nobody has to do anything."""
+    gone, back = (getattr(mortal_kafka, name) for name in away)
+    topic = mortal_kafka.create_topic(f"relay-{away[0]}", 2)
+    until, written = threading.Event(), []
+    writer = threading.Thread(target=lambda: written.append(fill(url, topic, "a", until)))
+    relay = make(mortal_kafka.client_config(), database, poll_interval_s=0.1)
+    with running(relay):
+        writer.start()
+        try:
+            for _ in range(2):
+                before = relay.report.messages
+                wait_until(lambda before=before: relay.report.messages > before)
+                gone()
+                try:
+                    left = count(database)
+                    wait_until(lambda left=left: count(database) > left + 100)
+                finally:
+                    back()
+        finally:
+            until.set()
+            writer.join()
+        wait_until(lambda: count(database) == 0)
+    assert relay.report.refused == []
+    sent = {}
+    for record in read_committed(mortal_kafka.client_config(), topic):
+        sent.setdefault(record.key.decode(), []).append(int(record.value))
+    assert sent == {f"a-{key}": list(range(written[0])) for key in range(3)}
+
+
 def owners(engine):
     found = []
 
