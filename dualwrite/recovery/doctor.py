@@ -71,23 +71,24 @@ def doctor(
         check_not_empty("writer", writer)
     for topic in topics:
         check_not_empty("a topic", topic)
-    found = [*_kafka(kafka, topics, writer, timeout_s, rows := _Rows())]
+    seen = _Seen()
+    found = list(_kafka(kafka, topics, writer, timeout_s, seen))
     if database is not None:
-        found += _database(database, schema, writer, timeout_s, rows)
-    found += _clients(rows.driver)
+        found += _database(database, schema, writer, timeout_s, seen)
+    found += _clients(seen.driver)
     found += _process()
     return sorted(found, key=lambda finding: _AREAS.index(finding.area))
 
 
-class _Rows:
-    """What Kafka has told that the database is compared with, and the driver in use."""
+class _Seen:
+    """What one area has shown that another one needs: the cluster that rows must name, and the driver in use."""
 
     cluster_id: str | None = None
     driver: str | None = None
 
 
 def _kafka(
-    kafka: Mapping[str, object], topics: Collection[str], writer: str | None, timeout_s: float, rows: _Rows
+    kafka: Mapping[str, object], topics: Collection[str], writer: str | None, timeout_s: float, seen: _Seen
 ) -> Iterator[CheckResult]:
     from dualwrite.kafka.facts import gather  # noqa: PLC0415 - loads kafka-python, which writers do without
 
@@ -98,12 +99,12 @@ def _kafka(
     except DualWriteError as error:
         yield kafka_is_away(error)
         return
-    rows.cluster_id = facts.cluster_id
+    seen.cluster_id = facts.cluster_id
     yield from judge_kafka(facts)
 
 
 def _database(
-    given: Engine | Database | str, schema: str | None, writer: str | None, timeout_s: float, rows: _Rows
+    given: Engine | Database | str, schema: str | None, writer: str | None, timeout_s: float, seen: _Seen
 ) -> Iterator[CheckResult]:
     try:
         database = database_of(given, schema)
@@ -112,7 +113,7 @@ def _database(
         return
     try:
         if isinstance(database, SqlDatabase):
-            yield from _sql(database.engine, schema, writer, timeout_s, rows)
+            yield from _sql(database.engine, schema, writer, timeout_s, seen)
             return
         database.check()
         yield Check(DATABASE, "connection", "its commit is the decision of each dual write").ok(database.traits.name)
@@ -124,15 +125,15 @@ def _database(
 
 
 def _sql(
-    engine: Engine, schema: str | None, writer: str | None, timeout_s: float, rows: _Rows
+    engine: Engine, schema: str | None, writer: str | None, timeout_s: float, seen: _Seen
 ) -> Iterator[CheckResult]:
     from dualwrite.stores.sql.facts import clusters_of, look  # noqa: PLC0415 - writers do not need it
 
-    rows.driver = engine.dialect.driver
+    seen.driver = engine.dialect.driver
     yield from look(engine, schema, timeout_s)
-    if rows.cluster_id is not None:
+    if seen.cluster_id is not None:
         try:
-            yield same_cluster(rows.cluster_id, clusters_of(engine, schema, writer))
+            yield same_cluster(seen.cluster_id, clusters_of(engine, schema, writer))
         except Unavailable:
             return  # the findings about the connection, the tables and the grants say why
 
