@@ -19,7 +19,7 @@ from dualwrite.asyncio.greenlets import enter, run
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.waiting import here
-from dualwrite.writing.fair_queue import Turns
+from dualwrite.writing.fair_queue import FairQueue
 from dualwrite.writing.sessions import Joining, Kind, two_phase
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class OneByOne:
 
     def __init__(self) -> None:
         self.ended = False
-        self._turns: Turns[None] = Turns([None])
+        self._turns: FairQueue[None] = FairQueue([None])
         self._worker: object = None
 
     def do(self, work: Callable[[], T]) -> T:

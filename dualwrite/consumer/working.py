@@ -32,7 +32,7 @@ from dualwrite.protocol.consuming import (
 )
 from dualwrite.stores.sql.access import Meaning, meaning_of
 from dualwrite.waiting import elsewhere
-from dualwrite.writing.fair_queue import Turns
+from dualwrite.writing.fair_queue import FairQueue
 from dualwrite.writing.retry import is_not_run, refuse_not_run
 from dualwrite.writing.transaction import check_callable, for_topic, key_and_value
 
@@ -215,7 +215,7 @@ class CurrentWriter:
 
     def __init__(self, make: Callable[[], DualWriter]) -> None:
         self._make = make
-        self._turns: Turns[None] = Turns([None])
+        self._turns: FairQueue[None] = FairQueue([None])
         self._writer: DualWriter | None = None
         self._fenced_at: deque[float] = deque(maxlen=_OFTEN)
 

@@ -49,7 +49,7 @@ Choose = Callable[[Sequence[Place[T]]], "Place[T] | None"]
 """Chooses the place for a ticket: one without a holder, or None to let it wait. Called by one thread at a time."""
 
 
-class Turns(Generic[T]):
+class FairQueue(Generic[T]):
     """The things, and the queue for them.
 
     ``on_freed`` is called with each place whose user has ended and the time on the clock of the process, before it is given
@@ -212,14 +212,14 @@ class Ticket(Generic[T]):
         finally:
             ticket.end()
 
-    Tickets of the same ``kind`` find a place, or none, alike. ``last`` is served even after :meth:`Turns.close`. ``answered``
-    says that it got a place or was refused, so there is nothing more to wait for; ``ended`` that it holds nothing, and never
-    will.
+    Tickets of the same ``kind`` find a place, or none, alike. ``last`` is served even after :meth:`FairQueue.close`.
+    ``answered`` says that it got a place or was refused, so there is nothing more to wait for; ``ended`` that it holds nothing,
+    and never will.
     """
 
     __slots__ = (
         "__weakref__",
-        "_turns",
+        "_queue",
         "answered",
         "arrival",
         "choose",
@@ -230,8 +230,8 @@ class Ticket(Generic[T]):
         "woken",
     )
 
-    def __init__(self, turns: Turns[T], choose: Choose[T], *, last: bool = False) -> None:
-        self._turns = turns
+    def __init__(self, fair_queue: FairQueue[T], choose: Choose[T], *, last: bool = False) -> None:
+        self._queue = fair_queue
         self.place: Place[T] | None = None
         self.choose = choose
         self.last = last
@@ -243,7 +243,7 @@ class Ticket(Generic[T]):
 
     def wait(self, deadline: Deadline) -> T:
         """Wait for a thing, behind earlier tickets that would take it. Raises `NoTurn` if there was none for us."""
-        self._turns.queue_up(self)
+        self._queue.queue_up(self)
         if not self.answered:
             self.wait_for_answer(deadline)
         if self.place is None:
@@ -264,9 +264,9 @@ class Ticket(Generic[T]):
             return  # a former call has done all of it
         self.ended = True
         if place is None:
-            self._turns.leave(self)
+            self._queue.leave(self)
         else:
-            self._turns.serve()
+            self._queue.serve()
 
 
 def longest_free(places: Sequence[Place[T]]) -> Place[T] | None:

@@ -38,7 +38,7 @@ from dualwrite.protocol.values import NEVER_MS, Outcome, Partition, StateRow, go
 from dualwrite.recovery.claim import OwnerContext, claim_rows
 from dualwrite.recovery.in_doubt import note_reported, pending, prove_committed
 from dualwrite.recovery.settle import settle
-from dualwrite.writing.fair_queue import NoTurn, Turns
+from dualwrite.writing.fair_queue import FairQueue, NoTurn
 
 if TYPE_CHECKING:
     from dualwrite.interfaces import TransactionCoordinator
@@ -71,7 +71,7 @@ class Lane:
         context: OwnerContext,
         make_producer: Callable[[StateRow], LaneProducer],
         *,
-        claiming: Turns[None] | None = None,
+        claiming: FairQueue[None] | None = None,
         guard: Callable[[], tuple[str, int]] | None = None,
         ends: EndQuestions | None = None,
         losses: Losses | None = None,
@@ -79,7 +79,7 @@ class Lane:
         self.transactional_id = transactional_id
         self._context = context
         self._make_producer = make_producer
-        self._claiming = claiming or Turns([None])
+        self._claiming = claiming or FairQueue([None])
         self._guard = guard
         self._ends = ends
         self._losses = RecordedLosses(transactional_id, context, losses or Losses())

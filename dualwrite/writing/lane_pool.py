@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import DualWriteError, Fenced, IllegalStateError, Unavailable
-from dualwrite.writing.fair_queue import NoTurn, Place, Ticket, Turns, longest_free
+from dualwrite.writing.fair_queue import FairQueue, NoTurn, Place, Ticket, longest_free
 
 if TYPE_CHECKING:
     from dualwrite.kafka.transaction_ends import EndQuestions, PendingEnd
@@ -114,7 +114,7 @@ class Lanes:
         self.watch: Callable[[], bool] = lambda: False
         self.silence: Silence | None = None
         self.refuses_in_silence = True
-        self._turns: Turns[PooledLane] = Turns(on_freed=self._freed)
+        self._queue: FairQueue[PooledLane] = FairQueue(on_freed=self._freed)
         self._choose, self._due = (
             self._chosen,
             self._choose_due,
@@ -128,38 +128,38 @@ class Lanes:
     @property
     def closed(self) -> bool:
         """Whether the lanes are closed: none is given out any more."""
-        return self._turns.closed
+        return self._queue.closed
 
     @property
     def first(self) -> Lane:
         """The lane that guards the others."""
-        return self._turns.places[0].thing.lane
+        return self._queue.places[0].thing.lane
 
     @property
     def first_or_none(self) -> Lane | None:
         """The same; None before the lanes are open, and once they are closed."""
-        places = self._turns.places
+        places = self._queue.places
         return places[0].thing.lane if places else None
 
     @property
     def all(self) -> Sequence[PooledLane]:
         """The lanes as they are now, those in use included."""
-        return [place.thing for place in list(self._turns.places)]
+        return [place.thing for place in list(self._queue.places)]
 
     @property
     def waiting(self) -> int:
         """The number of blocks that wait for a lane."""
-        return self._turns.waiting
+        return self._queue.waiting
 
     def __len__(self) -> int:
-        return len(self._turns.places)
+        return len(self._queue.places)
 
     def open(self, lanes: Iterable[Lane], *, keep_house: bool = True) -> None:
         """Start with these lanes, which are ready, in order of their numbers.
 
         ``keep_house`` says whether to take care of free lanes in the background.
         """
-        self._turns.places = [Place(PooledLane(lane)) for lane in lanes]
+        self._queue.places = [Place(PooledLane(lane)) for lane in lanes]
         if not keep_house:
             return
         self._housekeeper = threading.Thread(target=self._keep_house, name=f"dualwrite {self._name}", daemon=True)
@@ -167,13 +167,13 @@ class Lanes:
 
     def ticket(self) -> Ticket[PooledLane]:
         """A ticket for a block to take its lane with. It must be ended, however the block ends; see :class:`Ticket`."""
-        return Ticket(self._turns, self._choose)
+        return Ticket(self._queue, self._choose)
 
     def take(self, ticket: Ticket[PooledLane]) -> Lane:
         """Wait for a lane; first come, first served. Raises `Unavailable` if all were in use until the end of the wait."""
         if self.ends is not None:
             self.ends.take_answer()
-        self._turns.queue_up(ticket)
+        self._queue.queue_up(ticket)
         if not ticket.answered:
             ticket.wait_for_answer(Deadline(self.lane_timeout_s))
         if ticket.place is None:
@@ -190,18 +190,18 @@ class Lanes:
         """Refuse those that wait, as Kafka is silent; or do what has waited for Kafka, as it answers again."""
         self.silence = silence
         if silence is None:
-            for place in list(self._turns.places):
+            for place in list(self._queue.places):
                 place.thing.failures = 0
             self.look_again()
         elif self.refuses_in_silence:
-            self._turns.refuse_waiting()
+            self._queue.refuse_waiting()
         else:
-            self._turns.serve()  # any lane will do now
+            self._queue.serve()  # any lane will do now
 
     def _busy(self) -> Unavailable:
         """The error of a caller that got no lane. It says whether Kafka, other callers, or both kept the lanes busy."""
         what, now = f"all {self.max_lanes} lanes were busy for {self.lane_timeout_s:g} s", now_s()
-        began = [place.thing.lane.asking_since for place in list(self._turns.places) if place.user is not None]
+        began = [place.thing.lane.asking_since for place in list(self._queue.places) if place.user is not None]
         waited = [now - since for since in began if since is not None]
         long = [waited_s for waited_s in waited if waited_s >= min(_SILENT_S, self.lane_timeout_s / 2)]
         if not long:
@@ -252,7 +252,7 @@ class Lanes:
         chosen = longest_free([place for place in free if place.thing.lane.may_wait])
         if chosen is None and len(places) < self.max_lanes:
             chosen = Place(PooledLane(self._make_lane(len(places))))
-            self._turns.places.append(chosen)
+            self._queue.places.append(chosen)
         chosen = chosen or longest_free(free)
         if chosen is not None:
             chosen.thing.worked = True
@@ -266,7 +266,7 @@ class Lanes:
         """
         if len(places) < self.max_lanes:
             new = Place(PooledLane(self._make_lane(len(places))))
-            self._turns.places.append(new)
+            self._queue.places.append(new)
             return new
         unsettled = longest_free(places)
         if unsettled is None or any(place.thing.worked for place in places if place.holder is not None):
@@ -326,7 +326,7 @@ class Lanes:
                 self._watch_at = now_s() + _WATCH_EVERY_S
             if self.ends is not None:
                 self.ends.take_answer()
-            ticket = self._turns.ticket(self._due)
+            ticket = self._queue.ticket(self._due)
             try:
                 ticket.wait(Deadline(0))
             except NoTurn:
@@ -356,13 +356,13 @@ class Lanes:
         ``left_settled`` then says whether nothing is left for the next owner to settle. All is closed even if this raises
         `Unavailable`, because the database did not take the record that all is complete.
         """
-        self._turns.close()
+        self._queue.close()
         self._look.put(None)
         if self._housekeeper is not None:
             self._housekeeper.join(self._timeout_s)
             self._housekeeper = None
         count = len(self)
-        lanes = [pooled.lane for pooled in self._turns.drain(Deadline(self._timeout_s))]
+        lanes = [pooled.lane for pooled in self._queue.drain(Deadline(self._timeout_s))]
         deadline = Deadline(min(self._timeout_s, _CLOSE_S))
         try:
             _attempt(lanes, lambda lane: lane.prove_end(deadline))

@@ -19,7 +19,7 @@ from dualwrite.protocol.kafka_requirements import compaction
 from dualwrite.protocol.values import DEFAULT_LIMITS, Partition, lane_id, lane_number, outbox_id
 from dualwrite.recovery.claim import OwnerContext, claim_every_lane, claim_lanes, settle_lanes
 from dualwrite.recovery.in_doubt import reporting_at_open
-from dualwrite.writing.fair_queue import Turns
+from dualwrite.writing.fair_queue import FairQueue
 from dualwrite.writing.health import SeldomAsked
 from dualwrite.writing.lane import Lane
 
@@ -142,7 +142,7 @@ class Opened:
         self._losses = losses
         self._falls_back_after_s = falls_back_after_s
         self._closing = threading.Event()
-        self._claiming = Turns([None])
+        self._claiming = FairQueue([None])
         self.outbox_lane: Lane | None = None
         self.unanswered: tuple[float, str] | None = None
         coordinator = KafkaCoordinator(settings.config)

@@ -44,7 +44,7 @@ def leave_two_lanes(kafka, url, producer_engine, topic):
         outer.produce(topic, value="4", partition=1)
         outer.connection.execute(insert(ORDERS).values(id=4))
         failpoints.arm("write.decided:1:raise")
-        writer._lanes._turns.on_freed = lambda *_: None  # nobody settles it here
+        writer._lanes._queue.on_freed = lambda *_: None  # nobody settles it here
         with suppress(FailpointError):
             thread.submit(write, writer, topic, ORDERS, 3).result()
         failpoints.arm("write.recorded:1:kill")

@@ -133,7 +133,7 @@ class Writer:
 
     def die(self):
         """As by SIGKILL: nothing is recorded, and no housekeeping runs."""
-        for place in self._writer._lanes._turns.places:
+        for place in self._writer._lanes._queue.places:
             place.thing.given_up = True
             place.thing.lane.discard()
 

@@ -25,7 +25,7 @@ def ended_by_hand(kafka: Mapping[str, str], engine: Engine) -> Callable[[str], N
 
 def mortal(writer: DualWriter) -> DualWriter:
     """From now on a lane that is given back is dead: the writer neither settles it nor records anything of it."""
-    turns = writer._lanes._turns
+    turns = writer._lanes._queue
 
     def on_freed(place, _now):
         turns.places.remove(place)

@@ -8,7 +8,7 @@ import pytest
 from harness.interruption import Interruption
 
 from dualwrite.clock import Deadline
-from dualwrite.writing.fair_queue import NoTurn, Place, Turns, longest_free
+from dualwrite.writing.fair_queue import FairQueue, NoTurn, Place, longest_free
 
 NOW = Deadline(0)
 
@@ -25,7 +25,7 @@ def thing(ticket):
 
 @pytest.fixture
 def turns():
-    return Turns("ab")
+    return FairQueue("ab")
 
 
 def test_those_who_wait_get_what_is_given_back_in_the_order_in_which_they_came(turns):
@@ -171,7 +171,7 @@ def use(turns, before):
 
 def test_an_interruption_at_any_line_keeps_nothing_and_nobody_waiting():
     for line in itertools.count(1):
-        turns = Turns("ab")
+        turns = FairQueue("ab")
         before, other = taken(turns), taken(turns)
         waiting = [taken(turns), taken(turns)]
         other.end()  # the first of those who wait has it; the user below waits behind the second

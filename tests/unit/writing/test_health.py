@@ -319,7 +319,7 @@ def test_a_dual_write_of_rows_alone_shows_nothing_about_kafka(watched):
 def test_those_that_wait_for_a_lane_are_refused_when_kafka_falls_silent_and_nobody_waits_afterwards(watched):
     others = [watched.lanes.ticket() for _ in range(2)]
     watched.lanes.take(others[0])
-    watched.lanes._turns.queue_up(others[1])
+    watched.lanes._queue.queue_up(others[1])
     assert not others[1].answered
     watched.fall_silent()
     assert others[1].answered

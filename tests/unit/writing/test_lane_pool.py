@@ -81,7 +81,7 @@ def make():
 
 def queued(lanes):
     ticket = lanes.ticket()
-    lanes._turns.queue_up(ticket)
+    lanes._queue.queue_up(ticket)
     return ticket
 
 

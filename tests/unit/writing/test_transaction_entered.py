@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from dualwrite.errors import IllegalStateError
-from dualwrite.writing.fair_queue import Turns
+from dualwrite.writing.fair_queue import FairQueue
 from dualwrite.writing.transaction import enter, refuse_nested
 
 
@@ -23,7 +23,7 @@ def writer():
 @pytest.fixture
 def new_ticket():
     """Makes tickets that end with the test: it leaves no block open for the next one."""
-    turns, made = Turns("abc"), []
+    turns, made = FairQueue("abc"), []
 
     def make():
         made.append(turns.ticket())
@@ -91,7 +91,7 @@ def test_a_block_that_was_ended_in_another_thread_does_not_count_any_more(writer
 
 
 def test_a_block_that_was_abandoned_does_not_count_any_more(writer):
-    turns = Turns("a")
+    turns = FairQueue("a")
     enter(writer, turns.ticket(), "orders")
     gc.collect()
     refuse_nested(writer, "orders")

@@ -19,7 +19,7 @@ from dualwrite.stores.sql.savepoints import SavepointWatch
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.writing import dual_write, lane, retry, sessions, transaction
 from dualwrite.writing.dual_write import DualWrite
-from dualwrite.writing.fair_queue import Turns
+from dualwrite.writing.fair_queue import FairQueue
 from dualwrite.writing.lane import Lane, Losses
 from harness.mistakes.registry import Check, mistake, performed
 
@@ -358,13 +358,13 @@ def blocks_end_from_inside(patch: pytest.MonkeyPatch) -> None:
 def last_come_first_served(patch: pytest.MonkeyPatch) -> None:
     """A lane goes to the thread that has asked for it last."""
 
-    real = Turns._enqueue
+    real = FairQueue._enqueue
 
     def enqueue(self, ticket):
         real(self, ticket)
         self._waiting[ticket.kind].move_to_end(ticket, last=False)
 
-    patch.setattr(Turns, "_enqueue", enqueue)
+    patch.setattr(FairQueue, "_enqueue", enqueue)
 
 
 @mistake(
