@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from dualwrite.cli.doctor import finding_json
 from dualwrite.cli.report import status_document
 from dualwrite.clock import now_s
 from dualwrite.serving.metrics import CONTENT_TYPE, exposition
@@ -126,6 +127,7 @@ def target_json(snapshot: Snapshot) -> dict[str, object]:
     return {
         **shown,
         "at": found.at.isoformat(),
+        "findings": [finding_json(one) for one in snapshot.findings],
         "plan": [
             {
                 "writer": planned.writer,

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dualwrite.protocol.findings import Status
 from dualwrite.protocol.supervision import Action
 
 if TYPE_CHECKING:
@@ -74,14 +75,19 @@ class _Snapshots(Collector):
         skew = self._gauge(
             "dualwrite_clock_skew_seconds", "By how much this machine's clock is ahead of the database's."
         )
+        findings = self._gauge(
+            "dualwrite_findings", "What dualwrite doctor finds wrong or weak, as this replica sees it.", "status"
+        )
         for one in self._snapshots:
+            for status in (Status.ERROR, Status.WARNING):
+                findings.add_metric([one.target, status.value], sum(found.status is status for found in one.findings))
             up.add_metric([one.target], float(one.round is not None and one.error is None))
             leads.add_metric([one.target], float(one.leads))
             if one.round is not None:
                 success.add_metric([one.target], one.round.at.timestamp())
                 took.add_metric([one.target], one.round.took_s)
                 skew.add_metric([one.target], one.round.skew_s)
-        yield from (up, leads, success, took, skew)
+        yield from (up, leads, success, took, skew, findings)
         for name, (key, text) in _COUNTERS.items():
             counter = CounterMetricFamily(name, text, labels=["target"])
             for one in self._snapshots:

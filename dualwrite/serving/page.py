@@ -150,7 +150,7 @@ def view(snapshot: Snapshot, now_s: float) -> TargetView:
         open=_open(snapshot, plans),
         waiting=_waiting(snapshot, plans),
         losses=losses,
-        findings=found.warnings,
+        findings=[*(f"{one.status.value}: {one}. {one.remedy}" for one in snapshot.findings), *found.warnings],
         events=[f"{at:%H:%M:%S} {what}" for at, what in snapshot.events],
     )
 

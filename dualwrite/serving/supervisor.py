@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Final
 
 from dualwrite.clock import now_s
 from dualwrite.errors import ConfigurationError, DualWriteError
+from dualwrite.protocol.findings import CheckResult, Status
 from dualwrite.protocol.leases import LeaseTiming
 from dualwrite.protocol.outbox import growing_pause_s
 from dualwrite.protocol.supervision import UNTRIED, Action, Planned, Tries, View, plan
 from dualwrite.recovery.claim import default_owner, lease_owner
+from dualwrite.recovery.doctor import doctor
 from dualwrite.serving.configuration import fleet_of
 from dualwrite.serving.rounds import Round, look
 from dualwrite.stores.opening import database_of
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S: Final = 60.0
+_CHECK_EVERY_S: Final = 300.0
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Snapshot:
         counts: What was done since the process started: ``rounds``, ``failed rounds``, ``settled``, ``rolled forward``,
             ``losses``, ``sent``, ``failures``.
         events: What it did last, newest first.
+        findings: What ``dualwrite doctor`` finds wrong or weak, as this process sees it; asked anew every five minutes.
     """
 
     target: str
@@ -70,6 +74,7 @@ class Snapshot:
     alive_s: float = -inf
     counts: Mapping[str, float] = field(default_factory=dict)
     events: Sequence[tuple[datetime, str]] = ()
+    findings: Sequence[CheckResult] = ()
 
 
 class Supervisor:
@@ -108,8 +113,11 @@ class Supervisor:
         self._tries: dict[str, Tries] = {}
         self._failures = 0
         self._error: str | None = None
+        self._failing_with: type[Exception] | tuple[()] = ()
         self._counts: Counter[str] = Counter()
         self._events: list[tuple[datetime, str]] = []
+        self._findings: Sequence[CheckResult] = ()
+        self._checked_s = -inf
         self.snapshot = Snapshot(target.name)
 
     def start(self) -> None:
@@ -139,7 +147,7 @@ class Supervisor:
     @property
     def stalled_after_s(self) -> float:
         """Without a sign of life for so many seconds it has stalled: each look and each settlement has a time limit."""
-        return self.interval_s + _LONGEST_PAUSE_S + 3 * self.target.timeout_s
+        return self.interval_s + _LONGEST_PAUSE_S + 5 * self.target.timeout_s
 
     def _run(self) -> None:
         name = self.target.name
@@ -164,25 +172,46 @@ class Supervisor:
             if self._leads and self._settle():
                 self._observe()
         except DualWriteError as error:
-            self._note_failure(f"{type(error).__name__}: {error}")
+            if not isinstance(error, self._failing_with):  # in an outage the words change from round to round
+                logger.warning(
+                    "%s: a round failed; the next one tries again: %s: %s", name, type(error).__name__, error
+                )
+            self._note_failure(error)
         except Exception as error:
             logger.exception("%s: a round failed; the next one tries again", name)
-            self._note_failure(f"{type(error).__name__}: {error}", logged=True)
+            self._note_failure(error)
         else:
             if self._error is not None:
                 logger.info("%s: both servers answer again", name)
-            self._failures, self._error = 0, None
+            self._failures, self._error, self._failing_with = 0, None, ()
+            self._check()
         self._counts["rounds"] += 1
         self._publish()
         return max(self.interval_s, growing_pause_s(self._failures, 1.0, _LONGEST_PAUSE_S))
 
-    def _note_failure(self, error: str, *, logged: bool = False) -> None:
-        if not logged and error != self._error:
-            logger.warning("%s: a round failed; the next one tries again: %s", self.target.name, error)
+    def _note_failure(self, error: Exception) -> None:
         self._failures += 1
-        self._error = error
+        self._error = f"{type(error).__name__}: {error}"
+        self._failing_with = type(error)
         self._answering_since_s = None
         self._counts["failed rounds"] += 1
+
+    def _check(self) -> None:
+        """Ask now and then for what is wrong with the servers. It hinders no settlement: it comes last, and fails alone."""
+        if now_s() - self._checked_s < _CHECK_EVERY_S or self._stopping.is_set():
+            return
+        try:
+            found = doctor(
+                kafka=self.target.kafka,
+                database=self._database,
+                schema=self.target.schema,
+                timeout_s=self.target.timeout_s,
+            )
+        except Exception:
+            logger.exception("%s: the servers could not be checked", self.target.name)
+        else:
+            self._findings = [one for one in found if one.status in {Status.ERROR, Status.WARNING}]
+        self._checked_s = now_s()
 
     # One replica leads
 
@@ -293,4 +322,5 @@ class Supervisor:
             alive_s=now,
             counts=dict(self._counts),
             events=tuple(self._events),
+            findings=tuple(self._findings),
         )

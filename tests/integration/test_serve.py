@@ -268,6 +268,9 @@ def test_the_page_and_the_metrics_show_what_is_open_what_it_blocks_and_why_it_is
         assert 'dualwrite_serve_leader{target="shop"} 1.0' in metrics
         [shown] = replica.target()["plan"]
         assert (shown["writer"], shown["action"], shown["reason"]) == ("case", "leave", "kafka is back")
+        wait_until(lambda: replica.target()["findings"], otherwise=lambda: replica.log)  # a single broker is weak
+        assert "<h3>Findings</h3>" in replica.get("/")[1]
+        assert "could not be checked" not in replica.log
 
 
 def test_while_kafka_is_away_it_is_alive_and_not_ready_and_says_so_once(config, start):

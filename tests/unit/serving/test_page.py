@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from dualwrite.clock import now_s
+from dualwrite.protocol.findings import CheckResult, Status
 from dualwrite.protocol.leases import Lease
 from dualwrite.protocol.lives import LeaseState
 from dualwrite.protocol.supervision import UNTRIED, Action, Planned, Reason, Seen
@@ -99,7 +100,13 @@ def test_attempts_are_shown_with_the_last_and_the_next_one():
 
 
 def test_the_page_needs_no_script_escapes_what_it_shows_and_loads_itself_again():
-    page = render([with_round(incidents=[LOSS], warnings=["old versions of rows"])], 104.0, refresh_s=10)
+    finding = CheckResult("Kafka", "timeout", Status.WARNING, "15 minutes", "what is decided may be lost", "raise it")
+    held = replace(with_round(incidents=[LOSS], warnings=["old versions of rows"]), findings=(finding,))
+    page = render([held], 104.0, refresh_s=10)
+    assert "<li>warning: 15 minutes: what is decided may be lost. raise it</li>" in page
+    with client(held) as asked:
+        assert asked.get("/api/status").json()["targets"]["shop"]["findings"][0]["remedy"] == "raise it"
+    assert scraped(held)[0]["dualwrite_findings", "warning"] == 1.0
     assert '<meta http-equiv="refresh" content="10">' in page
     assert "prefers-color-scheme: dark" in page
     assert "<script" not in page

@@ -11,6 +11,7 @@ from dualwrite.clock import now_s
 from dualwrite.databases import RocksDatabase
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.migrations import upgrade
+from dualwrite.protocol.findings import CheckResult, Status
 from dualwrite.protocol.supervision import Reason, Rule, Seen
 from dualwrite.recovery.recover import RecoveryReport
 from dualwrite.serving import supervisor
@@ -40,6 +41,7 @@ class Servers:
         self.seen = list(DEAD)
         self.look_error = self.settle_error = None
         self.settled = []
+        self.checks, self.check_error = 0, None
         self.report = RecoveryReport
         self.meanwhile = lambda _: None
 
@@ -47,6 +49,12 @@ class Servers:
         if self.look_error is not None:
             raise self.look_error
         return Round(datetime(2026, 1, 1, tzinfo=timezone.utc), 1000.0, [], None, seen=tuple(self.seen))
+
+    def doctor(self, **_):
+        self.checks += 1
+        if self.check_error is not None:
+            raise self.check_error
+        return [CheckResult("Kafka", status.value, status, "found", "why", "remedy") for status in Status]
 
     def recover(self, writer, **given):
         self.settled.append((writer, given["open_for_s"]))
@@ -63,6 +71,7 @@ def servers(monkeypatch):
     made = Servers()
     monkeypatch.setattr(supervisor, "look", made.look)
     monkeypatch.setattr(supervisor, "recover", made.recover)
+    monkeypatch.setattr(supervisor, "doctor", made.doctor)
     return made
 
 
@@ -187,6 +196,8 @@ def test_a_round_that_fails_is_said_once_and_repeated_after_pauses_that_grow(mak
     assert leader.snapshot.counts["failed rounds"] == 8
     assert servers.settled == []
     if isinstance(error, Unavailable):
+        servers.look_error = Unavailable("Kafka is away, in other words")
+        leader._turn()
         assert sum("a round failed" in message for message in caplog.messages) == 1
     servers.look_error = None
     assert leader._turn() == 2.0
@@ -212,6 +223,26 @@ def test_a_loss_is_an_error_in_the_log_and_is_counted(make, servers, caplog):
     [record] = [record for record in caplog.records if "orders: 1 ids settled" in record.getMessage()]
     assert record.levelno == logging.ERROR
     assert record.getMessage().endswith("3 messages sent, 1 LOST OR UNVERIFIABLE")
+
+
+def test_the_servers_are_checked_after_the_first_round_and_then_now_and_then(make, servers, monkeypatch):
+    leader = make()
+    leader._turn()
+    leader._turn()
+    assert servers.checks == 1
+    assert [one.status for one in leader.snapshot.findings] == [Status.WARNING, Status.ERROR]
+    monkeypatch.setattr(leader, "_checked_s", now_s() - 301.0)
+    leader._turn()
+    assert servers.checks == 2
+
+
+def test_a_check_that_fails_fails_alone(make, servers, caplog):
+    servers.check_error = RuntimeError("unforeseen")
+    leader = make()
+    leader._turn()
+    assert (leader.snapshot.error, leader.snapshot.findings) == (None, ())
+    assert len(servers.settled) == 2
+    assert "shop: the servers could not be checked" in caplog.messages
 
 
 def test_a_database_without_leases_is_refused(tmp_path):
