@@ -140,8 +140,8 @@ def claim_kept_after_a_doubt(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(performed("decision_pending_under_messages_that_wait", "told Unavailable, not None"))
 def lane_kept_while_kafka_is_silent(patch: pytest.MonkeyPatch) -> None:
-    """Housekeeping keeps the only lane until Kafka answers, or ten seconds are over: blocks cannot let their messages wait."""
-    patch.setattr(lane_pool.Lanes, "_attempt_s", lambda *_: lane_pool._ATTEMPT_S)
+    """Housekeeping keeps the only lane until Kafka answers, or half a minute is over: no block can let its messages wait."""
+    patch.setattr(lane_pool.Lanes, "_attempt_s", lambda *_: 30.0)
 
 
 # Their sender

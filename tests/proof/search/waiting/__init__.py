@@ -14,7 +14,8 @@ What this search has found in rules that looked right, each a planted mistake in
   owner may claim the sender's id anew.
 - A writer of *never* must look at the mode once its claim is committed, not before and not within: a former owner's
   last block turns the mode while the claim waits for its lane.
-- An owner that asks what became of its COMMIT must not believe a count that others may have raised.
+- An owner that asks what became of its COMMIT must not believe a count that others may have raised. That may be another owner's,
+  or its own next block's, where the database could not be asked at once and the lane has kept its claim.
 
 Not a fault, and so left open: a direct block that meets silence may lock the mode alone although it is *later* by then. A share
 is enough, and waits for nobody.

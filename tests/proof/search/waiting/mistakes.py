@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dualwrite.protocol.process import Doubt, DoubtStep
-from search.waiting.configurations import WAITING, A, B, C, E, owner
+from search.waiting.configurations import WAITING, A, B, C, D, E, owner
 from search.waiting.rules import Rules
 from search.waiting.values import Block, Budgets
 from search.waiting.world import Bounds, World
@@ -79,6 +79,11 @@ WAITING_MISTAKES = {
         "An owner whose COMMIT was not answered believes the row's count although another has claimed the row.",
         Bounds((owner("P", (A,), sends=0), owner("Q", (E,), sends=0)), Budgets(outage=1, answer=1)),
         {"next_doubt_step": staticmethod(_any_count)},
+    ),
+    "claim_kept_after_a_doubt": Mistake(
+        "After a COMMIT in doubt the next block decides under the same claim, and so under the same number.",
+        Bounds((owner("P", (A, C, D), sends=0),), Budgets(outage=1, answer=2)),
+        {"claims_after_a_doubt": False},
     ),
     "deletes_not_counted": Mistake(
         "A sender does not count the rows that it deletes: one whose COMMIT was not answered has read them again.",

@@ -28,6 +28,7 @@ class Rules:
     ends_only_what_is_not_named = True  # what the row names is committed
     rows_follow_savepoints = True  # messages of a savepoint that was rolled back become no rows
 
+    claims_after_a_doubt = True  # also on a lane without a producer
     next_doubt_step = staticmethod(process.next_doubt_step)  # about a COMMIT whose messages wait
 
     # The sender

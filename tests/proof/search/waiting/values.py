@@ -76,11 +76,20 @@ class Kafka(NamedTuple):
     known: frozenset[tuple[int, int]] = frozenset()
 
 
+class Late(NamedTuple):
+    """A COMMIT of a block without an answer, which the database may carry out until somebody locks the row."""
+
+    block: str
+    rows: tuple[tuple[int, Message], ...]
+    count: int
+    turns: bool
+
+
 class Lane(NamedTuple):
     """One lane of a process, and the block on it.
 
     ``ready``: it has settled and may send; ``claimed``: its incarnation is known in the database alone; ``discarded``: it must be
-    claimed anew. ``turns``: the block makes the mode *later* in its decision. ``truth``: whether the COMMIT that was not answered
+    claimed anew. ``counted``: the row's count as the block's first statement has read it. ``turns``: the block makes the mode *later* in its decision. ``truth``: whether the COMMIT that was not answered
     has happened.
     """
 
@@ -93,6 +102,8 @@ class Lane(NamedTuple):
     numbers: tuple[int, ...] = ()
     turns: bool = False
     truth: bool | None = None
+    counted: int = 0
+    late: Late | None = None
 
 
 class FloorState(NamedTuple):

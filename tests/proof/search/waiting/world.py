@@ -26,6 +26,7 @@ from search.waiting.values import (
     Flying,
     Kafka,
     Lane,
+    Late,
     Message,
     Owner,
     Process,
@@ -170,7 +171,11 @@ class World:
         database, there = state.copy
         written = tuple(one._replace(gone=one.gone or one.name not in there) for one in state.written)
         processes = tuple(
-            process._replace(state="dead", sender=process.sender._replace(flying=None))
+            process._replace(
+                state="dead",
+                lanes=tuple(lane._replace(late=None) for lane in process.lanes),
+                sender=process.sender._replace(flying=None),
+            )
             if process.state == "owner"
             else process
             for process in state.processes
@@ -254,6 +259,12 @@ class _Steps:
     def free_alone(self) -> bool:
         return self.free_to_share() and not self.database.shares - {self.actor}
 
+    def is_locked(self) -> bool:
+        """Whether a COMMIT without an answer has this row."""
+        if self.number == SENDER:
+            return any(process.sender.flying is not None for process in self.state.processes)
+        return any(process.lanes[self.number].late is not None for process in self.state.processes)
+
     def outcome(self, transaction: Tx) -> bool | None:
         return next((how for what, how in self.kafka.ended if what == transaction), None)
 
@@ -283,7 +294,7 @@ class _Steps:
         """Claim the id anew, and settle what was left of it."""
         row = self.row
         if mine.readiness == "discarded":
-            if self.number == SENDER and _is_flying(self.state):
+            if self.is_locked():
                 return
             guarded = self.number != SENDER or self.rules.guards_the_sender
             if guarded and self.database.rows[0].owner != self.process.name:
@@ -320,6 +331,8 @@ class _LaneSteps(_Steps):
 
     def steps(self) -> Iterator[Step]:
         lane = self.lane
+        if lane.late is not None:
+            yield from self._land(lane.late)
         if lane.step == "over":
             return
         if lane.step == "idle":
@@ -385,7 +398,7 @@ class _LaneSteps(_Steps):
         for kept in (every, every[:-1]) if block.savepoint else (every,):
             words = "" if kept == every else ", whose savepoint is rolled back"
             written = (*self.state.written, Written(block.name, False, after, _messages(block, kept)))
-            lane = self.lane._replace(step=step, kept=kept, turns=False)
+            lane = self.lane._replace(step=step, kept=kept, turns=False, counted=self.row.count)
             yield (
                 f"{self.name} begins {block.name}{words}: {how}",
                 self.after(lane, written=written),
@@ -393,7 +406,7 @@ class _LaneSteps(_Steps):
 
     def _next(self, readiness: str | None = None) -> Lane:
         lane = self.lane
-        return Lane("idle", lane.block + 1, lane.incarnation, readiness or lane.readiness)
+        return Lane("idle", lane.block + 1, lane.incarnation, readiness or lane.readiness, late=lane.late)
 
     def _aborted(self, why: str, readiness: str | None = None, kafka: Kafka | None = None) -> Step:
         return f"{self.name}: {why}", self.after(self._next(readiness), database=self.released(), kafka=kafka)
@@ -481,6 +494,8 @@ class _LaneSteps(_Steps):
     def _sent(self, block: Block) -> Iterator[Step]:
         lane, budgets = self.lane, self.state.budgets
         assert lane.transaction is not None
+        if self.is_locked():
+            return
         if self.row.incarnation == lane.incarnation:
             database = self.with_row(self.row._replace(state=lane.transaction), self.released())
             yield (
@@ -528,13 +543,15 @@ class _LaneSteps(_Steps):
 
     def _rows(self, block: Block) -> Iterator[Step]:
         lane, rules, budgets = self.lane, self.rules, self.state.budgets
+        if self.is_locked():
+            return
         ours = self.row.incarnation == lane.incarnation
         if not ours and rules.fences_rows:
             yield self._aborted(f"is fenced: {block.name} aborts", "discarded")
             return
         readiness = lane.readiness
         rows = tuple(zip(lane.numbers, _messages(block, lane.kept), strict=True))
-        row = self.row._replace(count=FirstLook(lane.incarnation, OutboxMode.LATER, self.row.count).next_decision)
+        row = self.row._replace(count=FirstLook(lane.incarnation, OutboxMode.LATER, lane.counted).next_decision)
         if not rules.leaves_state:
             row = row._replace(state=None)
         database = self.with_row(row, self.released())
@@ -561,6 +578,27 @@ class _LaneSteps(_Steps):
                 f"{self.name}: no answer to the COMMIT of {block.name}, which is rolled back",
                 self.after(doubt._replace(truth=False), database=self.released(), budgets=less),
             )
+            yield self._out_of_reach(block, Late(block.name, rows, row.count, lane.turns), less)
+
+    def _out_of_reach(self, block: Block, late: Late, budgets: Budgets) -> Step:
+        """No answer to the COMMIT, and nobody to ask: the block is in doubt, and ends for its caller."""
+        keeps = self.lane.readiness == "claimed" and not self.rules.claims_after_a_doubt
+        lane = self._next(None if keeps else "discarded")._replace(late=late)
+        return (
+            f"{self.name}: no answer to the COMMIT of {block.name}, and the database is out of reach",
+            self.after(lane, budgets=budgets),
+        )
+
+    def _land(self, late: Late) -> Iterator[Step]:
+        """The COMMIT without an answer ends. Nobody has changed the row meanwhile."""
+        lane = self.lane._replace(late=None)
+        database = self.with_row(self.row._replace(count=late.count), self.released())
+        database = database._replace(
+            waiting=tuple(sorted((*database.waiting, *late.rows))), later=database.later or late.turns
+        )
+        written = tuple(one._replace(decided=True) if one.name == late.block else one for one in self.state.written)
+        yield f"{self.name}: the COMMIT of {late.block} is done", self.after(lane, database=database, written=written)
+        yield f"{self.name}: the COMMIT of {late.block} is rolled back", self.after(lane, database=self.released())
 
     def _doubt(self, block: Block) -> Iterator[Step]:
         """On a fresh connection, under the row's lock."""
@@ -634,9 +672,9 @@ class _SenderSteps(_Steps):
             f"row {number}"
             for process in self.state.processes
             for number, lane in enumerate(process.lanes)
-            if lane.step == "rows"
+            if lane.step == "rows" or lane.late is not None
         }
-        locked |= {"row 2"} if _is_flying(self.state) else set()
+        locked |= {"row 2"} if self.is_locked() else set()
         locked |= {"mode"} if self.database.alone is not None else set()
         counts: dict[str, object] = {f"row {number}": row.count for number, row in enumerate(self.database.rows)}
         counts["mode"] = None
@@ -784,7 +822,10 @@ def _kept_of(floor: Floor, reads: int) -> FloorState:
 
 
 def _is_flying(state: State) -> bool:
-    return any(process.sender.flying is not None for process in state.processes)
+    return any(
+        process.sender.flying is not None or any(lane.late is not None for lane in process.lanes)
+        for process in state.processes
+    )
 
 
 def _names(took: tuple[tuple[int, Message], ...]) -> str:
