@@ -54,7 +54,7 @@ from dualwrite.protocol.outbox import (
 )
 from dualwrite.protocol.outbox_table import BadRow, OutboxTable, channel, relay_id
 from dualwrite.protocol.outbox_table import Mapping as RowMapping
-from dualwrite.protocol.values import WhenRefused, WriterLimits, check_count, check_seconds
+from dualwrite.protocol.values import OutboxMode, WhenRefused, WriterLimits, check_count, check_seconds
 from dualwrite.recovery.claim import lease_owner
 from dualwrite.recovery.in_doubt import LOSSES
 from dualwrite.stores.opening import database_of, is_made_here
@@ -62,6 +62,7 @@ from dualwrite.stores.sql.access import map_database_error
 from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.stores.sql.outbox_table import ISOLATION, Listener, OutboxTableRows, Rows, driver_error
 from dualwrite.writing.leased import LeaseKeeper
+from dualwrite.writing.sender import mode_of
 from dualwrite.writing.writer import DualWriter
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ logger = logging.getLogger(__name__)
 _STANDBY_S: Final = 0.5
 _SLICE_S: Final = 0.25
 """A wait for news is in slices, so that the relay stops soon once it is told to."""
+_LOOK_EVERY_S: Final = 5.0
+"""How often a relay that waits for rows looks whether messages were put back."""
 _ATTEMPTS_ONCE: Final = 5
 
 
@@ -285,7 +288,8 @@ class Relay:
                     if not keeper.still_held():
                         return False
                     self._now("sending")
-                    return self._send(writer, once=once)
+                    if (done := self._send(writer, once=once)) is not None:
+                        return done
             except Fenced as error:
                 logger.warning("%s: another process sends from now on: %s", self.name, error)
                 return False
@@ -297,9 +301,13 @@ class Relay:
                 self._failed(error, once=once)
         return True
 
-    def _send(self, writer: DualWriter, *, once: bool) -> bool:
-        """Round after round. Returns whether all is done; False if another process has taken the lease."""
-        sends = self._first
+    def _send(self, writer: DualWriter, *, once: bool) -> bool | None:
+        """Round after round. Returns whether all is done; False if another process has taken the lease.
+
+        None if somebody has put messages back that were moved aside (``dualwrite outbox replay``): opening the writer anew
+        sends them.
+        """
+        sends, look_at = self._first, now_s() + _LOOK_EVERY_S
         while not self._stopping.is_set():
             if self._lost.is_set():
                 return False
@@ -320,6 +328,10 @@ class Relay:
             if not found.full and not sends.suspects:
                 if once:
                     return True
+                if now_s() >= look_at:
+                    if mode_of(writer.transactional_id, self._database, self._database.store()) is OutboxMode.LATER:
+                        return None
+                    look_at = now_s() + _LOOK_EVERY_S
                 self._now("waiting for rows")
                 self._await_rows()
         return True

@@ -389,6 +389,18 @@ def test_refused_rows_are_moved_aside_and_the_rest_goes_on(
 
 
 @on_postgresql
+def test_what_is_put_back_is_sent_by_the_relay_that_runs(kafka, database, table, dualwrite_kafka, dualwrite):
+    topic = f"late-{abs(hash(database.url))}"
+    put(database, topic, "k", "1")
+    relay = make(kafka, database, on_refused="aside")
+    with running(relay):
+        wait_until(lambda: relay.report.refused and relay.report.state == "waiting for rows")
+        dualwrite_kafka.create_topic(topic)
+        assert dualwrite("outbox", "replay", f"{relay.name}-0", "--all").exit_code == 0
+        wait_until(lambda: [message.value for message in read_committed(kafka, topic)] == [b"1"])
+
+
+@on_postgresql
 def test_a_row_that_makes_no_message_is_moved_aside_as_it_is(kafka, database, table, dualwrite_topic):
     run(
         database,
