@@ -1,6 +1,10 @@
 """How fast ``dualwrite relay`` sends a backlog of an outbox table, in the layout of Debezium's outbox event router.
 
 ``PYTHONPATH=tests/proof python -m benchmarks.relay [messages] [bytes of each ...]``
+
+``PYTHONPATH=tests/proof python -m benchmarks.relay --old-snapshot [messages] [rows of a transaction]``: with a snapshot that stays
+open meanwhile, as a backup's does. Sent rows stay dead at the head of the index: reads begin behind them where the database
+always generates the numbers, and step over them elsewhere.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ import resource
 import secrets
 import sys
 import time
+from contextlib import closing
 
 from sqlalchemy import create_engine, text
 
@@ -39,13 +44,37 @@ def run(
     }
 
 
-def _send(ground: Ground, messages: int, size: int, most_rows: int, header: str | None) -> dict[str, float]:
+def run_beside_a_snapshot(
+    ground: Ground, *, messages: int = 300_000, size: int = 100, most_rows: int = 1_000
+) -> dict[str, dict[str, float]]:
+    """Send a backlog while a snapshot that is older than all deletes stays open."""
+    return {
+        f"numbers generated {generated.lower()}": _send(
+            ground, messages, size, most_rows, None, table=TABLE.replace("ALWAYS", generated), old_snapshot=True
+        )
+        for generated in ("ALWAYS", "BY DEFAULT")
+    }
+
+
+def _send(
+    ground: Ground,
+    messages: int,
+    size: int,
+    most_rows: int,
+    header: str | None,
+    *,
+    table: str = TABLE,
+    old_snapshot: bool = False,
+) -> dict[str, float]:
     engine = create_engine(ground.url)
     topic = ground.topic(PARTITIONS)
     with engine.begin() as connection:
         connection.execute(text("DROP TABLE IF EXISTS outbox_events"))
-        connection.execute(text(TABLE))
+        connection.execute(text(table))
         connection.execute(text(FILL), {"topic": topic, "size": size, "rows": messages})
+    snapshot = engine.connect().execution_options(isolation_level="REPEATABLE READ")
+    if old_snapshot:
+        snapshot.execute(text("SELECT count(*) FROM outbox_events"))
     seen: list[tuple[float, int]] = []
 
     def note(report: RelayReport) -> None:
@@ -60,9 +89,10 @@ def _send(ground: Ground, messages: int, size: int, most_rows: int, header: str 
         most_rows=most_rows,
         progress=note,
     )
-    spent = time.process_time()
-    relay.run(once=True)
-    spent = time.process_time() - spent
+    with closing(snapshot):
+        spent = time.process_time()
+        relay.run(once=True)
+        spent = time.process_time() - spent
     engine.dispose()
     (began, first), (ended, last) = seen[0], seen[-1]
     assert last == messages
@@ -75,9 +105,14 @@ def _send(ground: Ground, messages: int, size: int, most_rows: int, header: str 
 
 
 if __name__ == "__main__":
-    given = [int(one) for one in sys.argv[1:]]
+    beside_a_snapshot = "--old-snapshot" in sys.argv
+    given = [int(one) for one in sys.argv[1:] if one != "--old-snapshot"]
     with servers({"transaction.max.timeout.ms": "2147483647"}) as started:
-        for case, figures in run(
-            started, messages=(given or [1_000_000])[0], sizes=tuple(given[1:]) or (100, 1000)
-        ).items():
+        if beside_a_snapshot:
+            found = run_beside_a_snapshot(
+                started, messages=(given or [300_000])[0], most_rows=given[1] if given[1:] else 1_000
+            )
+        else:
+            found = run(started, messages=(given or [1_000_000])[0], sizes=tuple(given[1:]) or (100, 1000))
+        for case, figures in found.items():
             print(case, ", ".join(f"{name}: {figure:,.1f}" for name, figure in figures.items()), flush=True)
