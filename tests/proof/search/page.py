@@ -55,8 +55,9 @@ OF_WAITING = """\
 Blocks of several owners, of which each goes on after the next has claimed: direct ones, those that fall back in the middle or before,
 and those whose messages always wait; with the senders of all owners. Each statement and each request is a step, so numbers are not
 drawn in the order of commits; Kafka goes away and comes back at any step. Besides being whole and there once, messages keep their
-order: *if X was decided before Y began, X comes before Y in every partition*, whichever way each took. Whether a COMMIT that
-was not answered has happened is the product's decision; the rest is retold."""
+order: *if X was decided before Y began, X comes before Y in every partition*, whichever way each took. Which way a
+block goes, which send may be the last one, from which number on it reads, and whether a COMMIT that was not answered has happened are
+the product's own decisions; the rest is retold."""
 
 TOGETHER = """\
 ## What is taken together
