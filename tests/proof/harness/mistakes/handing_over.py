@@ -6,11 +6,11 @@ import pytest
 
 from dualwrite.errors import DualWriteError
 from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.protocol import batches
 from dualwrite.protocol.lives import ProducerState
 from dualwrite.protocol.values import Outcome, belongs
 from dualwrite.recovery import settle
 from dualwrite.sinks.batches import complete_handed_over
-from dualwrite.writing import lane
 from dualwrite.writing.lane import Lane
 from harness.mistakes.registry import Check, mistake
 
@@ -25,12 +25,12 @@ _TESTS = "integration/test_handed_over.py"
 )
 def gone_on_when_decided(patch: pytest.MonkeyPatch) -> None:
     """An owner goes on as soon as its transaction is decided, while the decider's request may be on its way."""
-    real = lane.may_go_on
+    real = batches.may_go_on
 
     def may_go_on(known, found, handed_over):
         return real(known, replace(found, completed=Outcome.COMMITTED), handed_over)
 
-    patch.setattr(lane, "may_go_on", may_go_on)
+    patch.setattr(batches, "may_go_on", may_go_on)
 
 
 @mistake(
