@@ -101,7 +101,8 @@ def _is_open_on_server(connection: Connection) -> bool:
 
 def _at_most(name: str, seconds: int) -> str:
     """The session's present limit if it is lower (0 means no limit)."""
-    return f"IF(@@session.{name} BETWEEN 1 AND {seconds}, @@session.{name}, {seconds})"
+    # MySQL makes the type of IF() one that the variable does not take.
+    return f"CAST(IF(@@session.{name} BETWEEN 1 AND {seconds}, @@session.{name}, {seconds}) AS UNSIGNED)"
 
 
 class MariaDB:
