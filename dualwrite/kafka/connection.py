@@ -41,9 +41,9 @@ from dualwrite.kafka.messages import (
     Done,
     NotOffered,
     Offered,
-    Rare,
     Request,
     Unreadable,
+    Varying,
     opening_request,
     read_api_versions,
     read_sasl_authenticate,
@@ -248,7 +248,7 @@ class Connection:
             except NotOffered as error:
                 done(error)
                 return
-            if not isinstance(request, Rare):  # each of those is another request
+            if not isinstance(request, Varying):
                 self._numbers[type(request)] = number
         correlation_id = self._correlation_id + 1 if self._correlation_id < _LARGEST_ID else 1
         frame = request.frame(number, correlation_id, self._client)

@@ -81,7 +81,7 @@ class Request(Protocol):
     """One request, at whatever version the broker offers."""
 
     def version(self, offered: Offered) -> int:
-        """The version to send; `NotOffered` if there is none."""
+        """The version to send; `NotOffered` if there is none. All requests of a class have the same, unless it is `Varying`."""
         ...
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
@@ -617,7 +617,13 @@ def by_topic(partitions: Collection[Partition]) -> dict[str, list[int]]:
 # All others.
 
 
-class Rare:
+class Varying:
+    """A request whose version depends on what it asks for, so that a connection chooses it each time."""
+
+    __slots__ = ()
+
+
+class Rare(Varying):
     """A message of kafka-python, which packs it and reads its answer. It may name ``min_version`` and ``max_version``."""
 
     __slots__ = ("message",)

@@ -22,6 +22,7 @@ from dualwrite.kafka.messages import (
     Cursor,
     Offered,
     Partition,
+    Varying,
     api_versions_body,
     compact,
     framed,
@@ -344,7 +345,7 @@ class GivenProducerId(NamedTuple):
     producer_epoch: int
 
 
-class InitProducerId:
+class InitProducerId(Varying):
     """A producer id and epoch for a new producer; what is open under its transactional id is aborted.
 
     Of the last version, KIP-939's, is the request for two-phase commit. Brokers offer it only if they have unstable versions

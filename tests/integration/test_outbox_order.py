@@ -402,7 +402,7 @@ def test_a_writer_whose_threads_never_pause_goes_directly_again_as_soon_as_it_ha
         running = [threads.submit(load, thread) for thread in range(8)]
         started_again.callback(getattr(mortal_kafka, back))
         getattr(mortal_kafka, away)()
-        wait_until(lambda: len(waited) == 8 and sum(waited.values()) > 500)
+        wait_until(lambda: len(waited) == 8 and sum(waited.values()) > 100)
         getattr(mortal_kafka, back)()
         wait_until(lambda: meanwhile and mode(engine) == "direct")
         before = direct.copy()

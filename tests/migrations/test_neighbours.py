@@ -168,7 +168,7 @@ def test_a_program_works_on_the_tables_before_its_own(engine: Engine, caplog: py
     with caplog.at_level(logging.WARNING):
         works(engine)
     assert any(
-        f"of version {BEFORE}: this library, of version {SCHEMA_REVISION}, works" in one for one in caplog.messages
+        f"of version {BEFORE}; this library, of version {SCHEMA_REVISION}, works" in one for one in caplog.messages
     )
     database = SqlDatabase(engine)
     with pytest.raises(

@@ -294,6 +294,9 @@ class MemoryLane:
     def discard(self) -> None:
         """Nothing: an ongoing transaction is settled later."""
 
+    def leave_in_doubt(self) -> None:
+        """Nothing: in memory nothing is in doubt for longer than its caller's error."""
+
     def come_to_rest(self) -> None:
         """Nothing: how a transaction has ended is known at once."""
 
