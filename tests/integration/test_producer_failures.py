@@ -415,7 +415,8 @@ def test_the_ids_are_known_after_an_abort_that_raised_the_epoch(
     assert (state.producer_id, state.epoch) == (view.producer_id, view.epoch) == (producer.producer_id, producer.epoch)
 
 
-@pytest.fixture(scope="module")
+# Not of the module: a worker that has taken tests of others meanwhile would make it again, on the same broker.
+@pytest.fixture(scope="session")
 def guarded(guarded_kafka):
     """A broker that authenticates its clients and refuses what is not allowed."""
     guarded_kafka.create_topic("granted", 1)
