@@ -19,7 +19,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
@@ -77,16 +78,22 @@ _TRIES: Final = 5
 """So often in a row a caller that waits for all to be sent tries again."""
 
 
+@contextmanager
+def _looking(store: StateStore, handle: Handle) -> Generator[None, None, None]:
+    """A transaction of the block's own in which the outbox is only read."""
+    store.begin(handle)
+    try:
+        yield
+    finally:
+        store.rollback(handle)
+
+
 def mode_of(writer: str, database: Database, store: StateStore) -> OutboxMode:
     """A writer's mode, by a transaction of its own; *direct* where the database keeps no messages that wait."""
     if store.outbox is None:
         return OutboxMode.DIRECT
-    with database.connect_to_send() as handle:
-        store.begin(handle)
-        try:
-            return store.outbox.mode(handle, writer)
-        finally:
-            store.rollback(handle)
+    with database.connect_to_send() as handle, _looking(store, handle):
+        return store.outbox.mode(handle, writer)
 
 
 class NotLocked(Exception):
@@ -219,7 +226,8 @@ class Sending:
         with self._database.connect_to_send() as handle:
             if not made.last:
                 # Meanwhile the markers of the last send arrive. The rows are read once more when they are deleted.
-                read = self._read_now(rows, handle, made)
+                with _looking(self._context.store, handle):
+                    read = self._read_next(rows, handle, made)
                 if not read.numbers:
                     return False
             self._lane.ready(Deadline(self._timeout_s))
@@ -227,26 +235,17 @@ class Sending:
                 if made.last:
                     self._lock(rows, handle)
                     # Only now: what the holders of shares have put is there once the lock is ours.
-                    read = self._note_read(rows.read(handle, self._writer, limit=made.rows, max_bytes=MOST_BYTES))
+                    read = self._read_next(rows, handle, made)
                 self._take(tx, rows, handle, read)
                 if made.last and not read.more:
                     rows.turn(handle, self._writer, OutboxMode.DIRECT)
                     turned = True
         return turned
 
-    def _read_now(self, rows: OutboxRows, handle: Handle, made: Round) -> WaitingMessages:
-        """The next messages, by a transaction of its own."""
-        store = self._context.store
-        store.begin(handle)
-        try:
-            return self._note_read(rows.read(handle, self._writer, limit=made.rows, max_bytes=MOST_BYTES))
-        finally:
-            store.rollback(handle)
-
-    def _note_read(self, read: WaitingMessages) -> WaitingMessages:
-        self._read = read
+    def _read_next(self, rows: OutboxRows, handle: Handle, made: Round) -> WaitingMessages:
+        self._read = rows.read(handle, self._writer, limit=made.rows, max_bytes=MOST_BYTES)
         failpoints.hit("outbox.read")
-        return read
+        return self._read
 
     def _take(self, tx: Transaction, rows: OutboxRows, handle: Handle, read: WaitingMessages) -> None:
         """Produce what was read and delete it, exactly that: who finds fewer rows has read what somebody else has sent."""
@@ -459,7 +458,6 @@ class Sender:
         self._at_work = True  # a former owner may have left something
         self._counted_at = 0.0
         self._worked_at = now_s()
-        self._due_at = 0.0
         self._failures = 0
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -546,10 +544,9 @@ class Sender:
             return None
         self._outbox.note_mode(later=True, why="the writer always does so" if self._always else "they did so before")
         if self._closing is None:
-            self._rest(self._due_at - now_s())
+            self._rest(self._worked_at + sending.rest_s - now_s())
         pause_s = sending.send()
         self._worked_at = now_s()
-        self._due_at = self._worked_at + sending.rest_s
         self._at_work = pause_s is not None
         self._count()
         return pause_s
