@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from kafka.protocol.admin.cluster import DescribeQuorumRequest
-from kafka.protocol.admin.transactions import DescribeTransactionsRequest
 from kafka.protocol.metadata import ApiVersionsRequest, MetadataRequest
 from kafka.protocol.producer.transaction import EndTxnRequest, InitProducerIdRequest
 
@@ -21,7 +20,7 @@ from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.brokers import Brokers, NotYet
 from dualwrite.kafka.engine import choose_transaction_timeout_ms
 from dualwrite.kafka.error_codes import MISSING_RIGHT, RETRIABLE, Code, code_name
-from dualwrite.kafka.opening_messages import DescribeConfigs, DescribedConfig, ResourceType
+from dualwrite.kafka.opening_messages import DescribeConfigs, DescribedConfig, DescribeTransactions, ResourceType
 from dualwrite.protocol.findings import Unasked
 from dualwrite.protocol.kafka_requirements import (
     BROKER_SETTINGS,
@@ -214,7 +213,7 @@ def _id_rights(
     # A grant on "orders." covers the first lane and not the others; only one on "orders" covers all of them.
     ids = [f"{name}.doctor" for name in (writer, lane_id(writer, 1), outbox_id(writer))]
 
-    def each(make: Callable[[str], Message], codes: Callable[[Message], Collection[int]]) -> bool | Unasked:
+    def each(make: Callable[[str], Message], codes: Callable[[Any], Collection[int]]) -> bool | Unasked:
         for kafka_id in ids:
             answer = _asked(brokers, node, make(kafka_id), deadline)
             if isinstance(answer, Unasked):
@@ -225,8 +224,8 @@ def _id_rights(
 
     found = {
         "Describe": each(
-            lambda kafka_id: DescribeTransactionsRequest(transactional_ids=[kafka_id]),
-            lambda answer: [state.error_code for state in answer.transaction_states],
+            lambda kafka_id: DescribeTransactions([kafka_id]),
+            lambda answer: [state.error_code for state in answer],
         ),
         "Write": each(
             lambda kafka_id: EndTxnRequest(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeAlias
 
 Answer: TypeAlias = Any
 """A value that a request reads from its answer: of another type for each request."""
@@ -91,6 +91,20 @@ class Request(Protocol):
     def read(self, answer: bytes, version: int) -> Answer:
         """Read the answer: its bytes from the correlation id on. Any ``Exception`` means that it is none."""
         ...
+
+
+class OfOneKind:
+    """A request that is packed here: by its name, its key, and the lowest and the highest version that it can have."""
+
+    NAME: ClassVar[str]
+    KEY: ClassVar[int]
+    LOWEST: ClassVar[int]
+    HIGHEST: ClassVar[int]
+    __slots__ = ()
+
+    def version(self, offered: Offered) -> int:
+        """See :class:`Request`."""
+        return offered.highest(self.NAME, self.KEY, self.LOWEST, self.HIGHEST)
 
 
 # Bytes.
@@ -263,7 +277,7 @@ class TopicKey(NamedTuple):
         return cls(name, topic_id, compact(name))
 
 
-class Produce:
+class Produce(OfOneKind):
     """Batches for the partitions of one leader, in a transaction.
 
     From version 12 on a Produce adds its partitions to the transaction by itself. From 13 on it names topics by their ids:
@@ -280,10 +294,6 @@ class Produce:
         self.transactional_id = transactional_id
         self.batches = batches
         self._timeout_ms = timeout_ms
-
-    def version(self, offered: Offered) -> int:
-        """See :class:`Request`."""
-        return offered.highest(self.NAME, self.KEY, self.LOWEST, self.HIGHEST)
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
         """See :class:`Request`."""
@@ -361,20 +371,16 @@ class TransactionEnded(NamedTuple):
     producer_epoch: int
 
 
-class EndTxn:
+class EndTxn(OfOneKind):
     """Ends the one transaction of a producer id and epoch: at version 5, which raises the epoch. Source: KIP-890."""
 
-    NAME, KEY, VERSION = "EndTxn", 26, 5
+    NAME, KEY, LOWEST, HIGHEST = "EndTxn", 26, 5, 5
     __slots__ = ("committed", "producer_epoch", "producer_id", "transactional_id")
 
     def __init__(self, transactional_id: str, ids: tuple[int, int], *, committed: bool) -> None:
         self.transactional_id = transactional_id
         self.producer_id, self.producer_epoch = ids
         self.committed = committed
-
-    def version(self, offered: Offered) -> int:
-        """See :class:`Request`."""
-        return offered.highest(self.NAME, self.KEY, self.VERSION, self.VERSION)
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
         """See :class:`Request`."""
@@ -415,18 +421,14 @@ class ProducerState(NamedTuple):
     open_from: int  # where its open transaction began; -1 if it has none open
 
 
-class DescribeProducers:
+class DescribeProducers(OfOneKind):
     """The producers that partitions of one leader remember. Followers answer it, too, and may lag behind. Source: KIP-664."""
 
-    NAME, KEY, VERSION = "DescribeProducers", 61, 0
+    NAME, KEY, LOWEST, HIGHEST = "DescribeProducers", 61, 0, 0
     __slots__ = ("partitions",)
 
     def __init__(self, partitions: Collection[Partition]) -> None:
         self.partitions = partitions
-
-    def version(self, offered: Offered) -> int:
-        """See :class:`Request`."""
-        return offered.highest(self.NAME, self.KEY, self.VERSION, self.VERSION)
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
         """See :class:`Request`."""
@@ -528,18 +530,14 @@ def _states(read: Cursor) -> Sequence[ProducerState]:
     return found
 
 
-class OffsetForLeaderEpoch:
+class OffsetForLeaderEpoch(OfOneKind):
     """Where the logs of one broker's partitions end. Only the leader of the given epoch answers it."""
 
-    NAME, KEY, VERSION = "OffsetForLeaderEpoch", 23, 4
+    NAME, KEY, LOWEST, HIGHEST = "OffsetForLeaderEpoch", 23, 4, 4
     __slots__ = ("epochs",)
 
     def __init__(self, epochs: Mapping[Partition, int]) -> None:
         self.epochs = epochs
-
-    def version(self, offered: Offered) -> int:
-        """See :class:`Request`."""
-        return offered.highest(self.NAME, self.KEY, self.VERSION, self.VERSION)
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
         """See :class:`Request`."""

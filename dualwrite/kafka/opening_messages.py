@@ -21,6 +21,7 @@ from dualwrite.kafka.messages import (
     Client,
     Cursor,
     Offered,
+    OfOneKind,
     Partition,
     Varying,
     api_versions_body,
@@ -71,7 +72,7 @@ class ClusterMetadata(NamedTuple):
     topics: Sequence[DescribedTopic]
 
 
-class Metadata:
+class Metadata(OfOneKind):
     """The brokers, the cluster's id, and these topics. Creates no topic."""
 
     NAME, KEY, LOWEST, HIGHEST = "Metadata", 3, 11, 13
@@ -79,10 +80,6 @@ class Metadata:
 
     def __init__(self, topics: Collection[str]) -> None:
         self.topics = topics
-
-    def version(self, offered: Offered) -> int:
-        """See :class:`~dualwrite.kafka.messages.Request`."""
-        return offered.highest(self.NAME, self.KEY, self.LOWEST, self.HIGHEST)
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
         """See :class:`~dualwrite.kafka.messages.Request`."""
@@ -136,7 +133,7 @@ class CoordinatorType(IntEnum):
     TRANSACTION = 1
 
 
-class FindCoordinator:
+class FindCoordinator(OfOneKind):
     """The brokers that coordinate transactional ids, or groups. Source: KIP-699."""
 
     NAME, KEY, LOWEST, HIGHEST = "FindCoordinator", 10, 4, 6
@@ -145,10 +142,6 @@ class FindCoordinator:
     def __init__(self, kind: CoordinatorType, keys: Collection[str]) -> None:
         self.kind = kind
         self.keys = keys
-
-    def version(self, offered: Offered) -> int:
-        """See :class:`~dualwrite.kafka.messages.Request`."""
-        return offered.highest(self.NAME, self.KEY, self.LOWEST, self.HIGHEST)
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
         """See :class:`~dualwrite.kafka.messages.Request`."""
@@ -172,15 +165,11 @@ class FindCoordinator:
         return found
 
 
-class FinalizedFeatures:
+class FinalizedFeatures(OfOneKind):
     """The levels of the features that the cluster has finalized: an ApiVersions request. Source: KIP-584."""
 
     NAME, KEY, LOWEST, HIGHEST = "ApiVersions", API_VERSIONS, 3, 4
     __slots__ = ()
-
-    def version(self, offered: Offered) -> int:
-        """See :class:`~dualwrite.kafka.messages.Request`."""
-        return offered.highest(self.NAME, self.KEY, self.LOWEST, self.HIGHEST)
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
         """See :class:`~dualwrite.kafka.messages.Request`."""
@@ -223,20 +212,16 @@ class ResourceType(IntEnum):
     BROKER = 4
 
 
-class DescribeConfigs:
+class DescribeConfigs(OfOneKind):
     """Some settings of each of these resources."""
 
-    NAME, KEY, VERSION = "DescribeConfigs", 32, 4
+    NAME, KEY, LOWEST, HIGHEST = "DescribeConfigs", 32, 4, 4
     __slots__ = ("kind", "names", "settings")
 
     def __init__(self, kind: ResourceType, names: Collection[str], *settings: str) -> None:
         self.kind = kind
         self.names = names
         self.settings = settings
-
-    def version(self, offered: Offered) -> int:
-        """See :class:`~dualwrite.kafka.messages.Request`."""
-        return offered.highest(self.NAME, self.KEY, self.VERSION, self.VERSION)
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
         """See :class:`~dualwrite.kafka.messages.Request`."""
@@ -294,18 +279,14 @@ class DescribedTransaction(NamedTuple):
     partitions: Sequence[Partition]
 
 
-class DescribeTransactions:
+class DescribeTransactions(OfOneKind):
     """The newest transactions of ids that one broker coordinates. Source: KIP-664."""
 
-    NAME, KEY, VERSION = "DescribeTransactions", 65, 0
+    NAME, KEY, LOWEST, HIGHEST = "DescribeTransactions", 65, 0, 0
     __slots__ = ("transactional_ids",)
 
     def __init__(self, transactional_ids: Collection[str]) -> None:
         self.transactional_ids = transactional_ids
-
-    def version(self, offered: Offered) -> int:
-        """See :class:`~dualwrite.kafka.messages.Request`."""
-        return offered.highest(self.NAME, self.KEY, self.VERSION, self.VERSION)
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
         """See :class:`~dualwrite.kafka.messages.Request`."""
@@ -345,7 +326,7 @@ class GivenProducerId(NamedTuple):
     producer_epoch: int
 
 
-class InitProducerId(Varying):
+class InitProducerId(OfOneKind, Varying):
     """A producer id and epoch for a new producer; what is open under its transactional id is aborted.
 
     Of the last version, KIP-939's, is the request for two-phase commit. Brokers offer it only if they have unstable versions
@@ -364,7 +345,7 @@ class InitProducerId(Varying):
         """See :class:`~dualwrite.kafka.messages.Request`."""
         if self.two_phase:
             return offered.highest(self.NAME, self.KEY, self.TWO_PHASE, self.TWO_PHASE)
-        return offered.highest(self.NAME, self.KEY, self.LOWEST, self.HIGHEST)
+        return super().version(offered)
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
         """See :class:`~dualwrite.kafka.messages.Request`."""

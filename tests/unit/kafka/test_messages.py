@@ -88,7 +88,7 @@ VERSIONS = pytest.mark.parametrize("version", range(Produce.LOWEST, Produce.HIGH
 
 def test_the_versions_of_produce_are_all_that_kafka_python_has_for_native_transactions():
     assert ProduceRequest.max_version == Produce.HIGHEST
-    assert EndTxnRequest.max_version == EndTxn.VERSION
+    assert EndTxnRequest.max_version == EndTxn.HIGHEST
 
 
 @VERSIONS
@@ -192,8 +192,8 @@ def test_end_txn(kafka_id, producer_id, epoch, committed, number, client):
     request = EndTxnRequest(
         transactional_id=kafka_id, producer_id=producer_id, producer_epoch=epoch, committed=committed
     )
-    ours = EndTxn(kafka_id, (producer_id, epoch), committed=committed).frame(EndTxn.VERSION, number, client)
-    assert ours == theirs(request, EndTxn.VERSION, number, client)
+    ours = EndTxn(kafka_id, (producer_id, epoch), committed=committed).frame(EndTxn.HIGHEST, number, client)
+    assert ours == theirs(request, EndTxn.HIGHEST, number, client)
 
 
 @given(int16, int64, int16, int32, st.dictionaries(st.integers(0, 200), st.binary(max_size=140), max_size=3))
@@ -201,13 +201,13 @@ def test_the_answer_to_end_txn(code, producer_id, epoch, throttled_ms, tags):
     response = EndTxnResponse(
         throttle_time_ms=throttled_ms, error_code=code, producer_id=producer_id, producer_epoch=epoch
     )
-    whole = answer(response, EndTxn.VERSION)
+    whole = answer(response, EndTxn.HIGHEST)
     read = EndTxn("id", (1, 2), committed=True).read
-    refuses_every_beginning(lambda part: read(part, EndTxn.VERSION), whole)
+    refuses_every_beginning(lambda part: read(part, EndTxn.HIGHEST), whole)
     tagged = whole[:-1] + with_tags(tags)
     for one in (whole, tagged):
-        assert read(one, EndTxn.VERSION) == (code, producer_id, epoch)
-    refuses_every_beginning(lambda part: read(part, EndTxn.VERSION), tagged)
+        assert read(one, EndTxn.HIGHEST) == (code, producer_id, epoch)
+    refuses_every_beginning(lambda part: read(part, EndTxn.HIGHEST), tagged)
 
 
 def with_tags(tags):
@@ -331,7 +331,7 @@ def test_offset_for_leader_epoch(epochs, number, client):
     request = OffsetForLeaderEpochRequest(
         topics=[of(topic=name, partitions=of_topic) for name, of_topic in by_topic.items()]
     )
-    version = OffsetForLeaderEpoch.VERSION
+    version = OffsetForLeaderEpoch.HIGHEST
     assert OffsetForLeaderEpoch(epochs).frame(version, number, client) == theirs(request, version, number, client)
 
 
@@ -351,7 +351,7 @@ def test_the_answer_to_offset_for_leader_epoch(shown):
             for name, of_topic in shown.items()
         ],
     )
-    whole = answer(response, OffsetForLeaderEpoch.VERSION)
+    whole = answer(response, OffsetForLeaderEpoch.HIGHEST)
     read = OffsetForLeaderEpoch({}).read
     assert read(whole, 4) == {
         (name, index): (code, end) for name, of_topic in shown.items() for index, (code, _, end) in of_topic.items()

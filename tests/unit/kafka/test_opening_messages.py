@@ -90,8 +90,8 @@ def test_the_newest_versions_are_those_of_kafka_python():
         (Metadata.HIGHEST, MetadataRequest),
         (FindCoordinator.HIGHEST, FindCoordinatorRequest),
         (FinalizedFeatures.HIGHEST, ApiVersionsRequest),
-        (DescribeConfigs.VERSION, DescribeConfigsRequest),
-        (DescribeTransactions.VERSION, DescribeTransactionsRequest),
+        (DescribeConfigs.HIGHEST, DescribeConfigsRequest),
+        (DescribeTransactions.HIGHEST, DescribeTransactionsRequest),
         (InitProducerId.TWO_PHASE, InitProducerIdRequest),
     ):
         assert ours == request.max_version
@@ -217,8 +217,8 @@ def test_describe_configs(kind, of, settings, number, client):
         include_synonyms=False,
         include_documentation=False,
     )
-    ours = DescribeConfigs(kind, of, *settings).frame(DescribeConfigs.VERSION, number, client)
-    assert ours == theirs(request, DescribeConfigs.VERSION, number, client)
+    ours = DescribeConfigs(kind, of, *settings).frame(DescribeConfigs.HIGHEST, number, client)
+    assert ours == theirs(request, DescribeConfigs.HIGHEST, number, client)
 
 
 configs = st.builds(DescribedConfig, int16, texts, st.dictionaries(names, st.none() | texts, max_size=2))
@@ -253,9 +253,9 @@ def test_the_answer_to_describe_configs(shown, text):
             for one in shown
         ],
     )
-    whole = answer(response, DescribeConfigs.VERSION)
+    whole = answer(response, DescribeConfigs.HIGHEST)
     read = DescribeConfigs(ResourceType.TOPIC, (), "x").read
-    check(lambda data: read(data, DescribeConfigs.VERSION), whole, shown)
+    check(lambda data: read(data, DescribeConfigs.HIGHEST), whole, shown)
 
 
 @given(many_names, numbers, clients)
