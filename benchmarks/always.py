@@ -7,48 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from functools import partial
 
-from sqlalchemy import Engine, create_engine, insert
+from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from benchmarks import async_tasks, threads
 from benchmarks.calls import in_new_process
 from benchmarks.latency import visibility
 from benchmarks.servers import Ground, p50, p95, servers
-from benchmarks.ways import METADATA, OUTBOX, ROWS, UNSAFE, Write, outbox, unsafe, writing
-from dualwrite import AsyncDualWriter, DualWriter, WriterLimits
+from benchmarks.ways import METADATA, NATIVE, OUTBOX, UNSAFE, Write, ours, outbox, unsafe
 
 ALWAYS = 'outbox="always"'
 THREADS, TASKS = 8, 64
+_always = partial(ours, way=NATIVE, lanes=threads.LANES, outbox="always")
 OF_ONE_CALLER = ("call p50", "call p95", "processor", "visible p50", "visible p95")
-
-
-@contextmanager
-def always(kafka: Mapping[str, str], engine: Engine, topic: str) -> Iterator[Write]:
-    """A writer of this library whose messages always wait as rows, for milliseconds."""
-    limits = WriterLimits(max_lanes=threads.LANES, lane_timeout_s=30.0)
-    with DualWriter(f"always-{topic}", kafka=kafka, database=engine, limits=limits, outbox="always") as writer:
-        yield writing(writer, topic)
-
-
-@asynccontextmanager
-async def always_in_tasks(
-    kafka: Mapping[str, str], engine: AsyncEngine, topic: str
-) -> AsyncIterator[async_tasks.Write]:
-    """The same in tasks of an event loop."""
-    limits = WriterLimits(max_lanes=threads.LANES, lane_timeout_s=120.0)
-    async with AsyncDualWriter(
-        f"always-tasks-{topic}", kafka=kafka, database=engine, limits=limits, outbox="always"
-    ) as writer:
-
-        async def write() -> None:
-            async with writer.transaction() as tx:
-                await tx.produce(topic, value="x")
-                await tx.connection.execute(insert(ROWS).values(note="x"))
-
-        yield write
 
 
 def run(
@@ -77,7 +52,7 @@ def _one_caller(
     with ExitStack() as stack:
         ways = {
             name: stack.enter_context(way(kafka, engine, topic))
-            for name, way in ((ALWAYS, always), (UNSAFE, unsafe), (OUTBOX, outbox))
+            for name, way in ((ALWAYS, _always), (UNSAFE, unsafe), (OUTBOX, outbox))
         }
         samples: dict[str, list[float]] = {name: [] for name in ways}
         processor: dict[str, list[float]] = {name: [] for name in ways}
@@ -119,7 +94,7 @@ def _threads(ground: Ground, slices: int, slice_s: float) -> dict[str, float]:
     topic = ground.topic()
     with ExitStack() as stack:
         ways: dict[str, Write] = {
-            ALWAYS: stack.enter_context(always(ground.kafka, engine, topic)),
+            ALWAYS: stack.enter_context(_always(ground.kafka, engine, topic)),
             UNSAFE: stack.enter_context(threads.shared_unsafe(ground.kafka, unsafes, topic)),
         }
         measured = {name: threads.Measured() for name in ways}
@@ -138,7 +113,9 @@ async def _tasks(ground: Ground, slices: int, slice_s: float) -> dict[str, float
     topic = ground.topic()
     async with AsyncExitStack() as stack:
         ways: dict[str, async_tasks.Write] = {
-            ALWAYS: await stack.enter_async_context(always_in_tasks(ground.kafka, engines[0], topic)),
+            ALWAYS: await stack.enter_async_context(
+                async_tasks.ours_in_tasks(ground.kafka, engines[0], topic, NATIVE, outbox="always")
+            ),
             UNSAFE: await stack.enter_async_context(async_tasks.unsafe_in_tasks(ground.kafka, engines[1], topic)),
         }
         measured = {name: threads.Measured() for name in ways}

@@ -19,6 +19,7 @@ from benchmarks.servers import Ground
 from benchmarks.threads import LANES, Measured, Window, slice_of_threads
 from benchmarks.ways import ENGINES, METADATA, NATIVE, QUIET, ROWS, UNSAFE, ours
 from dualwrite import AsyncDualWriter, WriterLimits
+from dualwrite.protocol.outbox import Outbox
 
 TASKS = (1, 64, 1000)
 THREADS = f"{NATIVE}, threads"
@@ -26,12 +27,14 @@ Write: TypeAlias = Callable[[], Awaitable[None]]
 
 
 @asynccontextmanager
-async def ours_in_tasks(kafka: Mapping[str, str], engine: AsyncEngine, topic: str, way: str) -> AsyncIterator[Write]:
+async def ours_in_tasks(
+    kafka: Mapping[str, str], engine: AsyncEngine, topic: str, way: str, *, outbox: Outbox = "never"
+) -> AsyncIterator[Write]:
     """This library, by one of its producer engines."""
-    name = f"async {way} {topic}".replace(" ", "-")
+    name = f"async {outbox} {way} {topic}".replace(" ", "-")
     limits = WriterLimits(max_lanes=LANES, lane_timeout_s=120.0)
     async with AsyncDualWriter(
-        name, kafka=kafka, database=engine, limits=limits, producer_engine=ENGINES[way]
+        name, kafka=kafka, database=engine, limits=limits, producer_engine=ENGINES[way], outbox=outbox
     ) as writer:
 
         async def write() -> None:

@@ -14,6 +14,7 @@ from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text, create_en
 
 from dualwrite import DualWriter, WriterLimits
 from dualwrite.kafka.producer import EngineName
+from dualwrite.protocol.outbox import Outbox
 
 NATIVE = "dual write"
 LIBRDKAFKA = "dual write through librdkafka"
@@ -40,12 +41,21 @@ KeyT = TypeVar("KeyT")
 
 @contextmanager
 def ours(
-    kafka: Mapping[str, str], engine: Engine, topic: str, way: str, *, lanes: int = 8, lane_timeout_s: float = 30.0
+    kafka: Mapping[str, str],
+    engine: Engine,
+    topic: str,
+    way: str,
+    *,
+    lanes: int = 8,
+    lane_timeout_s: float = 30.0,
+    outbox: Outbox = "never",
 ) -> Iterator[Write]:
     """This library, by one of its producer engines."""
-    name = f"{way} {topic}".replace(" ", "-")
+    name = f"{outbox} {way} {topic}".replace(" ", "-")
     limits = WriterLimits(max_lanes=lanes, lane_timeout_s=lane_timeout_s)
-    with DualWriter(name, kafka=kafka, database=engine, limits=limits, producer_engine=ENGINES[way]) as writer:
+    with DualWriter(
+        name, kafka=kafka, database=engine, limits=limits, producer_engine=ENGINES[way], outbox=outbox
+    ) as writer:
         yield writing(writer, topic)
 
 

@@ -13,7 +13,7 @@ from harness.acls import allow_two_phase_commit
 from harness.forking import ChildEnds, ended_by, parents_alone
 from harness.moved_clock import LIBRARY, needs_faketime
 from harness.patience import PATIENCE_S, wait_until
-from harness.pgbouncer import PROGRAM, PgBouncer
+from harness.pgbouncer import NEEDS_PGBOUNCER, PgBouncer
 from sqlalchemy import create_engine, make_url, text
 
 from dualwrite.cli.options import commands
@@ -280,7 +280,7 @@ def test_missing_grants_are_found_and_given_by_what_the_finding_says(migrated_da
     engine.dispose()
 
 
-@pytest.mark.skipif(PROGRAM is None, reason="pgbouncer is not installed: apt install pgbouncer")
+@NEEDS_PGBOUNCER
 @pytest.mark.parametrize(
     ("mode", "options", "status", "words"),
     [

@@ -7,14 +7,14 @@ import pytest
 from harness.checker import Case
 from harness.orders import write
 from harness.patience import PATIENCE_S
-from harness.pgbouncer import PROGRAM, PgBouncer
+from harness.pgbouncer import NEEDS_PGBOUNCER, PgBouncer
 from sqlalchemy import create_engine, text
 
 from dualwrite import ConfigurationError, DualWriter, TransactionAborted, WriterLimits, failpoints, recover
 from dualwrite.testing import PostgresProxy
 
 pytestmark = [
-    pytest.mark.skipif(PROGRAM is None, reason="pgbouncer is not installed: apt install pgbouncer"),
+    NEEDS_PGBOUNCER,
     pytest.mark.parametrize("url", ["postgresql"], indirect=True),
 ]
 

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 from sqlalchemy import make_url
 
 from dualwrite.clock import Deadline, pause
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 PROGRAM = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+NEEDS_PGBOUNCER = pytest.mark.skipif(PROGRAM is None, reason="pgbouncer is not installed: apt install pgbouncer")
 
 
 class PgBouncer:
