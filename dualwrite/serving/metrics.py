@@ -19,9 +19,13 @@ from dualwrite.protocol.findings import Status
 from dualwrite.protocol.supervision import Action
 
 if TYPE_CHECKING:
+    from dualwrite.serving.rounds import Round
     from dualwrite.serving.supervisor import Snapshot, Supervisor
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+# As Kafka's PartitionsWithLateTransactionsCount. That adds the brokers' transaction.max.timeout.ms, and so never rises where this
+# is raised, as it should be for this library.
+LATE_S: Final = 300.0
 
 _COUNTERS: Final = {
     "dualwrite_serve_rounds": ("rounds", "Rounds that have ended."),
@@ -103,6 +107,15 @@ class _Snapshots(Collector):
             "dualwrite_oldest_open_transaction_seconds",
             "Age of the oldest transaction that the brokers list, of any program; 0 if none is open.",
         )
+        decided_age = self._gauge(
+            "dualwrite_oldest_decided_transaction_seconds",
+            "Age of the oldest transaction that the database has decided and Kafka has not completed; 0 if there is none.",
+        )
+        late = self._gauge(
+            "dualwrite_partitions_with_late_transactions",
+            "Partitions that a transaction of a writer has held back for more than five minutes.",
+        )
+        back = self._gauge("dualwrite_went_back_ids", "Transactional ids for which the database has lost commits.")
         left = self._gauge(
             "dualwrite_decided_transaction_time_left_seconds",
             "Until the broker aborts the next one that the database has decided; absent if it aborts none.",
@@ -122,13 +135,16 @@ class _Snapshots(Collector):
                 count = sum(item.open_for_s is not None and item.decided_is_open is decided for item in one.round.items)
                 opened.add_metric([one.target, str(decided).lower()], count)
             oldest.add_metric([one.target], one.round.longest_s or 0.0)
+            decided_age.add_metric([one.target], _oldest_decided_s(one.round))
+            late.add_metric([one.target], len(_late_partitions(one.round)))
+            back.add_metric([one.target], sum(item.went_back is not None for item in one.round.items))
             times = [seen.time_left_s for seen in one.round.seen if seen.time_left_s is not None]
             if times:
                 left.add_metric([one.target], min(times))
             for outcome in ("lost", "unverifiable"):
                 count = sum(incident.outcome.value == outcome for incident in one.round.incidents)
                 incidents.add_metric([one.target, outcome], count)
-        yield from (unsettled, opened, oldest, left, incidents)
+        yield from (unsettled, opened, oldest, decided_age, late, back, left, incidents)
 
     def _of_messages(self) -> Iterator[Metric]:
         rows = self._gauge(
@@ -146,3 +162,25 @@ class _Snapshots(Collector):
                 age.add_metric([one.target, waits.writer], waits.waiting.oldest_s or 0.0)
                 aside.add_metric([one.target, waits.writer], waits.aside)
         yield from (rows, size, age, aside)
+
+
+def _oldest_decided_s(found: Round) -> float:
+    """For how long Kafka has not followed a decision. One that is not open there any more has its age from its row."""
+    now = found.at.timestamp() - found.skew_s
+    return max(
+        (
+            now - item.row.updated_at.timestamp() if item.open_for_s is None else item.open_for_s
+            for item in found.items
+            if item.needs_recovery and not item.is_undecided
+        ),
+        default=0.0,
+    )
+
+
+def _late_partitions(found: Round) -> set[tuple[str, int]]:
+    return {
+        partition
+        for item in found.items
+        if item.open_for_s is not None and item.open_for_s > LATE_S
+        for partition in item.partitions
+    }

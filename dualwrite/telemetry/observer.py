@@ -387,6 +387,10 @@ class Instruments:
     def opened(self, health: Callable[[], Health], longest_open_s: _LongestOpen) -> Callable[[], None]:
         """Read both of a writer whenever the metrics are collected, until the returned function is called."""
         key = object()
+        # A counter whose first value is 1 shows no increase: an alert would miss the first loss of a process.
+        for _, loss in _LOST:
+            self._losses.add(0, {names.LOSS: loss})
+        self.outbox(health().writer, OutboxNews.ASIDE, 0)
         self._open[key] = (os.getpid(), health, longest_open_s)
 
         def closed() -> None:

@@ -15,7 +15,7 @@ from dualwrite.protocol.findings import CheckResult, Status
 from dualwrite.protocol.leases import Lease
 from dualwrite.protocol.lives import LeaseState
 from dualwrite.protocol.supervision import UNTRIED, Action, Planned, Reason, Seen
-from dualwrite.protocol.values import Incident, Outcome
+from dualwrite.protocol.values import Incident, Outcome, TransactionStatus
 from dualwrite.serving.app import make_app
 from dualwrite.serving.page import duration, render, view
 from dualwrite.serving.rounds import Round
@@ -271,6 +271,9 @@ def test_the_metrics_say_what_the_page_says():
         ("dualwrite_open_transactions", "true"): 1.0,
         ("dualwrite_open_transactions", "false"): 1.0,
         ("dualwrite_oldest_open_transaction_seconds",): 500.0,
+        ("dualwrite_oldest_decided_transaction_seconds",): 95.0,
+        ("dualwrite_partitions_with_late_transactions",): 1.0,
+        ("dualwrite_went_back_ids",): 0.0,
         ("dualwrite_decided_transaction_time_left_seconds",): 805.0,
         ("dualwrite_unacknowledged_incidents", "lost"): 1.0,
         ("dualwrite_unacknowledged_incidents", "unverifiable"): 0.0,
@@ -284,6 +287,18 @@ def test_the_metrics_say_what_the_page_says():
     }
     assert {name: found.get(name) for name in expected} == expected
     assert '{target="shop"}' in text
+
+
+def test_a_decision_that_kafka_does_not_show_as_open_is_as_old_as_its_row():
+    following = replace(
+        LARGE, open_for_s=None, decided_is_open=False, kafka_status=TransactionStatus.PREPARE_COMMIT, partitions=()
+    )
+    idle = replace(following, needs_recovery=False)
+    back = replace(SMALL, went_back="its row lost a claim")
+    found, _ = scraped(with_round(items=[following, back], skew_s=2.0))
+    assert found["dualwrite_oldest_decided_transaction_seconds",] == 98.0
+    assert found["dualwrite_went_back_ids",] == 1.0
+    assert scraped(with_round(items=[idle]))[0]["dualwrite_oldest_decided_transaction_seconds",] == 0.0
 
 
 def test_a_target_that_has_not_answered_is_down_and_shows_nothing_else():

@@ -130,6 +130,13 @@ def test_a_lane_that_may_have_left_something_open_is_shown_with_its_age(shop, re
         assert recorded.values(names.UNSETTLED_TIME)["orders",] == 0
 
 
+def test_what_is_counted_for_an_alert_begins_at_zero(shop, recorded):
+    """Prometheus sees no increase where a counter appears with its first value."""
+    with shop.writer(telemetry=recorded.telemetry):
+        assert recorded.values(names.LOSSES) == {("lost",): 0, ("unverifiable",): 0, ("went back",): 0}
+        assert recorded.values(names.OUTBOX_ASIDE) == {("orders",): 0}
+
+
 def test_losses_are_counted_by_kind(recorded):
     for loss in (
         DecidedTransactionLost("x"),

@@ -1,0 +1,125 @@
+"""What people take to their own Prometheus, Grafana and cluster: it is well-formed, and names only what there is."""
+
+import re
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from harness.places import ROOT
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.sdk.metrics import MeterProvider
+
+from dualwrite.serving.metrics import exposition
+from dualwrite.serving.supervisor import Snapshot
+from dualwrite.telemetry import names
+from dualwrite.telemetry.names import Instrument
+
+OPERATIONS = ROOT / "examples" / "operations"
+RULES = OPERATIONS / "prometheus" / "dualwrite.rules.yaml"
+RUNBOOKS = ROOT / "docs" / "runbooks"
+SECTIONS = ["What it means", "What is at risk", "What to look at", "What to do", "When it ends"]
+NEEDS_PROMTOOL = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed: apt install prometheus"
+)
+
+
+def rules():
+    groups = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def metrics_in(expression):
+    """The metrics of an expression: its words, without the names of labels."""
+    bare = re.sub(r"\{[^}]*}|\b(by|on|without|ignoring|group_left|group_right) *\([^)]*\)", "", expression)
+    return set(re.findall(r"\b(?:dualwrite|messaging|otel)_\w+", bare))
+
+
+def exported_by_the_service():
+    shown = exposition([SimpleNamespace(snapshot=Snapshot("shop"))]).decode()
+    return {line.split()[2] for line in shown.splitlines() if line.startswith("# TYPE ")}
+
+
+def exported_by_writers():
+    """The names that OpenTelemetry's exporter makes of the declared ones, without any of the present process's own."""
+    provider = MeterProvider([reader := PrometheusMetricReader()])
+    meter = provider.get_meter("names")
+    for one in names.METRICS:
+        attributes = dict.fromkeys(one.attributes, "x")
+        if one.instrument is Instrument.COUNTER:
+            meter.create_counter(one.name, one.unit).add(1, attributes)
+        elif one.instrument is Instrument.HISTOGRAM:
+            meter.create_histogram(one.name, one.unit).record(1, attributes)
+        elif one.instrument is Instrument.GAUGE:
+            meter.create_gauge(one.name, one.unit).set(1, attributes)
+        else:
+            meter.create_up_down_counter(one.name, one.unit).add(1, attributes)
+    try:
+        return {sample.name for family in reader._collector.collect() for sample in family.samples}
+    finally:
+        provider.shutdown()
+
+
+def run(*command):
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=RULES.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@NEEDS_PROMTOOL
+def test_the_rules_are_well_formed():
+    run("promtool", "check", "rules", RULES.name)
+
+
+@NEEDS_PROMTOOL
+def test_each_rule_calls_when_it_should_and_not_when_it_should_not():
+    run("promtool", "test", "rules", "dualwrite.rules.test.yaml")
+
+
+def test_each_rule_has_cases_in_which_it_calls_and_in_which_it_does_not():
+    cases = yaml.safe_load((RULES.parent / "dualwrite.rules.test.yaml").read_text(encoding="utf-8"))["tests"]
+    asserted = [case for test in cases for case in test["alert_rule_test"]]
+    silent = {case["alertname"] for case in asserted if not case.get("exp_alerts")}
+    calling = {
+        (case["alertname"], alert["exp_labels"]["seen_by"]) for case in asserted for alert in case.get("exp_alerts", ())
+    }
+    assert {(rule["alert"], rule["labels"]["seen_by"]) for rule in rules()} == calling
+    assert {rule["alert"] for rule in rules()} == silent
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: f"{rule['alert']}-{rule['labels']['seen_by']}")
+def test_an_alert_has_a_severity_and_a_runbook_that_is_about_it(rule):
+    assert rule["labels"]["severity"] in {"critical", "warning"}
+    assert rule["annotations"].keys() == {"summary", "description", "runbook_url"}
+    page = (
+        RUNBOOKS
+        / re.fullmatch(
+            r"https://docs\.example\.com/dualwrite/runbooks/([a-z-]+)\.html", rule["annotations"]["runbook_url"]
+        )[1]
+    )
+    text = page.with_suffix(".md").read_text(encoding="utf-8")
+    assert text.startswith(f"# {rule['alert']}\n")
+    assert re.findall("^## (.*)$", text, re.MULTILINE) == SECTIONS
+
+
+def test_every_runbook_belongs_to_an_alert_and_every_alert_is_on_the_page():
+    linked = {rule["annotations"]["runbook_url"].rpartition("/")[2].removesuffix(".html") for rule in rules()}
+    assert {page.stem for page in RUNBOOKS.glob("*.md")} == linked
+    page = (ROOT / "docs" / "alerts.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^\| \[(\w+)]\(runbooks/([a-z-]+)\.md\) \| (\w+) \|", page, re.MULTILINE))
+    assert shown == {
+        (
+            rule["alert"],
+            rule["annotations"]["runbook_url"].rpartition("/")[2].removesuffix(".html"),
+            rule["labels"]["severity"],
+        )
+        for rule in rules()
+    }
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: f"{rule['alert']}-{rule['labels']['seen_by']}")
+def test_an_alert_asks_only_for_metrics_that_are_exported(rule):
+    exported = exported_by_the_service() if rule["labels"]["seen_by"] == "service" else exported_by_writers()
+    asked = metrics_in(rule["expr"])
+    assert asked
+    assert asked - exported == set()
