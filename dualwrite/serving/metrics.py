@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from dualwrite.serving.supervisor import Snapshot, Supervisor
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-# As Kafka's PartitionsWithLateTransactionsCount. That adds the brokers' transaction.max.timeout.ms, and so never rises where this
-# is raised, as it should be for this library.
+# As Kafka's PartitionsWithLateTransactionsCount, but without what that adds: the brokers' transaction.max.timeout.ms. Where
+# it is raised, as it should be for this library, Kafka's metric never rises.
 LATE_S: Final = 300.0
 
 _COUNTERS: Final = {
