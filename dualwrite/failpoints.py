@@ -31,6 +31,8 @@ FAILPOINTS: Final[dict[str, str]] = {
     "repair.ended": "that transaction is ended",
     "participant.found": "the database has something prepared, not ended",
     "participant.ended": "what was prepared in the database is committed or rolled back",
+    "action.intended": "what a person does by hand is stored with its reason, nothing is done",
+    "action.done": "it is done, the history does not say so",
     "terminate.aborted": "a decided transaction was aborted because an operator gave it up, nothing is recorded",
     "complete.before": "about to complete what was handed over and decided",
     "complete.ended": "Kafka has committed it, the row does not say so",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from dualwrite.clock import Deadline
     from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable
+    from dualwrite.protocol.by_hand import ActionRecord, End, Intent
     from dualwrite.protocol.leases import Lease
     from dualwrite.protocol.lost_decisions import Later
     from dualwrite.protocol.message import Sendable
@@ -704,6 +705,39 @@ class Forgetting(Protocol):
         """Delete the runs of batches that began before that time and are over. Returns how many."""
         ...
 
+    def forget_actions(self, prefix: str, before: datetime, /, *, dry_run: bool, name: str | None = None) -> int:
+        """Delete from the history what began before that time. Returns how many actions."""
+        ...
+
+
+class History(Protocol):
+    """What people and services have done, with their reasons. See :class:`dualwrite.stores.sql.actions.History`."""
+
+    def begin(self, intents: Sequence[Intent]) -> None:
+        """Store what is about to be done: durable before anything is. One with the same id begins anew: it has no outcome yet.
+
+        Raises:
+            ConfigurationError: The right to write the table is missing.
+            Unavailable: The database does not answer.
+        """
+        ...
+
+    def begin_once(self, intent: Intent) -> bool:
+        """As :meth:`begin` for one intent; False, and nothing is stored, if its id is there already."""
+        ...
+
+    def end(self, ends: Sequence[End]) -> None:
+        """Store how what was begun has ended. Does nothing for one that is not there any more."""
+        ...
+
+    def read(self, action_id: str) -> ActionRecord | None:
+        """One action; None if it is not there."""
+        ...
+
+    def last(self, prefix: str, *, limit: int) -> Sequence[ActionRecord]:
+        """The last actions on ids and writers with that prefix, newest first."""
+        ...
+
 
 class Database(ABC):
     """The database that decides. Used by many threads at once.
@@ -812,6 +846,10 @@ class Database(ABC):
             ConfigurationError: This database deletes none.
         """
         raise self._without("forgetting", "a row takes a few hundred bytes: leave it")
+
+    def history(self) -> History | None:
+        """What people and services have done; None if this database, or its version of the tables, keeps no such history."""
+        return None
 
     def _without(self, what: str, next_step: str) -> ConfigurationError:
         return ConfigurationError(f"{self.traits.name} has no {what}", next_step=next_step)

@@ -5,6 +5,7 @@ Each command is imported only when it is called, so that none waits for another'
 
 from __future__ import annotations
 
+import getpass
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -88,6 +89,28 @@ def id_options(command: Callable[P, R]) -> Callable[P, R]:
         return command(*args, **kwargs)
 
     return with_ids
+
+
+def reason_option(command: Callable[P, R]) -> Callable[P, R]:
+    """Add ``--reason``, and pass on who acts and why, as ``by``; None without a reason."""
+
+    @click.option(
+        "--reason",
+        callback=not_empty,
+        help="Why. It is stored in the database with the time, your user name, what is done, and how it ends.",
+    )
+    @wraps(command)
+    def with_reason(*args: P.args, **kwargs: P.kwargs) -> R:
+        reason = kwargs.pop("reason")
+        if reason is not None:
+            from dualwrite.writing.by_hand import By  # noqa: PLC0415 - other commands do not need it
+
+            kwargs["by"] = By(actor=getpass.getuser(), reason=str(reason))
+        else:
+            kwargs["by"] = None
+        return command(*args, **kwargs)
+
+    return with_reason
 
 
 def kafka_options(command: Callable[P, R], *, unless: str | None = None) -> Callable[P, R]:

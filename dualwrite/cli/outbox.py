@@ -22,6 +22,7 @@ from dualwrite.cli.options import (
     exit_code_for_errors,
     kafka_options,
     not_empty,
+    reason_option,
     seconds,
 )
 from dualwrite.cli.report import OutboxView, aside_json, aside_table, outbox_json, outbox_table, report_console
@@ -31,6 +32,8 @@ from dualwrite.protocol.outbox_table import OutboxTable, Placement
 from dualwrite.stores.opening import opened
 from dualwrite.stores.sql.access import engine_of
 from dualwrite.stores.sql.outbox_table import trigger_sql
+from dualwrite.writing import by_hand
+from dualwrite.writing.by_hand import By
 from dualwrite.writing.relay import Relay, RelayReport
 
 if TYPE_CHECKING:
@@ -375,17 +378,18 @@ def _chosen(command: Callable[P, R]) -> Callable[P, R]:
 
 @outbox.command()
 @_chosen
+@reason_option
 @database_options
 @exit_code_for_errors
-def replay(*, writer: str, numbers: Sequence[int] | None, url: str, schema: str | None) -> None:
+def replay(*, writer: str, numbers: Sequence[int] | None, url: str, schema: str | None, by: By | None) -> None:
     """Let messages of WRITER that were moved aside wait again, behind all that wait already: they are sent as the next ones.
 
     Mend first what refused them. Later messages of their keys may have been sent meanwhile.
 
     Exit code: 0 done, 1 an error, 6 there is none, or not all of NUMBERS.
     """
-    with _rows(url, schema) as (rows, _):
-        count = rows.replay(writer, numbers)
+    with opened(url, schema) as database:
+        count = by_hand.replay(writer, numbers, database=database, by=by)
     click.echo(f"{writer}: {_messages(count)} wait{'s' if count == 1 else ''} again")
     if count < (1 if numbers is None else len(set(numbers))):
         _none_aside(writer, numbers)
@@ -394,14 +398,18 @@ def replay(*, writer: str, numbers: Sequence[int] | None, url: str, schema: str 
 @outbox.command()
 @_chosen
 @click.option("--yes", "confirmed", is_flag=True, help="Do not ask.")
+@reason_option
 @database_options
 @exit_code_for_errors
-def drop(*, writer: str, numbers: Sequence[int] | None, confirmed: bool, url: str, schema: str | None) -> None:
+def drop(
+    *, writer: str, numbers: Sequence[int] | None, confirmed: bool, url: str, schema: str | None, by: By | None
+) -> None:
     """Delete messages of WRITER that were moved aside, for good: nobody will read them.
 
     Exit code: 0 done, 1 an error, or it was not confirmed, 6 there is none, or not all of NUMBERS.
     """
-    with _rows(url, schema) as (rows, _):
+    with opened(url, schema) as database:
+        rows = by_hand.outbox_of(database)
         there = (
             rows.count_aside(writer) if numbers is None else sum(_is_aside(rows, writer, one) for one in set(numbers))
         )
@@ -409,7 +417,7 @@ def drop(*, writer: str, numbers: Sequence[int] | None, confirmed: bool, url: st
             _none_aside(writer, numbers)
         if not confirmed:
             click.confirm(f"Delete {_messages(there)} of {writer} for good?", abort=True, err=True)
-        count = rows.drop(writer, numbers)
+        count = by_hand.drop(writer, numbers, database=database, by=by)
     click.echo(f"{writer}: {_messages(count)} deleted")
     if count < (1 if numbers is None else len(set(numbers))):
         _none_aside(writer, numbers)
@@ -432,7 +440,4 @@ def _none_aside(writer: str, numbers: Sequence[int] | None) -> NoReturn:
 @contextmanager
 def _rows(url: str, schema: str | None) -> Generator[tuple[OutboxRows, StateStore], None, None]:
     with opened(url, schema) as database:
-        database.require_outbox()
-        store = database.store()
-        assert store.outbox is not None
-        yield store.outbox, store
+        yield by_hand.outbox_of(database), database.store()

@@ -21,6 +21,7 @@ from dualwrite.cli.options import (
     id_options,
     kafka_options,
     not_empty,
+    reason_option,
     seconds,
 )
 from dualwrite.cli.report import (
@@ -43,7 +44,8 @@ from dualwrite.recovery import recover as recovery
 from dualwrite.recovery.operator import UNTOUCHED_FOR_S, TerminationReport, complete_prepared
 from dualwrite.recovery.recover import IdStatus, RecoveryReport, is_young
 from dualwrite.stores.opening import opened
-from dualwrite.writing.left_behind import recover as recover_left
+from dualwrite.writing import by_hand
+from dualwrite.writing.by_hand import By
 from dualwrite.writing.left_behind import what_waits
 
 
@@ -75,6 +77,7 @@ from dualwrite.writing.left_behind import what_waits
 @click.option(
     "--timeout", "timeout_s", default=300.0, show_default=True, callback=seconds(), help="Time limit, in seconds."
 )
+@reason_option
 @partial(database_options, required=False)
 @kafka_options
 @exit_code_for_errors
@@ -91,6 +94,7 @@ def recover(
     url: str | None,
     schema: str | None,
     kafka: Mapping[str, object],
+    by: By | None,
 ) -> None:
     """Commit in Kafka what the database decided, abort the rest.
 
@@ -100,7 +104,7 @@ def recover(
     6 there is no such id, 7 all is settled except what was left alone, 8 the database has gone back in time, 1 another error.
     """
     if foreign_state is not None:
-        if transactional_id is None or dry_run or after_restore:
+        if transactional_id is None or dry_run or after_restore or by is not None:
             raise click.UsageError("--state needs a transactional id, and nothing else")
         _complete_foreign(transactional_id, foreign_state, kafka, timeout_s)
         return
@@ -112,13 +116,13 @@ def recover(
     )
     task = progress.add_task("settling", total=None)
 
-    with progress:
-        report = recover_left(
+    with progress, opened(url, schema) as database:
+        report = by_hand.settle(
             transactional_id,
             kafka=kafka,
-            database=url,
-            schema=schema,
+            database=database,
             prefix=prefix,
+            by=by,
             open_for_s=open_for_s,
             dry_run=dry_run,
             after_restore=after_restore,
@@ -284,6 +288,7 @@ def _print_status(
 @click.option(
     "--timeout", "timeout_s", default=60.0, show_default=True, callback=seconds(), help="Time limit, in seconds."
 )
+@reason_option
 @partial(database_options, required=False)
 @kafka_options
 @exit_code_for_errors
@@ -296,6 +301,7 @@ def terminate(
     url: str | None,
     schema: str | None,
     kafka: Mapping[str, object],
+    by: By | None,
 ) -> None:
     """Abort the open transaction of an id: of a writer, a lane or a slot, or Kafka's own transactional.id.
 
@@ -305,10 +311,21 @@ def terminate(
     Exit code: 0 nothing of it is open any more, 3 refused, 4 losses were recorded, 5 a server does not answer, 6 there is
     no such id, 8 the database has gone back in time, 1 another error.
     """
+    if by is not None and url is None:
+        raise click.UsageError("--reason needs a database to store it in: give --url, or set DUALWRITE_DATABASE_URL")
     try:
-        report = operator.terminate(
-            transactional_id, kafka=kafka, database=url, schema=schema, lose_decided=lose_decided, timeout_s=timeout_s
-        )
+        if url is None:
+            report = operator.terminate(transactional_id, kafka=kafka, lose_decided=lose_decided, timeout_s=timeout_s)
+        else:
+            with opened(url, schema) as database:
+                report = by_hand.terminate(
+                    transactional_id,
+                    kafka=kafka,
+                    database=database,
+                    by=by,
+                    lose_decided=lose_decided,
+                    timeout_s=timeout_s,
+                )
     except IllegalStateError as error:
         click.echo(f"dualwrite: refused: {error}", err=True)
         raise SystemExit(NEEDS_RECOVERY) from error
@@ -380,7 +397,7 @@ def forget(
     schema: str | None,
     kafka: Mapping[str, object],
 ) -> None:
-    """Delete the rows of ids that never come back, incidents acknowledged long ago, and runs that are long over.
+    """Delete the rows of ids that never come back, incidents acknowledged and actions done long ago, and runs long over.
 
     An id stays if it has anything unsettled or a loss that nobody has acknowledged, or is or recently was in use; all ids of
     its writer stay with it. Needs the right to DELETE.
@@ -403,6 +420,7 @@ def forget(
             "kept": report.kept,
             "incidents": report.incidents,
             "runs": report.runs,
+            "actions": report.actions,
         }
         click.echo(json.dumps(document, indent=2))
     else:
@@ -412,7 +430,8 @@ def forget(
         for name, why in report.kept.items():
             out.print(f"{name}: kept: {why}")
         out.print(
-            f"{len(report.forgotten)} ids, {report.incidents} incidents, {report.runs} runs; {len(report.kept)} ids kept"
+            f"{len(report.forgotten)} ids, {report.incidents} incidents, {report.runs} runs, {report.actions} actions; "
+            f"{len(report.kept)} ids kept"
         )
     if report.unsettled:
         raise SystemExit(NEEDS_RECOVERY)

@@ -7,16 +7,17 @@ import json
 import click
 from sqlalchemy import exc
 
-from dualwrite.cli.options import ERROR, database_options, exit_code_for_errors, not_empty
+from dualwrite.cli.options import ERROR, database_options, exit_code_for_errors, not_empty, reason_option
 from dualwrite.cli.report import batch_json, batch_table, report_console
 from dualwrite.migrations import BASE, HEAD, Direction, current_revision, sql_script
 from dualwrite.migrations import downgrade as go_down
 from dualwrite.migrations import upgrade as go_up
-from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.stores.opening import has_tables, opened
 from dualwrite.stores.sql.access import engine_of, map_database_error
 from dualwrite.stores.sql.ledger import read_batches, read_nobody_at_work
 from dualwrite.stores.sql.short_transactions import check_schema
+from dualwrite.writing import by_hand
+from dualwrite.writing.by_hand import By
 
 
 @click.command()
@@ -119,9 +120,12 @@ def batches(*, sink: str | None, limit: int, everything: bool, as_json: bool, ur
 @click.argument("transactional_id", callback=not_empty)
 @click.argument("state", required=False, callback=not_empty)
 @click.option("--all", "everything", is_flag=True, help="All incidents of the id, instead of that of STATE.")
+@reason_option
 @database_options
 @exit_code_for_errors
-def acknowledge(*, transactional_id: str, state: str | None, everything: bool, url: str, schema: str | None) -> None:
+def acknowledge(
+    *, transactional_id: str, state: str | None, everything: bool, url: str, schema: str | None, by: By | None
+) -> None:
     """Note that a person has looked at the loss of STATE (as `dualwrite status --json` shows it) of TRANSACTIONAL_ID.
 
     The incident stays in the database, but is no longer reported.
@@ -131,13 +135,7 @@ def acknowledge(*, transactional_id: str, state: str | None, everything: bool, u
     if (state is None) != everything:
         raise click.UsageError("give either STATE or --all")
     with opened(url, schema) as database:
-        store = database.store()
-        if state is not None:
-            wanted = [state]
-        else:
-            found = store.incidents(transactional_id)
-            wanted = [item.prepared_transaction_state for item in found if item.transactional_id == transactional_id]
-        count = sum(store.acknowledge(transactional_id, PreparedTxnState.from_string(text)) for text in wanted)
+        count = by_hand.acknowledge(transactional_id, None if state is None else [state], database=database, by=by)
     click.echo(f"{transactional_id}: {count} acknowledged")
     if count == 0:
         raise SystemExit(ERROR)

@@ -24,8 +24,9 @@ the operator, as KIP-939 does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from enum import Enum
 
 from dualwrite.protocol.values import TransactionStatus, writer_of
@@ -109,3 +110,87 @@ def by_writer(transactional_ids: Iterable[str]) -> Mapping[str, list[str]]:
     for name in sorted(transactional_ids):
         found.setdefault(writer_of(name), []).append(name)
     return found
+
+
+# What is kept of an action: its intent is stored before the deed, its outcome after it. If the process is killed in between,
+# the record says so: it was begun, and how it ended is not known.
+
+
+class Deed(Enum):
+    """What people, and the service that settles, do with the ids of a database."""
+
+    SETTLE = "settle"
+    TERMINATE = "terminate"
+    ACKNOWLEDGE = "acknowledge"
+    REPLAY = "replay"
+    DROP = "drop"
+
+
+def number_ranges(numbers: Sequence[int]) -> str:
+    """Rising numbers, with runs of them as ranges: ``0-2, 5``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+class Ended(Enum):
+    """How an action ended. What was refused has committed, aborted, sent and deleted nothing."""
+
+    DONE = "done"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Intent:
+    """What is about to be done.
+
+    Attributes:
+        action_id: Names this action alone: at most 32 characters.
+        subject: The id or the writer; or what several begin with, followed by ``*``.
+        deed: What.
+        detail: What exactly, in words: which messages, which loss, what is given up.
+        reason: Why, as the person gave it.
+        actor: Who.
+        program: Where it ran: the program with its process.
+    """
+
+    action_id: str
+    subject: str
+    deed: Deed
+    detail: str
+    reason: str
+    actor: str
+    program: str
+
+
+@dataclass(frozen=True)
+class End:
+    """How an action ended, in a word and in words."""
+
+    action_id: str
+    outcome: Ended
+    result: str
+
+
+@dataclass(frozen=True)
+class ActionRecord:
+    """One line of the history.
+
+    Attributes:
+        intent: What was to be done.
+        begun_at: When the intent was stored.
+        ended_at: When the outcome was; None if it was not.
+        outcome: None if it is not known: the process still works on it, or was killed.
+        result: What was done, or what hindered it.
+    """
+
+    intent: Intent
+    begun_at: datetime
+    ended_at: datetime | None = None
+    outcome: Ended | None = None
+    result: str | None = None

@@ -265,6 +265,7 @@ class ForgetReport:
         unsettled: The ids among those that recovery must settle first.
         incidents: How many acknowledged incidents are deleted.
         runs: How many runs of Spark batches are deleted.
+        actions: How many actions the history loses.
     """
 
     forgotten: list[str] = field(default_factory=list)
@@ -272,6 +273,7 @@ class ForgetReport:
     unsettled: list[str] = field(default_factory=list)
     incidents: int = 0
     runs: int = 0
+    actions: int = 0
 
 
 def forget(
@@ -285,7 +287,7 @@ def forget(
     dry_run: bool = False,
     timeout_s: float = 60.0,
 ) -> ForgetReport:
-    """Delete the rows of ids that never come back, incidents acknowledged long ago, and runs that are long over.
+    """Delete the rows of ids that never come back, incidents acknowledged and actions done long ago, and runs long over.
 
     An id stays, and all ids of its writer with it, if anything of it is unsettled, a loss of it is not acknowledged, a worker
     holds it, or its row was written recently. May be called at any time. A writer that is still open, but has been idle that
@@ -298,8 +300,8 @@ def forget(
         database: A SQLAlchemy engine or a database URL. Its role needs ``DELETE``.
         schema: The database schema of the library's tables.
         prefix: All ids with this prefix; all ids if neither is given.
-        untouched_for_s: Delete only rows last written, incidents acknowledged and runs begun more than this many seconds ago.
-            Runs of the last day stay.
+        untouched_for_s: Delete only rows last written, incidents acknowledged, runs and actions begun more than this many
+            seconds ago. Runs of the last day stay.
         dry_run: Only find out what would be done.
         timeout_s: Limits the questions to Kafka, in seconds.
 
@@ -346,6 +348,9 @@ def forget(
             before(now, max(untouched_for_s, _RUN_AT_LEAST_S)),
             dry_run=dry_run,
             name=transactional_id,
+        )
+        report.actions = forgetting.forget_actions(
+            prefix or "", before(now, untouched_for_s), dry_run=dry_run, name=transactional_id
         )
         return report
 

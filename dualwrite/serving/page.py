@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from jinja2 import Environment, PackageLoader, select_autoescape
 
 from dualwrite.cli.report import row_word, will_do
+from dualwrite.protocol.by_hand import number_ranges
 from dualwrite.protocol.supervision import UNTRIED, Action, Reason
 from dualwrite.recovery.recover import settled_with
 
@@ -240,18 +241,7 @@ def _places(partitions: Iterable[tuple[str, int]]) -> str:
     of_topic: dict[str, list[int]] = defaultdict(list)
     for topic, number in sorted(partitions):
         of_topic[topic].append(number)
-    return "; ".join(f"{topic} {_ranges(numbers)}" for topic, numbers in of_topic.items())
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Rising numbers, with runs of them as ranges."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs)
+    return "; ".join(f"{topic} {number_ranges(numbers)}" for topic, numbers in of_topic.items())
 
 
 def duration(seconds: float | None) -> str:

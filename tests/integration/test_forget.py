@@ -119,7 +119,7 @@ def test_the_command_shows_what_it_does_and_names_the_grant_that_it_needs(kafka,
         connection.execute(text(grant))
     done = run("--all", "--json", at=as_clerk)
     assert done.exit_code == 0, done.output
-    assert json.loads(done.output) == {"forgotten": ["orders"], "kept": {}, "incidents": 0, "runs": 1}
+    assert json.loads(done.output) == {"forgotten": ["orders"], "kept": {}, "incidents": 0, "runs": 1, "actions": 0}
     with engine.begin() as connection:
         connection.execute(text(f"DROP OWNED BY {role}"))
         connection.execute(text(f"DROP ROLE {role}"))

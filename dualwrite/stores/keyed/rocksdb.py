@@ -462,6 +462,10 @@ class RocksForgetting:
         del prefix, before, dry_run, name
         return 0
 
+    def forget_actions(self, prefix: str, before: datetime, /, *, dry_run: bool, name: str | None = None) -> int:
+        del prefix, before, dry_run, name
+        return 0
+
 
 # The form of the library's values: one line that names the format and its version, then JSON. Pure.
 

@@ -717,6 +717,10 @@ class ZooKeeperForgetting:
         del prefix, begun_before, dry_run, name
         return 0
 
+    def forget_actions(self, prefix: str, begun_before: datetime, /, *, dry_run: bool, name: str | None = None) -> int:
+        del prefix, begun_before, dry_run, name
+        return 0
+
 
 # kazoo's errors mapped to ours: the class says what the caller must do. No message holds a credential.
 

@@ -48,6 +48,7 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.stores.sql.tables import (
+    ACTION_TABLE,
     BATCH_VIEW,
     CONSUMED_TABLE,
     INCIDENT_TABLE,
@@ -864,7 +865,7 @@ _ADVICE: Final = {
 
 def grants_to_delete(url: URL, schema: str | None) -> str:
     """The GRANTs for deleting rows."""
-    deleted = (STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, RUN_TABLE, LEASE_TABLE, OUTBOX_MODE_TABLE)
+    deleted = (STATE_TABLE, INCIDENT_TABLE, SLOT_TABLE, RUN_TABLE, LEASE_TABLE, OUTBOX_MODE_TABLE, ACTION_TABLE)
     rights = [("SELECT, DELETE", deleted), ("UPDATE", (RUN_TABLE,)), ("SELECT", (OUTBOX_TABLE,))]
     return _said(url, schema, rights, "the role")
 
@@ -879,6 +880,7 @@ PURPOSES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "fleets": {LEASE_TABLE: _KEEP},
     "consumers with offsets in the database": {CONSUMED_TABLE: _KEEP},
     "messages that wait": {OUTBOX_TABLE: _PASS_ON, OUTBOX_ASIDE_TABLE: _PASS_ON, OUTBOX_MODE_TABLE: _KEEP},
+    "the history of actions": {ACTION_TABLE: _KEEP},
     "Spark": {SLOT_TABLE: _KEEP, LEDGER_TABLE: _KEEP, RUN_TABLE: _KEEP, BATCH_VIEW: _READ},
 }
 """By purpose, the rights on each table. Messages that waited are deleted as they are sent."""

@@ -24,19 +24,19 @@ from dualwrite.stores.sql.access import (
     let_go,
     map_database_error,
     meaning_of,
-    migrate_advice,
     usable,
 )
 from dualwrite.stores.sql.short_transactions import FoundTables, ShortTransactions, check_schema, dialect_of
 from dualwrite.stores.sql.store import SqlStateStore, listen_to
-from dualwrite.stores.sql.tables import OUTBOX_TABLE, database_now, declare_tables, in_chunks
+from dualwrite.stores.sql.tables import database_now, declare_tables, in_chunks
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Engine
+    from sqlalchemy import Connection, Engine, Table
 
     from dualwrite.interfaces import StateStore
     from dualwrite.protocol.leases import Lease
     from dualwrite.protocol.values import StateRow
+    from dualwrite.stores.sql.actions import History
     from dualwrite.stores.sql.leases import Leases
 
 _NAMES: Final = {"postgresql": "PostgreSQL", "sqlite": "SQLite"}
@@ -75,17 +75,7 @@ class SqlDatabase(Database):
             self._found = check_schema(self.engine, self._schema)
         return self._found
 
-    @property
-    def _has_outbox(self) -> bool:
-        return self._tables().has(declare_tables().outbox)
-
     def require_outbox(self) -> None:
-        if not self._has_outbox:
-            raise ConfigurationError(
-                f"messages that wait need the table {OUTBOX_TABLE}, which the tables of version {self._tables().revision} do "
-                "not have",
-                next_step=migrate_advice(self.engine.url, self._schema),
-            )
         if self.engine.dialect.name == "postgresql":
             from dualwrite.stores.sql.postgresql import refuse_unlogged  # noqa: PLC0415 - large, as in dialect_of
 
@@ -178,7 +168,16 @@ class SqlDatabase(Database):
         return () if finding.status is Status.OK else (f"{finding}: {finding.remedy}",)
 
     def forgetting(self) -> Forgetting:
-        return Forgetting(self.engine, self.tables_schema, has_outbox=self._has_outbox)
+        return Forgetting(self.engine, self.tables_schema, has_actions=self._has_actions)
+
+    @property
+    def _has_actions(self) -> bool:
+        return self._tables().has(declare_tables().action)
+
+    def history(self) -> History | None:
+        from dualwrite.stores.sql.actions import History  # noqa: PLC0415 - a writer needs none
+
+        return History(self.engine, schema=self.tables_schema) if self._has_actions else None
 
 
 def sql_of(database: Database, what: str) -> SqlDatabase:
@@ -203,9 +202,9 @@ class _InUseError(Exception):
 class Forgetting:
     """Deletes rows that are no longer needed, in short transactions of its own."""
 
-    def __init__(self, engine: Engine, schema: str | None = None, *, has_outbox: bool = True) -> None:
+    def __init__(self, engine: Engine, schema: str | None = None, *, has_actions: bool = True) -> None:
         self._engine = engine
-        self._has_outbox = has_outbox
+        self._has_actions = has_actions
         self._dialect = dialect_of(engine)
         self._tables = declare_tables(schema)
         self._own = ShortTransactions(engine, self._dialect, self._tables)
@@ -258,8 +257,7 @@ class Forgetting:
                 )
                 if connection.scalar(select(func.count()).where(of_row)):
                     raise _InUseError
-                if self._has_outbox:
-                    self._forget_mode(connection, row.transactional_id)
+                self._forget_mode(connection, row.transactional_id)
             return True
 
         try:
@@ -281,18 +279,33 @@ class Forgetting:
         ``name`` is a writer's id, which includes its lanes, instead of the prefix.
         """
         incident = self._tables.incident
-        column = incident.c.transactional_id
-        chosen = (
-            self._dialect.begins_with(column, prefix)
-            if name is None
-            else or_(column == name, self._dialect.begins_with(column, f"{name}#"))
+        chosen = self._chosen(incident.c.transactional_id, prefix, name)
+        return self._forget_old(
+            incident, and_(chosen, incident.c.acknowledged_at < acknowledged_before), dry_run=dry_run
         )
-        old = and_(chosen, incident.c.acknowledged_at < acknowledged_before)
+
+    def forget_actions(self, prefix: str, begun_before: datetime, *, dry_run: bool, name: str | None = None) -> int:
+        """Delete what the history says of actions that began before that time. Durable on return. Returns their number.
+
+        ``name`` is a writer's id, which includes its lanes, instead of the prefix.
+        """
+        if not self._has_actions:
+            return 0
+        action = self._tables.action
+        chosen = self._chosen(action.c.subject, prefix, name)
+        return self._forget_old(action, and_(chosen, action.c.begun_at < begun_before), dry_run=dry_run)
+
+    def _chosen(self, column: ColumnElement[str], prefix: str, name: str | None) -> ColumnElement[bool]:
+        if name is None:
+            return self._dialect.begins_with(column, prefix)
+        return or_(column == name, self._dialect.begins_with(column, f"{name}#"))
+
+    def _forget_old(self, table: Table, old: ColumnElement[bool], *, dry_run: bool) -> int:
         if dry_run:
-            count = select(func.count()).select_from(incident).where(old)
+            count = select(func.count()).select_from(table).where(old)
             return self._own.read(lambda connection: connection.scalar(count) or 0)
         return self._permitted(
-            lambda: self._own.run(lambda connection: connection.execute(delete(incident).where(old)).rowcount)
+            lambda: self._own.run(lambda connection: connection.execute(delete(table).where(old)).rowcount)
         )
 
     def forget_runs(self, prefix: str, begun_before: datetime, *, dry_run: bool, name: str | None = None) -> int:

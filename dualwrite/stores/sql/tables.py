@@ -59,6 +59,7 @@ LEASE_TABLE: Final = "dualwrite_lease"
 OUTBOX_TABLE: Final = "dualwrite_outbox"
 OUTBOX_ASIDE_TABLE: Final = "dualwrite_outbox_aside"
 OUTBOX_MODE_TABLE: Final = "dualwrite_outbox_mode"
+ACTION_TABLE: Final = "dualwrite_action"
 VERSION_TABLE: Final = "dualwrite_version"
 BATCH_VIEW: Final = "dualwrite_batch"
 OWN_TABLES: Final = frozenset(
@@ -73,6 +74,7 @@ OWN_TABLES: Final = frozenset(
         OUTBOX_TABLE,
         OUTBOX_ASIDE_TABLE,
         OUTBOX_MODE_TABLE,
+        ACTION_TABLE,
         VERSION_TABLE,
     }
 )
@@ -97,6 +99,7 @@ class Tables:
         outbox: Messages that wait: they commit with the user's rows, and are sent later, in the order of their numbers.
         aside: Messages that could not be sent, for a person to look at.
         mode: Whether the messages of a writer go direct or wait. A row of its own, as blocks share its lock.
+        action: What people, and the service that settles, have done: who, why, and how it ended.
         batch: The ledger batch by batch: a view, which the migrations make.
     """
 
@@ -112,6 +115,7 @@ class Tables:
     outbox: Table
     aside: Table
     mode: Table
+    action: Table
     batch: Table
 
 
@@ -133,6 +137,7 @@ def declare_tables(schema: str | None = None) -> Tables:
         outbox=_outbox(metadata),
         aside=_aside(metadata),
         mode=_mode(metadata),
+        action=_action(metadata),
         batch=_batch(schema),
     )
 
@@ -160,7 +165,7 @@ def _state(metadata: MetaData) -> Table:
         Column("owner", ExactText(), nullable=False),
         Column("updated_at", UtcDateTime(), nullable=False, server_default=row_made()),
         Column("settle_fence", Integer),
-        Column("outbox_decisions", BigInteger, info={SINCE: "0006"}),
+        Column("outbox_decisions", BigInteger),
         PrimaryKeyConstraint("transactional_id", name="kafka_transaction_state_pkey"),
         CheckConstraint("incarnation >= 0", name="kafka_transaction_state_incarnation"),
         CheckConstraint(
@@ -288,7 +293,6 @@ def _outbox(metadata: MetaData) -> Table:
         *_message(),
         PrimaryKeyConstraint("seq", name="dualwrite_outbox_pkey"),
         Index("dualwrite_outbox_order", "writer", "seq"),
-        info={SINCE: "0006"},
     )
 
 
@@ -302,7 +306,6 @@ def _aside(metadata: MetaData) -> Table:
         Column("moved_at", UtcDateTime(), nullable=False, server_default=row_made()),
         PrimaryKeyConstraint("seq", name="dualwrite_outbox_aside_pkey"),
         Index("dualwrite_outbox_aside_order", "writer", "seq"),
-        info={SINCE: "0006"},
     )
 
 
@@ -329,7 +332,29 @@ def _mode(metadata: MetaData) -> Table:
         Column("changed_at", UtcDateTime(), nullable=False, server_default=row_made()),
         PrimaryKeyConstraint("writer", name="dualwrite_outbox_mode_pkey"),
         CheckConstraint("mode IN ('direct', 'later')", name="dualwrite_outbox_mode_known"),
-        info={SINCE: "0006"},
+    )
+
+
+def _action(metadata: MetaData) -> Table:
+    return Table(
+        ACTION_TABLE,
+        metadata,
+        Column("action_id", ExactString(32), nullable=False),
+        Column("subject", ExactString(MAX_ID_LENGTH), nullable=False),
+        Column("deed", ExactString(16), nullable=False),
+        Column("detail", ExactText(), nullable=False),
+        Column("reason", ExactText(), nullable=False),
+        Column("actor", ExactText(), nullable=False),
+        Column("program", ExactText(), nullable=False),
+        Column("begun_at", UtcDateTime(), nullable=False, server_default=row_made()),
+        Column("ended_at", UtcDateTime()),
+        Column("outcome", ExactString(16)),
+        Column("result", ExactText()),
+        PrimaryKeyConstraint("action_id", name="dualwrite_action_pkey"),
+        CheckConstraint("outcome IN ('done', 'refused', 'failed')", name="dualwrite_action_outcome"),
+        CheckConstraint("(outcome IS NULL) = (ended_at IS NULL)", name="dualwrite_action_ended"),
+        Index("dualwrite_action_order", "begun_at"),
+        info={SINCE: "0007"},
     )
 
 
@@ -524,7 +549,7 @@ def parse_rows(table: str, rows: Sequence[NamedValues]) -> Sequence[StateRow]:
 
 def row_columns(tables: Tables) -> Sequence[Column[Any]]:
     """The columns of a row that :func:`parse_state_row` takes, all of which tables of the version before have, too."""
-    return [column for column in tables.state.c if SINCE not in column.info]
+    return [column for column in tables.state.c if column.name != "outbox_decisions" and SINCE not in column.info]
 
 
 def read_rows(
