@@ -1,5 +1,6 @@
 """What people take to their own Prometheus, Grafana and cluster: it is well-formed, and names only what there is."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -123,3 +124,44 @@ def test_an_alert_asks_only_for_metrics_that_are_exported(rule):
     asked = metrics_in(rule["expr"])
     assert asked
     assert asked - exported == set()
+
+
+def panels():
+    board = json.loads((OPERATIONS / "grafana" / "dualwrite.json").read_text(encoding="utf-8"))
+    return [panel for panel in board["panels"] if panel["type"] != "row"]
+
+
+@pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
+def test_a_panel_asks_only_for_metrics_that_are_exported_through_the_chosen_data_source(panel):
+    assert {target["datasource"]["uid"] for target in (panel, *panel["targets"]) if "datasource" in target} == {
+        "${datasource}"
+    }
+    for target in panel["targets"]:
+        asked = metrics_in(target["expr"])
+        assert asked
+        assert asked - exported_by_the_service() - exported_by_writers() == set()
+
+
+def test_no_two_panels_of_the_dashboard_have_one_place():
+    taken = [
+        (place["x"] + x, place["y"] + y)
+        for place in (panel["gridPos"] for panel in panels())
+        for x in range(place["w"])
+        for y in range(place["h"])
+    ]
+    assert len(set(taken)) == len(taken)
+    assert max(x for x, _ in taken) < 24
+    assert len({panel["id"] for panel in panels()}) == len(panels())
+
+
+def test_every_metric_of_the_service_and_of_writers_is_on_the_dashboard_or_left_out_for_a_reason():
+    shown = set().union(*(metrics_in(target["expr"]) for panel in panels() for target in panel["targets"]))
+    shown = {re.sub("_(bucket|sum|count)$", "", name) for name in shown}
+    exported = {re.sub("_(bucket|sum|count)$", "", name) for name in exported_by_the_service() | exported_by_writers()}
+    exported -= {"target_info"}
+    left_out = {
+        "dualwrite_build_info": "says the version, which does not change",
+        "dualwrite_serve_rounds_total": "the rounds that fail, and how long ago one succeeded, say more",
+        "dualwrite_outbox_bytes": "the number of the messages and their age say more; the service shows the bytes",
+    }
+    assert exported - shown == left_out.keys()
