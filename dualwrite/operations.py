@@ -3,7 +3,7 @@
 They work from any process and machine, whether the writers of the ids are running or gone.
 """
 
-from dualwrite.kafka.log import BlockingTransaction
+from dualwrite.kafka.blocking import BlockingTransaction
 from dualwrite.protocol.findings import CheckResult, Status
 from dualwrite.protocol.outbox_table import OutboxTable, Placement
 from dualwrite.recovery.doctor import doctor

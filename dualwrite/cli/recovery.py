@@ -25,6 +25,8 @@ from dualwrite.cli.options import (
     seconds,
 )
 from dualwrite.cli.report import (
+    MOST_SHOWN,
+    blocker_table,
     forgotten_words,
     lease_table,
     loss_json,
@@ -36,6 +38,7 @@ from dualwrite.cli.report import (
     waiting_words,
 )
 from dualwrite.errors import DatabaseWentBack, IllegalStateError
+from dualwrite.protocol.blocking import Blocker
 from dualwrite.protocol.leases import Lease
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.values import Incident, writer_of
@@ -227,22 +230,30 @@ def status(
     if transactional_id is not None and prefix is not None:
         raise click.UsageError("give a transactional id or --prefix, not both")
     with opened(url, schema) as database:
-        items, longest_s = recovery.status_and_longest(
-            transactional_id, kafka=kafka, database=database, prefix=prefix, timeout_s=timeout_s
-        )
+        found = recovery.overview(transactional_id, kafka=kafka, database=database, prefix=prefix, timeout_s=timeout_s)
+        items = found.items
         incidents = database.store().incidents(transactional_id or prefix or "")
         leases = database.lease_list(transactional_id, prefix or "")
-        warnings = database.warnings()
+        warnings = [*database.warnings(), *found.unknown]
         waiting = what_waits(database, {writer_of(item.row.transactional_id) for item in items})
-    known = bool(items)
+    known, blockers = bool(items), found.blockers
     if problems:
+        blockers = [one for one in blockers if one.open_for_s >= open_for_s]
         items = [item for item in items if item.needs_recovery and not is_young(item, open_for_s)]
     open_incidents = [incident for incident in incidents if incident.acknowledged_at is None]
     if as_json:
-        document = status_document(items, longest_s, open_incidents, leases=leases, waiting=waiting, warnings=warnings)
+        document = status_document(
+            items,
+            found.longest_s,
+            open_incidents,
+            leases=leases,
+            blockers=blockers,
+            waiting=waiting,
+            warnings=warnings,
+        )
         click.echo(json.dumps(document, indent=2))
     else:
-        _print_status(items, longest_s, open_incidents, () if problems else leases)
+        _print_status(items, found.longest_s, open_incidents, () if problems else leases, blockers)
         for one in waiting:
             click.echo(f"  {waiting_words(one)}")
     for warning in warnings:
@@ -259,10 +270,20 @@ def status(
 
 
 def _print_status(
-    items: Sequence[IdStatus], longest_s: float | None, open_incidents: Sequence[Incident], leases: Sequence[Lease]
+    items: Sequence[IdStatus],
+    longest_s: float | None,
+    open_incidents: Sequence[Incident],
+    leases: Sequence[Lease],
+    blockers: Sequence[Blocker],
 ) -> None:
     console = report_console()
     console.print(status_table(items))
+    if blockers:
+        own = {item.row.kafka_id(item.incarnation): item.row.transactional_id for item in items}
+        console.print()
+        console.print(blocker_table(blockers, own))
+        if len(blockers) > MOST_SHOWN:
+            console.print(f"and {len(blockers) - MOST_SHOWN} more")
     if leases:
         console.print()
         console.print(lease_table(leases))

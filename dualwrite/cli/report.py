@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from typing import NamedTuple
@@ -11,6 +11,8 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from dualwrite.protocol.blocking import Blocker
+from dualwrite.protocol.by_hand import number_ranges
 from dualwrite.protocol.leases import Lease, place_of
 from dualwrite.protocol.prepared_state import Engine
 from dualwrite.protocol.settle import SettleStep
@@ -213,19 +215,91 @@ def lease_json(lease: Lease) -> dict[str, object]:
     }
 
 
+MOST_SHOWN = 20
+
+
+def blocker_table(blockers: Sequence[Blocker], own: Mapping[str, str]) -> Table:
+    """What is open and what it blocks, below the table of ``dualwrite status``; ``own`` are the rows' ids by Kafka id."""
+    table = Table(title=None, box=None, pad_edge=False)
+    for column in (
+        "open transaction",
+        "of",
+        "open for",
+        "aborted in",
+        "blocks",
+        "consumer groups that stand still",
+        "way on",
+    ):
+        table.add_column(column, overflow="fold")
+    for one in blockers[:MOST_SHOWN]:
+        table.add_row(
+            one.kafka_id,
+            own.get(one.kafka_id, f"not ours: {one.maker}"),
+            _seconds(one.open_for_s),
+            "never" if one.aborted_in_s is None else _seconds(one.aborted_in_s),
+            blocks_words(one),
+            groups_words(one),
+            "as above" if one.kafka_id in own else one.way_on,
+        )
+    return table
+
+
+def blocks_words(one: Blocker) -> str:
+    """The partitions of an open transaction, and how many records wait in them."""
+    places = partitions_words((held.topic, held.partition) for held in one.partitions) or "-"
+    return f"{places}: {'an unknown number of' if one.records is None else f'{one.records:,}'} records"
+
+
+def groups_words(one: Blocker) -> str:
+    """The consumer groups that stand still at an open transaction."""
+    words = [f"{group} ({records:,} records)" for group, records in sorted(one.standing.items())]
+    more = f" and {len(words) - MOST_SHOWN} more" if len(words) > MOST_SHOWN else ""
+    return (", ".join(words[:MOST_SHOWN]) or "-") + more
+
+
+def partitions_words(partitions: Iterable[tuple[str, int]]) -> str:
+    """Partitions by topic: ``orders 0-2, 5; payments 1``."""
+    of_topic: dict[str, list[int]] = {}
+    for topic, number in sorted(partitions):
+        of_topic.setdefault(topic, []).append(number)
+    return "; ".join(f"{topic} {number_ranges(numbers)}" for topic, numbers in of_topic.items())
+
+
+def blocker_json(one: Blocker, *, has_row: bool) -> dict[str, object]:
+    """One open transaction as ``dualwrite status --json`` shows it."""
+    return {
+        "kafka_id": one.kafka_id,
+        "ours": has_row,
+        "made_by": one.maker,
+        "writer": one.writer,
+        "kafka": one.status.value,
+        "producer_id": one.producer_id,
+        "epoch": one.epoch,
+        "open_for_s": one.open_for_s,
+        "aborted_in_s": one.aborted_in_s,
+        "records": one.records,
+        "partitions": [asdict(held) for held in one.partitions],
+        "groups": [asdict(group) for group in one.groups],
+        "way_on": None if has_row else one.way_on,
+    }
+
+
 def status_document(
     items: Sequence[IdStatus],
     longest_s: float | None,
     open_incidents: Sequence[Incident],
     *,
     leases: Sequence[Lease],
+    blockers: Sequence[Blocker],
     waiting: Sequence[Waits],
     warnings: Sequence[str],
 ) -> dict[str, object]:
     """The document of ``dualwrite status --json``."""
+    own = {item.row.kafka_id(item.incarnation) for item in items}
     return {
         "ids": [status_json(item) for item in items],
         "longest_open_s": longest_s,
+        "open_transactions": [blocker_json(one, has_row=one.kafka_id in own) for one in blockers],
         "incidents": [
             {
                 "transactional_id": incident.transactional_id,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.kafka import log
+from dualwrite.kafka.blocking import BlockingTransaction, OpenTransactions, find_blocking, look_at_open
 from dualwrite.kafka.brokers import Brokers, Connections, NotYet, until_answered, verdict
 from dualwrite.kafka.cluster import (
     Coordinators,
@@ -35,7 +36,7 @@ from dualwrite.kafka.cluster import (
 )
 from dualwrite.kafka.config import CONNECTING, KERBEROS_TICKETS, KafkaConfig
 from dualwrite.kafka.error_codes import Code, code_name
-from dualwrite.kafka.log import HELD_BACK_S, BlockingTransaction, HeldBack, find_blocking
+from dualwrite.kafka.log import HELD_BACK_S, HeldBack
 from dualwrite.kafka.messages import EndTxn, Message, Request
 from dualwrite.kafka.opening_messages import (
     ClusterMetadata,
@@ -252,6 +253,8 @@ class KafkaCoordinator:
     def list_ids(self, prefix: str, deadline: Deadline) -> Sequence[str]:
         """All transactional ids with that prefix known to any coordinator, sorted; only those that we may describe.
 
+        A broker may also list what it coordinates no more: :meth:`describe` asks the present coordinator.
+
         Requires Describe on the topic ``__transaction_state`` and on the transactional ids with the prefix
         ``dualwrite-probe.``. Without them nothing shows that the list is complete: then ids may be missing whose
         coordinator is changing, and a warning is logged.
@@ -276,10 +279,10 @@ class KafkaCoordinator:
             raise Unavailable(f"the broker did not report the {_CLEANUP} of topics: {answer}")
         return {topic.resource_name for topic in answer if "compact" in (topic.values.get(_CLEANUP) or "")}
 
-    def longest_open_s(self, deadline: Deadline) -> float:
-        """The age of the oldest open transaction of any id that we may describe, in seconds; 0 if none is open.
+    def open_now(self, deadline: Deadline) -> Mapping[str, TransactionView]:
+        """By Kafka id, every transaction of any program that has not ended in all its partitions, if we may describe it.
 
-        The metric that KIP-939 proposes for brokers, ``ActiveTransactionOpenTimeMaxMs``.
+        All brokers list, and the present coordinator of each id then says whether it is open.
         """
         from dualwrite.kafka import kafka_python  # noqa: PLC0415 - as above
 
@@ -296,8 +299,19 @@ class KafkaCoordinator:
             return {None: found}
 
         listed = until_answered([None], ask, deadline, "list the open transactions")[None]
-        views = self.describe(listed, deadline).values() if listed else ()
-        started = [view.started_ms for view in views if view.started_ms is not None]
+        views = self.describe(listed, deadline) if listed else {}
+        return {kafka_id: view for kafka_id, view in views.items() if view.status in OPEN}
+
+    def what_blocks(self, opened: Mapping[str, TransactionView], deadline: Deadline) -> OpenTransactions:
+        """What open transactions block; see :func:`dualwrite.kafka.blocking.look_at_open`."""
+        return look_at_open(self._brokers, self._topics, opened, deadline)
+
+    def longest_open_s(self, deadline: Deadline) -> float:
+        """The age of the oldest open transaction of any id that we may describe, in seconds; 0 if none is open.
+
+        The metric that KIP-939 proposes for brokers, ``ActiveTransactionOpenTimeMaxMs``.
+        """
+        started = [view.started_ms for view in self.open_now(deadline).values() if view.started_ms is not None]
         return max(0.0, time.time() - min(started) / 1000) if started else 0.0
 
     def topic_ids(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, str]:
@@ -446,7 +460,7 @@ class KafkaCoordinator:
     def blocking(
         self, partitions: Collection[Partition], deadline: Deadline, *, open_for_s: float
     ) -> Sequence[BlockingTransaction]:
-        """Transactions that hold back readers; see :func:`~dualwrite.kafka.log.find_blocking`."""
+        """Transactions that hold back readers; see :func:`~dualwrite.kafka.blocking.find_blocking`."""
         return find_blocking(
             [Place(*key) for key in partitions],
             open_in=lambda places: open_offsets(self._brokers, self._topics, places, deadline, fresh=True),

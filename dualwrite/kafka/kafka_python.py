@@ -16,8 +16,11 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", r"(read|open)_text is deprecated", DeprecationWarning)
     from kafka.net.sasl import get_sasl_mechanism
     from kafka.net.sasl.oauth import AbstractTokenProvider
+    from kafka.protocol.admin.groups import ListGroupsRequest
     from kafka.protocol.admin.transactions import ListTransactionsRequest
     from kafka.protocol.consumer.fetch import FetchRequest
+    from kafka.protocol.consumer.group import OffsetFetchRequest
+    from kafka.protocol.consumer.offsets import ListOffsetsRequest
     from kafka.protocol.producer.transaction import AddPartitionsToTxnRequest, EndTxnRequest, TxnOffsetCommitRequest
     from kafka.record.memory_records import MemoryRecords
 
@@ -38,6 +41,11 @@ _WITH_ITS_PARTITION: Final = {"min_version": 5, "max_version": 5}
 _NEWEST_VERSION_BY_NAME: Final = 12
 """Later versions of Fetch name topics by id, which some states lack."""
 _READ_UNCOMMITTED, _READ_COMMITTED = 0, 1
+_LATEST: Final = -1
+_NEWEST_LIST_OFFSETS: Final = 7
+"""Later versions have kinds of offsets that nothing here asks for."""
+_MANY_GROUPS: Final = {"min_version": 8, "max_version": 9}
+"""The versions of OffsetFetch that take many groups, and topics by name."""
 
 
 def list_transactions(*, states: Sequence[str] = (), producer_ids: Collection[int] = ()) -> Message:
@@ -132,6 +140,40 @@ def fetch(partition: Partition, leader_epoch: int, offset: int, *, max_bytes: in
         rack_id="",
         max_version=_NEWEST_VERSION_BY_NAME,
     )
+
+
+def list_offsets(leader_epochs: Mapping[Partition, int], *, read_committed: bool) -> Message:
+    """A ListOffsets: where partitions of one leader end, or, for ``read_committed``, their last stable offsets."""
+    data = ListOffsetsRequest.ListOffsetsTopic
+    topics = [
+        data(
+            name=name,
+            partitions=[
+                data.ListOffsetsPartition(
+                    partition_index=number, current_leader_epoch=leader_epochs[name, number], timestamp=_LATEST
+                )
+                for number in numbers
+            ],
+        )
+        for name, numbers in by_topic(leader_epochs).items()
+    ]
+    return ListOffsetsRequest(
+        replica_id=-1,
+        isolation_level=_READ_COMMITTED if read_committed else _READ_UNCOMMITTED,
+        topics=topics,
+        max_version=_NEWEST_LIST_OFFSETS,
+    )
+
+
+def list_groups() -> Message:
+    """A request for the groups that a broker coordinates."""
+    return ListGroupsRequest()
+
+
+def committed_offsets(groups: Collection[str]) -> Message:
+    """An OffsetFetch: all offsets that groups of one coordinator have committed. Source: KIP-709."""
+    data = OffsetFetchRequest.OffsetFetchRequestGroup
+    return OffsetFetchRequest(groups=[data(group_id=group, topics=None) for group in groups], **_MANY_GROUPS)
 
 
 def batches(data: bytes | None) -> Iterable[DefaultRecordBatch]:

@@ -171,9 +171,11 @@ def find_forgotten(
         elif row is None and is_drawn(namespace) and is_asked_for(name):
             found[kafka_id] = (name, incarnation, False)
     views = coordinator.describe(found.keys(), deadline) if found else {}
+    # A broker may list ids that it coordinates no more (KAFKA-21481). Those that their coordinator does not know are gone.
     return [
         Forgotten(kafka_id, name, incarnation, views[kafka_id].status, has_row, settled=False)
         for kafka_id, (name, incarnation, has_row) in sorted(found.items())
+        if views[kafka_id].status is not TransactionStatus.NO_SUCH_ID
     ]
 
 

@@ -22,10 +22,11 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.interfaces import Observer, StateStore, TransactionCoordinator, native_of
 from dualwrite.kafka.abandoned_transaction import AbandonedTransaction, Completion
+from dualwrite.kafka.blocking import BlockingTransaction
 from dualwrite.kafka.cluster import internal_partition
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.log import HELD_BACK_S, BlockingTransaction
+from dualwrite.kafka.log import HELD_BACK_S
 from dualwrite.protocol.by_hand import Facts, TerminateStep, by_writer, reasons_to_keep, step_with_row, step_without_row
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.values import StateRow, TransactionStatus, check_seconds, check_selection, is_drawn, parsed

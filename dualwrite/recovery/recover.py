@@ -26,19 +26,24 @@ from typing import TYPE_CHECKING, Final
 from dualwrite.clock import Deadline
 from dualwrite.errors import DatabaseWentBack
 from dualwrite.interfaces import NO_OBSERVER, Observer, StateStore, TransactionCoordinator
+from dualwrite.kafka.blocking import OpenTransactions
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.protocol.blocking import Blocker
 from dualwrite.protocol.settle import Knowledge, SettleStep
 from dualwrite.protocol.values import (
     NEVER_MS,
+    OPEN,
     Outcome,
     StateRow,
     TransactionStatus,
     check_seconds,
     check_selection,
     gone_back,
+    is_drawn,
     lane_id,
     other_cluster,
+    parsed,
     shows_same_transaction,
     writer_of,
 )
@@ -128,18 +133,37 @@ def status(
         return inspect_rows(rows_of(store, transactional_id, prefix), store, coordinator, Deadline(timeout_s))
 
 
-def status_and_longest(
+@dataclass(frozen=True)
+class Overview:
+    """What one look at both servers has found.
+
+    Attributes:
+        items: As :func:`status` has them.
+        longest_s: The age of the oldest open Kafka transaction in seconds; None if none is open.
+        blockers: The open transactions, what blocks most first.
+        unknown: What could not be found out of what they block, in words.
+    """
+
+    items: list[IdStatus]
+    longest_s: float | None
+    blockers: Sequence[Blocker] = ()
+    unknown: Sequence[str] = ()
+
+
+def overview(
     transactional_id: str | None = None,
     *,
     kafka: Mapping[str, object],
     database: Database,
     prefix: str | None = None,
+    others: bool | None = None,
     timeout_s: float = 60.0,
-) -> tuple[list[IdStatus], float | None]:
-    """As :func:`status`; besides, the age of the oldest open Kafka transaction in seconds, None if none is open.
+) -> Overview:
+    """As :func:`status`; besides, every open transaction with what it blocks.
 
-    The transaction belongs to one of the ids that were asked for. If neither an id nor a prefix was given, it may be any that
-    the brokers list for us, also of other programs, which have no row here.
+    Open transactions are those of the ids that were asked for. With ``others``, which is the default if neither an id nor a
+    prefix is given, they are all that the brokers list for us, also of other programs, which have no row here; but of other
+    dualwrite writers only those with the prefix.
     """
     check_selection(transactional_id, prefix)
     check_seconds("timeout_s", timeout_s)
@@ -147,10 +171,19 @@ def status_and_longest(
     with connected_coordinator(kafka) as coordinator:
         store = database.store()
         items = inspect_rows(rows_of(store, transactional_id, prefix), store, coordinator, deadline)
-        longest_s = longest_open_s(items)
-        if transactional_id is None and prefix is None:
-            longest_s = max(longest_s or 0.0, coordinator.longest_open_s(deadline)) or None
-    return items, longest_s
+        if others if others is not None else transactional_id is None and prefix is None:
+            opened = {
+                kafka_id: view
+                for kafka_id, view in coordinator.open_now(deadline).items()
+                if (named := parsed(kafka_id)) is None or not is_drawn(named[1]) or named[0].startswith(prefix or "")
+            }
+        else:
+            ids = {item.row.kafka_id(item.incarnation) for item in items if item.open_for_s is not None}
+            views = coordinator.describe(ids, deadline) if ids else {}
+            opened = {kafka_id: view for kafka_id, view in views.items() if view.status in OPEN}
+        found = coordinator.what_blocks(opened, deadline) if opened else OpenTransactions()
+    longest_s = max(longest_open_s(items) or 0.0, *(one.open_for_s for one in found.blockers), 0.0)
+    return Overview(items, longest_s or None, found.blockers, found.unknown)
 
 
 def recover_ids(

@@ -148,6 +148,7 @@ def target_json(snapshot: Snapshot) -> dict[str, object]:
             found.longest_s,
             found.incidents,
             leases=found.leases,
+            blockers=found.blockers,
             waiting=found.waiting,
             warnings=found.warnings,
         ),

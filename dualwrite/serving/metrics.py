@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dualwrite.protocol.blocking import standing_groups, withheld
 from dualwrite.protocol.findings import Status
 from dualwrite.protocol.supervision import Action
 
@@ -116,6 +117,15 @@ class _Snapshots(Collector):
             "Partitions that a transaction of a writer has held back for more than five minutes.",
         )
         back = self._gauge("dualwrite_went_back_ids", "Transactional ids for which the database has lost commits.")
+        others = self._gauge("dualwrite_other_open_transactions", "Open transactions that no row of the target names.")
+        records = self._gauge(
+            "dualwrite_blocked_records",
+            "Records that read_committed consumers do not get, because a transaction of a writer (ours) or another is open.",
+            "ours",
+        )
+        groups = self._gauge(
+            "dualwrite_blocked_consumer_groups", "Consumer groups that stand still at such a transaction.", "ours"
+        )
         left = self._gauge(
             "dualwrite_decided_transaction_time_left_seconds",
             "Until the broker aborts the next one that the database has decided; absent if it aborts none.",
@@ -138,13 +148,19 @@ class _Snapshots(Collector):
             decided_age.add_metric([one.target], _oldest_decided_s(one.round))
             late.add_metric([one.target], len(_late_partitions(one.round)))
             back.add_metric([one.target], sum(item.went_back is not None for item in one.round.items))
+            own = {item.row.kafka_id(item.incarnation) for item in one.round.items}
+            others.add_metric([one.target], sum(each.kafka_id not in own for each in one.round.blockers))
+            for ours in (True, False):
+                some = [each for each in one.round.blockers if (each.kafka_id in own) is ours]
+                records.add_metric([one.target, str(ours).lower()], withheld(some))
+                groups.add_metric([one.target, str(ours).lower()], len(standing_groups(some)))
             times = [seen.time_left_s for seen in one.round.seen if seen.time_left_s is not None]
             if times:
                 left.add_metric([one.target], min(times))
             for outcome in ("lost", "unverifiable"):
                 count = sum(incident.outcome.value == outcome for incident in one.round.incidents)
                 incidents.add_metric([one.target, outcome], count)
-        yield from (unsettled, opened, oldest, decided_age, late, back, left, incidents)
+        yield from (unsettled, opened, oldest, decided_age, late, back, others, records, groups, left, incidents)
 
     def _of_messages(self) -> Iterator[Metric]:
         rows = self._gauge(

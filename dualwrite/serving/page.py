@@ -5,24 +5,26 @@ The template only lays them out. It is for a person at night with a telephone: w
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from jinja2 import Environment, PackageLoader, select_autoescape
 
-from dualwrite.cli.report import row_word, will_do
-from dualwrite.protocol.by_hand import number_ranges
+from dualwrite.cli.report import blocks_words, groups_words, partitions_words, row_word, will_do
+from dualwrite.protocol.blocking import weight
 from dualwrite.protocol.supervision import UNTRIED, Action, Reason
 from dualwrite.recovery.recover import settled_with
 
 if TYPE_CHECKING:
+    from dualwrite.protocol.blocking import Blocker
     from dualwrite.protocol.supervision import Planned, Tries
     from dualwrite.recovery.recover import IdStatus
     from dualwrite.serving.supervisor import Snapshot
 
 _MINUTE_S: Final = 60
+_NOTICED_S: Final = 1.0
+"""Other programs' transactions younger than that are left out: programs at work always have some open."""
 _NEED_A_PERSON: Final = frozenset({Reason.WENT_BACK, Reason.CLOCK, Reason.FAILED})
 _TEMPLATES: Final = Environment(
     loader=PackageLoader("dualwrite.serving", "."), autoescape=select_autoescape(default=True), trim_blocks=True
@@ -31,7 +33,7 @@ _TEMPLATES: Final = Environment(
 
 @dataclass(frozen=True)
 class OpenRow:
-    """One unsettled id. All fields are text to show, but for ``alarming``."""
+    """One unsettled id, or an open transaction that is not ours. All fields are text to show, but for the flags."""
 
     name: str
     blocks: str
@@ -43,6 +45,7 @@ class OpenRow:
     because: str
     tries: str
     alarming: bool
+    is_ours: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class TargetView:
         role: Who leads.
         age: For how long ago it shows the state; empty before the first round.
         error: Why the last round failed.
-        open: What is unsettled, what blocks most first.
+        open: What is unsettled, and open transactions of others, what blocks most first.
         waiting: What waits.
         losses: What is lost, or may be.
         findings: Conditions that a person should mend, in words.
@@ -134,7 +137,7 @@ def view(snapshot: Snapshot, now_s: float) -> TargetView:
             incident.outcome.value,
             f"{incident.detected_at:%Y-%m-%d %H:%M:%S}",
             incident.detail,
-            _places(incident.state.partitions),
+            partitions_words(incident.state.partitions),
         )
         for incident in found.incidents
     ]
@@ -179,19 +182,28 @@ def _role(snapshot: Snapshot) -> str:
 
 
 def _open(snapshot: Snapshot, plans: dict[str, Planned]) -> list[OpenRow]:
+    """Everything that is unsettled or open, what blocks most first."""
     assert snapshot.round is not None
     names = {item.row.transactional_id for item in snapshot.round.items} | plans.keys()
-    items = [item for item in snapshot.round.items if item.needs_recovery]
-    items.sort(key=lambda item: (-len(item.partitions), -(item.waits_for_s or 0.0), item.row.transactional_id))
-    return [_open_row(item, plans.get(settled_with(item.row.transactional_id, names)), snapshot) for item in items]
+    left = {one.kafka_id: one for one in snapshot.round.blockers}
+    rows: list[tuple[tuple[float, ...], str, OpenRow]] = []
+    for item in snapshot.round.items:
+        blocker = left.pop(item.row.kafka_id(item.incarnation), None)
+        if item.needs_recovery:
+            planned = plans.get(settled_with(item.row.transactional_id, names))
+            unseen = (0, 0, -len(item.partitions), -(item.waits_for_s or 0.0))
+            row = _open_row(item, blocker, planned, snapshot)
+            rows.append((unseen if blocker is None else weight(blocker), row.name, row))
+    rows += [(weight(one), one.kafka_id, _other_row(one)) for one in left.values() if one.open_for_s >= _NOTICED_S]
+    return [row for _, _, row in sorted(rows, key=lambda row: row[:2])]
 
 
-def _open_row(item: IdStatus, planned: Planned | None, snapshot: Snapshot) -> OpenRow:
+def _open_row(item: IdStatus, blocker: Blocker | None, planned: Planned | None, snapshot: Snapshot) -> OpenRow:
     decision = {"decided": "decided: will be committed", "-": "undecided: would be aborted"}.get(row_word(item))
     is_open = item.open_for_s is not None
     return OpenRow(
         name=item.row.transactional_id,
-        blocks=_places(item.partitions) or "-",
+        blocks=(partitions_words(item.partitions) or "-") if blocker is None else _blocks(blocker),
         age=duration(item.waits_for_s),
         time_left="no limit" if is_open and item.aborted_in_s is None else duration(item.aborted_in_s),
         decision=decision or row_word(item),
@@ -201,6 +213,27 @@ def _open_row(item: IdStatus, planned: Planned | None, snapshot: Snapshot) -> Op
         tries="" if planned is None else _tries(snapshot.tries.get(planned.writer, UNTRIED), snapshot.now_s),
         alarming=planned is not None and planned.reason in _NEED_A_PERSON,
     )
+
+
+def _other_row(one: Blocker) -> OpenRow:
+    """A transaction that no row of this target names."""
+    return OpenRow(
+        name=one.kafka_id,
+        blocks=_blocks(one),
+        age=duration(one.open_for_s),
+        time_left="no limit" if one.aborted_in_s is None else duration(one.aborted_in_s),
+        decision="not ours: not known here",
+        owner=one.maker,
+        action="none: not ours",
+        because=one.way_on,
+        tries="",
+        alarming=False,
+        is_ours=False,
+    )
+
+
+def _blocks(one: Blocker) -> str:
+    return blocks_words(one) + (f"; groups that stand still: {groups_words(one)}" if one.groups else "")
 
 
 def _waiting(snapshot: Snapshot, plans: dict[str, Planned]) -> list[WaitingRow]:
@@ -234,14 +267,6 @@ def _tries(tries: Tries, now_s: float) -> str:
         return "none"
     last = f"last {duration(now_s - tries.last_s)} ago"
     return f"{last}, next in {duration(max(0.0, tries.next_s - now_s))}" if tries.failures else last
-
-
-def _places(partitions: Iterable[tuple[str, int]]) -> str:
-    """Partitions by topic: ``orders 0-2, 5; payments 1``."""
-    of_topic: dict[str, list[int]] = defaultdict(list)
-    for topic, number in sorted(partitions):
-        of_topic[topic].append(number)
-    return "; ".join(f"{topic} {number_ranges(numbers)}" for topic, numbers in of_topic.items())
 
 
 def duration(seconds: float | None) -> str:

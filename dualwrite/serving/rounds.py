@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 from dualwrite.protocol.supervision import Seen
 from dualwrite.protocol.values import member_id, writer_of
-from dualwrite.recovery.recover import settled_with, status_and_longest
+from dualwrite.recovery.recover import overview, settled_with
 from dualwrite.serving.configuration import fleet_of, is_ours
 from dualwrite.writing.left_behind import Waits, what_waits
 
 if TYPE_CHECKING:
     from dualwrite.interfaces import Database
+    from dualwrite.protocol.blocking import Blocker
     from dualwrite.protocol.leases import Lease
     from dualwrite.protocol.values import Incident, StateRow
     from dualwrite.recovery.recover import IdStatus
@@ -33,11 +34,13 @@ class Round:
         took_s: How long it took, in seconds.
         items: As :func:`dualwrite.status` has them.
         longest_s: The age of the oldest open transaction that the brokers list, of any program; None if none is open.
+        blockers: Every open transaction of the cluster with what it blocks, what blocks most first; of dualwrite writers only
+            those with the target's prefix.
         incidents: Losses that nobody has acknowledged.
         leases: Those of fleets.
         leader: The lease of the replicas of this service; None before any has taken it.
         waiting: What waits in the database, by writer.
-        warnings: Conditions in the database that slow dual writes down.
+        warnings: Conditions in the database that slow dual writes down, and what could not be found out.
         skew_s: By how much this machine's clock is ahead of the database's.
         seen: Every writer that has something to settle or to send.
     """
@@ -46,6 +49,7 @@ class Round:
     took_s: float
     items: Sequence[IdStatus]
     longest_s: float | None
+    blockers: Sequence[Blocker] = ()
     incidents: Sequence[Incident] = ()
     leases: Sequence[Lease] = ()
     leader: Lease | None = None
@@ -63,9 +67,10 @@ def look(target: Target, database: Database) -> Round:
         Unavailable: A server does not answer in time.
     """
     began = time.monotonic()
-    items, longest_s = status_and_longest(
-        kafka=target.kafka, database=database, prefix=target.prefix or None, timeout_s=target.timeout_s
+    found = overview(
+        kafka=target.kafka, database=database, prefix=target.prefix or None, others=True, timeout_s=target.timeout_s
     )
+    items = found.items
     store = database.store()
     rows = store.find(target.prefix)  # after the items: a row that has changed meanwhile is a sign of life
     needing = {item.row.transactional_id for item in items if item.needs_recovery}
@@ -87,12 +92,13 @@ def look(target: Target, database: Database) -> Round:
         at=datetime.now(timezone.utc),
         took_s=time.monotonic() - began,
         items=items,
-        longest_s=longest_s,
+        longest_s=found.longest_s,
+        blockers=found.blockers,
         incidents=store.incidents(target.prefix),
         leases=leases,
         leader=leader,
         waiting=waiting,
-        warnings=database.warnings(),
+        warnings=[*database.warnings(), *found.unknown],
         skew_s=time.time() - now.timestamp(),
         seen=seen,
     )

@@ -257,7 +257,7 @@ def test_the_page_and_the_metrics_show_what_is_open_what_it_blocks_and_why_it_is
         replica.says("case: leave: both servers have answered for ")
         _, page = replica.get("/")
         row = page.partition("<h3>Open transactions</h3>")[2].partition("</tbody>")[0]
-        assert f'data-label="blocks">{case.topic} 0-1<' in row
+        assert f'data-label="blocks">{case.topic} 0-1: 2 records<' in row
         assert 'data-label="database">decided: will be committed<' in row
         assert 'data-label="plan">leave<' in row
         assert "an owner that is alive has until 600 s" in row

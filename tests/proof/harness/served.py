@@ -22,9 +22,11 @@ from simulator.state import Broker, new_broker
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.log import BlockingTransaction
+from dualwrite.kafka.blocking import BlockingTransaction, OpenTransactions
 from dualwrite.kafka.producer import LaneProducer
+from dualwrite.protocol.blocking import blockers
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.values import TransactionView
 from dualwrite.recovery import recover
 from dualwrite.writing import writer_resources
 
@@ -127,6 +129,14 @@ class _Coordinator(SimulatedCoordinator):
     def longest_open_s(self, deadline: Deadline) -> float:
         del deadline
         return 0.0
+
+    def open_now(self, deadline: Deadline) -> Mapping[str, TransactionView]:
+        del deadline
+        return {}
+
+    def what_blocks(self, opened: Mapping[str, TransactionView], deadline: Deadline) -> OpenTransactions:
+        del deadline
+        return OpenTransactions(blockers(opened, {}, time.time() * 1000))
 
     def newly_held_back(self, deadline: Deadline) -> Sequence[BlockingTransaction]:
         del deadline

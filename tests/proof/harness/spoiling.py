@@ -29,18 +29,21 @@ class SpoilingProxy(KafkaProxy):
 
     Attributes:
         spoils: By API key, how to spoil the next answer; taken out when it is done.
+        changes: By API key, what becomes of every answer.
     """
 
     def __init__(self, kafka: EmbeddedKafka) -> None:
         super().__init__(kafka)
         self.spoils: dict[int, Spoil] = {}
-        self._codec = partial(_SpoilingCodec, self.spoils)
+        self.changes: dict[int, Spoil] = {}
+        self._codec = partial(_SpoilingCodec, self.spoils, self.changes)
 
 
 class _SpoilingCodec(KafkaCodec):
-    def __init__(self, spoils: dict[int, Spoil]) -> None:
+    def __init__(self, spoils: dict[int, Spoil], changes: Mapping[int, Spoil]) -> None:
         super().__init__()
         self._spoils = spoils
+        self._changes = changes
         self._asked: dict[int, int] = {}
 
     async def next_request(self, client: asyncio.StreamReader) -> Unit[KafkaRequest]:
@@ -51,5 +54,6 @@ class _SpoilingCodec(KafkaCodec):
 
     async def next_answer(self, server: asyncio.StreamReader) -> Answer:
         answer = await super().next_answer(server)
-        spoil = self._spoils.pop(self._asked.pop(answer.key, -1), None)
+        api_key = self._asked.pop(answer.key, -1)
+        spoil = self._spoils.pop(api_key, None) or self._changes.get(api_key)
         return answer if spoil is None else replace(answer, data=spoil(answer.data))

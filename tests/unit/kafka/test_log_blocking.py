@@ -5,8 +5,9 @@ import time
 import pytest
 
 from dualwrite.kafka import log
+from dualwrite.kafka.blocking import BlockingTransaction, find_blocking
 from dualwrite.kafka.cluster import Place
-from dualwrite.kafka.log import HELD_BACK_S, BlockingTransaction, HeldBack, find_blocking
+from dualwrite.kafka.log import HELD_BACK_S, HeldBack
 from dualwrite.protocol.values import TransactionStatus, TransactionView
 
 T0, T1 = Place("t", 0), Place("t", 1)
@@ -60,6 +61,7 @@ def test_one_whose_coordinator_does_not_show_it_there_counts_while_its_leader_do
     [one] = found(at_t0, ids, {OURS: shown})
     assert one.started_ms is None
     assert "open since an unknown time" in str(one)
+    assert (one.kafka_id is None) is (shown is None or shown.producer_id != 7), "a list alone names nobody"
     assert found(at_t0, ids, {OURS: shown}, later={T0: {}}) == []
     assert found(at_t0, ids, {OURS: shown}, later={T0: {(7, 0): 5}}) == []
 

@@ -24,8 +24,9 @@ SOON = Deadline(TIMEOUT_S)
 class Kafka:
     """Knows these ids; each has something open."""
 
-    def __init__(self, *kafka_ids):
+    def __init__(self, *kafka_ids, status=OPEN):
         self.kafka_ids = kafka_ids
+        self.status = status
         self.retired = []
 
     def list_ids(self, prefix, _deadline):
@@ -33,7 +34,7 @@ class Kafka:
 
     def describe(self, kafka_ids, _deadline):
         assert kafka_ids, "nothing to ask about"
-        return {one: TransactionView(OPEN) for one in kafka_ids}
+        return {one: TransactionView(self.status) for one in kafka_ids}
 
     def retire(self, kafka_ids, _deadline):
         assert kafka_ids, "nothing to retire"
@@ -73,6 +74,13 @@ def test_what_is_found_shows_the_coordinators_status_and_is_not_settled_yet():
     kafka_id = f"orders.{OURS}.4"
     [found] = find_forgotten([row()], Kafka(kafka_id), SOON, is_asked_for=lambda _: False)
     assert found == Forgotten(kafka_id, "orders", 4, OPEN, has_row=True, settled=False)
+
+
+def test_a_stale_list_alone_makes_nothing_forgotten():
+    """A broker may list what it coordinates no more. Retiring such an id would make it anew."""
+    ids = [f"orders.{OURS}.4", f"payments.{OURS}.1"]
+    kafka = Kafka(*ids, status=UNKNOWN)
+    assert find_forgotten([row()], kafka, SOON, is_asked_for=lambda _: True) == []
 
 
 def one(name, incarnation, *, has_row):

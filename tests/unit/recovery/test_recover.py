@@ -12,9 +12,9 @@ from simulator.outside import SimulatedCoordinator
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Fenced
-from dualwrite.protocol.values import Outcome
+from dualwrite.protocol.values import Outcome, TransactionStatus, TransactionView
 from dualwrite.recovery.claim import claim_rows
-from dualwrite.recovery.recover import check_cluster, recover_rows, status_and_longest
+from dualwrite.recovery.recover import check_cluster, overview, recover_rows
 from dualwrite.stores.sql.database import SqlDatabase
 
 
@@ -184,15 +184,25 @@ def test_rows_of_another_cluster_are_refused(servers, dry_run):
 
 
 @pytest.mark.parametrize(
-    ("asked", "longest_s"), [({}, 95.0), ({"prefix": "o"}, None), ({"transactional_id": "orders"}, None)]
+    ("asked", "shown"),
+    [
+        ({}, {"flink-0-1", "orders.0123456789ab.9", "bills.0123456789ab.9"}),
+        ({"prefix": "o"}, set()),
+        ({"prefix": "o", "others": True}, {"flink-0-1", "orders.0123456789ab.9"}),
+        ({"transactional_id": "orders"}, set()),
+    ],
 )
-def test_the_oldest_open_transaction_of_any_program_counts_if_all_ids_are_asked_for(
-    shop, monkeypatch, asked, longest_s
-):
+def test_the_open_transactions_of_any_program_count_if_all_ids_are_asked_for(shop, monkeypatch, asked, shown):
     """One of another program has no row, and still holds back readers."""
     with shop.writer() as writer, writer.transaction() as tx:
         shop.put(tx, 1)
-    monkeypatch.setattr(served._Coordinator, "longest_open_s", lambda *_: 95.0)
-    items, found_s = status_and_longest(kafka=served.SETTINGS, database=SqlDatabase(shop.engine), **asked)
-    assert {item.open_for_s for item in items} == {None}
-    assert found_s == longest_s
+    began_ms = int((time.time() - 95.0) * 1000)
+    open_now = {
+        kafka_id: TransactionView(TransactionStatus.ONGOING, 7, 0, began_ms)
+        for kafka_id in ("flink-0-1", "orders.0123456789ab.9", "bills.0123456789ab.9")
+    }
+    monkeypatch.setattr(served._Coordinator, "open_now", lambda *_: open_now)
+    found = overview(kafka=served.SETTINGS, database=SqlDatabase(shop.engine), **asked)
+    assert {item.open_for_s for item in found.items} == {None}
+    assert {one.kafka_id for one in found.blockers} == shown
+    assert (found.longest_s is not None and found.longest_s >= 95.0) is bool(shown)

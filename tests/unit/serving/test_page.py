@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from dualwrite.clock import now_s
+from dualwrite.protocol.blocking import Blocker, HeldPartition, StandingGroup
 from dualwrite.protocol.findings import CheckResult, Status
 from dualwrite.protocol.leases import Lease
 from dualwrite.protocol.lives import LeaseState
@@ -68,6 +69,45 @@ def test_what_blocks_most_comes_first_with_its_plan_and_the_reason():
         view(replace(CALM, leads=False), 104.0).role
         == "this replica stands by; dualwrite-serve app@host:7 5a33 settles"
     )
+
+
+OTHER = Blocker(
+    "job-0-17",
+    TransactionStatus.ONGOING,
+    7,
+    4,
+    700.0,
+    200.0,
+    (HeldPartition("bills", 0, 5, 1_200), HeldPartition("bills", 1, 9, 300)),
+    (StandingGroup("ledger", "bills", 0, 5, 1_250),),
+)
+
+
+def test_transactions_of_other_programs_stand_among_ours_by_what_they_block():
+    own = replace(OTHER, kafka_id="orders.n.1", groups=(), partitions=(HeldPartition("orders", 0, 3, 40),))
+    young = replace(OTHER, kafka_id="job-0-18", open_for_s=0.2)
+    held = with_round(blockers=[OTHER, own, young])
+    first, second, third = view(held, 104.0).open
+    assert (first.name, first.is_ours, first.owner) == ("job-0-17", False, "Flink, by its id")
+    assert first.blocks == "bills 0-1: 1,500 records; groups that stand still: ledger (1,250 records)"
+    assert (first.age, first.time_left) == ("11 min 40 s", "3 min 20 s")
+    assert (first.decision, first.action) == ("not ours: not known here", "none: not ours")
+    assert "`dualwrite recover job-0-17 --state 7:4` commits it" in first.because
+    assert (second.name, second.is_ours, second.blocks) == ("orders", True, "orders 0: 40 records")
+    assert (third.name, third.blocks) == ("bills", "bills 0")
+    assert not view(held, 104.0).alarming
+    found, _ = scraped(held)
+    assert found["dualwrite_other_open_transactions",] == 2.0
+    assert found["dualwrite_blocked_records", "false"] == 1500.0
+    assert found["dualwrite_blocked_records", "true"] == 40.0
+    assert found["dualwrite_blocked_consumer_groups", "false"] == 1.0
+    with client(held) as asked:
+        shown = asked.get("/api/status").json()["targets"]["shop"]["open_transactions"]
+    assert [(one["kafka_id"], one["ours"], one["records"]) for one in shown[:2]] == [
+        ("job-0-17", False, 1500),
+        ("orders.n.1", True, 40),
+    ]
+    assert shown[0]["groups"] == [{"group": "ledger", "topic": "bills", "partition": 0, "offset": 5, "records": 1250}]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 
-from dualwrite.kafka.log import BlockingTransaction
+from dualwrite.kafka.blocking import BlockingTransaction
 from dualwrite.kafka.transaction_ends import EndQuestions, PendingEnd
 from dualwrite.protocol.known_end import Ended
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState

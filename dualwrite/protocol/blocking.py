@@ -1,0 +1,219 @@
+"""What open transactions block: the records behind their first offsets, and the consumer groups that stand still there.
+
+A partition gives ``read_committed`` consumers nothing from its last stable offset on. That is the first offset of the oldest
+transaction open there, whoever's it is. So a transaction blocks the records from its own first offset to the high watermark;
+but a group that has read everything before the last stable offset waits for the one that begins exactly there. When that one
+ends, the group gets as far as the next.
+
+Transactions of other programs count in the same way, and only their own programs know what was decided about them. So each is
+shown with its likely maker, and with what an operator can do about it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from dualwrite.protocol.values import NEVER_MS, TransactionStatus, TransactionView, is_drawn, parsed, writer_of
+
+Partition = tuple[str, int]
+
+_STREAMS: Final = re.compile(r".+-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}-\d+")
+"""``application.id``, a process's UUID and the number of its thread: Kafka Streams' ``StreamsProducer``."""
+_FLINK: Final = re.compile(r".+-\d+-\d+")
+"""A prefix, a subtask and a checkpoint or a counter: Flink's ``TransactionalIdFactory``."""
+
+
+@dataclass(frozen=True)
+class PartitionEnds:
+    """Where a partition ends for its readers, as its leader says.
+
+    Attributes:
+        stable: Its last stable offset.
+        high: Its high watermark.
+        first_offsets: By producer id, where its open transaction begins; None if the leader does not tell us.
+        standing: Consumer groups that have read everything before the last stable offset, and the offsets that they have
+            committed.
+    """
+
+    stable: int
+    high: int
+    first_offsets: Mapping[int, int] | None = None
+    standing: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HeldPartition:
+    """A partition of an open transaction.
+
+    Attributes:
+        topic: The topic.
+        partition: The number.
+        first_offset: The transaction's first offset there; None if it has written nothing yet, or if that is not known.
+        records: The offsets from there to the high watermark: the transaction's own records, and all behind them. None if
+            that is not known.
+    """
+
+    topic: str
+    partition: int
+    first_offset: int | None = None
+    records: int | None = None
+
+
+@dataclass(frozen=True)
+class StandingGroup:
+    """A consumer group that stands still in one partition until the transaction ends.
+
+    Attributes:
+        group: Its ``group.id``.
+        topic: The topic.
+        partition: The number.
+        offset: The offset that it has committed.
+        records: How many offsets are behind the last stable one, which it cannot read.
+    """
+
+    group: str
+    topic: str
+    partition: int
+    offset: int
+    records: int
+
+
+@dataclass(frozen=True)
+class Blocker:
+    """An open transaction, as its coordinator shows it, and what it blocks.
+
+    Attributes:
+        kafka_id: Kafka's ``transactional.id``.
+        status: The coordinator's status.
+        producer_id: Its producer's id.
+        epoch: Its producer's epoch.
+        open_for_s: Seconds since it began.
+        aborted_in_s: Seconds until the broker aborts it; None if it never does.
+        partitions: Its partitions.
+        groups: The consumer groups that stand still at its first offset.
+    """
+
+    kafka_id: str
+    status: TransactionStatus
+    producer_id: int
+    epoch: int
+    open_for_s: float
+    aborted_in_s: float | None
+    partitions: tuple[HeldPartition, ...] = ()
+    groups: tuple[StandingGroup, ...] = ()
+
+    @property
+    def records(self) -> int | None:
+        """The offsets that it withholds, in all partitions that are known; None if none is."""
+        known = [held.records for held in self.partitions if held.records is not None]
+        return sum(known) if known or not self.partitions else None
+
+    @property
+    def standing(self) -> Mapping[str, int]:
+        """By consumer group that stands still, how many offsets it cannot read."""
+        found: dict[str, int] = {}
+        for one in self.groups:
+            found[one.group] = found.get(one.group, 0) + one.records
+        return found
+
+    @property
+    def writer(self) -> str | None:
+        """The name of the dualwrite writer that began it; None if this library did not."""
+        named = parsed(self.kafka_id)
+        return writer_of(named[0]) if named is not None and is_drawn(named[1]) else None
+
+    @property
+    def maker(self) -> str:
+        """The program that the form of its id speaks for."""
+        if self.writer is not None:
+            return "dualwrite"
+        if _STREAMS.fullmatch(self.kafka_id):
+            return "Kafka Streams, by its id"
+        return "Flink, by its id" if _FLINK.fullmatch(self.kafka_id) else "another program"
+
+    @property
+    def way_on(self) -> str:
+        """What an operator can do about it, if no row here names it."""
+        if self.status is not TransactionStatus.ONGOING:
+            return "nothing: its coordinator is ending it"
+        if self.writer is not None:
+            return (
+                f"ask the database of the writer {self.writer!r}: run `dualwrite recover {self.writer}` with that one"
+            )
+        ends = "its program" if self.aborted_in_s is None else "its program, or Kafka when its time is over,"
+        return (
+            f"{ends} ends it. If its program is dead, and its state shows what it decided: "
+            f"`dualwrite recover {self.kafka_id} --state {self.producer_id}:{self.epoch}` commits it; "
+            f"`dualwrite terminate {self.kafka_id}` aborts it"
+        )
+
+
+def blockers(
+    opened: Mapping[str, TransactionView], ends: Mapping[Partition, PartitionEnds], now_ms: float
+) -> Sequence[Blocker]:
+    """What each open transaction blocks; what blocks most first.
+
+    Args:
+        opened: By Kafka's ``transactional.id``, what the present coordinators show as open.
+        ends: By partition; one that is missing is not known.
+        now_ms: The time in ms since 1970, by the clock that is compared with the coordinators'.
+    """
+    return sorted((_blocker(kafka_id, view, ends, now_ms) for kafka_id, view in opened.items()), key=weight)
+
+
+def weight(one: Blocker) -> tuple[float, ...]:
+    """The key to sort by: standing groups, then withheld records, then partitions, then age; the most comes first."""
+    return -len(one.standing), -(one.records or 0), -len(one.partitions), -one.open_for_s
+
+
+def withheld(some: Iterable[Blocker]) -> int:
+    """The offsets that these transactions together withhold: in each partition those behind the first one's start."""
+    most: dict[Partition, int] = {}
+    for held in (held for one in some for held in one.partitions):
+        key = (held.topic, held.partition)
+        most[key] = max(most.get(key, 0), held.records or 0)
+    return sum(most.values())
+
+
+def standing_groups(some: Iterable[Blocker]) -> frozenset[str]:
+    """The consumer groups that stand still at one of these transactions."""
+    return frozenset(group.group for one in some for group in one.groups)
+
+
+def _blocker(kafka_id: str, view: TransactionView, ends: Mapping[Partition, PartitionEnds], now_ms: float) -> Blocker:
+    open_for_s = 0.0 if view.started_ms is None else max(0.0, (now_ms - view.started_ms) / 1000)
+    partitions, groups = [], []
+    for key in sorted(view.partitions):
+        there = ends.get(key)
+        if there is None:
+            partitions.append(HeldPartition(*key))
+            continue
+        first = _first_offset(there, view.producer_id)
+        partitions.append(HeldPartition(*key, first, 0 if first is None else max(0, there.high - first)))
+        if first is not None and first <= there.stable < there.high:
+            behind = there.high - there.stable
+            groups += [StandingGroup(group, *key, offset, behind) for group, offset in sorted(there.standing.items())]
+    timeout_s = None if view.timeout_ms in {None, NEVER_MS} else view.timeout_ms / 1000
+    return Blocker(
+        kafka_id,
+        view.status,
+        view.producer_id,
+        view.epoch,
+        open_for_s,
+        None if timeout_s is None else max(0.0, timeout_s - open_for_s),
+        tuple(partitions),
+        tuple(groups),
+    )
+
+
+def _first_offset(there: PartitionEnds, producer_id: int) -> int | None:
+    """Where the producer's transaction begins there.
+
+    If the leader does not tell, it counts as the one at the last stable offset: of all that are open there, it may be.
+    """
+    if there.first_offsets is not None:
+        return there.first_offsets.get(producer_id)
+    return there.stable if there.stable < there.high else None
