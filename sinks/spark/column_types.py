@@ -25,6 +25,7 @@ class Form(Enum):
     JSON = "its JSON text"
     MILLIS = "milliseconds since 1970"
     HEADERS = "names with binary values"
+    ORDER = "a number in the order of the values"
 
 
 @dataclass(frozen=True)

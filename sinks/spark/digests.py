@@ -252,7 +252,7 @@ class RowNames:
     """
 
     def __init__(self, partition: int, layout: Layout) -> None:
-        self._partition = partition
+        self.partition = partition
         self._key = next(iter(_key_columns(layout)), None)
         self._kept: list[pa.Array] = []
         self._bytes = 0
@@ -275,16 +275,16 @@ class RowNames:
         """The name of a row of the last batch, counted from 0."""
         assert self._batch is not None
         key = None if self._key is None else self._batch.column(self._key)[index]
-        return row_name(self._partition, self._before + index + 1, () if key is None else (key.as_py(),))
+        return row_name(self.partition, self._before + index + 1, () if key is None else (key.as_py(),))
 
     def of(self, number: int) -> str:
         """The name of a row of the partition, counted from 1."""
         index = number - 1
         for keys in self._kept:
             if index < len(keys):
-                return row_name(self._partition, number, (keys[index].as_py(),))
+                return row_name(self.partition, number, (keys[index].as_py(),))
             index -= len(keys)
-        return row_name(self._partition, number)
+        return row_name(self.partition, number)
 
 
 def row_name(partition: int, number: int, key: Sequence[object] = ()) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -11,7 +11,8 @@ from pyspark.sql import types as spark
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.column_types import Form, check_json, wire_for
-from dualwrite.sinks.spark.options import REGISTERED, Format
+from dualwrite.sinks.spark.merging import DELETED, ORDER, Merge
+from dualwrite.sinks.spark.options import DELETE, REGISTERED, UPSERT, Format
 from dualwrite.sinks.spark.schema_parts import Given, Part, PartSchema, module_of
 
 if TYPE_CHECKING:
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
     from dualwrite.sinks.spark.options import SinkOptions
     from dualwrite.sinks.spark.registry import Registered
 
+BOOLEAN: Final = "boolean"
 WHOLE_ROW: Final = -1
 """The source of the JSON value: all columns that go into the table."""
 HEADERS: Final = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
 _TEXTUAL: Final = (spark.StringType, spark.CharType, spark.VarcharType)
 _WHOLE_NUMBERS: Final = (spark.ByteType, spark.ShortType, spark.IntegerType, spark.LongType)
+_ORDERED: Final = (*_WHOLE_NUMBERS, spark.TimestampType, spark.TimestampNTZType, spark.DateType)
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,11 @@ class Copied:
 
 @dataclass(frozen=True)
 class Layout:
-    """The plan. Small, and pickles. `cluster_id` is the Kafka cluster that the driver has found; empty before that."""
+    """The plan. Small, and pickles.
+
+    `cluster_id` is the Kafka cluster that the driver has found; empty before that. `merge` says how rows meet those of the same
+    key; None if rows are only added.
+    """
 
     projected: tuple[Projected, ...]
     json_columns: tuple[tuple[int, str], ...]
@@ -87,6 +94,7 @@ class Layout:
     table: tuple[str, str]
     table_columns: tuple[Copied, ...]
     cluster_id: str = ""
+    merge: Merge | None = None
 
     @property
     def arrow_schema(self) -> pa.Schema:
@@ -97,6 +105,21 @@ class Layout:
     def table_column_names(self) -> tuple[str, ...]:
         """The table's columns that are written."""
         return tuple(column.name for column in self.table_columns)
+
+    @property
+    def own_columns(self) -> tuple[Copied, ...]:
+        """What a staging table needs for the merge besides the table's columns, in types that every database has."""
+        columns: tuple[Copied, ...] = ()
+        if self.merge is not None and self.merge.order is not None:
+            columns += (Copied(ORDER, self.merge.order, "", "bigint"),)
+        if self.merge is not None and self.merge.op is not None:
+            columns += (Copied(DELETED, self.merge.op, BOOLEAN, BOOLEAN),)
+        return columns
+
+    @property
+    def staged_columns(self) -> tuple[Copied, ...]:
+        """The columns of a staging table."""
+        return self.table_columns + self.own_columns
 
     @property
     def table_types(self) -> dict[str, str]:
@@ -137,9 +160,13 @@ class _Planning:
         value = self._textual("value", options.value, binary=True) if options.format_of_value is Format.RAW else None
         headers, partition, timestamp = self._headers(), self._partition(), self._timestamp()
         wanted = self._wanted_columns()
-        json_columns = tuple((self._number("columns", name), name) for name in wanted)
+        shown = dict.fromkeys(wanted)
+        if options.op_column is not None and options.on_delete == "record":
+            shown.setdefault(options.op_column)  # or a reader would take the record of a deleted row for an update
+        json_columns = tuple((self._number("columns", name), name) for name in shown)
         table_columns = tuple(self._table_column(name, target) for name, target in wanted.items())
         self._check_all_given(set(wanted.values()))
+        merge = self._merge(wanted)
         return Layout(
             json_columns=json_columns,
             message=MessageColumns(
@@ -152,6 +179,7 @@ class _Planning:
             ),
             table=(self._table.schema, self._table.name),
             table_columns=table_columns,
+            merge=merge,
             projected=tuple(self._projected),
         )
 
@@ -164,8 +192,65 @@ class _Planning:
             return dict(columns)
         if columns is not None:
             return {name: name for name in columns}
-        only_kafka = {options.topic_column, options.headers, options.partition, options.timestamp, options.value}
-        return {field.name: field.name for field in self._fields if field.name not in only_kafka}
+        elsewhere = {options.topic_column, options.headers, options.partition, options.timestamp, options.value}
+        elsewhere |= {options.op_column, options.order_column}.difference(self._table.columns)
+        return {field.name: field.name for field in self._fields if field.name not in elsewhere}
+
+    def _merge(self, wanted: Mapping[str, str]) -> Merge | None:
+        options = self._options
+        if not options.upsert_keys:
+            return None
+        written = tuple(wanted.values())
+        for setting, names in (("upsert_keys", options.upsert_keys), ("upsert_columns", options.upsert_columns or ())):
+            for name in names:
+                self._check_written(setting, name, written)
+        reserved = next((name for name in self._table.columns if name in {ORDER, DELETED}), None)
+        if reserved is not None:
+            raise ConfigurationError(
+                f"column {reserved!r} of table {self._table.name!r} has a name that upserts use themselves",
+                next_step="rename it",
+            )
+        newer_by = wanted.get(options.order_column or "") if options.on_conflict == "newer" else None
+        if options.on_conflict == "newer" and newer_by is None:
+            raise ConfigurationError(
+                f"on_conflict is newer, and the column {options.order_column!r} does not go into table {self._table.name!r}, "
+                "which does not tell how old its rows are",
+                next_step="add such a column to the table, or name it in `columns`",
+            )
+        letters = options.operations
+        return Merge(
+            keys=tuple(options.upsert_keys),
+            updated=() if options.on_conflict == "nothing" else tuple(options.upsert_columns or written),
+            newer_by=newer_by,
+            order=self._order(),
+            op=self._textual("op_column", options.op_column),
+            upserts=tuple(letter for letter, operation in letters.items() if operation == UPSERT),
+            deletes=tuple(letter for letter, operation in letters.items() if operation == DELETE),
+            tombstones=options.on_delete == "tombstone",
+        )
+
+    def _check_written(self, setting: str, name: str, written: Collection[str]) -> None:
+        if name not in self._table.columns:
+            raise ConfigurationError(
+                f"{setting} names the column {name!r}, which table {self._table.name!r} does not have",
+                next_step=f"its columns are {', '.join(self._table.columns)}",
+            )
+        if name not in written:
+            raise ConfigurationError(
+                f"{setting} names the column {name!r} of table {self._table.name!r}, and no column of the DataFrame goes into "
+                "it",
+                next_step="add it to the DataFrame, or name it in `columns`",
+            )
+
+    def _order(self) -> int | None:
+        name = self._options.order_column
+        if name is None:
+            return None
+        number = self._number("order_column", name)
+        data_type = self._fields[number].dataType
+        if not isinstance(data_type, _ORDERED):
+            raise self._refused("order_column", name, data_type, "a whole number, a timestamp or a date")
+        return self._project(number, Form.ORDER, pa.int64())
 
     def _table_column(self, name: str, target_name: str) -> Copied:
         number = self._number("columns", name)

@@ -71,6 +71,12 @@ _KINDS: Final[Mapping[type, str]] = {
 }  # fmt: skip
 
 DATABASE_LEGS: Final = ("auto", "staging", "prepared")
+ON_CONFLICT: Final = ("update", "nothing", "newer")
+ON_DELETE: Final = ("tombstone", "record")
+UPSERT: Final = "upsert"
+DELETE: Final = "delete"
+OPERATIONS: Final[Mapping[str, str]] = {"c": UPSERT, "r": UPSERT, "u": UPSERT, "d": DELETE}
+"""Debezium's letters: create, read by a snapshot, update, delete."""
 
 
 class _Needed(TypedDict):
@@ -99,6 +105,13 @@ class SinkSettings(_Needed, total=False):
     descriptor: str | bytes | None
     schema_registry: Mapping[str, object] | None
     columns: Mapping[str, str] | Sequence[str] | None
+    upsert_keys: Sequence[str] | None
+    upsert_columns: Sequence[str] | None
+    on_conflict: str
+    order_column: str | None
+    op_column: str | None
+    op_values: Mapping[str, str] | None
+    on_delete: str
     schema: str | None
     max_slots: int
     lease_s: float
@@ -147,7 +160,23 @@ class SinkOptions:
         schema_registry: ``url`` at least; see the documentation. Settings that run code are refused.
         columns: The columns that go into the table: a list of names, or a mapping from DataFrame column to table column. By
             default all that are not named by ``topic_column``, ``headers``, ``partition``, ``timestamp``, or ``value``,
-            into columns of the same name.
+            into columns of the same name. ``op_column`` and ``order_column`` go into the table if it has such a column.
+        upsert_keys: The table's key columns: a row whose key is in the table replaces that row. They must be the columns of a
+            primary key or unique constraint.
+        upsert_columns: The table's columns that an upsert replaces in a row that is there; by default all that are written.
+        on_conflict: What happens to a row whose key is in the table. ``update`` replaces the row there; ``nothing`` leaves it
+            as it is; ``newer`` replaces it if the column `order_column`, which goes into the table, is greater than there, or
+            null there.
+        order_column: Column with a whole number, timestamp or date that orders rows of the same key. A key may then occur more
+            than once in a batch: the table takes the row with the greatest value, and of equal ones the last. Null counts as
+            the least. Without it, a batch that contains a key twice is refused. The topic gets a message for every row, in the
+            order of the rows.
+        op_column: Column with the operation of each row: the rows are change data, which insert, update and delete rows of the
+            table. Needs `upsert_keys` and `order_column`.
+        op_values: The operations by the texts in `op_column`, each ``upsert`` or ``delete``. By default Debezium's letters:
+            ``c``, ``r`` and ``u`` upsert, ``d`` deletes. A row with another text fails its partition.
+        on_delete: The message of a row that deletes. ``tombstone``: one without a value. ``record``: one with the row's value;
+            values that are made of columns then include `op_column`, in every message.
         schema: The database schema of the library's own tables, if it is not the default one.
         max_slots: The most tasks of this sink that write at the same time.
         lease_s: How long a dead task's slot stays taken, in seconds.
@@ -195,6 +224,13 @@ class SinkOptions:
     descriptor: str | bytes | None = None
     schema_registry: Mapping[str, object] | None = None
     columns: Mapping[str, str] | Sequence[str] | None = None
+    upsert_keys: Sequence[str] | None = None
+    upsert_columns: Sequence[str] | None = None
+    on_conflict: str = "update"
+    order_column: str | None = None
+    op_column: str | None = None
+    op_values: Mapping[str, str] | None = None
+    on_delete: str = "tombstone"
     schema: str | None = None
     max_slots: int = 1000
     lease_s: float = 60.0
@@ -232,6 +268,8 @@ class SinkOptions:
         wanted_engine(self.producer_engine)
         _parse_url(self.url)
         self._check_formats()
+        self._check_upsert()
+        self._check_operations()
 
     def _check_formats(self) -> None:
         if self.value_format is not None and self.value_format not in _FORMATS:
@@ -248,6 +286,67 @@ class SinkOptions:
         self._check_part("value", self.format_of_value, self.value_schema, self.value_message)
         if self.schema_registry is not None:
             self._check_registry(RegistrySettings.parse(self.schema_registry))
+
+    def _check_upsert(self) -> None:
+        for name in ("upsert_keys", "upsert_columns"):
+            if isinstance(getattr(self, name), str):
+                raise ConfigurationError(f"{name} is a string; give a list of names")
+        if self.on_conflict not in ON_CONFLICT:
+            raise ConfigurationError(
+                f"on_conflict cannot be {self.on_conflict!r}", next_step=f"use one of {', '.join(ON_CONFLICT)}"
+            )
+        used = {
+            "upsert_columns": self.upsert_columns,
+            "on_conflict": self.on_conflict != "update",
+            "order_column": self.order_column,
+            "op_column": self.op_column,
+        }
+        for name, is_used in used.items():
+            if is_used and not self.upsert_keys:
+                raise ConfigurationError(
+                    f"{name} needs upsert_keys",
+                    next_step="name the columns of the table's key in upsert_keys (upsertKeys)",
+                )
+        if self.on_conflict == "newer" and self.order_column is None:
+            raise ConfigurationError(
+                'on_conflict="newer" needs order_column', next_step="name the column that says which row is newer"
+            )
+        if self.on_conflict == "nothing" and (self.upsert_columns or self.op_column is not None):
+            other = "op_column" if self.op_column is not None else "upsert_columns"
+            raise ConfigurationError(
+                f'on_conflict="nothing" and {other} contradict each other: nothing would be updated'
+            )
+
+    def _check_operations(self) -> None:
+        if self.on_delete not in ON_DELETE:
+            raise ConfigurationError(
+                f"on_delete cannot be {self.on_delete!r}", next_step=f"use one of {', '.join(ON_DELETE)}"
+            )
+        if self.op_column is None:
+            if self.op_values is not None or self.on_delete != ON_DELETE[0]:
+                name = "op_values" if self.op_values is not None else "on_delete"
+                raise ConfigurationError(f"{name} needs op_column", next_step="name the column with the operations")
+            return
+        if self.order_column is None:
+            raise ConfigurationError(
+                "op_column needs order_column",
+                next_step="name a column that orders the changes of a key: the source's log position, or Kafka's offset",
+            )
+        if self.on_delete == "tombstone" and self.key is None:
+            raise ConfigurationError(
+                "a tombstone needs a key: name its column with key (keyColumn)",
+                next_step='or set on_delete to "record"',
+            )
+        for letter, operation in self.operations.items():
+            if operation not in {UPSERT, DELETE}:
+                raise ConfigurationError(
+                    f"op_values maps {letter!r} to {operation!r}", next_step=f"use {UPSERT} or {DELETE}"
+                )
+
+    @property
+    def operations(self) -> Mapping[str, str]:
+        """The operations by the texts in `op_column`."""
+        return OPERATIONS if self.op_values is None else self.op_values
 
     def _check_part(self, part: str, part_format: Format, schema: str | None, message: str | None) -> None:
         if schema is not None and part_format not in {Format.AVRO, Format.JSON_SCHEMA}:
@@ -481,6 +580,13 @@ OPTION_NAMES: Final = {
     "valueMessage": "value_message",
     "descriptorFile": "descriptor",
     "columns": "columns",
+    "upsertKeys": "upsert_keys",
+    "upsertColumns": "upsert_columns",
+    "onConflict": "on_conflict",
+    "orderColumn": "order_column",
+    "opColumn": "op_column",
+    "opValues": "op_values",
+    "onDelete": "on_delete",
     "stateSchema": "schema",
     "maxSlots": "max_slots",
     "leaseSeconds": "lease_s",
@@ -493,12 +599,13 @@ OPTION_NAMES: Final = {
     "producerEngine": "producer_engine",
     "unitTopic": "unit_topic",
 }
-_OWN: Final = ("batchId", "upsertKeys", "truncate", "user", "password")
+_OWN: Final = ("batchId", "truncate", "user", "password")
 _CHECKPOINT: Final = "checkpointlocation"
 # Spark itself adds these for a stream.
 _SPARKS: Final = frozenset({_CHECKPOINT, "queryname"})
 _WHOLE: Final = frozenset({"max_slots"})
 _SECONDS: Final = frozenset({"lease_s", "timeout_s", "margin_s", "progress_s", "decide_within_s"})
+_LISTS: Final = frozenset({"upsert_keys", "upsert_columns"})
 _FLAGS: Final = {"true": True, "false": False}
 _NEEDED: Final = ("sink", "url", "dbtable", "kafka.bootstrap.servers")
 
@@ -510,7 +617,6 @@ class SourceOptions:
     Attributes:
         sink: The sink's settings.
         batch_id: Name of the batch; None if Spark names it.
-        upsert_keys: Key columns of the table; empty if rows are only added.
         truncate: Whether mode("overwrite") empties the table by TRUNCATE.
         stream: Names the stream, the same in each of Spark's processes; None for a batch, and for a stream whose checkpoint
             is not among its options.
@@ -518,7 +624,6 @@ class SourceOptions:
 
     sink: SinkOptions
     batch_id: str | None
-    upsert_keys: tuple[str, ...]
     truncate: bool
     stream: str | None
 
@@ -561,7 +666,6 @@ class SourceOptions:
         return cls(
             sink=SinkOptions(kafka=kafka, schema_registry=registry or None, **settings),  # type: ignore[arg-type] # by name; SinkOptions checks them
             batch_id=options.get("batchId"),
-            upsert_keys=tuple(_listed(options.get("upsertKeys", ""))),
             truncate=_flag("truncate", options.get("truncate", "false")),
             stream=_stream(given),
         )
@@ -585,7 +689,11 @@ def _value(name: str, setting: str, text: str) -> object:
         except ValueError:
             raise ConfigurationError(f"the option {name} must be a number, not {text!r}") from None
     if setting == "columns":
-        return _columns(text)
+        return _columns(name, text)
+    if setting in _LISTS:
+        return _names(name, text)
+    if setting == "op_values":
+        return _operations(text)
     if setting == "keep_slots":
         return _flag(name, text)
     return text
@@ -597,16 +705,35 @@ def _flag(name: str, text: str) -> bool:
     return _FLAGS[text.lower()]
 
 
-def _columns(text: str) -> Mapping[str, str] | Sequence[str]:
+def _columns(name: str, text: str) -> Mapping[str, str] | Sequence[str]:
     if not text.lstrip().startswith(("{", "[")):
         return _listed(text)
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise ConfigurationError(f"the option columns is not JSON: {error}") from None
+        raise ConfigurationError(f"the option {name} is not JSON: {error}") from None
     if not all(isinstance(target, str) for target in (found.values() if isinstance(found, dict) else found)):
-        raise ConfigurationError("the option columns must hold names of columns, or map them to names of columns")
+        raise ConfigurationError(f"the option {name} must hold names of columns, or map them to names of columns")
     return found  # type: ignore[no-any-return] # checked above
+
+
+def _names(name: str, text: str) -> Sequence[str]:
+    found = _columns(name, text)
+    if isinstance(found, Mapping):
+        raise ConfigurationError(f"the option {name} must be a list of columns, not a mapping")
+    return found
+
+
+def _operations(text: str) -> Mapping[str, str]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"the option opValues is not JSON: {error}") from None
+    if not isinstance(found, dict) or not all(isinstance(operation, str) for operation in found.values()):
+        raise ConfigurationError(
+            "the option opValues must map texts to operations", next_step=f'write {{"I": "{UPSERT}", "D": "{DELETE}"}}'
+        )
+    return found
 
 
 def _listed(text: str) -> list[str]:

@@ -162,6 +162,9 @@ class BatchJob(DriverSide):
         assert self.run is not None
         self._tasks_run = self.run
         self._layout = self.layout(schema)
+        if self._layout.merge is not None:
+            with self._engine.connect() as connection:
+                self.database.require_replaceable(connection, self._layout, empty=None, direct=True)
         return PartitionTask(self._options, self._layout, schema, self._batch_id, self.run)
 
     def leave_to_caller(self) -> None:

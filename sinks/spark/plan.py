@@ -250,27 +250,22 @@ def read_layout(options: SinkOptions, schema: spark.StructType) -> Layout:
         return _read_layout(options, schema, database, coordinator)
 
 
-def read_plan(
-    options: SinkOptions, schema: spark.StructType, *, upsert: Sequence[str]
-) -> tuple[SinkOptions, Layout, bool]:
+def read_plan(options: SinkOptions, schema: spark.StructType) -> tuple[SinkOptions, Layout, bool]:
     """As :func:`read_layout`; also returns settings for tasks, and whether these use staging tables (:func:`uses_staging`)."""
     with _servers(options) as (database, coordinator):
         options = with_found_schema(options, database.engine)
         layout = _read_layout(options, schema, database, coordinator)
-        return options, layout, uses_staging(database, options, layout, empty=None, upsert=upsert)
+        return options, layout, uses_staging(database, options, layout, empty=None)
 
 
-def uses_staging(
-    database: SinkDatabase, options: SinkOptions, layout: Layout, *, empty: Emptying | None, upsert: Sequence[str]
-) -> bool:
+def uses_staging(database: SinkDatabase, options: SinkOptions, layout: Layout, *, empty: Emptying | None) -> bool:
     """Whether the tasks of a batch decided as a whole use staging tables; refuses it if their rows could not be moved."""
-    moves = empty is not None or bool(upsert)
-    if not database.choose_staging(options.database_leg, layout.table[0], moves=moves):
-        return False
-    if moves:
+    empties, merges = empty is not None, layout.merge is not None
+    staging = database.choose_staging(options.database_leg, layout.table[0], empties=empties, merges=merges)
+    if empties or merges:
         with database.engine.connect() as connection:
-            database.require_replaceable(connection, layout.table, empty=empty, upsert=upsert)
-    return True
+            database.require_replaceable(connection, layout, empty=empty, direct=False)
+    return staging
 
 
 def present_run(options: SinkOptions, name: str) -> Run:

@@ -89,6 +89,8 @@ def _maker_of_columns(schema: spark.StructType, layout: Layout, column: Projecte
         return lambda batch: batch.column(number)
     if form is Form.MILLIS:
         return lambda batch: _millis(batch.column(number))
+    if form is Form.ORDER:
+        return lambda batch: _order(batch.column(number))
     if form is Form.JSON:
         name = schema.fields[number].name
         return lambda batch: _unless_null(batch.column(number), json_texts(name, batch.column(number), data_type))
@@ -98,6 +100,10 @@ def _maker_of_columns(schema: spark.StructType, layout: Layout, column: Projecte
 
 def _unless_null(array: pa.Array, texts: pa.Array) -> pa.Array:
     return pc.if_else(array.is_valid(), texts, None) if array.null_count else texts
+
+
+def _order(array: pa.Array) -> pa.Array:
+    return (array.cast(pa.int32()) if pa.types.is_date(array.type) else array).cast(pa.int64())
 
 
 def _millis(array: pa.Array) -> pa.Array:
@@ -116,6 +122,7 @@ Convert: TypeAlias = Callable[[Value], Value]
 _ROWS_OF_PYTHON_AT_ONCE: Final = 2000
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _MS: Final = timedelta(milliseconds=1)
+_US: Final = timedelta(microseconds=1)
 
 
 def row_batches(rows: Iterable[Row], schema: spark.StructType, layout: Layout) -> Iterator[pa.RecordBatch]:
@@ -152,6 +159,8 @@ def converter(data_type: spark.DataType, form: Form) -> Convert:
         return unless_null(lambda value: (_utc(value) - _EPOCH) // _MS)
     if form is Form.HEADERS:
         return unless_null(_headers)
+    if form is Form.ORDER:
+        return unless_null(_ORDERS.get(type(data_type).__name__, _same))
     return _plain_converter(data_type)
 
 
@@ -198,6 +207,13 @@ def _utc(value: Value) -> datetime:
 def _headers(value: Value) -> list[dict[str, Value] | None]:
     entries = value.items() if isinstance(value, dict) else cast("Sequence[Value]", value)
     return [_header(entry) for entry in entries]
+
+
+_ORDERS: Final[dict[str, Convert]] = {
+    "DateType": lambda value: (cast("date", value) - _EPOCH.date()).days,
+    "TimestampType": lambda value: (_utc(value) - _EPOCH) // _US,
+    "TimestampNTZType": lambda value: (cast("datetime", value) - _EPOCH.replace(tzinfo=None)) // _US,
+}
 
 
 def _header(entry: Value) -> dict[str, Value] | None:

@@ -109,7 +109,7 @@ class DualWriteDataSource(DataSource):
             batch.settle_left()
             layout = batch.layout(schema)
             empty = None if not overwrite else Emptying.TRUNCATE if options.truncate else Emptying.DELETE
-            staging = batch.uses_staging(layout, empty=empty, upsert=options.upsert_keys)
+            staging = batch.uses_staging(layout, empty=empty)
             batch.begin(layout)
             logger.info("%s: writing", batch.name)
             assert batch.run is not None
@@ -135,7 +135,7 @@ class DualWriteDataSource(DataSource):
                 'df.write.format("dualwrite"), the options upsertKeys and batchId',
             )
         try:
-            sink, layout, staging = read_plan(options.sink, schema, upsert=options.upsert_keys)
+            sink, layout, staging = read_plan(options.sink, schema)
             options = replace(options, sink=sink)
             run = None if options.stream is None else present_run(options.sink, options.stream)
         except Unavailable as error:
@@ -212,7 +212,7 @@ class _BatchWriter(DataSourceArrowWriter):
         options = self._options
         with WholeBatch(options.sink, self._run.name, run_name=self._run.name) as batch:
             undecided = _undecided(_complete(messages, batch.name, _TESTED))
-            batch.decide(self._layout, undecided, empty=self._empty, upsert=options.upsert_keys)
+            batch.decide(self._layout, undecided, empty=self._empty)
 
     @shown_first()
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
@@ -254,7 +254,7 @@ class _StreamWriter(DataSourceStreamArrowWriter):
         if batch_id is None:
             return  # no partitions, no rows
         with WholeBatch(self._options.sink, batch_id, run_name=self._options.stream) as batch:
-            batch.decide(self._layout, _undecided(written), empty=None, upsert=self._options.upsert_keys)
+            batch.decide(self._layout, _undecided(written), empty=None)
 
     @shown_first()
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature

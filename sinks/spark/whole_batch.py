@@ -19,7 +19,6 @@ from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.recovery.claim import OwnerContext, unique_owner
 from dualwrite.sinks.batches import Decision
 from dualwrite.sinks.spark.databases.database import STAGING_PREFIX, Staged, StagingTable
-from dualwrite.sinks.spark.digests import table_key
 from dualwrite.sinks.spark.plan import DriverSide, uses_staging
 from dualwrite.sinks.spark.sendable import awaited
 from dualwrite.sinks.spark.worker import PREPARED_TOO_LONG_AGO, Attempt, destination_of, servers
@@ -44,9 +43,9 @@ logger = logging.getLogger(__name__)
 class WholeBatch(DriverSide):
     """One run of one batch that is decided as a whole."""
 
-    def uses_staging(self, layout: Layout, *, empty: Emptying | None, upsert: Sequence[str]) -> bool:
+    def uses_staging(self, layout: Layout, *, empty: Emptying | None) -> bool:
         """As :func:`uses_staging`."""
-        return uses_staging(self.database, self._options, layout, empty=empty, upsert=upsert)
+        return uses_staging(self.database, self._options, layout, empty=empty)
 
     def begin(self, layout: Layout) -> None:
         """Record the batch's destination, before anything of it is written.
@@ -56,14 +55,11 @@ class WholeBatch(DriverSide):
         destination = destination_of(self.database, self._options, layout, Way.WHOLE)
         self._ledger.begin(self._engine, self._options.sink, self._batch_id, destination)
 
-    def decide(
-        self, layout: Layout, prepared: Collection[PreparedPartition], *, empty: Emptying | None, upsert: Sequence[str]
-    ) -> bool:
+    def decide(self, layout: Layout, prepared: Collection[PreparedPartition], *, empty: Emptying | None) -> bool:
         """Decide on everything that the tasks have prepared, in one database transaction; then complete it in Kafka.
 
         On return the rows are in the table, the messages are visible, and the ledger names the batch. False if it was already
-        written. `empty` empties the table first, in the same transaction; with the key columns `upsert`, rows replace those of
-        the same key.
+        written. `empty` empties the table first, in the same transaction.
 
         Raises:
             ConfigurationError: The batch was written to another destination meanwhile; nothing of it is written to this one.
@@ -75,7 +71,7 @@ class WholeBatch(DriverSide):
             DecidedTransactionLost, OutcomeUnverifiable: Rows are in the database; their messages are lost, or their outcome
                 cannot be verified. The loss is recorded.
         """
-        deciding = _Deciding(self, layout, prepared, empty=empty, upsert=upsert)
+        deciding = _Deciding(self, layout, prepared, empty=empty)
         decision = Decision(
             deciding,
             prepared,
@@ -179,13 +175,11 @@ class _Deciding:
         prepared: Collection[PreparedPartition],
         *,
         empty: Emptying | None,
-        upsert: Sequence[str],
     ) -> None:
         self._driver = driver
         self._layout = layout
         self._prepared = sorted(prepared, key=lambda one: one.transactional_id)
         self._empty = empty
-        self._upsert = upsert
         self._decided_at: float | None = None
         self.name = driver.name
         self.slots: Sequence[StateRow] = ()
@@ -207,14 +201,7 @@ class _Deciding:
         if names:
             database.require_prepared(connection, names, self.name)
         if staged:
-            database.take_over(
-                connection,
-                staged,
-                layout.table,
-                layout.table_column_names,
-                key=table_key(layout),
-                upsert=self._upsert,
-            )
+            database.take_over(connection, staged, layout)
             # Tasks with prepared rows have checked the types, and their locks keep them.
             database.require_types(connection, layout.table, layout.table_types, shown_name=layout.table[1])
 
@@ -334,7 +321,7 @@ def _prepare(
                 if staged is None:
                     database.before_prepared(inside)
                 else:
-                    database.create_staging(inside, staged, layout.table, layout.table_column_names)
+                    database.create_staging(inside, staged, layout)
                 write_rows(
                     transaction,
                     batches,
@@ -344,6 +331,7 @@ def _prepare(
                     database=database,
                     partition=attempt.partition,
                     progress=progress,
+                    prepared=not staging,
                 )
             assert transaction.prepared is not None
             place.slot.keep_for(_lifetime_s(attempt, place))

@@ -21,6 +21,7 @@ from dualwrite import failpoints
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted
 from dualwrite.sinks.spark.digests import RowNames, lists_with
 from dualwrite.sinks.spark.formats.serializing import serializing
+from dualwrite.sinks.spark.merging import deleted_rows
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -42,18 +43,21 @@ def produce_batch(
     serializing: Serializing,
     *,
     names: RowNames | None = None,
+    deleted: pa.Array | None = None,
 ) -> None:
     """Produce a message for each row of a projected batch. Waits while the producer's queue is full, so memory is bounded.
 
     It raises what ``Transaction.produce`` raises, and refuses a row that has no topic, does not fit its schema, or has no form
-    in Kafka. `topic` is None if a column names it.
+    in Kafka. `topic` is None if a column names it. `deleted` says which rows delete: their messages may be tombstones.
     """
     message = layout.message
+    if deleted is not None and layout.merge is not None and not layout.merge.tombstones:
+        deleted = None
     _require_form(batch, message, names)
     if topic is not None and isinstance(message.value, int) and isinstance(message.key, (int, NoneType)):
         transaction.produce_arrow(
             topic,
-            batch.column(message.value),
+            _unless(deleted, batch.column(message.value)),
             _column(batch, message.key),
             _column(batch, message.headers),
             _column(batch, message.partition),
@@ -62,7 +66,7 @@ def produce_batch(
         return
     topics = repeat(topic) if message.topic is None else cast("list[str]", batch.column(message.topic).to_pylist())
     keys = None if message.key is None else _part(batch, message.key, topics, serializing)
-    values = _part(batch, message.value, topics, serializing)
+    values = _values(batch, message.value, topics, serializing, deleted)
     if topic is not None and message.headers is message.partition is message.timestamp is None:
         transaction.produce_many(topic, values, keys)
         return
@@ -119,6 +123,23 @@ def _part(
     batch: pa.RecordBatch, part: int | Encoded, topics: Iterable[str | None], serializing: Serializing
 ) -> list[bytes | None]:
     return _bytes(batch, part) if isinstance(part, int) else serializing.part(batch, part, topics)
+
+
+def _values(
+    batch: pa.RecordBatch,
+    part: int | Encoded,
+    topics: Iterable[str | None],
+    serializing: Serializing,
+    deleted: pa.Array | None,
+) -> list[bytes | None]:
+    values = _part(batch, part, topics, serializing)
+    if deleted is None:
+        return values
+    return [None if is_deleted else value for value, is_deleted in zip(values, deleted.to_pylist(), strict=True)]
+
+
+def _unless(deleted: pa.Array | None, values: pa.Array) -> pa.Array:
+    return values if deleted is None else pc.if_else(deleted, pa.scalar(None, values.type), values)
 
 
 def _bytes(batch: pa.RecordBatch, number: int) -> list[bytes | None]:
@@ -276,19 +297,23 @@ def write_rows(
     database: SinkDatabase,
     partition: int,
     progress: Progress,
+    prepared: bool = False,
 ) -> None:
     """Write projected rows on both sides of a dual write, a batch at a time.
 
-    The table is the target, or a staging table. After an error leave the dual write: both sides abort.
+    The table is the target, or a staging table; `prepared` says that the transaction will be prepared. After an error leave the
+    dual write: both sides abort.
     """
     names = RowNames(partition, layout)
-    with (
-        serializing(options, layout, names) as serializers,
-        database.writing(transaction.connection, layout, table, names) as into,
-    ):
+    if layout.merge is None or table != layout.table:
+        writing = database.writing(transaction.connection, layout, table, names)
+    else:
+        writing = database.merging(transaction.connection, layout, names, prepared=prepared)
+    with serializing(options, layout, names) as serializers, writing as into:
         for batch in batches:
             names.add(batch)
-            into.write(batch)
-            produce_batch(transaction, batch, layout, options.topic, serializers, names=names)
+            deleted = deleted_rows(layout, batch, names.in_batch)
+            into.write(batch, deleted)
+            produce_batch(transaction, batch, layout, options.topic, serializers, names=names, deleted=deleted)
             progress.add(batch)
     failpoints.hit("spark.rows_copied")

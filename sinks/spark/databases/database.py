@@ -75,8 +75,10 @@ class Staged:
 class RowWriter(Protocol):
     """Writes rows into one table, inside the dual write's own database transaction."""
 
-    def write(self, batch: pa.RecordBatch) -> None:
+    def write(self, batch: pa.RecordBatch, deleted: pa.Array | None = None) -> None:
         """Send the rows of one projected batch. They are in the table once the transaction commits.
+
+        `deleted` says which rows delete, as :func:`~dualwrite.sinks.spark.merging.deleted_rows` finds it.
 
         The database may refuse a row only in a later call, or at the end (`TransactionAborted`); a value that does not fit its
         column is a `ConfigurationError` at once.
@@ -115,55 +117,52 @@ class SinkDatabase(Protocol):
     def writing(
         self, connection: Connection, layout: Layout, table: tuple[str, str], names: RowNames | None = None
     ) -> AbstractContextManager[RowWriter]:
-        """Write rows into the layout's columns of a table until the block ends; then all of them are there, or it raises.
+        """Write rows into the layout's staged columns of a table until the block ends; then all are there, or it raises.
 
         It raises `TransactionAborted` also if the database left a row out, or if the table's types are no longer those of the
         plan: leave the dual write, both sides abort. `names` names the row that the database refuses.
         """
         ...
 
-    def choose_staging(self, wanted: str, schema: str, *, moves: bool) -> bool:
+    def merging(
+        self, connection: Connection, layout: Layout, names: RowNames | None = None, *, prepared: bool
+    ) -> AbstractContextManager[RowWriter]:
+        """As :meth:`writing`, into the target, by the layout's `merge`: at the end of the block.
+
+        Until then the rows wait in a table of this transaction alone. `prepared` says that the transaction will be prepared.
+        """
+        ...
+
+    def choose_staging(self, wanted: str, schema: str, *, empties: bool, merges: bool) -> bool:
         """Whether the tasks of a batch decided as a whole bring rows in through staging tables.
 
-        `wanted` is the setting ``database_leg``, `schema` the place of the staging tables. `moves` says that rows have to be
-        moved: they replace others, or the table is emptied first.
+        `wanted` is the setting ``database_leg``, `schema` the place of the staging tables. `empties` says that the table is
+        emptied first, `merges` that rows meet those of the same key.
         """
         ...
 
     def require_replaceable(
-        self, connection: Connection, target: tuple[str, str], *, empty: Emptying | None, upsert: Sequence[str]
+        self, connection: Connection, layout: Layout, *, empty: Emptying | None, direct: bool
     ) -> None:
-        """Refuse before a task runs what the decision would refuse after all have run.
+        """Refuse before a task runs what the tasks, or the decision, would refuse after rows were sent.
 
-        That is: a right is missing, no unique key has just the columns `upsert`, or rows of other tables forbid that the table
-        is emptied.
+        That is: a right is missing, no unique key has just the key columns of the layout's `merge`, or rows of other tables
+        forbid that the table is emptied. `direct` says that each task writes into the target itself.
         """
         ...
 
-    def create_staging(
-        self, connection: Connection, made: StagingTable, target: tuple[str, str], columns: Sequence[str]
-    ) -> None:
-        """Create an empty staging table for some columns of the target, inside the dual write.
+    def create_staging(self, connection: Connection, made: StagingTable, layout: Layout) -> None:
+        """Create an empty staging table for the layout's staged columns, inside the dual write.
 
         If the caller's transaction is rolled back, the table may stay, for :meth:`drop_dead_staging`.
         """
         ...
 
-    def take_over(
-        self,
-        connection: Connection,
-        parts: Sequence[Staged],
-        target: tuple[str, str],
-        columns: Sequence[str],
-        *,
-        key: Sequence[str] = (),
-        upsert: Sequence[str] = (),
-    ) -> None:
-        """Move the rows of staging tables into the target, in the deciding transaction.
+    def take_over(self, connection: Connection, parts: Sequence[Staged], layout: Layout) -> None:
+        """Move the rows of staging tables into the target, in the deciding transaction, by the layout's `merge` if it has one.
 
-        With the key columns `upsert`, a row whose key is in the target replaces the other columns there. `key` names rows, for
-        people. If rows are missing, a key comes twice, or the target refuses them, it raises `TransactionAborted`, and nothing
-        is moved.
+        If rows are missing, a key comes twice without an order, or the target refuses rows, it raises `TransactionAborted`, and
+        nothing is moved.
         """
         ...
 
@@ -255,18 +254,13 @@ def rows_lost(staged: Staged, held: int) -> TransactionAborted:
     )
 
 
-def require_key(table: str, columns: Collection[str], keys: Collection[frozenset[str]], upsert: Sequence[str]) -> None:
-    """Refuse key columns that the table does not have, or that are not the columns of one of its unique `keys`."""
-    unknown = [name for name in upsert if name not in columns]
-    if unknown:
-        raise ConfigurationError(
-            f"upsertKeys names the column {unknown[0]!r}, which table {table!r} does not have",
-            next_step=f"its columns are {', '.join(columns)}",
-        )
+def require_key(table: str, keys: Collection[frozenset[str]], upsert: Collection[str]) -> None:
+    """Refuse key columns that are not the columns of one of the table's unique `keys`."""
     if frozenset(upsert) not in keys:
         raise ConfigurationError(
             f"table {table!r} has no unique key of just the columns {', '.join(upsert)}",
-            next_step="nothing of the batch was written on either side: add one, or name the columns of one in upsertKeys",
+            next_step="nothing of the batch was written on either side: add one, or name the columns of one in upsert_keys "
+            "(upsertKeys)",
         )
 
 
@@ -279,10 +273,31 @@ def still_referred_to(table: str, key: str, by: str) -> ConfigurationError:
     )
 
 
-KEY_TWICE_STEP: Final = (
-    "nothing of the batch was written on either side: let each key occur once in the batch, also in two partitions, and filter "
-    "out the rows that a trigger skips"
+_KEY_TWICE_STEP: Final = (
+    "nothing of these rows was written on either side: name the column that says which row of a key is the last in "
+    "order_column (orderColumn), or let each key occur once in the batch, also in two partitions"
 )
+
+
+def key_twice(table: str, key: Sequence[object] | None) -> TransactionAborted:
+    """The error for rows of the same key without an order; the key is None if it is not known."""
+    shown = "" if key is None else f", {', '.join(repr(str(value)) for value in key)}"
+    return TransactionAborted(
+        f"table {table!r} cannot take the rows: a key occurs twice in them{shown}",
+        next_step=_KEY_TWICE_STEP,
+        retryable=False,
+    )
+
+
+def require_all_merged(table: str, *, counted: int, taken: int) -> None:
+    """Abort if an upsert wrote another number of rows than it had to."""
+    if taken != counted:
+        raise TransactionAborted(
+            f"table {table!r} took {taken} of {counted} rows: a trigger or rule skipped the rest, or the key is not unique",
+            next_step="nothing of these rows was written on either side: filter those rows out before they are written, or "
+            "change the trigger (a BEFORE trigger that returns NULL skips the row)",
+            retryable=False,
+        )
 
 
 def require_planned(present: Mapping[str, str], planned: Mapping[str, str], shown_name: str) -> None:

@@ -26,12 +26,13 @@ from sqlalchemy import Connection, event, exc, text
 from dualwrite.errors import ConfigurationError, TransactionAborted
 from dualwrite.sinks.spark.column_types import Table, TableColumn
 from dualwrite.sinks.spark.databases.database import (
-    KEY_TWICE_STEP,
     STAGING_PREFIX,
     Emptying,
     Staged,
     StagingTable,
     can_be_dropped,
+    key_twice,
+    require_all_merged,
     require_all_taken,
     require_kept,
     require_key,
@@ -39,7 +40,8 @@ from dualwrite.sinks.spark.databases.database import (
     rows_lost,
     still_referred_to,
 )
-from dualwrite.sinks.spark.digests import row_name
+from dualwrite.sinks.spark.digests import row_name, table_key
+from dualwrite.sinks.spark.merging import DELETED, MergeStatements, staged_arrays
 from dualwrite.stores.sql.access import Meaning, driver_words, map_database_error, meaning_of, new_engine, number_of
 from dualwrite.stores.sql.mariadb_server import is_mariadb
 
@@ -55,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 _DROP_LOCK_TIMEOUT_S: Final = 2
 _NUMBER: Final = "dualwrite_row"
+_TEMPORARY: Final = "dualwrite_merging"
 _FIND_STAGING: Final = text(
     "SELECT table_schema, table_name, table_comment FROM information_schema.tables "
     "WHERE table_schema = :schema AND left(table_name, :length) = :prefix ORDER BY table_name"
@@ -71,10 +74,6 @@ _UNIQUE: Final = text(
 )
 
 
-_NAMES: Final = text(
-    "SELECT column_name FROM information_schema.columns WHERE table_schema = :schema AND table_name = :table "
-    "ORDER BY ordinal_position"
-)
 _REFERRING: Final = text(
     "SELECT k.constraint_name, k.table_schema, k.table_name, group_concat(k.column_name) "
     "FROM information_schema.referential_constraints r JOIN information_schema.key_column_usage k "
@@ -84,18 +83,11 @@ _REFERRING: Final = text(
 )
 
 
-def create_staging(engine: Engine, made: StagingTable, target: tuple[str, str], columns: Sequence[str]) -> None:
+def create_staging(engine: Engine, made: StagingTable, layout: Layout) -> None:
     """See :meth:`SinkDatabase.create_staging`. On a connection of its own."""
-    number = _number_beside(columns)
     try:
         with engine.connect() as connection:
-            # Types, and NOT NULL: the target checks its other constraints and sets defaults when the rows are moved.
-            execute(
-                connection,
-                f"CREATE TABLE {table_name(made.table)} ({quoted(number)} BIGINT NOT NULL AUTO_INCREMENT PRIMARY KEY) "
-                f"ENGINE=InnoDB COMMENT={text_literal(made.comment)} "
-                f"AS SELECT {listed(columns)} FROM {table_name(target)} WHERE 1 = 0",
-            )
+            execute(connection, _creation(made.table, layout, comment=made.comment))
             connection.rollback()
     except exc.SQLAlchemyError as error:
         if isinstance(error, exc.DBAPIError) and meaning_of(error) is Meaning.PRIVILEGE:
@@ -107,6 +99,46 @@ def create_staging(engine: Engine, made: StagingTable, target: tuple[str, str], 
         raise map_database_error(error, engine) from error
 
 
+def _creation(made: tuple[str, str], layout: Layout, *, comment: str | None) -> str:
+    """The statement for an empty staging table; without a comment, it is a temporary one."""
+    number = quoted(_number_beside(layout.table_column_names))
+    own = "".join(f", {quoted(column.name)} {column.shown_type}" for column in layout.own_columns)
+    rows = f"SELECT {listed(layout.table_column_names, 'target')} FROM {table_name(layout.table)} AS target WHERE 1 = 0"
+    if layout.merge is not None and layout.merge.op is not None:
+        # An outer join's columns take nulls, which stand in a deleted row where the target takes none.
+        rows = (
+            f"SELECT {listed(layout.table_column_names, 'target')} FROM (SELECT 1 AS one) AS nothing "
+            f"LEFT JOIN {table_name(layout.table)} AS target ON 1 = 0 WHERE 1 = 0"
+        )
+    # Types, and NOT NULL: the target checks its other constraints and sets defaults when the rows are moved.
+    return (
+        f"CREATE {'TEMPORARY ' if comment is None else ''}TABLE {table_name(made)} "
+        f"({number} BIGINT NOT NULL AUTO_INCREMENT PRIMARY KEY{own}) ENGINE=InnoDB"
+        f"{'' if comment is None else f' COMMENT={text_literal(comment)}'} AS {rows}"
+    )
+
+
+def _create_temporary(connection: Connection, layout: Layout) -> tuple[str, str]:
+    """Make the table in which rows wait for the end of their own transaction, which this does not commit."""
+    made = (layout.table[0], _TEMPORARY)
+    try:
+        _drop_temporary(connection, made)  # that of a former transaction of this session, if it failed
+        execute(connection, _creation(made, layout, comment=None))
+    except exc.SQLAlchemyError as error:
+        if isinstance(error, exc.DBAPIError) and meaning_of(error) is Meaning.PRIVILEGE:
+            raise ConfigurationError(
+                f"no temporary table can be made in database {made[0]!r}: {driver_words(error)}",
+                next_step=f"grant it: GRANT CREATE TEMPORARY TABLES ON {quoted(made[0])}.* TO the user "
+                f"{connection.engine.url.username!r}; and SELECT on the table that is written",
+            ) from error
+        raise map_database_error(error, connection.engine) from error
+    return made
+
+
+def _drop_temporary(connection: Connection, made: tuple[str, str]) -> None:
+    execute(connection, f"DROP TEMPORARY TABLE IF EXISTS {table_name(made)}")
+
+
 def _number_beside(columns: Sequence[str]) -> str:
     """The name of the column that numbers the rows: none of the others has it."""
     name, taken = _NUMBER, {column.lower() for column in columns}
@@ -115,93 +147,125 @@ def _number_beside(columns: Sequence[str]) -> str:
     return name
 
 
-def _take_over(
-    connection: Connection,
-    part: Staged,
-    target: tuple[str, str],
-    columns: Sequence[str],
-    *,
-    key: Sequence[str],
-    upsert: Sequence[str],
-) -> None:
-    into, staging = table_name(target), table_name(part.table.table)
-    same = " AND ".join(f"present.{quoted(name)} = staged.{quoted(name)}" for name in upsert)
-    replaced = 0
-    missing = ""
+def take_over(connection: Connection, parts: Sequence[Staged], layout: Layout) -> None:
+    """See :meth:`SinkDatabase.take_over`."""
     try:
-        if upsert:
-            missing = f" WHERE NOT EXISTS (SELECT 1 FROM {into} AS present WHERE {same})"
-            replaced = _replaced(connection, f"{into} AS present JOIN {staging} AS staged ON {same}", columns)
-        inserted = execute(
+        for row in execute(connection, _statements(parts, layout).counts()):
+            number, held = cast("tuple[int, int]", row)
+            if held != parts[number].rows:
+                raise rows_lost(parts[number], held)
+        if layout.merge is not None:
+            merge(connection, parts, layout)
+            return
+        for part in parts:
+            _insert_all(connection, part, layout)
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, connection.engine) from error
+
+
+def _insert_all(connection: Connection, part: Staged, layout: Layout) -> None:
+    columns = layout.table_column_names
+    with _explained(connection, [part], layout):
+        taken = execute(
             connection,
-            f"INSERT INTO {into} ({listed(columns)}) SELECT {listed(columns, 'staged')} FROM {staging} AS staged{missing} "
-            f"ORDER BY staged.{quoted(_number_beside(columns))}",
+            f"INSERT INTO {table_name(layout.table)} ({listed(columns)}) SELECT {listed(columns)} "
+            f"FROM {table_name(part.table.table)} ORDER BY {quoted(_number_beside(columns))}",
         ).rowcount
+    require_all_taken(layout.table[1], sent=part.rows, taken=taken)
+
+
+def merge(connection: Connection, parts: Sequence[Staged], layout: Layout) -> None:
+    """Bring the rows of staging tables into the target by the layout's `merge`."""
+    plan, table = layout.merge, layout.table[1]
+    assert plan is not None
+    statements = _statements(parts, layout)
+    with _explained(connection, parts, layout):
+        if plan.order is None and (twice := execute(connection, statements.key_twice()).first()) is not None:
+            raise key_twice(table, twice)
+        if plan.op is not None:
+            execute(connection, statements.delete_joined())
+        present = 0
+        if plan.updated:
+            present = cast("int", execute(connection, statements.lock_present()).scalar_one())
+        if present:
+            execute(connection, statements.update_joined())
+        inserted = execute(connection, statements.insert_missing()).rowcount
+        if plan.counts_rows:
+            counted = sum(part.rows for part in parts)
+            if plan.order is not None:
+                counted = cast("int", execute(connection, statements.newest_count()).scalar_one())
+            require_all_merged(table, counted=counted, taken=present + inserted)
+
+
+def _statements(parts: Sequence[Staged], layout: Layout) -> MergeStatements:
+    return MergeStatements(
+        layout.merge,
+        layout.table_column_names,
+        table_name(layout.table),
+        [table_name(part.table.table) for part in parts],
+        quote=quoted,
+        place=quoted(_number_beside(layout.table_column_names)),
+    )
+
+
+@contextmanager
+def _explained(connection: Connection, parts: Sequence[Staged], layout: Layout) -> Generator[None, None, None]:
+    """Raise what the target refuses as an error that names the row, if it can be found."""
+    try:
+        yield
     except exc.DBAPIError as error:
-        row = _refused_row(connection, part, target, columns, error, key=key) if is_about_rows(error) else None
-        raise refused(f"table {target[1]!r} does not take the batch", error, row) from error
-    require_all_taken(target[1], sent=part.rows, taken=replaced + inserted)
+        row = _refused_row(connection, parts, layout, error) if is_about_rows(error) else None
+        raise refused(f"table {layout.table[1]!r} does not take the batch", error, row) from error
 
 
-def _replaced(connection: Connection, joined: str, columns: Sequence[str]) -> int:
-    """Give the rows of the target that have a key of the staging table the values there. Returns their number."""
-    found = execute(connection, f"SELECT count(*) FROM {joined} FOR UPDATE").scalar_one()
-    if found:
-        values = ", ".join(f"present.{quoted(name)} = staged.{quoted(name)}" for name in columns)
-        execute(connection, f"UPDATE {joined} SET {values}")
-    return cast("int", found)
+@contextmanager
+def merging(connection: Connection, layout: Layout, names: RowNames | None) -> Generator[Inserts, None, None]:
+    """See :meth:`SinkDatabase.merging`."""
+    made = _create_temporary(connection, layout)
+    with closing(Inserts(connection, layout, made, names)) as inserts:
+        yield inserts
+    require_all_taken(layout.table[1], sent=inserts.sent_rows, taken=inserts.taken_rows)
+    part = Staged(StagingTable(*made, "", 0, ""), inserts.sent_rows, -1 if names is None else names.partition)
+    merge(connection, [part], layout)
+    require_types(connection, layout.table, layout.table_types, shown_name=layout.table[1])
+    _drop_temporary(connection, made)
 
 
 def _require_unique(connection: Connection, target: tuple[str, str], upsert: Sequence[str]) -> None:
     where = {"schema": target[0], "table": target[1]}
-    columns = [str(name).lower() for name in connection.execute(_NAMES, where).scalars()]
     keys = [frozenset(str(names).lower().split(",")) for names in connection.execute(_UNIQUE, where).scalars()]
-    require_key(target[1], columns, keys, [name.lower() for name in upsert])
+    require_key(target[1], keys, [name.lower() for name in upsert])
 
 
-def _refuse_keys_twice(
-    connection: Connection, parts: Sequence[Staged], target: tuple[str, str], upsert: Sequence[str]
-) -> None:
-    keys, complete = listed(upsert), " AND ".join(f"{quoted(name)} IS NOT NULL" for name in upsert)
-    every = " UNION ALL ".join(f"SELECT {keys} FROM {table_name(part.table.table)} WHERE {complete}" for part in parts)
-    twice = execute(connection, f"SELECT 1 FROM ({every}) AS every_key GROUP BY {keys} HAVING count(*) > 1 LIMIT 1")
-    if twice.first() is not None:
-        raise TransactionAborted(
-            f"table {target[1]!r} cannot take the batch: a key occurs twice in it",
-            next_step=KEY_TWICE_STEP,
-            retryable=False,
-        )
+def _refused_row(connection: Connection, parts: Sequence[Staged], layout: Layout, error: exc.DBAPIError) -> str | None:
+    """The name of a row that the target refused; the transaction continues after the error, and is aborted later.
 
-
-def _refused_row(
-    connection: Connection,
-    part: Staged,
-    target: tuple[str, str],
-    columns: Sequence[str],
-    error: exc.DBAPIError,
-    *,
-    key: Sequence[str],
-) -> str:
-    """The name of a row that the target refused; the transaction continues after the error, and is aborted later."""
-    number = quoted(_number_beside(columns))
-    staging = table_name(part.table.table)
+    None if any of several partitions may have the row.
+    """
+    number = quoted(_number_beside(layout.table_column_names))
+    unknown = f"partition {parts[0].partition}" if len(parts) == 1 else None
     try:
-        condition = _broken(connection, target, columns, error)
-        found = None
-        if condition is not None:
-            shown = "".join(f", {quoted(name)}" for name in key)
+        condition = _broken(connection, layout.table, layout.table_column_names, error)
+        if condition is None:
+            return unknown
+        if layout.merge is not None and layout.merge.op is not None:
+            condition = f"({condition}) AND NOT {quoted(DELETED)}"
+        shown = "".join(f", {quoted(name)}" for name in table_key(layout))
+        for part in parts:
+            staging = table_name(part.table.table)
             found = execute(
                 connection,
                 f"SELECT {number}{shown} FROM {staging} WHERE {condition} ORDER BY {number} LIMIT 1",
             ).one_or_none()
-        if found is None:
-            return f"partition {part.partition}"
-        # The numbers may have gaps.
-        before = execute(connection, f"SELECT count(*) FROM {staging} WHERE {number} <= {found[0]}").scalar_one()
+            if found is not None:
+                # The numbers may have gaps.
+                before = execute(
+                    connection, f"SELECT count(*) FROM {staging} WHERE {number} <= {found[0]}"
+                ).scalar_one()
+                return row_name(part.partition, cast("int", before), found[1:])
     except exc.SQLAlchemyError as more:
         logger.debug("the refused row is not found: %s", driver_words(more))
-        return f"partition {part.partition}"
-    return row_name(part.partition, cast("int", before), found[1:])
+    return unknown
 
 
 def _broken(
@@ -247,10 +311,6 @@ def empty(connection: Connection, table: tuple[str, str]) -> None:
                 next_step='grant DELETE on it, or use mode("append")',
             ) from error
         raise mapped from error
-
-
-def _count(connection: Connection, staged: StagingTable) -> int:
-    return cast("int", execute(connection, f"SELECT count(*) FROM {table_name(staged.table)}").scalar_one())
 
 
 # MariaDB and MySQL, as the sinks use them.
@@ -326,40 +386,25 @@ class MariaDB:
     ) -> AbstractContextManager[Inserts]:
         return inserting(connection, layout, table, names)
 
-    def choose_staging(self, wanted: str, schema: str, *, moves: bool) -> bool:
+    def merging(
+        self, connection: Connection, layout: Layout, names: RowNames | None = None, *, prepared: bool
+    ) -> AbstractContextManager[Inserts]:
+        del prepared  # never
+        return merging(connection, layout, names)
+
+    def choose_staging(self, wanted: str, schema: str, *, empties: bool, merges: bool) -> bool:
         """See the protocol. Always: there is no other way."""
-        del schema, moves
+        del schema, empties, merges
         if wanted == "prepared":
             raise _not_prepared()
         return True
 
-    def create_staging(
-        self, connection: Connection, made: StagingTable, target: tuple[str, str], columns: Sequence[str]
-    ) -> None:
+    def create_staging(self, connection: Connection, made: StagingTable, layout: Layout) -> None:
         del connection  # DDL would commit its transaction
-        create_staging(self.engine, made, target, columns)
+        create_staging(self.engine, made, layout)
 
-    def take_over(
-        self,
-        connection: Connection,
-        parts: Sequence[Staged],
-        target: tuple[str, str],
-        columns: Sequence[str],
-        *,
-        key: Sequence[str] = (),
-        upsert: Sequence[str] = (),
-    ) -> None:
-        try:
-            if upsert:
-                _require_unique(connection, target, upsert)
-                _refuse_keys_twice(connection, parts, target, upsert)
-            for part in parts:
-                held = _count(connection, part.table)
-                if held != part.rows:
-                    raise rows_lost(part, held)
-                _take_over(connection, part, target, columns, key=key, upsert=upsert)
-        except exc.SQLAlchemyError as error:
-            raise map_database_error(error, connection.engine) from error
+    def take_over(self, connection: Connection, parts: Sequence[Staged], layout: Layout) -> None:
+        take_over(connection, parts, layout)
 
     def drop_staging(self, tables: Collection[StagingTable]) -> None:
         for staged in tables:
@@ -376,16 +421,19 @@ class MariaDB:
         return sum(_drop(self.engine, one) for one in dead)
 
     def require_replaceable(
-        self, connection: Connection, target: tuple[str, str], *, empty: Emptying | None, upsert: Sequence[str]
+        self, connection: Connection, layout: Layout, *, empty: Emptying | None, direct: bool
     ) -> None:
+        target = layout.table
         if empty is Emptying.TRUNCATE:
             raise ConfigurationError(
                 "the option truncate is not for MariaDB and MySQL, where TRUNCATE would commit the deciding transaction",
                 next_step="leave it out: the rows are then deleted",
             )
         try:
-            if upsert:
-                _require_unique(connection, target, upsert)
+            if layout.merge is not None:
+                _require_unique(connection, target, layout.merge.keys)
+                if direct:  # the catalog does not say simply what a user may do
+                    _drop_temporary(connection, _create_temporary(connection, layout))
             if empty is not None:
                 where = {"schema": target[0], "table": target[1]}
                 for key, schema, by, columns in connection.execute(_REFERRING, where).all():
@@ -512,13 +560,17 @@ class Inserts:
         self.sent_rows = 0
         self.taken_rows = 0
         self._layout = layout
+        self._columns = layout.staged_columns
         self._names = names
         self._cursor: Any = cast("Any", connection.connection.dbapi_connection).cursor()
-        self._into = f"INSERT INTO {table_name(table)} ({listed(layout.table_column_names)}) VALUES "
+        self._into = f"INSERT INTO {table_name(table)} ({listed([one.name for one in self._columns])}) VALUES "
 
-    def write(self, batch: pa.RecordBatch) -> None:
-        columns = self._layout.table_columns
-        rows = literal_rows(columns, [batch.column(one.source) for one in columns], self._name)
+    def write(self, batch: pa.RecordBatch, deleted: pa.Array | None = None) -> None:
+        arrays = staged_arrays(self._layout, batch, deleted)
+        keys = () if self._layout.merge is None else self._layout.merge.keys
+        # Of a row that deletes, only the key must fit.
+        excused = [None if column.name in keys else deleted for column in self._columns]
+        rows = literal_rows(self._columns, arrays, self._name, excused)
         for start, end in statements(rows, MOST_BYTES):
             if end - start == 1 and len(rows[start]) > MOST_BYTES // _LONGEST_CHARACTER:
                 self._require_packet(rows[start], start)
@@ -610,18 +662,29 @@ _FIRST: Final = {pa.date32(): -719162, pa.timestamp("us"): -62135596800000000}
 _AFTER: Final = {pa.date32(): 2932897, pa.timestamp("us"): 253402300800000000}
 
 
-def literal_rows(columns: Sequence[Copied], arrays: Sequence[pa.Array], name_row: Callable[[int], str]) -> list[str]:
+def literal_rows(
+    columns: Sequence[Copied],
+    arrays: Sequence[pa.Array],
+    name_row: Callable[[int], str],
+    excused: Sequence[pa.Array | None] | None = None,
+) -> list[str]:
     """Each row's literals, with commas between. Refuses a value that would change.
 
-    `name_row` names a row, counted from 0, for errors.
+    `name_row` names a row, counted from 0, for errors; `excused` says for each column which rows need not fit it.
     """
-    texts = [_literals(column, array, name_row) for column, array in zip(columns, arrays, strict=True)]
+    texts = [
+        _literals(column, array, name_row, ignored)
+        for column, array, ignored in zip(columns, arrays, excused or [None] * len(columns), strict=True)
+    ]
     rows: list[str] = pc.binary_join_element_wise(*texts, ",").to_pylist()
     return rows
 
 
-def _literals(column: Copied, array: pa.Array, name_row: Callable[[int], str]) -> pa.Array:
-    require_kept(column, _changes(column, array), name_row)
+def _literals(column: Copied, array: pa.Array, name_row: Callable[[int], str], ignored: pa.Array | None) -> pa.Array:
+    changes = _changes(column, array)
+    if ignored is not None:
+        changes = [(words, pc.and_not(bad, ignored)) for words, bad in changes]
+    require_kept(column, changes, name_row)
     return pc.fill_null(_as_text(array), "NULL")
 
 

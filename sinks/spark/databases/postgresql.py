@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Protocol, cast
@@ -30,12 +31,13 @@ from sqlalchemy import Connection, CursorResult, exc, text
 from dualwrite.errors import ConfigurationError, TransactionAborted
 from dualwrite.sinks.spark.column_types import Table, TableColumn
 from dualwrite.sinks.spark.databases.database import (
-    KEY_TWICE_STEP,
     STAGING_PREFIX,
     Emptying,
     Staged,
     StagingTable,
     can_be_dropped,
+    key_twice,
+    require_all_merged,
     require_all_taken,
     require_kept,
     require_key,
@@ -43,14 +45,16 @@ from dualwrite.sinks.spark.databases.database import (
     rows_lost,
     still_referred_to,
 )
-from dualwrite.sinks.spark.digests import lists_with, row_name
+from dualwrite.sinks.spark.digests import lists_with, row_name, table_key
+from dualwrite.sinks.spark.layout import BOOLEAN
+from dualwrite.sinks.spark.merging import DELETED, MergeStatements, staged_arrays
 from dualwrite.stores.sql.access import driver_words, map_database_error, new_engine, sqlstate_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from psycopg import Copy, Cursor
-    from sqlalchemy import URL, Engine, RowMapping
+    from sqlalchemy import URL, RowMapping
 
     from dualwrite.sinks.spark.digests import RowNames
     from dualwrite.sinks.spark.layout import Copied, Layout
@@ -74,7 +78,8 @@ _CHECK: Final = text(
 _RIGHTS: Final = text(
     "SELECT c.oid, has_any_column_privilege(c.oid, 'SELECT') AS \"SELECT\", "
     "has_any_column_privilege(c.oid, 'UPDATE') AS \"UPDATE\", has_table_privilege(c.oid, 'DELETE') AS \"DELETE\", "
-    "has_table_privilege(c.oid, 'TRUNCATE') AS \"TRUNCATE\" "
+    "has_table_privilege(c.oid, 'TRUNCATE') AS \"TRUNCATE\", "
+    "has_database_privilege(current_database(), 'TEMPORARY') AS \"TEMPORARY\", current_database() AS place "
     "FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = :schema AND c.relname = :table"
 )
 # Those that ON CONFLICT may use.
@@ -83,9 +88,6 @@ _UNIQUE: Final = text(
     "ON a.attrelid = i.indrelid AND a.attnum = ANY ((i.indkey::int2[])[0:i.indnkeyatts - 1]) "
     "WHERE i.indrelid = :table AND i.indisunique AND i.indimmediate AND i.indisvalid AND i.indpred IS NULL "
     "AND i.indexprs IS NULL GROUP BY i.indexrelid"
-)
-_NAMES: Final = text(
-    "SELECT attname::text FROM pg_attribute WHERE attrelid = :table AND attnum > 0 AND NOT attisdropped ORDER BY attnum"
 )
 # A key that refers to its own table is checked when all rows are deleted.
 _REFERRING: Final = text(
@@ -115,84 +117,159 @@ def _require_unreferred(connection: Connection, table: str, empty: Emptying, ref
             raise still_referred_to(table, key, by)
 
 
-def take_over(
-    connection: Connection,
-    part: Staged,
-    target: tuple[str, str],
-    columns: Sequence[str],
-    *,
-    key: Sequence[str] = (),
-    upsert: Sequence[str] = (),
-) -> None:
-    """See :meth:`SinkDatabase.take_over`: the rows of one staging table."""
-    staged, rows = part.table, part.rows
-    statement = sql.SQL("INSERT INTO {} AS present ({}) OVERRIDING SYSTEM VALUE SELECT {} FROM {}").format(
-        sql.Identifier(*target), listed(columns), listed(columns), sql.Identifier(*staged.table)
+# The place of a table that waits for the end of its own transaction.
+_TEMPORARY: Final = ("pg_temp", "dualwrite_merging")
+_CARDINALITY: Final = "21000"
+
+
+def take_over(connection: Connection, parts: Sequence[Staged], layout: Layout) -> None:
+    """See :meth:`SinkDatabase.take_over`."""
+    if layout.merge is not None:
+        _require_whole(connection, parts, layout)
+        merge(connection, parts, layout, connection.engine.connect)
+        return
+    for part in parts:
+        _insert_all(connection, part, layout)
+
+
+def _insert_all(connection: Connection, part: Staged, layout: Layout) -> None:
+    target, columns = layout.table, layout.table_column_names
+    statement = sql.SQL("INSERT INTO {} ({}) OVERRIDING SYSTEM VALUE SELECT {} FROM {}").format(
+        sql.Identifier(*target), listed(columns), listed(columns), sql.Identifier(*part.table.table)
     )
-    if upsert:
-        # Assigns the keys, too, so that every row counts as written even if there is no other column.
-        # Does not replace a row from another staging table of this batch: there is no order between the two.
-        statement += sql.SQL(
-            " ON CONFLICT ({}) DO UPDATE SET {} WHERE present.xmin <> pg_current_xact_id()::xid"
-        ).format(
-            listed(upsert),
-            sql.SQL(", ").join(sql.SQL("{0} = excluded.{0}").format(sql.Identifier(name)) for name in columns),
-        )
-    try:
+    with _explained(connection, [part], layout, connection.engine.connect):
         moved = _execute(connection, statement).rowcount
-        held = moved if moved == rows else _count(connection, staged)
-    except exc.SQLAlchemyError as error:
-        if isinstance(error.__cause__, psycopg.Error) and error.__cause__.sqlstate:
-            row = _refused_row(connection.engine, staged, target, error.__cause__, partition=part.partition, key=key)
-            raise refused(f"table {target[1]!r} does not take the batch", error.__cause__, row) from error
-        raise map_database_error(error, connection.engine) from error
-    if held != rows:
+        held = moved if moved == part.rows else _count(connection, part.table)
+    if held != part.rows:
         raise rows_lost(part, held)
-    if moved != rows and upsert:
-        raise TransactionAborted(
-            f"table {target[1]!r} took {moved} of {rows} rows of a partition: a key occurs twice in the batch, or a trigger "
-            "leaves rows out",
-            transactional_id=staged.transactional_id,
-            next_step=KEY_TWICE_STEP,
-            retryable=False,
-        )
-    require_all_taken(target[1], sent=rows, taken=moved)
+    require_all_taken(target[1], sent=part.rows, taken=moved)
+
+
+def merge(
+    connection: Connection,
+    parts: Sequence[Staged],
+    layout: Layout,
+    looking: Callable[[], AbstractContextManager[Connection]],
+) -> None:
+    """Bring the rows of staging tables into the target by the layout's `merge`.
+
+    `looking` opens a connection that sees the staging tables, to name a row that was refused: the transaction has failed then.
+    """
+    plan, table = layout.merge, layout.table[1]
+    assert plan is not None
+    statements = _statements(parts, layout)
+    with _explained(connection, parts, layout, looking):
+        if plan.order is None and not plan.updated:  # an update refuses the second row of a key by itself
+            twice = _run(connection, statements.key_twice()).first()
+            if twice is not None:
+                raise key_twice(table, twice)
+        if plan.op is not None:
+            _run(connection, statements.delete_using())
+        taken = _run(connection, statements.insert_or_update("OVERRIDING SYSTEM VALUE ")).rowcount
+        if plan.counts_rows:
+            rows = sum(part.rows for part in parts)
+            counted = rows if plan.order is None else _run(connection, statements.newest_count()).scalar_one()
+            require_all_merged(table, counted=cast("int", counted), taken=taken)
+
+
+def _statements(parts: Sequence[Staged], layout: Layout) -> MergeStatements:
+    assert layout.merge is not None
+    return MergeStatements(
+        layout.merge,
+        layout.table_column_names,
+        sql.Identifier(*layout.table).as_string(),
+        [sql.Identifier(*part.table.table).as_string() for part in parts],
+        quote=lambda name: sql.Identifier(name).as_string(),
+        place="ctid",
+    )
+
+
+def _require_whole(connection: Connection, parts: Sequence[Staged], layout: Layout) -> None:
+    """Refuse staging tables that do not hold all rows: a crash of the database empties them."""
+    try:
+        for row in _run(connection, _statements(parts, layout).counts()):
+            number, held = cast("tuple[int, int]", row)
+            if held != parts[number].rows:
+                raise rows_lost(parts[number], held)
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, connection.engine) from error
+
+
+@contextmanager
+def _explained(
+    connection: Connection,
+    parts: Sequence[Staged],
+    layout: Layout,
+    looking: Callable[[], AbstractContextManager[Connection]],
+) -> Generator[None, None, None]:
+    """Raise what the target refuses as an error that names the row, if it can be found."""
+    try:
+        yield
+    except exc.SQLAlchemyError as error:
+        if not isinstance(error.__cause__, psycopg.Error) or not error.__cause__.sqlstate:
+            raise map_database_error(error, connection.engine) from error
+        if error.__cause__.sqlstate == _CARDINALITY:
+            raise key_twice(layout.table[1], _key_twice(looking, parts, layout)) from error
+        row = _refused_row(looking, parts, layout, error.__cause__)
+        raise refused(f"table {layout.table[1]!r} does not take the batch", error.__cause__, row) from error
+
+
+def _key_twice(
+    looking: Callable[[], AbstractContextManager[Connection]], parts: Sequence[Staged], layout: Layout
+) -> Sequence[object] | None:
+    """The key that occurs twice; None if it is not found soon, or if a trigger changed a row that the batch replaces."""
+    try:
+        with looking() as connection:
+            _bound_looking(connection)
+            return _run(connection, _statements(parts, layout).key_twice()).first()
+    except exc.SQLAlchemyError as more:
+        logger.debug("the key is not found: %s", driver_words(more))
+        return None
+
+
+def _bound_looking(connection: Connection) -> None:
+    connection.exec_driver_sql("SET LOCAL lock_timeout = '1s'; SET LOCAL statement_timeout = '5s'")
 
 
 def _refused_row(
-    engine: Engine,
-    staged: StagingTable,
-    target: tuple[str, str],
+    looking: Callable[[], AbstractContextManager[Connection]],
+    parts: Sequence[Staged],
+    layout: Layout,
     error: psycopg.Error,
-    *,
-    partition: int,
-    key: Sequence[str],
-) -> str:
+) -> str | None:
     """The name of a row that the target refused: the database identifies it only by its values, which no log may show.
 
-    Searches on another connection, because the transaction has failed; and briefly, because it still holds its locks.
+    Searches briefly, because the failed transaction still holds its locks. None if any of several partitions may have the row.
     """
+    unknown = f"partition {parts[0].partition}" if len(parts) == 1 else None
+    deletes = layout.merge is not None and layout.merge.op is not None
     try:
-        with engine.connect() as connection:
-            connection.exec_driver_sql("SET LOCAL lock_timeout = '1s'; SET LOCAL statement_timeout = '5s'")
-            condition = _broken(connection, target, error)
+        with looking() as connection:
+            _bound_looking(connection)
+            condition = _broken(connection, layout.table, error)
             if condition is None:
-                return f"partition {partition}"
-            found = _execute(
-                connection,
-                sql.SQL(
-                    "SELECT (SELECT count(*) FROM {0} WHERE ctid <= bad.ctid){1} FROM {0} AS bad WHERE {2} "
-                    "ORDER BY bad.ctid LIMIT 1"
-                ).format(
-                    sql.Identifier(*staged.table),
-                    sql.SQL("").join(sql.SQL(", bad.{}::text").format(sql.Identifier(name)) for name in key),
-                    condition,
-                ),
-            ).one_or_none()
+                return unknown
+            if deletes:
+                condition = sql.SQL("({}) AND NOT {}").format(condition, sql.Identifier(DELETED))
+            for part in parts:
+                found = _execute(
+                    connection,
+                    sql.SQL(
+                        "SELECT (SELECT count(*) FROM {0} WHERE ctid <= bad.ctid){1} FROM {0} AS bad WHERE {2} "
+                        "ORDER BY bad.ctid LIMIT 1"
+                    ).format(
+                        sql.Identifier(*part.table.table),
+                        sql.SQL("").join(
+                            sql.SQL(", bad.{}::text").format(sql.Identifier(name)) for name in table_key(layout)
+                        ),
+                        condition,
+                    ),
+                ).one_or_none()
+                if found is not None:
+                    return row_name(part.partition, cast("int", found[0]), found[1:])
     except exc.SQLAlchemyError as more:
         logger.debug("the refused row is not found: %s", driver_words(more))
-        return f"partition {partition}"
-    return f"partition {partition}" if found is None else row_name(partition, cast("int", found[0]), found[1:])
+    return unknown
 
 
 def _broken(connection: Connection, target: tuple[str, str], error: psycopg.Error) -> sql.Composable | None:
@@ -205,6 +282,65 @@ def _broken(connection: Connection, target: tuple[str, str], error: psycopg.Erro
         expression = connection.execute(_CHECK, names).scalar_one_or_none()
         return None if expression is None else sql.SQL("NOT ({})").format(sql.SQL(expression))
     return None
+
+
+def _create(
+    connection: Connection, made: tuple[str, str], layout: Layout, kind: str, comment: str | None = None
+) -> None:
+    """Create an empty table for the layout's staged columns. The error for a missing right names it."""
+    own = [
+        sql.SQL("NULL::{} AS {}").format(sql.SQL(one.shown_type), sql.Identifier(one.name))
+        for one in layout.own_columns
+    ]
+    try:
+        # Types only: the target checks constraints and sets defaults when the rows are moved.
+        _execute(
+            connection,
+            sql.SQL("CREATE {} TABLE {} WITH (autovacuum_enabled = false){} AS SELECT {} FROM {} WITH NO DATA").format(
+                sql.SQL(kind),
+                sql.Identifier(*made),
+                sql.SQL(" ON COMMIT DROP" if made == _TEMPORARY else ""),
+                sql.SQL(", ").join([*map(sql.Identifier, layout.table_column_names), *own]),
+                sql.Identifier(*layout.table),
+            ),
+        )
+        if comment is not None:
+            says = sql.SQL("COMMENT ON TABLE {} IS {}").format(sql.Identifier(*made), sql.Literal(comment))
+            _execute(connection, says)
+    except exc.SQLAlchemyError as error:
+        mapped = map_database_error(error, connection.engine)
+        if isinstance(mapped, ConfigurationError):
+            raise ConfigurationError(
+                f"no staging table can be made in schema {made[0]!r}: {driver_words(error)}",
+                next_step=f"grant it: GRANT CREATE ON SCHEMA {made[0]} TO "
+                f'"{connection.engine.url.username}"; and SELECT on the table that is written',
+            ) from error
+        raise mapped from error
+
+
+@contextmanager
+def merging(
+    connection: Connection, layout: Layout, names: RowNames | None, *, prepared: bool
+) -> Generator[TableCopy, None, None]:
+    """See :meth:`SinkDatabase.merging`.
+
+    A transaction that has used a temporary table cannot be prepared; one that has created and dropped another table can.
+    """
+    made = (layout.table[0], f"{STAGING_PREFIX}{secrets.token_hex(12)}") if prepared else _TEMPORARY
+    _create(connection, made, layout, "UNLOGGED" if prepared else "TEMPORARY")
+    with copying(connection, layout, made, names) as copy:
+        yield copy
+    part = Staged(StagingTable(*made, "", 0, ""), copy.sent_rows, -1 if names is None else names.partition)
+    connection.exec_driver_sql("SAVEPOINT dualwrite_merging")
+
+    @contextmanager
+    def looking() -> Generator[Connection, None, None]:
+        connection.exec_driver_sql("ROLLBACK TO SAVEPOINT dualwrite_merging")
+        yield connection
+
+    merge(connection, [part], layout, looking)
+    if prepared:
+        _execute(connection, sql.SQL("DROP TABLE {}").format(sql.Identifier(*made)))
 
 
 def _drop(connection: Connection, staged: StagingTable) -> bool:
@@ -255,7 +391,11 @@ def _count(connection: Connection, staged: StagingTable) -> int:
 
 
 def _execute(connection: Connection, statement: sql.Composed) -> CursorResult[tuple[object, ...]]:
-    return connection.exec_driver_sql(statement.as_string().replace("%", "%%"))
+    return _run(connection, statement.as_string())
+
+
+def _run(connection: Connection, statement: str) -> CursorResult[tuple[object, ...]]:
+    return connection.exec_driver_sql(statement.replace("%", "%%"))
 
 
 # PostgreSQL, as the sinks use it.
@@ -291,7 +431,12 @@ class PostgreSQL:
     ) -> AbstractContextManager[TableCopy]:
         return copying(connection, layout, table, names)
 
-    def choose_staging(self, wanted: str, schema: str, *, moves: bool) -> bool:
+    def merging(
+        self, connection: Connection, layout: Layout, names: RowNames | None = None, *, prepared: bool
+    ) -> AbstractContextManager[TableCopy]:
+        return merging(connection, layout, names, prepared=prepared)
+
+    def choose_staging(self, wanted: str, schema: str, *, empties: bool, merges: bool) -> bool:
         try:
             with self.engine.connect() as connection:
                 may_create, most_prepared = connection.execute(_ALLOWED, {"schema": schema}).one()
@@ -299,7 +444,7 @@ class PostgreSQL:
             raise map_database_error(error, self.engine) from error
         if wanted == "staging" or (wanted == "auto" and may_create):
             return True
-        if moves:
+        if empties or (merges and not may_create):
             raise ConfigurationError(
                 "rows that replace others, and a table that is emptied first, need staging tables",
                 next_step=f'set databaseLeg to "staging"; the user needs CREATE on the schema {schema!r}',
@@ -311,44 +456,12 @@ class PostgreSQL:
             )
         return False
 
-    def create_staging(
-        self, connection: Connection, made: StagingTable, target: tuple[str, str], columns: Sequence[str]
-    ) -> None:
+    def create_staging(self, connection: Connection, made: StagingTable, layout: Layout) -> None:
         """See :meth:`SinkDatabase.create_staging`. In the target's schema and the caller's transaction."""
-        try:
-            # Types only: the target checks constraints and sets defaults when the rows are moved.
-            _execute(
-                connection,
-                sql.SQL(
-                    "CREATE UNLOGGED TABLE {} WITH (autovacuum_enabled = false) AS SELECT {} FROM {} WITH NO DATA"
-                ).format(sql.Identifier(*made.table), listed(columns), sql.Identifier(*target)),
-            )
-            _execute(
-                connection,
-                sql.SQL("COMMENT ON TABLE {} IS {}").format(sql.Identifier(*made.table), sql.Literal(made.comment)),
-            )
-        except exc.SQLAlchemyError as error:
-            mapped = map_database_error(error, connection.engine)
-            if isinstance(mapped, ConfigurationError):
-                raise ConfigurationError(
-                    f"no staging table can be made in schema {made.schema!r}: {driver_words(error)}",
-                    next_step=f"grant it: GRANT CREATE ON SCHEMA {made.schema} TO "
-                    f'"{connection.engine.url.username}"; and SELECT on the table that is written',
-                ) from error
-            raise mapped from error
+        _create(connection, made.table, layout, "UNLOGGED", made.comment)
 
-    def take_over(
-        self,
-        connection: Connection,
-        parts: Sequence[Staged],
-        target: tuple[str, str],
-        columns: Sequence[str],
-        *,
-        key: Sequence[str] = (),
-        upsert: Sequence[str] = (),
-    ) -> None:
-        for part in parts:
-            take_over(connection, part, target, columns, key=key, upsert=upsert)
+    def take_over(self, connection: Connection, parts: Sequence[Staged], layout: Layout) -> None:
+        take_over(connection, parts, layout)
 
     def drop_staging(self, tables: Collection[StagingTable]) -> None:
         with self.engine.connect() as connection:
@@ -372,21 +485,27 @@ class PostgreSQL:
         return dropped
 
     def require_replaceable(
-        self, connection: Connection, target: tuple[str, str], *, empty: Emptying | None, upsert: Sequence[str]
+        self, connection: Connection, layout: Layout, *, empty: Emptying | None, direct: bool
     ) -> None:
+        target, plan = layout.table, layout.merge
+        needed = ["SELECT"]
+        if plan is not None:
+            needed += ["UPDATE"] * bool(plan.updated) + ["DELETE"] * (plan.op is not None) + ["TEMPORARY"] * direct
+        if empty is not None:
+            needed.append(empty.value)
         try:
             found = connection.execute(_RIGHTS, {"schema": target[0], "table": target[1]}).mappings().one()
             table = {"table": found["oid"]}
             user, where = connection.engine.url.username, sql.Identifier(*target).as_string()
-            for right in ("SELECT", *(["UPDATE"] if upsert else []), *([] if empty is None else [empty.value])):
+            for right in needed:
                 if not found[right]:
+                    on = where if right != "TEMPORARY" else f"DATABASE {sql.Identifier(found['place']).as_string()}"
                     raise ConfigurationError(
-                        f"the right to {right} is missing on table {target[1]!r}",
-                        next_step=f'as its owner: GRANT {right} ON {where} TO "{user}"',
+                        f"the right to {right} is missing on {f'table {target[1]!r}' if on == where else 'the database'}",
+                        next_step=f'as its owner: GRANT {right} ON {on} TO "{user}"',
                     )
-            if upsert:
-                columns = connection.execute(_NAMES, table).scalars().all()
-                require_key(target[1], columns, [*map(frozenset, connection.execute(_UNIQUE, table).scalars())], upsert)
+            if plan is not None:
+                require_key(target[1], [*map(frozenset, connection.execute(_UNIQUE, table).scalars())], plan.keys)
             if empty is not None:
                 for referring in connection.execute(_REFERRING, table).mappings().all():
                     _require_unreferred(connection, target[1], empty, referring)
@@ -570,7 +689,8 @@ class TableCopy:
         self.sent_rows = 0
         self._names = names
         self._copy = copy
-        self._columns = layout.table_columns
+        self._layout = layout
+        self._columns = layout.staged_columns
         schema = pa.schema([(f"c{number}", _wire_type(layout, one)) for number, one in enumerate(self._columns)])
         self._schema = schema
         self._encoder = ArrowToPostgresBinaryEncoder.new_with_encoders(
@@ -584,14 +704,13 @@ class TableCopy:
         )
         copy.write(self._encoder.write_header())
 
-    def write(self, batch: pa.RecordBatch) -> None:
+    def write(self, batch: pa.RecordBatch, deleted: pa.Array | None = None) -> None:
         """Send the rows of one projected batch. They are in the table once the transaction commits.
 
         A row that the database refuses raises psycopg's error, which `copying` maps.
         """
         arrays = []
-        for one in self._columns:
-            array = batch.column(one.source)
+        for one, array in zip(self._columns, staged_arrays(self._layout, batch, deleted), strict=True):
             require_kept(one, _changes(one, array), self._name)
             arrays.append(self._uuids(one.name, array) if one.encoding == "uuid" else array)
         self._copy.write(self._encoder.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema)))
@@ -627,7 +746,7 @@ def copying(
     driver = cast("_Driver", connection.connection.dbapi_connection)
     statement = sql.SQL("COPY {} ({}) FROM STDIN (FORMAT BINARY)").format(
         sql.Identifier(*table),
-        sql.SQL(", ").join(map(sql.Identifier, layout.table_column_names)),
+        listed([column.name for column in layout.staged_columns]),
     )
     try:
         with driver.cursor() as cursor:
@@ -641,7 +760,9 @@ def copying(
         row = names.of(int(line[1])) if line and names is not None else None
         raise refused(f"table {layout.table[1]!r} does not take the rows", error, row) from error
     require_all_taken(layout.table[1], sent=table_copy.sent_rows, taken=taken)
-    require_types(connection, table, layout.table_types, shown_name=layout.table[1])
+    # A temporary table has just been made of the target, whose types it keeps from changing.
+    where = layout.table if table == _TEMPORARY else table
+    require_types(connection, where, layout.table_types, shown_name=layout.table[1])
 
 
 def refused(what: str, error: psycopg.Error, row: str | None = None) -> TransactionAborted:
@@ -679,6 +800,8 @@ def _changes(column: Copied, array: pa.Array) -> Iterator[tuple[str, pa.Array]]:
 
 
 def _wire_type(layout: Layout, column: Copied) -> pa.DataType:
+    if column.encoding == BOOLEAN:
+        return pa.bool_()
     return _UUID if column.encoding == "uuid" else layout.projected[column.source].arrow
 
 

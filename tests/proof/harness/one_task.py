@@ -95,7 +95,7 @@ class OneTask:
         if not self.by_partition:
             with self._driver() as driver:
                 parts = done if isinstance(done, list) else [] if done is None else [done]
-                driver.decide(self._layout, parts, empty=None, upsert=())
+                driver.decide(self._layout, parts, empty=None)
 
     def _driver(self):
         if self.by_partition:
