@@ -16,6 +16,7 @@ from dualwrite.sinks.spark.source import (
     DataSourceArrowWriter,
     DataSourceStreamArrowWriter,
 )  # not every PySpark has them
+from dualwrite.testing.reading import read_committed
 from harness.spark import attempt_number, leave_group
 
 PARTITION = 1
@@ -82,7 +83,7 @@ def nothing_is_left(case):
     # In words: pytest explains the asserts of tests alone.
     left = ", ".join(f"{what} {rows}" for what, rows in found.items() if rows)
     assert not left, f"left: {left}"
-    assert case.messages() is not None  # reading waits until no transaction is open
+    assert read_committed(case.kafka, case.topic) is not None  # it waits until no transaction is open
 
 
 @dataclass(frozen=True)
