@@ -29,7 +29,7 @@ NOT_FOR_USERS = {
     "Scan": {"end"},  # its store calls it
     "SinkOptions": {
         *("database_url", "format_of_value", "kafka_config", "kafka_settings"),  # the driver and the tasks
-        *("pool", "registry_settings"),
+        *("operations", "pool", "registry_settings"),
     },
     "SourceOptions": {"parse"},  # the format calls it
 }

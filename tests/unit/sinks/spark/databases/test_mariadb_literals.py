@@ -74,3 +74,10 @@ def test_inserts_are_of_bounded_size_and_hold_each_row_once():
     assert [row for start, end in found for row in given[start:end]] == given
     assert found == [(0, 2), (2, 3), (3, 4), (4, 5)]
     assert statements([], 30) == []
+
+
+def test_a_row_may_be_excused_from_a_column():
+    column, array = Copied("c0", 0, "", "timestamp(6) NOT NULL"), pa.array([0, None], pa.timestamp("us", "UTC"))
+    assert literal_rows([column], [array], "row {}".format, [pa.array([False, True])])[1] == "NULL"
+    with pytest.raises(ConfigurationError, match="NULL, which the server would replace"):
+        literal_rows([column], [array], "row {}".format, [pa.array([True, False])])
