@@ -86,6 +86,17 @@ def dump_metadata(log: Path) -> list[dict[str, object]]:
     return [json.loads(found) for found in re.findall(r"payload: (\{.*\})$", output, re.MULTILINE)]
 
 
+def flink_producer(*arguments: str) -> tuple[int, str]:
+    """Run ``FlinkProducer.java`` beside this file: its exit code and its result, which stands among its log's lines."""
+    done = subprocess.run(
+        [java(), *JVM_OPTIONS, f"-Dlog4j2.configurationFile={_LOGGING}", "-cp", f"{kafka_jars()}/*",
+         str(Path(__file__).with_name("FlinkProducer.java")), *arguments],
+        capture_output=True, encoding="utf-8", timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    [result] = re.findall(r"^result (\S+)$", done.stdout, re.MULTILINE) or [done.stderr]
+    return done.returncode, result
+
+
 def _run(tool: str, *arguments: Iterable[str]) -> str:
     tools = fetched_jars(Path(__file__).with_name("kafka-tools-pom.xml"), "kafka-tools", "Kafka's tools")
     done = subprocess.run(
