@@ -194,12 +194,22 @@ class LeasedWriter(DualWriter):
         if writer is None or os.getpid() != self._pid:
             self._refuse(writer)
         if self._lost is not None:
-            raise TransactionAborted(
-                f"this member of fleet {self._fleet!r} has lost its id: {self._lost}; nothing was begun",
-                transactional_id=writer.transactional_id,
-                next_step=_RUN_AGAIN,
-            )
+            raise self._nothing_begun(writer, self._lost)
         return writer
+
+    def _nothing_begun(self, writer: DualWriter, why: str) -> TransactionAborted:
+        return TransactionAborted(
+            f"this member of fleet {self._fleet!r} has lost its id: {why}; nothing was begun",
+            transactional_id=writer.transactional_id,
+            next_step=_RUN_AGAIN,
+        )
+
+    def _left_behind(self, writer: DualWriter) -> TransactionAborted | None:
+        """The error of a block that found its writer closed, if that is because this member goes on under another id."""
+        present = self._current
+        if present is None or present is writer:
+            return None
+        return self._nothing_begun(writer, f"it goes on as {present.transactional_id}")
 
     def _opened(self) -> Opened:
         return self._usable()._opened()  # noqa: SLF001 - its own class
@@ -391,6 +401,10 @@ class _MembersBlock(AbstractContextManager["Transaction"]):
             return block.__enter__()
         except Fenced as error:
             if (lost := self._member._lost_with(writer, error)) is not None:  # noqa: SLF001 - of this module
+                raise lost from error
+            raise
+        except IllegalStateError as error:  # the writer was closed before it had a lane
+            if (lost := self._member._left_behind(writer)) is not None:  # noqa: SLF001 - of this module
                 raise lost from error
             raise
 

@@ -4,6 +4,7 @@ import inspect
 import multiprocessing
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from harness.databases import age
@@ -262,6 +263,29 @@ def test_a_paused_member_whose_id_was_taken_aborts_once_and_goes_on_under_anothe
         put(shop, heir, 5)
         assert shop.both_have(1, 2, 4, 5)
         assert leases() == {"orders-0": "held", "orders-1": "held"}
+
+
+def test_a_block_that_waits_for_a_lane_while_its_member_takes_another_id_is_to_run_again(shop, member):
+    paused = member(limits=WriterLimits(timeout_s=10.0, max_lanes=1))
+    paused.open()
+    lanes = paused._current._lanes
+    busy = lanes.ticket()  # the lane alone: a block would hold SQLite's lock
+    lanes.take(busy)
+    expire(shop, "orders-0")
+    with member() as heir, ThreadPoolExecutor(1) as thread:
+        waits = thread.submit(put, shop, paused, 1)
+        wait_until(lambda: lanes.waiting)
+        assert paused._keeper.beat_once()
+        with pytest.raises(TransactionAborted, match="nothing was begun") as caught:
+            waits.result(60)
+        assert caught.value.retryable
+        busy.end()
+        put(shop, paused, 2)
+        put(shop, heir, 3)
+        paused.close()
+        with pytest.raises(IllegalStateError, match="the writer is closed"):
+            put(shop, paused, 4)
+        assert shop.both_have(2, 3)
 
 
 def test_a_heartbeat_finds_that_the_lease_is_taken_before_any_dual_write_does(shop, member):
