@@ -251,12 +251,20 @@ class Connections:
     # Requests whose answers are taken later.
 
     def post(
-        self, node: Node, request: Request, done: Done, patience_s: float | None = None, *, lane: int = 0
+        self,
+        node: Node,
+        request: Request,
+        done: Done,
+        patience_s: float | None = None,
+        *,
+        lane: int = 0,
+        more: bool = False,
     ) -> Connection | None:
         """Send a request without a wait for its answer.
 
         ``done`` is called once, with the answer or the error, by this call or by a later one of this object, unless the request
-        is withdrawn from the connection that is returned. ``patience_s`` is how long the broker may take.
+        is withdrawn from the connection that is returned. ``patience_s`` is how long the broker may take. With ``more`` it
+        leaves together with the next request to this broker, which must follow at once.
         """
         if self._closed or os.getpid() != self._pid:
             self._check()
@@ -273,7 +281,8 @@ class Connections:
                 return None
             connection = made
         connection.used_at = now
-        connection.post(request, done, now + (self._settings.request_s if patience_s is None else patience_s))
+        due_at = now + (self._settings.request_s if patience_s is None else patience_s)
+        connection.post(request, done, due_at, more=more)
         if connection not in self._asked:
             self._asked.append(connection)
         return connection

@@ -193,6 +193,7 @@ class Connection:
         self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._received = bytearray()
         self.unsent = bytearray()  # what the kernel has not taken yet
+        self._held = b""  # what is sent together with the next request
         self._offered = Offered({})
         self._numbers: dict[type[Request], int] = {}
         self._correlation_id = 0
@@ -232,8 +233,8 @@ class Connection:
 
     # What the owner does.
 
-    def post(self, request: Request, done: Done, due_at: float) -> None:
-        """Send a request; at once, unless the connection is not open yet.
+    def post(self, request: Request, done: Done, due_at: float, *, more: bool = False) -> None:
+        """Send a request; at once, unless the connection is not open yet, or ``more`` is about to be posted.
 
         ``done`` is called once, by this call or by a later one, unless the request is withdrawn. Without an answer at
         ``due_at`` (seconds, on the clock of ``now_s``) the connection breaks.
@@ -247,6 +248,8 @@ class Connection:
                 number = request.version(self._offered)
             except NotOffered as error:
                 done(error)
+                if self._held and not more:
+                    self._send_held()
                 return
             if not isinstance(request, Varying):
                 self._numbers[type(request)] = number
@@ -255,8 +258,17 @@ class Connection:
         self._is_whole = False
         self._correlation_id = correlation_id
         self.in_flight.append((correlation_id, request, number, done, due_at))
-        self._write(frame)
+        if more or self._held:
+            self._held += frame
+            if not more:
+                self._send_held()
+        else:
+            self._write(frame)
         self._is_whole = True
+
+    def _send_held(self) -> None:
+        held, self._held = self._held, b""
+        self._write(held)
 
     def _keep(self, request: Request, done: Done, due_at: float) -> None:
         """Keep a request until the connection is open, or open again."""
@@ -378,6 +390,7 @@ class Connection:
         while self.waiting:
             self.waiting.popleft()[1](error)
         self.unsent.clear()
+        self._held = b""
         self._is_whole = True
 
     def _broken(self, why: str, cause: BaseException | None = None) -> ConnectionBroken:

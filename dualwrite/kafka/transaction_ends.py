@@ -334,7 +334,7 @@ class PostedQuestion:
         for node, epochs in by_node.items():
             # Both go over one connection, so the second answer, or the error in its place, comes after the first one.
             described: list[Answer | Exception] = []
-            brokers.post(node, DescribeProducers(epochs), described.append)
+            brokers.post(node, DescribeProducers(epochs), described.append, more=True)
             self._outstanding += 1
             brokers.post(node, OffsetForLeaderEpoch(epochs), partial(self._note_producers, epochs, described))
         for state in shared:

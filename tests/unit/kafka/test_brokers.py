@@ -25,8 +25,8 @@ from dualwrite.kafka import brokers as brokers_module
 from dualwrite.kafka import connection as connection_module
 from dualwrite.kafka.brokers import Brokers, Connections, NotYet
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.connection import ConnectionBroken
-from dualwrite.kafka.messages import EndTxn, TransactionEnded
+from dualwrite.kafka.connection import Connection, ConnectionBroken
+from dualwrite.kafka.messages import EndTxn, NotOffered, OffsetForLeaderEpoch, TransactionEnded
 
 LENGTH = struct.Struct(">i")
 KEYS = {3: (0, 12), 17: (0, 1), 18: (0, 3), 26: (0, 5), 36: (0, 2)}
@@ -153,6 +153,37 @@ def test_several_requests_are_in_flight_and_get_their_own_answers(connections, b
     spread = connections.exchange(requests * 2, Deadline(PATIENCE_S), spread=True)
     assert sorted(answer.producer_id for answer in spread) == list(range(21, 61))
     assert broker.accepted == 5
+
+
+@pytest.mark.parametrize("second", [EndTxn("id", (8, 3), committed=True), OffsetForLeaderEpoch({("t", 0): 1})])
+def test_a_request_with_more_to_come_leaves_with_the_next_one_even_if_that_is_not_offered(
+    connections, broker, second, monkeypatch
+):
+    sent = []
+    write = Connection._write
+    end(connections)
+    monkeypatch.setattr(Connection, "_write", lambda self, data: sent.append(data) or write(self, data))
+    answers = []
+    connections.post(0, EndTxn("id", (7, 3), committed=True), answers.append, more=True)
+    assert not sent
+    connections.post(0, second, answers.append)
+    assert len(sent) == 1
+    while len(answers) < 2:
+        connections.serve(PATIENCE_S)
+    assert answers.count(TransactionEnded(0, 7, 4)) == broker.requests.count(END_TXN) - 1
+    assert [type(answer) for answer in answers if not isinstance(answer, TransactionEnded)] in ([], [NotOffered])
+    end(connections)
+    assert len(sent) == 2
+
+
+def test_a_request_with_more_to_come_gets_an_error_when_the_connection_ends(connections, broker):
+    end(connections)
+    answers = []
+    connection = connections.post(0, EndTxn("id", (7, 3), committed=True), answers.append, more=True)
+    connection.fail(ConnectionBroken("ended"))
+    assert [str(answer) for answer in answers] == ["ended"]
+    end(connections)
+    assert broker.requests.count(END_TXN) == 2
 
 
 def test_an_answer_in_pieces_is_put_together(connections, broker):
