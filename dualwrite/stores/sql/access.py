@@ -232,6 +232,7 @@ class Begun:
         awaits: Whether the driver's connection is an asynchronous one.
         joined_late: Whether other code has executed statements in it before.
         started: The database's word for it, which its first statement has returned.
+        limits: What the dialect must know of the session's own limits to lower them.
         decided: The ids whose decisions it holds.
         refuses: Whether a COMMIT by other code is refused.
         left: Whether it was left to the process that this one was forked from.
@@ -244,6 +245,7 @@ class Begun:
         "driver",
         "joined_late",
         "left",
+        "limits",
         "plain",
         "pooled",
         "refuses",
@@ -259,6 +261,7 @@ class Begun:
         self.session: Any = None
         self.joined_late = joined_late
         self.started: object = None
+        self.limits: Any = None
         self.decided: list[str] = []
         self.refuses = False
         self.left = False

@@ -119,7 +119,7 @@ class Dialect(Protocol):
         """The statement that records a decision, from the UPDATE of its row.
 
         ``idle_ms`` limits the pause between statements, ``within_ms`` the transaction with its COMMIT; NULL keeps the current
-        limit, and so does None, which costs nothing.
+        limit, and so does None, which costs nothing. A limit that the block's code has set itself may be replaced.
         """
         ...
 

@@ -21,7 +21,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol
 
 from psycopg import IsolationLevel, errors, generators
 from psycopg.rows import tuple_row
@@ -30,8 +30,6 @@ from sqlalchemy import (
     AdaptedConnection,
     BigInteger,
     ColumnElement,
-    Integer,
-    Numeric,
     Text,
     bindparam,
     case,
@@ -44,6 +42,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.util import await_only
 
+from dualwrite.clock import now_s
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol import database_requirements as requirements
 from dualwrite.protocol.database_requirements import refuse
@@ -206,42 +205,52 @@ def _limit_idle(timeout_s: float | None) -> str:
     return "NULL" if timeout_s is None else _limit("idle_in_transaction_session_timeout", max(1, int(timeout_s * 1000)))
 
 
-# Not bound values, which would be sent with each decision.
 _LOCAL: Final[ColumnElement[bool]] = literal_column("true")
-_NOTHING: Final[ColumnElement[int]] = literal_column("0")
+_IDLE_NAME: Final[ColumnElement[str]] = literal_column("'idle_in_transaction_session_timeout'")
+_LIMIT_NAME: Final[ColumnElement[str]] = literal_column("'transaction_timeout'")
+_LEFT_MS: Final = (
+    "nullif((extract(epoch FROM current_setting('transaction_timeout', true)::interval) * 1000)::bigint, 0)"
+    " - (extract(epoch FROM clock_timestamp() - now()) * 1000)::bigint"
+)
 
 
-def _lower_idle_limit(timeout_ms: ColumnElement[int | None]) -> ColumnElement[object]:
-    name = "idle_in_transaction_session_timeout"
-    present_ms = literal_column(f"extract(epoch FROM current_setting('{name}')::interval) * 1000", Numeric())
-    lower = (present_ms == _NOTHING) | (present_ms > timeout_ms)  # NULL if there is no limit to set
-    return case((lower, func.set_config(literal_column(f"'{name}'"), timeout_ms.cast(Text()), _LOCAL)))
+def _idle_ms(timeout_s: float | None) -> str:
+    """An expression that limits a pause between two statements, and returns the limit in milliseconds: NULL for none."""
+    limit = f"coalesce({_limit_idle(timeout_s)}, current_setting('idle_in_transaction_session_timeout'))"
+    return f"nullif((extract(epoch FROM {limit}::interval) * 1000)::bigint, 0)"
 
 
-def _limit_transaction(timeout_ms: ColumnElement[int | None]) -> ColumnElement[object]:
-    """An expression that ends the transaction after that time, unless the session's own limit ends it earlier.
+class _Limits(NamedTuple):
+    """The limits of a transaction, as its first statement has found them at ``asked_at``, in milliseconds; None for none."""
 
-    The server arms its timer only when the setting changes from 0. Before PostgreSQL 17 there is none: NULL.
+    idle_ms: int | None
+    left_ms: int | None
+    asked_at: float
+
+    def lower(self, idle_ms: int | None, within_ms: int | None) -> tuple[int | None, int | None]:
+        """The limits of a decision: these, unless the session's own are lower. None keeps what applies."""
+        if idle_ms is not None and self.idle_ms is not None:
+            idle_ms = min(idle_ms, self.idle_ms)
+        if within_ms is not None and self.left_ms is not None:
+            within_ms = max(1, min(within_ms, self.left_ms - int((now_s() - self.asked_at) * 1000)))
+        return idle_ms, within_ms
+
+
+# The server reads and plans the text of each decision, so these are short: which limit is the lowest is known here.
+
+
+def _set_idle_limit(ms: ColumnElement[int | None]) -> ColumnElement[object]:
+    return case((ms.is_not(None), func.set_config(_IDLE_NAME, ms.cast(Text()), _LOCAL)))
+
+
+def _set_limit(ms: ColumnElement[int | None]) -> ColumnElement[object]:
+    """Ends the transaction after that time. Before PostgreSQL 17 there is no such setting: NULL.
+
+    The server arms its timer only when the setting changes from 0. The condition of a CASE is evaluated first.
     """
-    name: ColumnElement[str] = literal_column("'transaction_timeout'")
-    of_session_ms = literal_column(
-        f"nullif(extract(epoch FROM current_setting({name}, true)::interval) * 1000, 0)"
-        " - extract(epoch FROM clock_timestamp() - now()) * 1000",
-        Numeric(),
-    )
-    chosen = (
-        select(
-            func.greatest(literal_column("1"), func.least(timeout_ms, of_session_ms))
-            .cast(Integer())
-            .cast(Text())
-            .label("chosen"),
-            func.set_config(name, literal_column("'0'"), _LOCAL).label("disarmed"),
-        )
-        .where(func.current_setting(name, _LOCAL).is_not(None), timeout_ms.is_not(None))
-        .subquery("transaction_limit")
-    )
-    armed = select(func.set_config(name, chosen.c.chosen, _LOCAL)).where(chosen.c.disarmed == literal_column("'0'"))
-    return armed.scalar_subquery()
+    disarmed = func.set_config(_LIMIT_NAME, literal_column("'0'"), _LOCAL) == literal_column("'0'")
+    armed = func.set_config(_LIMIT_NAME, case((disarmed, ms.cast(Text()))), _LOCAL)
+    return case((func.current_setting(_LIMIT_NAME, _LOCAL).is_not(None) & ms.is_not(None), armed))
 
 
 # The library's own statements on a connection of psycopg's.
@@ -600,7 +609,7 @@ class PostgreSQL:
     quotes_keep_case = True
 
     def __init__(self, paused_owner_timeout_s: float | None) -> None:
-        self._limit_idle = _limit_idle(paused_owner_timeout_s)
+        self._limit_idle, self._idle_ms = _limit_idle(paused_owner_timeout_s), _idle_ms(paused_owner_timeout_s)
         self._warned = False
 
     def refuse_left_open(self, connection: Connection) -> None:
@@ -640,16 +649,17 @@ class PostgreSQL:
             logger.warning("%s; %s", finding, finding.remedy)
 
     def start_columns(self) -> Sequence[ColumnElement[object]]:
-        """Whether the transaction is read-only, its isolation, and when it began; also limits its idle time."""
+        """Whether the transaction is read-only, its isolation, when it began, and its limits; also limits its idle time."""
         return [
             literal_column("current_setting('transaction_read_only')"),
             literal_column("current_setting('transaction_isolation')"),
             _NOW,
-            literal_column(self._limit_idle),
+            literal_column(self._idle_ms),
+            literal_column(_LEFT_MS),
         ]
 
     def check_start(self, connection: Connection, values: Sequence[object]) -> None:
-        read_only, isolation, started, _ = values
+        read_only, isolation, started, _, _ = values
         begun = begun_on(connection) or _begun(connection)
         if read_only == "on":
             refuse(requirements.read_only("on"))
@@ -693,14 +703,19 @@ class PostgreSQL:
         """PostgreSQL 17 and newer also limit COMMIT."""
         if idle_ms is None or within_ms is None:
             return update.returning(*self.end_columns())
-        return update.returning(*self.end_columns(), _lower_idle_limit(idle_ms), _limit_transaction(within_ms))
+        return update.returning(*self.end_columns(), _set_idle_limit(idle_ms), _set_limit(within_ms))
 
     def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
         begun = begun_on(connection) or _begun(connection)
         begun.session = session_of(begun.driver)
         begun.session.commit_found_none = False
+        asked_at = now_s()
         row = _ask(connection, statement, bound, first=True)
         assert row is not None  # it has no FROM
+        *_, idle_ms, left_ms = row
+        begun.limits = _Limits(
+            None if idle_ms is None else int(str(idle_ms)), None if left_ms is None else int(str(left_ms)), asked_at
+        )
         return row
 
     def ask_last(
@@ -713,7 +728,10 @@ class PostgreSQL:
         deferred_of: str | None = None,
         put: Put | None = None,
     ) -> Sequence[object] | None:
-        del decides
+        if decides and put is None:
+            limits: _Limits = (begun_on(connection) or _begun(connection)).limits
+            idle_ms, within_ms = limits.lower(bound["idle_ms_"], bound["within_ms_"])
+            bound = {**bound, "idle_ms_": idle_ms, "within_ms_": within_ms}
         return _ask(connection, statement, bound, deferred_of=deferred_of, put=put)
 
     def ask_locked(

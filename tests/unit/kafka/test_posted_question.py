@@ -27,7 +27,7 @@ class Brokers:
         self.posted = []
         self._arrived = []
 
-    def post(self, node, request, done, *, more=False):
+    def post(self, node, request, done, **_):
         self.posted.append((node, request, done))
 
     def answer(self, number, response):
