@@ -86,7 +86,7 @@ def serve(*, config_file: Path, check: bool, log_level: str) -> None:
                 signal.raise_signal(sig)
             super().handle_exit(sig, frame)
 
-    app = make_app([Supervisor(target, settings) for target in settings.targets])
+    app = make_app([Supervisor(target, settings) for target in settings.targets], settings.actions)
     server = Server(
         uvicorn.Config(
             app,
@@ -96,6 +96,7 @@ def serve(*, config_file: Path, check: bool, log_level: str) -> None:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # the peer's own address decides whether its user header is believed
             timeout_graceful_shutdown=5,
         )
     )

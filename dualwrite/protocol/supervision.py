@@ -185,6 +185,20 @@ def plan(seen: Seen, view: View, rule: Rule, tries: Tries = UNTRIED) -> Planned:
     return Planned(seen.writer, Action.SETTLE, *_why(seen, urgent=urgent), patience_s)
 
 
+def why_not_by_hand(seen: Seen, rule: Rule) -> Because | None:
+    """Why a person may not settle a writer now: its owner may be alive, or nothing is there to settle. None: it may be done.
+
+    A person may settle what :func:`plan` leaves alone for a pause after a failure, after an outage, for clocks that
+    disagree, or as sending is switched off. Nobody may settle past a sign of life, or a database that has gone back.
+    """
+    return (
+        _nothing_to_do(seen, replace(rule, sends_waiting=True))
+        or _doubt(seen, View(now_s=0.0, answering_s=inf), rule.settle_after_s)
+        or _holder(seen)
+        or _sign_of_life(seen, View(now_s=0.0, answering_s=inf), rule.settle_after_s)
+    )
+
+
 def _nothing_to_do(seen: Seen, rule: Rule) -> Because | None:
     if seen.needs_recovery or (seen.waiting and rule.sends_waiting):
         return None

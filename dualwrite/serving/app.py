@@ -1,7 +1,7 @@
 """The web side of ``dualwrite serve``: probes, metrics, the status as JSON, and the page.
 
-It only shows the supervisors' snapshots. No request asks a server, so none waits for one, and any number of browsers cost
-the database nothing.
+What is here only shows the supervisors' snapshots. No request asks a server, so none waits for one, and any number of browsers
+cost the database nothing. What acts is in :mod:`dualwrite.serving.actions`, and is there only where it is enabled.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from anyio import to_thread
 from starlette.applications import Starlette
@@ -20,26 +20,26 @@ from starlette.routing import Route
 from dualwrite.cli.doctor import finding_json
 from dualwrite.cli.report import status_document
 from dualwrite.clock import now_s
+from dualwrite.serving.actions import ActionPages
 from dualwrite.serving.metrics import CONTENT_TYPE, exposition
-from dualwrite.serving.page import render
+from dualwrite.serving.page import HEADERS, render
 from dualwrite.serving.supervisor import Snapshot, Supervisor
+
+if TYPE_CHECKING:
+    from dualwrite.protocol.by_hand import ActionRecord, Deed
+    from dualwrite.serving.configuration import ActionRules
 
 logger = logging.getLogger(__name__)
 
 _GRACE_S: Final = 10.0
 _UNAVAILABLE: Final = 503
 _REFRESH_S: Final = 10.0
-_HEADERS: Final = {
-    "Cache-Control": "no-store",
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
 
 
-def make_app(supervisors: Sequence[Supervisor]) -> Starlette:
+def make_app(supervisors: Sequence[Supervisor], actions: ActionRules | None = None) -> Starlette:
     """The application. It starts the supervisors when it starts, and stops them when it ends."""
-    pages = _Pages(supervisors)
+    pages = _Pages(supervisors, frozenset() if actions is None else actions.enabled)
+    acting = () if actions is None else ActionPages([one.target for one in supervisors], actions).routes
     return Starlette(
         routes=[
             Route("/", pages.page),
@@ -47,14 +47,16 @@ def make_app(supervisors: Sequence[Supervisor]) -> Starlette:
             Route("/readyz", pages.readyz),
             Route("/metrics", pages.metrics),
             Route("/api/status", pages.status),
+            *acting,
         ],
         lifespan=pages.lifespan,
     )
 
 
 class _Pages:
-    def __init__(self, supervisors: Sequence[Supervisor]) -> None:
+    def __init__(self, supervisors: Sequence[Supervisor], enabled: frozenset[Deed]) -> None:
         self._supervisors = supervisors
+        self._enabled = enabled
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncGenerator[None, None]:
@@ -81,7 +83,9 @@ class _Pages:
         """The page for people."""
         del request
         refresh_s = max((one.interval_s for one in self._supervisors), default=_REFRESH_S)
-        return HTMLResponse(render(self._snapshots(), now_s(), refresh_s=refresh_s), headers=_HEADERS)
+        return HTMLResponse(
+            render(self._snapshots(), now_s(), refresh_s=refresh_s, enabled=self._enabled), headers=HEADERS
+        )
 
     async def healthz(self, request: Request) -> Response:
         """Whether the process works. It fails only if a restart would help: not while a server is away."""
@@ -128,6 +132,7 @@ def target_json(snapshot: Snapshot) -> dict[str, object]:
         **shown,
         "at": found.at.isoformat(),
         "findings": [finding_json(one) for one in snapshot.findings],
+        "history": [_history_json(one) for one in found.history],
         "plan": [
             {
                 "writer": planned.writer,
@@ -152,4 +157,21 @@ def target_json(snapshot: Snapshot) -> dict[str, object]:
             waiting=found.waiting,
             warnings=found.warnings,
         ),
+    }
+
+
+def _history_json(record: ActionRecord) -> dict[str, object]:
+    intent = record.intent
+    return {
+        "action_id": intent.action_id,
+        "action": intent.deed.value,
+        "id": intent.subject,
+        "detail": intent.detail,
+        "reason": intent.reason,
+        "user": intent.actor,
+        "program": intent.program,
+        "begun_at": record.begun_at.isoformat(),
+        "ended_at": None if record.ended_at is None else record.ended_at.isoformat(),
+        "outcome": None if record.outcome is None else record.outcome.value,
+        "result": record.result,
     }

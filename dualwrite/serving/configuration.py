@@ -6,6 +6,7 @@ A file names one or more *targets*, each a database with the cluster that its wr
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import sys
@@ -13,10 +14,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.config import KafkaConfig
+from dualwrite.protocol.by_hand import Deed
 from dualwrite.protocol.leases import check_fleet
 from dualwrite.protocol.supervision import Rule
 from dualwrite.protocol.values import check_seconds
@@ -35,12 +37,16 @@ _OF_SERVICE: Final = (
     "settle_after_s",
     "send_waiting",
     "timeout_s",
+    "actions",
     "target",
 )
+_OF_ACTIONS: Final = ("enabled", "token", "token_env", "user_header", "origin", "trusted_proxies")
+_SHORTEST_TOKEN: Final = 16
 _OF_TARGET: Final = (
     *("url", "url_env", "schema", "prefix", "settle_after_s", "send_waiting", "timeout_s", "kafka", "kafka_file"),
 )
 _HIGHEST_PORT: Final = 65535
+_ORIGIN: Final = re.compile(r"https?://[^/\s]+")
 _HEADER: Final = re.compile(r"\s*\[+([^]]+)]")
 _ASSIGNED: Final = re.compile(r"\s*([\w.\"'-]+)\s*=")
 
@@ -78,6 +84,30 @@ class Target:
     timeout_s: float = 60.0
 
 
+Network: TypeAlias = "ipaddress.IPv4Network | ipaddress.IPv6Network"
+LOOPBACK: Final[tuple[Network, ...]] = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
+
+
+@dataclass(frozen=True)
+class ActionRules:
+    """What people may do on the page, and how the page knows who they are: by a token, or by a header that a proxy sets.
+
+    Attributes:
+        enabled: What they may do.
+        token: Whoever gives it may act, under the name that they give; None with ``user_header``.
+        user_header: The header in which a proxy names its user; None with a token.
+        origin: The page's own address as browsers see it: forms from elsewhere are refused. None, with a token only: any
+            address that the browser's ``Host`` names.
+        trusted_proxies: From where ``user_header`` is believed.
+    """
+
+    enabled: frozenset[Deed]
+    token: str | None = field(default=None, repr=False)
+    user_header: str | None = None
+    origin: str | None = None
+    trusted_proxies: tuple[Network, ...] = LOOPBACK
+
+
 @dataclass(frozen=True)
 class Settings:
     """The whole file.
@@ -88,6 +118,7 @@ class Settings:
         port: Its port; 0 for any free one.
         interval_s: Between two rounds over a target.
         lease_timeout_s: A leading replica without a sign of life for so long is replaced.
+        actions: What people may do on the page; None if nothing.
     """
 
     targets: tuple[Target, ...]
@@ -95,6 +126,7 @@ class Settings:
     port: int = 8470
     interval_s: float = 10.0
     lease_timeout_s: float = 30.0
+    actions: ActionRules | None = None
 
 
 def read_settings(path: Path) -> Settings:
@@ -131,7 +163,71 @@ def parse_settings(text: str, where: str, *, directory: Path, environment: Mappi
         port=port,
         interval_s=top.seconds("interval_s", Settings.interval_s),
         lease_timeout_s=top.seconds("lease_timeout_s", Settings.lease_timeout_s),
+        actions=_actions(top.table("actions"), environment),
     )
+
+
+def _actions(table: _Table, environment: Mapping[str, str]) -> ActionRules | None:
+    if not table.content:
+        return None
+    table.refuse_unknown(_OF_ACTIONS)
+    known = {deed.value: deed for deed in Deed}
+    enabled = table.texts("enabled", ())
+    for name in enabled:
+        if name not in known:
+            raise table.wrong("enabled", f"there is no action {name!r}", f"the actions are {', '.join(known)}")
+    token = _secret(table, "token", environment)
+    if token is not None and len(token) < _SHORTEST_TOKEN:
+        raise table.wrong("token", f"it is shorter than {_SHORTEST_TOKEN} characters", "use `openssl rand -hex 24`")
+    header, origin = table.text("user_header"), table.text("origin")
+    if (token is None) == (header is None):
+        raise table.wrong(
+            "enabled",
+            "there must be exactly one of a token and user_header",
+            "set token_env, or user_header and origin",
+        )
+    if header is not None and origin is None:
+        raise table.wrong(
+            "user_header",
+            "the proxy's own address is missing",
+            'set origin to what browsers show, for example "https://dualwrite.example.com"',
+        )
+    if origin is not None and not _ORIGIN.fullmatch(origin):
+        raise table.wrong(
+            "origin", f"{origin!r} is no origin", 'give "https://HOST" or "https://HOST:PORT", without a path'
+        )
+    return ActionRules(
+        enabled=frozenset(known[name] for name in enabled),
+        token=token,
+        user_header=header,
+        origin=origin,
+        trusted_proxies=tuple(_networks(table)),
+    )
+
+
+def _networks(table: _Table) -> Iterator[Network]:
+    if "trusted_proxies" not in table.content:
+        yield from LOOPBACK
+    for one in table.texts("trusted_proxies", ()):
+        try:
+            yield ipaddress.ip_network(one)
+        except ValueError as error:
+            raise table.wrong(
+                "trusted_proxies", str(error), 'give addresses or networks, such as "10.0.0.0/8"'
+            ) from error
+
+
+def _secret(table: _Table, key: str, environment: Mapping[str, str]) -> str | None:
+    """A text of the file, or of the environment variable that ``<key>_env`` names; None if there is neither."""
+    given, variable = table.text(key), table.text(f"{key}_env")
+    if given is not None and variable is not None:
+        raise table.wrong(key, f"there are both {key} and {key}_env", "keep one of them")
+    if variable is None:
+        return given
+    found = environment.get(variable)
+    if not found:
+        raise table.wrong(f"{key}_env", f"the environment variable {variable} is empty or not set", "set it")
+    return found
 
 
 def _target(table: _Table, name: str, top: _Table, *, directory: Path, environment: Mapping[str, str]) -> Target:
@@ -248,6 +344,12 @@ class _Table:
         if found is not None and (not isinstance(found, str) or not found):
             raise self.wrong(key, "this is no text, or an empty one", "give a text in quotes, or leave the key out")
         return found
+
+    def texts(self, key: str, default: tuple[str, ...]) -> tuple[str, ...]:
+        found = self.content.get(key, default)
+        if not isinstance(found, (list, tuple)) or not all(isinstance(one, str) and one for one in found):
+            raise self.wrong(key, "this is no list of texts", 'write ["one", "two"]')
+        return tuple(found)
 
     def flag(self, key: str, *, default: bool) -> bool:
         found = self.content.get(key, default)

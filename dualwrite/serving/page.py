@@ -5,30 +5,77 @@ The template only lays them out. It is for a person at night with a telephone: w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, select_autoescape
 
 from dualwrite.cli.report import blocks_words, groups_words, partitions_words, row_word, will_do
 from dualwrite.protocol.blocking import weight
+from dualwrite.protocol.by_hand import Deed, Ended
 from dualwrite.protocol.supervision import UNTRIED, Action, Reason
 from dualwrite.recovery.recover import settled_with
 
 if TYPE_CHECKING:
     from dualwrite.protocol.blocking import Blocker
+    from dualwrite.protocol.by_hand import ActionRecord
     from dualwrite.protocol.supervision import Planned, Tries
     from dualwrite.recovery.recover import IdStatus
+    from dualwrite.serving.actions import Form, Preview
     from dualwrite.serving.supervisor import Snapshot
 
 _MINUTE_S: Final = 60
 _NOTICED_S: Final = 1.0
 """Other programs' transactions younger than that are left out: programs at work always have some open."""
 _NEED_A_PERSON: Final = frozenset({Reason.WENT_BACK, Reason.CLOCK, Reason.FAILED})
+HEADERS: Final = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
+    ),
+    "Referrer-Policy": "same-origin",  # with "no-referrer" a browser hides from us where a form comes from
+    "X-Content-Type-Options": "nosniff",
+}
+"""Of every page."""
+_TITLES: Final = {
+    Deed.SETTLE: "Settle {}",
+    Deed.TERMINATE: "Terminate the transaction of {}",
+    Deed.ACKNOWLEDGE: "Acknowledge the losses of {}",
+    Deed.REPLAY: "Send again what was moved aside of {}",
+    Deed.DROP: "Delete what was moved aside of {}",
+}
+_LINKS: Final = {
+    Deed.SETTLE: "settle",
+    Deed.TERMINATE: "terminate",
+    Deed.ACKNOWLEDGE: "acknowledge",
+    Deed.REPLAY: "send again",
+    Deed.DROP: "delete",
+}
 _TEMPLATES: Final = Environment(
     loader=PackageLoader("dualwrite.serving", "."), autoescape=select_autoescape(default=True), trim_blocks=True
 )
+
+
+@dataclass(frozen=True)
+class Link:
+    """Where an action is confirmed."""
+
+    words: str
+    address: str
+
+
+@dataclass(frozen=True)
+class HistoryRow:
+    """One action of the past. All fields are text to show, but for ``alarming``."""
+
+    begun: str
+    who: str
+    what: str
+    why: str
+    outcome: str
+    alarming: bool
 
 
 @dataclass(frozen=True)
@@ -46,11 +93,12 @@ class OpenRow:
     tries: str
     alarming: bool
     is_ours: bool = True
+    links: Sequence[Link] = ()
 
 
 @dataclass(frozen=True)
 class WaitingRow:
-    """What waits of one writer. All fields are text to show, but for ``alarming``."""
+    """What waits of one writer. All fields are text to show, but for ``alarming`` and ``links``."""
 
     name: str
     messages: str
@@ -61,17 +109,19 @@ class WaitingRow:
     because: str
     tries: str
     alarming: bool
+    links: Sequence[Link] = ()
 
 
 @dataclass(frozen=True)
 class LossRow:
-    """One loss that nobody has acknowledged. All fields are text to show."""
+    """One loss that nobody has acknowledged. All fields are text to show, but for ``links``."""
 
     name: str
     outcome: str
     detected: str
     detail: str
     partitions: str
+    links: Sequence[Link] = ()
 
 
 @dataclass(frozen=True)
@@ -89,7 +139,8 @@ class TargetView:
         waiting: What waits.
         losses: What is lost, or may be.
         findings: Conditions that a person should mend, in words.
-        events: What this replica did last.
+        history: What people and services did last.
+        acts: Whether there are actions.
     """
 
     name: str
@@ -102,18 +153,51 @@ class TargetView:
     waiting: Sequence[WaitingRow]
     losses: Sequence[LossRow]
     findings: Sequence[str]
-    events: Sequence[str]
+    history: Sequence[HistoryRow]
+    acts: bool = False
 
 
-def render(snapshots: Iterable[Snapshot], now_s: float, *, refresh_s: float) -> str:
+def render(
+    snapshots: Iterable[Snapshot], now_s: float, *, refresh_s: float, enabled: Collection[Deed] = frozenset()
+) -> str:
     """The page. ``now_s`` is the time by the supervisors' clock, ``refresh_s`` how often a browser loads it again."""
-    targets = [view(snapshot, now_s) for snapshot in snapshots]
+    targets = [view(snapshot, now_s, enabled) for snapshot in snapshots]
     return _TEMPLATES.get_template("page.html").render(
         targets=targets, alarming=any(target.alarming for target in targets), refresh_s=max(2, round(refresh_s))
     )
 
 
-def view(snapshot: Snapshot, now_s: float) -> TargetView:
+def render_action(
+    *,
+    target: str = "",
+    deed: Deed | None = None,
+    subject: str = "",
+    preview: Preview | None = None,
+    form: Form | None = None,
+    cookie: str = "",
+    asks_user: bool = False,
+    refusal: str | None = None,
+) -> str:
+    """The page that confirms an action. It never loads itself again: somebody may be filling in its form."""
+    return _TEMPLATES.get_template("action.html").render(
+        target=target,
+        title="dualwrite" if deed is None else _TITLES[deed].format(subject),
+        preview=preview,
+        form=form,
+        cookie=cookie,
+        asks_user=asks_user,
+        refusal=refusal,
+    )
+
+
+def render_done(target: str, record: ActionRecord) -> str:
+    """The page that says how an action ended. While that is not known, it loads itself again."""
+    return _TEMPLATES.get_template("done.html").render(
+        target=target, row=_history_row(record), running=record.outcome is None
+    )
+
+
+def view(snapshot: Snapshot, now_s: float, enabled: Collection[Deed] = frozenset()) -> TargetView:
     """One target as the page shows it."""
     found = snapshot.round
     if found is None:
@@ -128,7 +212,7 @@ def view(snapshot: Snapshot, now_s: float) -> TargetView:
             waiting=(),
             losses=(),
             findings=(),
-            events=(),
+            history=(),
         )
     plans = {planned.writer: planned for planned in snapshot.plans}
     losses = [
@@ -138,6 +222,7 @@ def view(snapshot: Snapshot, now_s: float) -> TargetView:
             f"{incident.detected_at:%Y-%m-%d %H:%M:%S}",
             incident.detail,
             partitions_words(incident.state.partitions),
+            _links(snapshot.target, incident.transactional_id, enabled, Deed.ACKNOWLEDGE),
         )
         for incident in found.incidents
     ]
@@ -151,11 +236,12 @@ def view(snapshot: Snapshot, now_s: float) -> TargetView:
         role=_role(snapshot),
         age=duration(now_s - snapshot.round_s),
         error=snapshot.error,
-        open=_open(snapshot, plans),
-        waiting=_waiting(snapshot, plans),
+        open=_open(snapshot, plans, enabled),
+        waiting=_waiting(snapshot, plans, enabled),
         losses=losses,
         findings=[*(f"{one.status.value}: {one}. {one.remedy}" for one in snapshot.findings), *found.warnings],
-        events=[f"{at:%H:%M:%S} {what}" for at, what in snapshot.events],
+        history=[_history_row(record) for record in found.history],
+        acts=bool(enabled),
     )
 
 
@@ -181,7 +267,28 @@ def _role(snapshot: Snapshot) -> str:
     return f"this replica stands by; {leader.owner.partition(' on ')[0]} settles"
 
 
-def _open(snapshot: Snapshot, plans: dict[str, Planned]) -> list[OpenRow]:
+def _history_row(record: ActionRecord) -> HistoryRow:
+    intent = record.intent
+    if record.outcome is None:
+        outcome = "not known: it still runs, or its process was killed"
+    else:
+        outcome = f"{record.outcome.value}: {record.result}" if record.result else record.outcome.value
+    return HistoryRow(
+        begun=f"{record.begun_at:%Y-%m-%d %H:%M:%S}",
+        who=f"{intent.actor} ({intent.program})",
+        what=f"{intent.deed.value} {intent.subject}: {intent.detail}",
+        why=intent.reason,
+        outcome=outcome,
+        alarming=record.outcome in {None, Ended.FAILED},
+    )
+
+
+def _links(target: str, subject: str, enabled: Collection[Deed], *deeds: Deed) -> list[Link]:
+    place, chosen = f"/act/{quote(target)}", quote(subject, safe="")
+    return [Link(_LINKS[deed], f"{place}/{deed.value}?id={chosen}") for deed in deeds if deed in enabled]
+
+
+def _open(snapshot: Snapshot, plans: dict[str, Planned], enabled: Collection[Deed]) -> list[OpenRow]:
     """Everything that is unsettled or open, what blocks most first."""
     assert snapshot.round is not None
     names = {item.row.transactional_id for item in snapshot.round.items} | plans.keys()
@@ -192,13 +299,19 @@ def _open(snapshot: Snapshot, plans: dict[str, Planned]) -> list[OpenRow]:
         if item.needs_recovery:
             planned = plans.get(settled_with(item.row.transactional_id, names))
             unseen = (0, 0, -len(item.partitions), -(item.waits_for_s or 0.0))
-            row = _open_row(item, blocker, planned, snapshot)
+            row = _open_row(item, blocker, planned, snapshot, enabled)
             rows.append((unseen if blocker is None else weight(blocker), row.name, row))
-    rows += [(weight(one), one.kafka_id, _other_row(one)) for one in left.values() if one.open_for_s >= _NOTICED_S]
+    rows += [
+        (weight(one), one.kafka_id, _other_row(one, snapshot.target, enabled))
+        for one in left.values()
+        if one.open_for_s >= _NOTICED_S
+    ]
     return [row for _, _, row in sorted(rows, key=lambda row: row[:2])]
 
 
-def _open_row(item: IdStatus, blocker: Blocker | None, planned: Planned | None, snapshot: Snapshot) -> OpenRow:
+def _open_row(
+    item: IdStatus, blocker: Blocker | None, planned: Planned | None, snapshot: Snapshot, enabled: Collection[Deed]
+) -> OpenRow:
     decision = {"decided": "decided: will be committed", "-": "undecided: would be aborted"}.get(row_word(item))
     is_open = item.open_for_s is not None
     return OpenRow(
@@ -212,10 +325,14 @@ def _open_row(item: IdStatus, blocker: Blocker | None, planned: Planned | None, 
         because="" if planned is None else planned.because,
         tries="" if planned is None else _tries(snapshot.tries.get(planned.writer, UNTRIED), snapshot.now_s),
         alarming=planned is not None and planned.reason in _NEED_A_PERSON,
+        links=[
+            *(() if planned is None else _links(snapshot.target, planned.writer, enabled, Deed.SETTLE)),
+            *(_links(snapshot.target, item.row.transactional_id, enabled, Deed.TERMINATE) if is_open else ()),
+        ],
     )
 
 
-def _other_row(one: Blocker) -> OpenRow:
+def _other_row(one: Blocker, target: str, enabled: Collection[Deed]) -> OpenRow:
     """A transaction that no row of this target names."""
     return OpenRow(
         name=one.kafka_id,
@@ -229,6 +346,7 @@ def _other_row(one: Blocker) -> OpenRow:
         tries="",
         alarming=False,
         is_ours=False,
+        links=_links(target, one.kafka_id, enabled, Deed.TERMINATE),
     )
 
 
@@ -236,7 +354,7 @@ def _blocks(one: Blocker) -> str:
     return blocks_words(one) + (f"; groups that stand still: {groups_words(one)}" if one.groups else "")
 
 
-def _waiting(snapshot: Snapshot, plans: dict[str, Planned]) -> list[WaitingRow]:
+def _waiting(snapshot: Snapshot, plans: dict[str, Planned], enabled: Collection[Deed]) -> list[WaitingRow]:
     assert snapshot.round is not None
     shown = []
     for one in sorted(snapshot.round.waiting, key=lambda one: (-one.waiting.rows, one.writer)):
@@ -253,6 +371,10 @@ def _waiting(snapshot: Snapshot, plans: dict[str, Planned]) -> list[WaitingRow]:
                 because="" if planned is None else planned.because,
                 tries="" if planned is None else _tries(snapshot.tries.get(one.writer, UNTRIED), snapshot.now_s),
                 alarming=one.aside > 0,
+                links=[
+                    *_links(snapshot.target, one.writer, enabled, *([Deed.SETTLE] if one.waiting.rows else [])),
+                    *_links(snapshot.target, one.writer, enabled, *([Deed.REPLAY, Deed.DROP] if one.aside else [])),
+                ],
             )
         )
     return shown

@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from dualwrite.errors import ConfigurationError
 from dualwrite.protocol.supervision import Seen
 from dualwrite.protocol.values import member_id, writer_of
 from dualwrite.recovery.recover import overview, settled_with
@@ -19,10 +20,14 @@ from dualwrite.writing.left_behind import Waits, what_waits
 if TYPE_CHECKING:
     from dualwrite.interfaces import Database
     from dualwrite.protocol.blocking import Blocker
+    from dualwrite.protocol.by_hand import ActionRecord
     from dualwrite.protocol.leases import Lease
     from dualwrite.protocol.values import Incident, StateRow
     from dualwrite.recovery.recover import IdStatus
     from dualwrite.serving.configuration import Target
+
+_SHOWN: Final = 20
+"""How many actions of the history a page shows."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class Round:
         warnings: Conditions in the database that slow dual writes down, and what could not be found out.
         skew_s: By how much this machine's clock is ahead of the database's.
         seen: Every writer that has something to settle or to send.
+        history: What people and services did last, newest first.
     """
 
     at: datetime
@@ -57,6 +63,7 @@ class Round:
     warnings: Sequence[str] = ()
     skew_s: float = 0.0
     seen: Sequence[Seen] = ()
+    history: Sequence[ActionRecord] = ()
 
 
 def look(target: Target, database: Database) -> Round:
@@ -78,6 +85,7 @@ def look(target: Target, database: Database) -> Round:
     waiting = what_waits(
         database, [name for name in store.outbox.writers() if name.startswith(target.prefix)] if store.outbox else ()
     )
+    history, missing = _history(database, target.prefix)
     now = database.forgetting().now()
     leader = next(iter(database.lease_list(member_id(fleet_of(target.name), 0), "")), None)
     seen = every_writer(
@@ -98,10 +106,20 @@ def look(target: Target, database: Database) -> Round:
         leases=leases,
         leader=leader,
         waiting=waiting,
-        warnings=[*database.warnings(), *found.unknown],
+        warnings=[*database.warnings(), *found.unknown, *missing],
         skew_s=time.time() - now.timestamp(),
         seen=seen,
+        history=history,
     )
+
+
+def _history(database: Database, prefix: str) -> tuple[Sequence[ActionRecord], Sequence[str]]:
+    """The last actions, and why they are not there: for a record alone, settling does not wait."""
+    try:
+        history = database.history()
+        return (() if history is None else history.last(prefix, limit=_SHOWN)), ()
+    except ConfigurationError as error:
+        return (), [f"the history of actions cannot be read: {error}"]
 
 
 def every_writer(

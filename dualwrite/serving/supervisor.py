@@ -12,14 +12,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from math import inf
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.clock import now_s
 from dualwrite.errors import ConfigurationError, DualWriteError
+from dualwrite.protocol.by_hand import Deed, End, Ended, Intent
 from dualwrite.protocol.findings import CheckResult, Status
 from dualwrite.protocol.leases import LeaseTiming
 from dualwrite.protocol.outbox import growing_pause_s
@@ -30,10 +30,12 @@ from dualwrite.serving.configuration import fleet_of
 from dualwrite.serving.rounds import Round, look
 from dualwrite.stores.opening import database_of
 from dualwrite.stores.sql.database import SqlDatabase
+from dualwrite.writing.by_hand import SETTLING, new_action_id, recovery_words
 from dualwrite.writing.leased import LeaseKeeper
 from dualwrite.writing.left_behind import recover
 
 if TYPE_CHECKING:
+    from dualwrite.interfaces import History
     from dualwrite.recovery.recover import RecoveryReport
     from dualwrite.serving.configuration import Settings, Target
 
@@ -41,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S: Final = 60.0
 _CHECK_EVERY_S: Final = 300.0
+SERVICE: Final = "dualwrite serve"
+"""Who acts, in the history, where no person does."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,6 @@ class Snapshot:
         alive_s: When the last round ended, failed or not, by the supervisor's own clock.
         counts: What was done since the process started: ``rounds``, ``failed rounds``, ``settled``, ``rolled forward``,
             ``losses``, ``sent``, ``failures``.
-        events: What it did last, newest first.
         findings: What ``dualwrite doctor`` finds wrong or weak, as this process sees it; asked anew every five minutes.
     """
 
@@ -73,7 +76,6 @@ class Snapshot:
     error: str | None = None
     alive_s: float = -inf
     counts: Mapping[str, float] = field(default_factory=dict)
-    events: Sequence[tuple[datetime, str]] = ()
     findings: Sequence[CheckResult] = ()
 
 
@@ -115,7 +117,10 @@ class Supervisor:
         self._error: str | None = None
         self._failing_with: type[Exception] | tuple[()] = ()
         self._counts: Counter[str] = Counter()
-        self._events: list[tuple[datetime, str]] = []
+        self._action_ids: dict[str, str] = {}
+        self._kept_s = -inf
+        self._ends: list[End] = []
+        self._unended: set[str] = set()
         self._findings: Sequence[CheckResult] = ()
         self._checked_s = -inf
         self.snapshot = Snapshot(target.name)
@@ -230,6 +235,7 @@ class Supervisor:
     def _step_down(self) -> None:
         self._leads = False
         self._tries.clear()
+        self._action_ids.clear()
         self._keeper.give_back(settled=True)
 
     # What it sees, and what it does
@@ -254,10 +260,10 @@ class Supervisor:
 
     def _settle(self) -> bool:
         """Settle what is planned, writer by writer. Returns whether anything was tried."""
+        due = [planned for planned in self._plans if planned.action is Action.SETTLE]
+        self._keep_intents(due)
         tried = False
-        for planned in self._plans:
-            if planned.action is not Action.SETTLE:
-                continue
+        for planned in due:
             if self._stopping.is_set() or self._lost.is_set():
                 break
             if tried and not self._keeper.still_held():
@@ -281,12 +287,57 @@ class Supervisor:
                 failure = self._note_report(planned.writer, report)
             if failure is None:
                 self._tries[planned.writer] = tries.succeeded(now_s())
+                self._keep_end(planned.writer, Ended.DONE, recovery_words(report))
             else:
+                self._keep_end(planned.writer, Ended.FAILED, f"attempt {tries.failures + 1}: {failure}")
                 self._tries[planned.writer] = tries.failed(now_s(), failure)
                 self._counts["failures"] += 1
                 self._note(f"{planned.writer}: attempt {tries.failures + 1} failed: {failure}", logging.WARNING)
             self._publish()
+        for writer in sorted(self._unended):
+            self._keep_end(writer, Ended.REFUSED, "not begun: this replica stops, or another one leads")
+        self._keep_ends()
         return tried
+
+    # The history of what it did: a record alone, for which no settlement waits
+
+    def _keep_intents(self, due: Sequence[Planned]) -> None:
+        """Store what is about to be settled, in one transaction. What has failed before goes on under its former record."""
+        failed = {one: known for one, known in self._action_ids.items() if self._tries.get(one, UNTRIED).failures}
+        self._action_ids = {**{one.writer: new_action_id() for one in due}, **failed}
+        self._unended = {one.writer for one in due}
+        program = f"{self.target.kafka['client.id']} {default_owner()}"
+        intents = [
+            Intent(
+                self._action_ids[one.writer],
+                one.writer,
+                Deed.SETTLE,
+                SETTLING,
+                one.because,
+                SERVICE,
+                program,
+            )
+            for one in due
+        ]
+        self._keep(lambda history: history.begin(intents))
+
+    def _keep_end(self, writer: str, outcome: Ended, result: str) -> None:
+        self._unended.discard(writer)
+        self._ends.append(End(self._action_ids[writer], outcome, result))
+        if now_s() - self._kept_s >= 1.0:  # a transaction each would take longer than a small settlement
+            self._keep_ends()
+
+    def _keep_ends(self) -> None:
+        ends, self._ends = self._ends, []
+        self._kept_s = now_s()
+        self._keep(lambda history: history.end(ends))
+
+    def _keep(self, work: Callable[[History], None]) -> None:
+        try:
+            if (history := self._database.history()) is not None:
+                work(history)
+        except DualWriteError as error:
+            logger.warning("%s: the history of actions cannot be kept: %s", self.target.name, error)
 
     def _note_report(self, writer: str, report: RecoveryReport) -> str | None:
         """Count and log what was done. Returns what hindered it, if anything did."""
@@ -296,17 +347,13 @@ class Supervisor:
         self._counts["losses"] += len(report.losses)
         self._counts["sent"] += sent
         if report.settled or sent or report.losses:
-            words = [f"{len(report.settled)} ids settled", f"{len(report.rolled_forward)} rolled forward"]
-            words += [f"{sent:,} messages sent"] if sent else []
-            words += [f"{len(report.losses)} LOST OR UNVERIFIABLE"] if report.losses else []
-            self._note(f"{writer}: {', '.join(words)}", logging.ERROR if report.losses else logging.INFO)
+            self._note(f"{writer}: {recovery_words(report)}", logging.ERROR if report.losses else logging.INFO)
         if report.went_back:
             return str(report.went_back[0])
         return "left alone: its owner has come back" if report.skipped else None
 
     def _note(self, what: str, level: int) -> None:
         logger.log(level, "%s: %s", self.target.name, what)
-        self._events = [(datetime.now(timezone.utc), what), *self._events[:19]]
 
     def _publish(self) -> None:
         now = now_s()
@@ -321,6 +368,5 @@ class Supervisor:
             error=self._error,
             alive_s=now,
             counts=dict(self._counts),
-            events=tuple(self._events),
             findings=tuple(self._findings),
         )

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from dualwrite import failpoints
 from dualwrite.errors import ConfigurationError, DatabaseWentBack, DualWriteError, IllegalStateError
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from dualwrite.recovery.recover import RecoveryReport
 
 logger = logging.getLogger(__name__)
+
+SETTLING: Final = "commit what is decided, abort what is not, send what waits"
+"""What settling is about to do, in words."""
 
 
 def new_action_id() -> str:
@@ -125,8 +128,9 @@ def settle(
     progress: Callable[[int, int], None] | None = None,
 ) -> RecoveryReport:
     """As :func:`dualwrite.recover`, with its reason. A dry run does nothing, and so leaves nothing to store."""
-    detail = "commit what is decided, abort what is not, send what waits"
-    with noted(database, Deed.SETTLE, transactional_id or f"{prefix or ''}*", detail, None if dry_run else by) as note:
+    with noted(
+        database, Deed.SETTLE, transactional_id or f"{prefix or ''}*", SETTLING, None if dry_run else by
+    ) as note:
         report = left_behind.recover(
             transactional_id,
             kafka=kafka,

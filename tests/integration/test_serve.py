@@ -142,7 +142,7 @@ def test_what_a_dead_owner_left_is_settled_and_the_process_stops_cleanly(config,
     replica = start(config())
     with ended(replica):
         replica.says("this replica leads")
-        replica.says("case: 1 ids settled, 1 rolled forward")
+        replica.says("case: 1 id settled, 1 rolled forward")
         assert unsettled(kafka, url) == []
         assert case.verify() == {"w1-0", "w1-1"}
         assert replica.get("/healthz") == (200, "ok")
@@ -158,7 +158,7 @@ def test_an_undecided_transaction_of_a_dead_owner_is_aborted(config, start, case
     replica = start(config())
     with ended(replica):
         replica.says("case: settle: left open, undecided")
-        replica.says("case: 1 ids settled, 0 rolled forward")
+        replica.says("case: 1 id settled, 0 rolled forward")
         assert case.verify() == {"w1-0"}
 
 
@@ -168,7 +168,7 @@ def test_what_the_broker_is_about_to_abort_although_it_is_decided_goes_first(con
     replica = start(config(settle_after_s=3000))
     with ended(replica):
         replica.says("case: settle: decided, and the broker aborts it in ")
-        replica.says("case: 1 ids settled, 1 rolled forward")
+        replica.says("case: 1 id settled, 1 rolled forward")
         assert case.verify() == {"w1-0", "w1-1"}
 
 
@@ -247,7 +247,7 @@ def test_the_other_replica_stands_by_until_the_leader_stops(config, start, case,
         assert first.end(signal.SIGINT) == 0
         second.says("this replica leads")
         case.run(failpoint="write.decided:2", killed=True)
-        second.says("case: 1 ids settled, 1 rolled forward")
+        second.says("case: 1 id settled, 1 rolled forward")
 
 
 def test_the_page_and_the_metrics_show_what_is_open_what_it_blocks_and_why_it_is_left(config, start, case):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualwrite.protocol.lives import LeaseState
-from dualwrite.protocol.supervision import URGENT_S, Action, Reason, Rule, Seen, Tries, View, plan
+from dualwrite.protocol.supervision import URGENT_S, Action, Reason, Rule, Seen, Tries, View, plan, why_not_by_hand
 
 RULE = Rule(settle_after_s=60.0)
 VIEW = View(now_s=1000.0, answering_s=3600.0)
@@ -149,3 +149,27 @@ def test_whatever_is_seen_no_sign_of_life_is_overlooked(seen, settle_after_s):
         if planned.reason is not Reason.RUNNING_OUT:
             assert seen.unchanged_s >= settle_after_s
         assert planned.patience_s > 0, "0 would let the recovery itself overlook them"
+
+
+@pytest.mark.parametrize(
+    ("seen", "reason"),
+    [
+        (Seen("orders"), Reason.NOTHING),
+        (replace(DECIDED, claim_lost=True), Reason.WENT_BACK),
+        (replace(DECIDED, **HELD), Reason.LEASED),
+        (replace(UNDECIDED, slot_held=True), Reason.SLOT),
+        (replace(UNDECIDED, youngest_s=59.9), Reason.YOUNG),
+        (replace(DECIDED, time_left_s=9.0, youngest_s=30.0), Reason.YOUNG),
+        (replace(DECIDED, unchanged_s=59.9), Reason.CHANGED),
+        (replace(WAITING, waiting_s=3.0), Reason.YOUNG),
+    ],
+)
+def test_a_person_settles_nothing_past_a_sign_of_life(seen, reason):
+    why_not = why_not_by_hand(seen, RULE)
+    assert why_not is not None
+    assert why_not[0] is reason
+
+
+def test_a_person_need_not_wait_for_a_pause_and_may_send_what_the_service_does_not():
+    assert why_not_by_hand(DECIDED, RULE) is None
+    assert why_not_by_hand(WAITING, replace(RULE, sends_waiting=False)) is None

@@ -3,6 +3,7 @@
 import pytest
 
 from dualwrite.errors import ConfigurationError
+from dualwrite.protocol.by_hand import Deed
 from dualwrite.protocol.supervision import Rule
 from dualwrite.serving.configuration import line_of, parse_settings, read_settings
 
@@ -116,3 +117,46 @@ def test_a_key_is_found_below_its_own_table():
     assert line_of(WHOLE, ("target", "shop", "kafka"), "bootstrap") == 13
     assert line_of(WHOLE, ("target", "billing"), "schema") == 16, "that of its table"
     assert line_of(WHOLE, (), "lease_timeout_s") is None
+
+
+ACTIONS = "[actions]\nenabled = ['settle', 'drop']\n"
+
+
+def test_nothing_can_be_done_on_the_page_unless_it_is_said_so(tmp_path):
+    assert parsed(TARGET, tmp_path).actions is None
+    by_token = parsed(TARGET + ACTIONS + "token_env = 'TOKEN'\n", tmp_path, TOKEN="0123456789abcdef").actions
+    assert (by_token.enabled, by_token.token, by_token.user_header) == (
+        {Deed.SETTLE, Deed.DROP},
+        "0123456789abcdef",
+        None,
+    )
+    assert "0123456789abcdef" not in repr(by_token)
+    by_proxy = parsed(TARGET + ACTIONS + "user_header = 'X-User'\norigin = 'https://a.example'\n", tmp_path).actions
+    assert (by_proxy.token, by_proxy.user_header, by_proxy.origin) == (None, "X-User", "https://a.example")
+    assert [str(one) for one in by_proxy.trusted_proxies] == ["127.0.0.0/8", "::1/128"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("", r"line 5: actions\.enabled: there must be exactly one of a token and user_header"),
+        ("token = 'x'", r"line 6: actions\.token: it is shorter than 16 characters"),
+        ("token_env = 'NOT_SET'", r"line 6: actions\.token_env: the environment variable NOT_SET is empty or not set"),
+        ("token = '0123456789abcdef'\ntoken_env = 'TOKEN'", r"actions\.token: there are both token and token_env"),
+        ("token = '0123456789abcdef'\nuser_header = 'X'\norigin = 'https://a'", r"must be exactly one of"),
+        ("user_header = 'X'", r"line 6: actions\.user_header: the proxy's own address is missing \(set origin"),
+        ("user_header = 'X'\norigin = 'https://a/b'", r"line 7: actions\.origin: 'https://a/b' is no origin"),
+        ("user_header = 'X'\norigin = 'https://a'\ntrusted_proxies = ['10.0.0.0/99']", r"actions\.trusted_proxies: "),
+        ("user_header = 'X'\norigin = 'https://a'\ntrusted_proxies = '10.0.0.1'", r"this is no list of texts"),
+        ("toke = 'x'", r"actions\.toke: there is no such key \(did you mean token\?\)"),
+    ],
+)
+def test_an_error_in_the_actions_names_the_line_and_shows_no_token(tmp_path, more, message):
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        parsed(TARGET + ACTIONS + more + "\n", tmp_path)
+    assert "0123456789abcdef" not in str(caught.value)
+
+
+def test_an_action_that_is_not_known_is_named(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"there is no action 'sing' \(the actions are settle, terminate"):
+        parsed(TARGET + "[actions]\nenabled = ['sing']\n", tmp_path)

@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 
 from dualwrite.clock import now_s
 from dualwrite.protocol.blocking import Blocker, HeldPartition, StandingGroup
+from dualwrite.protocol.by_hand import ActionRecord, Deed, Ended, Intent
 from dualwrite.protocol.findings import CheckResult, Status
 from dualwrite.protocol.leases import Lease
 from dualwrite.protocol.lives import LeaseState
@@ -33,17 +34,31 @@ PLANS = (
     Planned("bills", Action.LEAVE, Reason.LEASED, "its owner is alive"),
     Planned("orders", Action.SETTLE, Reason.DECIDED, "the database has decided", 60.0),
 )
+DONE = ActionRecord(
+    Intent(
+        "a" * 32, "orders", Deed.SETTLE, "what it left", "<i>its host</i> is gone", "anna", "dualwrite-serve app@host:7"
+    ),
+    AT,
+    AT,
+    Ended.DONE,
+    "3 ids settled",
+)
 CALM = Snapshot(
     "shop",
     leads=True,
     round=Round(
-        AT, 0.2, [SMALL, LARGE], 500.0, leader=LEASE, seen=[Seen("orders", needs_recovery=True, time_left_s=805.0)]
+        AT,
+        0.2,
+        [SMALL, LARGE],
+        500.0,
+        leader=LEASE,
+        seen=[Seen("orders", needs_recovery=True, time_left_s=805.0)],
+        history=[DONE],
     ),
     round_s=100.0,
     plans=PLANS,
     now_s=100.0,
     counts={"rounds": 3, "settled": 2},
-    events=((AT, "orders: 3 ids settled"),),
 )
 
 
@@ -152,7 +167,11 @@ def test_the_page_needs_no_script_escapes_what_it_shows_and_loads_itself_again()
     assert "<script" not in page
     assert "aborted by &lt;b&gt;somebody&lt;/b&gt;" in page
     assert "<li>old versions of rows</li>" in page
-    assert "<li>00:00:00 orders: 3 ids settled</li>" in page
+    assert 'data-label="begun">2026-01-01 00:00:00<' in page
+    assert 'data-label="who">anna (dualwrite-serve app@host:7)<' in page
+    assert 'data-label="what">settle orders: what it left<' in page
+    assert 'data-label="why">&lt;i&gt;its host&lt;/i&gt; is gone<' in page
+    assert 'data-label="outcome">done: 3 ids settled<' in page
 
 
 class Balanced(HTMLParser):

@@ -11,6 +11,7 @@ from dualwrite.clock import now_s
 from dualwrite.databases import RocksDatabase
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.migrations import upgrade
+from dualwrite.protocol.by_hand import Ended
 from dualwrite.protocol.findings import CheckResult, Status
 from dualwrite.protocol.supervision import Reason, Rule, Seen
 from dualwrite.recovery.recover import RecoveryReport
@@ -18,6 +19,7 @@ from dualwrite.serving import supervisor
 from dualwrite.serving.configuration import Settings, Target
 from dualwrite.serving.rounds import Round
 from dualwrite.serving.supervisor import Supervisor
+from dualwrite.stores.sql.actions import History
 
 DEAD = [
     Seen(name, needs_recovery=True, decided=True, youngest_s=95.0, unchanged_s=95.0) for name in ("bills", "orders")
@@ -103,13 +105,50 @@ def test_the_leader_settles_each_writer_once_and_shows_that_nothing_is_left(make
     assert len(servers.settled) == 2
     assert [message for message in caplog.messages if "shop: orders" in message] == [
         "shop: orders: settle: the database has decided, Kafka has not followed, and its owner shows no sign of life",
-        "shop: orders: 1 ids settled, 0 rolled forward",
+        "shop: orders: 1 id settled, 0 rolled forward",
         "shop: orders: nothing is left",
     ]
-    assert [what for _, what in leader.snapshot.events] == [
-        "orders: 1 ids settled, 0 rolled forward",
-        "bills: 1 ids settled, 0 rolled forward",
-    ]
+    for record in kept(leader):
+        assert record.intent.actor == "dualwrite serve"
+        assert record.intent.reason.startswith("the database has decided")
+        assert (record.outcome, record.result) == (Ended.DONE, "1 id settled, 0 rolled forward")
+    assert {record.intent.subject for record in kept(leader)} == {"bills", "orders"}
+
+
+def kept(leader):
+    """The history that it leaves in its database."""
+    return leader._database.history().last("", limit=9)
+
+
+def test_what_is_tried_again_is_one_action_and_what_is_not_begun_says_so(make, servers):
+    leader = make()
+    servers.settle_error = Unavailable("Kafka is away")
+    leader._turn()
+    leader._turn()
+    leader._tries = {name: replace(tries, next_s=0.0) for name, tries in leader._tries.items()}
+    leader._turn()
+    assert len(servers.settled) == 4
+    assert [(one.outcome, one.result) for one in kept(leader)] == [
+        (Ended.FAILED, "attempt 2: Unavailable: Kafka is away (try again when the server answers)")
+    ] * 2
+    leader._tries = {name: replace(tries, next_s=0.0) for name, tries in leader._tries.items()}
+    servers.settle_error, servers.meanwhile = None, lambda _: leader.stop()
+    leader._turn()
+    assert {(one.intent.subject, one.outcome, one.result) for one in kept(leader)} == {
+        ("bills", Ended.DONE, "1 id settled, 0 rolled forward"),
+        ("orders", Ended.REFUSED, "not begun: this replica stops, or another one leads"),
+    }
+
+
+def test_a_history_that_cannot_be_kept_hinders_no_settlement(make, servers, monkeypatch, caplog):
+    def away(*_, **__):
+        raise Unavailable("the history is away")
+
+    monkeypatch.setattr(History, "begin", away)
+    monkeypatch.setattr(History, "end", away)
+    make()._turn()
+    assert len(servers.settled) == 2
+    assert "shop: the history of actions cannot be kept: the history is away" in caplog.text
 
 
 def test_who_stands_by_looks_and_settles_nothing_until_the_leader_is_gone(make, servers):
@@ -220,7 +259,7 @@ def test_after_an_outage_owners_get_their_time_again(make, servers):
 def test_a_loss_is_an_error_in_the_log_and_is_counted(make, servers, caplog):
     servers.report = lambda settled: RecoveryReport(settled=settled, losses=["a loss"], sent={"orders": 3})
     make()._turn()
-    [record] = [record for record in caplog.records if "orders: 1 ids settled" in record.getMessage()]
+    [record] = [record for record in caplog.records if "orders: 1 id settled" in record.getMessage()]
     assert record.levelno == logging.ERROR
     assert record.getMessage().endswith("3 messages sent, 1 LOST OR UNVERIFIABLE")
 
