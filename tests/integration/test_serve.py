@@ -1,24 +1,17 @@
 """``dualwrite serve``: replicas that keep writers settled, whoever dies, and leave alone what has a live owner."""
 
-import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
-import urllib.error
-import urllib.request
 from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 from harness.checker import Case
-from harness.patience import PATIENCE_S, wait_until
+from harness.patience import wait_until
+from harness.service import replicas, serve_file
 from sqlalchemy import text
 
 from dualwrite import DualWriter, WriterLimits, recover
-from dualwrite.failpoints import ENVIRONMENT
 from dualwrite.recovery.recover import status
 from dualwrite.stores.sql.leases import read_leases
 from dualwrite.testing.reading import read_committed
@@ -28,82 +21,12 @@ pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 SETTLE_AFTER_S = 2.0
 
 
-class Replica:
-    """One process of the service, and what it says."""
-
-    def __init__(self, config, failpoint=""):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", "from dualwrite.cli import main; main()", "serve", "--config", str(config)],
-            env={**os.environ, ENVIRONMENT: failpoint},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.log = ""
-        self.address = None
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self):
-        with self.process.stderr as said:
-            for line in said:
-                self.log += line
-                if found := re.search(r"listening on (http://\S+)", line):
-                    self.address = found[1]
-
-    def get(self, path):
-        """The status and the body of a page."""
-        wait_until(lambda: self.address or self.process.poll() is not None, otherwise=lambda: self.log)
-        assert self.address, self.log
-        try:
-            with urllib.request.urlopen(f"{self.address}{path}", timeout=PATIENCE_S) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
-
-    def target(self):
-        return json.loads(self.get("/api/status")[1])["targets"]["shop"]
-
-    def looks_again(self):
-        """Wait until another look has ended."""
-        before = self.target()["at"] or ""
-        wait_until(lambda: (self.target()["at"] or "") > before, otherwise=lambda: self.log)
-
-    def says(self, words):
-        wait_until(lambda: words in self.log or self.process.poll() is not None)
-        wait_until(lambda: words in self.log, 1.0, otherwise=lambda: f"{words!r} is not in:\n{self.log}")
-
-    def end(self, number=signal.SIGTERM):
-        """Stop it by a signal, and return its exit code."""
-        self.process.send_signal(number)
-        return self.wait()
-
-    def wait(self):
-        code = self.process.wait(PATIENCE_S)
-        self._reader.join(PATIENCE_S)
-        return code
-
-
 @pytest.fixture
 def config(tmp_path, kafka, url):
     """Writes the file of a service for this database and broker."""
 
     def write(more="", kafka=kafka, settle_after_s=SETTLE_AFTER_S, timeout_s=20):
-        path = tmp_path / "serve.toml"
-        path.write_text(
-            f"""
-            listen = "127.0.0.1:0"
-            interval_s = 0.2
-            lease_timeout_s = 3
-            settle_after_s = {settle_after_s}
-            {more}
-            [target.shop]
-            url = "{url}"
-            timeout_s = {timeout_s}
-            kafka.bootstrap.servers = "{kafka["bootstrap.servers"]}"
-            """
-        )
-        return path
+        return serve_file(tmp_path, kafka, url, more, settle_after_s=settle_after_s, timeout_s=timeout_s)
 
     return write
 
@@ -112,14 +35,7 @@ def config(tmp_path, kafka, url):
 def start():
     """Starts replicas, which are gone after the test."""
     with ExitStack() as later:
-
-        def run(config, failpoint=""):
-            replica = Replica(config, failpoint)
-            later.callback(replica.wait)
-            later.callback(replica.process.kill)
-            return replica
-
-        yield run
+        yield replicas(later)
 
 
 @pytest.fixture
@@ -186,7 +102,7 @@ def test_messages_of_a_dead_writer_that_wait_are_sent(config, start, case, kafka
     replica = start(config())
     with ended(replica):
         replica.says("case: settle: 1 messages wait in the database")
-        replica.says("1 messages sent")
+        replica.says("1 message sent")
         assert "waits" in [record.value.decode() for record in read_committed(kafka, dualwrite_topic)]
 
 
