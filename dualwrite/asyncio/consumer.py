@@ -51,7 +51,8 @@ class AsyncExactlyOnceConsumer:
             messages, in the order of each partition. It must not commit, and must not send offsets. It must await everything
             that it sends before it returns.
         kafka: As for `ExactlyOnceConsumer`.
-        database: An ``AsyncEngine`` (psycopg or aiosqlite) or a database URL. The tables must exist: ``dualwrite migrate``.
+        database: An ``AsyncEngine`` (psycopg, asyncpg or aiosqlite) or a database URL. The tables must exist:
+            ``dualwrite migrate``.
         own_engine: An engine for the consumer's own short transactions, which run in threads; see `AsyncDualWriter`.
         schema, offsets, consumer: As for `ExactlyOnceConsumer`.
         writer: Further arguments of `AsyncDualWriter`.

@@ -67,7 +67,8 @@ class AsyncDualWriter:
     Args:
         transactional_id: As for :class:`DualWriter`.
         kafka: As for :class:`DualWriter`.
-        database: An ``AsyncEngine`` (psycopg or aiosqlite) or a database URL. The tables must exist: ``dualwrite migrate``.
+        database: An ``AsyncEngine`` (psycopg, asyncpg or aiosqlite) or a database URL. The tables must exist:
+            ``dualwrite migrate``.
         own_engine: An engine for the writer's own short transactions, which run in threads: claiming, settling, recording. If
             not given, one is made from the URL of ``database``. Give one if the URL alone does not lead to the database, for
             instance because ``database`` was made with ``connect_args``. It must lead to the same database, which is checked.

@@ -6,7 +6,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness.databases import ODD_SCHEMA, Database, emptied, prepare, prepare_mariadb, sqlite_url, through_mysqlclient
+from harness.databases import (
+    ODD_SCHEMA,
+    Database,
+    awaited_in_a_thread,
+    emptied,
+    prepare,
+    prepare_mariadb,
+    sqlite_url,
+    through_mysqlclient,
+)
 from sqlalchemy import Connection, make_url
 
 from dualwrite.stores.sql.store import SqlStateStore
@@ -24,8 +33,13 @@ MARIADB_IN_THOROUGH_RUNS = (
 """Tests in which MariaDB does as other databases do, and those that take it long."""
 
 
+WITH_BLOCKS = ("test_store.py", "test_store_savepoints.py", "test_outbox.py", "test_consumed.py")
+"""Tests of statements in blocks. All others are the library's own, which never go through asyncpg."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = [item for item in items if "through asyncpg" not in item.name or item.path.name in WITH_BLOCKS]
     for item in items:
         chosen = "conformance" in item.nodeid and "[mariadb]" in item.nodeid
         if chosen and any(name in item.nodeid for name in MARIADB_IN_THOROUGH_RUNS):
@@ -58,6 +72,7 @@ def mariadb(mariadb_url: str) -> Iterator[Database]:
         # Without a schema: SQLite here, PostgreSQL in the integration tests.
         pytest.param("postgresql", marks=[pytest.mark.postgresql, pytest.mark.thorough]),
         pytest.param("postgresql with schema", marks=pytest.mark.postgresql),
+        pytest.param("postgresql through asyncpg", marks=pytest.mark.postgresql),
         pytest.param("mariadb", marks=pytest.mark.mariadb),
         pytest.param("mariadb with schema", marks=[pytest.mark.mariadb, pytest.mark.thorough]),
         pytest.param("mariadb through mysqlclient", marks=[pytest.mark.mariadb, pytest.mark.thorough]),
@@ -67,6 +82,14 @@ def mariadb(mariadb_url: str) -> Iterator[Database]:
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
     if request.param == "sqlite":
         made = prepare("sqlite", sqlite_url(tmp_path))
+    elif "asyncpg" in request.param:
+        pytest.importorskip("asyncpg", reason="the extra 'asyncpg' is not installed")
+        made = prepare("postgresql", emptied(request.getfixturevalue("postgres_url")))
+        made.by_asyncpg = True
+        with awaited_in_a_thread():
+            yield made
+            made.dispose()
+        return
     else:
         schema = ODD_SCHEMA if "schema" in request.param else None
         if request.param.startswith("mariadb"):

@@ -10,7 +10,7 @@ AT = ("payments", 3)
 @pytest.fixture
 def member(database):
     def make(name, group="g"):
-        return ConsumedOffsets(database.store().engine, database.schema, group, name)
+        return ConsumedOffsets(database.engine(), database.schema, group, name)
 
     return make
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pickle
 import sqlite3
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from harness.databases import Database, prepared, run_raw
-from sqlalchemy import Connection, event, text
+from sqlalchemy import AdaptedConnection, Connection, event, text
 from sqlalchemy.exc import IntegrityError
 
 from dualwrite.errors import (
@@ -22,6 +23,8 @@ from dualwrite.errors import (
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.protocol.values import Decision, Outcome
+from dualwrite.stores.sql import asyncpg_driver
+from dualwrite.stores.sql.asyncpg_driver import exchanges_of
 from dualwrite.stores.sql.savepoints import SavepointWatch
 from dualwrite.stores.sql.store import SqlStateStore
 
@@ -359,7 +362,9 @@ def test_a_transaction_ended_inside_is_noticed_before_the_decision(
         store.begin(connection)
         store.read_incarnation(connection, "orders")
         end_unseen(connection, words)
-        insert(connection, 1)
+        # asyncpg would not begin another transaction: the row would be committed by itself.
+        with pytest.raises(IllegalStateError, match="ended inside") if database.by_asyncpg else nullcontext():
+            insert(connection, 1)
         with pytest.raises(IllegalStateError, match="ended inside") as caught:
             last()
         assert caught.value.outcome == "unknown"
@@ -375,6 +380,8 @@ def stand_alone(driver: Any) -> None:
     elif isinstance(driver, sqlite3.Connection):
         driver.rollback()
         driver.isolation_level = None
+    elif isinstance(driver, AdaptedConnection):
+        asyncpg_driver.await_only(exchanges_of(driver.driver_connection)._protocol.query("ROLLBACK", None))
     else:  # below the watch over the driver's statements
         type(driver).rollback(driver)
         type(driver).autocommit(driver, True)

@@ -36,6 +36,15 @@ def url(request, tmp_path):
 
 
 @pytest.fixture
+def task_url(request, url):
+    """The database's URL for tasks, which wait for each other longer; with the driver that a test is parametrized with."""
+    if (driver := getattr(request, "param", None)) is not None:
+        pytest.importorskip(driver, reason=f"the extra {driver!r} is not installed")
+        return make_url(url).set(drivername=f"postgresql+{driver}").render_as_string(hide_password=False)
+    return f"{url}?timeout=60" if url.startswith("sqlite") else url  # it lets writers wait for each other in no order
+
+
+@pytest.fixture
 def engine(url):
     engine = create_engine(url)
     Base.metadata.create_all(engine)

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 from harness.engines import ENGINES
-from harness.orders import on_both
 from sqlalchemy import insert, select
 
 from dualwrite import WriterLimits
@@ -32,14 +31,12 @@ def messages(kafka, dualwrite_topic):
 
 
 @pytest.fixture
-def in_writer(kafka, url, engine):
+def in_writer(kafka, task_url, engine):
     """Runs a coroutine function with an open writer."""
 
     def run(work, **options):
         async def main():
-            # SQLite lets writers wait for each other in no order: on a busy machine five seconds are not enough.
-            patient = f"{url}?timeout=60" if url.startswith("sqlite") else url
-            async with AsyncDualWriter("orders", **{"kafka": kafka, "database": patient, **options}) as writer:
+            async with AsyncDualWriter("orders", **{"kafka": kafka, "database": task_url, **options}) as writer:
                 return await work(writer)
 
         return asyncio.run(main())
@@ -47,8 +44,13 @@ def in_writer(kafka, url, engine):
     return run
 
 
-@on_both
-@pytest.mark.parametrize("producer_engine", ENGINES)
+SERVERS = [
+    *((url, engine, None) for url in ("postgresql", "sqlite") for engine in ENGINES),
+    ("postgresql", "native", "asyncpg"),
+]
+
+
+@pytest.mark.parametrize(("url", "producer_engine", "task_url"), SERVERS, indirect=["url", "task_url"])
 def test_tasks_write_both_sides_or_neither(in_writer, dualwrite_topic, orders, rows, messages):
     async def work(writer):
         async def one(number):

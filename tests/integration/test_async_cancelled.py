@@ -18,18 +18,25 @@ pytestmark = [
 ]
 
 
-SERVERS = [("postgresql", "native"), ("sqlite", "native"), ("postgresql", "librdkafka"), ("sqlite", "librdkafka")]
+SERVERS = [
+    ("postgresql", "native", None),
+    ("sqlite", "native", None),
+    ("postgresql", "librdkafka", None),
+    ("sqlite", "librdkafka", None),
+    ("postgresql", "native", "asyncpg"),
+]
 
 
 @pytest.mark.thorough  # tests/unit/apps does the same without servers
 @pytest.mark.parametrize("cancel", [at_once, at_last, with_all_others])
-@pytest.mark.parametrize(("url", "producer_engine"), SERVERS, indirect=["url"])
+@pytest.mark.parametrize(("url", "producer_engine", "task_url"), SERVERS, indirect=["url", "task_url"])
 def test_a_cancellation_at_any_await_aborts_both_sides_before_the_decision_and_comes_after_it_from_then_on(
-    kafka, engine, url, dualwrite_topic, orders, cancel
+    kafka, engine, task_url, dualwrite_topic, orders, cancel
 ):
     async def main():
-        patient = f"{url}?timeout=60" if url.startswith("sqlite") else url
-        async with AsyncDualWriter("orders", kafka=kafka, database=patient, limits=WriterLimits(max_lanes=1)) as writer:
+        async with AsyncDualWriter(
+            "orders", kafka=kafka, database=task_url, limits=WriterLimits(max_lanes=1)
+        ) as writer:
 
             async def write(number, begun):
                 async with writer.transaction() as tx:

@@ -11,7 +11,7 @@ from fastapi import Depends, FastAPI
 from harness.asgi import ask
 from harness.cancelling import at_last, at_once, cancelled_at_each, with_all_others
 from harness.engines import ENGINES
-from harness.orders import Order, on_postgresql
+from harness.orders import Order, by_asyncpg_too, on_postgresql
 from sqlalchemy import exc, text
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlmodel import Field, SQLModel
@@ -29,7 +29,7 @@ class App:
     """A writer, the sessions of an application, and its function that places an order."""
 
     def __init__(self, url, kafka, topic, **options):
-        self.engine = async_engine_of(f"{url}?timeout=60" if url.startswith("sqlite") else url)
+        self.engine = async_engine_of(url)
         self.writer = AsyncDualWriter("orders", kafka=kafka, database=self.engine, **options)
         self.sessions = async_sessionmaker(self.engine)
         self.messages = self.writer.bind(self.sessions)
@@ -42,10 +42,10 @@ class App:
 
 
 @pytest.fixture
-def in_app(url, kafka, engine, dualwrite_topic):
+def in_app(task_url, kafka, engine, dualwrite_topic):
     """Runs a coroutine function with an application whose writer is open."""
 
-    def run(work, *, through=url, **options):
+    def run(work, *, through=task_url, **options):
         async def main():
             app = App(through, kafka, dualwrite_topic, **options)
             try:
@@ -60,6 +60,7 @@ def in_app(url, kafka, engine, dualwrite_topic):
 
 
 @on_postgresql
+@by_asyncpg_too
 def test_commits_rollbacks_and_savepoints_of_sessions(in_app, both):
     async def work(app):
         async with app.sessions() as session:
@@ -175,8 +176,9 @@ def test_a_session_of_a_copy_of_the_database_is_refused_and_of_another_engine_wo
 
 
 @on_postgresql
+@by_asyncpg_too
 @pytest.mark.parametrize("fault", ["reset_answer", "reset_request"])
-def test_a_lost_answer_to_the_commit_of_a_session_is_resolved(in_app, dualwrite_postgres, url, both, fault):
+def test_a_lost_answer_to_the_commit_of_a_session_is_resolved(in_app, dualwrite_postgres, task_url, both, fault):
     with PostgresProxy(dualwrite_postgres) as proxy:
 
         async def work(app):
@@ -192,7 +194,7 @@ def test_a_lost_answer_to_the_commit_of_a_session_is_resolved(in_app, dualwrite_
                 await app.put(session, 2)
                 await session.commit()
 
-        in_app(work, through=proxy.url(url), limits=WriterLimits(max_lanes=1))
+        in_app(work, through=proxy.url(task_url), limits=WriterLimits(max_lanes=1))
     expected = [2] if fault == "reset_request" else [1, 2]
     assert both() == (expected, expected)
 
@@ -202,9 +204,15 @@ def test_a_lost_answer_to_the_commit_of_a_session_is_resolved(in_app, dualwrite_
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("cancel", [at_once, at_last, with_all_others])
 @pytest.mark.parametrize(
-    ("url", "producer_engine"),
-    [("postgresql", "native"), ("sqlite", "native"), ("postgresql", "librdkafka"), ("sqlite", "librdkafka")],
-    indirect=["url"],
+    ("url", "producer_engine", "task_url"),
+    [
+        ("postgresql", "native", None),
+        ("sqlite", "native", None),
+        ("postgresql", "librdkafka", None),
+        ("sqlite", "librdkafka", None),
+        ("postgresql", "native", "asyncpg"),
+    ],
+    indirect=["url", "task_url"],
 )
 def test_a_cancellation_at_any_await_aborts_both_sides_before_the_decision_and_comes_after_it_from_then_on(
     in_app, engine, both, cancel

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 from harness.engines import ENGINES
+from harness.orders import by_asyncpg_too
 from harness.patience import PATIENCE_S, patient, wait_until
 from sqlalchemy import create_engine, insert, select
 from sqlalchemy.orm import sessionmaker
@@ -271,7 +272,8 @@ def test_the_sender_alone_finds_out_that_kafka_is_silent_and_that_it_answers_aga
 
 
 @one_database
-def test_sessions_and_tasks_fall_back_too(shop, url):
+@by_asyncpg_too
+def test_sessions_and_tasks_fall_back_too(shop, task_url):
     with shop.writer() as writer:
         factory = sessionmaker(shop.engine)
         bound = writer.bind(factory)
@@ -279,7 +281,7 @@ def test_sessions_and_tasks_fall_back_too(shop, url):
             session.execute(insert(shop.orders).values(id=1))
             bound.produce(session, shop.topic, "1")
             session.commit()
-    asyncio.run(in_tasks(shop, url))
+    asyncio.run(in_tasks(shop, task_url))
     assert shop.rows == shop.messages == [1, 2, 3]
 
 

@@ -215,13 +215,15 @@ def test_a_child_of_a_session_cannot_end_it(writer, engine, dualwrite_topic, bot
     assert both() == ([0, 1, 2], [0, 1, 2])
 
 
-@on_both
-def test_a_child_leaves_the_block_of_a_task_alone(kafka, url, engine, dualwrite_topic, both):
-    if url.startswith("sqlite"):
+@pytest.mark.parametrize(
+    ("url", "task_url"), [("postgresql", None), ("sqlite", None), ("postgresql", "asyncpg")], indirect=True
+)
+def test_a_child_leaves_the_block_of_a_task_alone(kafka, task_url, engine, dualwrite_topic, both):
+    if task_url.startswith("sqlite"):
         pytest.importorskip("aiosqlite")
 
     async def main():
-        async with AsyncDualWriter("orders", kafka=kafka, database=url) as writer:
+        async with AsyncDualWriter("orders", kafka=kafka, database=task_url) as writer:
             with parents_alone():
                 async with writer.transaction() as tx:
                     await tx.connection.execute(insert(Order.__table__).values(id=1))

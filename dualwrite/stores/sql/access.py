@@ -85,11 +85,18 @@ LIVENESS: Final[Mapping[str, int]] = {
 
 _TCP: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
 
-_AWAITED: Final = {("postgresql", "psycopg"), ("sqlite", "aiosqlite")}
+_AWAITED: Final = {("postgresql", "psycopg"), ("postgresql", "asyncpg"), ("sqlite", "aiosqlite")}
 _AWAITING: Final = {"sqlite": "sqlite+aiosqlite", "sqlite+pysqlite": "sqlite+aiosqlite"}
 _CLIENTS: Final = {"Rdict": "RocksDatabase", "KazooClient": "ZooKeeperDatabase"}
 """By the class of another database's client, what a writer takes in its place."""
-_BLOCKING: Final = {"sqlite+aiosqlite": "sqlite", "postgresql+psycopg_async": "postgresql+psycopg"}
+_BLOCKING: Final = {
+    "sqlite+aiosqlite": "sqlite",
+    "postgresql+psycopg_async": "postgresql+psycopg",
+    "postgresql+asyncpg": "postgresql+psycopg",
+}
+_TO_LIBPQ: Final = {"ssl": "sslmode"}
+_OF_ASYNCPG: Final = frozenset({"prepared_statement_cache_size", "prepared_statement_name_func", "async_fallback"})
+"""Settings in a URL that libpq does not know, and does not need."""
 
 
 def engine_of(engine: Engine | URL | str) -> Engine:
@@ -112,7 +119,8 @@ def new_engine(url: URL, *, connect_args: Mapping[str, Any] | None = None, **opt
 
 
 def _keep_alive(driver: Any, _: object) -> None:
-    """As :data:`LIVENESS`, for MySQL's drivers, which have no settings for it and leave it to the system: hours."""
+    """As :data:`LIVENESS`, for asyncpg and MySQL's drivers: they have no settings for it and leave it to the system, hours."""
+    driver = driver.driver_connection if isinstance(driver, AdaptedConnection) else driver
     with socket.socket(fileno=os.dup(fileno_of(driver))) as own:
         if own.family not in {socket.AF_INET, socket.AF_INET6}:
             return
@@ -123,7 +131,9 @@ def _keep_alive(driver: Any, _: object) -> None:
 
 
 def fileno_of(driver: Any) -> int:
-    """The descriptor of the socket of a connection of PyMySQL or mysqlclient."""
+    """The descriptor of the socket of a connection of PyMySQL, mysqlclient or asyncpg."""
+    if (transport := getattr(driver, "_transport", None)) is not None:
+        driver = transport.get_extra_info("socket")
     return int(driver.fileno() if hasattr(driver, "fileno") else driver._sock.fileno())  # noqa: SLF001 - PyMySQL has no other way
 
 
@@ -137,11 +147,14 @@ def async_engine_of(engine: object) -> AsyncEngine:
             if url.get_backend_name() in MYSQL:
                 raise _not_awaited(url.get_backend_name(), url.get_driver_name())
             engine = create_async_engine(url, connect_args={**liveness_of(url), **_unprepared(url)})
+            if url.get_driver_name() == "asyncpg":
+                event.listen(engine.sync_engine, "connect", _keep_alive)
     if not isinstance(engine, AsyncEngine):
         kind = type(engine).__name__
         raise ConfigurationError(
             f"{kind} is not an asynchronous engine",
-            next_step="give create_async_engine() the same database with postgresql+psycopg:// or sqlite+aiosqlite://"
+            next_step="give create_async_engine() the same database with postgresql+psycopg://, postgresql+asyncpg:// or "
+            "sqlite+aiosqlite://"
             if isinstance(engine, Engine)
             else "give a SQLAlchemy AsyncEngine or a database URL",
         )
@@ -151,7 +164,7 @@ def async_engine_of(engine: object) -> AsyncEngine:
 
 
 def _not_awaited(database: str, driver: str) -> ConfigurationError:
-    step = "use postgresql+psycopg://... (psycopg 3) or sqlite+aiosqlite:///..."
+    step = "use postgresql+psycopg://... (psycopg 3), postgresql+asyncpg://... or sqlite+aiosqlite:///..."
     if database in MYSQL:
         step = "use a DualWriter with mysql+pymysql://... in a thread (asyncio.to_thread)"
     return ConfigurationError(f"{database}+{driver} is not supported by an AsyncDualWriter", next_step=step)
@@ -159,7 +172,11 @@ def _not_awaited(database: str, driver: str) -> ConfigurationError:
 
 def blocking_twin(engine: AsyncEngine) -> Engine:
     """An engine for threads, which connects to the same URL. The caller disposes of it."""
-    return engine_of(_with_driver(engine.url, _BLOCKING))
+    url = engine.url
+    if url.get_driver_name() == "asyncpg":
+        query = {_TO_LIBPQ.get(name, name): value for name, value in url.query.items() if name not in _OF_ASYNCPG}
+        url = url.set(query=query)
+    return engine_of(_with_driver(url, _BLOCKING))
 
 
 def _with_driver(url: URL, drivers: Mapping[str, str]) -> URL:
@@ -174,6 +191,8 @@ def _unprepared(url: URL) -> Mapping[str, None]:
 
 def liveness_of(url: URL) -> Mapping[str, int]:
     """The :data:`LIVENESS` settings that the URL does not set. Empty if it names a service, whose file may set them."""
+    if url.get_driver_name() == "asyncpg":
+        return {"timeout": LIVENESS["connect_timeout"]}
     if url.get_backend_name() != "postgresql" or "service" in url.query:
         return {}
     return {name: value for name, value in LIVENESS.items() if name not in url.query}
@@ -211,6 +230,7 @@ def _refused() -> Generator[None, None, None]:
         raise ConfigurationError(
             f"the database URL cannot be used: {why}",
             next_step="write postgresql+psycopg://user@host/name (pip install 'dualwrite[postgresql]'), "
+            "postgresql+asyncpg://user@host/name (AsyncDualWriter; pip install 'dualwrite[asyncpg]'), "
             "mysql+pymysql://user@host/name (MariaDB and MySQL; pip install 'dualwrite[mariadb]') or sqlite:///file; in a "
             "password, @ is %40 and : is %3A",
         ) from None
@@ -329,6 +349,11 @@ class Borrowed:
             own = self._own = self._engine.connect()
         except exc.SQLAlchemyError as error:
             raise map_database_error(error, self._engine) from error
+        except Exception as error:
+            if self._engine.dialect.driver != "asyncpg" or isinstance(error, DualWriteError):
+                raise
+            # SQLAlchemy passes on what asyncpg raises as it connects.
+            raise map_database_error(exc.OperationalError("connect", None, error), self._engine) from error
         _borrowed.add(own)
         return own
 

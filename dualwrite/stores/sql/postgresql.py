@@ -1,4 +1,4 @@
-"""PostgreSQL 13 and newer through psycopg 3, also behind PgBouncer with transaction pooling.
+"""PostgreSQL 13 and newer through psycopg 3 or asyncpg, also behind PgBouncer with transaction pooling.
 
 Nothing here depends on a session: settings last for one transaction, and travel in statements that are sent anyway.
 
@@ -11,6 +11,9 @@ takes longer to read and plan one than to execute it. Not through a pooler, whic
 the process that answers is not the one that the connection was promised. psycopg forgets what it has prepared by ``DEALLOCATE
 ALL``, after a rollback and after DDL, and that takes ours along. So a block begins by naming its first statement, and begins
 once more if that is gone; its last one is named only if nothing but plain statements on rows was sent since.
+
+:mod:`~dualwrite.stores.sql.asyncpg_driver` says what is different in blocks on a connection of asyncpg. The library's own
+transactions always go through psycopg.
 """
 
 from __future__ import annotations
@@ -60,6 +63,8 @@ from dualwrite.stores.sql.access import (
     sqlstate_of,
     version_of,
 )
+from dualwrite.stores.sql.asyncpg_driver import NAME as ASYNCPG
+from dualwrite.stores.sql.asyncpg_driver import AsyncpgWitness, Exchanges, exchanges_of
 from dualwrite.stores.sql.dialect import Identity, Standing
 from dualwrite.stores.sql.drivers import PREFIX, WATCHDOG, Watch, line_of, own_connection
 from dualwrite.stores.sql.savepoint_probe import PsycopgWitness
@@ -148,10 +153,11 @@ _IDENTITY: Final = text(
 )
 
 
-class _Psycopg(Protocol):
-    autocommit: bool
-    read_only: bool | None
-    closed: bool
+class _Driver(Protocol):
+    """A connection of psycopg's; or what is exchanged on one of asyncpg's."""
+
+    @property
+    def closed(self) -> bool: ...
 
     @property
     def pgconn(self) -> _PGconn: ...
@@ -164,10 +170,20 @@ class _PGconn(Protocol):
     def transaction_status(self) -> int: ...
 
 
-def _driver(connection: Connection) -> _Psycopg:
-    dbapi: Any = connection.connection.dbapi_connection
-    driver: _Psycopg = dbapi.driver_connection if isinstance(dbapi, AdaptedConnection) else dbapi
+def _driver(connection: Connection) -> _Driver:
+    dbapi = connection.connection.dbapi_connection
+    assert dbapi is not None
+    return _watched(dbapi)
+
+
+def _watched(dbapi: DBAPIConnection) -> _Driver:
+    own: Any = own_connection(dbapi)
+    driver: _Driver = own if hasattr(own, "pgconn") else exchanges_of(own)
     return driver
+
+
+def _by_asyncpg(connection: Connection) -> bool:
+    return connection.dialect.driver == ASYNCPG
 
 
 def _begun(connection: Connection) -> Begun:
@@ -177,15 +193,16 @@ def _begun(connection: Connection) -> Begun:
     return begun
 
 
-def _usable_driver(connection: Connection) -> _Psycopg:
+def _usable_driver(connection: Connection) -> _Driver:
     """The driver's connection, which commits by COMMIT alone and may write."""
     driver = _driver(connection)
-    if driver.autocommit:
+    given: Any = connection.connection.dbapi_connection if isinstance(driver, Exchanges) else driver
+    if given.autocommit:
         raise ConfigurationError(
             LEFT_IN_AUTOCOMMIT,
             next_step="use an engine without isolation_level='AUTOCOMMIT', or a psycopg connection with autocommit=False",
         )
-    if driver.read_only:
+    if given.readonly if isinstance(driver, Exchanges) else given.read_only:
         raise ConfigurationError(
             "the connection is set to read-only", next_step="use a connection without postgresql_readonly"
         )
@@ -325,6 +342,11 @@ def session_of(driver: Any) -> Session:
     return found
 
 
+def _session(driver: Any) -> Session | Exchanges:
+    """Where it is noted that a COMMIT has found no transaction."""
+    return session_of(driver) if hasattr(driver, "pgconn") else exchanges_of(driver)
+
+
 _begins: Final[dict[tuple[int | None, bool | None, bool | None], str]] = {}
 
 
@@ -412,6 +434,7 @@ def _ask(  # noqa: C901 - the ways of one statement, side by side
     own = statement.text(connection)
     if own is None:
         return _ask_by_sqlalchemy(connection, statement, bound, deferred_of, put)
+    by_asyncpg = _by_asyncpg(connection)
     begun = begun_on(connection)
     # SQLAlchemy's error if the connection is closed or lost. After a loss and a rollback it is another one than that of the
     # dual write, which is not begun there.
@@ -419,6 +442,8 @@ def _ask(  # noqa: C901 - the ways of one statement, side by side
         raise ended_inside(
             "by a rollback through SQLAlchemy, or by the loss of the connection", "leave both to the block"
         )
+    if by_asyncpg:
+        return _ask_by_sqlalchemy(connection, statement, bound, deferred_of, put)
     assert begun is not None
     driver = begun.driver
     session = begun.session or session_of(driver)
@@ -707,7 +732,7 @@ class PostgreSQL:
 
     def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
         begun = begun_on(connection) or _begun(connection)
-        begun.session = session_of(begun.driver)
+        begun.session = _session(begun.driver)
         begun.session.commit_found_none = False
         asked_at = now_s()
         row = _ask(connection, statement, bound, first=True)
@@ -716,6 +741,8 @@ class PostgreSQL:
         begun.limits = _Limits(
             None if idle_ms is None else int(str(idle_ms)), None if left_ms is None else int(str(left_ms)), asked_at
         )
+        if isinstance(begun.session, Exchanges):
+            begun.session.in_block = True
         return row
 
     def ask_last(
@@ -742,7 +769,7 @@ class PostgreSQL:
         limit = keep + _limit("lock_timeout", max(1, int(within_s * 1000)))
         give_back = f"SELECT set_config('lock_timeout', current_setting('{_KEPT_LIMIT}'), true)"
         own, begun = statement.text(connection), begun_on(connection)
-        if own is None or begun is None:
+        if own is None or begun is None or _by_asyncpg(connection):
             connection.exec_driver_sql(limit)
             row = statement.execute(connection, bound)[0]
             connection.exec_driver_sql(give_back)
@@ -788,7 +815,7 @@ class PostgreSQL:
     def delete_waiting(self, connection: Connection, table: Table, numbers: Sequence[int]) -> int:
         """By runs of numbers that follow each other, or one by one: a range would take along what has come late."""
         begun = begun_on(connection)
-        if begun is None or connection.get_execution_options().get("schema_translate_map"):
+        if begun is None or _by_asyncpg(connection) or connection.get_execution_options().get("schema_translate_map"):
             return delete_by_number(connection, table, numbers)
         name = connection.dialect.identifier_preparer.format_table(table)
         runs = runs_of(numbers)
@@ -812,8 +839,9 @@ class PostgreSQL:
         del connection
 
     def restore(self, connection: Connection) -> None:
-        """Nothing: no setting outlives the transaction."""
-        del connection
+        """No setting outlives the transaction."""
+        if _by_asyncpg(connection) and (driver := dialect.driver_of(connection)) is not None:
+            exchanges_of(own_connection(driver)).in_block = False
 
     def run_deferred(self, connection: Connection) -> None:
         """No ``statement_timeout`` would limit them during COMMIT."""
@@ -821,12 +849,12 @@ class PostgreSQL:
 
     def commit_found_none(self, driver: DBAPIConnection) -> bool:
         """The server warns, unless the session hides warnings."""
-        return session_of(own_connection(driver)).commit_found_none
+        return _session(own_connection(driver)).commit_found_none
 
     def bounded(self, connection: Connection, seconds: float | None) -> AbstractContextManager[object]:
         """Shuts the connection when the time is up."""
         begun = begun_on(connection)
-        driver = _driver(connection) if begun is None else begun.driver
+        driver = _driver(connection) if begun is None or _by_asyncpg(connection) else begun.driver
         if seconds is None or driver.closed:
             return nullcontext()
         # If the answer comes at the last moment, the pool must not keep a shut connection.
@@ -846,21 +874,20 @@ class PostgreSQL:
         return Identity((started, database), table)
 
     def witness(self, connection: Connection, follower: Follower) -> Witness:
-        return PsycopgWitness(connection, follower, begun_on(connection))
+        made = AsyncpgWitness if _by_asyncpg(connection) else PsycopgWitness
+        return made(connection, follower, begun_on(connection))
 
     def insert_if_missing(self, table: Table) -> Insert:
         return postgresql.insert(table).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
 
     def standing(self, driver: DBAPIConnection) -> Standing:
-        own: Any = own_connection(driver)
-        return _STANDINGS[own.pgconn.transaction_status]
+        return _STANDINGS[_watched(driver).pgconn.transaction_status]
 
     def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
         state = sqlstate_of(getattr(error, "orig", None))
         if state in _CERTAIN:
             return True
-        own: Any = own_connection(driver)
-        status = own.pgconn.transaction_status
+        status = _watched(driver).pgconn.transaction_status
         if status == _ACTIVE:
             return False
         if _STANDINGS[status] in {Standing.OPEN, Standing.FAILED}:

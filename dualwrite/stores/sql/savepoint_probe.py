@@ -127,7 +127,8 @@ def _text_of(query: object, driver: object) -> str | None:
 
 
 @contextmanager
-def _mapped(connection: Connection) -> Generator[None, None, None]:
+def mapped(connection: Connection) -> Generator[None, None, None]:
+    """Raise the driver's errors as SQLAlchemy's."""
     kind = connection.dialect.loaded_dbapi.Error
     try:
         yield
@@ -138,6 +139,31 @@ def _mapped(connection: Connection) -> Generator[None, None, None]:
 _SHOWN: Final = "coalesce(nullif(current_setting('dualwrite.witness', true), ''), '0') = :known"
 _KEEP: Final = text(f"SELECT CASE WHEN {_SHOWN} THEN set_config('dualwrite.witness', :number, true) END")
 _SHOWS: Final = text(f"SELECT {_SHOWN}")
+
+
+def set_number(number: int) -> str:
+    """The statement that stores the number."""
+    return f"SELECT set_config('dualwrite.witness', '{number}', true)"
+
+
+class NumberInSetting:
+    """The witness of PostgreSQL: a setting of the transaction, which is asked only where the driver hides what it sends."""
+
+    shown_all = True
+    doubtful: bool
+
+    def keep(self, connection: Connection, known: int, number: int) -> bool:
+        self.settle(connection)
+        found = connection.scalar(_KEEP, {"known": str(known), "number": str(number)})
+        self.doubtful = False
+        return found is not None
+
+    def shows(self, connection: Connection, number: int) -> bool:
+        return bool(connection.scalar(_SHOWS, {"known": str(number)}))
+
+    def settle(self, connection: Connection) -> None:
+        """See :meth:`Witness.settle`."""
+        raise NotImplementedError
 
 
 # What stands in the generators by which psycopg talks to the server, as they wait: by their names, the argument with the text.
@@ -164,16 +190,14 @@ _TRANSACTION: Final = frozenset({"_enter_gen", "_exit_gen"})
 _PLAIN: Final = re.compile(r"\s*(?:insert|select|update|delete|with|merge|values)\b", re.IGNORECASE)
 
 
-class PsycopgWitness:
-    """The witness is a transaction-local setting. It is asked only where the driver does not show what it sends.
+class PsycopgWitness(NumberInSetting):
+    """The witness of psycopg's connections.
 
     psycopg does all its exchanges with the server through ``Connection.wait``: for SQLAlchemy, for cursors, for COPY
     and for its own ``transaction()``. What is sent stands in the generator that is waited for. One that is not known (of
     another version of psycopg, or of other code) makes doubt, and then the database is asked. On PostgreSQL nothing else sends
     savepoints: no function, procedure or prepared statement can.
     """
-
-    shown_all = True
 
     def __init__(self, connection: Connection, follower: Follower, begun: Begun | None) -> None:
         self.doubtful = begun is not None and begun.joined_late
@@ -248,19 +272,14 @@ class PsycopgWitness:
                 "savepoints cannot be checked while the driver's connection is in a COPY or a pipeline",
                 next_step="produce before it begins or after it has ended",
             )
-        found = connection.scalar(_KEEP, {"known": str(known), "number": str(number)})
-        self.doubtful = False
-        return found is not None
-
-    def shows(self, connection: Connection, number: int) -> bool:
-        return bool(connection.scalar(_SHOWS, {"known": str(number)}))
+        return super().keep(connection, known, number)
 
     def execute(
         self, connection: Connection, statements: Sequence[str], number: int | None, *, later: bool = False
     ) -> None:
         self.settle(connection)
-        witness = [] if number is None else [f"SELECT set_config('dualwrite.witness', '{number}', true)"]
-        with _mapped(connection):
+        witness = [] if number is None else [set_number(number)]
+        with mapped(connection):
             self._driver.pgconn.send_query("; ".join([*statements, *witness]).encode())
             self._driver.pgconn.flush()
         self._unanswered = True
@@ -271,7 +290,7 @@ class PsycopgWitness:
     def settle(self, connection: Connection) -> None:
         if not self._unanswered and self._failure is None:
             return
-        with _mapped(connection):
+        with mapped(connection):
             self._take_answers()
             if self._failure is not None:
                 raise self._failure
@@ -351,7 +370,7 @@ class SqliteWitness:
         self, connection: Connection, statements: Sequence[str], number: int | None, *, later: bool = False
     ) -> None:
         del later
-        with _mapped(connection):
+        with mapped(connection):
             for statement in statements:
                 self._cursor.execute(statement)
             if number is not None:
@@ -549,7 +568,7 @@ class QueryWitness:
         self._queries.doubtful = doubtful
 
     def keep(self, connection: Connection, known: int, number: int) -> bool:
-        with _mapped(connection):
+        with mapped(connection):
             if not known:
                 self._store(number)
                 self._queries.doubtful = False
@@ -559,7 +578,7 @@ class QueryWitness:
         return kept
 
     def shows(self, connection: Connection, number: int) -> bool:
-        with _mapped(connection):
+        with mapped(connection):
             return self._changes(_SHOW.format(number=self._first + number))
 
     def _store(self, number: int) -> None:
@@ -589,7 +608,7 @@ class QueryWitness:
         self, connection: Connection, statements: Sequence[str], number: int | None, *, later: bool = False
     ) -> None:
         del later
-        with _mapped(connection):
+        with mapped(connection):
             for statement in statements:
                 self._run(statement)
             if number is not None:

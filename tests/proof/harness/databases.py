@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine, Row, bindparam, create_engine, event, make_url, text
+from sqlalchemy.connectors import asyncio as asyncio_connector
+from sqlalchemy.dialects.postgresql import asyncpg as asyncpg_dialect
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.schema import CreateSchema, DropSchema
+from sqlalchemy.util import concurrency, queue
 
 import dualwrite.migrations
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.values import StateRow
+from dualwrite.stores.sql import asyncpg_driver
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.stores.sql.tables import BATCH_VIEW, OWN_TABLES, VERSION_TABLE, Tables, declare_tables
 from harness import patience
@@ -33,6 +38,46 @@ def prepared(incarnation: int, number: int = 0, **kwargs: Any) -> PreparedTxnSta
     )
 
 
+class _StoreOfTasks(SqlStateStore):
+    """A store whose own transactions run on one engine, and the tests' blocks on another."""
+
+    def __init__(self, own: Engine, blocks: Engine, **kwargs: Any) -> None:
+        super().__init__(own, **kwargs)
+        self._blocks = blocks
+
+    @property
+    def engine(self) -> Engine:
+        return self._blocks
+
+
+@contextmanager
+def awaited_in_a_thread() -> Generator[None, None, None]:
+    """Let plain code use the connections of asyncpg: what they await is awaited in the event loop of another thread.
+
+    The drivers' adapters await only in greenlets. The tests of stores are plain functions, which use threads of their own.
+    """
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    async def carried(awaitable: Any) -> Any:
+        return await awaitable
+
+    def wait(awaitable: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(carried(awaitable), loop).result()
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in (
+            (asyncpg_dialect, "await_"), (asyncio_connector, "await_"), (queue, "await_"), (concurrency, "await_"),
+            (asyncpg_driver, "await_only"),
+        ):  # fmt: skip
+            patch.setattr(module, name, wait)
+        yield
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
 @dataclass
 class Database:
     """A migrated, empty database, with a table ``orders`` of the user's own."""
@@ -41,6 +86,8 @@ class Database:
     url: str
     schema: str | None = None
     engines: list[Engine] = field(default_factory=list)
+    by_asyncpg: bool = False
+    """Whether the stores' blocks run on connections of asyncpg, as those of an ``AsyncDualWriter`` do."""
 
     def engine(self, **kwargs: Any) -> Engine:
         engine = create_engine(self.url, **kwargs)
@@ -50,7 +97,11 @@ class Database:
         return engine
 
     def store(self, engine: Engine | None = None, **kwargs: Any) -> SqlStateStore:
-        return SqlStateStore(engine or self.engine(), schema=self.schema, **kwargs)
+        if not self.by_asyncpg:
+            return SqlStateStore(engine or self.engine(), schema=self.schema, **kwargs)
+        blocks = create_engine(make_url(self.url).set(drivername="postgresql+asyncpg"))
+        self.engines.append(blocks)
+        return _StoreOfTasks(self.engine(), blocks, schema=self.schema, **kwargs)
 
     @property
     def tables(self) -> Tables:
@@ -169,6 +220,9 @@ def prepare_mariadb(url: str, schema: str | None = None, *, own_tables: bool = T
 
 def run_raw(driver: Any, statement: str) -> None:
     """Execute a statement on the driver's connection."""
+    if hasattr(driver, "fetchrow"):
+        asyncpg_driver.await_only(driver.execute(statement))
+        return
     with closing(driver.cursor()) as cursor:
         cursor.execute(statement)
 

@@ -13,6 +13,8 @@ from dualwrite import DualWriter
 on_postgresql = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 on_both = pytest.mark.parametrize("url", ["postgresql", "sqlite"], indirect=True)
 """For what a database may do in a way of its own. What says neither is tried on SQLite by ``--thorough`` alone."""
+by_asyncpg_too = pytest.mark.parametrize("task_url", ["psycopg", "asyncpg"], indirect=True)
+"""On PostgreSQL."""
 _MARIADB = pytest.param("mariadb", marks=[pytest.mark.mariadb, pytest.mark.thorough])
 on_each = pytest.mark.parametrize("url", ["postgresql", "sqlite", _MARIADB], indirect=True)
 """As ``on_both``, and on MariaDB by ``--thorough``."""
