@@ -599,7 +599,7 @@ OPTION_NAMES: Final = {
     "producerEngine": "producer_engine",
     "unitTopic": "unit_topic",
 }
-_OWN: Final = ("batchId", "truncate", "user", "password")
+_OWN: Final = ("batchId", "truncate", "replaceWhere", "user", "password")
 _CHECKPOINT: Final = "checkpointlocation"
 # Spark itself adds these for a stream.
 _SPARKS: Final = frozenset({_CHECKPOINT, "queryname"})
@@ -618,6 +618,7 @@ class SourceOptions:
         sink: The sink's settings.
         batch_id: Name of the batch; None if Spark names it.
         truncate: Whether mode("overwrite") empties the table by TRUNCATE.
+        replace_where: The condition, in the database's SQL, for the rows that mode("overwrite") replaces; None for all.
         stream: Names the stream, the same in each of Spark's processes; None for a batch, and for a stream whose checkpoint
             is not among its options.
     """
@@ -625,6 +626,7 @@ class SourceOptions:
     sink: SinkOptions
     batch_id: str | None
     truncate: bool
+    replace_where: str | None
     stream: str | None
 
     @classmethod
@@ -663,10 +665,15 @@ class SourceOptions:
             setting: _value(name, setting, options[name]) for name, setting in OPTION_NAMES.items() if name in options
         }
         settings["url"] = _url(options)
+        truncate, replace_where = _flag("truncate", options.get("truncate", "false")), options.get("replaceWhere")
+        if replace_where is not None and (truncate or "opColumn" in options):
+            other = "truncate" if truncate else "opColumn"
+            raise ConfigurationError(f"the options replaceWhere and {other} contradict each other")
         return cls(
             sink=SinkOptions(kafka=kafka, schema_registry=registry or None, **settings),  # type: ignore[arg-type] # by name; SinkOptions checks them
             batch_id=options.get("batchId"),
-            truncate=_flag("truncate", options.get("truncate", "false")),
+            truncate=truncate,
+            replace_where=replace_where,
             stream=_stream(given),
         )
 

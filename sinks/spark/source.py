@@ -105,10 +105,14 @@ class DualWriteDataSource(DataSource):
                 next_step='name the batch: .option("batchId", "2026-01-01"); a batch that is run again under the same name is '
                 "written once",
             )
+        if options.replace_where is not None and not overwrite:
+            raise ConfigurationError(
+                'replaceWhere is for mode("overwrite")', next_step="set that mode, or leave it out"
+            )
         with WholeBatch(options.sink, options.batch_id, run_name=options.batch_id) as batch:
             batch.settle_left()
             layout = batch.layout(schema)
-            empty = None if not overwrite else Emptying.TRUNCATE if options.truncate else Emptying.DELETE
+            empty = Emptying(options.truncate, options.replace_where) if overwrite else None
             staging = batch.uses_staging(layout, empty=empty)
             batch.begin(layout)
             logger.info("%s: writing", batch.name)
@@ -128,7 +132,7 @@ class DualWriteDataSource(DataSource):
         options = _options(self.options)
         if options.batch_id is not None:
             raise ConfigurationError("batchId is for batches: a stream names its micro-batches itself")
-        if overwrite:
+        if overwrite or options.replace_where is not None:
             raise ConfigurationError(
                 "a stream cannot empty the table with each micro-batch",
                 next_step='use outputMode("append"); or, for aggregates, outputMode("update") and foreachBatch with '

@@ -59,7 +59,7 @@ class WholeBatch(DriverSide):
         """Decide on everything that the tasks have prepared, in one database transaction; then complete it in Kafka.
 
         On return the rows are in the table, the messages are visible, and the ledger names the batch. False if it was already
-        written. `empty` empties the table first, in the same transaction.
+        written. `empty` empties the table first, or a part of it, in the same transaction.
 
         Raises:
             ConfigurationError: The batch was written to another destination meanwhile; nothing of it is written to this one.
@@ -200,6 +200,8 @@ class _Deciding:
         names = [name_of(one.namespace, one.prepared) for one in self._prepared if one.staged is None]
         if names:
             database.require_prepared(connection, names, self.name)
+        if staged and self._empty is not None and self._empty.where is not None:
+            database.require_within(connection, staged, layout, self._empty)
         if staged:
             database.take_over(connection, staged, layout)
             # Tasks with prepared rows have checked the types, and their locks keep them.

@@ -9,7 +9,7 @@ from pyspark.sql import types as spark
 
 from dualwrite import ConfigurationError, TransactionAborted
 from dualwrite.sinks.spark import SinkOptions
-from dualwrite.sinks.spark.databases.database import Staged, StagingTable, open_database
+from dualwrite.sinks.spark.databases.database import Emptying, Staged, StagingTable, open_database
 from dualwrite.sinks.spark.digests import RowNames
 from dualwrite.sinks.spark.layout import plan_layout
 from dualwrite.sinks.spark.merging import deleted_rows
@@ -71,14 +71,14 @@ class Case:
         return self.execute("SELECT id, name, note, at FROM merged ORDER BY id")
 
     def layout(self, **settings):
-        options = SinkOptions(**self._settings, upsert_keys=["id"], **settings)
+        options = SinkOptions(**self._settings, **{"upsert_keys": ["id"], **settings})
         with self.database.engine.connect() as connection:
             layout = plan_layout(SCHEMA, options, self.database.read_table(connection, "merged"))
         with self.database.engine.connect() as connection:
             self.database.require_replaceable(connection, layout, empty=None, direct=self.way == "direct")
         return layout
 
-    def write(self, parts, **settings):
+    def write(self, parts, empty=None, **settings):
         """Write rows of (op, at, id, name, note), a list for each partition; only "staging" decides on all at once."""
         layout = self.layout(**settings)
         staged = []
@@ -97,6 +97,10 @@ class Case:
                         writer.write(batch, deleted_rows(layout, batch, names.in_batch))
         if self.way == "staging":
             with self.database.engine.begin() as connection:
+                if empty is not None:
+                    self.database.require_replaceable(connection, layout, empty=empty, direct=False)
+                    self.database.empty(connection, layout.table, empty)
+                    self.database.require_within(connection, staged, layout, empty)
                 self.database.take_over(connection, staged, layout)
             self.database.drop_staging([part.table for part in staged])
 
@@ -223,3 +227,25 @@ def test_rows_that_do_not_fit_are_refused_by_name_and_a_table_without_the_key_be
     case.execute("CREATE TABLE merged (id bigint, name varchar(99), note varchar(99), at bigint)")
     with pytest.raises(ConfigurationError, match="'merged' has no unique key of just the columns id"):
         case.layout(**CHANGES)
+
+
+@pytest.mark.parametrize("case", [kind for kind in KINDS if "staging" in kind.id], indirect=True)
+def test_only_the_rows_of_a_condition_are_replaced_and_only_by_such_rows(case):
+    case.execute("INSERT INTO merged VALUES (9, '100%%', 'old', 60)")
+    settings = {"upsert_keys": None, "columns": COLUMNS, "key": "id"}
+    old, rows = case.rows(), [("c", 55, 7, "new", "a"), ("c", 56, 1, "new", "b")]
+    for where, row, says in (
+        (
+            "at > 40 AND name NOT LIKE '%\\%'",
+            ("c", 30, 8, "new", "c"),
+            "not true for a row .*row 1 of partition 1, key '8'",
+        ),
+        ("at > 40", ("c", None, 8, "new", "c"), "not true for a row .*row 1 of partition 1, key '8'"),
+        ("at > ", rows[0], "replaceWhere is not a condition"),
+        ("moment > 40", rows[0], "replaceWhere is not a condition on the columns that are written.*moment"),
+    ):
+        with pytest.raises((ConfigurationError, TransactionAborted), match=says):
+            case.write([rows, [row]], Emptying(where=where), **settings)
+        assert case.rows() == old
+    case.write([rows[:1], rows[1:]], Emptying(where="at BETWEEN 50 AND 59 -- a comment"), **settings)
+    assert case.rows() == [(1, "new", "b", 56), (3, "old", "old 3", None), (7, "new", "a", 55), old[-1]]

@@ -126,6 +126,19 @@ def test_the_rows_appear_all_at_once_and_the_old_ones_stay_until_then(spark, num
     numbers.verify()
 
 
+def test_a_part_of_the_table_is_replaced(spark, numbers, write):
+    numbers.execute("INSERT INTO numbers VALUES (-1, 'old'), (7, 'old'), (999, 'old')")
+    old = numbers.rows()
+    with pytest.raises(SPARKS_ERRORS, match="replaceWhere is not true for a row .*row 1 of partition 0, key '0'"):
+        write(numbered(spark), mode="overwrite", batchId="1", replaceWhere="id > 0")
+    assert numbers.rows() == old
+    write(numbered(spark), mode="overwrite", batchId="1", replaceWhere="id >= 0")
+    assert numbers.rows()[0] == (-1, "old")
+    numbers.execute("DELETE FROM numbers WHERE id < 0")
+    numbers.verify()
+    nothing_is_left(numbers)
+
+
 @pytest.mark.parametrize("truncate", ["false", pytest.param("true", marks=pytest.mark.thorough)])
 def test_a_transaction_that_began_before_an_overwrite_sees_the_old_rows_unless_it_truncates(
     spark, numbers, write, truncate
@@ -140,7 +153,7 @@ def test_a_transaction_that_began_before_an_overwrite_sees_the_old_rows_unless_i
     numbers.verify()
 
 
-@pytest.mark.parametrize("how", Emptying)
+@pytest.mark.parametrize("how", [Emptying(), Emptying(truncates=True)])
 def test_two_batches_that_overwrite_a_table_at_once_leave_the_rows_of_one(numbers, how):
     numbers.execute("INSERT INTO numbers VALUES (-1, 'old')")
     engine = create_engine(numbers.url)
@@ -271,6 +284,7 @@ def test_what_is_prepared_too_long_ago_when_its_rows_are_moved_is_not_decided(sp
         ({"batchId": None}, "option batchId is missing"),
         pytest.param({"topik": "x"}, "no option 'topik'.*did you mean 'topic'", marks=pytest.mark.thorough),
         ({"kafka.plugin.library.paths": "x"}, "runs code"),
+        ({"replaceWhere": "id > 0"}, 'replaceWhere is for mode."overwrite"'),
         *(
             pytest.param({name: "nowhere"}, says, marks=pytest.mark.thorough)
             for name, says in (

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Final, Protocol
 
 import pyarrow.compute as pc
@@ -26,11 +25,22 @@ _COMMENT: Final = "made by dualwrite, dropped by it: "
 STAGING_PREFIX: Final = "dualwrite_staging_"
 
 
-class Emptying(Enum):
-    """How a table is emptied before a batch's rows are moved into it."""
+@dataclass(frozen=True)
+class Emptying:
+    """How rows make room for a batch's rows: all of the table, or those for which the condition `where` is true, as SQL."""
 
-    DELETE = "DELETE"
-    TRUNCATE = "TRUNCATE"
+    truncates: bool = False
+    where: str | None = None
+
+    @property
+    def right(self) -> str:
+        """The right that it needs."""
+        return "TRUNCATE" if self.truncates else "DELETE"
+
+    @property
+    def condition(self) -> str:
+        """The condition, or one that is true."""
+        return "1 = 1" if self.where is None else f"({self.where}\n)"  # it may end in a comment
 
 
 @dataclass(frozen=True)
@@ -166,6 +176,10 @@ class SinkDatabase(Protocol):
         """
         ...
 
+    def require_within(self, connection: Connection, parts: Sequence[Staged], layout: Layout, how: Emptying) -> None:
+        """Abort, with a row's name, unless the condition of `how` is true for all rows of the staging tables."""
+        ...
+
     def drop_staging(self, tables: Collection[StagingTable]) -> None:
         """Drop staging tables whose rows were moved. Those still being read are left for :meth:`drop_dead_staging`."""
         ...
@@ -262,6 +276,23 @@ def require_key(table: str, keys: Collection[frozenset[str]], upsert: Collection
             next_step="nothing of the batch was written on either side: add one, or name the columns of one in upsert_keys "
             "(upsertKeys)",
         )
+
+
+def not_a_condition(words: str) -> ConfigurationError:
+    """The error for a condition that the database does not take."""
+    return ConfigurationError(
+        f"replaceWhere is not a condition on the columns that are written: {words}",
+        next_step="write it in the database's own SQL, as after WHERE",
+    )
+
+
+def outside(table: str, row: str) -> TransactionAborted:
+    """The error for a row that would be added beside those that the batch replaces."""
+    return TransactionAborted(
+        f"replaceWhere is not true for a row that goes into table {table!r}: {row}",
+        next_step="nothing of the batch was written on either side: filter such rows out, or change the condition",
+        retryable=False,
+    )
 
 
 def still_referred_to(table: str, key: str, by: str) -> ConfigurationError:

@@ -32,6 +32,8 @@ from dualwrite.sinks.spark.databases.database import (
     StagingTable,
     can_be_dropped,
     key_twice,
+    not_a_condition,
+    outside,
     require_all_merged,
     require_all_taken,
     require_kept,
@@ -242,7 +244,6 @@ def _refused_row(connection: Connection, parts: Sequence[Staged], layout: Layout
 
     None if any of several partitions may have the row.
     """
-    number = quoted(_number_beside(layout.table_column_names))
     unknown = f"partition {parts[0].partition}" if len(parts) == 1 else None
     try:
         condition = _broken(connection, layout.table, layout.table_column_names, error)
@@ -250,22 +251,25 @@ def _refused_row(connection: Connection, parts: Sequence[Staged], layout: Layout
             return unknown
         if layout.merge is not None and layout.merge.op is not None:
             condition = f"({condition}) AND NOT {quoted(DELETED)}"
-        shown = "".join(f", {quoted(name)}" for name in table_key(layout))
-        for part in parts:
-            staging = table_name(part.table.table)
-            found = execute(
-                connection,
-                f"SELECT {number}{shown} FROM {staging} WHERE {condition} ORDER BY {number} LIMIT 1",
-            ).one_or_none()
-            if found is not None:
-                # The numbers may have gaps.
-                before = execute(
-                    connection, f"SELECT count(*) FROM {staging} WHERE {number} <= {found[0]}"
-                ).scalar_one()
-                return row_name(part.partition, cast("int", before), found[1:])
+        return _first_row(connection, parts, layout, condition) or unknown
     except exc.SQLAlchemyError as more:
         logger.debug("the refused row is not found: %s", driver_words(more))
     return unknown
+
+
+def _first_row(connection: Connection, parts: Sequence[Staged], layout: Layout, condition: str) -> str | None:
+    """The name of the first row in the staging tables for which the condition is true."""
+    number = quoted(_number_beside(layout.table_column_names))
+    shown = "".join(f", {quoted(name)}" for name in table_key(layout))
+    for part in parts:
+        staging = table_name(part.table.table)
+        bad = f"SELECT {number}{shown} FROM {staging} WHERE {condition} ORDER BY {number} LIMIT 1"
+        found = execute(connection, bad).one_or_none()
+        if found is not None:
+            # The numbers may have gaps.
+            before = execute(connection, f"SELECT count(*) FROM {staging} WHERE {number} <= {found[0]}").scalar_one()
+            return row_name(part.partition, cast("int", before), found[1:])
+    return None
 
 
 def _broken(
@@ -299,10 +303,21 @@ def _drop(engine: Engine, staged: StagingTable) -> bool:
     return True
 
 
-def empty(connection: Connection, table: tuple[str, str]) -> None:
+def _require_condition(connection: Connection, layout: Layout, how: Emptying) -> None:
+    """Refuse a condition that the database does not take for the columns that are written."""
+    rows = f"SELECT {listed(layout.table_column_names)} FROM {table_name(layout.table)}"
+    try:
+        execute(connection, f"SELECT 1 FROM ({rows}) AS replaced WHERE {how.condition} LIMIT 0")
+    except (exc.ProgrammingError, exc.OperationalError) as error:
+        if meaning_of(error) in _PASSING:
+            raise
+        raise not_a_condition(driver_words(error)) from error
+
+
+def empty(connection: Connection, table: tuple[str, str], how: Emptying) -> None:
     """See :meth:`SinkDatabase.empty`. Not by TRUNCATE, which would commit."""
     try:
-        execute(connection, f"DELETE FROM {table_name(table)}")
+        execute(connection, f"DELETE FROM {table_name(table)} WHERE {how.condition}")
     except exc.SQLAlchemyError as error:
         mapped = map_database_error(error, connection.engine)
         if isinstance(mapped, ConfigurationError):
@@ -406,6 +421,14 @@ class MariaDB:
     def take_over(self, connection: Connection, parts: Sequence[Staged], layout: Layout) -> None:
         take_over(connection, parts, layout)
 
+    def require_within(self, connection: Connection, parts: Sequence[Staged], layout: Layout, how: Emptying) -> None:
+        try:
+            row = _first_row(connection, parts, layout, f"{how.condition} IS NOT TRUE")
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, connection.engine) from error
+        if row is not None:
+            raise outside(layout.table[1], row)
+
     def drop_staging(self, tables: Collection[StagingTable]) -> None:
         for staged in tables:
             _drop(self.engine, staged)
@@ -424,7 +447,7 @@ class MariaDB:
         self, connection: Connection, layout: Layout, *, empty: Emptying | None, direct: bool
     ) -> None:
         target = layout.table
-        if empty is Emptying.TRUNCATE:
+        if empty is not None and empty.truncates:
             raise ConfigurationError(
                 "the option truncate is not for MariaDB and MySQL, where TRUNCATE would commit the deciding transaction",
                 next_step="leave it out: the rows are then deleted",
@@ -434,7 +457,9 @@ class MariaDB:
                 _require_unique(connection, target, layout.merge.keys)
                 if direct:  # the catalog does not say simply what a user may do
                     _drop_temporary(connection, _create_temporary(connection, layout))
-            if empty is not None:
+            if empty is not None and empty.where is not None:
+                _require_condition(connection, layout, empty)
+            elif empty is not None:
                 where = {"schema": target[0], "table": target[1]}
                 for key, schema, by, columns in connection.execute(_REFERRING, where).all():
                     given = " AND ".join(f"{quoted(name)} IS NOT NULL" for name in str(columns).split(","))
@@ -445,8 +470,7 @@ class MariaDB:
 
     def empty(self, connection: Connection, table: tuple[str, str], how: Emptying) -> None:
         """See the protocol. Not by TRUNCATE, which would commit: `require_replaceable` has refused it."""
-        del how
-        empty(connection, table)
+        empty(connection, table, how)
 
     def before_prepared(self, connection: Connection) -> None:
         """See the protocol. Refused."""

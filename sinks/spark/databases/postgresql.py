@@ -37,6 +37,8 @@ from dualwrite.sinks.spark.databases.database import (
     StagingTable,
     can_be_dropped,
     key_twice,
+    not_a_condition,
+    outside,
     require_all_merged,
     require_all_taken,
     require_kept,
@@ -103,7 +105,7 @@ _REFERRING: Final = text(
 def _require_unreferred(connection: Connection, table: str, empty: Emptying, referring: RowMapping) -> None:
     """Refuse to empty a table that a foreign key refers to: by TRUNCATE always, by DELETE if a row of the other table does."""
     key, by = referring["conname"], referring["relname"]
-    if empty is Emptying.TRUNCATE:
+    if empty.truncates:
         raise ConfigurationError(
             f"table {table!r} cannot be truncated: the foreign key {key!r} of table {by!r} refers to it",
             next_step="leave the option truncate out: the rows are then deleted",
@@ -251,25 +253,31 @@ def _refused_row(
                 return unknown
             if deletes:
                 condition = sql.SQL("({}) AND NOT {}").format(condition, sql.Identifier(DELETED))
-            for part in parts:
-                found = _execute(
-                    connection,
-                    sql.SQL(
-                        "SELECT (SELECT count(*) FROM {0} WHERE ctid <= bad.ctid){1} FROM {0} AS bad WHERE {2} "
-                        "ORDER BY bad.ctid LIMIT 1"
-                    ).format(
-                        sql.Identifier(*part.table.table),
-                        sql.SQL("").join(
-                            sql.SQL(", bad.{}::text").format(sql.Identifier(name)) for name in table_key(layout)
-                        ),
-                        condition,
-                    ),
-                ).one_or_none()
-                if found is not None:
-                    return row_name(part.partition, cast("int", found[0]), found[1:])
+            return _first_row(connection, parts, layout, condition) or unknown
     except exc.SQLAlchemyError as more:
         logger.debug("the refused row is not found: %s", driver_words(more))
     return unknown
+
+
+def _first_row(
+    connection: Connection, parts: Sequence[Staged], layout: Layout, condition: sql.Composable
+) -> str | None:
+    """The name of the first row in the staging tables for which the condition is true."""
+    for part in parts:
+        found = _execute(
+            connection,
+            sql.SQL(
+                "SELECT (SELECT count(*) FROM {0} WHERE ctid <= bad.ctid){1} FROM {0} AS bad WHERE {2} "
+                "ORDER BY bad.ctid LIMIT 1"
+            ).format(
+                sql.Identifier(*part.table.table),
+                sql.SQL("").join(sql.SQL(", bad.{}::text").format(sql.Identifier(name)) for name in table_key(layout)),
+                condition,
+            ),
+        ).one_or_none()
+        if found is not None:
+            return row_name(part.partition, cast("int", found[0]), found[1:])
+    return None
 
 
 def _broken(connection: Connection, target: tuple[str, str], error: psycopg.Error) -> sql.Composable | None:
@@ -359,6 +367,16 @@ def listed(names: Sequence[str]) -> sql.Composed:
     return sql.SQL(", ").join(map(sql.Identifier, names))
 
 
+def _require_condition(connection: Connection, layout: Layout, how: Emptying) -> None:
+    """Refuse a condition that the database does not take for the columns that are written."""
+    rows = sql.SQL("SELECT {} FROM {}").format(listed(layout.table_column_names), sql.Identifier(*layout.table))
+    try:
+        condition = sql.SQL(how.condition)
+        _execute(connection, sql.SQL("SELECT 1 FROM ({}) AS replaced WHERE {} LIMIT 0").format(rows, condition))
+    except exc.ProgrammingError as error:
+        raise not_a_condition(driver_words(error)) from error
+
+
 def empty(connection: Connection, table: tuple[str, str], how: Emptying) -> None:
     """See :meth:`SinkDatabase.empty`.
 
@@ -368,11 +386,11 @@ def empty(connection: Connection, table: tuple[str, str], how: Emptying) -> None
     """
     name = sql.Identifier(*table)
     try:
-        if how is Emptying.TRUNCATE:
+        if how.truncates:
             _execute(connection, sql.SQL("TRUNCATE TABLE {}").format(name))
         else:
             _execute(connection, sql.SQL("LOCK TABLE {} IN SHARE ROW EXCLUSIVE MODE").format(name))
-            _execute(connection, sql.SQL("DELETE FROM {}").format(name))
+            _execute(connection, sql.SQL("DELETE FROM {} WHERE {}").format(name, sql.SQL(how.condition)))
     except exc.SQLAlchemyError as error:
         if isinstance(error, exc.IntegrityError) and isinstance(error.__cause__, psycopg.Error):
             raise refused(f"table {table[1]!r} cannot be emptied", error.__cause__) from error
@@ -380,7 +398,7 @@ def empty(connection: Connection, table: tuple[str, str], how: Emptying) -> None
         if isinstance(mapped, ConfigurationError):
             raise ConfigurationError(
                 f"table {table[1]!r} cannot be emptied: {driver_words(error)}",
-                next_step=f'grant {how.value} on it, or use mode("append")',
+                next_step=f'grant {how.right} on it, or use mode("append")',
             ) from error
         raise mapped from error
 
@@ -463,6 +481,14 @@ class PostgreSQL:
     def take_over(self, connection: Connection, parts: Sequence[Staged], layout: Layout) -> None:
         take_over(connection, parts, layout)
 
+    def require_within(self, connection: Connection, parts: Sequence[Staged], layout: Layout, how: Emptying) -> None:
+        try:
+            row = _first_row(connection, parts, layout, sql.SQL("{} IS NOT TRUE").format(sql.SQL(how.condition)))
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, connection.engine) from error
+        if row is not None:
+            raise outside(layout.table[1], row)
+
     def drop_staging(self, tables: Collection[StagingTable]) -> None:
         with self.engine.connect() as connection:
             for staged in tables:
@@ -492,7 +518,7 @@ class PostgreSQL:
         if plan is not None:
             needed += ["UPDATE"] * bool(plan.updated) + ["DELETE"] * (plan.op is not None) + ["TEMPORARY"] * direct
         if empty is not None:
-            needed.append(empty.value)
+            needed.append(empty.right)
         try:
             found = connection.execute(_RIGHTS, {"schema": target[0], "table": target[1]}).mappings().one()
             table = {"table": found["oid"]}
@@ -506,7 +532,9 @@ class PostgreSQL:
                     )
             if plan is not None:
                 require_key(target[1], [*map(frozenset, connection.execute(_UNIQUE, table).scalars())], plan.keys)
-            if empty is not None:
+            if empty is not None and empty.where is not None:
+                _require_condition(connection, layout, empty)
+            elif empty is not None:
                 for referring in connection.execute(_REFERRING, table).mappings().all():
                     _require_unreferred(connection, target[1], empty, referring)
         except exc.SQLAlchemyError as error:

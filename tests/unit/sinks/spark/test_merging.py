@@ -121,6 +121,22 @@ def test_the_options_of_the_data_source_are_the_settings():
             SourceOptions.parse({**given, name: text})
 
 
+@pytest.mark.parametrize(
+    "other", [{"truncate": "true"}, {"upsertKeys": "id", "orderColumn": "at", "opColumn": "op", "keyColumn": "id"}]
+)
+def test_a_condition_for_replaced_rows_is_refused_with_what_contradicts_it(other):
+    given = {
+        "sink": "s",
+        "url": SETTINGS["url"],
+        "dbtable": "people",
+        "topic": "t",
+        "kafka.bootstrap.servers": "none:1",
+    }
+    assert SourceOptions.parse({**given, "replaceWhere": "id > 0"}).replace_where == "id > 0"
+    with pytest.raises(ConfigurationError, match="replaceWhere and (truncate|opColumn) contradict"):
+        SourceOptions.parse({**given, "replaceWhere": "id > 0", **other})
+
+
 def test_a_row_that_deletes_keeps_its_key_alone_and_a_row_without_an_order_is_the_oldest():
     plan = layout(**CHANGES)
     rows = batch(plan, ("c", 5, 1, "a"), ("d", None, 2, "b"))
