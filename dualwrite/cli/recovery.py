@@ -26,6 +26,7 @@ from dualwrite.cli.options import (
 )
 from dualwrite.cli.report import (
     MOST_SHOWN,
+    batch_outlooks,
     blocker_table,
     forgotten_words,
     lease_table,
@@ -47,9 +48,10 @@ from dualwrite.recovery import recover as recovery
 from dualwrite.recovery.operator import UNTOUCHED_FOR_S, TerminationReport, complete_prepared
 from dualwrite.recovery.recover import IdStatus, RecoveryReport, is_young
 from dualwrite.stores.opening import opened
+from dualwrite.stores.sql.ledger import UnfinishedBatch, batches_of
 from dualwrite.writing import by_hand
 from dualwrite.writing.by_hand import By
-from dualwrite.writing.left_behind import what_waits
+from dualwrite.writing.left_behind import Waits, what_waits
 
 
 @click.command()
@@ -234,7 +236,8 @@ def status(
         items = found.items
         incidents = database.store().incidents(transactional_id or prefix or "")
         leases = database.lease_list(transactional_id, prefix or "")
-        warnings = [*database.warnings(), *found.unknown]
+        batches, unknown = batches_of(database, prefix or "") if transactional_id is None else ((), ())
+        warnings = [*database.warnings(), *found.unknown, *unknown]
         waiting = what_waits(database, {writer_of(item.row.transactional_id) for item in items})
     known, blockers = bool(items), found.blockers
     if problems:
@@ -248,14 +251,14 @@ def status(
             open_incidents,
             leases=leases,
             blockers=blockers,
+            batches=batches,
             waiting=waiting,
             warnings=warnings,
         )
         click.echo(json.dumps(document, indent=2))
     else:
         _print_status(items, found.longest_s, open_incidents, () if problems else leases, blockers)
-        for one in waiting:
-            click.echo(f"  {waiting_words(one)}")
+        _print_left(waiting, batches, found.items)
     for warning in warnings:
         click.echo(f"dualwrite: {warning}", err=True)
     if any(item.went_back is not None for item in items):
@@ -293,6 +296,13 @@ def _print_status(
             console.print(f"  {item.row.transactional_id}: {item.went_back}", style="red")
     for incident in open_incidents:
         console.print(f"  {incident.transactional_id}: {incident.outcome.value}: {incident.detail}", style="red")
+
+
+def _print_left(waiting: Sequence[Waits], batches: Sequence[UnfinishedBatch], items: Sequence[IdStatus]) -> None:
+    for one in waiting:
+        click.echo(f"  {waiting_words(one)}")
+    for left, words in batch_outlooks(batches, items):
+        click.echo(f"  batch {left.batch.batch_id} of {left.batch.sink}: {left.batch.phase}: {words}")
 
 
 # `dualwrite terminate`: abort an open transaction, unless the database has decided it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -11,16 +12,26 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from dualwrite.protocol.batches import outlook
 from dualwrite.protocol.blocking import Blocker
 from dualwrite.protocol.by_hand import number_ranges
 from dualwrite.protocol.leases import Lease, place_of
 from dualwrite.protocol.prepared_state import Engine
 from dualwrite.protocol.settle import SettleStep
-from dualwrite.protocol.values import AsideMessage, Incident, OutboxMode, TransactionStatus, Waiting, belongs
+from dualwrite.protocol.values import (
+    AsideMessage,
+    Incident,
+    OutboxMode,
+    TransactionStatus,
+    Waiting,
+    belongs,
+    pool_of_sink,
+    writer_of,
+)
 from dualwrite.recovery.lost_decisions import Forgotten
 from dualwrite.recovery.recover import IdStatus, RecoveryReport
 from dualwrite.recovery.settle import Loss
-from dualwrite.stores.sql.ledger import Batch
+from dualwrite.stores.sql.ledger import Batch, UnfinishedBatch
 from dualwrite.writing.left_behind import Waits
 
 _WIDTH_OF_A_PIPE = 400
@@ -291,6 +302,7 @@ def status_document(
     *,
     leases: Sequence[Lease],
     blockers: Sequence[Blocker],
+    batches: Sequence[UnfinishedBatch],
     waiting: Sequence[Waits],
     warnings: Sequence[str],
 ) -> dict[str, object]:
@@ -311,6 +323,7 @@ def status_document(
             for incident in open_incidents
         ],
         "leases": [lease_json(lease) for lease in leases],
+        "batches": [unfinished_json(one, words) for one, words in batch_outlooks(batches, items)],
         "outbox": [waiting_json(one) for one in waiting],
         "warnings": list(warnings),
     }
@@ -343,6 +356,29 @@ def batch_table(batches: Sequence[Batch], deserted: Mapping[tuple[str, str], dat
 def _phase(batch: Batch, deserted: Mapping[tuple[str, str], datetime]) -> str:
     since = deserted.get((batch.sink, batch.batch_id))
     return batch.phase if since is None else f"{batch.phase}, nobody at work since {since:%Y-%m-%d %H:%M:%S}"
+
+
+def batch_outlooks(
+    batches: Sequence[UnfinishedBatch], items: Sequence[IdStatus]
+) -> Sequence[tuple[UnfinishedBatch, str]]:
+    """Each batch of which anything is left, and what becomes of it."""
+    unsettled = Counter(writer_of(item.row.transactional_id) for item in items if item.needs_recovery)
+    found = []
+    for one in batches:
+        words = outlook(
+            one.batch.phase,
+            deserted=one.nobody_since is not None,
+            unsettled=unsettled[pool_of_sink(one.batch.sink)],
+        )
+        if words is not None:
+            found.append((one, words))
+    return found
+
+
+def unfinished_json(one: UnfinishedBatch, words: str) -> dict[str, object]:
+    """One batch that is not completed as ``dualwrite status --json`` shows it."""
+    since = {} if one.nobody_since is None else {(one.batch.sink, one.batch.batch_id): one.nobody_since}
+    return {**batch_json(one.batch, since), "outlook": words}
 
 
 def batch_json(batch: Batch, deserted: Mapping[tuple[str, str], datetime]) -> dict[str, object]:

@@ -248,6 +248,28 @@ def mismatch_of(recorded: Recorded, present: Destination) -> str:
     return f"was begun for {former.shown(cluster=cluster)}; and is now for {present.shown(cluster=cluster)}"
 
 
+def outlook(phase: str, *, deserted: bool, unsettled: int) -> str | None:
+    """What becomes of a batch that is not completed, in words; None if nothing does.
+
+    Nobody but its job can write what is missing of it, and nobody else has its rows. What its tasks have left open in Kafka is
+    settled as any writer's: committed where the database has decided, else aborted once their leases are over.
+
+    Args:
+        phase: ``writing``, ``failed`` or ``decided``, as the ledger's view has it.
+        deserted: Whether no process is known to work on it.
+        unsettled: How many transactional ids of its sink's tasks are unsettled.
+    """
+    if phase == "decided":
+        return f"all of it is written; {unsettled} transactions of its tasks are being completed" if unsettled else None
+    left = f"; {unsettled} transactions of its tasks are unsettled" if unsettled else ""
+    if phase == "failed":
+        return f"its last run failed: run the job again, which writes what is missing{left}"
+    if deserted:
+        gone = "its driver is gone, or computes for long before it writes"
+        return f"{gone}: run the job again, which writes what is missing{left}"
+    return f"its job may be at work{left}"
+
+
 # Detects batches that were begun but that no process works on: drivers give no sign of life, their tasks' leases do.
 
 QUIET_S: Final = 300.0

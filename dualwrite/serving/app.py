@@ -154,6 +154,7 @@ def target_json(snapshot: Snapshot) -> dict[str, object]:
             found.incidents,
             leases=found.leases,
             blockers=found.blockers,
+            batches=found.batches,
             waiting=found.waiting,
             warnings=found.warnings,
         ),

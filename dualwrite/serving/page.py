@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, select_autoescape
 
-from dualwrite.cli.report import blocks_words, groups_words, partitions_words, row_word, will_do
+from dualwrite.cli.report import batch_outlooks, blocks_words, groups_words, partitions_words, row_word, will_do
 from dualwrite.protocol.blocking import weight
 from dualwrite.protocol.by_hand import Deed, Ended
 from dualwrite.protocol.supervision import UNTRIED, Action, Reason
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dualwrite.recovery.recover import IdStatus
     from dualwrite.serving.actions import Form, Preview
     from dualwrite.serving.supervisor import Snapshot
+    from dualwrite.stores.sql.ledger import UnfinishedBatch
 
 _MINUTE_S: Final = 60
 _NOTICED_S: Final = 1.0
@@ -113,6 +114,20 @@ class WaitingRow:
 
 
 @dataclass(frozen=True)
+class BatchRow:
+    """A batch of a Spark sink that is not completed. All fields are text to show, but for ``alarming``."""
+
+    name: str
+    sink: str
+    phase: str
+    partitions: str
+    started: str
+    nobody_since: str
+    because: str
+    alarming: bool
+
+
+@dataclass(frozen=True)
 class LossRow:
     """One loss that nobody has acknowledged. All fields are text to show, but for ``links``."""
 
@@ -137,6 +152,7 @@ class TargetView:
         error: Why the last round failed.
         open: What is unsettled, and open transactions of others, what blocks most first.
         waiting: What waits.
+        batches: Batches of Spark sinks that are not completed.
         losses: What is lost, or may be.
         findings: Conditions that a person should mend, in words.
         history: What people and services did last.
@@ -151,6 +167,7 @@ class TargetView:
     error: str | None
     open: Sequence[OpenRow]
     waiting: Sequence[WaitingRow]
+    batches: Sequence[BatchRow]
     losses: Sequence[LossRow]
     findings: Sequence[str]
     history: Sequence[HistoryRow]
@@ -210,6 +227,7 @@ def view(snapshot: Snapshot, now_s: float, enabled: Collection[Deed] = frozenset
             error=snapshot.error,
             open=(),
             waiting=(),
+            batches=(),
             losses=(),
             findings=(),
             history=(),
@@ -238,6 +256,7 @@ def view(snapshot: Snapshot, now_s: float, enabled: Collection[Deed] = frozenset
         error=snapshot.error,
         open=_open(snapshot, plans, enabled),
         waiting=_waiting(snapshot, plans, enabled),
+        batches=[_batch_row(one, words) for one, words in batch_outlooks(found.batches, found.items)],
         losses=losses,
         findings=[*(f"{one.status.value}: {one}. {one.remedy}" for one in snapshot.findings), *found.warnings],
         history=[_history_row(record) for record in found.history],
@@ -378,6 +397,20 @@ def _waiting(snapshot: Snapshot, plans: dict[str, Planned], enabled: Collection[
             )
         )
     return shown
+
+
+def _batch_row(one: UnfinishedBatch, words: str) -> BatchRow:
+    batch = one.batch
+    return BatchRow(
+        name=batch.batch_id,
+        sink=batch.sink,
+        phase=batch.phase,
+        partitions=f"{batch.written_partitions} of {batch.partition_count}",
+        started="-" if batch.started_at is None else f"{batch.started_at:%Y-%m-%d %H:%M:%S}",
+        nobody_since="-" if one.nobody_since is None else f"{one.nobody_since:%Y-%m-%d %H:%M:%S}",
+        because=words,
+        alarming=batch.phase == "failed" or one.nobody_since is not None,
+    )
 
 
 def _settles(planned: Planned) -> bool:

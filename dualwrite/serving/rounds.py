@@ -15,6 +15,7 @@ from dualwrite.protocol.supervision import Seen
 from dualwrite.protocol.values import member_id, writer_of
 from dualwrite.recovery.recover import overview, settled_with
 from dualwrite.serving.configuration import fleet_of, is_ours
+from dualwrite.stores.sql.ledger import batches_of
 from dualwrite.writing.left_behind import Waits, what_waits
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from dualwrite.protocol.values import Incident, StateRow
     from dualwrite.recovery.recover import IdStatus
     from dualwrite.serving.configuration import Target
+    from dualwrite.stores.sql.ledger import UnfinishedBatch
 
 _SHOWN: Final = 20
 """How many actions of the history a page shows."""
@@ -45,6 +47,7 @@ class Round:
         leases: Those of fleets.
         leader: The lease of the replicas of this service; None before any has taken it.
         waiting: What waits in the database, by writer.
+        batches: Batches of Spark sinks that are not completed.
         warnings: Conditions in the database that slow dual writes down, and what could not be found out.
         skew_s: By how much this machine's clock is ahead of the database's.
         seen: Every writer that has something to settle or to send.
@@ -60,6 +63,7 @@ class Round:
     leases: Sequence[Lease] = ()
     leader: Lease | None = None
     waiting: Sequence[Waits] = ()
+    batches: Sequence[UnfinishedBatch] = ()
     warnings: Sequence[str] = ()
     skew_s: float = 0.0
     seen: Sequence[Seen] = ()
@@ -86,6 +90,7 @@ def look(target: Target, database: Database) -> Round:
         database, [name for name in store.outbox.writers() if name.startswith(target.prefix)] if store.outbox else ()
     )
     history, missing = _history(database, target.prefix)
+    batches, unknown = batches_of(database, target.prefix)
     now = database.forgetting().now()
     leader = next(iter(database.lease_list(member_id(fleet_of(target.name), 0), "")), None)
     seen = every_writer(
@@ -106,7 +111,8 @@ def look(target: Target, database: Database) -> Round:
         leases=leases,
         leader=leader,
         waiting=waiting,
-        warnings=[*database.warnings(), *found.unknown, *missing],
+        batches=batches,
+        warnings=[*database.warnings(), *found.unknown, *missing, *unknown],
         skew_s=time.time() - now.timestamp(),
         seen=seen,
         history=history,

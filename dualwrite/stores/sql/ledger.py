@@ -11,7 +11,7 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import (
     ColumnElement,
@@ -33,8 +33,12 @@ from dualwrite.errors import ConfigurationError, Fenced
 from dualwrite.protocol.batches import Destination, Entry, Recorded, Way, mismatch_of, next_entry, nobody_since
 from dualwrite.protocol.values import may_own, pool_of_sink
 from dualwrite.stores.sql.access import map_database_error
+from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.stores.sql.short_transactions import ShortTransactions, dialect_of
 from dualwrite.stores.sql.tables import check_name, database_now, database_now_plus, declare_tables, in_chunks
+
+if TYPE_CHECKING:
+    from dualwrite.interfaces import Database
 
 WHOLE_BATCH: Final = -1
 BEGUN: Final = -2
@@ -481,6 +485,62 @@ def read_batches(
     except exc.SQLAlchemyError as error:
         raise map_database_error(error, engine, schema) from error
     return found[::-1]
+
+
+NEWEST_RUNS: Final = 100
+_COMPLETED: Final = "completed"
+
+
+@dataclass(frozen=True)
+class UnfinishedBatch:
+    """A batch of which a part is missing, or whose driver has not seen the end of it.
+
+    Attributes:
+        batch: The batch.
+        nobody_since: Since when no process is known to work on it; None while one may. See :func:`read_nobody_at_work`.
+    """
+
+    batch: Batch
+    nobody_since: datetime | None = None
+
+
+def unfinished_batches(engine: Engine, *, schema: str | None = None) -> Sequence[UnfinishedBatch]:
+    """Those of the newest hundred runs whose batches are not completed, in the order in which they began.
+
+    Costs little however long the ledger is: only these batches are added up. Raises as :func:`read_batches`.
+    """
+    tables = declare_tables(schema)
+    run, view = tables.run, tables.batch
+    newest = select(run.c.sink, run.c.name).order_by(run.c.begun_at.desc(), run.c.sink, run.c.name).limit(NEWEST_RUNS)
+    try:
+        with engine.connect() as connection:
+            names = [tuple(row) for row in connection.execute(newest)]
+            if not names:
+                return []
+            found = [
+                Batch(**row)
+                for some in in_chunks(names)
+                for row in connection.execute(
+                    select(view).where(tuple_(view.c.sink, view.c.batch_id).in_(some), view.c.phase != _COMPLETED)
+                ).mappings()
+            ]
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, engine, schema) from error
+    deserted = read_nobody_at_work(engine, found, schema=schema)
+    order = {name: -number for number, name in enumerate(names)}
+    found.sort(key=lambda batch: order[batch.sink, batch.batch_id])
+    return [UnfinishedBatch(batch, deserted.get((batch.sink, batch.batch_id))) for batch in found]
+
+
+def batches_of(database: Database, prefix: str = "") -> tuple[Sequence[UnfinishedBatch], Sequence[str]]:
+    """The unfinished batches of sinks with this prefix, and why they are not known, if the view may not be read."""
+    if not isinstance(database, SqlDatabase):
+        return (), ()
+    try:
+        found = unfinished_batches(database.engine, schema=database.tables_schema)
+    except ConfigurationError as error:
+        return (), (f"batches of Spark sinks: {error}",)
+    return [one for one in found if one.batch.sink.startswith(prefix)], ()
 
 
 def batch_in_part(engine: Engine, sink: str, but: str, *, schema: str | None = None) -> str | None:

@@ -22,6 +22,7 @@ from dualwrite.serving.app import make_app
 from dualwrite.serving.page import duration, render, view
 from dualwrite.serving.rounds import Round
 from dualwrite.serving.supervisor import Snapshot
+from dualwrite.stores.sql.ledger import Batch, UnfinishedBatch
 
 from .test_rounds import item, waits
 
@@ -189,8 +190,39 @@ class Balanced(HTMLParser):
         assert self.open.pop() == tag, self.getpos()
 
 
+def batch(phase, nobody_since=None, sink="flights"):
+    made = Batch(sink, "7", phase, 8, 3, 900, 900, AT, None, None, None, None, None)
+    return UnfinishedBatch(made, nobody_since)
+
+
+def test_batches_whose_driver_is_gone_are_shown_with_what_becomes_of_them():
+    slot = item("flights.spark#3", 500.0, decided=True)
+    shown = with_round(
+        items=[slot], batches=[batch("writing"), batch("writing", AT), batch("failed"), batch("decided")]
+    )
+    running, deserted, failed, decided = view(shown, 104.0).batches
+    assert (running.sink, running.name, running.partitions, running.nobody_since) == ("flights", "7", "3 of 8", "-")
+    assert running.because == "its job may be at work; 1 transactions of its tasks are unsettled"
+    assert deserted.because.startswith("its driver is gone, or computes for long before it writes: run the job again")
+    assert deserted.nobody_since == "2026-01-01 00:00:00"
+    assert failed.because.startswith("its last run failed: run the job again")
+    assert decided.because == "all of it is written; 1 transactions of its tasks are being completed"
+    assert [row.alarming for row in view(shown, 104.0).batches] == [False, True, True, False]
+    assert view(with_round(batches=[batch("decided")]), 104.0).batches == [], "nothing is left of it"
+    assert "<h3>Spark batches</h3>" in render([shown], 104.0, refresh_s=10)
+    with client(shown) as asked:
+        found = asked.get("/api/status").json()["targets"]["shop"]["batches"]
+    assert [(one["batch_id"], one["phase"], one["nobody_at_work_since"]) for one in found[:2]] == [
+        ("7", "writing", None),
+        ("7", "writing", "2026-01-01T00:00:00+00:00"),
+    ]
+    assert found[0]["outlook"] == running.because
+
+
 def test_every_cell_of_the_page_has_its_label_and_its_place():
-    held = with_round(incidents=[LOSS], waiting=[waits("orders", 3)], warnings=["old versions of rows"])
+    held = with_round(
+        incidents=[LOSS], waiting=[waits("orders", 3)], batches=[batch("failed")], warnings=["old versions of rows"]
+    )
     page = render([held, Snapshot("empty")], 104.0, refresh_s=10)
     checked = Balanced()
     checked.feed(page)
