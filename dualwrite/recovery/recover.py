@@ -101,6 +101,18 @@ class RecoveryReport:
     unknown: bool = False
     sent: dict[str, int] = field(default_factory=dict)
 
+    def of(self, is_wanted: Callable[[str], bool]) -> RecoveryReport:
+        """What it says of these ids."""
+        return RecoveryReport(
+            planned=[item for item in self.planned if is_wanted(item.row.transactional_id)],
+            settled=[name for name in self.settled if is_wanted(name)],
+            rolled_forward=[name for name in self.rolled_forward if is_wanted(name)],
+            losses=[loss for loss in self.losses if is_wanted(loss.row.transactional_id)],
+            skipped=[name for name in self.skipped if is_wanted(name)],
+            went_back=[back for back in self.went_back if back.transactional_id and is_wanted(back.transactional_id)],
+            sent={name: count for name, count in self.sent.items() if is_wanted(name)},
+        )
+
 
 def status(
     transactional_id: str | None = None,
@@ -220,6 +232,46 @@ def recover_ids(
     if not dry_run:
         report_losses(report, rows, store, observer)
     return report
+
+
+def settle_writers(
+    database: Database,
+    writers: Collection[str],
+    *,
+    prefix: str,
+    kafka: Mapping[str, object],
+    open_for_s: float,
+    timeout_s: float,
+    observer: Observer = NO_OBSERVER,
+) -> dict[str, RecoveryReport]:
+    """Settle several writers, each as :func:`recover_ids` does, by one inspection and few claims. Sends nothing that waits.
+
+    ``prefix`` is what all their names begin with, perhaps nothing: by it the rows are read.
+
+    Returns:
+        The report of each writer, or of each slot that stands for itself.
+    """
+    store, deadline = database.store(), Deadline(timeout_s)
+
+    def select() -> Sequence[StateRow]:
+        return [row for row in store.find(prefix) if settled_with(row.transactional_id, writers) in writers]
+
+    report = recover_rows(
+        select,
+        store=store,
+        connect=partial(connected_coordinator, kafka),
+        open_for_s=open_for_s,
+        leased=database.living,
+        deadline=deadline,
+        owner=unique_owner(KafkaConfig.parse(kafka).client_id),
+        observer=observer,
+    )
+    report_losses(report, select(), store, observer)
+
+    def of(writer: str) -> RecoveryReport:
+        return report.of(lambda name: settled_with(name, writers) == writer)
+
+    return {writer: of(writer) for writer in writers}
 
 
 class _Progress:

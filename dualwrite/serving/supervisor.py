@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.clock import now_s
-from dualwrite.errors import ConfigurationError, DualWriteError
+from dualwrite.errors import ConfigurationError, DualWriteError, Unavailable
 from dualwrite.protocol.by_hand import Deed, End, Ended, Intent
 from dualwrite.protocol.findings import CheckResult, Status
 from dualwrite.protocol.leases import LeaseTiming
@@ -26,6 +26,7 @@ from dualwrite.protocol.outbox import growing_pause_s
 from dualwrite.protocol.supervision import UNTRIED, Action, Planned, Tries, View, plan
 from dualwrite.recovery.claim import default_owner, lease_owner
 from dualwrite.recovery.doctor import doctor
+from dualwrite.recovery.recover import settle_writers
 from dualwrite.serving.configuration import fleet_of
 from dualwrite.serving.rounds import Round, look
 from dualwrite.stores.opening import database_of
@@ -43,6 +44,10 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S: Final = 60.0
 _CHECK_EVERY_S: Final = 300.0
+# Up to so many writers are settled one by one: the log then tells of one after the other.
+_FEW: Final = 8
+# At most so many are settled together, so that stopping, and a lost lease, need not wait for all of them.
+_TOGETHER: Final = 250
 SERVICE: Final = "dualwrite serve"
 """Who acts, in the history, where no person does."""
 
@@ -259,17 +264,18 @@ class Supervisor:
         self._publish()
 
     def _settle(self) -> bool:
-        """Settle what is planned, writer by writer. Returns whether anything was tried."""
+        """Settle what is planned: many writers together, the others one by one. Returns whether anything was tried."""
         due = [planned for planned in self._plans if planned.action is Action.SETTLE]
         self._keep_intents(due)
-        tried = False
+        done = self._settle_together(due) if len(due) > _FEW else set()
+        tried = bool(done)
         for planned in due:
-            if self._stopping.is_set() or self._lost.is_set():
-                break
-            if tried and not self._keeper.still_held():
+            if planned.writer in done:
+                continue
+            if self._must_stop() or (tried and not self._keeper.still_held()):
                 break
             tried = True
-            tries = self._tries.get(planned.writer, UNTRIED)
+            report = None
             try:
                 report = recover(
                     planned.writer,
@@ -285,19 +291,69 @@ class Supervisor:
                 failure = f"{type(error).__name__}: {error}"
             else:
                 failure = self._note_report(planned.writer, report)
-            if failure is None:
-                self._tries[planned.writer] = tries.succeeded(now_s())
-                self._keep_end(planned.writer, Ended.DONE, recovery_words(report))
-            else:
-                self._keep_end(planned.writer, Ended.FAILED, f"attempt {tries.failures + 1}: {failure}")
-                self._tries[planned.writer] = tries.failed(now_s(), failure)
-                self._counts["failures"] += 1
-                self._note(f"{planned.writer}: attempt {tries.failures + 1} failed: {failure}", logging.WARNING)
+            self._note_attempt(planned.writer, report, failure)
             self._publish()
         for writer in sorted(self._unended):
             self._keep_end(writer, Ended.REFUSED, "not begun: this replica stops, or another one leads")
         self._keep_ends()
         return tried
+
+    def _must_stop(self) -> bool:
+        return self._stopping.is_set() or self._lost.is_set()
+
+    def _settle_together(self, due: Sequence[Planned]) -> set[str]:
+        """Settle those of which nothing waits, many at a time. Returns those of which there is an answer.
+
+        One by one, a thousand writers would take minutes, in which the last of them hold back their readers. A writer that
+        cannot be settled must hinder no other: after any error but silence, each of its companions is tried alone.
+        """
+        waiting = {one.writer for one in self._round.waiting} if self._round is not None else set()
+        by_patience: dict[float, list[str]] = defaultdict(list)
+        for planned in due:
+            if planned.writer not in waiting:
+                by_patience[planned.patience_s].append(planned.writer)
+        done: set[str] = set()
+        for patience_s, writers in by_patience.items():
+            for start in range(0, len(writers), _TOGETHER):
+                if self._must_stop() or (start and not self._keeper.still_held()):
+                    return done
+                together = writers[start : start + _TOGETHER]
+                try:
+                    reports = settle_writers(
+                        self._database,
+                        together,
+                        prefix=self.target.prefix,
+                        kafka=self.target.kafka,
+                        open_for_s=patience_s,
+                        timeout_s=self.target.timeout_s,
+                    )
+                except Unavailable as error:
+                    reports = {}
+                    failures: dict[str, str | None] = dict.fromkeys(together, f"{type(error).__name__}: {error}")
+                except Exception as error:  # noqa: BLE001 - whatever it is, it comes again for the writer that has it
+                    logger.warning(
+                        "%s: settling one by one, after %s: %s", self.target.name, type(error).__name__, error
+                    )
+                    continue
+                else:
+                    failures = {writer: self._note_report(writer, report) for writer, report in reports.items()}
+                for writer, failure in failures.items():
+                    self._note_attempt(writer, reports.get(writer), failure)
+                done.update(failures)
+                self._publish()
+        return done
+
+    def _note_attempt(self, writer: str, report: RecoveryReport | None, failure: str | None) -> None:
+        tries = self._tries.get(writer, UNTRIED)
+        if failure is None:
+            assert report is not None
+            self._tries[writer] = tries.succeeded(now_s())
+            self._keep_end(writer, Ended.DONE, recovery_words(report))
+        else:
+            self._keep_end(writer, Ended.FAILED, f"attempt {tries.failures + 1}: {failure}")
+            self._tries[writer] = tries.failed(now_s(), failure)
+            self._counts["failures"] += 1
+            self._note(f"{writer}: attempt {tries.failures + 1} failed: {failure}", logging.WARNING)
 
     # The history of what it did: a record alone, for which no settlement waits
 

@@ -4,6 +4,7 @@ import re
 import signal
 import socket
 from contextlib import ExitStack, closing, contextmanager
+from types import SimpleNamespace
 
 import pytest
 from harness.checker import Case
@@ -11,6 +12,7 @@ from harness.patience import wait_until
 from harness.service import replicas, serve_file
 from sqlalchemy import text
 
+from benchmarks.settling import leave_decided
 from dualwrite import DualWriter, WriterLimits, recover
 from dualwrite.recovery.recover import status
 from dualwrite.stores.sql.leases import read_leases
@@ -67,6 +69,18 @@ def test_what_a_dead_owner_left_is_settled_and_the_process_stops_cleanly(config,
     assert replica.log.count("case: settle: ") == 1, "each change once"
     assert "shop: stopped" in replica.log
     assert [lease.owner for lease in read_leases(engine, "dualwrite-serve-shop-0")] == [None]
+
+
+def test_a_crowd_of_dead_owners_is_settled_together(config, start, kafka, url, dualwrite_topic):
+    leave_decided(SimpleNamespace(kafka=kafka, url=url), 12, dualwrite_topic)
+    replica = start(config())
+    with ended(replica):
+        for number in range(12):
+            replica.says(f"left-{number:05d}: 1 ids settled, 1 rolled forward")
+        replica.says("left-00011: nothing is left")
+    assert unsettled(kafka, url) == []
+    assert len(read_committed(kafka, dualwrite_topic)) == 12
+    assert "one by one" not in replica.log
 
 
 def test_an_undecided_transaction_of_a_dead_owner_is_aborted(config, start, case, kafka, url):

@@ -21,6 +21,8 @@ from dualwrite.serving.rounds import Round
 from dualwrite.serving.supervisor import Supervisor
 from dualwrite.stores.sql.actions import History
 
+from .test_rounds import waits
+
 DEAD = [
     Seen(name, needs_recovery=True, decided=True, youngest_s=95.0, unchanged_s=95.0) for name in ("bills", "orders")
 ]
@@ -42,15 +44,18 @@ class Servers:
     def __init__(self):
         self.seen = list(DEAD)
         self.look_error = self.settle_error = None
-        self.settled = []
+        self.settled, self.together, self.together_error = [], [], None
         self.checks, self.check_error = 0, None
         self.report = RecoveryReport
+        self.waiting = []
         self.meanwhile = lambda _: None
 
     def look(self, *_):
         if self.look_error is not None:
             raise self.look_error
-        return Round(datetime(2026, 1, 1, tzinfo=timezone.utc), 1000.0, [], None, seen=tuple(self.seen))
+        return Round(
+            datetime(2026, 1, 1, tzinfo=timezone.utc), 1000.0, [], None, seen=tuple(self.seen), waiting=self.waiting
+        )
 
     def doctor(self, **_):
         self.checks += 1
@@ -67,10 +72,20 @@ class Servers:
         self.seen = [seen for seen in self.seen if seen.writer not in report.settled]
         return report
 
+    def settle_writers(self, _, writers, **given):
+        assert given["open_for_s"] == 60.0
+        self.together.append(list(writers))
+        if self.together_error is not None:
+            raise self.together_error
+        reports = {writer: self.report(settled=[writer]) for writer in writers}
+        self.seen = [seen for seen in self.seen if not (seen.writer in reports and reports[seen.writer].settled)]
+        return reports
+
 
 @pytest.fixture
 def servers(monkeypatch):
     made = Servers()
+    monkeypatch.setattr(supervisor, "settle_writers", made.settle_writers)
     monkeypatch.setattr(supervisor, "look", made.look)
     monkeypatch.setattr(supervisor, "recover", made.recover)
     monkeypatch.setattr(supervisor, "doctor", made.doctor)
@@ -149,6 +164,39 @@ def test_a_history_that_cannot_be_kept_hinders_no_settlement(make, servers, monk
     make()._turn()
     assert len(servers.settled) == 2
     assert "shop: the history of actions cannot be kept: the history is away" in caplog.text
+
+
+def many(count):
+    return [replace(DEAD[0], writer=f"dead-{number:03d}") for number in range(count)]
+
+
+def test_many_dead_writers_are_settled_together_but_for_those_of_which_messages_wait(make, servers, monkeypatch):
+    servers.seen = many(300)
+    servers.waiting = [waits("dead-000", 3)]
+    leader = make()
+    leader._turn()
+    assert [len(some) for some in servers.together] == [250, 49]
+    assert servers.settled == [("dead-000", 60.0)]
+    assert leader.snapshot.counts["settled"] == 300
+    assert leader.snapshot.plans == ()
+
+
+def test_one_of_many_that_cannot_be_settled_hinders_no_other(make, servers):
+    servers.seen, servers.together_error = many(20), ConfigurationError("one row is wrong")
+    leader = make()
+    leader._turn()
+    assert [writer for writer, _ in servers.settled] == [f"dead-{number:03d}" for number in range(20)]
+
+
+def test_silence_counts_as_a_failed_attempt_of_all_that_were_tried_together(make, servers):
+    servers.seen, servers.together_error = many(20), Unavailable("Kafka is away")
+    leader = make()
+    leader._turn()
+    assert servers.settled == [], "each of them would wait for the same silence"
+    assert leader.snapshot.counts["failures"] == 20
+    assert {planned.reason for planned in leader.snapshot.plans} == {Reason.FAILED}
+    leader._turn()
+    assert len(servers.together) == 1, "the next attempt is not due yet"
 
 
 def test_who_stands_by_looks_and_settles_nothing_until_the_leader_is_gone(make, servers):
