@@ -16,6 +16,7 @@ from benchmarks import (
     outbox,
     pipelined,
     records,
+    serving,
     spark_page,
     state_page,
     units,
@@ -79,6 +80,7 @@ def render(figures: Mapping[str, Any]) -> str:
         "outage": outage.section,
         "telemetry": partial(_telemetry, alone=figures.get("latency", {})),
         "first": _first,
+        "serve": serving.section,
         "state": state_page.section,
     }
     for name, section in sections.items():

@@ -201,3 +201,24 @@ def run(
     found |= {"death to settled s": statistics.median(deaths), "death to settled s, longest": max(deaths)}
     found["load"] = os.getloadavg()[0]
     return found
+
+
+def section(figures: Mapping[str, Any]) -> list[str]:
+    """The section of the page."""
+    return [
+        "## A service that settles",
+        "",
+        f"[`dualwrite serve`](serve.md) before {figures['ids']:,} ids, {figures['to settle']:,} of them left by dead owners, beside "
+        f"{figures['others']} open transactions of other programs. The machine's load was {figures['load']:.0f} at the end.",
+        "",
+        f"- A look at all of them: **{figures['look s']:.1f} s**; settling the {figures['to settle']:,}: "
+        f"**{figures['settle s']:.1f} s** (aim of a round: 10 s).",
+        f"- The page while all of them are open: **{figures['page ms']:.0f} ms**, the slowest "
+        f"{figures['page ms, slowest']:.0f} ms (aim: 300 ms).",
+        f"- Memory: **{figures['MiB, looking']:.0f} MiB** while it looks, {figures['MiB, settling']:.0f} MiB with the settling "
+        "(aim: 200 MiB).",
+        f"- From the death of a writer to the end of its decided transaction: **{figures['death to settled s']:.1f} s**, at the "
+        f"longest {figures['death to settled s, longest']:.1f} s, with `settle_after_s = {figures['settle after s']:g}` "
+        f"(aim: {figures['settle after s'] + 5:g} s).",
+        "",
+    ]
