@@ -62,7 +62,10 @@ class Service:
         self.log: list[tuple[float, str]] = []
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
-        wait_until(lambda: self._address() is not None, 60.0)
+
+    def wait(self) -> None:
+        """Wait until it listens."""
+        wait_until(lambda: self._address() is not None or self.process.poll() is not None)
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -106,6 +109,7 @@ def _service(ground: Ground, **settings: Any) -> Iterator[Service]:
     with TemporaryDirectory() as directory:
         service = Service(ground, Path(directory), **settings)
         try:
+            service.wait()
             yield service
         finally:
             service.close()

@@ -101,18 +101,6 @@ class RecoveryReport:
     unknown: bool = False
     sent: dict[str, int] = field(default_factory=dict)
 
-    def of(self, is_wanted: Callable[[str], bool]) -> RecoveryReport:
-        """What it says of these ids."""
-        return RecoveryReport(
-            planned=[item for item in self.planned if is_wanted(item.row.transactional_id)],
-            settled=[name for name in self.settled if is_wanted(name)],
-            rolled_forward=[name for name in self.rolled_forward if is_wanted(name)],
-            losses=[loss for loss in self.losses if is_wanted(loss.row.transactional_id)],
-            skipped=[name for name in self.skipped if is_wanted(name)],
-            went_back=[back for back in self.went_back if back.transactional_id and is_wanted(back.transactional_id)],
-            sent={name: count for name, count in self.sent.items() if is_wanted(name)},
-        )
-
 
 def status(
     transactional_id: str | None = None,
@@ -268,10 +256,23 @@ def settle_writers(
     )
     report_losses(report, select(), store, observer)
 
-    def of(writer: str) -> RecoveryReport:
-        return report.of(lambda name: settled_with(name, writers) == writer)
+    return {writer: _of_writer(report, writer, writers) for writer in writers}
 
-    return {writer: of(writer) for writer in writers}
+
+def _of_writer(report: RecoveryReport, writer: str, writers: Collection[str]) -> RecoveryReport:
+    """What a report on several writers says of one of them."""
+
+    def is_its(name: str | None) -> bool:
+        return name is not None and settled_with(name, writers) == writer
+
+    return RecoveryReport(
+        planned=[item for item in report.planned if is_its(item.row.transactional_id)],
+        settled=[name for name in report.settled if is_its(name)],
+        rolled_forward=[name for name in report.rolled_forward if is_its(name)],
+        losses=[loss for loss in report.losses if is_its(loss.row.transactional_id)],
+        skipped=[name for name in report.skipped if is_its(name)],
+        went_back=[back for back in report.went_back if is_its(back.transactional_id)],
+    )
 
 
 class _Progress:
