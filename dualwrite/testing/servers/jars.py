@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,11 +13,14 @@ import tempfile
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from dualwrite.errors import ConfigurationError, Unavailable
 
 POM = Path(__file__).with_name("pom.xml")
 CACHE_VARIABLE = "DUALWRITE_CACHE"
+KAFKA_VARIABLE = "DUALWRITE_KAFKA_VERSION"
+_VERSION: Final = re.compile(r"[0-9]+(\.[0-9]+){1,3}(-[A-Za-z0-9.]+)?")
 
 
 def cache_directory() -> Path:
@@ -45,20 +49,35 @@ def _program(name: str, what: str) -> str:
     return found
 
 
-def kafka_jars(pom: Path = POM) -> Path:
-    """The directory that holds the broker's jars; see :func:`fetched_jars`."""
-    return fetched_jars(pom, "kafka", "Apache Kafka")
+def kafka_jars(pom: Path = POM, version: str | None = None) -> Path:
+    """The directory that holds the broker's jars; see :func:`fetched_jars`.
+
+    The version is the given one, else that of ``DUALWRITE_KAFKA_VERSION``, else that of the `pom`.
+    """
+    return fetched_jars(pom, "kafka", "Apache Kafka", version=version or os.environ.get(KAFKA_VARIABLE))
 
 
-def fetched_jars(pom: Path, prefix: str, what: str, unpack: Callable[[Path], None] | None = None) -> Path:
+def fetched_jars(
+    pom: Path,
+    prefix: str,
+    what: str,
+    unpack: Callable[[Path], None] | None = None,
+    *,
+    version: str | None = None,
+) -> Path:
     """The directory with the jars that a ``pom.xml`` names; fetches them first if they are not in the cache.
 
     Several processes may ask at once: one fetches, the others wait. No process sees a half-fetched directory: `unpack` is
     called once, with the directory of the jars just fetched, before anybody else can see it. The cache has one directory for
-    each content of `pom`, whose first dependency has the version of the product `what`.
+    each content of `pom`, whose first dependency has the version of the product `what`, unless another `version` is given.
     """
     content = pom.read_bytes()
-    version = ET.fromstring(content).findtext("{*}dependencies/{*}dependency/{*}version", "unknown")
+    own = ET.fromstring(content).findtext("{*}dependencies/{*}dependency/{*}version", "unknown")
+    if version is None:
+        version = own
+    elif _VERSION.fullmatch(version) is None:
+        raise ConfigurationError(f"{version!r} is not a version of {what}", next_step="write it as 4.4.0")
+    content = content.replace(f"<version>{own}</version>".encode(), f"<version>{version}</version>".encode(), 1)
     cache = cache_directory()
     target = cache / f"{prefix}-{version}-{hashlib.sha256(content).hexdigest()[:12]}"
     if target.is_dir():
@@ -69,7 +88,7 @@ def fetched_jars(pom: Path, prefix: str, what: str, unpack: Callable[[Path], Non
     with (cache / f"{target.name}.lock").open("w") as lock:
         _lock(lock.fileno(), target)
         if not target.is_dir():  # another process may have fetched them while we waited
-            _fetch(maven, pom, f"{what} {version}", target, unpack)
+            _fetch(maven, content, f"{what} {version}", target, unpack)
     return target
 
 
@@ -81,12 +100,12 @@ def _lock(descriptor: int, target: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
-def _fetch(maven: str, pom: Path, what: str, target: Path, unpack: Callable[[Path], None] | None) -> None:
+def _fetch(maven: str, pom: bytes, what: str, target: Path, unpack: Callable[[Path], None] | None) -> None:
     for stale in target.parent.glob(f"{target.name}.partial-*"):  # we hold the lock: its owner was killed
         shutil.rmtree(stale)
     _say(f"fetching {what} with Maven, once, into {target}")
     partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent))
-    shutil.copy(pom, partial / "pom.xml")
+    (partial / "pom.xml").write_bytes(pom)
     goal = ["dependency:copy-dependencies", f"-DoutputDirectory={partial}", "-DincludeScope=runtime"]
     command = [maven, "--batch-mode", "--file", str(partial / "pom.xml"), *goal]
     output: list[str] = []

@@ -257,6 +257,8 @@ class EmbeddedKafka(EmbeddedCluster[Broker]):
             everything that `allow` has not allowed, and has one more user, ``admin``, with all rights.
         brokers: Number of brokers; their ids count from 1.
         proxies: Number of `KafkaProxy` instances that each broker supports at a time.
+        version: The brokers' version, such as ``"4.4.0"``. If not given, that of the environment variable
+            ``DUALWRITE_KAFKA_VERSION``, else the one that this library's own tests use.
         start_timeout_s: Seconds that a start may take.
 
     Raises:
@@ -276,14 +278,16 @@ class EmbeddedKafka(EmbeddedCluster[Broker]):
         users: Mapping[str, str] | None = None,
         brokers: int = 1,
         proxies: int = 1,
+        version: str | None = None,
         start_timeout_s: float = 180.0,
     ) -> None:
-        special = properties or users or brokers > 1 or proxies > 1
+        special = properties or users or brokers > 1 or proxies > 1 or version
         super().__init__(special=bool(special), start_timeout_s=start_timeout_s)
         self._properties = dict(properties or {})
         self._users = dict(users or {})
         self._count = brokers
         self._proxies = proxies
+        self._version = version
         self._admin_password = secrets.token_hex(16)
         self.cluster_id: str | None = None
         """The id of the embedded cluster; None before the start, and for servers from the environment."""
@@ -354,7 +358,7 @@ class EmbeddedKafka(EmbeddedCluster[Broker]):
         """
         if self._external is not None:
             return
-        jars = kafka_jars()
+        jars = kafka_jars(version=self._version)
         deadline = Deadline(self._start_timeout_s)
         if self._members:
             self._run(self._stopped(broker), jars, deadline)
