@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo quick check test spent coverage pythons sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos units tasks search faults scenarios controls reason docs servers-up servers-down clean venv source jars mariadb archive
+.PHONY: help demo quick check test spent coverage pythons sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos units tasks search faults scenarios controls reason docs screenshots servers-up servers-down clean venv source jars mariadb archive
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -170,6 +170,9 @@ reason: venv jars ## the table of docs/why.md: other ways to write to both sides
 
 docs: venv ## the documentation, into docs/_build/html
 	$(VENV)/bin/sphinx-build -W --keep-going -b html docs docs/_build/html
+
+screenshots: venv ## the pictures of the page in docs/serve.md, taken in a headless Chromium (a minute)
+	DUALWRITE_SCREENSHOTS=$(CURDIR)/docs/images $(PY) -m pytest -q -p no:cacheprovider tests/integration/test_serve_browser.py
 
 servers-up: venv ## start Kafka and PostgreSQL in the background and print the environment: eval "$(make -s servers-up)"
 	@$(PY) -m dualwrite.testing.servers up
