@@ -27,7 +27,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from dualwrite.cli.report import partitions_words, row_word, will_do
+from dualwrite.cli.report import partitions_words, will_do
 from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError
 from dualwrite.protocol.by_hand import Deed
@@ -187,9 +187,12 @@ def _settling(writer: str, target: Target, database: Database) -> Preview:
 
 
 def _item_words(item: IdStatus) -> str:
+    return f"{item.row.transactional_id}: {will_do(item)}{_span_words(item)}"
+
+
+def _span_words(item: IdStatus) -> str:
     age = f", open for {duration(item.waits_for_s)}" if item.waits_for_s is not None else ""
-    where = f", in {partitions_words(item.partitions)}" if item.partitions else ""
-    return f"{item.row.transactional_id}: {will_do(item)}{age}{where}"
+    return f"{age}, in {partitions_words(item.partitions)}" if item.partitions else age
 
 
 def _terminating(asked: str, target: Target, database: Database) -> Preview:
@@ -212,7 +215,7 @@ def _terminating(asked: str, target: Target, database: Database) -> Preview:
     else:
         consequences.append("The database has not decided it: it is aborted on both sides, its rows and its messages.")
     consequences.append(_owner_words(items[0], asked, database))
-    shown = [f"{_item_words(one)}; the database: {row_word(one)}" for one in is_open]
+    shown = [f"{one.row.kafka_id(one.incarnation)}{_span_words(one)}" for one in is_open]
     exactly = "|".join(
         f"{one.row.kafka_id(one.incarnation)} {one.row.prepared} {one.decided_is_open}" for one in is_open
     )
