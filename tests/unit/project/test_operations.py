@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +13,16 @@ from harness.places import ROOT
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics import MeterProvider
 
+from dualwrite.serving.configuration import parse_settings
 from dualwrite.serving.metrics import exposition
 from dualwrite.serving.supervisor import Snapshot
 from dualwrite.telemetry import names
 from dualwrite.telemetry.names import Instrument
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 OPERATIONS = ROOT / "examples" / "operations"
 RULES = OPERATIONS / "prometheus" / "dualwrite.rules.yaml"
@@ -165,3 +172,62 @@ def test_every_metric_of_the_service_and_of_writers_is_on_the_dashboard_or_left_
         "dualwrite_outbox_bytes": "the number of the messages and their age say more; the service shows the bytes",
     }
     assert exported - shown == left_out.keys()
+
+
+def documents(name):
+    return [one for one in yaml.safe_load_all((OPERATIONS / name).read_text(encoding="utf-8")) if one]
+
+
+KUBERNETES = [f"kubernetes/{name}.yaml" for name in ("serve", "statefulset", "deployment")]
+
+
+@pytest.mark.parametrize("name", KUBERNETES)
+def test_a_file_for_kubernetes_keeps_to_its_schemas(name):
+    schemas = pytest.importorskip(
+        "kubernetes_validate", reason="kubernetes-validate is not installed: pip install kubernetes-validate"
+    )
+    for document in documents(name):
+        schemas.validate(document, "1.30", strict=True)
+
+
+def test_the_operators_rules_are_the_rules():
+    [found] = documents("kubernetes/prometheusrule.yaml")
+    assert (found["apiVersion"], found["kind"]) == ("monitoring.coreos.com/v1", "PrometheusRule")
+    assert found["spec"] == yaml.safe_load(RULES.read_text(encoding="utf-8"))
+
+
+def test_prometheus_is_led_to_every_service_by_a_port_that_it_has():
+    services = [one for name in KUBERNETES for one in documents(name) if one["kind"] == "Service"]
+    [monitor] = documents("kubernetes/servicemonitor.yaml")
+    [wanted] = monitor["spec"]["selector"]["matchExpressions"]
+    assert {one["metadata"]["labels"][wanted["key"]] for one in services} == set(wanted["values"])
+    ports = {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]}
+    assert [one for one in services if ports - {port["name"] for port in one["spec"]["ports"]}] == []
+
+
+def test_the_service_takes_the_settings_that_are_shown(tmp_path):
+    [shown] = [one for one in documents(KUBERNETES[0]) if one["kind"] == "ConfigMap"]
+    for text in (shown["data"]["serve.toml"], (OPERATIONS / "serve.toml").read_text(encoding="utf-8")):
+        found = parse_settings(text, "serve.toml", directory=tmp_path, environment={"DATABASE_URL": "sqlite://"})
+        assert (found.host, found.port) == ("0.0.0.0", 8470)
+
+
+def test_the_image_installs_extras_that_there_are():
+    text = (OPERATIONS / "Containerfile").read_text(encoding="utf-8")
+    extras = re.search(r"DUALWRITE}\[([a-z,]+)]", text)[1].split(",")
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert set(extras) <= declared.keys()
+    copied = re.search(r"^COPY (\S+) ", text, re.MULTILINE)[1]
+    assert (OPERATIONS / copied).is_file()
+
+
+def test_what_compose_mounts_is_there():
+    [found] = documents("compose.yaml")
+    mounted = [one.split(":")[0] for service in found["services"].values() for one in service.get("volumes", ())]
+    assert mounted
+    assert [one for one in mounted if not (OPERATIONS / one).exists()] == []
+
+
+@NEEDS_PROMTOOL
+def test_the_configuration_of_prometheus_is_well_formed():
+    run("promtool", "check", "config", "prometheus.yaml")
