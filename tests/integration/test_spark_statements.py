@@ -1,0 +1,174 @@
+"""What one micro-batch of one row for each partition asks of the database and of Kafka, once the workers are warm.
+
+The tasks and the processes of the driver run here one after the other, without Spark. What each of them would pickle goes through
+pickle, and each is left with nothing but what it would have in a process of its own.
+"""
+
+import pickle
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
+from io import BufferedReader, BytesIO
+from unittest import mock
+
+import pyarrow as pa
+import pytest
+from harness.one_task import SCHEMA
+from harness.spark_source import nothing_is_left, options
+from pyspark import TaskContext
+
+from dualwrite.sinks.spark import DualWriteDataSource, SinkOptions, source, worker, writing
+from dualwrite.sinks.spark.partition_task import PartitionReport
+from dualwrite.sinks.spark.per_partition import BatchJob
+from dualwrite.testing.proxy import KafkaProxy, PostgresProxy
+
+QUERY = "8c0d4e5a-0000-4000-8000-000000000000"
+
+
+@dataclass
+class Asked:
+    """What came to the servers.
+
+    Attributes:
+        statements: Those that PostgreSQL was sent.
+        transactions: Those that were begun in PostgreSQL.
+        requests: To PostgreSQL, for each of which a client waits: statements that are sent together are one, a ping is one, too.
+        kafka: Requests to the broker.
+    """
+
+    statements: int
+    transactions: int
+    requests: int
+    kafka: int
+
+    def within(self, limit):
+        """Whether none of the numbers is higher."""
+        return all(mine <= most for mine, most in zip(astuple(self), astuple(limit), strict=True))
+
+
+class Servers:
+    """Both servers behind proxies that count."""
+
+    def __init__(self, database, broker):
+        self._database, self._broker = database, broker
+        self._seen = 0, 0
+
+    def asked(self):
+        """What came since the last call."""
+        before, self._seen = self._seen, (len(self._database.requests), len(self._broker.requests))
+        requests = self._database.requests[before[0] : self._seen[0]]
+        statements = [one for request in requests for one in request.statements]
+        begun = sum(one.startswith("BEGIN") for one in statements)
+        return Asked(len(statements), begun, len(requests), self._seen[1] - before[1])
+
+
+class Task:
+    """What the sink asks Spark's own ``TaskContext``."""
+
+    def __init__(self, partition, batch):
+        self._partition, self._batch = partition, batch
+
+    def partitionId(self):  # noqa: N802 - Spark's name
+        return self._partition
+
+    def attemptNumber(self):  # noqa: N802 - Spark's name
+        return 0
+
+    def getLocalProperty(self, name):  # noqa: N802 - Spark's name
+        return {"sql.streaming.queryId": QUERY, "streaming.sql.batchId": str(self._batch)}[name]
+
+
+class Stream:
+    """A stream in one of the ways, with a Python worker for each of its partitions."""
+
+    def __init__(self, case, way):
+        self._case, self._way = case, way
+        self._workers = deque()
+        self._number = 0
+        self._rows = 0
+
+    @contextmanager
+    def _worker(self, partition):
+        """A worker process: what it keeps from task to task, and nothing of the driver's or the other workers'."""
+        kept = self._workers[partition] if partition < len(self._workers) else {}
+        if partition == len(self._workers):
+            self._workers.append(kept)
+        with (
+            mock.patch.object(worker, "_kept", kept),
+            mock.patch.object(TaskContext, "get", lambda: Task(partition, self._number)),
+            mock.patch.object(writing, "_worker_input", lambda: BufferedReader(BytesIO(writing._END))),
+        ):
+            yield
+
+    def close(self):
+        for kept in self._workers:
+            for found in kept.values():
+                found.close()
+
+    def write(self, partitions):
+        """The next micro-batch, of one row for each partition."""
+        if self._way == "foreach_batch":
+            self._write_by_partition(partitions)
+        else:
+            self._write_whole(partitions)
+        self._number += 1
+
+    def _batches(self, partition):
+        number = self._rows
+        self._rows += 1
+        return iter([pa.RecordBatch.from_pydict({"id": [number], "name": [f"row {number}"]})])
+
+    def _write_whole(self, partitions):
+        given = options(self._case, databaseLeg=self._way, checkpointLocation="/nowhere")
+        writer = pickle.dumps(DualWriteDataSource(given).streamWriter(SCHEMA, overwrite=False))
+        messages = []
+        for partition in range(partitions):
+            with self._worker(partition):
+                messages.append(pickle.dumps(pickle.loads(writer).write(self._batches(partition))))
+        with mock.patch.object(source, "_at_the_end_of_a_micro_batch", lambda: True):
+            ending = DualWriteDataSource(given).streamWriter(SCHEMA, overwrite=False)
+        ending.commit([pickle.loads(one) for one in messages], self._number)
+
+    def _write_by_partition(self, partitions):
+        with BatchJob(SinkOptions(**self._case.settings), f"{QUERY}/{self._number}") as job:
+            task = pickle.dumps(job.plan(SCHEMA))
+            job.begin(partitions)
+            assert not job.written_partitions()
+            done = []
+            for partition in range(partitions):
+                with self._worker(partition):
+                    [report] = pickle.loads(task).run_arrow(self._batches(partition))
+                done.append(PartitionReport(**report.to_pylist()[0]))
+            job.record_empty(partitions, done)
+            job.finish(partitions, done)
+
+
+@pytest.mark.parametrize(
+    ("way", "one", "further"),
+    [
+        ("staging", Asked(188, 37, 213, 30), Asked(51, 9, 56, 12)),
+        ("prepared", Asked(184, 36, 210, 30), Asked(51, 9, 56, 12)),
+        ("foreach_batch", Asked(127, 28, 151, 20), Asked(51, 9, 56, 12)),
+    ],
+)
+def test_a_micro_batch_of_one_row_asks_no_more_than_this(
+    numbers, dualwrite_postgres, dualwrite_kafka, way, one, further
+):
+    with PostgresProxy(dualwrite_postgres) as database, KafkaProxy(dualwrite_kafka) as broker:
+        kafka = {**numbers.kafka, "bootstrap.servers": broker.client_config()["bootstrap.servers"]}
+        stream = Stream(replace(numbers, url=database.url(numbers.url), kafka=kafka), way)
+        servers = Servers(database, broker)
+        try:
+            stream.write(2)
+            servers.asked()
+            stream.write(1)
+            found = servers.asked()
+            stream.write(2)
+            found_two = servers.asked()
+        finally:
+            stream.close()
+    numbers.verify(5)
+    nothing_is_left(numbers)
+    more = Asked(*(two - one for one, two in zip(astuple(found), astuple(found_two), strict=True)))
+    for was, limit in ((found, one), (more, further)):
+        assert was.within(limit), f"{was}, and at most {limit} was agreed"
