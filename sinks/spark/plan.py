@@ -8,7 +8,7 @@ import re
 import secrets
 from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
@@ -67,14 +67,16 @@ class DriverSide:
     """One batch, seen from the driver. A context manager; entering it checks the names, the rights and the schema.
 
     `run_name` names the runs: the batch, or the stream that it belongs to; None if the stream is not known. `run` is the run
-    that may write, from :meth:`settle_left` on; None if runs are not known.
+    that may write, from :meth:`settle_left` on; None if runs are not known. `is_planned` says that the settings are those of a
+    plan: it has checked the schema, and they name it.
     """
 
     run: Run | None = None
 
-    def __init__(self, options: SinkOptions, batch_id: str, run_name: str | None) -> None:
+    def __init__(self, options: SinkOptions, batch_id: str, run_name: str | None, *, is_planned: bool = False) -> None:
         check_name(batch_id, "the name of a batch")
         self._options = options
+        self._is_planned = is_planned
         self._batch_id = batch_id
         self._run_name = run_name
         self.name = f"sink {options.sink!r} batch {batch_id!r}"
@@ -85,7 +87,9 @@ class DriverSide:
 
     def __enter__(self) -> Self:
         try:
-            self._options = options = with_found_schema(self._options, self._engine)
+            if not self._is_planned:
+                self._options = with_found_schema(self._options, self._engine)
+            options = self._options
             self._store = SqlStateStore(self._engine, schema=options.schema)
             self._ledger = Ledger(options.schema)
             self._pool = SlotPool(self._engine, options.pool, schema=options.schema, max_slots=options.max_slots)
@@ -250,12 +254,32 @@ def read_layout(options: SinkOptions, schema: spark.StructType) -> Layout:
         return _read_layout(options, schema, database, coordinator)
 
 
-def read_plan(options: SinkOptions, schema: spark.StructType) -> tuple[SinkOptions, Layout, bool]:
-    """As :func:`read_layout`; also returns settings for tasks, and whether these use staging tables (:func:`uses_staging`)."""
+@dataclass(frozen=True)
+class StreamPlan:
+    """What the driver has planned for a micro-batch and its tasks. Pickles.
+
+    Attributes:
+        options: The settings, with the schema in which the library's tables are.
+        layout: Of the rows.
+        run: The run of the stream whose tasks may write: that of its current micro-batch, whose end alone replaces it. None
+            if the stream is not known.
+        staging: Whether the tasks use staging tables (:func:`uses_staging`).
+    """
+
+    options: SinkOptions
+    layout: Layout
+    run: Run | None
+    staging: bool
+
+
+def plan_stream(options: SinkOptions, schema: spark.StructType, *, stream: str | None) -> StreamPlan:
+    """Check everything as :func:`read_layout` does, for one micro-batch of the stream of that name."""
     with _servers(options) as (database, coordinator):
         options = with_found_schema(options, database.engine)
         layout = _read_layout(options, schema, database, coordinator)
-        return options, layout, uses_staging(database, options, layout, empty=None)
+        staging = uses_staging(database, options, layout, empty=None)
+        run = None if stream is None else Runs(database.engine, options.schema).present(options.sink, stream)
+        return StreamPlan(options, layout, run, staging)
 
 
 def uses_staging(database: SinkDatabase, options: SinkOptions, layout: Layout, *, empty: Emptying | None) -> bool:
@@ -266,18 +290,6 @@ def uses_staging(database: SinkDatabase, options: SinkOptions, layout: Layout, *
         with database.engine.connect() as connection:
             database.require_replaceable(connection, layout, empty=empty, direct=False)
     return staging
-
-
-def present_run(options: SinkOptions, name: str) -> Run:
-    """The run of a stream whose tasks may write now: that of its current micro-batch, whose end alone replaces it.
-
-    Takes the settings as :func:`read_plan` returns them.
-    """
-    engine = open_database(options).engine
-    try:
-        return Runs(engine, options.schema).present(options.sink, name)
-    finally:
-        engine.dispose()
 
 
 @contextmanager

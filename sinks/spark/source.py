@@ -29,11 +29,11 @@ from dualwrite.errors import (
     DualWriteError,
     IllegalStateError,
     OutcomeUnverifiable,
-    Unavailable,
 )
 from dualwrite.sinks.spark.databases.database import Emptying
+from dualwrite.sinks.spark.layout import Layout
 from dualwrite.sinks.spark.options import SourceOptions
-from dualwrite.sinks.spark.plan import CONNECT, present_run, read_plan, shown_first
+from dualwrite.sinks.spark.plan import CONNECT, plan_stream, shown_first
 from dualwrite.sinks.spark.sendable import projected_batches, row_batches
 from dualwrite.sinks.spark.whole_batch import PreparedPartition, WholeBatch, prepare_partition
 from dualwrite.sinks.spark.writing import log_to_stderr, whole_input
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from pyspark.sql import types as spark
 
-    from dualwrite.sinks.spark.layout import Layout
+    from dualwrite.sinks.spark.plan import StreamPlan
     from dualwrite.stores.sql.ledger import Run
 
 try:
@@ -69,11 +69,24 @@ _NOT_CONTINUOUS: Final = (
 
 
 @dataclass(frozen=True)
+class TablePlan:
+    """The part of a plan that says where rows go. Holds no secret: `schema` is that of the library's own tables."""
+
+    schema: str | None
+    layout: Layout
+
+
+@dataclass(frozen=True)
 class TaskMessage(WriterCommitMessage):
-    """A task's message to the driver: the batch's name as the task knows it, and what it has prepared, if anything."""
+    """A task's message to the driver: the batch's name as the task knows it, and what it has prepared, if anything.
+
+    That of a micro-batch's first partition carries the plan, so that the micro-batch ends by the plan that its tasks had:
+    Spark keeps nothing else for the process that ends it.
+    """
 
     batch_id: str
     prepared: PreparedPartition | None
+    plan: TablePlan | None = None
 
 
 class DualWriteDataSource(DataSource):
@@ -122,7 +135,7 @@ class DualWriteDataSource(DataSource):
 
     @shown_first()
     def streamWriter(self, schema: spark.StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: FBT001, N802 - Spark's signature
-        """Plan a micro-batch, or its end, like :meth:`writer`.
+        """Plan a micro-batch like :meth:`writer`, or prepare to end one, which needs no plan of its own.
 
         Raises:
             ConfigurationError: As :meth:`writer`; or ``batchId`` is given, which only Spark sets for streams; or the output
@@ -138,19 +151,14 @@ class DualWriteDataSource(DataSource):
                 next_step='use outputMode("append"); or, for aggregates, outputMode("update") and foreachBatch with '
                 'df.write.format("dualwrite"), the options upsertKeys and batchId',
             )
-        try:
-            sink, layout, staging = read_plan(options.sink, schema)
-            options = replace(options, sink=sink)
-            run = None if options.stream is None else present_run(options.sink, options.stream)
-        except Unavailable as error:
-            if not _at_the_end_of_a_micro_batch():
-                raise
-            return _UnplannedWriter(error)
-        return _StreamWriter(options, run, schema, layout, staging=staging)
+        if _at_the_end_of_a_micro_batch():
+            return _StreamWriter(options, schema, None)
+        plan = plan_stream(options.sink, schema, stream=options.stream)
+        return _StreamWriter(options, schema, plan)
 
 
 def _at_the_end_of_a_micro_batch() -> bool:
-    """Whether Spark plans again only to call ``commit`` or ``abort``, in a process for that call alone."""
+    """Whether Spark asks for a writer only to call ``commit`` or ``abort``, in a process for that call alone."""
     frame: FrameType | None = sys._getframe()  # noqa: SLF001 - Spark tells it in no other way
     while frame is not None and PurePath(frame.f_code.co_filename).name != _ENDING:
         frame = frame.f_back
@@ -214,7 +222,7 @@ class _BatchWriter(DataSourceArrowWriter):
         """On the driver, after all tasks have succeeded: decide."""
         log_to_stderr()
         options = self._options
-        with WholeBatch(options.sink, self._run.name, run_name=self._run.name) as batch:
+        with WholeBatch(options.sink, self._run.name, run_name=self._run.name, is_planned=True) as batch:
             undecided = _undecided(_complete(messages, batch.name, _TESTED))
             batch.decide(self._layout, undecided, empty=self._empty)
 
@@ -227,18 +235,18 @@ class _BatchWriter(DataSourceArrowWriter):
 
 
 class _StreamWriter(DataSourceStreamArrowWriter):
-    def __init__(
-        self, options: SourceOptions, run: Run | None, schema: spark.StructType, layout: Layout, *, staging: bool
-    ) -> None:
+    """The writer of a micro-batch's tasks; or, without a plan, of its end."""
+
+    def __init__(self, options: SourceOptions, schema: spark.StructType, plan: StreamPlan | None) -> None:
         self._options = options
-        self._run = run
         self._schema = schema
-        self._layout = layout
-        self._staging = staging
+        self._plan = plan
 
     @shown_first()
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """In a task: prepare the partition."""
+        plan = self._plan
+        assert plan is not None, "Spark sends tasks the writer that was planned"
         task = _task()
         query, number = task.getLocalProperty(_QUERY_ID), task.getLocalProperty(_BATCH_NUMBER)
         if query is None or number is None:
@@ -246,53 +254,42 @@ class _StreamWriter(DataSourceStreamArrowWriter):
                 "Spark does not tell the task which query and micro-batch it belongs to",
                 next_step=_TESTED,
             )
-        batches = _stream_batches(whole_input(iterator), self._schema, self._layout)
-        return _write(self._options, self._layout, f"{query}/{number}", batches, run=self._run, staging=self._staging)
+        batches = _stream_batches(whole_input(iterator), self._schema, plan.layout)
+        options = replace(self._options, sink=plan.options)
+        message = _write(options, plan.layout, f"{query}/{number}", batches, run=plan.run, staging=plan.staging)
+        if task.partitionId() == 0:
+            return replace(message, plan=TablePlan(plan.options.schema, plan.layout))
+        return message
 
     @shown_first()
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature
         """On the driver, after all tasks of the micro-batch have succeeded: decide."""
         log_to_stderr()
-        written = _complete(messages, f"sink {self._options.sink.sink!r} micro-batch {batchId}", _NOT_CONTINUOUS)
+        name = f"sink {self._options.sink.sink!r} micro-batch {batchId}"
+        written = _complete(messages, name, _NOT_CONTINUOUS)
         batch_id = _batch_of(written, batchId)
         if batch_id is None:
             return  # no partitions, no rows
-        with WholeBatch(self._options.sink, batch_id, run_name=self._options.stream) as batch:
-            batch.decide(self._layout, _undecided(written), empty=None)
+        plan = _plan_of(written)
+        if plan is None:
+            raise IllegalStateError(f"{name}: no message of its first partition has come back", next_step=_TESTED)
+        sink = replace(self._options.sink, schema=plan.schema)
+        with WholeBatch(sink, batch_id, run_name=self._options.stream, is_planned=True) as batch:
+            batch.decide(plan.layout, _undecided(written), empty=None)
 
     @shown_first()
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature
         """On the driver, when the micro-batch has failed."""
         log_to_stderr()
-        batch_id = _batch_of(_own(messages), batchId)
+        own = _own(messages)
+        batch_id = _batch_of(own, batchId)
         if batch_id is None:  # no task has succeeded
             if self._options.stream is None:
                 return  # the next run of the micro-batch settles what the tasks left
             batch_id = f"{self._options.stream}/{batchId}"
-        _give_up(self._options, self._layout, batch_id, run_name=self._options.stream)
-
-
-class _UnplannedWriter(DataSourceStreamArrowWriter):
-    """The end of a micro-batch without a server that it needs: the next run of the micro-batch settles what is left."""
-
-    def __init__(self, error: Unavailable) -> None:
-        self._error = error
-
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Never called: tasks have a writer that was planned."""
-        del iterator
-        raise self._error
-
-    @shown_first()
-    def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature
-        """On the driver: nothing can be decided."""
-        del messages, batchId
-        raise self._error
-
-    def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature
-        """On the driver: see :func:`_give_up`."""
-        del messages
-        logger.warning("micro-batch %d: not settled after a failure; the next run does it: %s", batchId, self._error)
+        plan = _plan_of(own)
+        layout = self._schema if plan is None else plan.layout
+        _give_up(self._options, layout, batch_id, run_name=self._options.stream)
 
 
 def _write(
@@ -318,15 +315,19 @@ def _write(
     return TaskMessage(batch_id, prepared)
 
 
-def _give_up(options: SourceOptions, layout: Layout, batch_id: str, *, run_name: str | None) -> None:
+def _give_up(
+    options: SourceOptions, planned: Layout | spark.StructType, batch_id: str, *, run_name: str | None
+) -> None:
     """Settle a batch that has failed, if the servers let us. The error that made it fail is what people must see.
+
+    `planned` is the schema of the rows if their layout is not known here.
 
     Spark would put an error from here in its place, as "Writing job failed", with the first one a hundred lines below. A
     loss alone is worth that.
     """
     try:
         with WholeBatch(options.sink, batch_id, run_name=run_name) as batch:
-            batch.give_up(layout)
+            batch.give_up(planned if isinstance(planned, Layout) else batch.layout(planned))
     except (DecidedTransactionLost, OutcomeUnverifiable):
         raise
     except DualWriteError as error:
@@ -336,6 +337,10 @@ def _give_up(options: SourceOptions, layout: Layout, batch_id: str, *, run_name:
 
 def _undecided(messages: Iterable[TaskMessage]) -> list[PreparedPartition]:
     return [message.prepared for message in messages if message.prepared is not None]
+
+
+def _plan_of(messages: Iterable[TaskMessage]) -> TablePlan | None:
+    return next((message.plan for message in messages if message.plan is not None), None)
 
 
 def _batch_of(messages: Iterable[TaskMessage], number: int) -> str | None:

@@ -289,12 +289,15 @@ class Session:
         prepared: By the names of their texts, the texts that execute the statements that the server has prepared for us.
         generation: Part of the names in the server. It grows when they are lost: perhaps not all of them are.
         commit_found_none: Whether the server has warned since that a COMMIT has found no transaction.
+        is_primary: Whether the server was seen not to be a standby, without a pooler in between. It stays so: what makes a
+            standby of a primary is a restart, which ends the connection.
     """
 
     is_direct: bool | None = None
     prepared: dict[str, str] = field(default_factory=dict)
     generation: int = 0
     commit_found_none: bool = False
+    is_primary: bool = False
 
     def hear(self, notice: Any) -> None:
         if notice.sqlstate == _NO_TRANSACTION:
@@ -661,14 +664,17 @@ class PostgreSQL:
 
     def begin_reading(self, connection: Connection) -> None:
         connection.execution_options(isolation_level="READ COMMITTED")
-        self._check_server(connection)
+        if not session_of(_driver(connection)).is_primary:
+            self._check_server(connection)
 
     def _check_server(self, connection: Connection, *settings: str) -> None:
         refuse(requirements.postgresql_version(version_of(connection)))
-        facts = ("pg_is_in_recovery()", "current_setting('fsync')")
+        facts = ("pg_is_in_recovery()", "current_setting('fsync')", "pg_backend_pid()")
         row: Sequence[object] = connection.execute(select(*map(literal_column, [*facts, *settings]))).one()
         if row[0]:
             refuse(requirements.standby(is_standby=True))
+        driver: Any = _driver(connection)
+        session_of(driver).is_primary = row[2] == driver.pgconn.backend_pid
         if not self._warned and (finding := requirements.fsync(str(row[1]))).status is Status.WARNING:
             self._warned = True
             logger.warning("%s; %s", finding, finding.remedy)

@@ -44,7 +44,15 @@ from dualwrite.sinks.spark.databases.database import (
 )
 from dualwrite.sinks.spark.digests import row_name, table_key
 from dualwrite.sinks.spark.merging import DELETED, MergeStatements, staged_arrays
-from dualwrite.stores.sql.access import Meaning, driver_words, map_database_error, meaning_of, new_engine, number_of
+from dualwrite.stores.sql.access import (
+    Meaning,
+    driver_words,
+    map_database_error,
+    meaning_of,
+    new_engine,
+    number_of,
+    ping_idle_connections,
+)
 from dualwrite.stores.sql.mariadb_server import is_mariadb
 
 if TYPE_CHECKING:
@@ -345,8 +353,8 @@ class MariaDB:
             url,
             isolation_level="READ COMMITTED",  # as on PostgreSQL; and no gaps are locked
             hide_parameters=True,
-            pool_pre_ping=True,  # a reused worker may find its connection gone
         )
+        ping_idle_connections(self.engine)
         event.listen(self.engine, "connect", _set_session)
 
     def quoted(self, table: tuple[str, str]) -> str:

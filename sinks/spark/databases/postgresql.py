@@ -50,7 +50,7 @@ from dualwrite.sinks.spark.databases.database import (
 from dualwrite.sinks.spark.digests import lists_with, row_name, table_key
 from dualwrite.sinks.spark.layout import BOOLEAN
 from dualwrite.sinks.spark.merging import DELETED, MergeStatements, staged_arrays
-from dualwrite.stores.sql.access import driver_words, map_database_error, new_engine, sqlstate_of
+from dualwrite.stores.sql.access import driver_words, map_database_error, new_engine, ping_idle_connections, sqlstate_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -430,8 +430,10 @@ class PostgreSQL:
             # Reads the ledger and the catalog as they are now, not as of the transaction's start.
             isolation_level="READ COMMITTED",
             hide_parameters=True,
-            pool_pre_ping=True,  # a reused worker may find its connection gone
+            # SQLAlchemy looks the type up in every new engine, and each of the driver's processes makes one.
+            use_native_hstore=False,
         )
+        ping_idle_connections(self.engine)
 
     def quoted(self, table: tuple[str, str]) -> str:
         return sql.Identifier(*table).as_string()
