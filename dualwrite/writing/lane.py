@@ -103,6 +103,11 @@ class Lane:
         return self._row
 
     @property
+    def incarnation(self) -> int | None:
+        """That of our newest claim; None before the first one."""
+        return None if self._row is None else self._row.incarnation
+
+    @property
     def producer(self) -> LaneProducer:
         """The producer of our incarnation, usable since :meth:`ready`."""
         assert self._producer is not None

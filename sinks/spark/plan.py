@@ -212,12 +212,11 @@ class DriverSide:
 
     def _settle_slots(self, deadline: Deadline) -> Sequence[StateRow]:
         prefix = owner_prefix(self._run_name or self._batch_id)
-        leases = {one.transactional_id: one for one in (*self._pool.expired(), *self._pool.held_by(prefix))}
+        leases = self._pool.to_settle(prefix)
         context = OwnerContext(self._coordinator, self._store, unique_owner())
-        settle_leases(context, self._pool, leases.values(), deadline, name=self.name, prefix=prefix)
+        settle_leases(context, self._pool, leases, deadline, name=self.name, prefix=prefix)
         # A paused task may have prepared a transaction after its slot was settled.
-        rows = self._store.find(f"{self._pool.pool}#")
-        found = self._store.participants(rows)
+        rows, found = self._store.find_with_participants(f"{self._pool.pool}#")
         end_participants(self._store, [one for one in found if one.incarnation <= one.row.settled_incarnation])
         return rows
 

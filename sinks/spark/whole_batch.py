@@ -92,8 +92,7 @@ class WholeBatch(DriverSide):
     def record(self, connection: Connection, layout: Layout, prepared: Sequence[PreparedPartition]) -> bool:
         """Insert the batch's row into the ledger. False if it is already there."""
         options, destination = self._options, destination_of(self.database, self._options, layout, Way.WHOLE)
-        self._ledger.begin(connection, options.sink, self._batch_id, destination)
-        if self._ledger.seen(connection, options.sink, self._batch_id, WHOLE_BATCH):
+        if self._ledger.begin(connection, options.sink, self._batch_id, destination):
             return False
         rows = sum(one.rows for one in prepared)
         return self._ledger.insert(
@@ -288,8 +287,7 @@ def prepare_partition(
         attempt = Attempt(found, batch_id, partition, number, run)
         destination = destination_of(found.database, options, layout, Way.WHOLE)
         # A stream's driver cannot do this: it learns the batch's name from the tasks.
-        attempt.ledger.begin(attempt.engine, options.sink, batch_id, destination)
-        if attempt.seen(WHOLE_BATCH):
+        if attempt.ledger.begin(attempt.engine, options.sink, batch_id, destination):
             logger.info("%s: the batch is already written", attempt.name)
             return None
         undecided = _prepare(attempt, layout, rows, staging=staging)

@@ -144,9 +144,12 @@ class Attempt:
             lane = servers.take(slot.lease.transactional_id)
             slot.rests = servers.has_room
             try:
+                known = lane.incarnation
                 lane.ready(Deadline(self.options.timeout_s))
-                # If the lease is lost, its settler may have claimed the slot before our claim, and would not return to settle.
-                pool.renew(slot.lease, lease_s)
+                if lane.incarnation != known:
+                    # If the lease is lost, its settler may have claimed the slot before our claim, and would not return to
+                    # settle. Without a claim of ours, its own one fences us.
+                    pool.renew(slot.lease, lease_s)
                 yield Workplace(lane, servers.context, slot)
             except BaseException:
                 lane.discard()

@@ -162,10 +162,10 @@ class Ledger:
         destination: Destination,
         *,
         partition_count: int = 1,
-    ) -> None:
+    ) -> bool:
         """Record a batch's destination before any part is written, or compare it with the recorded one.
 
-        Until the transaction ends, no other run of the batch begins or decides. The batch no longer counts as failed. A
+        Returns whether the batch is written as a whole, and committed. Until the transaction ends, no other run of the batch begins or decides. The batch no longer counts as failed. A
         connection is inside a transaction, at READ COMMITTED on PostgreSQL; an engine gives it a transaction of its own.
 
         Raises:
@@ -175,24 +175,27 @@ class Ledger:
         check_name(sink, "the name of a sink")
         check_name(batch_id, "the name of a batch")
         with self._on(database) as connection:
-            self._begin(connection, sink, batch_id, destination, partition_count)
+            is_written = self._begin(connection, sink, batch_id, destination, partition_count)
+        if not is_written:
+            failpoints.hit("ledger.checked")
+        return is_written
 
     def _begin(
         self, connection: Connection, sink: str, batch_id: str, destination: Destination, partition_count: int
-    ) -> None:
+    ) -> bool:
         bound = {"sink_": sink, "batch_": batch_id}
         insert = dialect_of(connection.engine).insert_if_missing(self._ledger)
         first = insert.values(
             sink=sink, batch_id=batch_id, partition_id=BEGUN, row_count=0, message_count=0, written_at=database_now(),
             destination=destination.text(), partition_count=partition_count,
         )  # fmt: skip
-        recorded = self._recorded(connection, bound)
+        recorded, failed = self._recorded(connection, bound)
         entry = next_entry(recorded, destination)
         if entry is Entry.FIRST:
             if connection.execute(first).rowcount == 1:
                 failpoints.hit("ledger.begun")
-                return
-            recorded = self._recorded(connection, bound)  # another run was faster
+                return recorded.whole_written
+            recorded, failed = self._recorded(connection, bound)  # another run was faster
             entry = next_entry(recorded, destination)
         if entry is Entry.REFUSED:
             raise other_destination(sink, batch_id, recorded, destination)
@@ -200,30 +203,33 @@ class Ledger:
             self._change_begun(
                 connection, bound, destination=destination.text(), partition_count=partition_count, failed_at=None
             )
-            return
+            return recorded.whole_written
         if destination.way is Way.PARTITIONS:
             check_partition_count(sink, batch_id, connection.scalar(self._started, bound), partition_count)
-        self._change_begun(connection, bound, self._ledger.c.failed_at.is_not(None), failed_at=None)
+        if failed:
+            self._change_begun(connection, bound, failed_at=None)
+        return recorded.whole_written
 
-    def _recorded(self, connection: Connection, bound: dict[str, str]) -> Recorded:
+    def _recorded(self, connection: Connection, bound: dict[str, str]) -> tuple[Recorded, bool]:
+        """What is recorded, and whether the batch counts as failed. Locks the rows."""
         ledger = self._ledger
         rows = connection.execute(
-            select(ledger.c.partition_id, ledger.c.destination)
+            select(ledger.c.partition_id, ledger.c.destination, ledger.c.failed_at)
             .where(*self._of_batch, ledger.c.partition_id.in_([BEGUN, WHOLE_BATCH]))
             .order_by(ledger.c.partition_id)
             .with_for_update(),
             bound,
         )
-        texts: dict[int, str | None] = {row.partition_id: row.destination for row in rows}
-        text = texts.get(BEGUN)
-        return Recorded(BEGUN in texts, None if text is None else Destination.parse(text), WHOLE_BATCH in texts)
+        found = {row.partition_id: row for row in rows}
+        begun = found.get(BEGUN)
+        text = None if begun is None else begun.destination
+        recorded = Recorded(begun is not None, None if text is None else Destination.parse(text), WHOLE_BATCH in found)
+        return recorded, begun is not None and begun.failed_at is not None
 
-    def _change_begun(
-        self, connection: Connection, bound: dict[str, str], *only: ColumnElement[bool], **values: object
-    ) -> None:
+    def _change_begun(self, connection: Connection, bound: dict[str, str], **values: object) -> None:
         ledger = self._ledger
         connection.execute(
-            update(ledger).where(*self._of_batch, ledger.c.partition_id == BEGUN, *only).values(**values), bound
+            update(ledger).where(*self._of_batch, ledger.c.partition_id == BEGUN).values(**values), bound
         )
 
     def fail(self, engine: Engine, sink: str, batch_id: str) -> None:
@@ -363,8 +369,10 @@ class Runs:
         statement = select(run.c.token).where(run.c.sink == sink, run.c.name == name)
 
         def work(connection: Connection) -> str:
-            self._add(connection, sink, name)
-            token: str = connection.execute(statement).scalar_one()
+            token: str | None = connection.execute(statement).scalar_one_or_none()
+            if token is None:
+                self._add(connection, sink, name)
+                token = connection.execute(statement).scalar_one()
             return token
 
         return Run(sink, name, self._own.run(work))
@@ -381,9 +389,10 @@ class Runs:
         token = secrets.token_hex(16)
 
         def work(connection: Connection) -> bool:
-            self._add(connection, sink, name)
             if connection.execute(free).one_or_none() is None:
-                return False
+                self._add(connection, sink, name)  # does nothing if it is there, and a task holds it
+                if connection.execute(free).one_or_none() is None:
+                    return False
             connection.execute(update(run).where(*of_batch).values(token=token, begun_at=database_now()))
             return True
 

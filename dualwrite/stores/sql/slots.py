@@ -172,10 +172,13 @@ class SlotPool:
         return self._change(connection, self._take, {"id_": transactional_id, "owner_": owner, "ttl_": ttl_s})
 
     def _change(self, connection: Connection, statement: Update, bound: Mapping[str, object]) -> Lease | None:
-        if connection.execute(statement, bound).rowcount != 1:
-            return None
-        row = connection.execute(self._found, bound).one()  # locked by the change
-        return Lease(row[0], self.pool, row[1], row[2])
+        if connection.dialect.update_returning:
+            row = connection.execute(statement.returning(*self._found.selected_columns), bound).one_or_none()
+        elif connection.execute(statement, bound).rowcount == 1:
+            row = connection.execute(self._found, bound).one()  # locked by the change
+        else:
+            row = None
+        return None if row is None else Lease(row[0], self.pool, row[1], row[2])
 
     def _all_leased(self) -> Unavailable:
         return Unavailable(
@@ -261,6 +264,11 @@ class SlotPool:
     def expired(self) -> Sequence[Lease]:
         """Expired leases that were not released: their workers died, or were paused."""
         return self._list(self._slot.c.lease_until <= database_now())
+
+    def to_settle(self, owner_prefix: str) -> Sequence[Lease]:
+        """The leases of :meth:`expired` and of :meth:`held_by`, in one request."""
+        has_ended = self._slot.c.lease_until <= database_now()
+        return self._list(has_ended | self._dialect.begins_with(self._slot.c.lease_owner, owner_prefix))
 
     def held_by(self, owner_prefix: str) -> Sequence[Lease]:
         """The leases, expired or not, whose owner's name has this prefix: of one worker, or of all workers of a job."""

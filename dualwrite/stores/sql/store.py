@@ -271,11 +271,14 @@ class SqlStateStore:
 
     def find(self, prefix: str) -> Sequence[StateRow]:
         state = self._tables.state
-        statement = select(*row_columns(self._tables)).where(
-            self._dialect.begins_with(state.c.transactional_id, prefix)
-        )
+        statement = self._of_prefix(prefix)
         return self._own.read(
             lambda connection: parse_rows(state.fullname, connection.execute(statement).mappings().all())
+        )
+
+    def _of_prefix(self, prefix: str) -> Select[Any]:
+        return select(*row_columns(self._tables)).where(
+            self._dialect.begins_with(self._tables.state.c.transactional_id, prefix)
         )
 
     def record_outcomes(self, outcomes: Sequence[tuple[StateRow, Outcome, str]]) -> None:
@@ -291,21 +294,18 @@ class SqlStateStore:
 
     def participants(self, rows: Collection[StateRow]) -> Sequence[Participant]:
         """There are none except on PostgreSQL."""
-        by_namespace = {row.namespace: row for row in rows}
-        found = self._own.read(self._dialect.prepared_transactions) if by_namespace else []
-        return [
-            Participant(
-                row,
-                incarnation,
-                name=name,
-                decided=name == drivers.name_of(namespace, row.prepared),
-                prepared_at=prepared_at,
-            )
-            for name, prepared_at in found
-            if (parsed := drivers.parse(name)) is not None
-            for namespace, incarnation in [parsed]
-            if (row := by_namespace.get(namespace)) is not None
-        ]
+        return _participants(rows, self._own.read(self._dialect.prepared_transactions) if rows else [])
+
+    def find_with_participants(self, prefix: str) -> tuple[Sequence[StateRow], Sequence[Participant]]:
+        """:meth:`find`, and then :meth:`participants` of the rows found."""
+        state = self._tables.state
+        statement = self._of_prefix(prefix)
+
+        def work(connection: Connection) -> tuple[Sequence[StateRow], Sequence[Participant]]:
+            rows = parse_rows(state.fullname, connection.execute(statement).mappings().all())
+            return rows, _participants(rows, self._dialect.prepared_transactions(connection) if rows else [])
+
+        return self._own.read(work)
 
     def end_participant(self, participant: Participant, *, committed: bool) -> None:
         try:
@@ -334,6 +334,24 @@ class SqlStateStore:
         if transaction is None:
             return DatabaseVerdict.UNKNOWN
         return self._own.read(lambda connection: self._dialect.verdict(connection, transaction))
+
+
+def _participants(rows: Collection[StateRow], prepared: Iterable[tuple[str, datetime]]) -> Sequence[Participant]:
+    """Those of the transactions prepared in the database that belong to one of the rows."""
+    by_namespace = {row.namespace: row for row in rows}
+    return [
+        Participant(
+            row,
+            incarnation,
+            name=name,
+            decided=name == drivers.name_of(namespace, row.prepared),
+            prepared_at=prepared_at,
+        )
+        for name, prepared_at in prepared
+        if (parsed := drivers.parse(name)) is not None
+        for namespace, incarnation in [parsed]
+        if (row := by_namespace.get(namespace)) is not None
+    ]
 
 
 def listen_to(engine: Engine) -> None:
