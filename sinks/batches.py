@@ -124,7 +124,8 @@ class Decision(Generic[P]):
     """One attempt to decide on a batch. Use it once.
 
     `connect` opens the connection of the deciding transaction, and closes it. `timeout_s` limits the wait for COMMIT's answer,
-    and for Kafka; `idle_s` is how long the database lets a paused decider keep its transaction. `completed` are the parts
+    and for Kafka; `idle_s` is how long the database lets a paused decider keep its transaction. `participating` says that parts
+    have left transactions prepared in the database, too, which the decision ends. `completed` are the parts
     whose transactions were committed and recorded without a claim: their owners may continue.
     """
 
@@ -137,6 +138,7 @@ class Decision(Generic[P]):
         connect: Callable[[], AbstractContextManager[Connection]],
         timeout_s: float,
         idle_s: float,
+        participating: bool = True,
     ) -> None:
         self._batch = batch
         self._parts = sorted(parts, key=lambda part: part.transactional_id)
@@ -144,6 +146,7 @@ class Decision(Generic[P]):
         self._connect = connect
         self._timeout_s = timeout_s
         self._idle_s = idle_s
+        self._participating = participating
         self._machine = Machine("batch", BATCH_LIFE, BatchState.PREPARED)
         self.completed: Sequence[P] = ()
 
@@ -253,7 +256,11 @@ class Decision(Generic[P]):
         try:
             rows = [row for row in store.read(list(found)) if _is_decided(found[row.transactional_id], row)]
             completed = complete_handed_over(
-                rows, coordinator=self._context.coordinator, store=store, deadline=Deadline(self._timeout_s)
+                rows,
+                coordinator=self._context.coordinator,
+                store=store,
+                deadline=Deadline(self._timeout_s),
+                participating=self._participating,
             )
         except DualWriteError as error:
             logger.warning("%s: claiming its slots to complete it: %s", self._batch.name, error)
@@ -272,15 +279,22 @@ def _is_decided(part: Part, row: StateRow) -> bool:
 
 
 def complete_handed_over(
-    rows: Sequence[StateRow], *, coordinator: TransactionCoordinator, store: StateStore, deadline: Deadline
+    rows: Sequence[StateRow],
+    *,
+    coordinator: TransactionCoordinator,
+    store: StateStore,
+    deadline: Deadline,
+    participating: bool = True,
 ) -> Sequence[StateRow]:
     """Commit in Kafka what this caller has decided for waiting owners, and tell them through the row.
 
     The decider calls this once for each decision, before it has sent anything of it. The rows, as they are now, may be of both
     engines; their ``prepared`` is what was decided. The returned rows are durably completed on both sides. Nothing is known of
-    the others, nor of any after an error: claim and settle them.
+    the others, nor of any after an error: claim and settle them. `participating` is False if none of the owners has left a
+    transaction prepared in the database.
     """
-    end_participants(store, [found for found in store.participants(rows) if found.decided])
+    if participating:
+        end_participants(store, [found for found in store.participants(rows) if found.decided])
     failpoints.hit("complete.before")
     named = {row.kafka_id(row.incarnation): row.prepared for row in rows}
     native = {kafka_id: state for kafka_id, state in named.items() if state.is_native}

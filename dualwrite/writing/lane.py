@@ -276,8 +276,10 @@ class Lane:
         self._unrecorded = None
         self._looked_back = True
 
-    def may_go_on(self) -> bool:
+    def may_go_on(self, found: StateRow | None) -> bool:
         """Whether the lane may be used again after idling without a new claim. Call it before :meth:`ready`.
+
+        ``found`` is its row as it was read a moment ago. A claim that has come since fences the next dual write.
 
         If the last transaction was handed over, the row must say that its decider has completed it: then no request is on its
         way that could end the next one. The producer's own commit, which Kafka answers with success, brings it in line.
@@ -287,11 +289,10 @@ class Lane:
         producer = self._producer
         if producer is None or producer.state not in {ProducerState.READY, ProducerState.PREPARED}:
             return False
-        found = self._context.store.read([self.transactional_id])
-        if not found or not may_go_on(self.row, found[0], producer.prepared_state):
+        if found is None or not may_go_on(self.row, found, producer.prepared_state):
             return False
         if producer.state is ProducerState.PREPARED:
-            self._row = found[0]
+            self._row = found
             try:
                 producer.commit_transaction()
             except DualWriteError as error:

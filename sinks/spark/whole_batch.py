@@ -79,6 +79,7 @@ class WholeBatch(DriverSide):
             connect=self._engine.connect,
             timeout_s=self._options.timeout_s,
             idle_s=self._options.margin_s / 2,  # leaves the other half for COMMIT and for Kafka
+            participating=any(one.staged is None for one in prepared),
         )
         written = decision.run()
         self._note_completed(WHOLE_BATCH, deciding.decided_ago_s())
@@ -303,6 +304,12 @@ def _prepare(
     try:
         with attempt.workplace() as place:
             row = place.lane.row
+
+            def permit(connection: Connection) -> None:
+                attempt.require_run(connection)
+                if staging:
+                    attempt.keep_in(connection, place.slot, _lifetime_s(attempt, place))
+
             with (
                 attempt.engine.connect() as connection,
                 DualWrite(
@@ -313,7 +320,7 @@ def _prepare(
                     timeout_s=options.timeout_s,
                     savepoints=False,
                     ending=Ending.HAND_OVER if staging else Ending.PREPARE,
-                    permit=attempt.require_run,
+                    permit=permit,
                 ) as transaction,
             ):
                 inside = transaction.connection
@@ -334,7 +341,8 @@ def _prepare(
                     prepared=not staging,
                 )
             assert transaction.prepared is not None
-            place.slot.keep_for(_lifetime_s(attempt, place))
+            if not staging:
+                place.slot.keep_for(_lifetime_s(attempt, place))
     except TransactionAborted as error:
         if not staging and database.waited_in_vain(error):
             attempt.settle_former()

@@ -123,6 +123,10 @@ class Attempt:
         options = self.options
         return SlotPool(self.engine, options.pool, schema=options.schema, max_slots=options.max_slots)
 
+    def keep_in(self, connection: Connection, slot: Slot, seconds: float) -> None:
+        """As :meth:`Slot.keep_in`."""
+        slot.keep_in(connection, self._pool(), seconds)
+
     @contextmanager
     def workplace(self) -> Generator[Workplace, None, None]:
         """Lease a slot, and continue with the lane that rests here for it; else claim it, and create a producer.
@@ -137,7 +141,7 @@ class Attempt:
             pool,
             self._owner,
             lease_s,
-            preferred=servers.resting(),
+            preferred=servers.resting,
             require=self.require_run,
             ended=self._require_in_time,
         ) as slot:
@@ -175,9 +179,10 @@ class WorkerCache:
         self._config = options.kafka_config()
         self.database = open_database(options)
         self.engine = self.database.engine
-        store = SqlStateStore(self.engine, schema=options.schema)
-        self.context = OwnerContext(KafkaCoordinator(self._config), store, unique_owner())
+        self._store = SqlStateStore(self.engine, schema=options.schema)
+        self.context = OwnerContext(KafkaCoordinator(self._config), self._store, unique_owner())
         self._resting: dict[str, Lane] = {}
+        self._rows: dict[str, StateRow] = {}
         self._pid = os.getpid()
 
     @property
@@ -195,29 +200,33 @@ class WorkerCache:
         """Whether one more lane can rest here."""
         return self.outlives_its_task and len(self._resting) < _MOST_LANES
 
-    def resting(self) -> tuple[str, ...]:
+    def resting(self, connection: Connection) -> Sequence[str]:
         """The transactional ids of the lanes that rest here, the last one used first.
 
-        Discards lanes whose row another process has claimed: they would only get in the way of the new owner.
+        Leaves those out whose row another process has claimed: they would only get in the way of the new owner. Reads the rows
+        in the caller's transaction.
         """
-        if self._resting:
-            found = {row.transactional_id: row for row in self.context.store.read(list(self._resting))}
-            for name, lane in list(self._resting.items()):
-                row = found.get(name)
-                if row is None or (row.namespace, row.incarnation) != (lane.row.namespace, lane.row.incarnation):
-                    self._resting.pop(name).discard()
-        return tuple(reversed(self._resting))
+        rows = self._store.read_in(connection, self._resting) if self._resting else ()
+        self._rows = {row.transactional_id: row for row in rows}
+        return [name for name, lane in reversed(self._resting.items()) if self._is_ours(lane)]
+
+    def _is_ours(self, lane: Lane) -> bool:
+        row = self._rows.get(lane.transactional_id)
+        return row is not None and (row.namespace, row.incarnation) == (lane.row.namespace, lane.row.incarnation)
 
     def take(self, transactional_id: str) -> Lane:
-        """Take the lane that rests here if it may continue; else create a new one, which must be claimed."""
+        """Take the lane that rests here if it may continue; else create a new one, which must be claimed.
+
+        The transaction that has leased the slot has read the rows (:meth:`resting`). Lanes that others have claimed are
+        discarded.
+        """
+        for name in [name for name, lane in self._resting.items() if not self._is_ours(lane)]:
+            self._resting.pop(name).discard()
         lane = self._resting.pop(transactional_id, None)
         if lane is None:
             return self._new_lane(transactional_id)
-        try:
-            if lane.may_go_on():
-                return lane
-        except DualWriteError as error:
-            logger.info("%s: the row could not be read: %s", transactional_id, error)
+        if lane.may_go_on(self._rows[transactional_id]):
+            return lane
         lane.discard()
         return self._new_lane(transactional_id)
 
@@ -308,7 +317,10 @@ class Slot:
         self.leased_at = leased_at
         self.kept_until: datetime | None = None
         self.rests = False
+        self.is_kept = False
         self._leased_s = now_s()
+        self._stop = threading.Event()
+        self._renewer: threading.Thread | None = None
 
     def keep_for(self, seconds: float) -> None:
         """Leave the slot leased after the block: the driver will decide on the part prepared in it.
@@ -318,6 +330,43 @@ class Slot:
         """
         self.kept_until = self.leased_at + timedelta(seconds=now_s() - self._leased_s + seconds)
 
+    def keep_in(self, connection: Connection, pool: SlotPool, seconds: float) -> None:
+        """As :meth:`keep_for`, in the transaction that hands the part over: its COMMIT keeps the slot, too.
+
+        No transaction that ends prepared may do it: until it is resolved, the lease would stay as it was.
+        """
+        self.keep_for(seconds)
+        assert self.kept_until is not None
+        self.end_renewals()
+        pool.keep(self.lease, self.kept_until, connection)
+        self.is_kept = True
+
+    def renew(self, pool: SlotPool, lease_s: float) -> None:
+        """Renew the lease from time to time, until :meth:`end_renewals`."""
+        self._renewer = threading.Thread(
+            target=_renew,
+            args=(pool, self.lease, lease_s, self._stop),
+            name=f"lease of {self.lease.transactional_id}",
+            daemon=True,
+        )
+        self._lease_s = lease_s
+        self._renewer.start()
+
+    def end_renewals(self) -> None:
+        """Renew no more; raise `Unavailable` if a renewal that was sent may still come."""
+        self.stop()
+        if self._renewer is not None and self._renewer.is_alive():
+            raise Unavailable(
+                "the lease could not be kept: a renewal of it may come later",
+                transactional_id=self.lease.transactional_id,
+            )
+
+    def stop(self) -> None:
+        """Renew no more. A hanging database holds the task no longer than its lease."""
+        self._stop.set()
+        if self._renewer is not None:
+            self._renewer.join(self._lease_s)
+
 
 @contextmanager
 def leased_slot(
@@ -325,7 +374,7 @@ def leased_slot(
     owner: str,
     lease_s: float,
     *,
-    preferred: Sequence[str] = (),
+    preferred: Callable[[Connection], Sequence[str]] = lambda _: (),
     require: Callable[[Connection], None] = lambda _: None,
     ended: Callable[[str], None] = lambda _: None,
 ) -> Generator[Slot, None, None]:
@@ -340,21 +389,15 @@ def leased_slot(
     """
     lease = pool.lease(owner, lease_s, preferred=preferred, require=require, ended=ended)
     slot = Slot(lease, lease.until - timedelta(seconds=lease_s))
-    stop = threading.Event()
-    renewer = threading.Thread(
-        target=_renew, args=(pool, lease, lease_s, stop), name=f"lease of {lease.transactional_id}", daemon=True
-    )
-    renewer.start()
+    slot.renew(pool, lease_s)
     try:
         yield slot
     finally:
-        stop.set()
-        renewer.join(lease_s)  # a hanging database holds the task no longer than its lease
+        slot.stop()
+    if slot.is_kept:
+        return
     if slot.kept_until is not None:
-        if renewer.is_alive():
-            raise Unavailable(
-                "the lease could not be kept: a renewal of it may come later", transactional_id=lease.transactional_id
-            )
+        slot.end_renewals()
         pool.keep(lease, slot.kept_until)
         return
     try:

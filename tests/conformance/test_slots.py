@@ -48,7 +48,7 @@ def test_a_worker_is_given_the_slots_that_it_prefers_in_that_order(pool: SlotPoo
     for lease in leases[1:]:
         give_back(pool, lease)
     preferred = ["job#1", "job#9", "job#4", "job#2"]
-    assert names([pool.lease("again", 60, preferred=preferred) for _ in range(4)]) == [
+    assert names([pool.lease("again", 60, preferred=lambda _: preferred) for _ in range(4)]) == [
         "job#4",
         "job#2",
         "job#3",
@@ -62,7 +62,7 @@ def test_a_slot_that_its_worker_keeps_is_left_to_it_while_the_pool_may_grow(pool
     pool.max_slots = 2
     another = pool.lease("another", 60)
     assert another.transactional_id == "job#2"
-    mine = pool.lease("worker", 60, preferred=["job#1"])
+    mine = pool.lease("worker", 60, preferred=lambda _: ["job#1"])
     assert mine.transactional_id == "job#1"
     give_back(pool, mine, kept=True)
     assert pool.lease("a third", 60).transactional_id == "job#1", "better than to fail"

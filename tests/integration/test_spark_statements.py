@@ -170,6 +170,5 @@ def test_a_micro_batch_of_one_row_asks_no_more_than_this(
     numbers.verify(5)
     nothing_is_left(numbers)
     more = Asked(*(two - one for one, two in zip(astuple(found), astuple(found_two), strict=True)))
-    print(way, found, more)
     for was, limit in ((found, one), (more, further)):
         assert was.within(limit), f"{was}, and at most {limit} was agreed"

@@ -14,7 +14,6 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import (
-    ColumnElement,
     Connection,
     Engine,
     and_,
@@ -165,8 +164,11 @@ class Ledger:
     ) -> bool:
         """Record a batch's destination before any part is written, or compare it with the recorded one.
 
-        Returns whether the batch is written as a whole, and committed. Until the transaction ends, no other run of the batch begins or decides. The batch no longer counts as failed. A
+        Until the transaction ends, no other run of the batch begins or decides. The batch no longer counts as failed. A
         connection is inside a transaction, at READ COMMITTED on PostgreSQL; an engine gives it a transaction of its own.
+
+        Returns:
+            Whether the batch is written as a whole, and committed.
 
         Raises:
             ConfigurationError: The batch has another destination, was written in another way, or was begun with another

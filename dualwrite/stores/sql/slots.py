@@ -108,7 +108,7 @@ class SlotPool:
         owner: str,
         ttl_s: float,
         *,
-        preferred: Sequence[str] = (),
+        preferred: Callable[[Connection], Sequence[str]] = lambda _: (),
         require: Callable[[Connection], None] = lambda _: None,
         ended: Callable[[str], None] = lambda _: None,
     ) -> Lease:
@@ -120,15 +120,16 @@ class SlotPool:
         No other worker gets the slot within ``ttl_s``, unless it is released. Its previous holder's transaction is not settled
         yet: claim the transactional id next.
 
-        ``owner`` is unique to the worker and its attempt: otherwise the worker could renew a lease that it lost. If one of
-        these raises, nothing is leased: ``require``, called first, in the leasing transaction; and ``ended``, called with the
+        ``owner`` is unique to the worker and its attempt: otherwise the worker could renew a lease that it lost. All of these
+        are called in the leasing transaction, and again if that is repeated; if one raises, nothing is leased: ``require``,
+        called first; ``preferred``, which returns the slots to take before others; and ``ended``, called with the
         former holder of the slot, if that has let its lease end at a given time (:meth:`keep`), and nobody has settled it
         since.
         """
 
         def work(connection: Connection) -> Lease | None:
             require(connection)
-            return self._take_free_or_new(connection, owner, ttl_s, preferred, ended)
+            return self._take_free_or_new(connection, owner, ttl_s, preferred(connection), ended)
 
         for _ in range(_ATTEMPTS_TO_ADD):
             taken = self._own.run(work)
@@ -219,11 +220,11 @@ class SlotPool:
 
         return self._own.run(work) if bound else []
 
-    def keep(self, lease: Lease, until: datetime) -> Lease:
+    def keep(self, lease: Lease, until: datetime, connection: Connection | None = None) -> Lease:
         """Let a lease end at a given time by the database's clock. If that time has passed, it ends at once.
 
         The slot then shows that its holder has left something in it for another process; see :meth:`lease`. ``Fenced`` as
-        :meth:`renew`.
+        :meth:`renew`. With a connection, in the caller's transaction.
         """
         slot = self._slot
         ends = bindparam("until_", type_=slot.c.lease_until.type)
@@ -233,10 +234,18 @@ class SlotPool:
             .values(lease_until=ends, kept_until=ends)  # both times: the lease was kept
         )
         bound = {"id_": lease.transactional_id, "owner_": lease.owner, "until_": until}
-        return self._changed(lease, statement, bound)
+        return self._changed(lease, statement, bound, connection)
 
-    def _changed(self, lease: Lease, statement: Update, bound: Mapping[str, object]) -> Lease:
-        changed = self._own.run(lambda connection: self._change(connection, statement, bound))
+    def _changed(
+        self, lease: Lease, statement: Update, bound: Mapping[str, object], connection: Connection | None = None
+    ) -> Lease:
+        if connection is None:
+            changed = self._own.run(lambda own: self._change(own, statement, bound))
+        else:
+            try:
+                changed = self._change(connection, statement, bound)
+            except exc.SQLAlchemyError as error:
+                raise map_database_error(error, self._engine) from error
         if changed is None:
             raise Fenced(f"{lease.owner} no longer holds the slot", transactional_id=lease.transactional_id)
         return changed

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -238,6 +239,10 @@ class SqlStateStore:
 
     def read(self, transactional_ids: Sequence[str]) -> Sequence[StateRow]:
         return self._own.read(partial(read_rows, self._tables, sorted(set(transactional_ids))))
+
+    def read_in(self, connection: Connection, transactional_ids: Collection[str]) -> Sequence[StateRow]:
+        """:meth:`read` inside the caller's transaction."""
+        return read_rows(self._tables, sorted(transactional_ids), connection)
 
     def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:
         # The server answers when the wait for the lock ends; if it does not, it counts as lost soon after.

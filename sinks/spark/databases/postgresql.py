@@ -351,13 +351,15 @@ def merging(
         _execute(connection, sql.SQL("DROP TABLE {}").format(sql.Identifier(*made)))
 
 
-def _drop(connection: Connection, staged: StagingTable) -> bool:
+def _drop(connection: Connection, *tables: StagingTable) -> bool:
+    names = sql.SQL(", ").join(sql.Identifier(*staged.table) for staged in tables)
     try:
         with connection.begin():
             connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_DROP_LOCK_TIMEOUT}'")
-            _execute(connection, sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier(*staged.table)))
+            _execute(connection, sql.SQL("DROP TABLE IF EXISTS {}").format(names))
     except exc.SQLAlchemyError as error:
-        logger.warning("staging table %s stays for now: %s", staged.name, driver_words(error))
+        shown = ", ".join(staged.name for staged in tables)
+        logger.warning("staging tables stay for now: %s: %s", shown, driver_words(error))
         return False
     return True
 
@@ -492,9 +494,12 @@ class PostgreSQL:
             raise outside(layout.table[1], row)
 
     def drop_staging(self, tables: Collection[StagingTable]) -> None:
+        if not tables:
+            return
         with self.engine.connect() as connection:
-            for staged in tables:
-                _drop(connection, staged)
+            if not _drop(connection, *tables):  # one that is read keeps the others
+                for staged in tables if len(tables) > 1 else ():
+                    _drop(connection, staged)
 
     def drop_dead_staging(
         self, schema: str, incarnations: Mapping[str, int], holders: Callable[[], Mapping[str, str]]
