@@ -146,9 +146,9 @@ class Stream:
 @pytest.mark.parametrize(
     ("way", "one", "further"),
     [
-        ("staging", Asked(188, 37, 213, 30), Asked(51, 9, 56, 12)),
-        ("prepared", Asked(184, 36, 210, 30), Asked(51, 9, 56, 12)),
-        ("foreach_batch", Asked(127, 28, 151, 20), Asked(51, 9, 56, 12)),
+        ("staging", Asked(98, 21, 97, 30), Asked(24, 3, 22, 12)),
+        ("prepared", Asked(100, 22, 99, 30), Asked(27, 4, 25, 12)),
+        ("foreach_batch", Asked(91, 21, 91, 20), Asked(29, 5, 28, 12)),
     ],
 )
 def test_a_micro_batch_of_one_row_asks_no_more_than_this(
