@@ -102,14 +102,14 @@ def handed_over_aborted_by_its_owner(patch: pytest.MonkeyPatch) -> None:
     """An owner that is to go on aborts what it has handed over, and does."""
     real = Lane.may_go_on
 
-    def may_go_on(self):
+    def may_go_on(self, found):
         producer = self._producer
         if producer is None or producer.state is not ProducerState.PREPARED:
-            return real(self)
+            return real(self, found)
         try:
             producer.abort_transaction()
         except DualWriteError:
             return False
-        return self._is_usable()
+        return self.usable
 
     patch.setattr(Lane, "may_go_on", may_go_on)
