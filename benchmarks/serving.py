@@ -190,8 +190,8 @@ def _death_to_settled(ground: Ground, rounds: int) -> list[float]:
             victim.start()
             victim.join()
             died = time.perf_counter()
-            wait_until(lambda name=name: any(f"{name}: 1 ids settled" in line for _, line in service.log), 120.0)
-            found.append(service.said_at(f"{name}: 1 ids settled") - died)
+            wait_until(lambda name=name: any(f"{name}: 1 id settled" in line for _, line in service.log), 120.0)
+            found.append(service.said_at(f"{name}: 1 id settled") - died)
     return found
 
 

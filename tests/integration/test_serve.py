@@ -76,7 +76,7 @@ def test_a_crowd_of_dead_owners_is_settled_together(config, start, kafka, url, d
     replica = start(config())
     with ended(replica):
         for number in range(12):
-            replica.says(f"left-{number:05d}: 1 ids settled, 1 rolled forward")
+            replica.says(f"left-{number:05d}: 1 id settled, 1 rolled forward")
         replica.says("left-00011: nothing is left")
     assert unsettled(kafka, url) == []
     assert len(read_committed(kafka, dualwrite_topic)) == 12
