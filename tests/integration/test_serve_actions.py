@@ -177,7 +177,7 @@ def test_a_service_that_is_killed_in_the_middle_leaves_a_history_that_is_true(se
 
 def test_a_service_that_is_killed_while_it_settles_leaves_an_intent_without_an_end(serve, case):
     case.run(failpoint="write.decided:2", killed=True)
-    first = serve(settle_after_s=1, failpoint="settle.committed:1:kill")
+    first = serve(settle_after_s=1, failpoint="settle.before_commit:1:kill")
     assert first.wait() == -signal.SIGKILL
     second = serve(settle_after_s=1)
     second.says("1 id settled")
