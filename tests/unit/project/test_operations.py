@@ -7,6 +7,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import kubernetes_validate
 import pytest
 import yaml
 from harness.places import ROOT
@@ -183,11 +184,8 @@ KUBERNETES = [f"kubernetes/{name}.yaml" for name in ("serve", "statefulset", "de
 
 @pytest.mark.parametrize("name", KUBERNETES)
 def test_a_file_for_kubernetes_keeps_to_its_schemas(name):
-    schemas = pytest.importorskip(
-        "kubernetes_validate", reason="kubernetes-validate is not installed: pip install kubernetes-validate"
-    )
     for document in documents(name):
-        schemas.validate(document, "1.30", strict=True)
+        kubernetes_validate.validate(document, "1.30", strict=True)
 
 
 def test_the_operators_rules_are_the_rules():
