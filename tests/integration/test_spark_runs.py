@@ -109,14 +109,22 @@ def test_a_recovery_on_a_schedule_leaves_alone_a_task_that_is_at_work(numbers, j
     nothing_is_left(numbers)
 
 
-@pytest.mark.parametrize("slot_is_taken", [False, True])
-@pytest.mark.parametrize("job", ["staging", pytest.param("prepared", marks=pytest.mark.thorough)], indirect=True)
+@pytest.mark.parametrize(
+    ("job", "slot_is_taken"),
+    [
+        ("staging", False),
+        pytest.param("prepared", False, marks=pytest.mark.thorough),
+        pytest.param("prepared", True, marks=pytest.mark.thorough),
+    ],
+    indirect=["job"],
+)
 def test_a_job_that_fails_waits_for_the_task_that_is_handing_over_and_undoes_that(
     numbers, job, slot_is_taken, monkeypatch
 ):
     """The task was let through, and its transaction is not prepared or committed yet: a settler could not see what it leaves.
 
-    When the task then keeps its slot for the driver, the job may have taken it already.
+    A prepared task keeps its slot for the driver after that, and the job may have taken it already. A staged one keeps it in the
+    same transaction.
     """
     waits, real_replace, real_require, real_keep = threading.Event(), Runs.replace, Runs.require, SlotPool.keep
     failing = threading.Thread(target=job.fail)

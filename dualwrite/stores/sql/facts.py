@@ -21,7 +21,7 @@ from dualwrite.protocol.database_requirements import (
     judge_mariadb,
     judge_postgresql,
 )
-from dualwrite.protocol.findings import Check, CheckResult, Unasked, clock
+from dualwrite.protocol.findings import Check, CheckResult, Status, Unasked, clock
 from dualwrite.protocol.values import lane_id, parse_cluster
 from dualwrite.stores.sql.access import (
     PURPOSES,
@@ -66,6 +66,8 @@ def _look(connection: Connection, dialect: Dialect, schema: str | None) -> Itera
     try:
         found, fit = judge_tables(engine, schema)
         yield fit
+        if fit.status is Status.ERROR:
+            found = None  # our statements do not fit them: what the role may do is asked once they do
     except ConfigurationError as error:  # the right to read their version is missing
         yield Check(DATABASE, "tables", "a writer must know the version of its tables").refused(error)
     tables = declare_tables(schema if found is None else found.schema)

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from sqlalchemy import Engine, Row, bindparam, create_engine, event, make_url, text
@@ -48,6 +48,10 @@ class _StoreOfTasks(SqlStateStore):
     @property
     def engine(self) -> Engine:
         return self._blocks
+
+
+AWAITS_BY_NAME: Final = hasattr(asyncpg_dialect, "await_")
+"""Whether SQLAlchemy's adapters await by a function of their module, which can be replaced."""
 
 
 @contextmanager

@@ -114,7 +114,7 @@ class Worker:
         lane, self._resting = self._resting, None
         if lane is not None:
             try:
-                if lane.may_go_on():
+                if lane.may_go_on(next(iter(context.store.read([self._slot])), None)):
                     self._told.counts["workers go on"] += 1
                     return lane
             except DualWriteError as error:

@@ -386,7 +386,7 @@ def test_a_lane_that_handed_over_goes_on_only_once_its_decider_has_completed_it(
         state = lane.producer.prepared_state
         row = servers.database.rows["orders"] = replace(servers.row(), prepared=state, completed=completed)
         here.context.coordinator.end({row.kafka_id(1): state}, committed=True, deadline=Deadline(60))
-        goes_on = lane.may_go_on()
+        goes_on = lane.may_go_on(row)
         if not goes_on:
             lane.discard()
         here.write(lane, "m2")
