@@ -34,7 +34,7 @@ def test_what_the_tasks_of_a_killed_driver_have_decided_is_completed_and_its_bat
     assert left.row.transactional_id.startswith(f"{settings['sink']}.spark#")
     with ExitStack() as later:
         replica = replicas(later)(serve_file(tmp_path, kafka, numbers.url, timeout_s=60))
-        replica.says(f"{left.row.transactional_id}: 1 ids settled, 1 rolled forward")
+        replica.says(f"{left.row.transactional_id}: 1 id settled, 1 rolled forward")
         replica.looks_again()
         [batch] = replica.target()["batches"]
         assert (batch["sink"], batch["batch_id"], batch["phase"]) == (settings["sink"], "1", "writing")
