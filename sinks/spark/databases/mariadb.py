@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from pymysql.err import MySQLError
 from sqlalchemy import Connection, event, exc, text
 
-from dualwrite.errors import ConfigurationError, TransactionAborted
+from dualwrite.errors import ConfigurationError, DualWriteError, TransactionAborted
 from dualwrite.sinks.spark.column_types import Table, TableColumn
 from dualwrite.sinks.spark.databases.database import (
     STAGING_PREFIX,
@@ -100,13 +100,19 @@ def create_staging(engine: Engine, made: StagingTable, layout: Layout) -> None:
             execute(connection, _creation(made.table, layout, comment=made.comment))
             connection.rollback()
     except exc.SQLAlchemyError as error:
-        if isinstance(error, exc.DBAPIError) and meaning_of(error) is Meaning.PRIVILEGE:
-            raise ConfigurationError(
-                f"no staging table can be made in database {made.schema!r}: {driver_words(error)}",
-                next_step=f"grant it: GRANT CREATE, DROP, SELECT, INSERT ON {quoted(made.schema)}.* TO the user "
-                f"{engine.url.username!r}",
-            ) from error
-        raise map_database_error(error, engine) from error
+        raise _not_made(error, engine, "staging", schema=made.schema, rights="CREATE, DROP, SELECT, INSERT") from error
+
+
+def _not_made(
+    error: exc.SQLAlchemyError, engine: Engine, kind: str, *, schema: str, rights: str, more: str = ""
+) -> DualWriteError:
+    """The error for a table of ours that could not be made; it names the rights if they are missing."""
+    if isinstance(error, exc.DBAPIError) and meaning_of(error) is Meaning.PRIVILEGE:
+        return ConfigurationError(
+            f"no {kind} table can be made in database {schema!r}: {driver_words(error)}",
+            next_step=f"grant it: GRANT {rights} ON {quoted(schema)}.* TO the user {engine.url.username!r}{more}",
+        )
+    return map_database_error(error, engine)
 
 
 def _creation(made: tuple[str, str], layout: Layout, *, comment: str | None) -> str:
@@ -135,13 +141,14 @@ def _create_temporary(connection: Connection, layout: Layout) -> tuple[str, str]
         _drop_temporary(connection, made)  # that of a former transaction of this session, if it failed
         execute(connection, _creation(made, layout, comment=None))
     except exc.SQLAlchemyError as error:
-        if isinstance(error, exc.DBAPIError) and meaning_of(error) is Meaning.PRIVILEGE:
-            raise ConfigurationError(
-                f"no temporary table can be made in database {made[0]!r}: {driver_words(error)}",
-                next_step=f"grant it: GRANT CREATE TEMPORARY TABLES ON {quoted(made[0])}.* TO the user "
-                f"{connection.engine.url.username!r}; and SELECT on the table that is written",
-            ) from error
-        raise map_database_error(error, connection.engine) from error
+        raise _not_made(
+            error,
+            connection.engine,
+            "temporary",
+            schema=made[0],
+            rights="CREATE TEMPORARY TABLES",
+            more="; and SELECT on the table that is written",
+        ) from error
     return made
 
 
