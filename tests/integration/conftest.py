@@ -1,14 +1,18 @@
 """Fixtures of the integration tests: a migrated database and an engine to look with."""
 
+import asyncio
 import shutil
 from contextlib import ExitStack
 
 import pytest
+from click.testing import CliRunner
 from harness.databases import through_mysqlclient
 from harness.orders import Base, Order
 from sqlalchemy import create_engine, make_url, select, text, update
 
 from dualwrite import DualWriter, failpoints
+from dualwrite.asyncio.writer import AsyncDualWriter
+from dualwrite.cli.options import commands
 from dualwrite.migrations import upgrade
 from dualwrite.stores.keyed.rocksdb import RocksDatabase
 from dualwrite.stores.sql.tables import declare_tables
@@ -148,3 +152,32 @@ def both(engine, orders, kafka, dualwrite_topic):
 def disarm():
     yield
     failpoints.arm("")
+
+
+@pytest.fixture
+def dualwrite(kafka):
+    """Runs a command, in this process."""
+
+    def run(*command):
+        return CliRunner().invoke(commands, [*command, "--bootstrap-server", kafka["bootstrap.servers"]])
+
+    return run
+
+
+@pytest.fixture
+def visible(kafka, dualwrite_topic):
+    return lambda: [record.value for record in read_committed(kafka, dualwrite_topic)]
+
+
+@pytest.fixture
+def in_writer(kafka, task_url, engine):
+    """Runs a coroutine function with an open writer."""
+
+    def run(work, **options):
+        async def main():
+            async with AsyncDualWriter("orders", **{"kafka": kafka, "database": task_url, **options}) as writer:
+                return await work(writer)
+
+        return asyncio.run(main())
+
+    return run

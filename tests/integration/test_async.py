@@ -7,7 +7,6 @@ from harness.engines import ENGINES
 from sqlalchemy import insert, select
 
 from dualwrite import WriterLimits
-from dualwrite.asyncio.writer import AsyncDualWriter
 from dualwrite.testing.reading import read_committed
 
 pytest.importorskip("aiosqlite")
@@ -28,20 +27,6 @@ def messages(kafka, dualwrite_topic):
         return sorted(int(message.value) for message in read_committed(kafka, dualwrite_topic))
 
     return read
-
-
-@pytest.fixture
-def in_writer(kafka, task_url, engine):
-    """Runs a coroutine function with an open writer."""
-
-    def run(work, **options):
-        async def main():
-            async with AsyncDualWriter("orders", **{"kafka": kafka, "database": task_url, **options}) as writer:
-                return await work(writer)
-
-        return asyncio.run(main())
-
-    return run
 
 
 SERVERS = [

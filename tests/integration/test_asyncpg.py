@@ -19,20 +19,6 @@ asyncpg = pytest.importorskip("asyncpg")
 pytestmark = [on_postgresql, pytest.mark.parametrize("task_url", ["asyncpg"], indirect=True)]
 
 
-@pytest.fixture
-def in_writer(kafka, task_url, engine):
-    """Runs a coroutine function with an open writer."""
-
-    def run(work, **options):
-        async def main():
-            async with AsyncDualWriter("orders", **{"kafka": kafka, "database": task_url, **options}) as writer:
-                return await work(writer)
-
-        return asyncio.run(main())
-
-    return run
-
-
 async def put(tx, topic, number):
     await tx.connection.execute(insert(Order.__table__).values(id=number))
     await tx.produce(topic, value=str(number))

@@ -4,30 +4,12 @@ import json
 from contextlib import closing
 
 import pytest
-from click.testing import CliRunner
 from confluent_kafka import KafkaException, Producer
 from harness.checker import Case
 from harness.patience import PATIENCE_S
 
-from dualwrite.cli.options import commands
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.stores.sql.store import SqlStateStore
-from dualwrite.testing import read_committed
-
-
-@pytest.fixture
-def dualwrite(kafka):
-    """Runs a command, in this process."""
-
-    def run(*command):
-        return CliRunner().invoke(commands, [*command, "--bootstrap-server", kafka["bootstrap.servers"]])
-
-    return run
-
-
-@pytest.fixture
-def visible(kafka, dualwrite_topic):
-    return lambda: [record.value for record in read_committed(kafka, dualwrite_topic)]
 
 
 @pytest.mark.parametrize("url", ["postgresql"], indirect=True)

@@ -3,29 +3,10 @@
 import json
 
 import pytest
-from click.testing import CliRunner
 from harness.kafka_tools import flink_producer
 from harness.patience import wait_until
 
-from dualwrite.cli.options import commands
-from dualwrite.testing import read_committed
-
 DIED = 137
-
-
-@pytest.fixture
-def dualwrite(kafka):
-    """Runs a command, in this process."""
-
-    def run(*command):
-        return CliRunner().invoke(commands, [*command, "--bootstrap-server", kafka["bootstrap.servers"]])
-
-    return run
-
-
-@pytest.fixture
-def visible(kafka, dualwrite_topic):
-    return lambda: [record.value for record in read_committed(kafka, dualwrite_topic)]
 
 
 @pytest.mark.parametrize("url", ["postgresql"], indirect=True)
