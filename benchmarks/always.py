@@ -22,7 +22,7 @@ from benchmarks.ways import METADATA, NATIVE, OUTBOX, UNSAFE, Write, ours, outbo
 
 ALWAYS = 'outbox="always"'
 THREADS, TASKS = 8, 64
-_always = partial(ours, way=NATIVE, lanes=threads.LANES, outbox="always")
+always = partial(ours, way=NATIVE, lanes=threads.LANES, outbox="always")
 OF_ONE_CALLER = ("call p50", "call p95", "processor", "visible p50", "visible p95")
 
 
@@ -52,7 +52,7 @@ def _one_caller(
     with ExitStack() as stack:
         ways = {
             name: stack.enter_context(way(kafka, engine, topic))
-            for name, way in ((ALWAYS, _always), (UNSAFE, unsafe), (OUTBOX, outbox))
+            for name, way in ((ALWAYS, always), (UNSAFE, unsafe), (OUTBOX, outbox))
         }
         samples: dict[str, list[float]] = {name: [] for name in ways}
         processor: dict[str, list[float]] = {name: [] for name in ways}
@@ -94,7 +94,7 @@ def _threads(ground: Ground, slices: int, slice_s: float) -> dict[str, float]:
     topic = ground.topic()
     with ExitStack() as stack:
         ways: dict[str, Write] = {
-            ALWAYS: stack.enter_context(_always(ground.kafka, engine, topic)),
+            ALWAYS: stack.enter_context(always(ground.kafka, engine, topic)),
             UNSAFE: stack.enter_context(threads.shared_unsafe(ground.kafka, unsafes, topic)),
         }
         measured = {name: threads.Measured() for name in ways}

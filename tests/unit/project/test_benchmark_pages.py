@@ -1,7 +1,12 @@
 """The pages of figures are what their commands make of the figures in the repository."""
 
+import importlib
 import json
+import pkgutil
 
+import pytest
+
+import benchmarks
 from benchmarks import calls, first, page, pipelined, records, sizing, spark_page, state_page, steps, units, web
 from benchmarks.known_end import WITH, WITHOUT, writer_name
 from benchmarks.network import DELAYS_MS
@@ -19,6 +24,13 @@ from benchmarks.spark_ways import (
     through_librdkafka,
 )
 from benchmarks.ways import ENGINES, LIBRDKAFKA, NATIVE, OUTBOX, SEQUENTIAL, UNSAFE
+
+
+@pytest.mark.parametrize("name", sorted(found.name for found in pkgutil.iter_modules(benchmarks.__path__)))
+def test_every_command_finds_what_it_imports(name):
+    """Some are started by hand, and rarely."""
+    if name != "__main__":
+        importlib.import_module(f"benchmarks.{name}")
 
 
 def test_the_page_and_its_picture_are_those_of_the_figures():
