@@ -52,6 +52,7 @@ _SPREAD_FROM: Final = 32  # requests
 _LOOKUP_S: Final = 5.0  # any broker can answer a lookup: move on to the next one soon
 _MOST_IDLE: Final = 4
 _JITTER: Final = (0.8, 1.2)
+_KNOCK_WITHIN_S: Final = 0.2
 _UNREACHABLE: Final = (
     "try again when the brokers answer; if they never did, check bootstrap.servers and security.protocol"
 )
@@ -562,6 +563,14 @@ class Brokers:
         """See :meth:`Connections.nodes`."""
         return [broker.node_id for broker in self.metadata((), deadline).brokers]
 
+    def refuse(self) -> bool:
+        """Whether every broker that is known, and every bootstrap server, refuses a connection: nothing listens there.
+
+        Says nothing to one that accepts. Returns within a fraction of a second, unless a name must be looked up.
+        """
+        places = {*self.addresses.brokers.values(), *self._settings.servers}
+        return all(_refuses(host, port) for host, port in places)
+
     def close(self) -> None:
         """Close all connections. Idempotent; in a forked process it leaves the parent's connections alone."""
         if os.getpid() != self._pid:
@@ -587,6 +596,16 @@ class Brokers:
                 self._idle.append(ours)
                 return
         ours.close()
+
+
+def _refuses(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), _KNOCK_WITHIN_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # such as no answer in time: that is for those to judge who wait for one
+        return False
+    return False
 
 
 _ANY_SIZE: Final = 2**31 - 1

@@ -110,6 +110,10 @@ class KafkaCoordinator:
             self._posting.close()
         self._brokers.close()
 
+    def refuses(self) -> bool:
+        """See :meth:`dualwrite.kafka.brokers.Brokers.refuse`."""
+        return self._brokers.refuse()
+
     def cluster_id(self, deadline: Deadline) -> str:
         """The id of the cluster that the bootstrap servers belong to."""
 

@@ -251,6 +251,10 @@ def after_failed_opening(error: Exception) -> OpeningStep:
 # One lane that waits shows little: its broker may be slow, and others answer. So a question that has waited for a second
 # makes the background ask, too. Kafka counts as silent once nobody has an answer: not the lane after two seconds, not the
 # background, and no other lane meanwhile. Any answer ends the silence.
+#
+# A broker that is gone refuses connections at once, which shows more than a wait. Where messages may wait in the database, a
+# writer knocks at all brokers, and two refusals by all of them in a row count, too: then only a fraction of a second's requests
+# wait. Where they may not, a broker that starts again within the two seconds costs nobody an error.
 
 SUSPECT_S: Final = 1.0
 """After a wait of this length the background asks, too, and again after each of them."""
@@ -260,6 +264,9 @@ VERDICT_S: Final = 3.0
 """Once a question has waited for so long, it is known whether Kafka is silent."""
 _PROBE_WAITS_S: Final = 0.5
 """For so long at least, the background's own question has waited, too."""
+KNOCK_S: Final = 0.1
+"""After a wait of this length the background finds out whether the brokers refuse connections."""
+_REFUSALS: Final = 2
 _NEVER_S: Final = float("-inf")
 
 
@@ -301,12 +308,16 @@ class Breaker:
         asked: The oldest question that nobody has heard an answer after: since when, and what it is; None if there is none.
         answered_s: The last moment at which Kafka is known to have answered anything.
         probed_s: When the background last asked.
+        knocked_s: When it last tried to connect to all brokers.
+        refusals: How often in a row all of them refused, since that question.
         silent: Whether Kafka is silent.
     """
 
     asked: tuple[float, str] | None = None
     answered_s: float = _NEVER_S
     probed_s: float = _NEVER_S
+    knocked_s: float = _NEVER_S
+    refusals: int = 0
     silent: bool = False
 
     def missing(self, since_s: float, what: str) -> Breaker:
@@ -321,7 +332,7 @@ class Breaker:
             return self
         if self.asked is not None and at_s <= self.asked[0]:
             return replace(self, answered_s=at_s)
-        return replace(self, answered_s=at_s, asked=None, silent=False)
+        return replace(self, answered_s=at_s, asked=None, refusals=0, silent=False)
 
     def must_probe(self, now_s: float) -> bool:
         """Whether the background is to ask now."""
@@ -331,13 +342,24 @@ class Breaker:
         """Note that the background asks."""
         return replace(self, probed_s=now_s)
 
+    def must_knock(self, now_s: float) -> bool:
+        """Whether the background is to find out now if all brokers refuse connections: soon again after they did."""
+        if self.asked is None or self.silent or now_s < self.asked[0] + KNOCK_S:
+            return False
+        return self.refusals > 0 or now_s >= self.knocked_s + SUSPECT_S
+
+    def knocked(self, at_s: float, *, refused: bool) -> Breaker:
+        """Note that at that moment the background began to connect to all brokers, and whether every one refused."""
+        counts = refused and self.asked is not None and at_s > self.asked[0]
+        return replace(self, knocked_s=at_s, refusals=self.refusals + 1 if counts else 0)
+
     def judged(self, now_s: float) -> Breaker:
         """Decide whether Kafka is silent. Only an answer ends that."""
         if self.silent or self.asked is None:
             return self
         since_s = self.asked[0]
         waits = now_s >= since_s + SILENT_S and since_s < self.probed_s <= now_s - _PROBE_WAITS_S
-        return replace(self, silent=True) if waits else self
+        return replace(self, silent=True) if waits or self.refusals >= _REFUSALS else self
 
 
 # `Health`: what a writer knows of itself, and whether it is ready for the next dual write.

@@ -43,8 +43,9 @@ class Vitals:
     :class:`~dualwrite.protocol.process.Breaker`. ``silence`` is its verdict, for everybody to read, and costs nothing.
 
     ``probe`` asks both servers; ``ask_kafka`` asks Kafka alone, and the leaders of these partitions, on new connections. Each
-    raises if there is no answer. ``ask_database`` asks the database alone: while messages wait there, dual writes need no more.
-    ``turned`` is called when Kafka falls silent, and with None when it answers again.
+    raises if there is no answer. ``knock`` tells whether all brokers refuse connections; None if that shall show nothing.
+    ``ask_database`` asks the database alone: while messages wait there, dual writes need no more. ``turned`` is called when
+    Kafka falls silent, and with None when it answers again.
     """
 
     silence: Silence | None = None
@@ -58,6 +59,7 @@ class Vitals:
         ask_database: Callable[[], object] | None = None,
         kafka_at: str = "",
         ask_kafka: Callable[[Collection[Partition]], object] = lambda _: None,
+        knock: Callable[[], bool] | None = None,
         turned: Callable[[Silence | None], object] = lambda _: None,
     ) -> None:
         self._name = name
@@ -68,6 +70,9 @@ class Vitals:
         self._fenced = False
         self._kafka_at = kafka_at
         self._ask_kafka = ask_kafka
+        self._knock = knock
+        self._knocks = False
+        self._knocked: tuple[float, bool] | None = None
         self._turned = turned
         self._breaker = Breaker()
         self._heard_s = self._probe_heard_s = 0.0
@@ -220,7 +225,15 @@ class Vitals:
         )
         for question in [question for lane in lanes if (question := lane.question) is not None]:
             breaker = breaker.missing(*question)
+        if (knocked := self._knocked) is not None:
+            self._knocked = None
+            breaker = breaker.knocked(knocked[0], refused=knocked[1])
         breaker = breaker.judged(now)
+        if self._knock is not None and not self._knocks and breaker.must_knock(now):
+            self._knocks = True
+            threading.Thread(
+                target=self._knock_at_all, args=(self._knock, now), name=f"dualwrite {self._name} knock", daemon=True
+            ).start()
         if breaker.must_probe(now):
             breaker = breaker.probing(now)
             partitions = frozenset(one for lane in lanes for one in lane.sends_to)
@@ -244,6 +257,15 @@ class Vitals:
             if not self._answered:
                 self._probe.start()
         self._turned(self.silence)
+
+    def _knock_at_all(self, knock: Callable[[], bool], began_s: float) -> None:
+        refused = False
+        try:
+            refused = knock()
+        except Exception as error:  # noqa: BLE001 - such as a writer that was closed meanwhile: that refuses nothing
+            logger.debug("%s: could not find out whether the brokers refuse connections: %s", self._name, error)
+        finally:
+            self._knocked, self._knocks = (began_s, refused), False
 
     def _probe_kafka(self, partitions: Collection[Partition]) -> None:
         try:

@@ -141,6 +141,7 @@ class DualWriter(Submitting):
             ask_database=lambda: self._opened().ask_database(),
             kafka_at=self._producers.config.listener[0],
             ask_kafka=lambda partitions: self._opened().ask_kafka(partitions),
+            knock=None if outbox == "never" else lambda: self._opened().knock(),
             turned=self._note_silence,
         )
         self._signals = News(transactional_id, self._observer)

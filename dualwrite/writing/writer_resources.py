@@ -293,6 +293,10 @@ class Opened:
             if partitions:
                 coordinator.producer_open_offsets(0, 0, partitions, deadline)
 
+    def knock(self) -> bool:
+        """Whether all brokers refuse connections."""
+        return self._late.refuses()
+
     def close(self) -> None:
         """Disconnect from Kafka."""
         self._closing.set()

@@ -4,7 +4,7 @@ from datetime import datetime, timezone
 
 import pytest
 
-from dualwrite.protocol.process import SILENT_S, SUSPECT_S, Breaker, Silence
+from dualwrite.protocol.process import KNOCK_S, SILENT_S, SUSPECT_S, Breaker, Silence
 
 ASKED = Breaker().missing(10.0, "a flush")
 PROBED = ASKED.probing(10.0 + SUSPECT_S)
@@ -29,6 +29,29 @@ def test_the_background_asks_after_a_second_and_then_each_second():
     assert not PROBED.must_probe(10.0 + 2 * SUSPECT_S - 0.1)
     assert PROBED.must_probe(10.0 + 2 * SUSPECT_S)
     assert SILENT.probing(50.0).must_probe(51.0)
+
+
+def test_two_refusals_by_all_brokers_in_a_row_show_it_too():
+    once = ASKED.knocked(10.2, refused=True)
+    assert not once.judged(10.3).silent
+    assert once.knocked(10.4, refused=True).judged(10.4).silent
+    assert not once.knocked(10.4, refused=False).knocked(10.6, refused=True).judged(10.6).silent
+    assert not once.answered(10.3).missing(10.35, "a flush").knocked(10.4, refused=True).judged(10.5).silent
+
+
+def test_a_refusal_from_before_the_question_shows_nothing():
+    assert not ASKED.knocked(9.8, refused=True).knocked(9.9, refused=True).judged(10.5).silent
+    assert not Breaker().knocked(9.0, refused=True).knocked(9.5, refused=True).judged(9.5).silent
+
+
+def test_the_background_knocks_soon_after_the_question_again_after_a_refusal_and_seldom_otherwise():
+    assert not Breaker().must_knock(1000.0)
+    assert not ASKED.must_knock(10.0 + KNOCK_S - 0.01)
+    assert ASKED.must_knock(10.0 + KNOCK_S)
+    assert ASKED.knocked(10.2, refused=True).must_knock(10.3)
+    assert not ASKED.knocked(10.2, refused=False).must_knock(10.2 + SUSPECT_S - 0.01)
+    assert ASKED.knocked(10.2, refused=False).must_knock(10.2 + SUSPECT_S)
+    assert not SILENT.must_knock(1000.0)
 
 
 @pytest.mark.parametrize("breaker", [ASKED, PROBED, SILENT])

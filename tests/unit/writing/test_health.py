@@ -220,14 +220,16 @@ class AskingLane:
 class Watched:
     """Vitals with one lane in use, and the probes of Kafka that they have started."""
 
-    def __init__(self, monkeypatch, *, answers=None):
+    def __init__(self, monkeypatch, *, answers=None, knock=None):
         self.turned, self.probes = [], queue.SimpleQueue()
         self.answers = answers or threading.Event()
         self.lanes = Lanes(
             "orders", AskingLane, max_lanes=2, timeout_s=1, lane_timeout_s=60, idle_after_s=60, kafka_at="b:9092"
         )
         self.lanes.open([AskingLane(0), AskingLane(1)], keep_house=False)
-        self.vitals = Vitals("orders", no_probe, kafka_at="b:9092", ask_kafka=self._ask, turned=self._turned)
+        self.vitals = Vitals(
+            "orders", no_probe, kafka_at="b:9092", ask_kafka=self._ask, knock=knock, turned=self._turned
+        )
         self.vitals._lanes = self.lanes
         self.ticket = self.lanes.ticket()
         self.lane = self.lanes.take(self.ticket)
@@ -276,6 +278,35 @@ def test_a_dual_write_that_waits_while_nobody_answers_shows_that_kafka_is_silent
     assert silence.since_s == watched.lane.asking_since
     assert watched.turned == [silence]
     assert health_of(watched).problems == (str(silence),)
+
+
+def test_brokers_that_refuse_connections_show_it_within_half_a_second(monkeypatch):
+    knocked = queue.SimpleQueue()
+    watched = Watched(monkeypatch, knock=lambda: knocked.put(None) or True)
+
+    def look_and_hear():
+        watched.look_after(0.2)
+        knocked.get(timeout=60)
+        while watched.vitals._knocks:
+            threading.Event().wait(0.001)
+
+    watched.lane.ask()
+    look_and_hear()
+    look_and_hear()
+    assert watched.vitals.silence is None
+    watched.look_after(0.1)
+    assert watched.vitals.silence is not None
+    assert watched.probes.empty()
+
+
+def test_a_knock_that_fails_shows_nothing(monkeypatch):
+    watched = Watched(monkeypatch, knock=lambda: 1 // 0)
+    watched.lane.ask()
+    for _ in range(4):
+        watched.look_after(0.2)
+        while watched.vitals._knocks:
+            threading.Event().wait(0.001)
+    assert watched.vitals.silence is None
 
 
 def test_a_probe_that_is_answered_ends_the_silence(watched):
