@@ -23,11 +23,11 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.kafka import brokers as brokers_module
 from dualwrite.kafka import connection as connection_module
+from dualwrite.kafka import opening_messages
 from dualwrite.kafka.brokers import Brokers, Connections, NotYet
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.connection import Connection, ConnectionBroken
 from dualwrite.kafka.messages import EndTxn, NotOffered, OffsetForLeaderEpoch, TransactionEnded
-from dualwrite.kafka.opening_messages import Broker
 
 LENGTH = struct.Struct(">i")
 KEYS = {3: (0, 12), 17: (0, 1), 18: (0, 3), 26: (0, 5), 36: (0, 2)}
@@ -406,10 +406,10 @@ def test_brokers_refuse_if_nothing_listens_at_any_address():
     gone = f"127.0.0.1:{closed_port()}"
     with closing(Brokers(KafkaConfig.parse({"bootstrap.servers": gone}))) as brokers:
         assert brokers.refuse()
-        brokers.addresses.learn([Broker(1, "127.0.0.1", closed_port())])
+        brokers.addresses.learn([opening_messages.Broker(1, "127.0.0.1", closed_port())])
         assert brokers.refuse()
         with socket.create_server(("127.0.0.1", 0)) as listening:
-            brokers.addresses.learn([Broker(1, "127.0.0.1", listening.getsockname()[1])])
+            brokers.addresses.learn([opening_messages.Broker(1, "127.0.0.1", listening.getsockname()[1])])
             assert not brokers.refuse()
             with closing(
                 Brokers(KafkaConfig.parse({"bootstrap.servers": f"{gone},127.0.0.1:{listening.getsockname()[1]}"}))
