@@ -9,7 +9,9 @@ from typing import TypeAlias
 
 from dualwrite import failpoints
 from dualwrite.clock import Deadline
+from dualwrite.errors import StoreTooOld
 from dualwrite.state.changelog import Changelog, first_to_read, require_complete
+from dualwrite.state.entries import Committed
 from dualwrite.state.store import KeyValueStore
 
 logger = logging.getLogger(__name__)
@@ -88,12 +90,22 @@ def roll_forward(
     """
     deadline = Deadline(timeout_s)
     store.recover(0)
-    store.follow(changelog.identity(deadline, check))
+    identity = changelog.identity(deadline, check)
+    store.follow(identity)
     began_ms = int(time.time() * 1000)
     at_least = None if wait_for_end else store.committed.offset or 0
     log = changelog.describe(deadline, at_least, check)
     require_complete(log)
-    start = first_to_read(store.committed, log, began_ms)
+    try:
+        start = first_to_read(store.committed, log, began_ms)
+    except StoreTooOld as refused:
+        if not store.rebuild_if_too_old:
+            raise
+        # Raises if the changelog cannot build a store either: then the old one stays.
+        start = first_to_read(Committed(), log, began_ms)
+        logger.warning("%s; the data moves to %s, and is built again", refused, store.path / "too-old")
+        store.start_over()
+        store.follow(identity)
     # Tombstones may vanish from the log while it is read: the store counts as old as before until the end is reached.
     as_of_ms = store.committed.at_ms or began_ms
     applied = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -43,10 +44,11 @@ from dualwrite.state.entries import (
     merged_changes,
     parsed,
 )
+from dualwrite.state.reader import Isolation, Reader, View
 from dualwrite.stores.keyed.rocksdb_client import is_open_elsewhere, opener_of, rocksdict_for
 
 if TYPE_CHECKING:
-    from rocksdict import Options, Rdict, WriteBatch
+    from rocksdict import Options, Rdict, RdictIter, Snapshot, WriteBatch
     from typing_extensions import Self
 
 _COPIED_AT_ONCE_BYTES: Final = 4 << 20
@@ -58,11 +60,17 @@ class KeyValueStore:
     Reads see the transaction's own writes. `commit` makes all of them durable, together with the changelog's offset that they
     correspond to; a crash before it leaves none of them. They wait in memory up to a bound, and above it in a second RocksDB.
 
-    One process has a store open at a time, and one thread uses it at a time.
+    One process has a store open at a time, and one thread uses it at a time. Other threads read through `reader`.
 
     Args:
         path: Its directory; created if missing. Nothing else may be in it.
         max_memory_bytes: Uncommitted writes above this size move from memory to disk; 0 moves each of them.
+        sync: Whether a commit waits until the disk has it. Without, a crash of the process loses nothing, and a crash of the
+            machine may take the last commits back, each as a whole: the changelog restores them. Commits that were spilled
+            are always synced.
+        rebuild_if_too_old: What a restore does with a store that is too old for its changelog: it moves the data aside, to
+            ``too-old`` in the same directory, and builds the store from the whole changelog, instead of raising
+            `StoreTooOld`. The copy of an earlier time is deleted then.
 
     Raises:
         StoreInUse: Another store has the directory open.
@@ -70,15 +78,28 @@ class KeyValueStore:
         Unavailable: Its disk is full.
         ConfigurationError: The extra ``state`` is not installed, or an argument cannot work.
 
-    Source: KIP-844, "Transactional State Stores".
+    Source: KIP-892, "Transactional Semantics for StateStores", and KIP-1035, "StateStore managed changelog offsets".
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, max_memory_bytes: int = 64 << 20) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_memory_bytes: int = 64 << 20,
+        sync: bool = True,
+        rebuild_if_too_old: bool = False,
+    ) -> None:
         if max_memory_bytes < 0:
             raise ConfigurationError("max_memory_bytes is negative")
         self.path = Path(path)
+        self.rebuild_if_too_old = rebuild_if_too_old
         self._max_memory_bytes = max_memory_bytes
+        self._sync = sync
         self._pid = os.getpid()
+        # Held by this thread while the uncommitted writes change, and by readers of them in other threads.
+        self._changing = threading.Lock()
+        self._view: View | None = None
+        self._views: WeakSet[View] = WeakSet()
         self._uncommitted = Uncommitted()
         self._scans: WeakSet[Scan[Entry] | Scan[Change]] = WeakSet()
         self._spilled: Spilled | None = None
@@ -102,6 +123,7 @@ class KeyValueStore:
                 if self._spilled.decision is not None:
                     self._copy(self._spilled, self._spilled.decision)
                 self._discard_spilled()
+            self._publish(self._committed)
         except BaseException:
             self._close()
             raise
@@ -157,6 +179,45 @@ class KeyValueStore:
         """Estimate the number of committed entries, as RocksDB does."""
         return self._usable().approximate_count()
 
+    # Reads by other threads
+
+    def reader(self, isolation: Isolation = "read_committed") -> Reader:
+        """Return what other threads read the store through, as long as it is open. Any number of them may use it at a time.
+
+        Args:
+            isolation: ``read_committed`` shows what is committed, and never waits for the store. ``read_uncommitted`` shows
+                the open transaction's writes as well, which may still be discarded.
+
+        Raises:
+            ConfigurationError: The isolation is neither of them.
+        """
+        if isolation not in {"read_committed", "read_uncommitted"}:
+            raise ConfigurationError(f"isolation is read_committed or read_uncommitted, not {isolation!r}")
+        return Reader(self._current, self._overlaid if isolation == "read_uncommitted" else None)
+
+    def _current(self) -> View:
+        """What is committed. Called by other threads."""
+        view = self._view
+        if view is None or os.getpid() != self._pid:
+            raise IllegalStateError(f"the state store {self.path} is closed, or was opened by another process")
+        return view
+
+    @contextmanager
+    def _overlaid(self) -> Generator[tuple[View, list[Uncommitted | Spilled]], None, None]:
+        """What is committed, and what lies over it, the newest first; neither changes meanwhile. Called by other threads."""
+        with self._changing:
+            yield self._current(), [self._uncommitted, *([self._spilled] if self._spilled else [])]
+
+    def _publish(self, committed: Committed) -> None:
+        """Show other threads what is committed now, and no longer the writes that became so. Call it after each commit."""
+        assert self._rocks is not None
+        # Taken by the one thread that writes: data and note cannot belong to two commits.
+        view = View(*self._rocks.snapshot(), committed)
+        self._views.add(view)
+        with self._changing:
+            self._committed, self._view = committed, view
+            self._uncommitted.clear()
+
     # Writes
 
     def put(self, key: bytes, value: bytes | None) -> None:
@@ -178,7 +239,8 @@ class KeyValueStore:
         _require_bytes(key, "key")
         if value is not None:
             _require_bytes(value, "value")
-        self._uncommitted.write(key, value)
+        with self._changing:
+            self._uncommitted.write(key, value)
         if self._uncommitted.size_bytes > self._max_memory_bytes:
             self._spill()
 
@@ -209,7 +271,8 @@ class KeyValueStore:
             if type(refused) is Exception and is_disk_full(refused):  # rocksdict raises Exception itself
                 raise disk_is_full(self.path, refused) from refused
             raise
-        self._uncommitted.clear()
+        with self._changing:
+            self._uncommitted.clear()
         failpoints.hit("state.spilled")
 
     # The transaction
@@ -228,6 +291,12 @@ class KeyValueStore:
     def has_uncommitted(self) -> bool:
         """Whether anything was written since the last commit."""
         return len(self._uncommitted) > 0 or self._spilled is not None
+
+    @property
+    def approximate_uncommitted_bytes(self) -> int:
+        """About what the writes since the last commit take, in memory and spilled. Any thread may ask."""
+        spilled = self._spilled
+        return self._uncommitted.size_bytes + (spilled.size_bytes if spilled is not None else 0)
 
     def uncommitted(self) -> Scan[Change]:
         """Scan what was written since the last commit: the newest value of each key, None if it was deleted.
@@ -266,12 +335,13 @@ class KeyValueStore:
             raise IllegalStateError("the store has uncommitted writes")
         following = replace(self._committed, changelog=changelog)
         rocks.write(rocks.batch(), note=as_text(following))
-        self._committed = following
+        self._publish(following)
 
     def commit(self, changelog_offset: int | None, *, as_of_ms: int | None = None) -> None:
-        """Make all uncommitted writes durable, with the offset, and begin the next transaction. Ends all scans.
+        """Make all uncommitted writes durable, with the offset, and begin the next transaction. Ends this thread's scans.
 
-        All or nothing, also in a crash. Call it once the changelog's records of these writes are committed in Kafka.
+        All or nothing, also in a crash. Call it once the changelog's records of these writes are committed in Kafka. Readers
+        in other threads see the commit on return; with ``sync=False`` it survives the process, and not yet the machine.
 
         Args:
             changelog_offset: The changelog's next offset: one more than that of the last record of these writes. None for a
@@ -290,8 +360,13 @@ class KeyValueStore:
             raise IllegalStateError(
                 f"the store {self.path} is already at offset {before}, cannot commit {changelog_offset}"
             )
-        self._end_scans()
         offset = before if changelog_offset is None else changelog_offset
+        if not self._sync and offset is None:
+            raise IllegalStateError(
+                f"the state store {self.path} does not sync its commits, and has no changelog that could restore them",
+                next_step="commit with the changelog's offset, or open the store with sync=True",
+            )
+        self._end_scans()
         committing = replace(
             self._committed, offset=offset, at_ms=int(time.time() * 1000) if as_of_ms is None else as_of_ms
         )
@@ -300,15 +375,15 @@ class KeyValueStore:
             if self._spilled is None:
                 batch = rocks.batch()
                 put_all(batch, self._uncommitted.changes())
-                rocks.write(batch, note=note)
+                rocks.write(batch, note=note, sync=self._sync)
+                self._publish(committing)
             else:
                 self._spill()
                 self._spilled.decide(note)
                 failpoints.hit("state.decided")
                 self._copy(self._spilled, note)
+                self._publish(committing)
                 self._discard_spilled()
-            self._committed = committing
-            self._uncommitted.clear()
         failpoints.hit("state.committed")
 
     @contextmanager
@@ -342,7 +417,8 @@ class KeyValueStore:
             self._failed = None
         self._usable()
         self._end_scans()
-        self._uncommitted.clear()
+        with self._changing:
+            self._uncommitted.clear()
         with self._failing():
             self._discard_spilled()
         return (self._committed.offset or 0) >= changelog_offset
@@ -373,19 +449,44 @@ class KeyValueStore:
         failpoints.hit("state.finished")
 
     def _discard_spilled(self) -> None:
-        if self._spilled is not None:
+        with self._changing:
             spilled, self._spilled = self._spilled, None
+        if spilled is not None:
             spilled.discard()
 
+    def start_over(self) -> None:
+        """Move the committed data aside, to ``too-old`` in the store's directory, and continue with an empty store.
+
+        Ends all scans and snapshots; uncommitted writes are lost. Deletes what an earlier call has moved aside. A crash in
+        the middle leaves the store as it was, or empty.
+
+        Raises:
+            IllegalStateError: The store is closed, a commit has failed, or it is in a block of a task or a consumer.
+        """
+        self._usable()
+        self._refuse_if_held("start_over")
+        self.recover(0)
+        self._close()
+        aside = self.path / "too-old"
+        if aside.exists():
+            shutil.rmtree(aside)
+        (self.path / "committed").rename(aside)
+        self._open()
+
     def close(self) -> None:
-        """Close the store; uncommitted writes are lost. Ends all scans. Closing it twice does nothing."""
+        """Close the store; uncommitted writes are lost. Ends all scans and snapshots. Closing it twice does nothing."""
         if self._rocks is not None and os.getpid() == self._pid:
             self._close()
 
     def _close(self) -> None:
         self._end_scans()
-        self._uncommitted.clear()
-        spilled, self._spilled = self._spilled, None
+        with self._changing:
+            self._view = None
+            self._uncommitted.clear()
+            spilled, self._spilled = self._spilled, None
+        for view in list(self._views):
+            view.end()
+        self._views.clear()
         rocks, self._rocks = self._rocks, None
         if spilled is not None:
             spilled.close()
@@ -477,6 +578,8 @@ class Rocks:
         options.create_if_missing(True)
         options.create_missing_column_families(True)
         options.set_keep_log_file_num(2)
+        # Data and note are flushed together: where commits are not synced, the machine's crash must not part them.
+        options.set_atomic_flush(True)
         return options
 
     def get(self, key: bytes) -> bytes | None:
@@ -489,6 +592,13 @@ class Rocks:
         found = cast("Iterator[Entry]", self._db.items(backwards=reverse, from_key=upper if reverse else lower))
         return _within(found, lower, upper, reverse=reverse)
 
+    def snapshot(self) -> tuple[Snapshot, RdictIter]:
+        """The entries as they are now: to get and to scan. Any thread may read them; they keep the database open until dropped.
+
+        The iterator is made here because rocksdict's snapshots make iterators that show what is written later.
+        """
+        return self._db.snapshot(), self._db.iter()
+
     def note(self) -> bytes | None:
         """The note; None if there is none."""
         return cast("bytes | None", self._notes.get(_NOTE))
@@ -498,15 +608,16 @@ class Rocks:
         batch: WriteBatch = self._rocksdict.WriteBatch(raw_mode=True)
         return batch
 
-    def write(self, batch: WriteBatch, *, note: bytes | None = None) -> None:
+    def write(self, batch: WriteBatch, *, note: bytes | None = None, sync: bool = True) -> None:
         """Write the batch, and the note with it if there is one: all or nothing, also in a crash.
 
-        With a note, this batch and all earlier ones are durable on return; without one, perhaps none is.
+        With a note, and unless ``sync`` is false, this batch and all earlier ones are durable on return; otherwise perhaps none
+        is.
         """
         options = self._rocksdict.WriteOptions()
         if note is not None:
             batch.put(_NOTE, note, self._notes_handle)
-            options.sync = True
+            options.sync = sync
         self._db.write(batch, options)
 
     def erase_note(self) -> None:
@@ -579,19 +690,22 @@ class Spilled:
     """The spilled writes of one transaction of a store, which `discard` deletes. Reads what an earlier process left there.
 
     Its note stands for the decision: once it is written, the writes belong to the store, and a crash before they are copied
-    does not lose them.
+    does not lose them. ``size_bytes`` is what this process has added; a key that was written again counts again.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._rocks = Rocks(path)
+        self.size_bytes = 0
 
     def add(self, changes: Iterable[Change]) -> None:
         """Add these changes. Nothing is durable on return."""
         batch = self._rocks.batch()
         for key, value in changes:
             batch.put(key, _DELETED if value is None else _WRITTEN + value)
+        size_bytes = batch.size_in_bytes()
         self._rocks.write(batch)
+        self.size_bytes += size_bytes
 
     def get(self, key: bytes) -> object:
         """The value, None if the key was deleted, `UNCHANGED` if it was not written."""

@@ -18,6 +18,7 @@ from dualwrite.errors import DualWriteError, IllegalStateError, Unavailable
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.protocol.lives import ProducerState
 from dualwrite.state.changelog import Changelog
+from dualwrite.state.reader import Isolation, Reader
 from dualwrite.state.standby import OnProgress, do_not_ask, ignore_progress, roll_forward
 from dualwrite.state.store import KeyValueStore, hold, refuse_in_savepoints
 from dualwrite.writing.transaction import Transaction, write_of
@@ -83,8 +84,10 @@ class StateTask(Generic[Tx]):
         changelog: A topic with ``cleanup.policy=compact``.
         partition: The changelog's partition, which is this store's alone.
         timeout_s: Limits `restore`, in seconds.
+        max_uncommitted_bytes: Above this size of a block's writes, `commit_is_due` asks to end the block. Below the store's
+            ``max_memory_bytes``, so that a block which ends then has spilled nothing.
 
-    Source: KIP-844, "Transactional State Stores".
+    Source: KIP-892, "Transactional Semantics for StateStores".
     """
 
     def __init__(
@@ -96,9 +99,11 @@ class StateTask(Generic[Tx]):
         changelog: str,
         partition: int,
         timeout_s: float = 600.0,
+        max_uncommitted_bytes: int = 32 << 20,
     ) -> None:
         self._blocks: Blocks[Tx] = blocks
         self.store = store
+        self._max_uncommitted_bytes = max_uncommitted_bytes
         self._logged = LoggedStore(store, Changelog(kafka, changelog, partition), timeout_s)
         self._in_use = threading.Lock()
 
@@ -106,6 +111,14 @@ class StateTask(Generic[Tx]):
     def behind(self) -> bool:
         """Whether the store must be restored before the next block, which does so."""
         return self._logged.behind
+
+    @property
+    def commit_is_due(self) -> bool:
+        """Whether the block has written so much to the store that it should end: ask after each message, and leave the block.
+
+        It may go on: what exceeds the store's ``max_memory_bytes`` is spilled, which costs more.
+        """
+        return self.store.approximate_uncommitted_bytes > self._max_uncommitted_bytes
 
     def restore(self, on_progress: OnProgress = ignore_progress) -> int:
         """Bring the store to the changelog's end, as a block does if needed. Call it first to see the progress.
@@ -183,7 +196,9 @@ class PartitionStores:
         directory: Holds a directory for each partition. This member's own: another process cannot open the same stores.
         kafka: librdkafka configuration.
         changelog: A topic with ``cleanup.policy=compact`` and at least as many partitions as the one that is read.
-        max_memory_bytes: As for `KeyValueStore`, for each store.
+        max_memory_bytes: As for `KeyValueStore`, for each store; likewise the next two.
+        sync: Whether a store's commit waits until the disk has it.
+        rebuild_if_too_old: Whether to build a store again that is too old for its changelog.
         timeout_s: Limits each attempt to restore, in seconds; the next attempt continues where one has stopped.
     """
 
@@ -194,12 +209,16 @@ class PartitionStores:
         kafka: Mapping[str, object],
         changelog: str,
         max_memory_bytes: int = 64 << 20,
+        sync: bool = True,
+        rebuild_if_too_old: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
         self._directory = Path(directory)
         self._kafka = dict(kafka)
         self._changelog = changelog
-        self._max_memory_bytes = max_memory_bytes
+        self._open_store = partial(
+            KeyValueStore, max_memory_bytes=max_memory_bytes, sync=sync, rebuild_if_too_old=rebuild_if_too_old
+        )
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._assigned: dict[int, _Assigned] = {}
@@ -218,6 +237,24 @@ class PartitionStores:
                 next_step="call of() in the handler, with one of its messages; give these stores to the consumer as state=",
             )
         return self._assigned[partition].logged.store
+
+    def reader(self, partition: int, isolation: Isolation = "read_committed") -> Reader:
+        """Return a reader of a partition's store, for other threads. As :meth:`KeyValueStore.reader`.
+
+        It stays usable when the partition goes away, and shows what the store had by then: compare the offset with the
+        changelog's end, or ask the group's coordinator who has the partition now.
+
+        Raises:
+            IllegalStateError: The store is not open: no message of the partition has been handled yet.
+        """
+        with self._lock:
+            found = self._assigned.get(partition)
+        if found is None:
+            raise IllegalStateError(
+                f"the store of partition {partition} is not open here",
+                next_step="ask the member that has the partition, or wait until its first messages are handled",
+            )
+        return found.logged.store.reader(isolation)
 
     @contextmanager
     def _block(
@@ -263,7 +300,7 @@ class PartitionStores:
         with self._lock:
             found = self._assigned.get(partition)
             if found is None:
-                store = KeyValueStore(self._directory / str(partition), max_memory_bytes=self._max_memory_bytes)
+                store = self._open_store(self._directory / str(partition))
                 changelog = Changelog(self._kafka, self._changelog, partition)
                 found = self._assigned[partition] = _Assigned(LoggedStore(store, changelog, self._timeout_s), None)
             return found

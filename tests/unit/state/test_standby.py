@@ -1,14 +1,16 @@
 """Stores rolled forward, from a changelog in memory."""
 
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from dualwrite import Unavailable
+from dualwrite import Unavailable, failpoints
 from dualwrite.clock import Deadline
-from dualwrite.errors import ChangelogDiffers
+from dualwrite.errors import ChangelogDiffers, IllegalStateError, StoreTooOld
+from dualwrite.failpoints import FailpointError
 from dualwrite.state import KeyValueStore, changelog, standby
 from dualwrite.state.changelog import Changelog, Log
 from dualwrite.state.standby import ignore_progress, roll_forward
@@ -163,3 +165,87 @@ def test_a_broker_that_does_not_answer_is_asked_again_until_the_time_is_over(mon
     with pytest.raises(Unavailable, match=r"did not answer about the changelog log\[0\]"):
         log.identity(Deadline(0), lambda: None)
     assert silent == [1]
+
+
+# Stores that are too old
+
+
+def too_old(clock, path, **more):
+    """A store that equalled its changelog two days ago, which others have written since."""
+    store = KeyValueStore(path, **more)
+    rolled(store, InMemory(clock, (b"gone", b"1"), (b"a", b"1")))
+    clock.now_ms += 2 * DAY_MS
+    # The tombstone at offset 2 was removed; what is recent begins behind the next record.
+    return store, Compacted(clock, (b"gone", b"1"), (b"a", b"1"), None, (b"b", b"1"), (b"c", b"1"))
+
+
+class Compacted(InMemory):
+    """A changelog whose records of None were removed, and whose last record alone is recent."""
+
+    start = 0
+
+    def describe(self, deadline, at_least, check):
+        return replace(super().describe(deadline, at_least, check), start=self.start, recent=len(self.records) - 1)
+
+    def read(self, start, end, deadline, check):
+        for changes, until in super().read(start, end, deadline, check):
+            yield [change for change in changes if change is not None and change[0] != b"gone"], until
+
+
+def test_a_store_that_is_too_old_is_moved_aside_and_built_again(tmp_path, clock, caplog):
+    store, log = too_old(clock, tmp_path / "store", rebuild_if_too_old=True)
+    reader = store.reader()
+    snapshot = reader.snapshot()
+    store.put(b"x", b"uncommitted")
+    with store:
+        assert rolled(store, log) == 3
+        assert dict(store.range()) == dict(reader.range()) == {b"a": b"1", b"b": b"1", b"c": b"1"}
+        assert (store.committed.offset, store.committed.changelog) == (5, "id/0")
+        with pytest.raises(IllegalStateError, match="the store was closed, or opened again"):
+            snapshot.get(b"gone")
+    assert "48.0 hours old" in caplog.text
+    (tmp_path / "another").mkdir()
+    (tmp_path / "store" / "too-old").rename(tmp_path / "another" / "committed")
+    with KeyValueStore(tmp_path / "another") as moved:
+        assert dict(moved.range()) == {b"a": b"1", b"gone": b"1"}
+
+
+def test_a_store_is_built_again_once_and_not_at_each_start(tmp_path, clock, caplog):
+    """The data that was moved aside is what a rebuild replaces, and one copy of it is kept, however often it happens."""
+    store, log = too_old(clock, tmp_path / "store", rebuild_if_too_old=True)
+    store.close()
+    for applied in (3, 0, 0):
+        with KeyValueStore(tmp_path / "store", rebuild_if_too_old=True) as store:
+            assert rolled(store, log) == applied
+    assert caplog.text.count("is built again") == 1
+    clock.now_ms += 2 * DAY_MS
+    log.records += (None, (b"d", b"1"), (b"e", b"1"))
+    with KeyValueStore(tmp_path / "store", rebuild_if_too_old=True) as store:
+        assert rolled(store, log) == 5
+        assert store.committed.offset == 8
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["committed", "too-old"]
+
+
+@pytest.mark.parametrize("interrupted", [1, 2])
+def test_an_interrupted_rebuild_goes_on(tmp_path, clock, interrupted):
+    store, log = too_old(clock, tmp_path / "store", rebuild_if_too_old=True)
+    failpoints.arm(f"state.restored:{interrupted}:raise")
+    with store, pytest.raises(FailpointError):
+        rolled(store, log)
+    failpoints.arm("")
+    with KeyValueStore(tmp_path / "store", rebuild_if_too_old=True) as store:
+        rolled(store, log)
+        assert dict(store.range()) == {b"a": b"1", b"b": b"1", b"c": b"1"}
+
+
+def test_a_store_that_cannot_be_built_again_is_not_moved(tmp_path, clock):
+    store, log = too_old(clock, tmp_path / "store", rebuild_if_too_old=True)
+    log.start = 1
+    with store, pytest.raises(ChangelogDiffers, match="were deleted"):
+        rolled(store, log)
+    with KeyValueStore(tmp_path / "store") as store:
+        log.start = 0
+        assert dict(store.range()) == {b"gone": b"1", b"a": b"1"}
+        with pytest.raises(StoreTooOld, match="48.0 hours old"):
+            rolled(store, log)
+        assert dict(store.range()) == {b"gone": b"1", b"a": b"1"}

@@ -347,6 +347,18 @@ def test_a_directory_that_rocksdb_cannot_read_is_refused_and_stays(tmp_path):
     assert (tmp_path / "store" / "committed" / "CURRENT").read_text() == "nonsense\n"
 
 
+def test_the_size_of_uncommitted_writes_is_known_in_memory_and_on_disk(store):
+    assert store.approximate_uncommitted_bytes == 0
+    store.put_all((b"%d" % number, bytes(1000)) for number in range(10))
+    assert 10_000 < store.approximate_uncommitted_bytes < 20_000
+    store.commit(1)
+    assert store.approximate_uncommitted_bytes == 0
+    store.put(b"a", bytes(1000))
+    assert store.approximate_uncommitted_bytes > 1000
+    store.recover(0)
+    assert store.approximate_uncommitted_bytes == 0
+
+
 def test_flush_is_deprecated(store):
     store.put(b"a", b"1")
     with pytest.warns(DeprecationWarning, match="use commit"):

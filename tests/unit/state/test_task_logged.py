@@ -99,7 +99,9 @@ def test_a_transaction_that_is_not_committed_leaves_the_store_behind(of_store, b
     assert of_store.behind
 
 
-@pytest.mark.parametrize("verb", [lambda store: store.commit(None), lambda store: store.recover(0)])
+@pytest.mark.parametrize(
+    "verb", [lambda store: store.commit(None), lambda store: store.recover(0), lambda store: store.start_over()]
+)
 def test_only_the_block_ends_the_stores_transaction(of_store, broker, verb):
     """Committed by the block's code, the changes would be missing from the changelog, and so on every other member."""
     of_store.begin()

@@ -67,6 +67,19 @@ def test_a_store_belongs_to_a_handler_that_runs(stores, restored):
         stores.of(Message(0))
 
 
+def test_another_thread_reads_the_store_of_a_partition(stores, restored):
+    with pytest.raises(IllegalStateError, match="partition 0 is not open here"):
+        stores.reader(0)
+    with stores._block({0: object()}, go_on) as join:
+        stores.of(Message(0)).put(b"a", b"1")
+        committed, uncommitted = stores.reader(0), stores.reader(0, "read_uncommitted")
+        assert (committed.get(b"a").value, uncommitted.get(b"a").value) == (None, b"1")
+        join(None)
+    stores.close()
+    with pytest.raises(IllegalStateError, match="is closed"):
+        committed.get(b"a")
+
+
 def test_restoring_is_interrupted_and_begins_again(stores, restored):
     class Lost(Exception):
         pass
