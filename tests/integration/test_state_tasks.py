@@ -374,6 +374,96 @@ def test_a_copy_older_than_the_changelogs_deletions_is_refused(tmp_path, make_ch
         assert everything(task.store) == {"a": "1"}
 
 
+def test_a_store_that_is_too_old_is_built_again_where_that_is_asked_for(tmp_path, kafka, kafka_id, make_changelog):
+    changelog = make_changelog(**{"delete.retention.ms": "1"})
+
+    @contextmanager
+    def opened(directory):
+        with TransactionalProducer(kafka, kafka_id) as producer:
+            producer.init_transactions()
+            with KeyValueStore(tmp_path / directory, rebuild_if_too_old=True) as store:
+                yield StateTask(ProducerBlocks(producer), store, kafka=kafka, changelog=changelog, partition=0)
+
+    with opened("store") as task:
+        write(task, a="1", gone="1")
+    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    with opened("store") as task:
+        write(task, a="2", gone=None)
+    with opened("copy") as task:
+        assert task.restore() == 4  # the whole changelog, not the two records that follow
+        assert everything(task.store) == replayed(kafka, changelog) == {"a": "2"}
+        write(task, b="1")
+        assert everything(task.store) == replayed(kafka, changelog)
+    with opened("copy") as task:
+        assert task.restore() == 0
+
+
+def abort_records(kafka, changelog, count):
+    """Transactions of one record that are aborted: each takes two offsets."""
+    with TransactionalProducer(kafka, f"other-{changelog}") as other:
+        other.init_transactions()
+        for _ in range(count):
+            other.begin_transaction()
+            other.produce(changelog, key=b"a", value=b"aborted", partition=0)
+            other.prepare_transaction()
+            other.abort_transaction()
+
+
+@pytest.mark.parametrize("directory", ["store", "empty"])
+def test_a_changelog_that_ends_in_markers_alone_is_read_to_its_end(tmp_path, kafka, task_on, changelog, directory):
+    """Nothing that a consumer shows has the last offsets: those of aborted records, and of control records."""
+    with task_on(tmp_path / "store", changelog) as task:
+        write(task, a="1")
+    abort_records(kafka, changelog, 3)
+    with task_on(tmp_path / directory, changelog) as task:
+        assert task.restore() == (0 if directory == "store" else 1)
+        assert task.store.committed.offset == 1 + 1 + 3 * 2
+        assert everything(task.store) == {"a": "1"}
+        assert task.restore() == 0
+
+
+def test_a_changelog_without_records_and_with_a_high_end_is_read_to_its_end(tmp_path, kafka, task_on, changelog):
+    abort_records(kafka, changelog, 5)
+    with task_on(tmp_path / "store", changelog) as task:
+        assert task.restore() == 0
+        assert task.store.committed.offset == 10
+        write(task, a="1")
+        assert task.store.committed.offset == 11
+    with task_on(tmp_path / "other", changelog) as task:
+        assert task.restore() == 1
+        assert everything(task.store) == {"a": "1"}
+
+
+def test_other_threads_read_what_the_changelog_has_up_to_the_offset_of_the_answer(tmp_path, kafka, task_on, changelog):
+    with task_on(tmp_path / "store", changelog) as task:
+        reader = task.store.reader()
+        write(task, a="1", b="1")
+        with reader.snapshot() as snapshot, task.transaction():
+            task.store.put(b"a", b"2")
+            assert reader.get(b"a") == (b"1", snapshot.committed)
+            assert task.store.reader("read_uncommitted").get(b"a").value == b"2"
+        assert reader.get(b"a").value == b"2"
+        for seen in (snapshot.committed, reader.committed):
+            below = [r for r in read_committed(kafka, changelog) if r.offset < seen.offset]
+            assert {r.key: r.value for r in below} == {b"a": b"1" if seen is snapshot.committed else b"2", b"b": b"1"}
+
+
+def test_a_block_is_told_when_it_should_end(tmp_path, kafka, task_on, changelog):
+    blocks, keys = [], iter(range(100))
+    with task_on(tmp_path / "store", changelog, max_uncommitted_bytes=50_000) as task:
+        assert not task.commit_is_due
+        while sum(blocks) < 100:
+            with task.transaction():
+                blocks.append(0)
+                for key in keys:
+                    task.store.put(b"%d" % key, bytes(5_000))
+                    blocks[-1] += 1
+                    if task.commit_is_due:
+                        break
+            assert not task.commit_is_due
+    assert blocks == [10] * 10
+
+
 def begin_nested(tx):
     return tx.connection.begin_nested()
 
