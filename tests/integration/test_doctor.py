@@ -216,6 +216,26 @@ def test_what_is_left_open_in_postgresql_is_found(careless, monkeypatch):
         engine.dispose()
 
 
+def test_a_server_that_takes_no_more_prepared_transactions_is_found(careless):
+    check = "prepared transactions"
+    with EmbeddedPostgres({"max_prepared_transactions": "0"}) as server, migrated(server) as url:
+        none = of_database(url)[check]
+    assert (none.status, "prepared mode is not to be had" in none.found) == (OK, True)
+    with migrated(careless) as url:
+        engine = create_engine(url, isolation_level="AUTOCOMMIT")
+        with engine.connect() as connection:
+            for number in range(5):
+                for statement in ("BEGIN", "SELECT pg_current_xact_id()", f"PREPARE TRANSACTION 'young-{number}'"):
+                    connection.exec_driver_sql(statement)
+            full = of_database(url)[check]
+            assert (full.status, full.found.startswith("5 of at most 5")) == (WARNING, True)
+            connection.exec_driver_sql("ROLLBACK PREPARED 'young-0'")
+            assert of_database(url)[check].status is OK
+            for number in range(1, 5):
+                connection.exec_driver_sql(f"ROLLBACK PREPARED 'young-{number}'")
+        engine.dispose()
+
+
 def test_a_table_that_is_emptied_after_a_crash_is_found(migrated_database):
     engine = create_engine(migrated_database)
     with engine.begin() as connection:
