@@ -229,3 +229,14 @@ def test_what_compose_mounts_is_there():
 @NEEDS_PROMTOOL
 def test_the_configuration_of_prometheus_is_well_formed():
     run("promtool", "check", "config", "prometheus.yaml")
+
+
+def test_the_documented_command_moves_every_address_of_a_runbook(tmp_path):
+    shutil.copytree(OPERATIONS, tmp_path / "operations")
+    page = (ROOT / "docs" / "alerts.md").read_text(encoding="utf-8")
+    command = re.search(r"^\$ (sed -i .*\\\n.*?)  +#", page, re.MULTILINE)[1]
+    folder = tmp_path / "operations" / "prometheus"
+    subprocess.run(["bash", "-euc", command], check=True, cwd=folder)
+    for file in ("dualwrite.rules.yaml", "dualwrite.rules.test.yaml", "../kubernetes/prometheusrule.yaml"):
+        moved = re.findall(r"runbook_url: (.*)", (folder / file).read_text(encoding="utf-8"))
+        assert {address.rpartition("/runbooks/")[0] for address in moved} == {"https://where.you.serve.them"}
