@@ -7,6 +7,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -240,3 +241,89 @@ def test_the_documented_command_moves_every_address_of_a_runbook(tmp_path):
     for file in ("dualwrite.rules.yaml", "dualwrite.rules.test.yaml", "../kubernetes/prometheusrule.yaml"):
         moved = re.findall(r"runbook_url: (.*)", (folder / file).read_text(encoding="utf-8"))
         assert {address.rpartition("/runbooks/")[0] for address in moved} == {"https://where.you.serve.them"}
+
+
+COMPOSE = {"compose.yaml": ROOT, "examples/operations/compose.yaml": OPERATIONS}
+DURATION = {"type": "string", "pattern": r"^(\d+(ms|s|m|h))+$"}
+TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+# What the Compose Specification says of the keys that these files use; no other key may stand there.
+COMPOSE_FORM = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["services"],
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z0-9][a-z0-9_-]*$"},
+        "services": {
+            "type": "object",
+            "minProperties": 1,
+            "propertyNames": {"pattern": "^[a-zA-Z0-9._-]+$"},
+            "additionalProperties": {
+                "type": "object",
+                "additionalProperties": False,
+                "oneOf": [{"required": ["image"]}, {"required": ["build"]}],
+                "properties": {
+                    "image": {"type": "string", "pattern": "^[a-z0-9./-]+:[A-Za-z0-9._-]+$"},
+                    "build": {
+                        "type": "object",
+                        "additionalProperties": False,
+                        "required": ["context", "dockerfile"],
+                        "properties": {"context": {"type": "string"}, "dockerfile": {"type": "string"}},
+                    },
+                    "command": TEXTS,
+                    "entrypoint": TEXTS,
+                    "environment": {"type": "object", "additionalProperties": {"type": ["string", "integer"]}},
+                    "ports": {**TEXTS, "items": {"type": "string", "pattern": r"^127\.0\.0\.1:\d+:\d+$"}},
+                    "volumes": {**TEXTS, "items": {"type": "string", "pattern": r"^\./[^:]+:/[^:]+:ro$"}},
+                    "healthcheck": {
+                        "type": "object",
+                        "additionalProperties": False,
+                        "required": ["test"],
+                        "properties": {
+                            "test": {**TEXTS, "prefixItems": [{"enum": ["CMD", "CMD-SHELL"]}]},
+                            "interval": DURATION,
+                            "timeout": DURATION,
+                            "retries": {"type": "integer", "minimum": 1},
+                        },
+                    },
+                    "depends_on": {
+                        "oneOf": [
+                            TEXTS,
+                            {
+                                "type": "object",
+                                "additionalProperties": {
+                                    "type": "object",
+                                    "additionalProperties": False,
+                                    "required": ["condition"],
+                                    "properties": {
+                                        "condition": {
+                                            "enum": [
+                                                "service_started",
+                                                "service_healthy",
+                                                "service_completed_successfully",
+                                            ]
+                                        }
+                                    },
+                                },
+                            },
+                        ]
+                    },
+                },
+            },
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", COMPOSE)
+def test_a_compose_file_is_well_formed_and_waits_only_for_what_can_come(name):
+    found = yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator(COMPOSE_FORM).validate(found)
+    services = found["services"]
+    for service in services.values():
+        if "build" in service:
+            assert (COMPOSE[name] / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+        awaited = service.get("depends_on", {})
+        assert set(awaited) <= services.keys()
+        for other in awaited if isinstance(awaited, dict) else ():
+            if awaited[other]["condition"] == "service_healthy":
+                assert "healthcheck" in services[other]
