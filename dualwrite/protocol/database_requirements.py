@@ -259,11 +259,13 @@ def prepared_transactions(prepared: Sequence[tuple[str, float]], most: str) -> C
             "program has decided, and execute COMMIT PREPARED or ROLLBACK PREPARED",
         )
     if int(most) == 0:
-        return check.ok("max_prepared_transactions=0: the server takes none, and Spark's prepared mode is not to be had")
+        return check.ok(
+            "max_prepared_transactions=0: the server takes none, and Spark's prepared mode is not to be had"
+        )
     if len(prepared) >= int(most):
         return check.warning(
             f"{len(prepared)} of at most {most}: the server refuses the next one, and Spark's task that needs it fails",
-            "set max_prepared_transactions above the number of Spark tasks at a time, for all sinks of this server, and restart it",
+            "set max_prepared_transactions above the tasks of all sinks that write at a time, then restart the server",
         )
     return check.ok(f"{len(prepared)} of at most {most}; only Spark's prepared mode makes any here")
 
