@@ -12,8 +12,10 @@ import secrets
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,8 @@ SIZES = (1_000, 100_000)
 ENTRIES = (100_000, 1_000_000, 10_000_000)
 LAST = 1_000
 """The writes of the transaction that a task dies in, between Kafka's commit and the store's."""
+SYNCED, UNSYNCED = "synced", "not synced"
+READERS = (0, 1, 2, 4)
 KILLED, WIPED = "rolled forward after a kill", "wiped, and replayed"
 _RANDOM = os.urandom(MIB)
 
@@ -66,7 +70,64 @@ def run(
         kills: How often each of these is killed; the median counts.
     """
     found = {str(count): recovery(ground, count, kills) for count in entries}
-    return {"costs": {str(size): costs(writes, size, rounds) for size in sizes}, "recovery": found}
+    return {
+        "costs": {str(size): costs(writes, size, rounds) for size in sizes},
+        "recovery": found,
+        "commits": commits(writes // 100, rounds),
+        "reads": reads(writes, rounds),
+    }
+
+
+def commits(count: int, rounds: int) -> dict[str, float]:
+    """Microseconds of a commit of one write, synced and not: medians of the rounds, the two in turn."""
+    spent: dict[str, list[float]] = {SYNCED: [], UNSYNCED: []}
+    for _ in range(rounds):
+        for way, found in spent.items():
+            with _directory() as directory, KeyValueStore(directory / "store", sync=way == SYNCED) as store:
+                began = time.perf_counter()
+                for number in range(count):
+                    store.put(key_of(number), value_of(number))
+                    store.commit(number)
+                found.append((time.perf_counter() - began) * 1e6 / count)
+    return {way: round(statistics.median(found), 1) for way, found in spent.items()}
+
+
+def reads(entries: int, rounds: int, seconds: float = 2.0) -> dict[str, dict[str, float]]:
+    """What a writer does in a second, in transactions of ten, and what other threads read beside it: medians of the rounds."""
+    found: dict[int, list[dict[str, float]]] = {readers: [] for readers in READERS}
+    with _directory() as directory, KeyValueStore(directory / "store") as store:
+        store.put_all((key_of(number), value_of(number)) for number in range(entries))
+        store.commit(0)
+        for _ in range(rounds):
+            for readers, measured in found.items():
+                measured.append(_beside(store, readers, entries, seconds))
+    return {
+        str(readers): {what: round(statistics.median(one[what] for one in measured)) for what in measured[0]}
+        for readers, measured in found.items()
+    }
+
+
+def _beside(store: KeyValueStore, readers: int, entries: int, seconds: float) -> dict[str, float]:
+    reader, ended = store.reader(), threading.Event()
+
+    def read(seed: int) -> int:
+        draw, count = random.Random(seed), 0
+        while not ended.is_set():
+            reader.get(key_of(draw.randrange(entries)))
+            count += 1
+        return count
+
+    draw, written = random.Random(readers), 0
+    with ThreadPoolExecutor(max(1, readers)) as threads:
+        reading = [threads.submit(read, seed) for seed in range(readers)]
+        began = time.perf_counter()
+        while (spent := time.perf_counter() - began) < seconds:
+            for _ in range(10):
+                store.put(key_of(draw.randrange(entries)), value_of(written))
+            store.commit((store.committed.offset or 0) + 10)
+            written += 1
+        ended.set()
+        return {"commits": written / spent, "reads": sum(one.result() for one in reading) / spent}
 
 
 def costs(writes: int, size: int, rounds: int) -> dict[str, dict[str, float]]:

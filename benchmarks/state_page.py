@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.state import KILLED, LAST, PLAIN, WIPED
+from benchmarks.state import KILLED, LAST, PLAIN, SYNCED, UNSYNCED, WIPED
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from line_chart import line_chart, logarithmic
@@ -52,7 +52,23 @@ def section(figures: Mapping[str, Any]) -> list[str]:
         f"- From the fewest entries to the most, rolling forward takes **{last[KILLED] / first[KILLED]:.1f}** times as long (aim: "
         f"flat), the replay **{last[WIPED] / first[WIPED]:.0f}** times.",
         "",
+        *(_reads(figures) if "reads" in figures else []),
         f"![Seconds until a state store is usable]({PICTURE})",
+        "",
+    ]
+
+
+def _reads(figures: Mapping[str, Any]) -> list[str]:
+    commits, reads = figures["commits"], figures["reads"]
+    return [
+        f"A commit of one write takes {commits[SYNCED]:.0f} µs, and {commits[UNSYNCED]:.0f} with `sync=False`.",
+        "",
+        "Reads of single keys through `store.reader()` by other threads of the process, beside a writer that commits ten writes at "
+        "a time, synced. Python's interpreter lock lets one of these threads run at a time.",
+        "",
+        "| threads that read | commits/s | reads/s |",
+        "|---:|---:|---:|",
+        *(f"| {readers} | {found['commits']:,} | {found['reads']:,} |" for readers, found in reads.items()),
         "",
     ]
 
