@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo quick check test spent coverage pythons sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos units tasks search faults scenarios controls reason docs screenshots servers-up servers-down clean venv source jars mariadb archive
+.PHONY: help demo quick check test spent coverage pythons sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos units tasks search faults scenarios controls reason docs pictures screenshots servers-up servers-down clean venv source jars mariadb archive
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -168,8 +168,11 @@ controls: archive ## plant protocol mistakes in the product: the checks must cat
 reason: venv jars ## the table of docs/why.md: other ways to write to both sides, killed at each of their steps: make reason RUNS=25 SEED=1 (twenty minutes)
 	cd tests/proof && $(CURDIR)/$(PY) -m controls.reason --runs $(or $(RUNS),25) --seed $(SEED)
 
-docs: venv ## the documentation, into docs/_build/html
+docs: venv ## the documentation, into docs/_build/html, with Markdown of each page beside it and llms.txt
 	$(VENV)/bin/sphinx-build -W --keep-going -b html docs docs/_build/html
+
+pictures: venv ## the drawings of the documentation, by docs/pictures.py
+	$(PY) docs/pictures.py
 
 screenshots: venv ## the pictures of the page in docs/serve.md, taken in a headless Chromium (a minute)
 	DUALWRITE_SCREENSHOTS=$(CURDIR)/docs/images $(PY) -m pytest -q -p no:cacheprovider tests/integration/test_serve_browser.py

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+import runpy
 import sys
 import textwrap
 from typing import Literal, get_origin
@@ -164,3 +165,9 @@ def test_the_changelog_keeps_to_its_manner():
     for version in versions:
         kinds = re.findall("^### (.*)$", version, re.MULTILINE)
         assert kinds == [kind for kind in KINDS_OF_CHANGE if kind in kinds]
+
+
+def test_the_pictures_are_those_that_are_drawn():
+    drawing = runpy.run_path(str(DOCS / "pictures.py"))
+    drawn = {f"{name}.svg": draw() for name, draw in drawing["PICTURES"].items()}
+    assert {path.name: path.read_text(encoding="utf-8") for path in DOCS.glob("picture-*.svg")} == drawn
