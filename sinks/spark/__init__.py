@@ -8,7 +8,7 @@ library but ``dualwrite.cli`` and ``dualwrite.testing``.
 
 from __future__ import annotations
 
-from dualwrite.sinks.spark.api import foreach_batch, foreach_partition, write_batch
+from dualwrite.sinks.spark.api import foreach_batch, foreach_many, foreach_partition, write_batch, write_many
 from dualwrite.sinks.spark.formats.protobuf import descriptor_set
 from dualwrite.sinks.spark.options import SinkOptions, SinkSettings, SourceOptions
 from dualwrite.sinks.spark.per_partition import BatchReport
@@ -24,7 +24,9 @@ __all__ = [
     "SourceOptions",
     "descriptor_set",
     "foreach_batch",
+    "foreach_many",
     "foreach_partition",
     "register",
     "write_batch",
+    "write_many",
 ]

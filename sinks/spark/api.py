@@ -1,20 +1,21 @@
-"""The three entry points: a batch, a function for ``foreachPartition``, a function for ``foreachBatch``."""
+"""The entry points: a batch, a batch of several tables, functions for ``foreachPartition`` and ``foreachBatch``."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.digests import may_mix, require_deterministic, require_deterministic_stream
+from dualwrite.sinks.spark.many import Asked, write_asked
 from dualwrite.sinks.spark.options import SinkOptions, SinkSettings, settings_of
 from dualwrite.sinks.spark.partition_task import REPORT_SCHEMA, PartitionReport
 from dualwrite.sinks.spark.per_partition import BatchJob, BatchReport
 from dualwrite.sinks.spark.plan import CONNECT, SparkJobs, without_cause
-from dualwrite.sinks.spark.sendable import without_unused
+from dualwrite.sinks.spark.sendable import used_columns, without_unused
 from dualwrite.sinks.spark.writing import described
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def _write(
     jobs = SparkJobs(context)
     with BatchJob(options, batch_id, jobs) as job, described(context, f"dualwrite: {job.name}"), jobs.started():
         task = job.plan(df.schema)
-        rows = without_unused(df, task.layout)
+        rows = without_unused(df, used_columns([task.layout]))
         if not options.allow_nondeterministic:
             require_deterministic(df)
         reports = rows.mapInArrow(task.run_arrow, REPORT_SCHEMA).rdd
@@ -185,6 +186,114 @@ def foreach_batch(**settings: Unpack[SinkSettings]) -> Callable[[DataFrame, int]
             warned.add(query_id)
 
     return write
+
+
+def write_many(
+    parts: Sequence[tuple[DataFrame, Mapping[str, object]]] | DataFrame,
+    *,
+    batch_id: str,
+    tag_column: str | None = None,
+    targets: Mapping[str, Mapping[str, object]] | None = None,
+    **settings: object,
+) -> BatchReport:
+    """Write into several tables and topics in one batch: all of it or nothing, and once.
+
+    All rows become durable, and visible, by one commit of the database; Kafka's part follows it, as for
+    ``format("dualwrite")``. After any failure, call it again with the same batch id until it returns. The DataFrames may then
+    have other partitions and other rows: nothing of a batch that was not decided is left.
+
+    Args:
+        parts: Pairs of a DataFrame and the settings of its target: ``[(orders, {"table": "orders", "topic": "orders"}),
+            ...]``. Or, with `tag_column`, one DataFrame, which is computed once.
+        batch_id: Names the batch within the sink.
+        tag_column: A string column of the one DataFrame that marks each row's target.
+        targets: With `tag_column`, the settings of each target by its tag. By default a target takes the DataFrame's columns
+            that its table has.
+        settings: Those of :class:`SinkOptions` for the batch: ``sink``, ``kafka``, ``url``...; and those of targets for all of
+            them, unless a target has its own. The tables are filled in the order of their targets: name first what others
+            refer to.
+
+    Returns:
+        A report. On return the whole batch is committed in the database and complete in Kafka.
+
+    Raises:
+        ConfigurationError: A setting, a column, a table, a topic or a right does not fit, or a table is there twice; or the
+            batch was written to other tables or topics, or partition by partition. Nothing is written.
+        TransactionAborted, Fenced: Nothing is written: a table refuses rows, or another run of the batch has begun.
+        TransactionInDoubt, Unavailable: A server does not answer. Run the batch again.
+        CompletionPending: All is committed in the database, and a server does not answer: run the batch again, which completes
+            Kafka's part. At the broker's time limit its messages would be lost.
+        DecidedTransactionLost, OutcomeUnverifiable: Rows are in the database, and Kafka aborted their messages, or the
+            outcome cannot be verified. The loss is recorded.
+        JobFailed: Tasks failed, a row has a tag that no target has, or the job was cancelled. Nothing is written.
+        pyspark.errors.PySparkException, py4j.protocol.Py4JJavaError: Spark could not plan the batch. Nothing is written.
+    """
+    return write_asked(_asked(parts, tag_column, targets, settings), batch_id)
+
+
+def foreach_many(
+    split: Callable[[DataFrame], Sequence[tuple[DataFrame, Mapping[str, object]]]] | None = None,
+    *,
+    tag_column: str | None = None,
+    targets: Mapping[str, Mapping[str, object]] | None = None,
+    **settings: object,
+) -> Callable[[DataFrame, int], None]:
+    """Return a function for ``writeStream.foreachBatch`` that writes each micro-batch as :func:`write_many` does, once.
+
+    A micro-batch is named as by :func:`foreach_batch`: by the query's id, which the checkpoint keeps, and its number.
+
+    Args:
+        split: Makes the pairs of :func:`write_many` from the micro-batch. Or give `tag_column` and `targets`, by which the
+            micro-batch is computed once; pairs compute it once for each.
+        tag_column: As for :func:`write_many`.
+        targets: Likewise.
+        settings: Likewise.
+
+    Returns:
+        The function. It raises what :func:`write_many` raises; in a stream, without a cause, as that of :func:`foreach_batch`.
+
+    Raises:
+        ConfigurationError: Neither `split` nor `tag_column` is given, or both are.
+    """
+    if (split is None) == (tag_column is None):
+        raise ConfigurationError("give either a function that splits the micro-batch, or tag_column and targets")
+
+    def write(df: DataFrame, number: int) -> None:
+        _require_classic(df)
+        query_id = df.sparkSession.sparkContext.getLocalProperty(_QUERY_ID)
+        batch_id = str(number) if query_id is None else f"{query_id}/{number}"
+        with nullcontext() if query_id is None else without_cause():
+            write_asked(_asked(df if split is None else split(df), tag_column, targets, settings), batch_id)
+
+    return write
+
+
+def _asked(
+    parts: Sequence[tuple[DataFrame, Mapping[str, object]]] | DataFrame,
+    tag_column: str | None,
+    targets: Mapping[str, Mapping[str, object]] | None,
+    settings: Mapping[str, object],
+) -> Asked:
+    if settings.get("allow_nondeterministic"):
+        raise ConfigurationError(
+            "allow_nondeterministic is for batches written partition by partition",
+            next_step="leave it out: a batch decided as a whole may give other rows each time",
+        )
+    if tag_column is None:
+        if targets is not None:
+            raise ConfigurationError(
+                "targets needs tag_column", next_step="name the column that marks each row's target"
+            )
+        asked = Asked.of_frames(parts, settings)
+    elif isinstance(parts, (list, tuple)):
+        raise ConfigurationError(
+            "tag_column is for one DataFrame, not for a list", next_step="give the DataFrame itself"
+        )
+    else:
+        asked = Asked.of_tags(cast("DataFrame", parts), tag_column, targets, settings)
+    for df in asked.frames:
+        _require_classic(df)
+    return asked
 
 
 def _require_classic(df: DataFrame) -> None:

@@ -257,6 +257,7 @@ class RowNames:
         self._kept: list[pa.Array] = []
         self._bytes = 0
         self._before = 0
+        self._counted_from = 0
         self._batch: pa.RecordBatch | None = None
 
     def add(self, batch: pa.RecordBatch) -> None:
@@ -271,6 +272,15 @@ class RowNames:
         self._kept.append(keys)
         self._bytes += keys.nbytes
 
+    def begin(self) -> None:
+        """The database counts the rows that follow from 1 again."""
+        if self._batch is not None:
+            self._before += self._batch.num_rows
+        self._batch = None
+        self._counted_from = self._before
+        self._kept.clear()
+        self._bytes = 0
+
     def in_batch(self, index: int) -> str:
         """The name of a row of the last batch, counted from 0."""
         assert self._batch is not None
@@ -278,8 +288,9 @@ class RowNames:
         return row_name(self.partition, self._before + index + 1, () if key is None else (key.as_py(),))
 
     def of(self, number: int) -> str:
-        """The name of a row of the partition, counted from 1."""
+        """The name of a row, as the database counts it, from 1."""
         index = number - 1
+        number += self._counted_from
         for keys in self._kept:
             if index < len(keys):
                 return row_name(self.partition, number, (keys[index].as_py(),))

@@ -128,20 +128,33 @@ class Layout:
 
 
 def plan_layout(
-    schema: spark.StructType, options: SinkOptions, table: Table, given: Mapping[str, Given] | None = None
+    schema: spark.StructType,
+    options: SinkOptions,
+    table: Table,
+    given: Mapping[str, Given] | None = None,
+    *,
+    shared: bool = False,
 ) -> Layout:
     """Match the DataFrame's columns with the message's parts and the table's columns.
 
     `given` has the schemas of ``key`` and ``value``, if they are written with one. The error for a column that is missing,
-    ambiguous, or does not fit names it and its type.
+    ambiguous, or does not fit names it and its type. `shared` says that other tables take rows of the DataFrame, too: by
+    default this one then takes the columns that it has.
     """
-    return _Planning(schema, options, table, given or {}).run()
+    return _Planning(schema, options, table, given or {}, shared=shared).run()
 
 
 class _Planning:
     def __init__(
-        self, schema: spark.StructType, options: SinkOptions, table: Table, given: Mapping[str, Given]
+        self,
+        schema: spark.StructType,
+        options: SinkOptions,
+        table: Table,
+        given: Mapping[str, Given],
+        *,
+        shared: bool,
     ) -> None:
+        self._shared = shared
         self._given = given
         self._fields = schema.fields
         self._numbers = {field.name: number for number, field in enumerate(schema.fields)}
@@ -194,6 +207,8 @@ class _Planning:
             return {name: name for name in columns}
         elsewhere = {options.topic_column, options.headers, options.partition, options.timestamp, options.value}
         elsewhere |= {options.op_column, options.order_column}.difference(self._table.columns)
+        if self._shared:
+            elsewhere |= {field.name for field in self._fields}.difference(self._table.columns)
         return {field.name: field.name for field in self._fields if field.name not in elsewhere}
 
     def _merge(self, wanted: Mapping[str, str]) -> Merge | None:

@@ -126,6 +126,14 @@ class SinkSettings(_Needed, total=False):
     unit_topic: str | None
 
 
+TARGET_SETTINGS: Final = (
+    "table", "topic", "topic_column", "key", "value", "headers", "partition", "timestamp", "key_format", "value_format",
+    "key_schema", "value_schema", "key_message", "value_message", "descriptor", "columns", "upsert_keys",
+    "upsert_columns", "on_conflict", "order_column", "op_column", "op_values", "on_delete",
+)  # fmt: skip
+"""The settings of which each target of a batch may have its own."""
+
+
 @dataclass(frozen=True, repr=False)
 class SinkOptions:
     """One sink's settings. Its ``repr`` shows no secret, and neither do this library's errors and log lines.
@@ -557,6 +565,41 @@ def _refuse_url() -> NoReturn:
     ) from None
 
 
+# The settings of one target of several.
+
+
+def target_options(common: Mapping[str, object], given: Mapping[str, object], name: str) -> SinkOptions:
+    """The settings of one target: its own, and those that all have in common. `name` is the target's, for errors."""
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(f"{name}: its settings must be a mapping, not {type(given).__name__}")
+    for setting in given:
+        if setting not in TARGET_SETTINGS:
+            _refuse_for_target(setting, name)
+    try:
+        options = settings_of({**common, **given})
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{name}: {error.what}", next_step=error.next_step) from None
+    if options.unit_topic is not None:
+        raise ConfigurationError(
+            "unit_topic announces batches of one topic, and this batch has several targets",
+            next_step="leave unit_topic (unitTopic) out; or write the table whose topic has units in batches of its own",
+        )
+    return options
+
+
+def _refuse_for_target(setting: str, name: str) -> None:
+    if setting in {field.name for field in fields(SinkOptions)}:
+        option = next((option for option, known in OPTION_NAMES.items() if known == setting), setting)
+        raise ConfigurationError(
+            f"{name}: {setting} ({option}) is for the batch, and not for one of its targets: they share one database, one "
+            "cluster and one decision",
+            next_step="give it beside the targets",
+        )
+    known = {one: one for one in TARGET_SETTINGS}
+    every = f"a target's settings are {', '.join(known)}"
+    raise ConfigurationError(f"{name}: there is no setting {setting!r}", next_step=did_you_mean(setting, known, every))
+
+
 # The Data Source's options: Spark passes texts, which are checked and turned into the sink's settings.
 
 _KAFKA: Final = "kafka."
@@ -599,7 +642,7 @@ OPTION_NAMES: Final = {
     "producerEngine": "producer_engine",
     "unitTopic": "unit_topic",
 }
-_OWN: Final = ("batchId", "truncate", "replaceWhere", "user", "password")
+_OWN: Final = ("batchId", "truncate", "replaceWhere", "user", "password", "tagColumn", "targets")
 _CHECKPOINT: Final = "checkpointlocation"
 # Spark itself adds these for a stream.
 _SPARKS: Final = frozenset({_CHECKPOINT, "queryname"})
@@ -608,6 +651,7 @@ _SECONDS: Final = frozenset({"lease_s", "timeout_s", "margin_s", "progress_s", "
 _LISTS: Final = frozenset({"upsert_keys", "upsert_columns"})
 _FLAGS: Final = {"true": True, "false": False}
 _NEEDED: Final = ("sink", "url", "dbtable", "kafka.bootstrap.servers")
+_NEEDED_BY_TARGETS: Final = tuple(name for name in _NEEDED if name != "dbtable")
 
 
 @dataclass(frozen=True)
@@ -621,6 +665,8 @@ class SourceOptions:
         replace_where: The condition, in the database's SQL, for the rows that mode("overwrite") replaces; None for all.
         stream: Names the stream, the same in each of Spark's processes; None for a batch, and for a stream whose checkpoint
             is not among its options.
+        tag_column: Column that marks each row's target; None if there is one target.
+        targets: The settings of each target, by its tag, with those of the sink, whose own are those of the first one.
     """
 
     sink: SinkOptions
@@ -628,6 +674,8 @@ class SourceOptions:
     truncate: bool
     replace_where: str | None
     stream: str | None
+    tag_column: str | None = None
+    targets: tuple[tuple[str, SinkOptions], ...] = ()
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> SourceOptions:
@@ -643,22 +691,11 @@ class SourceOptions:
                 "(INSERT INTO, insertInto, writeTo)",
                 next_step='write with df.write.format("dualwrite").options(...).mode("append").save()',
             )
-        known = {name.lower(): name for name in (*OPTION_NAMES, *_OWN)}
-        options: dict[str, str] = {}
-        kafka: dict[str, object] = {}
-        registry: dict[str, object] = {}
-        for key, value in given.items():
-            lowered = key.lower()
-            if lowered.startswith(_KAFKA):
-                kafka[lowered[len(_KAFKA) :]] = value
-            elif lowered.startswith(_REGISTRY):
-                registry[lowered[len(_REGISTRY) :]] = value
-            elif lowered in known:
-                options[known[lowered]] = value
-            elif lowered not in _SPARKS:
-                _refuse(key, known)
+        options, kafka, registry = _divided(given)
         present = {*options, *(f"{_KAFKA}{key}" for key in kafka)}
-        for name in _NEEDED:
+        if ("tagColumn" in options) != ("targets" in options):
+            raise ConfigurationError("the options tagColumn and targets must be given together")
+        for name in _NEEDED_BY_TARGETS if "targets" in options else _NEEDED:
             if name not in present:
                 raise ConfigurationError(f"the option {name} is missing", next_step=f'add .option("{name}", ...)')
         settings = {
@@ -669,13 +706,61 @@ class SourceOptions:
         if replace_where is not None and (truncate or "opColumn" in options):
             other = "truncate" if truncate else "opColumn"
             raise ConfigurationError(f"the options replaceWhere and {other} contradict each other")
+        common = {"kafka": kafka, "schema_registry": registry or None, **settings}
+        targets = _targets(options["targets"], common) if "targets" in options else ()
         return cls(
-            sink=SinkOptions(kafka=kafka, schema_registry=registry or None, **settings),  # type: ignore[arg-type] # by name; SinkOptions checks them
+            sink=targets[0][1] if targets else SinkOptions(**common),  # type: ignore[arg-type] # by name; SinkOptions checks them
             batch_id=options.get("batchId"),
             truncate=truncate,
             replace_where=replace_where,
             stream=_stream(given),
+            tag_column=options.get("tagColumn"),
+            targets=targets,
         )
+
+
+def _divided(given: Mapping[str, str]) -> tuple[dict[str, str], dict[str, object], dict[str, object]]:
+    """The options by the names that we show, those of Kafka, and those of the schema registry."""
+    known = {name.lower(): name for name in (*OPTION_NAMES, *_OWN)}
+    options: dict[str, str] = {}
+    kafka: dict[str, object] = {}
+    registry: dict[str, object] = {}
+    for key, value in given.items():
+        lowered = key.lower()
+        if lowered.startswith(_KAFKA):
+            kafka[lowered[len(_KAFKA) :]] = value
+        elif lowered.startswith(_REGISTRY):
+            registry[lowered[len(_REGISTRY) :]] = value
+        elif lowered in known:
+            options[known[lowered]] = value
+        elif lowered not in _SPARKS:
+            _refuse(key, known)
+    return options, kafka, registry
+
+
+def _targets(text: str, common: Mapping[str, object]) -> tuple[tuple[str, SinkOptions], ...]:
+    """The targets of the option `targets`: a JSON object of the options of each, by its tag."""
+    example = (
+        'write {"order": {"dbtable": "orders", "topic": "orders"}, "item": {"dbtable": "items", "topic": "items"}}'
+    )
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"the option targets is not JSON: {error}", next_step=example) from None
+    if not isinstance(found, dict) or not found or not all(isinstance(one, dict) for one in found.values()):
+        raise ConfigurationError("the option targets must map each tag to the options of its target", next_step=example)
+    known = {option.lower(): option for option in OPTION_NAMES}
+    targets = []
+    for tag, given in found.items():
+        settings: dict[str, object] = {}
+        for key, value in given.items():
+            option = known.get(key.lower())
+            if option is None:
+                _refuse(key, {name: shown for name, shown in known.items() if OPTION_NAMES[shown] in TARGET_SETTINGS})
+            text_of_value = value if isinstance(value, str) else json.dumps(value)
+            settings[OPTION_NAMES[option]] = _value(option, OPTION_NAMES[option], text_of_value)
+        targets.append((tag, target_options(common, settings, f"target {tag!r}")))
+    return tuple(targets)
 
 
 def _stream(given: Mapping[str, str]) -> str | None:

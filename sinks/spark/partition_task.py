@@ -25,8 +25,9 @@ from dualwrite.errors import (
 )
 from dualwrite.protocol.batches import Way
 from dualwrite.sinks.batches import RUN_AGAIN, pending
-from dualwrite.sinks.spark.digests import Fingerprint, Fingerprinted, hashed_columns, other_rows
+from dualwrite.sinks.spark.digests import Fingerprint, Fingerprinted, RowNames, hashed_columns, other_rows
 from dualwrite.sinks.spark.sendable import awaited, projected_batches, row_batches
+from dualwrite.sinks.spark.targets import Target
 from dualwrite.sinks.spark.worker import Attempt, destination_of, servers
 from dualwrite.sinks.spark.writing import Progress, shown, whole_input, write_rows
 from dualwrite.writing.dual_write import DualWrite
@@ -234,19 +235,22 @@ class _Writing:
                 write_rows(
                     transaction,
                     batches,
-                    layout,
+                    Target.of(options, layout),
                     layout.table,
                     options,
                     database=attempt.database,
-                    partition=attempt.partition,
+                    names=RowNames(attempt.partition, layout),
                     progress=self._progress,
                 )
+                failpoints.hit("spark.rows_copied")
                 self._record(transaction.connection, place.slot.leased_at)
             self._record_completed(place.lane)
 
     def _record(self, connection: Connection, started_at: datetime | None) -> None:
         attempt, sink, batch_id = self._attempt, self._task.options.sink, self._task.batch_id
-        destination = destination_of(attempt.database, self._task.options, self._task.layout, Way.PARTITIONS)
+        destination = destination_of(
+            attempt.database, [Target.of(self._task.options, self._task.layout)], Way.PARTITIONS
+        )
         partition_count = attempt.ledger.require(connection, sink, batch_id, destination)
         if partition_count is None or attempt.partition >= partition_count:
             raise IllegalStateError(f"{attempt.name}: the batch was begun with {partition_count} partitions")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from dualwrite.sinks.batches import pending
 from dualwrite.sinks.spark.digests import Fingerprint, other_rows
 from dualwrite.sinks.spark.partition_task import PartitionReport, PartitionTask
 from dualwrite.sinks.spark.plan import JOB_ERRORS, DriverSide, JobFailed, reason_of
+from dualwrite.sinks.spark.targets import Target
 from dualwrite.sinks.spark.worker import destination_of
 from dualwrite.sinks.spark.writing import shown
 from dualwrite.stores.sql.access import map_database_error
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
     from typing_extensions import Self
 
+    from dualwrite.protocol.batches import Destination
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.options import SinkOptions
     from dualwrite.sinks.spark.plan import SparkJobs
@@ -52,6 +54,8 @@ class BatchReport:
         written_partitions: Number of partitions that this call has written.
         written_rows: Number of rows that this call has written; 0 if the batch was already written.
         written_bytes: Their size in Arrow: the table's columns and the messages' parts.
+        written_by_table: The rows that this call has written, by the table's name as in the settings; of
+            :func:`~dualwrite.sinks.spark.write_many` alone.
     """
 
     sink: str
@@ -62,6 +66,7 @@ class BatchReport:
     written_partitions: int
     written_rows: int
     written_bytes: int
+    written_by_table: Mapping[str, int] = field(default_factory=dict)
 
 
 def what_stays(written: Sequence[int], partition_count: int, *, given_up: bool = True) -> str:
@@ -177,13 +182,16 @@ class BatchJob(DriverSide):
         It refuses a batch that was begun earlier for another destination, or with another number of partitions.
         """
         if partition_count:
-            destination = destination_of(self.database, self._options, self._layout, Way.PARTITIONS)
+            destination = self._destination()
             self._ledger.begin(
                 self._engine, self._options.sink, self._batch_id, destination, partition_count=partition_count
             )
             self._begun_partitions = partition_count
         logger.info("%s: writing, begun with %d partitions", self.name, partition_count)
         failpoints.hit("spark.driver_started")
+
+    def _destination(self) -> Destination:
+        return destination_of(self.database, [Target.of(self._options, self._layout)], Way.PARTITIONS)
 
     def written_partitions(self) -> Sequence[int]:
         """The numbers of the partitions that are written."""
@@ -212,7 +220,7 @@ class BatchJob(DriverSide):
             return
         assert self.run is not None
         sink, batch_id = self._options.sink, self._batch_id
-        destination = destination_of(self.database, self._options, self._layout, Way.PARTITIONS)
+        destination = self._destination()
         try:
             with self._engine.begin() as connection:
                 self._runs.require(connection, self.run)

@@ -35,6 +35,7 @@ from dualwrite.sinks.batches import RUN_AGAIN
 from dualwrite.sinks.spark.databases.database import open_database
 from dualwrite.sinks.spark.formats.serializing import given_schemas, registered_layout
 from dualwrite.sinks.spark.layout import plan_layout
+from dualwrite.sinks.spark.targets import Target, require_all_used, require_different, tag_number
 from dualwrite.sinks.spark.worker import settle_leases
 from dualwrite.stores.sql.access import map_database_error
 from dualwrite.stores.sql.ledger import Ledger, Runs, batch_in_part, newest_batch
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from dualwrite.sinks.spark.databases.database import Emptying, SinkDatabase
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.options import SinkOptions
+    from dualwrite.sinks.spark.targets import Wanted
     from dualwrite.stores.sql.ledger import Run
 
 logger = logging.getLogger(__name__)
@@ -106,6 +108,11 @@ class DriverSide:
         self._close()
 
     @property
+    def batch_id(self) -> str:
+        """The batch's name."""
+        return self._batch_id
+
+    @property
     def options(self) -> SinkOptions:
         """The sink's settings, for its tasks: inside the context manager they name the schema of the library's tables."""
         return self._options
@@ -125,8 +132,12 @@ class DriverSide:
         self._engine.dispose()
 
     def layout(self, schema: spark.StructType) -> Layout:
-        """As :func:`read_layout`."""
+        """Check topic, table and every column, and register the messages' schemas; writes nothing else."""
         return _read_layout(self._options, schema, self.database, self._coordinator)
+
+    def targets(self, wanted: Sequence[Wanted], tag_column: str | None = None) -> tuple[Target, ...]:
+        """As :func:`plan_stream` plans them."""
+        return _plan_targets(wanted, tag_column, self.database, self._coordinator)
 
     def announce(self) -> None:
         """Write the batch's unit into the unit topic, if the sink has one. Call it when Kafka has all of the batch.
@@ -247,48 +258,73 @@ def with_found_schema(options: SinkOptions, engine: Engine) -> SinkOptions:
     return replace(options, schema=check_schema(engine, options.schema).schema)
 
 
-def read_layout(options: SinkOptions, schema: spark.StructType) -> Layout:
-    """Check topic, table and every column, and register the messages' schemas; writes nothing else."""
-    with _servers(options) as (database, coordinator):
-        return _read_layout(options, schema, database, coordinator)
-
-
 @dataclass(frozen=True)
 class StreamPlan:
     """What the driver has planned for a micro-batch and its tasks. Pickles.
 
     Attributes:
         options: The settings, with the schema in which the library's tables are.
-        layout: Of the rows.
+        targets: Where the rows go.
         run: The run of the stream whose tasks may write: that of its current micro-batch, whose end alone replaces it. None
             if the stream is not known.
         staging: Whether the tasks use staging tables (:func:`uses_staging`).
     """
 
     options: SinkOptions
-    layout: Layout
+    targets: tuple[Target, ...]
     run: Run | None
     staging: bool
 
 
-def plan_stream(options: SinkOptions, schema: spark.StructType, *, stream: str | None) -> StreamPlan:
-    """Check everything as :func:`read_layout` does, for one micro-batch of the stream of that name."""
+def plan_stream(
+    options: SinkOptions, wanted: Sequence[Wanted], tag_column: str | None, *, stream: str | None
+) -> StreamPlan:
+    """Check every target, for one micro-batch of the stream of that name: its topic, table and columns."""
     with _servers(options) as (database, coordinator):
         options = with_found_schema(options, database.engine)
-        layout = _read_layout(options, schema, database, coordinator)
-        staging = uses_staging(database, options, layout, empty=None)
+        targets = _plan_targets(wanted, tag_column, database, coordinator)
+        staging = uses_staging(database, options, targets, empty=None)
         run = None if stream is None else Runs(database.engine, options.schema).present(options.sink, stream)
-        return StreamPlan(options, layout, run, staging)
+        return StreamPlan(options, targets, run, staging)
 
 
-def uses_staging(database: SinkDatabase, options: SinkOptions, layout: Layout, *, empty: Emptying | None) -> bool:
+def uses_staging(
+    database: SinkDatabase, options: SinkOptions, targets: Sequence[Target], *, empty: Emptying | None
+) -> bool:
     """Whether the tasks of a batch decided as a whole use staging tables; refuses it if their rows could not be moved."""
-    empties, merges = empty is not None, layout.merge is not None
-    staging = database.choose_staging(options.database_leg, layout.table[0], empties=empties, merges=merges)
-    if empties or merges:
-        with database.engine.connect() as connection:
-            database.require_replaceable(connection, layout, empty=empty, direct=False)
-    return staging
+    empties, chosen = empty is not None, True
+    for target in targets:
+        layout = target.layout
+        merges = layout.merge is not None
+        staging = database.choose_staging(options.database_leg, layout.table[0], empties=empties, merges=merges)
+        if merges and not staging and target.tag is not None:
+            raise ConfigurationError(
+                f"upserts into table {layout.table[1]!r}, one of several by a tag column, need staging tables",
+                next_step=f'set databaseLeg to "staging"; the user needs CREATE on the schema {layout.table[0]!r}',
+            )
+        if empties or merges:
+            with database.engine.connect() as connection:
+                database.require_replaceable(connection, layout, empty=empty, direct=False)
+        chosen = chosen and staging
+    return chosen
+
+
+def _plan_targets(
+    wanted: Sequence[Wanted],
+    tag_column: str | None,
+    database: SinkDatabase,
+    coordinator: TransactionCoordinator,
+) -> tuple[Target, ...]:
+    if tag_column is not None:
+        tag_number(wanted[0].schema, tag_column)
+    found = []
+    for one in wanted:
+        layout = _read_layout(one.options, one.schema, database, coordinator, shared=tag_column is not None)
+        found.append(Target.of(one.options, layout, one.tag))
+    require_different(found)
+    if tag_column is not None:
+        require_all_used(wanted[0].schema, found, tag_column)
+    return tuple(found)
 
 
 @contextmanager
@@ -302,7 +338,12 @@ def _servers(options: SinkOptions) -> Generator[tuple[SinkDatabase, KafkaCoordin
 
 
 def _read_layout(
-    options: SinkOptions, schema: spark.StructType, database: SinkDatabase, coordinator: TransactionCoordinator
+    options: SinkOptions,
+    schema: spark.StructType,
+    database: SinkDatabase,
+    coordinator: TransactionCoordinator,
+    *,
+    shared: bool = False,
 ) -> Layout:
     named = [name for name in (options.topic, options.unit_topic) if name is not None]
     if named:
@@ -315,7 +356,7 @@ def _read_layout(
             table = database.read_table(connection, options.table)
     except exc.SQLAlchemyError as error:
         raise map_database_error(error, database.engine, options.schema) from error
-    planned = registered_layout(options, plan_layout(schema, options, table, given_schemas(options)))
+    planned = registered_layout(options, plan_layout(schema, options, table, given_schemas(options), shared=shared))
     return replace(planned, cluster_id=coordinator.cluster_id(Deadline(options.timeout_s)))
 
 

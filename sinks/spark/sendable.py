@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 import orjson
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
     from dualwrite.sinks.spark.layout import Projected
 
+Item = TypeVar("Item")
 Make: TypeAlias = Callable[[pa.RecordBatch], pa.Array]
 
 _ROWS_AT_ONCE: Final = 10_000
 _BYTES_AT_ONCE: Final = 16 * 2**20
 
 
-def awaited(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch] | None:
+def awaited(batches: Iterable[Item]) -> Iterator[Item] | None:
     """Wait for the first batch. Returns all batches, that one included; None if there are none."""
     source = iter(batches)
     first = next(source, None)
@@ -65,12 +66,20 @@ def fitting(array: pa.Array, column: Projected, schema: spark.StructType) -> pa.
         raise ConfigurationError(f"a value of column {name!r} does not fit {column.arrow}: {error}") from error
 
 
-def without_unused(df: DataFrame, layout: Layout) -> DataFrame:
-    """Replace the unused columns by nulls, where they stand: Arrow may not know their types."""
+def used_columns(layouts: Iterable[Layout]) -> set[int]:
+    """The numbers of the DataFrame's columns that at least one of the layouts takes."""
+    used: set[int] = set()
+    for layout in layouts:
+        used.update(column.source for column in layout.projected if column.source != WHOLE_ROW)
+        used.update(number for number, _ in layout.json_columns)
+    return used
+
+
+def without_unused(df: DataFrame, used: Collection[int]) -> DataFrame:
+    """Replace all columns but those of the numbers in `used` by nulls, where they stand: Arrow may not know their types."""
     # By position: names may differ only in case, or contain dots and backticks.
     numbered = df.toDF(*(f"s{number}" for number in range(len(df.columns))))
-    used = {column.source for column in layout.projected} | {number for number, _ in layout.json_columns}
-    if used.issuperset(range(len(numbered.columns))):
+    if set(used).issuperset(range(len(numbered.columns))):
         return numbered
     return numbered.select(
         *(name if number in used else functions.lit(None).alias(name) for number, name in enumerate(numbered.columns))

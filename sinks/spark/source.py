@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from types import FrameType
@@ -31,10 +31,10 @@ from dualwrite.errors import (
     OutcomeUnverifiable,
 )
 from dualwrite.sinks.spark.databases.database import Emptying
-from dualwrite.sinks.spark.layout import Layout
 from dualwrite.sinks.spark.options import SourceOptions
 from dualwrite.sinks.spark.plan import CONNECT, plan_stream, shown_first
 from dualwrite.sinks.spark.sendable import projected_batches, row_batches
+from dualwrite.sinks.spark.targets import Target, Wanted, routed_batches
 from dualwrite.sinks.spark.whole_batch import PreparedPartition, WholeBatch, prepare_partition
 from dualwrite.sinks.spark.writing import log_to_stderr, whole_input
 
@@ -73,7 +73,7 @@ class TablePlan:
     """The part of a plan that says where rows go. Holds no secret: `schema` is that of the library's own tables."""
 
     schema: str | None
-    layout: Layout
+    targets: tuple[Target, ...]
 
 
 @dataclass(frozen=True)
@@ -122,16 +122,21 @@ class DualWriteDataSource(DataSource):
             raise ConfigurationError(
                 'replaceWhere is for mode("overwrite")', next_step="set that mode, or leave it out"
             )
+        if overwrite and options.targets:
+            raise ConfigurationError(
+                'mode("overwrite") is for one table, and tagColumn has several targets',
+                next_step='use mode("append"), with upsertKeys in the targets whose rows are replaced',
+            )
         with WholeBatch(options.sink, options.batch_id, run_name=options.batch_id) as batch:
             batch.settle_left()
-            layout = batch.layout(schema)
+            targets = batch.targets(_wanted(options, schema), options.tag_column)
             empty = Emptying(options.truncate, options.replace_where) if overwrite else None
-            staging = batch.uses_staging(layout, empty=empty)
-            batch.begin(layout)
+            staging = batch.uses_staging(targets, empty=empty)
+            batch.begin(targets)
             logger.info("%s: writing", batch.name)
             assert batch.run is not None
             options = replace(options, sink=batch.options)
-        return _BatchWriter(options, batch.run, schema, layout, empty=empty, staging=staging)
+        return _BatchWriter(options, batch.run, schema, targets, empty=empty, staging=staging)
 
     @shown_first()
     def streamWriter(self, schema: spark.StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: FBT001, N802 - Spark's signature
@@ -153,7 +158,13 @@ class DualWriteDataSource(DataSource):
             )
         if _at_the_end_of_a_micro_batch():
             return _StreamWriter(options, schema, None)
-        plan = plan_stream(options.sink, schema, stream=options.stream)
+        if options.targets and _stream_batches is row_batches:
+            raise ConfigurationError(
+                "tagColumn in a stream needs PySpark 4.1 or later, which gives a Python data source columns",
+                next_step="use foreach_many(tag_column=...) with foreachBatch",
+            )
+        wanted = _wanted(options, schema)
+        plan = plan_stream(options.sink, wanted, options.tag_column, stream=options.stream)
         return _StreamWriter(options, schema, plan)
 
 
@@ -182,6 +193,12 @@ def register(session: SparkSession) -> None:
         sessions.setActiveSession(session._jsparkSession)  # noqa: SLF001 - as above
 
 
+def _wanted(options: SourceOptions, schema: spark.StructType) -> list[Wanted]:
+    if not options.targets:
+        return [Wanted(options.sink, schema)]
+    return [Wanted(one, schema, tag) for tag, one in options.targets]
+
+
 def _options(given: MutableMapping[str, str]) -> SourceOptions:
     return SourceOptions.parse(dict(given))
 
@@ -199,7 +216,7 @@ class _BatchWriter(DataSourceArrowWriter):
         options: SourceOptions,
         run: Run,
         schema: spark.StructType,
-        layout: Layout,
+        targets: tuple[Target, ...],
         *,
         empty: Emptying | None,
         staging: bool,
@@ -207,15 +224,15 @@ class _BatchWriter(DataSourceArrowWriter):
         self._options = options
         self._run = run
         self._schema = schema
-        self._layout = layout
+        self._targets = targets
         self._empty = empty
         self._staging = staging
 
     @shown_first()
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """In a task: prepare the partition."""
-        batches = projected_batches(whole_input(iterator), self._schema, self._layout)
-        return _write(self._options, self._layout, self._run.name, batches, run=self._run, staging=self._staging)
+        batches = _routed(self._options, iterator, self._schema, self._targets)
+        return _write(self._options, self._targets, self._run.name, batches, run=self._run, staging=self._staging)
 
     @shown_first()
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
@@ -224,14 +241,14 @@ class _BatchWriter(DataSourceArrowWriter):
         options = self._options
         with WholeBatch(options.sink, self._run.name, run_name=self._run.name, is_planned=True) as batch:
             undecided = _undecided(_complete(messages, batch.name, _TESTED))
-            batch.decide(self._layout, undecided, empty=self._empty)
+            batch.decide(self._targets, undecided, empty=self._empty)
 
     @shown_first()
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """On the driver, when a task has failed for good, or the decision has failed."""
         log_to_stderr()
         del messages  # prepared parts are found by their leases, including those whose task's message was lost
-        _give_up(self._options, self._layout, self._run.name, run_name=self._run.name)
+        _give_up(self._options, self._targets, self._run.name, run_name=self._run.name)
 
 
 class _StreamWriter(DataSourceStreamArrowWriter):
@@ -254,11 +271,11 @@ class _StreamWriter(DataSourceStreamArrowWriter):
                 "Spark does not tell the task which query and micro-batch it belongs to",
                 next_step=_TESTED,
             )
-        batches = _stream_batches(whole_input(iterator), self._schema, plan.layout)
+        batches = _routed(self._options, iterator, self._schema, plan.targets, project=_stream_batches)
         options = replace(self._options, sink=plan.options)
-        message = _write(options, plan.layout, f"{query}/{number}", batches, run=plan.run, staging=plan.staging)
+        message = _write(options, plan.targets, f"{query}/{number}", batches, run=plan.run, staging=plan.staging)
         if task.partitionId() == 0:
-            return replace(message, plan=TablePlan(plan.options.schema, plan.layout))
+            return replace(message, plan=TablePlan(plan.options.schema, plan.targets))
         return message
 
     @shown_first()
@@ -275,7 +292,7 @@ class _StreamWriter(DataSourceStreamArrowWriter):
             raise IllegalStateError(f"{name}: no message of its first partition has come back", next_step=_TESTED)
         sink = replace(self._options.sink, schema=plan.schema)
         with WholeBatch(sink, batch_id, run_name=self._options.stream, is_planned=True) as batch:
-            batch.decide(plan.layout, _undecided(written), empty=None)
+            batch.decide(plan.targets, _undecided(written), empty=None)
 
     @shown_first()
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature
@@ -288,15 +305,30 @@ class _StreamWriter(DataSourceStreamArrowWriter):
                 return  # the next run of the micro-batch settles what the tasks left
             batch_id = f"{self._options.stream}/{batchId}"
         plan = _plan_of(own)
-        layout = self._schema if plan is None else plan.layout
-        _give_up(self._options, layout, batch_id, run_name=self._options.stream)
+        planned = self._schema if plan is None else plan.targets
+        _give_up(self._options, planned, batch_id, run_name=self._options.stream)
+
+
+def _routed(
+    options: SourceOptions,
+    iterator: Iterable[pa.RecordBatch],
+    schema: spark.StructType,
+    targets: tuple[Target, ...],
+    *,
+    project: Callable[..., Iterator[pa.RecordBatch]] = projected_batches,
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    rows = whole_input(iterator)
+    if options.tag_column is None:
+        return ((0, batch) for batch in project(rows, schema, targets[0].layout))
+    tag = schema.names.index(options.tag_column)
+    return routed_batches(rows, schema, targets, tag, _task().partitionId())
 
 
 def _write(
     options: SourceOptions,
-    layout: Layout,
+    targets: tuple[Target, ...],
     batch_id: str,
-    batches: Iterable[pa.RecordBatch],
+    batches: Iterable[tuple[int, pa.RecordBatch]],
     *,
     run: Run | None,
     staging: bool,
@@ -304,7 +336,7 @@ def _write(
     task = _task()
     prepared = prepare_partition(
         options.sink,
-        layout,
+        targets,
         batch_id,
         batches,
         partition=task.partitionId(),
@@ -316,18 +348,20 @@ def _write(
 
 
 def _give_up(
-    options: SourceOptions, planned: Layout | spark.StructType, batch_id: str, *, run_name: str | None
+    options: SourceOptions, planned: tuple[Target, ...] | spark.StructType, batch_id: str, *, run_name: str | None
 ) -> None:
     """Settle a batch that has failed, if the servers let us. The error that made it fail is what people must see.
 
-    `planned` is the schema of the rows if their layout is not known here.
+    `planned` is the schema of the rows if their targets are not known here.
 
     Spark would put an error from here in its place, as "Writing job failed", with the first one a hundred lines below. A
     loss alone is worth that.
     """
     try:
         with WholeBatch(options.sink, batch_id, run_name=run_name) as batch:
-            batch.give_up(planned if isinstance(planned, Layout) else batch.layout(planned))
+            if not isinstance(planned, tuple):
+                planned = batch.targets(_wanted(options, planned), options.tag_column)
+            batch.give_up(planned)
     except (DecidedTransactionLost, OutcomeUnverifiable):
         raise
     except DualWriteError as error:

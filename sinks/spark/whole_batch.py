@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING
-
-import pyarrow as pa
 
 from dualwrite import failpoints
 from dualwrite.errors import DualWriteError, TransactionAborted
@@ -19,6 +20,7 @@ from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.recovery.claim import OwnerContext, unique_owner
 from dualwrite.sinks.batches import Decision
 from dualwrite.sinks.spark.databases.database import STAGING_PREFIX, Staged, StagingTable
+from dualwrite.sinks.spark.digests import RowNames
 from dualwrite.sinks.spark.plan import DriverSide, uses_staging
 from dualwrite.sinks.spark.sendable import awaited
 from dualwrite.sinks.spark.worker import PREPARED_TOO_LONG_AGO, Attempt, destination_of, servers
@@ -28,14 +30,17 @@ from dualwrite.stores.sql.ledger import WHOLE_BATCH
 from dualwrite.writing.dual_write import DualWrite, Ending
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from sqlalchemy import Connection
 
     from dualwrite.protocol.values import StateRow
     from dualwrite.sinks.spark.databases.database import Emptying
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.options import SinkOptions
+    from dualwrite.sinks.spark.targets import Target
     from dualwrite.sinks.spark.worker import Workplace
     from dualwrite.stores.sql.ledger import Run
+    from dualwrite.writing.transaction import Transaction
 
 logger = logging.getLogger(__name__)
 
@@ -43,23 +48,32 @@ logger = logging.getLogger(__name__)
 class WholeBatch(DriverSide):
     """One run of one batch that is decided as a whole."""
 
-    def uses_staging(self, layout: Layout, *, empty: Emptying | None) -> bool:
+    def uses_staging(self, targets: Sequence[Target], *, empty: Emptying | None) -> bool:
         """As :func:`uses_staging`."""
-        return uses_staging(self.database, self._options, layout, empty=empty)
+        return uses_staging(self.database, self._options, targets, empty=empty)
 
-    def begin(self, layout: Layout) -> None:
-        """Record the batch's destination, before anything of it is written.
+    def begin(self, targets: Sequence[Target]) -> bool:
+        """Record the batch's destination, before anything of it is written. Returns whether it is written already.
 
         It refuses a batch that was written to another destination, or partition by partition.
         """
-        destination = destination_of(self.database, self._options, layout, Way.WHOLE)
-        self._ledger.begin(self._engine, self._options.sink, self._batch_id, destination)
+        destination = destination_of(self.database, targets, Way.WHOLE)
+        return self._ledger.begin(self._engine, self._options.sink, self._batch_id, destination)
 
-    def decide(self, layout: Layout, prepared: Collection[PreparedPartition], *, empty: Emptying | None) -> bool:
+    def written_rows(self) -> int:
+        """The number of rows that the ledger has of the batch, which is written."""
+        with self._engine.connect() as connection:
+            written = self._ledger.partition(connection, self._options.sink, self._batch_id, WHOLE_BATCH)
+        assert written is not None
+        return written.rows
+
+    def decide(
+        self, targets: Sequence[Target], prepared: Collection[PreparedPartition], *, empty: Emptying | None
+    ) -> bool:
         """Decide on everything that the tasks have prepared, in one database transaction; then complete it in Kafka.
 
         On return the rows are in the table, the messages are visible, and the ledger names the batch. False if it was already
-        written. `empty` empties the table first, or a part of it, in the same transaction.
+        written. `empty` empties the tables first, or a part of each, in the same transaction.
 
         Raises:
             ConfigurationError: The batch was written to another destination meanwhile; nothing of it is written to this one.
@@ -71,7 +85,7 @@ class WholeBatch(DriverSide):
             DecidedTransactionLost, OutcomeUnverifiable: Rows are in the database; their messages are lost, or their outcome
                 cannot be verified. The loss is recorded.
         """
-        deciding = _Deciding(self, layout, prepared, empty=empty)
+        deciding = _Deciding(self, targets, prepared, empty=empty)
         decision = Decision(
             deciding,
             prepared,
@@ -79,20 +93,20 @@ class WholeBatch(DriverSide):
             connect=self._engine.connect,
             timeout_s=self._options.timeout_s,
             idle_s=self._options.margin_s / 2,  # leaves the other half for COMMIT and for Kafka
-            participating=any(one.staged is None for one in prepared),
+            participating=any(one.in_targets for one in prepared),
         )
         written = decision.run()
         self._note_completed(WHOLE_BATCH, deciding.decided_ago_s())
         logger.info("%s: completed", self.name)
-        self._drop_staging(layout, deciding.slots, deciding.released)
+        self._drop_staging(targets, deciding.slots, deciding.released)
         failpoints.hit("batch.completed")
         self._raise_new_incidents()
         self.announce()
         return written
 
-    def record(self, connection: Connection, layout: Layout, prepared: Sequence[PreparedPartition]) -> bool:
+    def record(self, connection: Connection, targets: Sequence[Target], prepared: Sequence[PreparedPartition]) -> bool:
         """Insert the batch's row into the ledger. False if it is already there."""
-        options, destination = self._options, destination_of(self.database, self._options, layout, Way.WHOLE)
+        options, destination = self._options, destination_of(self.database, targets, Way.WHOLE)
         if self._ledger.begin(connection, options.sink, self._batch_id, destination):
             return False
         rows = sum(one.rows for one in prepared)
@@ -140,25 +154,27 @@ class WholeBatch(DriverSide):
         """Settle whatever is left of the batch. Returns the rows of all the sink's slots, as they are then."""
         return self._settle()
 
-    def give_up(self, layout: Layout) -> None:
+    def give_up(self, targets: Sequence[Target]) -> None:
         """Abort parts that are prepared and undecided; complete those that are decided.
 
         On return, tasks that still run cannot prepare anything any more. A loss is raised as by :meth:`decide`.
         """
         self._note_failed()
         slots = self._settle()
-        self._drop_staging(layout, slots)
+        self._drop_staging(targets, slots)
         self._raise_new_incidents()
 
     def _drop_staging(
-        self, layout: Layout, slots: Iterable[StateRow], completed: Sequence[PreparedPartition] = ()
+        self, targets: Sequence[Target], slots: Iterable[StateRow], completed: Sequence[PreparedPartition] = ()
     ) -> None:
-        self.database.drop_staging([one.staged for one in completed if one.staged is not None])
-        self.database.drop_dead_staging(
-            layout.table[0],
-            {row.transactional_id: row.incarnation for row in slots},
-            lambda: {lease.transactional_id: lease.owner for lease in self._pool.held_by("")},
-        )
+        self.database.drop_staging([part.staged for one in completed for part in one.parts if part.staged is not None])
+        incarnations = {row.transactional_id: row.incarnation for row in slots}
+        for schema in dict.fromkeys(target.layout.table[0] for target in targets):
+            self.database.drop_dead_staging(
+                schema,
+                incarnations,
+                lambda: {lease.transactional_id: lease.owner for lease in self._pool.held_by("")},
+            )
 
 
 class _Deciding:
@@ -171,13 +187,13 @@ class _Deciding:
     def __init__(
         self,
         driver: WholeBatch,
-        layout: Layout,
+        targets: Sequence[Target],
         prepared: Collection[PreparedPartition],
         *,
         empty: Emptying | None,
     ) -> None:
         self._driver = driver
-        self._layout = layout
+        self._targets = targets
         self._prepared = sorted(prepared, key=lambda one: one.transactional_id)
         self._empty = empty
         self._decided_at: float | None = None
@@ -186,20 +202,29 @@ class _Deciding:
         self.released: Sequence[PreparedPartition] = ()
 
     def record(self, connection: Connection) -> bool:
-        return self._driver.record(connection, self._layout, self._prepared)
+        return self._driver.record(connection, self._targets, self._prepared)
 
     def require_held(self, connection: Connection) -> None:
         self._driver.require_leases(connection, self._prepared)
 
     def bring(self, connection: Connection) -> None:
-        layout = self._layout
+        database = self._driver.database
+        names = [name_of(one.namespace, one.prepared) for one in self._prepared if one.in_targets]
+        if names:
+            database.require_prepared(connection, names, self.name)
+        for number, target in enumerate(self._targets):
+            staged = [
+                Staged(part.staged, part.rows, one.partition)
+                for one in self._prepared
+                for part in one.parts
+                if part.target == number and part.staged is not None
+            ]
+            self._bring_into(connection, target.layout, staged)
+
+    def _bring_into(self, connection: Connection, layout: Layout, staged: Sequence[Staged]) -> None:
         database = self._driver.database
         if self._empty is not None:
             database.empty(connection, layout.table, self._empty)
-        staged = [Staged(one.staged, one.rows, one.partition) for one in self._prepared if one.staged is not None]
-        names = [name_of(one.namespace, one.prepared) for one in self._prepared if one.staged is None]
-        if names:
-            database.require_prepared(connection, names, self.name)
         if staged and self._empty is not None and self._empty.where is not None:
             database.require_within(connection, staged, layout, self._empty)
         if staged:
@@ -239,12 +264,21 @@ class _Deciding:
 
 
 @dataclass(frozen=True)
+class TargetPart:
+    """The rows of one task for the target of that number. `staged` is None if they are in the target itself, prepared."""
+
+    target: int
+    rows: int
+    staged: StagingTable | None
+
+
+@dataclass(frozen=True)
 class PreparedPartition:
     """The part of a batch that one task has prepared. Pickles; holds no secret.
 
-    `started_at` is by the database's clock. `incarnation` and `namespace` are of the slot's row. `staged` is None if the rows
-    are in a transaction prepared in the target, which :func:`name_of` names. `rests` says that the worker could continue with
-    the slot's lane.
+    `started_at` is by the database's clock. `incarnation` and `namespace` are of the slot's row, which with `prepared`
+    names the transaction that is prepared in the database, if one is (:func:`name_of`). `parts` are the rows by target.
+    `rests` says that the worker could continue with the slot's lane.
     """
 
     partition: int
@@ -256,15 +290,20 @@ class PreparedPartition:
     incarnation: int
     namespace: str
     prepared: PreparedTxnState
-    staged: StagingTable | None
+    parts: tuple[TargetPart, ...]
     rests: bool
+
+    @property
+    def in_targets(self) -> bool:
+        """Whether the rows wait in the targets themselves, in a prepared transaction."""
+        return any(part.staged is None for part in self.parts)
 
 
 def prepare_partition(
     options: SinkOptions,
-    layout: Layout,
+    targets: Sequence[Target],
     batch_id: str,
-    batches: Iterable[pa.RecordBatch],
+    batches: Iterable[tuple[int, pa.RecordBatch]],
     *,
     partition: int,
     number: int,
@@ -277,8 +316,8 @@ def prepare_partition(
     long as the broker is certain to keep that transaction open, less the margin, and ``decide_within_s`` at most. After an
     error, this attempt prepared nothing that could be decided.
 
-    The normal end of `batches` means that the partition is complete. With `staging`, the rows go into a staging table rather
-    than into the target in a prepared transaction.
+    `batches` are projected, each for the target of its number; their normal end means that the partition is complete. With
+    `staging`, the rows of each target go into a staging table rather than into the target in a prepared transaction.
     """
     failpoints.hit("spark.task_started")
     rows = awaited(batches)
@@ -286,18 +325,18 @@ def prepare_partition(
         return None  # needs no connection: most partitions of a shuffle may be empty
     with servers(options) as found:
         attempt = Attempt(found, batch_id, partition, number, run)
-        destination = destination_of(found.database, options, layout, Way.WHOLE)
+        destination = destination_of(found.database, targets, Way.WHOLE)
         # A stream's driver cannot do this: it learns the batch's name from the tasks.
         if attempt.ledger.begin(attempt.engine, options.sink, batch_id, destination):
             logger.info("%s: the batch is already written", attempt.name)
             return None
-        undecided = _prepare(attempt, layout, rows, staging=staging)
+        undecided = _prepare(attempt, targets, rows, staging=staging)
     failpoints.hit("spark.task_done")
     return undecided
 
 
 def _prepare(
-    attempt: Attempt, layout: Layout, batches: Iterable[pa.RecordBatch], *, staging: bool
+    attempt: Attempt, targets: Sequence[Target], batches: Iterable[tuple[int, pa.RecordBatch]], *, staging: bool
 ) -> PreparedPartition:
     options, database = attempt.options, attempt.database
     progress = Progress(attempt.name, options.progress_s)
@@ -324,22 +363,13 @@ def _prepare(
                 ) as transaction,
             ):
                 inside = transaction.connection
-                staged = _new_staging(layout, place) if staging else None
-                if staged is None:
+                if not staging:
                     database.before_prepared(inside)
-                else:
-                    database.create_staging(inside, staged, layout)
-                write_rows(
-                    transaction,
-                    batches,
-                    layout,
-                    layout.table if staged is None else staged.table,
-                    options,
-                    database=database,
-                    partition=attempt.partition,
-                    progress=progress,
-                    prepared=not staging,
-                )
+                filling = _Filling(attempt, targets, transaction, progress, place if staging else None)
+                # One COPY for as long as the target stays the same: a partition of one target has one.
+                for number, rows in groupby(batches, key=itemgetter(0)):
+                    filling.fill(number, map(itemgetter(1), rows))
+                failpoints.hit("spark.rows_copied")
             assert transaction.prepared is not None
             if not staging:
                 place.slot.keep_for(_lifetime_s(attempt, place))
@@ -360,9 +390,56 @@ def _prepare(
         incarnation=row.incarnation,
         namespace=row.namespace,
         prepared=transaction.prepared,
-        staged=staged,
+        parts=filling.parts(),
         rests=place.slot.rests,
     )
+
+
+class _Filling:
+    """Brings the rows of one task into the tables of their targets: staging tables in the slot of `place`, if it is given."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        targets: Sequence[Target],
+        transaction: Transaction,
+        progress: Progress,
+        place: Workplace | None,
+    ) -> None:
+        self._attempt = attempt
+        self._targets = targets
+        self._transaction = transaction
+        self._progress = progress
+        self._place = place
+        self._names: dict[int, RowNames] = {}
+        self._staged: dict[int, StagingTable] = {}
+        self._rows: Counter[int] = Counter()
+
+    def fill(self, number: int, batches: Iterable[pa.RecordBatch]) -> None:
+        """Write rows of one target on both sides. Its staging table is made for its first ones."""
+        attempt, target = self._attempt, self._targets[number]
+        if number not in self._names:
+            self._names[number] = RowNames(attempt.partition, target.layout)
+            if self._place is not None:
+                self._staged[number] = _new_staging(target.layout, self._place)
+                attempt.database.create_staging(self._transaction.connection, self._staged[number], target.layout)
+        staged, before = self._staged.get(number), self._progress.rows
+        write_rows(
+            self._transaction,
+            batches,
+            target,
+            target.layout.table if staged is None else staged.table,
+            attempt.options,
+            database=attempt.database,
+            names=self._names[number],
+            progress=self._progress,
+            prepared=staged is None,
+        )
+        self._rows[number] += self._progress.rows - before
+
+    def parts(self) -> tuple[TargetPart, ...]:
+        """What was written, by target."""
+        return tuple(TargetPart(number, rows, self._staged.get(number)) for number, rows in sorted(self._rows.items()))
 
 
 def _new_staging(layout: Layout, place: Workplace) -> StagingTable:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from dualwrite.protocol.values import StateRow
     from dualwrite.sinks.spark.databases.database import SinkDatabase
-    from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.options import SinkOptions
+    from dualwrite.sinks.spark.targets import Target
     from dualwrite.stores.sql.ledger import Run, WrittenPartition
 
 logger = logging.getLogger(__name__)
@@ -444,10 +444,8 @@ def settle_leases(
 # The destination of a batch, as the ledger records it.
 
 
-def destination_of(database: SinkDatabase, options: SinkOptions, layout: Layout, way: Way) -> Destination:
+def destination_of(database: SinkDatabase, targets: Sequence[Target], way: Way) -> Destination:
     """The destination that the driver has planned: the driver and its tasks get the same one."""
-    topic = options.topic
-    if topic is None:
-        assert options.topic_column is not None
-        topic = Destination.topics_of_column(options.topic_column)
-    return Destination(way, database.quoted(layout.table), topic, layout.cluster_id)
+    tables = ", ".join(database.quoted(target.layout.table) for target in targets)
+    topics = ", ".join(dict.fromkeys(target.recorded_topic for target in targets))
+    return Destination(way, tables, topics, targets[0].layout.cluster_id)

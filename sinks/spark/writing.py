@@ -17,9 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.serializers import SpecialLengths
 
-from dualwrite import failpoints
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted
-from dualwrite.sinks.spark.digests import RowNames, lists_with
+from dualwrite.sinks.spark.digests import lists_with
 from dualwrite.sinks.spark.formats.serializing import serializing
 from dualwrite.sinks.spark.merging import deleted_rows
 
@@ -27,9 +26,11 @@ if TYPE_CHECKING:
     from pyspark import SparkContext
 
     from dualwrite.sinks.spark.databases.database import SinkDatabase
+    from dualwrite.sinks.spark.digests import RowNames
     from dualwrite.sinks.spark.formats.serializing import Serializing
     from dualwrite.sinks.spark.layout import Encoded, Layout, MessageColumns
     from dualwrite.sinks.spark.options import SinkOptions
+    from dualwrite.sinks.spark.targets import Target
     from dualwrite.writing.transaction import Transaction
 
 _BYTES: Final = pa.binary()
@@ -290,21 +291,22 @@ def _worker_input() -> _Buffered:
 def write_rows(
     transaction: Transaction,
     batches: Iterable[pa.RecordBatch],
-    layout: Layout,
+    target: Target,
     table: tuple[str, str],
     options: SinkOptions,
     *,
     database: SinkDatabase,
-    partition: int,
+    names: RowNames,
     progress: Progress,
     prepared: bool = False,
 ) -> None:
     """Write projected rows on both sides of a dual write, a batch at a time.
 
-    The table is the target, or a staging table; `prepared` says that the transaction will be prepared. After an error leave the
-    dual write: both sides abort.
+    The table is the target's, or a staging table; `prepared` says that the transaction will be prepared. `names` has had the
+    rows of this partition that went to the target before. After an error leave the dual write: both sides abort.
     """
-    names = RowNames(partition, layout)
+    layout = target.layout
+    names.begin()
     if layout.merge is None or table != layout.table:
         writing = database.writing(transaction.connection, layout, table, names)
     else:
@@ -314,6 +316,5 @@ def write_rows(
             names.add(batch)
             deleted = deleted_rows(layout, batch, names.in_batch)
             into.write(batch, deleted)
-            produce_batch(transaction, batch, layout, options.topic, serializers, names=names, deleted=deleted)
+            produce_batch(transaction, batch, layout, target.topic, serializers, names=names, deleted=deleted)
             progress.add(batch)
-    failpoints.hit("spark.rows_copied")

@@ -11,6 +11,7 @@ from dualwrite.sinks.spark import SinkOptions
 from dualwrite.sinks.spark.partition_task import write_partition
 from dualwrite.sinks.spark.per_partition import BatchJob
 from dualwrite.sinks.spark.sendable import projected_batches
+from dualwrite.sinks.spark.targets import Target
 from dualwrite.sinks.spark.whole_batch import WholeBatch, prepare_partition
 from dualwrite.stores.sql.ledger import Runs
 
@@ -66,9 +67,9 @@ class OneTask:
             return write_partition(self._task, partition, 0, rows)
         return prepare_partition(
             self._options,
-            self._layout,
+            self._targets,
             "1",
-            rows,
+            ((0, batch) for batch in rows),
             partition=partition,
             number=0,
             run=self._run,
@@ -82,7 +83,7 @@ class OneTask:
                 raise ZeroDivisionError
             return
         with self._driver() as driver:
-            driver.give_up(self._layout)
+            driver.give_up(self._targets)
 
     def finish(self):
         """Run the batch again."""
@@ -95,7 +96,11 @@ class OneTask:
         if not self.by_partition:
             with self._driver() as driver:
                 parts = done if isinstance(done, list) else [] if done is None else [done]
-                driver.decide(self._layout, parts, empty=None)
+                driver.decide(self._targets, parts, empty=None)
+
+    @property
+    def _targets(self):
+        return (Target.of(self._options, self._layout),)
 
     def _driver(self):
         if self.by_partition:

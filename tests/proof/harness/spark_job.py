@@ -5,7 +5,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from dualwrite.sinks.spark import foreach_batch, per_partition, register, write_batch
+from dualwrite.sinks.spark import foreach_batch, per_partition, register, write_batch, write_many
 from harness.spark import ArmedTask, numbers, session
 from harness.spark_source import ArmedSource
 
@@ -67,6 +67,11 @@ def continuous(spark, document):
     stream.start().awaitTermination()
 
 
+def many(spark, document):
+    """Write the rows of files into several tables, by their tags."""
+    write_many(spark.read.parquet(document["source"]), batch_id="1", **document["settings"])
+
+
 def source(spark, document):
     """Write the numbers by the Data Source, without registering it."""
     numbers(spark).write.format("dualwrite").mode("append").options(**document["options"]).save()
@@ -74,6 +79,7 @@ def source(spark, document):
 
 _DOES = {
     "batch": batch,
+    "many": many,
     "stream": stream,
     "source": source,
     "source_stream": source_stream,
