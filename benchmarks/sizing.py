@@ -27,6 +27,7 @@ from benchmarks.transactions import measure
 from dualwrite.sinks.spark.options import SinkOptions
 from dualwrite.sinks.spark.plan import read_layout
 from dualwrite.sinks.spark.sendable import projected_batches
+from dualwrite.sinks.spark.targets import Target
 from dualwrite.sinks.spark.whole_batch import WholeBatch, prepare_partition
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -177,6 +178,7 @@ def task(ground: Ground, brokers: int) -> dict[str, int]:
         key="id",
     )
     layout = read_layout(options, schema)
+    targets = (Target.of(options, layout),)
     batch = pa.RecordBatch.from_pydict({"id": list(range(1000)), "name": ["name"] * 1000})
     seen: dict[str, int] = {"brokers": brokers}
 
@@ -187,10 +189,10 @@ def task(ground: Ground, brokers: int) -> dict[str, int]:
         seen["broker_connections"] = _broker_sockets(ground)
         seen["database_sessions"] = _sessions(ground)
 
-    rows = projected_batches(batches(), schema, layout)
-    prepare_partition(options, layout, "1", rows, partition=0, number=0, run=None, staging=True)
+    rows = ((0, projected) for projected in projected_batches(batches(), schema, layout))
+    prepare_partition(options, targets, "1", rows, partition=0, number=0, run=None, staging=True)
     with WholeBatch(options, "1", run_name="1") as whole:
-        whole.give_up(layout)
+        whole.give_up(targets)
     print(f"a task with {brokers} brokers: {seen}", flush=True)
     return seen
 

@@ -27,7 +27,7 @@ from dualwrite.sinks.spark.databases.database import open_database
 from dualwrite.sinks.spark.formats.serializing import serializing
 from dualwrite.sinks.spark.options import SinkOptions
 from dualwrite.sinks.spark.plan import read_layout
-from dualwrite.sinks.spark.sendable import projected_batches, without_unused
+from dualwrite.sinks.spark.sendable import projected_batches, used_columns, without_unused
 from dualwrite.sinks.spark.writing import produce_batch
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -196,7 +196,7 @@ def by_database_leg(job: Job) -> None:
             database.engine.dispose()
         yield from ()
 
-    without_unused(job.df, layout).mapInArrow(copy_partition, "done boolean").collect()
+    without_unused(job.df, used_columns([layout])).mapInArrow(copy_partition, "done boolean").collect()
 
 
 def by_kafka_leg(job: Job) -> None:
@@ -219,7 +219,7 @@ def by_kafka_leg(job: Job) -> None:
             producer.commit_transaction()
         yield from ()
 
-    without_unused(job.df, layout).mapInArrow(produce_partition, "done boolean").collect()
+    without_unused(job.df, used_columns([layout])).mapInArrow(produce_partition, "done boolean").collect()
 
 
 def by_librdkafka(way: Way) -> Way:

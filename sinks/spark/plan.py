@@ -258,6 +258,12 @@ def with_found_schema(options: SinkOptions, engine: Engine) -> SinkOptions:
     return replace(options, schema=check_schema(engine, options.schema).schema)
 
 
+def read_layout(options: SinkOptions, schema: spark.StructType) -> Layout:
+    """Check topic, table and every column, and register the messages' schemas; writes nothing else."""
+    with _servers(options) as (database, coordinator):
+        return _read_layout(options, schema, database, coordinator)
+
+
 @dataclass(frozen=True)
 class StreamPlan:
     """What the driver has planned for a micro-batch and its tasks. Pickles.
