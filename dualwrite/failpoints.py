@@ -153,6 +153,11 @@ hit: Callable[[str], object] = _NONE_ARMED
 """Pass the point. Does nothing unless it is armed and this is the pass it waits for. Call it as ``failpoints.hit``."""
 
 
+def may_stop_at(name: str) -> bool:
+    """Whether passing the point may have an effect: it is armed, or a test has put its own in the place of :func:`hit`."""
+    return hit is not _NONE_ARMED and (hit is not pass_armed or name in _armed)
+
+
 def _set_armed(armed: Mapping[str, Callable[[str], None]]) -> None:
     global _armed, hit  # noqa: PLW0603 - the armed points belong to the process, as its environment does
     _armed = armed

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dualwrite.protocol.process import DatabaseVerdict
     from dualwrite.protocol.values import (
         AsideMessage,
+        Decided,
         Decision,
         EndAnswer,
         FirstLook,
@@ -429,6 +430,27 @@ class Decisions(Protocol):
         ...
 
 
+class DecisionWithCommit(Protocol):
+    """:meth:`Decisions.decide` and :meth:`Decisions.commit` in one exchange with the database."""
+
+    def is_possible(self, connection: Handle, age_s: float) -> bool:
+        """Whether this connection can do it now. Otherwise decide, and commit then. Nothing is sent."""
+        ...
+
+    def execute(self, connection: Handle, decision: Decision, age_s: float) -> Decided:
+        """Decide and commit. Durable on return, if committed.
+
+        The database rolls back if its transaction is older than ``age_s`` once the row is updated. What the user's statements
+        have deferred runs first.
+
+        Raises:
+            IllegalStateError, Unavailable: As :meth:`Decisions.decide`; nothing was committed.
+            TransactionAborted: As both.
+            TransactionInDoubt: As :meth:`Decisions.commit`, wherever in the exchange the connection was lost.
+        """
+        ...
+
+
 class OutboxRows(Protocol):
     """Messages that wait in the database: rows that commit with the user's rows, and are sent later.
 
@@ -605,6 +627,11 @@ class StateStore(Claims, Records, Decisions, Protocol):
     @property
     def outbox(self) -> OutboxRows | None:
         """The messages that wait; None if this kind of database keeps none."""
+        ...
+
+    @property
+    def with_commit(self) -> DecisionWithCommit | None:
+        """What sends a decision with its COMMIT; None if this kind of database cannot."""
         ...
 
 

@@ -205,6 +205,14 @@ class Decision(NamedTuple):
     waits: int | None = None
 
 
+class Decided(Enum):
+    """What became of a decision that was sent with its COMMIT."""
+
+    COMMITTED = "committed"
+    FENCED = "rolled back: the row does not name the incarnation any more"
+    LATE = "rolled back: the transaction was too old"
+
+
 # Messages that wait in the database, and what is known of all of a writer's.
 
 _DECISIONS_OF_ONE: Final = 32  # bits: a lane decides less than four thousand million times before it is claimed anew

@@ -45,8 +45,8 @@ from dualwrite.protocol.lives import WRITE_LIFE, Machine, Phase, WriteEvent, Wri
 from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, Unsendable
 from dualwrite.protocol.outbox import setting_of_block
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.process import DoubtStep, allow
-from dualwrite.protocol.values import Decision
+from dualwrite.protocol.process import Allowance, DoubtStep, allow
+from dualwrite.protocol.values import Decided, Decision
 from dualwrite.recovery.in_doubt import LOSSES, note_raised, resolve_commit
 from dualwrite.stores.sql.access import conflict_behind, permit_of
 from dualwrite.writing.transaction import (
@@ -582,7 +582,8 @@ class DualWrite(Work):
         try:
             with form.interruptible(True):
                 state = self._prepare()
-                answer = self._record(state, deadline)
+                at_once = self._allowed_at_once(state, deadline)
+                answer = self._record(state, deadline) if at_once is None else None
         except Unavailable as error:
             self._abort()
             raise TransactionAborted(error.what, transactional_id=self.transactional_id) from error
@@ -590,7 +591,12 @@ class DualWrite(Work):
             self._abort()
             raise
         with form.interruptible(False):
-            interruption, waits = self._decide(state, answer, deadline), False
+            if at_once is not None:
+                interruption = self._decide_at_once(state, at_once, deadline)
+            else:
+                assert answer is not None
+                interruption = self._decide(state, answer, deadline)
+            waits = False
             if self.sending:
                 if self.observer is not None:
                     self.observer.enter(Phase.COMPLETE)
@@ -671,6 +677,71 @@ class DualWrite(Work):
         failpoints.hit("write.prepared")
         return state
 
+    def _allowed_at_once(self, state: PreparedTxnState, deadline: Deadline) -> Allowance | None:
+        """The time that the decision may take if it goes with its COMMIT, in one exchange with the database.
+
+        None if they go one after the other: the database or the connection can do no other, or something comes between them.
+        """
+        with_commit = self._context.store.with_commit
+        if (
+            with_commit is None
+            or not state.has_transaction
+            or self._permit is not None
+            or failpoints.may_stop_at("write.recorded")
+        ):
+            return None
+        timeout_s = self._producer.transaction_timeout_ms / 1000
+        allowance = allow(timeout_s - self.engine.begun_for_s, self._margin_s, deadline.remaining_s())
+        if allowance is None:
+            raise self._out_of_time(timeout_s)
+        if not with_commit.is_possible(self._handle, self._oldest_s(allowance)):
+            return None
+        self.engine.require_still_open()
+        return allowance
+
+    def _oldest_s(self, allowance: Allowance) -> float:
+        """The age up to which the transaction may be recorded: :meth:`Allowance.fits`, for the database to check."""
+        return self._producer.transaction_timeout_ms / 1000 - allowance.margin_s - allowance.decide_s
+
+    def _decide_at_once(
+        self, state: PreparedTxnState, allowance: Allowance, deadline: Deadline
+    ) -> BaseException | None:
+        """Record the decision and commit the database in one exchange. Returns as :meth:`_decide`."""
+        with_commit, row = self._context.store.with_commit, self._lane.row
+        assert with_commit is not None
+        decision = Decision(
+            row.transactional_id,
+            row.incarnation,
+            state,
+            row.namespace,
+            within_s=allowance.decide_s,
+            answer_s=allowance.answer_s,
+            deferred=True,
+        )
+        try:
+            decided = with_commit.execute(self._handle, decision, self._oldest_s(allowance))
+        except TransactionInDoubt as error:
+            self._machine.apply(WriteEvent.RECORD)
+            return self._resolved(state, deadline, error)
+        except DualWriteError as error:
+            self._abort()
+            if (interruption := _interruption(error)) is not None:
+                raise interruption from error
+            if isinstance(error, Unavailable):
+                raise TransactionAborted(error.what, transactional_id=self.transactional_id) from error
+            raise
+        except BaseException:
+            self._abort()
+            raise
+        if decided is not Decided.COMMITTED:
+            self._abort()
+            late = decided is Decided.LATE
+            raise self._out_of_time(self._producer.transaction_timeout_ms / 1000) if late else self._fenced(None)
+        self._machine.apply(WriteEvent.RECORD)
+        self._machine.apply(WriteEvent.COMMIT)
+        failpoints.hit("write.decided")
+        return None
+
     def _record(self, state: PreparedTxnState, deadline: Deadline) -> Deadline:
         """Execute the last statement of the database's transaction. Returns the deadline for the answer to its COMMIT.
 
@@ -736,12 +807,16 @@ class DualWrite(Work):
                 raise interruption from error
             raise
         except TransactionInDoubt as error:
-            self._machine.apply(WriteEvent.LOSE_ANSWER)
-            self._resolve(state, deadline, error)
-            return _interruption(error)
+            return self._resolved(state, deadline, error)
         self._machine.apply(WriteEvent.COMMIT)
         failpoints.hit("write.decided")
         return None
+
+    def _resolved(self, state: PreparedTxnState, deadline: Deadline, doubt: TransactionInDoubt) -> BaseException | None:
+        """Find out what the COMMIT has done. Returns an interruption behind the doubt, if the database has committed."""
+        self._machine.apply(WriteEvent.LOSE_ANSWER)
+        self._resolve(state, deadline, doubt)
+        return _interruption(doubt)
 
     def _resolve(self, state: PreparedTxnState, deadline: Deadline, doubt: TransactionInDoubt) -> None:
         try:

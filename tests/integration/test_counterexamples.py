@@ -192,8 +192,11 @@ def test_a_row_read_before_the_claim_would_be_stale(kafka, engine, orders, dualw
     assert both() == ([1], [1, 1])
 
 
-def test_claiming_waits_for_a_decision_under_way(dualwrite_postgres, url, kafka, engine, orders, dualwrite_topic, both):
+def test_claiming_waits_for_a_decision_under_way(
+    dualwrite_postgres, url, kafka, engine, orders, dualwrite_topic, both, monkeypatch
+):
     """The deciding UPDATE holds the row: a claim that comes between it and COMMIT sees what the COMMIT left."""
+    monkeypatch.setattr(failpoints, "may_stop_at", lambda _: True)  # one after the other: COMMIT is held alone
     with PostgresProxy(dualwrite_postgres) as proxy:
         through = create_engine(proxy.url(url))
         with DualWriter("orders", kafka=kafka, database=through, limits=WriterLimits(max_lanes=1)) as writer:

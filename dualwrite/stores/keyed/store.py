@@ -348,6 +348,7 @@ class KeyedStore(Incidents):
     """
 
     outbox: Final = None
+    with_commit: Final = None
 
     def __init__(self, keys: Keys, name: str) -> None:
         super().__init__(keys)

@@ -371,6 +371,10 @@ class JoinedStore(SqlStateStore):
     refuses the owner's COMMIT here: the owner of the connection must turn it into that of the dual write.
     """
 
+    @property
+    def with_commit(self) -> None:
+        """The owner of the transaction commits."""
+
     def check_same_database(self, connection: Connection) -> None:
         """The transaction continues."""
         self._same_database.check(connection)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from sqlalchemy import Connection, exc
 
-from dualwrite.errors import IllegalStateError, TransactionAborted, TransactionInDoubt
+from dualwrite.errors import DualWriteError, IllegalStateError, TransactionAborted, TransactionInDoubt
 from dualwrite.stores.sql.access import Meaning, begun_on, driver_words, leave_to_parent, meaning_of
 from dualwrite.stores.sql.drivers import Listeners
 
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
     from dualwrite.protocol.process import DatabaseVerdict
     from dualwrite.protocol.values import WaitingMessages
+    from dualwrite.stores.sql.commit_with_decision import CommitWithDecision
     from dualwrite.stores.sql.drivers import CompiledOnce
     from dualwrite.stores.sql.savepoint_probe import Follower, Witness
+    from dualwrite.stores.sql.store import Decisions
     from dualwrite.stores.sql.tables import Tables
     from dualwrite.stores.sql.waiting_rows import Asked, Put
 
@@ -121,6 +123,12 @@ class Dialect(Protocol):
         ``idle_ms`` limits the pause between statements, ``within_ms`` the transaction with its COMMIT; NULL keeps the current
         limit, and so does None, which costs nothing. A limit that the block's code has set itself may be replaced.
         """
+        ...
+
+    def with_commit(
+        self, decisions: Decisions, mapped: Callable[[exc.SQLAlchemyError, str], DualWriteError]
+    ) -> CommitWithDecision | None:
+        """What sends a decision with its COMMIT; None if no driver of this database can."""
         ...
 
     def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[Any]:
@@ -226,7 +234,8 @@ logger = logging.getLogger(__name__)
 _RETRYABLE: Final = frozenset({Meaning.CONFLICT, Meaning.BUSY, Meaning.GONE, Meaning.FULL})
 
 
-def _refuse(connection: Connection) -> None:
+def refuse_commit(connection: Connection) -> None:
+    """Refuse a COMMIT by other code, and roll back."""
     begun = begun_on(connection)
     if begun is None or not begun.refuses:
         return
@@ -238,7 +247,7 @@ def _refuse(connection: Connection) -> None:
     )
 
 
-LISTENERS: Final = Listeners({"commit": _refuse})
+LISTENERS: Final = Listeners({"commit": refuse_commit})
 """Notice a COMMIT. One of other code is refused while :attr:`~dualwrite.stores.sql.access.Begun.refuses` says so."""
 
 
@@ -276,11 +285,13 @@ def commit(
     prepare_as: str | None = None,
     answer_s: float | None = None,
     joined: bool = False,
+    with_decision: Callable[[], None] | None = None,
 ) -> None:
     """Commit the connection's transaction, or prepare it. It is durable on return, and only then.
 
     ``prepare_as`` is plain ASCII without quotes. ``joined``: SQLAlchemy calls this while it commits the transaction, so its
     own state of the transaction is left to it. Without ``answer_s``, in seconds, the wait for the answer has no end.
+    ``with_decision`` sends the last statement and COMMIT in one exchange; what is left to do then is SQLAlchemy's.
 
     Raises:
         TransactionAborted: The transaction has certainly been rolled back.
@@ -312,6 +323,8 @@ def commit(
         raise _ended_before(verb, transactional_id)
     try:
         with dialect.bounded(connection, answer_s):
+            if with_decision is not None:
+                with_decision()
             if joined:
                 _commit_driver(connection, driver)
             elif prepare_as is None:

@@ -214,6 +214,9 @@ class MariaDB:
         del idle_ms, within_ms
         return update
 
+    def with_commit(self, *_: object) -> None:
+        """Each goes alone."""
+
     def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
         row, _ = statement.execute(connection, bound)
         assert row is not None  # it has no FROM

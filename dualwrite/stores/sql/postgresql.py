@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -46,7 +46,7 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.util import await_only
 
 from dualwrite.clock import now_s
-from dualwrite.errors import ConfigurationError, IllegalStateError
+from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError
 from dualwrite.protocol import database_requirements as requirements
 from dualwrite.protocol.database_requirements import refuse
 from dualwrite.protocol.findings import CheckResult, Status, Unasked
@@ -92,8 +92,10 @@ if TYPE_CHECKING:
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from dualwrite.protocol.values import WaitingMessages
+    from dualwrite.stores.sql.commit_with_decision import CommitWithDecision
     from dualwrite.stores.sql.drivers import CompiledOnce, OwnText
     from dualwrite.stores.sql.savepoint_probe import Follower, Witness
+    from dualwrite.stores.sql.store import Decisions
     from dualwrite.stores.sql.tables import Tables
     from dualwrite.stores.sql.waiting_rows import Asked, Put
 
@@ -103,7 +105,7 @@ logger = logging.getLogger(__name__)
 _STANDINGS: Final = {0: Standing.ENDED, 1: Standing.OPEN, 2: Standing.OPEN, 3: Standing.FAILED, 4: Standing.BROKEN}
 _IDLE: Final = 0
 _ACTIVE: Final = 1
-_IN_TRANSACTION: Final = 2
+IN_TRANSACTION: Final = 2
 
 # SQLSTATE classes that leave a COMMIT in doubt, even if the connection survives: a proxy may have sent them, or the
 # storage failed. Every other error in answer to COMMIT means a rollback: once the commit record is written, PostgreSQL
@@ -127,12 +129,12 @@ _NUMBERS: Final = 1016  # int8[]
 _FEW: Final = 4  # numbers in a run, on the average, that make it worth a look-up of its own
 _KEPT_LIMIT: Final = "dualwrite.lock_timeout"
 _POOLED: Final = "leave COMMIT and ROLLBACK to the dual write; use PgBouncer with pool_mode=transaction"
-_IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
+IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
 # now() is the time at which the transaction began: nothing changes it within one, and it costs nothing. As a number of
 # microseconds, since the text or the driver's value of a timestamp depends on settings of the session.
 _NOW_TEXT: Final = "CAST(extract(epoch FROM now()) * 1000000 AS bigint)"
 _NOW: Final[ColumnElement[Any]] = literal_column(_NOW_TEXT, BigInteger())
-_IS_BEGUN: Final[ColumnElement[bool]] = bindparam("begun_", type_=BigInteger()) == _NOW
+IS_BEGUN: Final[ColumnElement[bool]] = bindparam("begun_", type_=BigInteger()) == _NOW
 _FRESH: Final = frozenset({"read committed", "read uncommitted"})
 _DURABLE: Final = (
     "CASE WHEN current_setting('synchronous_commit') = 'off' THEN set_config('synchronous_commit', 'on', true) END"
@@ -258,6 +260,11 @@ class _Limits(NamedTuple):
 
 def _set_idle_limit(ms: ColumnElement[int | None]) -> ColumnElement[object]:
     return case((ms.is_not(None), func.set_config(_IDLE_NAME, ms.cast(Text()), _LOCAL)))
+
+
+def durable_within(ms: ColumnElement[int | None]) -> Sequence[ColumnElement[object]]:
+    """What a statement returns that makes the COMMIT behind it durable, and limits it on PostgreSQL 17 and newer."""
+    return literal_column(_DURABLE).label("durable"), _set_limit(ms).label("limited")
 
 
 def _set_limit(ms: ColumnElement[int | None]) -> ColumnElement[object]:
@@ -456,9 +463,9 @@ def _ask(  # noqa: C901 - the ways of one statement, side by side
     if begins:
         texts.append(begin_of(driver))
     elif (
-        deferred_of is not None and status == _IN_TRANSACTION
+        deferred_of is not None and status == IN_TRANSACTION
     ):  # in any other, ours reports what is wrong, with the cause
-        texts.append(_IMMEDIATE)
+        texts.append(IMMEDIATE)
     execution = None
     # Only the first statement is named. By the last one, psycopg may have sent DEALLOCATE ALL with a statement of the user's:
     # it does so at any time after a rollback or DDL. The transaction would be lost then, and not only its first statement.
@@ -474,7 +481,7 @@ def _ask(  # noqa: C901 - the ways of one statement, side by side
         if session.is_lost(own, execution, error) and begins and not again:
             return _ask(connection, statement, bound, again=True)
         # The results end with the error: with that of the first text, if the constraints were it.
-        deferred_failed = len(results) == 1 and texts[0] == _IMMEDIATE
+        deferred_failed = len(results) == 1 and texts[0] == IMMEDIATE
         _raise(connection, error, own, bound, deferred_of if deferred_failed else None)
     if execution is not None:
         session.prepared[own.name] = execution
@@ -508,7 +515,7 @@ def _ask_and_put(  # noqa: PLR0917 - what _ask has found
                 exchange_values(driver, statement, arrays_of(chunk), ARRAY_TYPES, results, awaits=begun.awaits)
                 inserted += results[-1].command_tuples or 0
     except BaseException as error:  # noqa: BLE001 - as above
-        deferred_failed = len(results) == 1 and texts[0] == _IMMEDIATE
+        deferred_failed = len(results) == 1 and texts[0] == IMMEDIATE
         _raise(connection, error, own, bound, deferred_of if deferred_failed else None)
     if inserted != len(put.rows):
         raise ended_inside(
@@ -544,14 +551,27 @@ def _talk_values(
         raise errors.error_from_result(results[-1], encoding=driver.info.encoding)
 
 
+def ended_unseen() -> IllegalStateError:
+    """The error for a decision in another transaction than the one that was begun, or in none."""
+    return ended_inside(
+        "by a COMMIT or ROLLBACK sent as text, by another process on its connection, or by a pooler that shares "
+        "connections by statement",
+        _POOLED,
+    )
+
+
+def raise_mapped(connection: Connection, error: BaseException, statement: str, bound: Mapping[str, Any]) -> NoReturn:
+    """Raise as SQLAlchemy does: it alone knows its events, and which connections are lost with this one."""
+    connection._handle_dbapi_exception(error, statement, dict(bound), None, None)  # noqa: SLF001 - as above
+
+
 def _raise(
     connection: Connection, error: BaseException, own: OwnText, bound: Mapping[str, Any], deferred_of: str | None
 ) -> NoReturn:
-    """Raise as SQLAlchemy does: it alone knows its events, and which connections are lost with this one."""
     if deferred_of is None:
-        connection._handle_dbapi_exception(error, own.template, dict(bound), None, None)  # noqa: SLF001 - as above
+        raise_mapped(connection, error, own.template, bound)
     try:
-        connection._handle_dbapi_exception(error, _IMMEDIATE, None, None, None)  # noqa: SLF001 - as above
+        connection._handle_dbapi_exception(error, IMMEDIATE, None, None, None)  # noqa: SLF001 - as above
     except exc.SQLAlchemyError as mapped:
         raise dialect.deferred_failed(mapped, deferred_of) from mapped
 
@@ -563,9 +583,9 @@ def _ask_by_sqlalchemy(
     deferred_of: str | None,
     put: Put | None = None,
 ) -> Sequence[object] | None:
-    if deferred_of is not None and _driver(connection).pgconn.transaction_status == _IN_TRANSACTION:
+    if deferred_of is not None and _driver(connection).pgconn.transaction_status == IN_TRANSACTION:
         try:
-            connection.exec_driver_sql(_IMMEDIATE)
+            connection.exec_driver_sql(IMMEDIATE)
         except exc.SQLAlchemyError as error:
             raise dialect.deferred_failed(error, deferred_of) from error
     row = statement.execute(connection, bound)[0]
@@ -704,18 +724,14 @@ class PostgreSQL:
 
     def is_begun(self) -> Sequence[ColumnElement[bool]]:
         """All of it can be said in SQL."""
-        return (_IS_BEGUN,)
+        return (IS_BEGUN,)
 
     def begun(self, connection: Connection) -> Mapping[str, object]:
         return {"begun_": (begun_on(connection) or _begun(connection)).started}
 
     def require_begun(self, connection: Connection) -> None:
-        if not connection.scalar(select(_IS_BEGUN), self.begun(connection)):
-            raise ended_inside(
-                "by a COMMIT or ROLLBACK sent as text, by another process on its connection, or by a pooler that shares "
-                "connections by statement",
-                _POOLED,
-            )
+        if not connection.scalar(select(IS_BEGUN), self.begun(connection)):
+            raise ended_unseen()
 
     def end_columns(self) -> Sequence[ColumnElement[object]]:
         """The transaction's name; also makes its COMMIT durable."""
@@ -735,6 +751,13 @@ class PostgreSQL:
         if idle_ms is None or within_ms is None:
             return update.returning(*self.end_columns())
         return update.returning(*self.end_columns(), _set_idle_limit(idle_ms), _set_limit(within_ms))
+
+    def with_commit(
+        self, decisions: Decisions, mapped: Callable[[exc.SQLAlchemyError, str], DualWriteError]
+    ) -> CommitWithDecision:
+        from dualwrite.stores.sql.commit_with_decision import CommitWithDecision  # noqa: PLC0415 - it uses this module
+
+        return CommitWithDecision(decisions, self, mapped)
 
     def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
         begun = begun_on(connection) or _begun(connection)
@@ -851,7 +874,7 @@ class PostgreSQL:
 
     def run_deferred(self, connection: Connection) -> None:
         """No ``statement_timeout`` would limit them during COMMIT."""
-        connection.exec_driver_sql(_IMMEDIATE)
+        connection.exec_driver_sql(IMMEDIATE)
 
     def commit_found_none(self, driver: DBAPIConnection) -> bool:
         """The server warns, unless the session hides warnings."""

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine, Row, Select
 
     from dualwrite.clock import Deadline
+    from dualwrite.interfaces import DecisionWithCommit
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.values import StateRow
     from dualwrite.stores.sql.dialect import Dialect
@@ -87,12 +88,18 @@ class SqlStateStore:
         self._same_database = SameDatabase(self._engine, self._dialect, self._tables, self._own)
         self._records = Records(self._tables, self._dialect)
         self._decisions = Decisions(self._tables, self._dialect)
+        self._with_commit = self._dialect.with_commit(self._decisions, self._as_ours)
         self._outbox = SqlOutbox(self._engine, self._tables, self._dialect, self._decisions, self._own)
 
     @property
     def outbox(self) -> SqlOutbox:
         """The messages that wait. Tables of the version before have none: then the first use of it fails."""
         return self._outbox
+
+    @property
+    def with_commit(self) -> DecisionWithCommit | None:
+        """Only through psycopg."""
+        return self._with_commit
 
     @property
     def engine(self) -> Engine:
@@ -684,14 +691,23 @@ class Decisions:
         self.start_waiting: Final = CompiledOnce(select(mode, decisions, *start))
         named = {"prepared_transaction_state": bindparam("state_"), "completed": null(), "settle_fence": null()}
         limits: dict[str, Any] = {name: bindparam(f"{name}_", type_=Integer()) for name in ("idle_ms", "within_ms")}
-        decide = update(state).where(*is_ours).values(**named, updated_at=database_now())
-        self._decide = CompiledOnce(dialect.deciding(decide, **limits))
+        self.update: Final = update(state).where(*is_ours).values(**named, updated_at=database_now())
+        self._decide = CompiledOnce(dialect.deciding(self.update, **limits))
         # The state stays: a transaction that was decided before may still be pending in Kafka.
         counted = update(state).where(*is_ours).values(outbox_decisions=bindparam("waits_"), updated_at=database_now())
         # No transaction of Kafka's must end with it in time: the limits of the first statement are enough.
         self._wait = CompiledOnce(dialect.deciding(counted))
         hold = select(*dialect.end_columns()).select_from(state).where(*is_ours).with_for_update(read=True)
         self._hold = CompiledOnce(hold)
+
+    def bound(self, connection: Connection, decision: Decision) -> dict[str, Any]:
+        """The values by which the last statement finds the row, and only in the transaction that was begun."""
+        return {
+            "id_": decision.transactional_id,
+            "incarnation_": decision.incarnation,
+            "namespace_": decision.namespace,
+            **self._dialect.begun(connection),
+        }
 
     def decide(
         self, connection: Connection, decision: Decision, text: str | None, put: Put | None = None
@@ -700,12 +716,7 @@ class Decisions:
 
         Returns the dialect's end columns; None if the row is no longer ours, or the transaction is not the one that was begun.
         """
-        bound = {
-            "id_": decision.transactional_id,
-            "incarnation_": decision.incarnation,
-            "namespace_": decision.namespace,
-            **self._dialect.begun(connection),
-        }
+        bound = self.bound(connection, decision)
         if put is None:
             idle_s, within_s = decision.idle_s, decision.within_s
             bound["idle_ms_"] = None if idle_s is None else max(1, int(idle_s * 1000))  # 0 would be no limit
@@ -718,12 +729,7 @@ class Decisions:
 
     def hold(self, connection: Connection, decision: Decision) -> Sequence[Any] | None:
         """Lock the row as it is. Returns as :meth:`decide`."""
-        bound = {
-            "id_": decision.transactional_id,
-            "incarnation_": decision.incarnation,
-            "namespace_": decision.namespace,
-            **self._dialect.begun(connection),
-        }
+        bound = self.bound(connection, decision)
         first = decision.transactional_id if decision.deferred else None
         return self._dialect.ask_last(connection, self._hold, bound, decides=False, deferred_of=first)
 

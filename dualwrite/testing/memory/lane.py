@@ -549,6 +549,8 @@ def dialect_for_tests(engine: Engine) -> Dialect:
 class MemoryStore:
     """The dual writes' calls of :class:`dualwrite.interfaces.StateStore`, for one lane: the decision is kept in memory."""
 
+    with_commit: Final = None
+
     def __init__(self, engine: Engine, dialect: Dialect, planted: Planted, lane: MemoryLane) -> None:
         self.outbox = MemoryRows(self, lane)
         self._engine = engine

@@ -60,6 +60,7 @@ class SimulatedStore:
     """
 
     outbox: Final = None
+    with_commit: Final = None
 
     def __init__(self, simulation: Simulation, owner: Process) -> None:
         self._simulation = simulation

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from sqlalchemy import bindparam, exc, null, update
+from sqlalchemy import bindparam, exc, literal_column, null, update
 
-from dualwrite.stores.sql import postgresql, store
+from dualwrite.stores.sql import commit_with_decision, postgresql, store
 from dualwrite.stores.sql.dialect import Standing
 from dualwrite.stores.sql.mariadb import MariaDB
 from dualwrite.stores.sql.postgresql import PostgreSQL, Session
@@ -49,6 +49,33 @@ def decides_in_any_transaction(patch: pytest.MonkeyPatch) -> None:
     for dialect in (PostgreSQL, MariaDB, SQLite):
         patch.setattr(dialect, "is_begun", lambda _: ())
         patch.setattr(dialect, "begun", lambda *_: {})
+
+
+@mistake(
+    Check(
+        "conformance/test_commit_with_decision.py"
+        "::test_of_an_id_that_another_has_claimed_nothing_is_committed[READ COMMITTED]",
+        "Decided.COMMITTED",
+    ),
+    Check(
+        "conformance/test_commit_with_decision.py::test_the_wait_for_the_lock_counts_for_the_age", "Decided.COMMITTED"
+    ),
+)
+def decision_with_commit_never_fails(patch: pytest.MonkeyPatch) -> None:
+    """A decision that matches no row, or comes too late, does not fail: the COMMIT that is sent with it is executed."""
+    patch.setattr(commit_with_decision, "_failing", lambda update: update.returning(literal_column("1")))
+
+
+@mistake(
+    Check(
+        "conformance/test_commit_with_decision.py"
+        "::test_a_connection_lost_in_it_leaves_a_doubt_that_the_row_resolves[reset_answer]",
+        "TransactionAborted",
+    )
+)
+def lost_decision_with_commit_taken_for_no(patch: pytest.MonkeyPatch) -> None:
+    """An owner that loses its connection in the exchange of the decision takes it that COMMIT was not reached."""
+    patch.setattr(PostgreSQL, "certainly_rolled_back", lambda *_: True)
 
 
 @mistake(

@@ -123,6 +123,7 @@ def doubt_left_at_the_first_error(patch: pytest.MonkeyPatch) -> None:
 def deferred_triggers_left_to_commit(patch: pytest.MonkeyPatch) -> None:
     """Triggers that are deferred to COMMIT run in it, after the last look at the clock."""
     real = postgresql.PostgreSQL.ask_last
+    patch.setattr(SqlStateStore, "with_commit", None)
     patch.setattr(
         postgresql.PostgreSQL,
         "ask_last",

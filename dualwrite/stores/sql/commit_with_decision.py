@@ -1,0 +1,169 @@
+"""A decision and its COMMIT in one exchange with PostgreSQL, through psycopg: a dual write waits for the server once less.
+
+The server executes the statements of one text in order, and stops at the first that fails. So what is judged between the two
+otherwise must *fail* here, in SQL: an UPDATE that matches no row, and a transaction that has become too old. COMMIT is not
+reached then. The age is that of the database's transaction, by the server's clock alone. The transaction of Kafka is younger:
+nothing is produced before the database has answered. The server looks at its clock after the wait for the row's lock.
+
+The one answer stands for both. If it is missing, the COMMIT is in doubt wherever the connection was lost, and the row tells.
+
+Where something must happen between the two, or this connection cannot do it, the caller sends one after the other.
+"""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import psycopg
+from sqlalchemy import BigInteger, Integer, Update, and_, bindparam, case, cast, exc, func, literal_column
+from sqlalchemy import select as select_of
+
+from dualwrite.clock import now_s
+from dualwrite.errors import DualWriteError, TransactionAborted
+from dualwrite.protocol.values import Decided, Decision
+from dualwrite.stores.sql import dialect as committing
+from dualwrite.stores.sql.access import begun_on, driver_words, let_go
+from dualwrite.stores.sql.drivers import CompiledOnce
+from dualwrite.stores.sql.postgresql import (
+    IMMEDIATE,
+    IN_TRANSACTION,
+    IS_BEGUN,
+    Session,
+    durable_within,
+    ended_unseen,
+    exchange,
+    literals,
+    raise_mapped,
+)
+from dualwrite.stores.sql.tables import check_decidable
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Select
+
+    from dualwrite.stores.sql.dialect import Dialect
+    from dualwrite.stores.sql.drivers import OwnText
+    from dualwrite.stores.sql.store import Decisions
+
+_FENCED: Final = "dualwrite: the row is not ours any more"
+_LATE: Final = "dualwrite: too late to commit"
+_ENDED: Final = "dualwrite: not the transaction that was begun"
+_LONG_S: Final = 86_400.0
+"""No block lasts that long: its age need not be looked at here."""
+_COMMITS: Final = frozenset({psycopg.Connection.commit, psycopg.AsyncConnection.commit})
+
+
+def _failing(update: Update) -> Select[Any]:
+    """The statement that records the decision, and fails unless it may be committed.
+
+    A word that is no number fails as it is made one, and stands in the server's log. It must not be a constant: the server
+    would make a number of it as it reads the statement.
+    """
+    recorded = update.returning(*durable_within(bindparam("within_ms_", type_=Integer()))).cte("recorded")
+    found = func.count() == literal_column("0")
+    late = literal_column("extract(epoch FROM clock_timestamp() - now()) * 1000", BigInteger()) > bindparam(
+        "age_ms_", type_=BigInteger()
+    )
+    word = case(
+        (and_(found, IS_BEGUN), literal_column(f"'{_FENCED}'")),
+        (found, literal_column(f"'{_ENDED}'")),
+        (late, literal_column(f"'{_LATE}'")),
+        else_=literal_column("'1'"),
+    )
+    return select_of(cast(word, Integer)).select_from(recorded)
+
+
+class CommitWithDecision:
+    """Implements :class:`dualwrite.interfaces.DecisionWithCommit` on PostgreSQL. ``mapped`` makes our error of SQLAlchemy's."""
+
+    def __init__(
+        self, decisions: Decisions, dialect: Dialect, mapped: Callable[[exc.SQLAlchemyError, str], DualWriteError]
+    ) -> None:
+        self._decisions = decisions
+        self._dialect = dialect
+        self._mapped = mapped
+        self._statement = CompiledOnce(_failing(decisions.update))
+
+    def is_possible(self, connection: Connection, age_s: float) -> bool:
+        begun = begun_on(connection)
+        if begun is None or not isinstance(begun.session, Session):
+            return False  # asyncpg
+        driver = begun.driver
+        conn = driver.pgconn
+        if (
+            conn.transaction_status != IN_TRANSACTION
+            or conn.pipeline_status
+            or connection.connection is not begun.pooled
+            or type(driver).commit not in _COMMITS
+            or getattr(driver, "_num_transactions", 0)  # in a block of psycopg's, which refuses a COMMIT
+            or self._statement.text(connection) is None
+        ):
+            return False
+        if age_s < _LONG_S and now_s() - begun.limits.asked_at > age_s / 2:
+            return False  # the transaction of the database is old, that of Kafka may not be
+        for listener in connection.dispatch.commit:
+            if listener is not committing.refuse_commit:
+                return False  # it may work in the transaction, or stop the COMMIT
+        # What a server says unasked, is that it has ended the session. Nothing is in doubt then, if nothing is sent.
+        said = select.poll()
+        said.register(conn.socket, select.POLLIN)
+        return not said.poll(0)
+
+    def execute(self, connection: Connection, decision: Decision, age_s: float) -> Decided:
+        bound = self._decisions.bound(connection, decision)
+        bound["state_"] = check_decidable(decision)
+        _, within_ms = begun_on(connection).limits.lower(None, max(1, int((decision.within_s or 0) * 1000)))  # type: ignore[union-attr] # is_possible
+        bound["within_ms_"], bound["age_ms_"] = within_ms, int(age_s * 1000)
+        own = self._statement.text(connection)
+        assert own is not None
+        sent = _Exchange(connection, own, bound)
+        transactional_id = decision.transactional_id
+        try:
+            committing.commit(
+                connection, self._dialect, transactional_id, answer_s=decision.answer_s, with_decision=sent.send
+            )
+        except TransactionAborted as aborted:
+            if not sent.failed_before_commit:
+                raise
+            cause = aborted.__cause__
+            if not isinstance(cause, exc.SQLAlchemyError):
+                raise
+            if len(sent.results) == 1:
+                raise committing.deferred_failed(cause, transactional_id) from cause
+            words = driver_words(cause)
+            if _FENCED in words:
+                return Decided.FENCED
+            if _LATE in words:
+                return Decided.LATE
+            if _ENDED in words:
+                raise ended_unseen() from None
+            raise self._mapped(cause, transactional_id) from cause
+        finally:
+            let_go(connection)
+        return Decided.COMMITTED
+
+
+class _Exchange:
+    """One decision with its COMMIT, and what was answered."""
+
+    def __init__(self, connection: Connection, own: OwnText, bound: dict[str, Any]) -> None:
+        self._connection, self._own, self._bound = connection, own, bound
+        self.results: list[Any] = []
+
+    @property
+    def failed_before_commit(self) -> bool:
+        """Whether the server has answered that a statement before COMMIT has failed."""
+        return 0 < len(self.results) < _STATEMENTS
+
+    def send(self) -> None:
+        begun = begun_on(self._connection)
+        assert begun is not None
+        decide = self._own.template % literals({**self._own.constants, **self._bound})
+        try:
+            exchange(begun.driver, f"{IMMEDIATE}; {decide}; COMMIT", self.results, awaits=begun.awaits)
+        except BaseException as error:  # noqa: BLE001 - an interruption too, which SQLAlchemy passes on
+            raise_mapped(self._connection, error, self._own.template, self._bound)
+
+
+_STATEMENTS: Final = 3

@@ -1,0 +1,256 @@
+"""A decision that is sent with its COMMIT, in one exchange with PostgreSQL: all that may fail in it, and how it is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from harness.databases import Database, Thread, prepared, wait_until, wait_until_blocked
+from sqlalchemy import Connection, create_engine, event, text
+from sqlalchemy.exc import DBAPIError
+
+from dualwrite.clock import Deadline
+from dualwrite.errors import IllegalStateError, TransactionAborted, TransactionInDoubt
+from dualwrite.protocol.values import Decided, Decision
+from dualwrite.stores.sql import access
+from dualwrite.stores.sql.commit_with_decision import CommitWithDecision
+from dualwrite.stores.sql.store import SqlStateStore
+from dualwrite.testing import EmbeddedPostgres, PostgresProxy
+
+pytestmark = pytest.mark.postgresql
+
+AGE_S = 60.0
+
+
+@pytest.fixture
+def store(postgres: Database) -> SqlStateStore:
+    return postgres.store()
+
+
+@pytest.fixture
+def connection(store: SqlStateStore) -> Iterator[Connection]:
+    with store.engine.connect() as made:
+        yield made
+
+
+def at_once(store: SqlStateStore) -> CommitWithDecision:
+    found = store.with_commit
+    assert isinstance(found, CommitWithDecision)
+    return found
+
+
+def begin(store: SqlStateStore, connection: Connection, name: str = "orders", order: int | None = 1) -> None:
+    store.begin(connection)
+    store.read_incarnation(connection, name)
+    if order is not None:
+        connection.execute(text("INSERT INTO orders VALUES (:id)"), {"id": order})
+
+
+def execute(
+    store: SqlStateStore, connection: Connection, name: str = "orders", *, number: int = 0, age_s: float = AGE_S
+) -> Decided:
+    assert at_once(store).is_possible(connection, AGE_S)
+    decision = Decision(name, 1, prepared(1, number), within_s=10, answer_s=20, deferred=True)
+    return at_once(store).execute(connection, decision, age_s)
+
+
+def orders(database: Database) -> list[int]:
+    return [row[0] for row in database.query("SELECT id FROM orders ORDER BY id")]
+
+
+def test_it_is_committed_and_the_connection_may_be_used_again(
+    postgres: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    postgres.claim(store, "orders")
+    for number in range(3):
+        begin(store, connection, order=number)
+        assert execute(store, connection, number=number) is Decided.COMMITTED
+        assert not connection.in_transaction()
+        assert store.read(["orders"])[0].prepared == prepared(1, number)
+    assert orders(postgres) == [0, 1, 2]
+
+
+def test_it_saves_an_exchange(postgres: Database, store: SqlStateStore, dualwrite_postgres: EmbeddedPostgres) -> None:
+    postgres.claim(store, "orders")
+    with PostgresProxy(dualwrite_postgres) as proxy:
+        own = postgres.store(create_engine(proxy.url(postgres.url)))
+        with own.engine.connect() as connection:
+            begin(own, connection, order=1)
+            execute(own, connection)
+            before = len(proxy.requests)
+            begin(own, connection, order=2)
+            execute(own, connection, number=1)
+        sent = [[statement.split()[0] for statement in request.statements] for request in proxy.requests[before:]]
+        own.engine.dispose()
+    assert [words[0] for words in sent] == ["BEGIN", "INSERT", "SET"]
+    assert sent[-1] == ["SET", "WITH", "COMMIT"]
+
+
+@pytest.mark.parametrize("level", ["READ COMMITTED", "REPEATABLE READ"])
+def test_of_an_id_that_another_has_claimed_nothing_is_committed(
+    postgres: Database, store: SqlStateStore, level: str
+) -> None:
+    postgres.claim(store, "orders")
+    with postgres.engine(isolation_level=level).connect() as connection:
+        begin(store, connection)
+        postgres.claim(store, "orders")
+        if level == "READ COMMITTED":
+            assert execute(store, connection) is Decided.FENCED
+        else:
+            with pytest.raises(TransactionAborted):  # the claim shows as a conflict
+                execute(store, connection)
+        assert not connection.in_transaction()
+    assert orders(postgres) == []
+    assert not store.read(["orders"])[0].prepared.has_transaction
+
+
+def test_it_waits_for_a_claim_under_way_and_is_fenced_by_it(
+    postgres: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    postgres.claim(store, "orders")
+    begin(store, connection)
+    with postgres.engine().connect() as claiming:
+        claiming.execute(text(f"UPDATE {postgres.state_table} SET incarnation = 2"))
+        decided = Thread(lambda: execute(store, connection))
+        wait_until_blocked(postgres)
+        claiming.commit()
+    assert decided.result() is Decided.FENCED
+    assert orders(postgres) == []
+
+
+def test_the_wait_for_the_lock_counts_for_the_age(
+    postgres: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    """The server evaluates a condition on the row before it waits for it, and not once more after it."""
+    postgres.claim(store, "orders")
+    begin(store, connection)
+    with postgres.engine().connect() as holding:
+        holding.execute(text(f"SELECT FROM {postgres.state_table} FOR UPDATE"))
+        decided = Thread(lambda: execute(store, connection, age_s=2))
+        wait_until_blocked(postgres)
+        holding.execute(text("SELECT pg_sleep(2)"))
+    assert decided.result() is Decided.LATE
+    assert orders(postgres) == []
+    assert not store.read(["orders"])[0].prepared.has_transaction
+
+
+def test_a_deferred_constraint_that_fails_is_told_as_one(
+    postgres: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    postgres.claim(store, "orders")
+    postgres.execute("CREATE TABLE notes (id int, order_id int REFERENCES orders (id) DEFERRABLE INITIALLY DEFERRED)")
+    begin(store, connection)
+    connection.execute(text("INSERT INTO notes VALUES (1, 7)"))
+    with pytest.raises(TransactionAborted, match="a check deferred to COMMIT failed") as caught:
+        execute(store, connection)
+    assert not caught.value.retryable
+    assert orders(postgres) == []
+
+
+def test_a_serialization_failure_may_be_tried_again(postgres: Database, store: SqlStateStore) -> None:
+    store.claim(["a", "b"], owner="me", cluster_id="c")
+    engine = postgres.engine(isolation_level="SERIALIZABLE")
+    with engine.connect() as one, engine.connect() as two:
+        for connection, name in ((one, "a"), (two, "b")):
+            begin(store, connection, name, order=None)
+            connection.execute(text("SELECT count(*) FROM orders")).all()
+        one.execute(text("INSERT INTO orders VALUES (1)"))
+        two.execute(text("INSERT INTO orders VALUES (2)"))
+        assert execute(store, one, "a", number=1) is Decided.COMMITTED
+        with pytest.raises(TransactionAborted) as caught:
+            execute(store, two, "b", number=2)
+    assert caught.value.retryable
+    assert orders(postgres) == [1]
+
+
+@pytest.mark.parametrize("fault", ["reset_request", "reset_answer"])
+def test_a_connection_lost_in_it_leaves_a_doubt_that_the_row_resolves(
+    postgres: Database, store: SqlStateStore, dualwrite_postgres: EmbeddedPostgres, fault: str
+) -> None:
+    row = postgres.claim(store, "orders")
+    with PostgresProxy(dualwrite_postgres) as proxy:
+        own = postgres.store(create_engine(proxy.url(postgres.url)))
+        with own.engine.connect() as connection:
+            begin(own, connection)
+            getattr(proxy.on("COMMIT"), fault)()
+            with pytest.raises(TransactionInDoubt, match="the answer to COMMIT is missing"):
+                execute(own, connection)
+        own.engine.dispose()
+    committed = fault == "reset_answer"
+    found = store.read_locked("orders", Deadline(5))
+    assert found.prepared == (prepared(1) if committed else row.prepared)
+    assert orders(postgres) == ([1] if committed else [])
+
+
+def test_a_session_that_was_ended_while_the_decision_waits_leaves_a_doubt(
+    postgres: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    """Such an error may also be a pooler's, and come after the COMMIT."""
+    postgres.claim(store, "orders")
+    begin(store, connection)
+    driver: Any = connection.connection.driver_connection
+    with postgres.engine().connect() as holding:
+        holding.execute(text(f"SELECT FROM {postgres.state_table} FOR UPDATE"))
+        decided = Thread(lambda: execute(store, connection))
+        wait_until_blocked(postgres)
+        postgres.query("SELECT pg_terminate_backend(:pid)", pid=driver.info.backend_pid)
+        with pytest.raises(TransactionInDoubt):
+            decided.result()
+    assert orders(postgres) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_in_a_transaction_that_was_ended_unseen_nothing_is_committed(
+    postgres: Database, store: SqlStateStore, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "_leave", lambda _: None)  # or else the child could not reach the server
+    row = postgres.claim(store, "orders")
+    begin(store, connection)
+    driver: Any = connection.connection.driver_connection
+    child = os.fork()
+    if child == 0:
+        driver.pgconn.exec_(b"ROLLBACK")
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(IllegalStateError, match="was ended inside it"):
+        execute(store, connection)
+    assert store.read(["orders"]) == [row]
+
+
+def test_where_something_must_come_between_they_go_one_by_one(
+    postgres: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    postgres.claim(store, "orders")
+    possible = at_once(store).is_possible
+
+    begin(store, connection)
+    assert possible(connection, AGE_S)
+    assert not possible(connection, 0), "the transaction is too old already: that of Kafka may be younger"
+
+    def audit(_: Connection) -> None:
+        pass
+
+    event.listen(store.engine, "commit", audit)
+    assert not possible(connection, AGE_S), "a listener to COMMIT"
+    event.remove(store.engine, "commit", audit)
+    assert possible(connection, AGE_S)
+
+    driver: Any = connection.connection.driver_connection
+    with driver.pipeline():
+        assert not possible(connection, AGE_S), "a pipeline"
+    with driver.transaction():
+        assert not possible(connection, AGE_S), "a block of psycopg's"
+    with pytest.raises(DBAPIError):
+        connection.execute(text("SELECT 1 / 0"))
+    assert not possible(connection, AGE_S), "a failed transaction"
+    store.rollback(connection)
+
+    begin(store, connection)
+    pid = driver.info.backend_pid
+    postgres.query("SELECT pg_terminate_backend(:pid)", pid=pid)
+    wait_until_gone = f"NOT EXISTS (SELECT FROM pg_stat_activity WHERE pid = {pid})"
+    wait_until(postgres, wait_until_gone)
+    assert not possible(connection, AGE_S), "the server has ended the session: nothing is in doubt if nothing is sent"
+    store.rollback(connection)
