@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
     from dualwrite.stores.sql.dialect import Dialect
     from dualwrite.stores.sql.drivers import OwnText
-    from dualwrite.stores.sql.store import Decisions
 
 _FENCED: Final = "dualwrite: the row is not ours any more"
 _LATE: Final = "dualwrite: too late to commit"
@@ -75,15 +74,22 @@ def _failing(update: Update) -> Select[Any]:
 
 
 class CommitWithDecision:
-    """Implements :class:`dualwrite.interfaces.DecisionWithCommit` on PostgreSQL. ``mapped`` makes our error of SQLAlchemy's."""
+    """Implements :class:`dualwrite.interfaces.DecisionWithCommit` on PostgreSQL.
+
+    For the arguments see :meth:`dualwrite.stores.sql.dialect.Dialect.with_commit`.
+    """
 
     def __init__(
-        self, decisions: Decisions, dialect: Dialect, mapped: Callable[[exc.SQLAlchemyError, str], DualWriteError]
+        self,
+        dialect: Dialect,
+        update: Update,
+        bound: Callable[[Connection, Decision], dict[str, Any]],
+        mapped: Callable[[exc.SQLAlchemyError, str], DualWriteError],
     ) -> None:
-        self._decisions = decisions
         self._dialect = dialect
+        self._bound = bound
         self._mapped = mapped
-        self._statement = CompiledOnce(_failing(decisions.update))
+        self._statement = CompiledOnce(_failing(update))
 
     def is_possible(self, connection: Connection, age_s: float) -> bool:
         begun = begun_on(connection)
@@ -111,10 +117,15 @@ class CommitWithDecision:
         return not said.poll(0)
 
     def execute(self, connection: Connection, decision: Decision, age_s: float) -> Decided:
-        bound = self._decisions.bound(connection, decision)
-        bound["state_"] = check_decidable(decision)
-        _, within_ms = begun_on(connection).limits.lower(None, max(1, int((decision.within_s or 0) * 1000)))  # type: ignore[union-attr] # is_possible
-        bound["within_ms_"], bound["age_ms_"] = within_ms, int(age_s * 1000)
+        begun, within_s = begun_on(connection), decision.within_s
+        assert begun is not None  # it is possible
+        _, within_ms = begun.limits.lower(None, None if within_s is None else max(1, int(within_s * 1000)))
+        bound = {
+            **self._bound(connection, decision),
+            "state_": check_decidable(decision),
+            "within_ms_": within_ms,
+            "age_ms_": int(age_s * 1000),
+        }
         own = self._statement.text(connection)
         assert own is not None
         sent = _Exchange(connection, own, bound)

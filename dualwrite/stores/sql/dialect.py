@@ -20,12 +20,11 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Insert, Table, Update
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
+    from dualwrite.interfaces import DecisionWithCommit
     from dualwrite.protocol.process import DatabaseVerdict
-    from dualwrite.protocol.values import WaitingMessages
-    from dualwrite.stores.sql.commit_with_decision import CommitWithDecision
+    from dualwrite.protocol.values import Decision, WaitingMessages
     from dualwrite.stores.sql.drivers import CompiledOnce
     from dualwrite.stores.sql.savepoint_probe import Follower, Witness
-    from dualwrite.stores.sql.store import Decisions
     from dualwrite.stores.sql.tables import Tables
     from dualwrite.stores.sql.waiting_rows import Asked, Put
 
@@ -126,9 +125,15 @@ class Dialect(Protocol):
         ...
 
     def with_commit(
-        self, decisions: Decisions, mapped: Callable[[exc.SQLAlchemyError, str], DualWriteError]
-    ) -> CommitWithDecision | None:
-        """What sends a decision with its COMMIT; None if no driver of this database can."""
+        self,
+        update: Update,
+        bound: Callable[[Connection, Decision], dict[str, Any]],
+        mapped: Callable[[exc.SQLAlchemyError, str], DualWriteError],
+    ) -> DecisionWithCommit | None:
+        """What sends a decision, the UPDATE of its row, with its COMMIT; None if no driver of this database can.
+
+        ``bound`` returns the values by which the UPDATE finds the row; ``mapped`` makes our error of SQLAlchemy's.
+        """
         ...
 
     def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[Any]:

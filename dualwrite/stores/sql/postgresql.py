@@ -91,11 +91,10 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Insert, Table, Update
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
-    from dualwrite.protocol.values import WaitingMessages
+    from dualwrite.protocol.values import Decision, WaitingMessages
     from dualwrite.stores.sql.commit_with_decision import CommitWithDecision
     from dualwrite.stores.sql.drivers import CompiledOnce, OwnText
     from dualwrite.stores.sql.savepoint_probe import Follower, Witness
-    from dualwrite.stores.sql.store import Decisions
     from dualwrite.stores.sql.tables import Tables
     from dualwrite.stores.sql.waiting_rows import Asked, Put
 
@@ -753,11 +752,14 @@ class PostgreSQL:
         return update.returning(*self.end_columns(), _set_idle_limit(idle_ms), _set_limit(within_ms))
 
     def with_commit(
-        self, decisions: Decisions, mapped: Callable[[exc.SQLAlchemyError, str], DualWriteError]
+        self,
+        update: Update,
+        bound: Callable[[Connection, Decision], dict[str, Any]],
+        mapped: Callable[[exc.SQLAlchemyError, str], DualWriteError],
     ) -> CommitWithDecision:
         from dualwrite.stores.sql.commit_with_decision import CommitWithDecision  # noqa: PLC0415 - it uses this module
 
-        return CommitWithDecision(decisions, self, mapped)
+        return CommitWithDecision(self, update, bound, mapped)
 
     def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
         begun = begun_on(connection) or _begun(connection)

@@ -88,7 +88,7 @@ class SqlStateStore:
         self._same_database = SameDatabase(self._engine, self._dialect, self._tables, self._own)
         self._records = Records(self._tables, self._dialect)
         self._decisions = Decisions(self._tables, self._dialect)
-        self._with_commit = self._dialect.with_commit(self._decisions, self._as_ours)
+        self._with_commit = self._dialect.with_commit(self._decisions.update, self._decisions.bound, self._as_ours)
         self._outbox = SqlOutbox(self._engine, self._tables, self._dialect, self._decisions, self._own)
 
     @property
