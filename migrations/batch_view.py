@@ -17,10 +17,10 @@ SELECT sink, batch_id,
        ELSE 'writing' END AS phase,
   partition_count, written_partitions, row_count, message_count, started_at, decided_at, completed_at,
   {decided_after_s} AS decided_after_s,
-  {completed_after_s} AS completed_after_s{failed_shown}
+  {completed_after_s} AS completed_after_s{failed_shown}{seen}
 FROM (
   SELECT sink, batch_id, partition_count, written_partitions, row_count, message_count, started_at, completed_at,
-    CASE WHEN written_partitions >= partition_count THEN last_written_at END AS decided_at{failed_at}
+    CASE WHEN written_partitions >= partition_count THEN last_written_at END AS decided_at{failed_at}{seen}
   FROM (
     SELECT sink, batch_id,
       MAX(partition_count) AS partition_count,
@@ -30,7 +30,7 @@ FROM (
       CAST(SUM(message_count) AS {bigint}) AS message_count,
       {started_at} AS started_at,
       MAX(CASE WHEN partition_id >= -1 THEN written_at END) AS last_written_at,
-      MAX(completed_at) AS completed_at{failed_max}
+      MAX(completed_at) AS completed_at{failed_max}{seen_max}
     FROM {ledger} GROUP BY sink, batch_id
   ) AS summed
 ) AS judged
@@ -38,11 +38,13 @@ FROM (
 _STARTED: Final = "MIN(CASE WHEN partition_id = -2 THEN written_at ELSE started_at END)"
 
 
-def create_batch_view(op: Operations, schema: str | None, *, failed: bool, replace: bool = False) -> None:
+def create_batch_view(
+    op: Operations, schema: str | None, *, failed: bool, seen: bool = False, replace: bool = False
+) -> None:
     """Create the view.
 
-    With `failed`, it shows batches whose last run failed, and undecided batches that are decided as a whole. `replace` says
-    that it already exists, with fewer columns; its grants stay where the database allows it.
+    With `failed`, it shows batches whose last run failed, and undecided batches that are decided as a whole; with `seen`, also
+    bytes and sources. `replace` says that it already exists, with fewer columns; its grants stay where the database allows it.
     """
     prefix = prefix_of(op, schema)
     view = f"{prefix}dualwrite_batch"
@@ -77,6 +79,11 @@ def create_batch_view(op: Operations, schema: str | None, *, failed: bool, repla
             failed_shown=",\n  CASE WHEN decided_at IS NULL THEN failed_at END AS failed_at" if failed else "",
             failed_at=", failed_at" if failed else "",
             failed_max=",\n      MAX(failed_at) AS failed_at" if failed else "",
+            seen=", byte_count, sources" if seen else "",
+            # One row of a batch has its sources: -1 if it is decided at once, otherwise -2.
+            seen_max=f",\n      CAST(SUM(byte_count) AS {bigint}) AS byte_count, MAX(sources) AS sources"
+            if seen
+            else "",
         )
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from dualwrite.protocol.batches import outlook
 from dualwrite.protocol.blocking import Blocker
@@ -329,13 +331,17 @@ def status_document(
     }
 
 
-def batch_table(batches: Sequence[Batch], deserted: Mapping[tuple[str, str], datetime]) -> Table:
-    """The table of ``dualwrite batches``."""
+def batch_table(
+    batches: Sequence[Batch], deserted: Mapping[tuple[str, str], datetime], *, sources: bool = False
+) -> Table:
+    """The table of ``dualwrite batches``, with what each batch is made of if `sources` are wanted."""
     table = Table(title=None, box=None, pad_edge=False)
     for column in ("sink", "batch", "phase", "partitions"):
         table.add_column(column, overflow="fold")
-    for column in ("rows", "messages", "started (UTC)", "decided after", "completed after", "rows/s"):
+    for column in ("rows", "messages", "MiB", "started (UTC)", "decided after", "completed after", "rows/s"):
         table.add_column(column, justify="right")
+    if sources:
+        table.add_column("made of", overflow="fold")
     for batch in batches:
         table.add_row(
             batch.sink,
@@ -344,10 +350,12 @@ def batch_table(batches: Sequence[Batch], deserted: Mapping[tuple[str, str], dat
             f"{batch.written_partitions} of {batch.partition_count}",
             f"{batch.row_count:,}",
             f"{batch.message_count:,}",
+            "" if batch.byte_count is None else f"{batch.byte_count / 2**20:,.1f}",
             "" if batch.started_at is None else f"{batch.started_at:%Y-%m-%d %H:%M:%S}",
             _seconds(batch.decided_after_s, 2),
             _seconds(batch.completed_after_s, 2),
             f"{batch.row_count / batch.decided_after_s:,.0f}" if batch.decided_after_s else "",
+            *([Text(batch.sources or "not told")] if sources else []),
             style="bold" if batch.decided_at is None else None,
         )
     return table
@@ -383,8 +391,20 @@ def unfinished_json(one: UnfinishedBatch, words: str) -> dict[str, object]:
 
 def batch_json(batch: Batch, deserted: Mapping[tuple[str, str], datetime]) -> dict[str, object]:
     """One batch as ``dualwrite batches --json`` shows it."""
-    shown = {**asdict(batch), "nobody_at_work_since": deserted.get((batch.sink, batch.batch_id))}
+    shown = {
+        **asdict(batch),
+        "sources": _json_or_text(batch.sources),
+        "nobody_at_work_since": deserted.get((batch.sink, batch.batch_id)),
+    }
     return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in shown.items()}
+
+
+def _json_or_text(text: str | None) -> object:
+    """What the text holds if it is JSON: of a batch's sources, the job's own words may be anything."""
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError:
+        return text
 
 
 def loss_json(loss: Loss) -> dict[str, object]:

@@ -84,10 +84,13 @@ def _migrate(url: str, schema: str | None, revision: str, *, downgrade: bool) ->
 @click.argument("sink", required=False, callback=not_empty)
 @click.option("--last", "limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many to show.")
 @click.option("--all", "everything", is_flag=True, help="All batches, instead of the newest.")
+@click.option("--sources", is_flag=True, help="Also what each batch is made of: offsets, or files.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
 @database_options
 @exit_code_for_errors
-def batches(*, sink: str | None, limit: int, everything: bool, as_json: bool, url: str, schema: str | None) -> None:
+def batches(
+    *, sink: str | None, limit: int, everything: bool, sources: bool, as_json: bool, url: str, schema: str | None
+) -> None:
     """Show the batches of SINK, or of all sinks: rows, messages, phase and duration. Changes nothing.
 
     A batch that was begun, but has had no lease and written nothing for five minutes, is shown as "writing, nobody at work
@@ -108,7 +111,7 @@ def batches(*, sink: str | None, limit: int, everything: bool, as_json: bool, ur
         click.echo(json.dumps({"batches": [batch_json(batch, deserted) for batch in found]}, indent=2))
         return
     console = report_console()
-    console.print(batch_table(found, deserted))
+    console.print(batch_table(found, deserted, sources=sources))
     unfinished = sum(batch.decided_at is None for batch in found)
     console.print(f"\n{len(found)} batches, {unfinished} not all written, {sum(one.row_count for one in found):,} rows")
 

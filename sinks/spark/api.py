@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, cast
 from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.digests import may_mix, require_deterministic, require_deterministic_stream
 from dualwrite.sinks.spark.many import Asked, write_asked
+from dualwrite.sinks.spark.observing import sources_of, sources_of_stream
 from dualwrite.sinks.spark.options import SinkOptions, SinkSettings, settings_of
 from dualwrite.sinks.spark.partition_task import REPORT_SCHEMA, PartitionReport
 from dualwrite.sinks.spark.per_partition import BatchJob, BatchReport
@@ -60,11 +61,17 @@ def write_batch(df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings
             depends on. This call wrote no row.
     """
     _require_classic(df)
-    return _write(df, settings_of(settings), batch_id)
+    return _write(df, settings_of(settings), batch_id, sources=sources_of(df))
 
 
 def _write(
-    df: DataFrame, options: SinkOptions, batch_id: str, *, warn: bool = True, stream_shown: bool = True
+    df: DataFrame,
+    options: SinkOptions,
+    batch_id: str,
+    *,
+    warn: bool = True,
+    stream_shown: bool = True,
+    sources: str | None = None,
 ) -> BatchReport:
     context = df.sparkSession.sparkContext
     jobs = SparkJobs(context)
@@ -79,7 +86,7 @@ def _write(
         partition_count = reports.getNumPartitions()
         if not options.allow_nondeterministic:
             require_deterministic(df, reports)
-        job.begin(partition_count)
+        job.begin(partition_count, sources)
         written = job.written_partitions()
         if warn and not stream_shown:
             what = "Spark does not show the stream's plan, and expressions such as rand() in it are not refused"
@@ -144,7 +151,7 @@ def foreach_partition(
         if not options.allow_nondeterministic:
             require_deterministic(df, df.rdd)
         partition_count = df.rdd.getNumPartitions()
-        job.begin(partition_count)
+        job.begin(partition_count, sources_of(df))
         if not options.allow_nondeterministic:
             written = len(job.written_partitions())
             _warn(
@@ -176,12 +183,13 @@ def foreach_batch(**settings: Unpack[SinkSettings]) -> Callable[[DataFrame, int]
     def write(df: DataFrame, number: int) -> None:
         _require_classic(df)
         query_id = df.sparkSession.sparkContext.getLocalProperty(_QUERY_ID)
-        batch_id, shown = str(number), True
+        batch_id, shown, sources = str(number), True, None
         if query_id is not None:
             batch_id = f"{query_id}/{number}"
+            sources = sources_of_stream(df.sparkSession, query_id, number)
             shown = options.allow_nondeterministic or require_deterministic_stream(df, query_id)
         with nullcontext() if query_id is None else without_cause():
-            report = _write(df, options, batch_id, warn=query_id not in warned, stream_shown=shown)
+            report = _write(df, options, batch_id, warn=query_id not in warned, stream_shown=shown, sources=sources)
         if report.partitions > 1:
             warned.add(query_id)
 

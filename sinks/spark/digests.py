@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from py4j.java_gateway import JavaObject
     from pyspark import RDD
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
     from dualwrite.sinks.spark.layout import Layout
 
@@ -56,14 +56,19 @@ def require_deterministic_stream(df: DataFrame, query_id: str) -> bool:
     """
     session = df.sparkSession
     try:
-        number = session._jvm.java.util.UUID.fromString(query_id)  # type: ignore[union-attr] # noqa: SLF001 - as above
-        running = session._jsparkSession.sharedState().activeStreamingQueries().get(number)  # noqa: SLF001 - as above
+        running = running_query(session, query_id)
         # Not the analyzed plan: there, the micro-batch's time, which Spark keeps for replays, is not yet a constant.
         plan = running.lastExecution().optimizedPlan()
     except _SHOWS_NO_PLAN:
         return False
     _require_deterministic(plan)
     return True
+
+
+def running_query(session: SparkSession, query_id: str) -> JavaObject:
+    """Spark's own object for a query that runs. Raises what py4j raises if this Spark has none."""
+    number = session._jvm.java.util.UUID.fromString(query_id)  # type: ignore[union-attr] # noqa: SLF001 - PySpark has no way
+    return session._jsparkSession.sharedState().activeStreamingQueries().get(number)  # noqa: SLF001 - as above
 
 
 def _require_deterministic(plan: JavaObject) -> None:

@@ -207,6 +207,7 @@ class SinkOptions:
         unit_topic: A topic in which each batch is announced once it is complete in Kafka, for `dualwrite.units.BatchReader`, to
             which it becomes visible at one moment. It must exist, be kept from compaction, and belong to this sink, as must
             ``topic``. Not for ``foreach_partition``.
+        tables_revision: Set by the driver: the version that it has found of the library's tables, for its tasks.
 
     Raises:
         ConfigurationError: A setting is missing, wrong, or contradicts another one. The error names it.
@@ -251,6 +252,7 @@ class SinkOptions:
     producer_engine: EngineName = "auto"
     allow_nondeterministic: bool = False
     unit_topic: str | None = None
+    tables_revision: str = ""
 
     def __post_init__(self) -> None:
         for name, kinds in _kinds().items():
@@ -642,7 +644,7 @@ OPTION_NAMES: Final = {
     "producerEngine": "producer_engine",
     "unitTopic": "unit_topic",
 }
-_OWN: Final = ("batchId", "truncate", "replaceWhere", "user", "password", "tagColumn", "targets")
+_OWN: Final = ("batchId", "sources", "truncate", "replaceWhere", "user", "password", "tagColumn", "targets")
 _CHECKPOINT: Final = "checkpointlocation"
 # Spark itself adds these for a stream.
 _SPARKS: Final = frozenset({_CHECKPOINT, "queryname"})
@@ -663,6 +665,8 @@ class SourceOptions:
         batch_id: Name of the batch; None if Spark names it.
         truncate: Whether mode("overwrite") empties the table by TRUNCATE.
         replace_where: The condition, in the database's SQL, for the rows that mode("overwrite") replaces; None for all.
+        sources: What the batch is made of, for the ledger; None if it is not told.
+        checkpoint: Where the stream's checkpoint is; None for a batch, and if it is not among the options.
         stream: Names the stream, the same in each of Spark's processes; None for a batch, and for a stream whose checkpoint
             is not among its options.
         tag_column: Column that marks each row's target; None if there is one target.
@@ -673,6 +677,8 @@ class SourceOptions:
     batch_id: str | None
     truncate: bool
     replace_where: str | None
+    sources: str | None
+    checkpoint: str | None
     stream: str | None
     tag_column: str | None = None
     targets: tuple[tuple[str, SinkOptions], ...] = ()
@@ -702,6 +708,7 @@ class SourceOptions:
             setting: _value(name, setting, options[name]) for name, setting in OPTION_NAMES.items() if name in options
         }
         settings["url"] = _url(options)
+        checkpoint = {key.lower(): value for key, value in given.items()}.get(_CHECKPOINT)
         truncate, replace_where = _flag("truncate", options.get("truncate", "false")), options.get("replaceWhere")
         if replace_where is not None and (truncate or "opColumn" in options):
             other = "truncate" if truncate else "opColumn"
@@ -713,7 +720,9 @@ class SourceOptions:
             batch_id=options.get("batchId"),
             truncate=truncate,
             replace_where=replace_where,
-            stream=_stream(given),
+            sources=options.get("sources"),
+            checkpoint=checkpoint,
+            stream=_stream(checkpoint),
             tag_column=options.get("tagColumn"),
             targets=targets,
         )
@@ -763,9 +772,8 @@ def _targets(text: str, common: Mapping[str, object]) -> tuple[tuple[str, SinkOp
     return tuple(targets)
 
 
-def _stream(given: Mapping[str, str]) -> str | None:
+def _stream(checkpoint: str | None) -> str | None:
     """Name the stream after its checkpoint, which is unique: Spark's processes share no other knowledge of a stream."""
-    checkpoint = {key.lower(): value for key, value in given.items()}.get(_CHECKPOINT)
     return None if checkpoint is None else stream_name(hashlib.sha256(checkpoint.encode()).hexdigest())
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 from pyspark import TaskContext
 
 from dualwrite import failpoints
-from dualwrite.clock import Deadline
+from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import (
     CompletionPending,
     DecidedTransactionLost,
@@ -50,7 +50,9 @@ class PartitionReport:
     """The result of one partition.
 
     `rows` and `bytes` (as :class:`Progress` counts them) are what this task has written; `written` is False if an earlier or a
-    faster attempt had written it. If `empty`, it has no rows, and the task left the ledger to the driver.
+    faster attempt had written it. If `empty`, it has no rows, and the task left the ledger to the driver. `seconds` is the time
+    that the task took, with the time to compute its rows. `first_offsets` has the offset of its first message in each partition
+    of Kafka, by `topic-partition`; with the native engine, in eight of them at most.
     """
 
     partition: int
@@ -58,10 +60,23 @@ class PartitionReport:
     bytes: int
     written: bool
     empty: bool = False
+    seconds: float = 0.0
+    first_offsets: Mapping[str, int] = field(default_factory=dict)
 
 
-# The columns of a PartitionReport: its fields, in the types that Arrow gives to Python's.
-REPORT_SCHEMA: Final = "partition bigint, rows bigint, bytes bigint, written boolean, empty boolean"
+# The columns of a PartitionReport: its fields.
+REPORT_SCHEMA: Final = (
+    "partition bigint, rows bigint, bytes bigint, written boolean, empty boolean, seconds double, "
+    "first_offsets map<string,bigint>"
+)
+_ARROW_SCHEMA: Final = pa.schema(
+    [
+        *((name, pa.int64()) for name in ("partition", "rows", "bytes")),
+        *((name, pa.bool_()) for name in ("written", "empty")),
+        ("seconds", pa.float64()),
+        ("first_offsets", pa.map_(pa.string(), pa.int64())),
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +98,8 @@ class PartitionTask:
         projected = projected_batches(whole_input(batches), self.schema, self.layout)
         taken = Fingerprinted(projected, None if self.options.allow_nondeterministic else hashed_columns(self.layout))
         report = self._run(taken, taken)
-        yield pa.RecordBatch.from_pylist([asdict(report)])
+        row = {**asdict(report), "first_offsets": list(report.first_offsets.items())}
+        yield pa.RecordBatch.from_pylist([row], _ARROW_SCHEMA)
 
     def run_rows(self, rows: Iterator[Row]) -> None:
         """For ``foreachPartition``, on the DataFrame's own rows."""
@@ -149,6 +165,8 @@ class _Writing:
         self._attempt = attempt
         self._taken = taken
         self._progress = Progress(attempt.name, task.options.progress_s)
+        self._started_s = now_s()
+        self._first_offsets: Mapping[str, int] = {}
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> PartitionReport:
         report = self._run(batches)
@@ -182,7 +200,8 @@ class _Writing:
             return PartitionReport(partition, 0, 0, written=False)
         rows, size = self._progress.rows, self._progress.bytes
         logger.info("%s: %d rows, %s written", attempt.name, rows, shown(size))
-        return PartitionReport(partition, rows, size, written=True)
+        seconds = now_s() - self._started_s
+        return PartitionReport(partition, rows, size, written=True, seconds=seconds, first_offsets=self._first_offsets)
 
     def _complete_former(self) -> None:
         """Complete what the attempt that has written the partition may have left; a loss is recorded and raised."""
@@ -221,6 +240,7 @@ class _Writing:
         attempt, options, layout = self._attempt, self._task.options, self._task.layout
         with attempt.workplace() as place:
             with (
+                attempt.observed(place) as observer,
                 attempt.engine.connect() as connection,
                 DualWrite(
                     place.lane,
@@ -230,6 +250,7 @@ class _Writing:
                     timeout_s=options.timeout_s,
                     savepoints=False,
                     permit=attempt.require_run,
+                    observer=observer,
                 ) as transaction,
             ):
                 write_rows(
@@ -244,6 +265,8 @@ class _Writing:
                 )
                 failpoints.hit("spark.rows_copied")
                 self._record(transaction.connection, place.slot.leased_at)
+            if (sent := transaction.prepared) is not None:
+                self._first_offsets = {f"{one.topic}-{one.partition}": one.offset for one in sent.first_offsets}
             self._record_completed(place.lane)
 
     def _record(self, connection: Connection, started_at: datetime | None) -> None:
@@ -264,6 +287,7 @@ class _Writing:
             partition_count=partition_count,
             started_at=started_at,
             rows_digest=None if self._taken is None else self._taken.fingerprint().digest,
+            byte_count=self._progress.bytes,
         ):
             raise _WrittenByOther
 

@@ -8,13 +8,14 @@ import threading
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from sqlalchemy import exc
 
 from dualwrite import failpoints
-from dualwrite.clock import Deadline
+from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import DualWriteError, Unavailable
 from dualwrite.protocol.batches import Way
 from dualwrite.sinks.batches import pending
@@ -56,6 +57,9 @@ class BatchReport:
         written_bytes: Their size in Arrow: the table's columns and the messages' parts.
         written_by_table: The rows that this call has written, by the table's name as in the settings; of
             :func:`~dualwrite.sinks.spark.write_many` alone.
+        seconds: How long this call took; 0 of ``write_many``.
+        parts: The partitions that this call has run, by number: each with its rows, bytes, seconds and first offsets. Empty of
+            ``write_many``.
     """
 
     sink: str
@@ -67,6 +71,8 @@ class BatchReport:
     written_rows: int
     written_bytes: int
     written_by_table: Mapping[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    parts: Sequence[PartitionReport] = ()
 
 
 def what_stays(written: Sequence[int], partition_count: int, *, given_up: bool = True) -> str:
@@ -104,6 +110,7 @@ class BatchJob(DriverSide):
     def __init__(self, options: SinkOptions, batch_id: str, jobs: SparkJobs | None = None) -> None:
         super().__init__(options, batch_id, run_name=batch_id)
         self._jobs = jobs
+        self._started_s = now_s()
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -176,15 +183,20 @@ class BatchJob(DriverSide):
         """Let the tasks of this run write after the block, too: the caller runs them, and we do not learn when they end."""
         self._finished = True
 
-    def begin(self, partition_count: int) -> None:
-        """Record the batch's destination and its number of partitions, before any partition is written.
+    def begin(self, partition_count: int, sources: str | None = None) -> None:
+        """Record the batch's destination, sources and number of partitions, before any partition is written.
 
         It refuses a batch that was begun earlier for another destination, or with another number of partitions.
         """
         if partition_count:
             destination = self._destination()
             self._ledger.begin(
-                self._engine, self._options.sink, self._batch_id, destination, partition_count=partition_count
+                self._engine,
+                self._options.sink,
+                self._batch_id,
+                destination,
+                partition_count=partition_count,
+                sources=sources,
             )
             self._begun_partitions = partition_count
         logger.info("%s: writing, begun with %d partitions", self.name, partition_count)
@@ -260,15 +272,18 @@ class BatchJob(DriverSide):
             written_partitions=sum(report.written or report.empty for report in reports),
             written_rows=sum(report.rows for report in reports),
             written_bytes=sum(report.bytes for report in reports),
+            seconds=now_s() - self._started_s,
+            parts=sorted(reports, key=attrgetter("partition")),
         )
         logger.info(
-            "%s: completed, %d rows in %d partitions, of which %d rows in %d partitions, %s, were written now",
+            "%s: completed, %d rows in %d partitions, of which %d rows in %d partitions, %s, were written now, in %.1f s",
             self.name,
             report.rows,
             report.partitions,
             report.written_rows,
             report.written_partitions,
             shown(report.written_bytes),
+            report.seconds,
         )
         return report
 

@@ -43,6 +43,7 @@ from dualwrite.stores.sql.short_transactions import check_schema
 from dualwrite.stores.sql.slots import SlotPool
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.stores.sql.tables import check_name
+from dualwrite.telemetry.loaded import observer_if_loaded
 from dualwrite.units.writer import Written, announce_batch
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class DriverSide:
                 self._options = with_found_schema(self._options, self._engine)
             options = self._options
             self._store = SqlStateStore(self._engine, schema=options.schema)
-            self._ledger = Ledger(options.schema)
+            self._ledger = Ledger(options.schema, options.tables_revision)
             self._pool = SlotPool(self._engine, options.pool, schema=options.schema, max_slots=options.max_slots)
             self._runs = Runs(self._engine, options.schema)
             self._known_incidents = {_identity(incident) for incident in self._incidents()}
@@ -224,7 +225,7 @@ class DriverSide:
     def _settle_slots(self, deadline: Deadline) -> Sequence[StateRow]:
         prefix = owner_prefix(self._run_name or self._batch_id)
         leases = self._pool.to_settle(prefix)
-        context = OwnerContext(self._coordinator, self._store, unique_owner())
+        context = OwnerContext(self._coordinator, self._store, unique_owner(), observer_if_loaded())
         settle_leases(context, self._pool, leases, deadline, name=self.name, prefix=prefix)
         # A paused task may have prepared a transaction after its slot was settled.
         rows, found = self._store.find_with_participants(f"{self._pool.pool}#")
@@ -254,8 +255,9 @@ class DriverSide:
 
 
 def with_found_schema(options: SinkOptions, engine: Engine) -> SinkOptions:
-    """The settings with the schema in which the library's tables are: a trigger of the user's may set another search_path."""
-    return replace(options, schema=check_schema(engine, options.schema).schema)
+    """The settings with the schema and version of the library's tables: a trigger of the user's may set another search_path."""
+    found = check_schema(engine, options.schema)
+    return replace(options, schema=found.schema, tables_revision=found.revision)
 
 
 def read_layout(options: SinkOptions, schema: spark.StructType) -> Layout:

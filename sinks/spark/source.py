@@ -31,6 +31,7 @@ from dualwrite.errors import (
     OutcomeUnverifiable,
 )
 from dualwrite.sinks.spark.databases.database import Emptying
+from dualwrite.sinks.spark.observing import sources_of_checkpoint
 from dualwrite.sinks.spark.options import SourceOptions
 from dualwrite.sinks.spark.plan import CONNECT, plan_stream, shown_first
 from dualwrite.sinks.spark.sendable import projected_batches, row_batches
@@ -70,9 +71,13 @@ _NOT_CONTINUOUS: Final = (
 
 @dataclass(frozen=True)
 class TablePlan:
-    """The part of a plan that says where rows go. Holds no secret: `schema` is that of the library's own tables."""
+    """The part of a plan that says where rows go. Holds no secret.
+
+    `schema` and `revision` are those of the library's own tables.
+    """
 
     schema: str | None
+    revision: str
     targets: tuple[Target, ...]
 
 
@@ -150,6 +155,8 @@ class DualWriteDataSource(DataSource):
         options = _options(self.options)
         if options.batch_id is not None:
             raise ConfigurationError("batchId is for batches: a stream names its micro-batches itself")
+        if options.sources is not None:
+            raise ConfigurationError("sources is for batches: those of a micro-batch are in its stream's checkpoint")
         if overwrite or options.replace_where is not None:
             raise ConfigurationError(
                 "a stream cannot empty the table with each micro-batch",
@@ -241,7 +248,7 @@ class _BatchWriter(DataSourceArrowWriter):
         options = self._options
         with WholeBatch(options.sink, self._run.name, run_name=self._run.name, is_planned=True) as batch:
             undecided = _undecided(_complete(messages, batch.name, _TESTED))
-            batch.decide(self._targets, undecided, empty=self._empty)
+            batch.decide(self._targets, undecided, empty=self._empty, sources=options.sources)
 
     @shown_first()
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
@@ -275,7 +282,7 @@ class _StreamWriter(DataSourceStreamArrowWriter):
         options = replace(self._options, sink=plan.options)
         message = _write(options, plan.targets, f"{query}/{number}", batches, run=plan.run, staging=plan.staging)
         if task.partitionId() == 0:
-            return replace(message, plan=TablePlan(plan.options.schema, plan.targets))
+            return replace(message, plan=TablePlan(plan.options.schema, plan.options.tables_revision, plan.targets))
         return message
 
     @shown_first()
@@ -290,9 +297,10 @@ class _StreamWriter(DataSourceStreamArrowWriter):
         plan = _plan_of(written)
         if plan is None:
             raise IllegalStateError(f"{name}: no message of its first partition has come back", next_step=_TESTED)
-        sink = replace(self._options.sink, schema=plan.schema)
+        sink = replace(self._options.sink, schema=plan.schema, tables_revision=plan.revision)
+        sources = sources_of_checkpoint(self._options.checkpoint, batchId)
         with WholeBatch(sink, batch_id, run_name=self._options.stream, is_planned=True) as batch:
-            batch.decide(plan.targets, _undecided(written), empty=None)
+            batch.decide(plan.targets, _undecided(written), empty=None, sources=sources)
 
     @shown_first()
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature

@@ -27,6 +27,7 @@ from dualwrite.sinks.spark.worker import PREPARED_TOO_LONG_AGO, Attempt, destina
 from dualwrite.sinks.spark.writing import Progress, shown, write_rows
 from dualwrite.stores.sql.drivers import name_of
 from dualwrite.stores.sql.ledger import WHOLE_BATCH
+from dualwrite.telemetry.loaded import observer_if_loaded
 from dualwrite.writing.dual_write import DualWrite, Ending
 
 if TYPE_CHECKING:
@@ -68,12 +69,18 @@ class WholeBatch(DriverSide):
         return written.rows
 
     def decide(
-        self, targets: Sequence[Target], prepared: Collection[PreparedPartition], *, empty: Emptying | None
+        self,
+        targets: Sequence[Target],
+        prepared: Collection[PreparedPartition],
+        *,
+        empty: Emptying | None,
+        sources: str | None = None,
     ) -> bool:
         """Decide on everything that the tasks have prepared, in one database transaction; then complete it in Kafka.
 
         On return the rows are in the table, the messages are visible, and the ledger names the batch. False if it was already
-        written. `empty` empties the tables first, or a part of each, in the same transaction.
+        written. `empty` empties the tables first, or a part of each, in the same transaction. `sources`, for display, says what
+        the batch is made of.
 
         Raises:
             ConfigurationError: The batch was written to another destination meanwhile; nothing of it is written to this one.
@@ -85,11 +92,11 @@ class WholeBatch(DriverSide):
             DecidedTransactionLost, OutcomeUnverifiable: Rows are in the database; their messages are lost, or their outcome
                 cannot be verified. The loss is recorded.
         """
-        deciding = _Deciding(self, targets, prepared, empty=empty)
+        deciding = _Deciding(self, targets, prepared, empty=empty, sources=sources)
         decision = Decision(
             deciding,
             prepared,
-            OwnerContext(self._coordinator, self._store, unique_owner()),
+            OwnerContext(self._coordinator, self._store, unique_owner(), observer_if_loaded()),
             connect=self._engine.connect,
             timeout_s=self._options.timeout_s,
             idle_s=self._options.margin_s / 2,  # leaves the other half for COMMIT and for Kafka
@@ -104,7 +111,13 @@ class WholeBatch(DriverSide):
         self.announce()
         return written
 
-    def record(self, connection: Connection, targets: Sequence[Target], prepared: Sequence[PreparedPartition]) -> bool:
+    def record(
+        self,
+        connection: Connection,
+        targets: Sequence[Target],
+        prepared: Sequence[PreparedPartition],
+        sources: str | None,
+    ) -> bool:
         """Insert the batch's row into the ledger. False if it is already there."""
         options, destination = self._options, destination_of(self.database, targets, Way.WHOLE)
         if self._ledger.begin(connection, options.sink, self._batch_id, destination):
@@ -119,6 +132,8 @@ class WholeBatch(DriverSide):
             message_count=rows,
             partition_count=max(1, len(prepared)),
             started_at=min((one.started_at for one in prepared), default=None),
+            byte_count=sum(one.bytes for one in prepared),
+            sources=sources,
         )
 
     def require_leases(self, connection: Connection, prepared: Sequence[PreparedPartition]) -> None:
@@ -191,7 +206,9 @@ class _Deciding:
         prepared: Collection[PreparedPartition],
         *,
         empty: Emptying | None,
+        sources: str | None,
     ) -> None:
+        self._sources = sources
         self._driver = driver
         self._targets = targets
         self._prepared = sorted(prepared, key=lambda one: one.transactional_id)
@@ -202,7 +219,7 @@ class _Deciding:
         self.released: Sequence[PreparedPartition] = ()
 
     def record(self, connection: Connection) -> bool:
-        return self._driver.record(connection, self._targets, self._prepared)
+        return self._driver.record(connection, self._targets, self._prepared, self._sources)
 
     def require_held(self, connection: Connection) -> None:
         self._driver.require_leases(connection, self._prepared)
@@ -350,6 +367,7 @@ def _prepare(
                     attempt.keep_in(connection, place.slot, _lifetime_s(attempt, place))
 
             with (
+                attempt.observed(place) as observer,
                 attempt.engine.connect() as connection,
                 DualWrite(
                     place.lane,
@@ -360,6 +378,7 @@ def _prepare(
                     savepoints=False,
                     ending=Ending.HAND_OVER if staging else Ending.PREPARE,
                     permit=permit,
+                    observer=observer,
                 ) as transaction,
             ):
                 inside = transaction.connection

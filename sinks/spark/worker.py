@@ -26,11 +26,13 @@ from dualwrite.sinks.spark.databases.database import open_database
 from dualwrite.stores.sql.ledger import Ledger, Runs
 from dualwrite.stores.sql.slots import Lease, SlotPool
 from dualwrite.stores.sql.store import SqlStateStore
+from dualwrite.telemetry.loaded import observer_if_loaded
 from dualwrite.writing.lane import Lane
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
+    from dualwrite.interfaces import WriteObserver
     from dualwrite.protocol.values import StateRow
     from dualwrite.sinks.spark.databases.database import SinkDatabase
     from dualwrite.sinks.spark.options import SinkOptions
@@ -65,7 +67,7 @@ class Attempt:
         self.partition = partition
         self.database = servers.database
         self.engine = servers.engine
-        self.ledger = Ledger(options.schema)
+        self.ledger = Ledger(options.schema, options.tables_revision)
         self._servers = servers
         self._run = run
         self.name = f"sink {options.sink!r} batch {batch_id!r} partition {partition} attempt {number}"
@@ -122,6 +124,13 @@ class Attempt:
     def _pool(self) -> SlotPool:
         options = self.options
         return SlotPool(self.engine, options.pool, schema=options.schema, max_slots=options.max_slots)
+
+    @contextmanager
+    def observed(self, place: Workplace) -> Generator[WriteObserver, None, None]:
+        """Observe this attempt's dual write like a writer's, if the worker has loaded OpenTelemetry."""
+        with place.context.observer.writing(self.options.pool, self.engine.dialect.name) as observer:
+            observer.lane(place.lane.transactional_id)
+            yield observer
 
     def keep_in(self, connection: Connection, slot: Slot, seconds: float) -> None:
         """As :meth:`Slot.keep_in`."""
@@ -180,7 +189,7 @@ class WorkerCache:
         self.database = open_database(options)
         self.engine = self.database.engine
         self._store = SqlStateStore(self.engine, schema=options.schema)
-        self.context = OwnerContext(KafkaCoordinator(self._config), self._store, unique_owner())
+        self.context = OwnerContext(KafkaCoordinator(self._config), self._store, unique_owner(), observer_if_loaded())
         self._resting: dict[str, Lane] = {}
         self._rows: dict[str, StateRow] = {}
         self._pid = os.getpid()
@@ -435,7 +444,9 @@ def settle_leases(
     if not taken:
         return SettleReport()
     rows = claim_rows(context, sorted({lease.transactional_id for lease in taken}), deadline)
-    report = settle(rows, coordinator=context.coordinator, store=context.store, deadline=deadline)
+    report = settle(
+        rows, coordinator=context.coordinator, store=context.store, deadline=deadline, observer=context.observer
+    )
     pool.release({lease.transactional_id: lease.owner for lease in taken})
     logger.info("%s: settled %d slots, %d transactions rolled forward", name, len(rows), len(report.rolled_forward))
     return report

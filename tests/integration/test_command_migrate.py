@@ -30,13 +30,13 @@ def url(tmp_path: Path) -> str:
 
 def test_it_makes_the_tables_and_says_so(url: str) -> None:
     first = run("migrate", "--url", url)
-    assert (first.exit_code, first.output) == (0, "The tables are now at 0007; they were at base.\n")
+    assert (first.exit_code, first.output) == (0, "The tables are now at 0008; they were at base.\n")
     engine = create_engine(url)
     check_schema(engine)
     second = run("migrate", DUALWRITE_DATABASE_URL=url)
-    assert (second.exit_code, second.output) == (0, "The tables are already at 0007.\n")
+    assert (second.exit_code, second.output) == (0, "The tables are already at 0008.\n")
     down = run("migrate", "--url", url, "--downgrade", "--revision", "base")
-    assert (down.exit_code, down.output) == (0, "The tables are now at base; they were at 0007.\n")
+    assert (down.exit_code, down.output) == (0, "The tables are now at base; they were at 0008.\n")
     assert inspect(engine).get_table_names() == ["dualwrite_version"]
     engine.dispose()
 
@@ -57,8 +57,8 @@ def test_it_prints_a_script_without_connecting() -> None:
     assert up.exit_code == 0
     assert up.output.startswith("BEGIN;")
     assert 'CREATE TABLE "Side".kafka_transaction_state' in up.output
-    assert run("migrate", "--url", url, "--sql", "--revision", "0007:head").output.count("CREATE") == 0
-    down = run("migrate", "--url", url, "--sql", "--downgrade", "--revision", "0007:base")
+    assert run("migrate", "--url", url, "--sql", "--revision", "0008:head").output.count("CREATE") == 0
+    down = run("migrate", "--url", url, "--sql", "--downgrade", "--revision", "0008:base")
     assert down.output.count("DROP TABLE") == 11
     assert "s3cret" not in up.output + down.output
 
@@ -68,7 +68,7 @@ def test_it_prints_a_script_without_connecting() -> None:
     [
         (["--downgrade"], 2, "needs a --revision"),
         (["--downgrade", "--sql", "--revision", "base"], 2, "FROM:TO"),
-        (["--revision", "0007:head"], 2, "for --sql"),
+        (["--revision", "0008:head"], 2, "for --sql"),
         (["--revision", "0815"], 1, "'0815'"),
         (["--url", "nonsense"], 1, "cannot be used"),
         (["--url", "nonsense+driver://me:s3cret@h/x"], 1, "cannot be used"),

@@ -4,6 +4,8 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
+from operator import attrgetter
 
 import psutil
 import pytest
@@ -305,3 +307,8 @@ def test_a_stream_that_reads_kafka_writes_each_record_once_over_the_death_of_its
     kafka_stream(spark, document)
     numbers.verify()
     nothing_is_left(numbers)
+    # The ledger leads from each batch back to the records that it is made of.
+    made_of = [json.loads(one.sources)[0] for one in sorted(numbers.batches(), key=attrgetter("batch_id"))]
+    assert [one["start"] for one in made_of] == [None, *[one["end"] for one in made_of[:-1]]]
+    read = [sum(one["end"][given].values()) for one in made_of]
+    assert [later - before for before, later in pairwise([0, *read])] == [one.row_count for one in numbers.batches()]

@@ -253,9 +253,9 @@ class TestCheckSchema:
     @pytest.mark.parametrize(
         ("revision", "words"),
         [
-            ("0005", "older than this library, which needs 0007"),
-            ("0009", "this library is older, it knows only 0007"),
-            ("0008_contract", "knows only 0007: they lack what it uses"),
+            ("0006", "older than this library, which needs 0008"),
+            ("0010", "this library is older, it knows only 0008"),
+            ("0009_contract", "knows only 0008: they lack what it uses"),
         ],
     )
     def test_another_version(
@@ -269,8 +269,8 @@ class TestCheckSchema:
             check_schema(engine, schema)
         assert revision in str(caught.value)
         assert_names_command(caught.value, engine, schema)
-        if revision != "0005":
-            assert str(caught.value).endswith("--downgrade --revision 0007)")
+        if revision != "0006":
+            assert str(caught.value).endswith("--downgrade --revision 0008)")
             with pytest.raises(ConfigurationError, match="newer"):
                 migrations.upgrade(connection, schema=schema)
 

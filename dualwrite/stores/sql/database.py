@@ -168,16 +168,12 @@ class SqlDatabase(Database):
         return () if finding.status is Status.OK else (f"{finding}: {finding.remedy}",)
 
     def forgetting(self) -> Forgetting:
-        return Forgetting(self.engine, self.tables_schema, has_actions=self._has_actions)
+        return Forgetting(self.engine, self.tables_schema)
 
-    @property
-    def _has_actions(self) -> bool:
-        return self._tables().has(declare_tables().action)
-
-    def history(self) -> History | None:
+    def history(self) -> History:
         from dualwrite.stores.sql.actions import History  # noqa: PLC0415 - a writer needs none
 
-        return History(self.engine, schema=self.tables_schema) if self._has_actions else None
+        return History(self.engine, schema=self.tables_schema)
 
 
 def sql_of(database: Database, what: str) -> SqlDatabase:
@@ -202,9 +198,8 @@ class _InUseError(Exception):
 class Forgetting:
     """Deletes rows that are no longer needed, in short transactions of its own."""
 
-    def __init__(self, engine: Engine, schema: str | None = None, *, has_actions: bool = True) -> None:
+    def __init__(self, engine: Engine, schema: str | None = None) -> None:
         self._engine = engine
-        self._has_actions = has_actions
         self._dialect = dialect_of(engine)
         self._tables = declare_tables(schema)
         self._own = ShortTransactions(engine, self._dialect, self._tables)
@@ -289,8 +284,6 @@ class Forgetting:
 
         ``name`` is a writer's id, which includes its lanes, instead of the prefix.
         """
-        if not self._has_actions:
-            return 0
         action = self._tables.action
         chosen = self._chosen(action.c.subject, prefix, name)
         return self._forget_old(action, and_(chosen, action.c.begun_at < begun_before), dry_run=dry_run)

@@ -33,7 +33,7 @@ from dualwrite.stores.sql.access import (
     meaning_of,
 )
 from dualwrite.stores.sql.short_transactions import FoundTables, dialect_of, judge_tables
-from dualwrite.stores.sql.tables import MYSQL, SINCE, VERSION_TABLE, database_now, declare_tables
+from dualwrite.stores.sql.tables import MYSQL, VERSION_TABLE, columns_at, database_now, declare_tables
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine, FromClause
@@ -145,7 +145,7 @@ def _grants(connection: Connection, tables: Tables, schema: str | None, found: F
 
 def _statement(table: FromClause, right: str, revision: str) -> Executable:
     """A statement that needs the right, and touches no row."""
-    columns = [one for one in table.columns if one.info.get(SINCE, "") <= revision]
+    columns = columns_at(table, revision)
     if right == "SELECT" or not isinstance(table, Table):
         return select(columns[0]).where(false())
     if right == "DELETE":

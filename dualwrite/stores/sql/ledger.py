@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import (
+    ColumnElement,
     Connection,
     Engine,
+    Select,
     and_,
     bindparam,
     exc,
@@ -23,6 +25,7 @@ from sqlalchemy import (
     func,
     or_,
     select,
+    true,
     tuple_,
     update,
 )
@@ -33,8 +36,15 @@ from dualwrite.protocol.batches import Destination, Entry, Recorded, Way, mismat
 from dualwrite.protocol.values import may_own, pool_of_sink
 from dualwrite.stores.sql.access import map_database_error
 from dualwrite.stores.sql.database import SqlDatabase
-from dualwrite.stores.sql.short_transactions import ShortTransactions, dialect_of
-from dualwrite.stores.sql.tables import check_name, database_now, database_now_plus, declare_tables, in_chunks
+from dualwrite.stores.sql.short_transactions import SCHEMA_REVISION, ShortTransactions, dialect_of, find_tables
+from dualwrite.stores.sql.tables import (
+    check_name,
+    columns_at,
+    database_now,
+    database_now_plus,
+    declare_tables,
+    in_chunks,
+)
 
 if TYPE_CHECKING:
     from dualwrite.interfaces import Database
@@ -68,9 +78,11 @@ class Ledger:
     ``Unavailable`` if the database does not answer, and ``TransactionAborted`` if the caller's transaction has failed.
     """
 
-    def __init__(self, schema: str | None = None) -> None:
+    def __init__(self, schema: str | None = None, revision: str = SCHEMA_REVISION) -> None:
+        """`revision` is that of the tables, which may lack the newest columns: these are for display, and left out then."""
         self._schema = schema
         self._ledger = ledger = declare_tables(schema).ledger
+        self._columns = {column.name for column in columns_at(ledger, revision)}
         of_batch = (ledger.c.sink == bindparam("sink_"), ledger.c.batch_id == bindparam("batch_"))
         self._seen = select(exists().where(*of_batch, ledger.c.partition_id == bindparam("partition_")))
         self._of_batch = of_batch
@@ -161,11 +173,13 @@ class Ledger:
         destination: Destination,
         *,
         partition_count: int = 1,
+        sources: str | None = None,
     ) -> bool:
         """Record a batch's destination before any part is written, or compare it with the recorded one.
 
         Until the transaction ends, no other run of the batch begins or decides. The batch no longer counts as failed. A
         connection is inside a transaction, at READ COMMITTED on PostgreSQL; an engine gives it a transaction of its own.
+        `sources`, for display, says what the batch is made of; its first run records it.
 
         Returns:
             Whether the batch is written as a whole, and committed.
@@ -177,19 +191,28 @@ class Ledger:
         check_name(sink, "the name of a sink")
         check_name(batch_id, "the name of a batch")
         with self._on(database) as connection:
-            is_written = self._begin(connection, sink, batch_id, destination, partition_count)
+            is_written = self._begin(
+                connection, sink, batch_id, destination, partition_count=partition_count, sources=sources
+            )
         if not is_written:
             failpoints.hit("ledger.checked")
         return is_written
 
     def _begin(
-        self, connection: Connection, sink: str, batch_id: str, destination: Destination, partition_count: int
+        self,
+        connection: Connection,
+        sink: str,
+        batch_id: str,
+        destination: Destination,
+        *,
+        partition_count: int,
+        sources: str | None,
     ) -> bool:
         bound = {"sink_": sink, "batch_": batch_id}
         insert = dialect_of(connection.engine).insert_if_missing(self._ledger)
         first = insert.values(
             sink=sink, batch_id=batch_id, partition_id=BEGUN, row_count=0, message_count=0, written_at=database_now(),
-            destination=destination.text(), partition_count=partition_count,
+            destination=destination.text(), partition_count=partition_count, **self._present(sources=sources),
         )  # fmt: skip
         recorded, failed = self._recorded(connection, bound)
         entry = next_entry(recorded, destination)
@@ -258,11 +281,13 @@ class Ledger:
         partition_count: int,
         started_at: datetime | None = None,
         rows_digest: int | None = None,
+        byte_count: int | None = None,
+        sources: str | None = None,
     ) -> bool:
         """Record that the partition is written. Waits if another attempt's open transaction has recorded it.
 
-        ``started_at``, by the database's clock, is for display. ``rows_digest``, signed and of 64 bits, recognises the rows in
-        a later attempt.
+        ``started_at``, by the database's clock, ``byte_count`` and ``sources`` are for display. ``rows_digest``, signed and of
+        64 bits, recognises the rows in a later attempt.
 
         Returns:
             True if the row is ours: commit. False if another attempt was first: roll back, its work counts. At REPEATABLE
@@ -285,6 +310,7 @@ class Ledger:
             "partition_count": partition_count,
             "started_at": started_at,
             "rows_digest": rows_digest,
+            **self._present(byte_count=byte_count, sources=sources),
         }
         statement = (
             dialect_of(connection.engine)
@@ -321,6 +347,10 @@ class Ledger:
             statement = statement.values(written_at=database_now_plus(-decided_ago_s))
         with self._on(engine) as connection:
             connection.execute(statement)
+
+    def _present(self, **values: object) -> dict[str, object]:
+        """Those of the values whose columns the tables have."""
+        return {name: value for name, value in values.items() if name in self._columns}
 
     @contextmanager
     def _on(self, database: Connection | Engine) -> Generator[Connection, None, None]:
@@ -453,6 +483,9 @@ class Batch:
         decided_after_s: Seconds from its start until it was decided.
         completed_after_s: Seconds from its start until it was completed.
         failed_at: When its last run failed; None while a run is active, and once all of it is written.
+        byte_count: Committed bytes, in Arrow: the table's columns and the messages' parts. None if no part has recorded them.
+        sources: What it is made of, as JSON: for a micro-batch, the offsets of each of the stream's sources (`start`, `end`);
+            for a batch, its files. None if Spark has not told it. See :func:`read_batches`.
     """
 
     sink: str
@@ -468,6 +501,8 @@ class Batch:
     decided_after_s: float | None
     completed_after_s: float | None
     failed_at: datetime | None
+    byte_count: int | None = None
+    sources: str | None = None
 
 
 def read_batches(
@@ -487,15 +522,31 @@ def read_batches(
     """
     view = declare_tables(schema).batch
     newest_first = [by for at in (view.c.started_at, view.c.decided_at) for by in (at.is_(None), at.desc())]
-    statement = select(view).order_by(*newest_first, view.c.sink, view.c.batch_id).limit(limit)
-    if sink is not None:
-        statement = statement.where(view.c.sink == sink)
+    order = (*newest_first, view.c.sink, view.c.batch_id)
+    condition = true() if sink is None else view.c.sink == sink
+    return _read(engine, schema, lambda columns: select(*columns).where(condition).order_by(*order).limit(limit))[::-1]
+
+
+def read_batch(engine: Engine, batch_id: str, *, schema: str | None = None) -> Sequence[Batch]:
+    """The batch of that name in each sink that has one, by the sinks' names. Raises as :func:`read_batches`."""
+    view = declare_tables(schema).batch
+    return _read(
+        engine, schema, lambda columns: select(*columns).where(view.c.batch_id == batch_id).order_by(view.c.sink)
+    )
+
+
+def _read(
+    engine: Engine, schema: str | None, statement: Callable[[Sequence[ColumnElement[Any]]], Select[Any]]
+) -> Sequence[Batch]:
+    """The batches that a statement finds, with the columns that the view has in these tables."""
+    view = declare_tables(schema).batch
     try:
         with engine.connect() as connection:
-            found = [Batch(**row) for row in connection.execute(statement).mappings()]
+            tables = find_tables(connection, schema)
+            columns = columns_at(view, SCHEMA_REVISION if tables is None else tables.revision)
+            return [Batch(**row) for row in connection.execute(statement(columns)).mappings()]
     except exc.SQLAlchemyError as error:
         raise map_database_error(error, engine, schema) from error
-    return found[::-1]
 
 
 NEWEST_RUNS: Final = 100
@@ -522,6 +573,7 @@ def unfinished_batches(engine: Engine, *, schema: str | None = None) -> Sequence
     """
     tables = declare_tables(schema)
     run, view = tables.run, tables.batch
+    columns = columns_at(view, "")  # all that is needed here
     newest = select(run.c.sink, run.c.name).order_by(run.c.begun_at.desc(), run.c.sink, run.c.name).limit(NEWEST_RUNS)
     try:
         with engine.connect() as connection:
@@ -532,7 +584,7 @@ def unfinished_batches(engine: Engine, *, schema: str | None = None) -> Sequence
                 Batch(**row)
                 for some in in_chunks(names)
                 for row in connection.execute(
-                    select(view).where(tuple_(view.c.sink, view.c.batch_id).in_(some), view.c.phase != _COMPLETED)
+                    select(*columns).where(tuple_(view.c.sink, view.c.batch_id).in_(some), view.c.phase != _COMPLETED)
                 ).mappings()
             ]
     except exc.SQLAlchemyError as error:

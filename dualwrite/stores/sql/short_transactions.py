@@ -175,7 +175,7 @@ class ShortTransactions:
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_REVISION: Final = "0007"
+SCHEMA_REVISION: Final = "0008"
 """The migration that makes the tables as declared. Migrations are numbered so that later ones compare greater."""
 
 

@@ -20,6 +20,7 @@ from sqlalchemy import (
     ColumnElement,
     DateTime,
     Float,
+    FromClause,
     Identity,
     Index,
     Integer,
@@ -232,6 +233,8 @@ def _ledger(metadata: MetaData) -> Table:
         Column("destination", ExactText()),
         Column("rows_digest", BigInteger),
         Column("failed_at", UtcDateTime()),
+        Column("byte_count", BigInteger, info={SINCE: "0008"}),
+        Column("sources", ExactText(), info={SINCE: "0008"}),
         PrimaryKeyConstraint("sink", "batch_id", "partition_id", name="dualwrite_ledger_pkey"),
         CheckConstraint(
             "row_count >= 0 AND message_count >= 0 AND partition_count >= 1", name="dualwrite_ledger_counts"
@@ -354,7 +357,6 @@ def _action(metadata: MetaData) -> Table:
         CheckConstraint("outcome IN ('done', 'refused', 'failed')", name="dualwrite_action_outcome"),
         CheckConstraint("(outcome IS NULL) = (ended_at IS NULL)", name="dualwrite_action_ended"),
         Index("dualwrite_action_order", "begun_at"),
-        info={SINCE: "0007"},
     )
 
 
@@ -376,6 +378,8 @@ def _batch(schema: str | None) -> Table:
         Column("decided_after_s", Float),
         Column("completed_after_s", Float),
         Column("failed_at", UtcDateTime()),
+        Column("byte_count", BigInteger, info={SINCE: "0008"}),
+        Column("sources", ExactText(), info={SINCE: "0008"}),
     )
 
 
@@ -539,6 +543,11 @@ def in_chunks(items: Iterable[Item]) -> Iterator[Sequence[Item]]:
     rest = list(items)
     for start in range(0, len(rest), _CHUNK):
         yield rest[start : start + _CHUNK]
+
+
+def columns_at(table: FromClause, revision: str) -> Sequence[ColumnElement[Any]]:
+    """The columns that the table, or the view, has in tables of that revision."""
+    return [column for column in table.c if column.info.get(SINCE, "") <= revision]
 
 
 def parse_rows(table: str, rows: Sequence[NamedValues]) -> Sequence[StateRow]:

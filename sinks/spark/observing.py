@@ -1,0 +1,223 @@
+"""What a batch was made of, as Spark tells it, and a listener that reports what each micro-batch of a stream has written.
+
+A micro-batch is made of a range of offsets of each of the stream's sources, a batch is made of files. The ledger keeps that, so
+that one finds the way from an output back to its input. Nothing relies on it: where Spark does not tell it, it is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from urllib.parse import unquote, urlsplit
+
+from py4j.protocol import Py4JError
+from pyarrow import ArrowException, fs
+from pyspark.errors import PySparkException
+from pyspark.sql.streaming.listener import StreamingQueryListener
+from sqlalchemy import Engine, create_engine
+
+from dualwrite.errors import DualWriteError
+from dualwrite.sinks.spark.digests import running_query
+from dualwrite.stores.sql.ledger import Batch, read_batch
+
+if TYPE_CHECKING:
+    from py4j.java_gateway import JavaObject
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming.listener import (
+        QueryIdleEvent,
+        QueryProgressEvent,
+        QueryStartedEvent,
+        QueryTerminatedEvent,
+    )
+    from sqlalchemy.engine import URL
+
+logger = logging.getLogger(__name__)
+
+_MOST_FILES: Final = 100
+"""A batch may have a million files, and its row in the ledger should stay a row."""
+
+_UNKNOWN: Final = (Py4JError, PySparkException, TypeError, AttributeError)
+"""What a Spark raises that does not show what is asked for: a catalog that lists no files, a version without that method."""
+
+
+def sources_of(df: DataFrame) -> str | None:
+    """The files that a DataFrame is read from, as JSON: for the option ``sources`` of ``format("dualwrite")``.
+
+    It names a hundred of them at most, in order, and how many there are. The tables of Delta and Iceberg name their files, too.
+    None if Spark knows none, as for Kafka or JDBC. Spark must list the files for it, and runs no job.
+    """
+    try:
+        files = sorted(df.inputFiles())
+    except _UNKNOWN as error:
+        logger.info("the files that the batch is made of are not known: %s", error)
+        return None
+    if not files:
+        return None
+    return _text([{"files": files[:_MOST_FILES], "file_count": len(files)}])
+
+
+def sources_of_stream(session: SparkSession, query_id: str, number: int) -> str | None:
+    """The offsets of which a micro-batch is made, as JSON, from the running query. Call it while ``foreachBatch`` runs."""
+    try:
+        running = running_query(session, query_id)
+        log = running.offsetLog()
+        ends = _logged(log.get(number))
+        starts = _logged(log.get(number - 1)) or [None] * len(ends)
+        names = [_items(running.sources())[place].toString() for place in range(len(ends))]
+        return _ranges(starts, ends, names)
+    except (*_UNKNOWN, ValueError, IndexError) as error:
+        logger.info("the offsets that micro-batch %d is made of are not known: %s", number, error)
+        return None
+
+
+def _items(sequence: JavaObject) -> Sequence[JavaObject]:
+    return [sequence.apply(number) for number in range(sequence.size())]
+
+
+def _logged(found: JavaObject) -> list[object]:
+    """The offsets of an entry of Spark's log of offsets; none if the entry is missing."""
+    if not found.isDefined():
+        return []
+    return [json.loads(one.get().json()) if one.isDefined() else None for one in _items(found.get().offsets())]
+
+
+def sources_of_checkpoint(checkpoint: str | None, number: int) -> str | None:
+    """As :func:`sources_of_stream`, from the stream's checkpoint: the process that decides sees nothing of the query.
+
+    Spark logs the offsets before it runs the micro-batch. None if this process cannot read the checkpoint: local directories
+    it can, and those that Arrow reads by their address (``s3://``, ``gs://``, ``hdfs://``, with Arrow's own credentials).
+    """
+    if checkpoint is None:
+        return None
+    try:
+        ends = _parsed(_read(checkpoint, number))
+        starts = _parsed(_read(checkpoint, number - 1)) if number else [None] * len(ends)
+        return _ranges(starts, ends, None)
+    except (OSError, ArrowException, ValueError) as error:
+        logger.info("the offsets that micro-batch %d is made of are not known: %s", number, error)
+        return None
+
+
+def _read(checkpoint: str, number: int) -> str:
+    name = f"offsets/{number}"
+    address = urlsplit(checkpoint)
+    if address.scheme in {"", "file"}:
+        path = Path(checkpoint if not address.scheme else unquote(address.path))
+        return (path / name).read_text(encoding="utf-8")
+    place, directory = fs.FileSystem.from_uri(checkpoint.replace("s3a://", "s3://", 1))
+    with place.open_input_stream(f"{directory.rstrip('/')}/{name}") as stream:
+        return str(stream.read(), "utf-8")
+
+
+def _parsed(text: str) -> list[object]:
+    """The offsets in a file of Spark's log: a version, a line of its own, and one line for each source, ``-`` without one."""
+    version, _, *offsets = text.split("\n")
+    if version != "v1":
+        raise ValueError(f"Spark's log of offsets has the version {version!r}")
+    return [None if one == "-" else json.loads(one) for one in offsets]
+
+
+def _ranges(starts: Iterable[object], ends: Iterable[object], names: Sequence[str] | None) -> str:
+    found = [{"start": start, "end": end} for start, end in zip(starts, ends, strict=True)]
+    if names is not None:
+        found = [{"source": name, **one} for name, one in zip(names, found, strict=True)]
+    return _text(found)
+
+
+def _text(sources: Sequence[Mapping[str, object]]) -> str:
+    return json.dumps(sources, separators=(",", ":"), ensure_ascii=False)
+
+
+# Spark's progress of a query does not say how much a Python data source has written: its numOutputRows stays -1.
+
+
+@dataclass(frozen=True)
+class StreamProgress:
+    """What one micro-batch of a stream has written.
+
+    Attributes:
+        query_id: The query's id, which its checkpoint keeps.
+        query_name: The query's name; None if it has none.
+        number: Of the micro-batch.
+        duration_ms: How long Spark took for it.
+        sinks: What the ledger says, sink by sink: rows, messages, bytes, sources and times. Usually one.
+    """
+
+    query_id: str
+    query_name: str | None
+    number: int
+    duration_ms: int
+    sinks: Sequence[Batch]
+
+    @property
+    def rows(self) -> int:
+        """Rows written, in all sinks."""
+        return sum(one.row_count for one in self.sinks)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes written, in all sinks; see :attr:`Batch.byte_count`."""
+        return sum(one.byte_count or 0 for one in self.sinks)
+
+
+class DualWriteListener(StreamingQueryListener):
+    """Reports how many rows and bytes each micro-batch has written: ``spark.streams.addListener(DualWriteListener(url))``.
+
+    It reads the ledger at each progress of any query, in the session's driver or in a client of Spark Connect. Queries that
+    write nothing by this library are left out. By default it logs a line. A database that does not answer is logged, too; no
+    error reaches the query.
+
+    Args:
+        url: SQLAlchemy URL of the database with the library's tables. Its role needs to read the view ``dualwrite_batch``.
+        report: Called for each micro-batch that has written, in Spark's thread for listeners.
+        schema: The database schema of the library's own tables.
+    """
+
+    def __init__(
+        self,
+        url: str | URL,
+        report: Callable[[StreamProgress], None] | None = None,
+        *,
+        schema: str | None = None,
+    ) -> None:
+        self._engine: Engine = create_engine(url, pool_pre_ping=True)
+        self._report = _log if report is None else report
+        self._schema = schema
+
+    def onQueryStarted(self, event: QueryStartedEvent) -> None:  # noqa: N802 - Spark's name
+        """Do nothing."""
+
+    def onQueryProgress(self, event: QueryProgressEvent) -> None:  # noqa: N802 - Spark's name
+        """Report what the micro-batch has written."""
+        progress = event.progress
+        try:
+            sinks = read_batch(self._engine, f"{progress.id}/{progress.batchId}", schema=self._schema)
+        except DualWriteError as error:
+            logger.warning(
+                "query %s micro-batch %d: what it has written is not known: %s", progress.id, progress.batchId, error
+            )
+            return
+        if sinks:
+            number, duration_ms = progress.batchId, progress.batchDuration
+            self._report(StreamProgress(str(progress.id), progress.name, number, duration_ms, sinks))
+
+    def onQueryIdle(self, event: QueryIdleEvent) -> None:  # noqa: N802 - Spark's name
+        """Do nothing."""
+
+    def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:  # noqa: N802 - Spark's name
+        """Do nothing: other queries may still run."""
+
+
+def _log(progress: StreamProgress) -> None:
+    logger.info(
+        "query %s micro-batch %d: %d rows, %d bytes written in %.3f s",
+        progress.query_name or progress.query_id,
+        progress.number,
+        progress.rows,
+        progress.bytes,
+        progress.duration_ms / 1000,
+    )
