@@ -47,8 +47,13 @@ _UNKNOWN: Final = (Py4JError, PySparkException, TypeError, AttributeError)
 def sources_of(df: DataFrame) -> str | None:
     """The files that a DataFrame is read from, as JSON: for the option ``sources`` of ``format("dualwrite")``.
 
-    It names a hundred of them at most, in order, and how many there are. The tables of Delta and Iceberg name their files, too.
-    None if Spark knows none, as for Kafka or JDBC. Spark must list the files for it, and runs no job.
+    May be called at any time on the driver. Spark must list the files for it, and runs no job.
+
+    Args:
+        df: The DataFrame, before it is written.
+
+    Returns:
+        A hundred of the files' names at most, in order, and how many there are. None if Spark knows none, as for Kafka or JDBC.
     """
     try:
         files = sorted(df.inputFiles())

@@ -49,10 +49,15 @@ logger = logging.getLogger(__name__)
 class PartitionReport:
     """The result of one partition.
 
-    `rows` and `bytes` (as :class:`Progress` counts them) are what this task has written; `written` is False if an earlier or a
-    faster attempt had written it. If `empty`, it has no rows, and the task left the ledger to the driver. `seconds` is the time
-    that the task took, with the time to compute its rows. `first_offsets` has the offset of its first message in each partition
-    of Kafka, by `topic-partition`; with the native engine, in eight of them at most.
+    Attributes:
+        partition: Its number.
+        rows: Rows that this task has written.
+        bytes: Their size in Arrow: the table's columns and the message's parts.
+        written: False if an earlier or a faster attempt had written the partition, or if it is empty.
+        empty: Whether it has no rows; the task has then left the ledger to the driver.
+        seconds: How long the task took, with the time to compute its rows; 0 if it has written nothing.
+        first_offsets: The offset of its first message in each partition of Kafka, by ``topic-partition``; with the native engine
+            in eight of them at most.
     """
 
     partition: int
