@@ -56,8 +56,8 @@ class PartitionReport:
         written: False if an earlier or a faster attempt had written the partition, or if it is empty.
         empty: Whether it has no rows; the task has then left the ledger to the driver.
         seconds: How long the task took, with the time to compute its rows; 0 if it has written nothing.
-        first_offsets: The offset of its first message in each partition of Kafka, by ``topic-partition``; with the native engine
-            in eight of them at most.
+        first_offsets: The offset of its first message in each partition of Kafka, by ``topic-partition``; in eight of them at
+            most with the native engine.
     """
 
     partition: int
