@@ -236,7 +236,8 @@ def write_many(
         JobFailed: Tasks failed, a row has a tag that no target has, or the job was cancelled. Nothing is written.
         pyspark.errors.PySparkException, py4j.protocol.Py4JJavaError: Spark could not plan the batch. Nothing is written.
     """
-    return write_asked(_asked(parts, tag_column, targets, settings), batch_id)
+    asked = _asked(parts, tag_column, targets, settings)
+    return write_asked(asked, batch_id, sources_of(*asked.frames))
 
 
 def foreach_many(
@@ -269,9 +270,11 @@ def foreach_many(
     def write(df: DataFrame, number: int) -> None:
         _require_classic(df)
         query_id = df.sparkSession.sparkContext.getLocalProperty(_QUERY_ID)
-        batch_id = str(number) if query_id is None else f"{query_id}/{number}"
+        batch_id, sources = str(number), None
+        if query_id is not None:
+            batch_id, sources = f"{query_id}/{number}", sources_of_stream(df.sparkSession, query_id, number)
         with nullcontext() if query_id is None else without_cause():
-            write_asked(_asked(df if split is None else split(df), tag_column, targets, settings), batch_id)
+            write_asked(_asked(df if split is None else split(df), tag_column, targets, settings), batch_id, sources)
 
     return write
 

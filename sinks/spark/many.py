@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import pyarrow as pa
 from pyspark import TaskContext
 
-from dualwrite.clock import Deadline
+from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import (
     ConfigurationError,
     DecidedTransactionLost,
@@ -127,9 +127,9 @@ class ManyTask:
         yield pa.RecordBatch.from_pydict({_PREPARED: [pickle.dumps(prepared)]}, pa.schema([(_PREPARED, pa.binary())]))
 
 
-def write_asked(asked: Asked, batch_id: str) -> BatchReport:
+def write_asked(asked: Asked, batch_id: str, sources: str | None) -> BatchReport:
     """Write all that is asked for, or nothing; see :func:`~dualwrite.sinks.spark.write_many`."""
-    options = asked.targets[0][1]
+    options, began_s = asked.targets[0][1], now_s()
     context = asked.frames[0].sparkSession.sparkContext
     jobs = SparkJobs(context)
     with (
@@ -137,16 +137,17 @@ def write_asked(asked: Asked, batch_id: str) -> BatchReport:
         described(context, f"dualwrite: {batch.name}"),
         jobs.started(),
     ):
-        batch.settle_left()
+        slots = batch.settle_left()
         targets = batch.targets(asked.wanted(), asked.tag_column)
         staging = batch.uses_staging(targets, empty=None)
         if batch.begin(targets):
             logger.info("%s: already written", batch.name)
-            return _report(asked, batch_id, batch.written_rows(), [], 0)
+            batch.end_written(targets, slots)
+            return _report(asked, batch, [], 0, began_s)
         logger.info("%s: writing into %d tables", batch.name, len(targets))
         try:
             prepared, partitions = _prepared(asked, batch, targets, staging=staging)
-            by_this_call = batch.decide(targets, prepared, empty=None)
+            by_this_call = batch.decide(targets, prepared, empty=None, sources=sources)
         except BaseException as error:
             _give_up(batch, targets, jobs, options.timeout_s)
             if isinstance(error, JOB_ERRORS):
@@ -155,7 +156,8 @@ def write_asked(asked: Asked, batch_id: str) -> BatchReport:
                     "it again with the same batch id"
                 ) from error
             raise
-        return _report(asked, batch_id, batch.written_rows(), prepared if by_this_call else [], partitions)
+        written = prepared if by_this_call else []
+        return _report(asked, batch, written, partitions, began_s)
 
 
 def _prepared(
@@ -193,8 +195,9 @@ def _give_up(batch: WholeBatch, targets: Sequence[Target], jobs: SparkJobs, time
 
 
 def _report(
-    asked: Asked, batch_id: str, rows: int, prepared: Sequence[PreparedPartition], partitions: int
+    asked: Asked, batch: WholeBatch, prepared: Sequence[PreparedPartition], partitions: int, began_s: float
 ) -> BatchReport:
+    rows = batch.written_rows()
     by_table = dict.fromkeys((options.table for _, options in asked.targets), 0)
     names = list(by_table)
     for one in prepared:
@@ -202,7 +205,7 @@ def _report(
             by_table[names[part.target]] += part.rows
     return BatchReport(
         sink=asked.targets[0][1].sink,
-        batch_id=batch_id,
+        batch_id=batch.batch_id,
         partitions=partitions,
         rows=rows,
         messages=rows,
@@ -210,4 +213,5 @@ def _report(
         written_rows=sum(one.rows for one in prepared),
         written_bytes=sum(one.bytes for one in prepared),
         written_by_table=by_table,
+        seconds=now_s() - began_s,
     )

@@ -44,19 +44,19 @@ _UNKNOWN: Final = (Py4JError, PySparkException, TypeError, AttributeError)
 """What a Spark raises that does not show what is asked for: a catalog that lists no files, a version without that method."""
 
 
-def sources_of(df: DataFrame) -> str | None:
-    """The files that a DataFrame is read from, as JSON: for the option ``sources`` of ``format("dualwrite")``.
+def sources_of(*frames: DataFrame) -> str | None:
+    """The files that DataFrames are read from, as JSON: for the option ``sources`` of ``format("dualwrite")``.
 
     May be called at any time on the driver. Spark must list the files for it, and runs no job.
 
     Args:
-        df: The DataFrame, before it is written.
+        frames: The DataFrames of one batch, before it is written: usually one.
 
     Returns:
         A hundred of the files' names at most, in order, and how many there are. None if Spark knows none, as for Kafka or JDBC.
     """
     try:
-        files = sorted(df.inputFiles())
+        files = sorted({file for df in frames for file in df.inputFiles()})
     except _UNKNOWN as error:
         logger.info("the files that the batch is made of are not known: %s", error)
         return None

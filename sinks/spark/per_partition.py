@@ -57,7 +57,7 @@ class BatchReport:
         written_bytes: Their size in Arrow: the table's columns and the messages' parts.
         written_by_table: The rows that this call has written, by the table's name as in the settings; of
             :func:`~dualwrite.sinks.spark.write_many` alone.
-        seconds: How long this call took; 0 of ``write_many``.
+        seconds: How long this call took.
         parts: The partitions that this call has run, by number: each with its rows, bytes, seconds and first offsets. Empty of
             ``write_many``.
     """

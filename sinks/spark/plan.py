@@ -118,15 +118,17 @@ class DriverSide:
         """The sink's settings, for its tasks: inside the context manager they name the schema of the library's tables."""
         return self._options
 
-    def settle_left(self) -> None:
+    def settle_left(self) -> Sequence[StateRow]:
         """End the current run; settle what it left, including tasks that still run, and slots whose leases have ended.
 
         On return, no task of an earlier run can write, and the tasks of :attr:`run` can. A loss that settling finds is
-        recorded and raised (`DecidedTransactionLost`, `OutcomeUnverifiable`); the next run continues.
+        recorded and raised (`DecidedTransactionLost`, `OutcomeUnverifiable`); the next run continues. Returns the rows of all
+        the sink's slots, as they are then.
         """
         logger.info("%s: settling what tasks have left", self.name)
-        self._settle()
+        rows = self._settle()
         self._raise_new_incidents()
+        return rows
 
     def _close(self) -> None:
         self._coordinator.close()

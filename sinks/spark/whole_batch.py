@@ -61,6 +61,14 @@ class WholeBatch(DriverSide):
         destination = destination_of(self.database, targets, Way.WHOLE)
         return self._ledger.begin(self._engine, self._options.sink, self._batch_id, destination)
 
+    def end_written(self, targets: Sequence[Target], slots: Iterable[StateRow]) -> None:
+        """End a batch that an earlier driver has decided on, after :meth:`settle_left`, which has returned its `slots`.
+
+        That driver may have been killed before it noted the completion and dropped its staging tables.
+        """
+        self._note_completed(WHOLE_BATCH, None)
+        self._drop_staging(targets, slots)
+
     def written_rows(self) -> int:
         """The number of rows that the ledger has of the batch, which is written."""
         with self._engine.connect() as connection:

@@ -197,6 +197,9 @@ def test_a_driver_of_write_many_is_killed(spark, shop, tmp_path, point):
     assert shop.case.execute("SELECT count(*) FROM items") == [(ITEMS if point == "batch.decided" else 0,)]
     report = write_many(tagged(spark), batch_id="1", **TAG, targets=shop.targets, **shop.common)
     assert report.written_rows == (0 if point == "batch.decided" else ORDERS + ITEMS)
+    assert report.seconds > 0
+    [(sources,)] = shop.case.execute("SELECT sources FROM dualwrite_batch")
+    assert (sources is not None and source in sources) is (point == "batch.decided"), "the second driver reads no files"
     shop.verify()
 
 
