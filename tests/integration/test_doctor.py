@@ -257,7 +257,7 @@ def test_a_standby_and_a_read_only_role_are_found(migrated_database):
         assert [found[check].status for check in ("primary", "grants for a writer", "tables")] == [ERROR, UNKNOWN, OK]
 
 
-@pytest.mark.parametrize(("revision", "status"), [("0006", WARNING), ("0005", ERROR), ("base", ERROR)])
+@pytest.mark.parametrize(("revision", "status"), [("0007", WARNING), ("0006", ERROR), ("base", ERROR)])
 def test_tables_of_another_version_are_found(migrated_database, revision, status):
     engine = create_engine(migrated_database)
     with engine.connect() as connection:

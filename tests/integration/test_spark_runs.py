@@ -220,8 +220,8 @@ def test_nothing_is_committed_after_write_batch_has_raised_though_it_could_not_s
     stands, goes_on = tmp_path / "stands", tmp_path / "goes on"
     real_begin, real_end = BatchJob.begin, SparkJobs.end
 
-    def begin(self, partition_count):
-        real_begin(self, partition_count)
+    def begin(self, *arguments):
+        real_begin(self, *arguments)
         monkeypatch.setattr(BatchJob, method, raising(Unavailable("the database does not answer")))
 
     def end(self, *arguments):

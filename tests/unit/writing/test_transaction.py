@@ -53,7 +53,7 @@ OF_A_TRANSACTION = {
         (BoundSessions, {"join", "produce"}),
         (AsyncBoundSessions, {"join", "produce"}),
         (Unit, {"produce"}),
-        (PartitionStores, {"close", "of"}),
+        (PartitionStores, {"close", "of", "reader"}),
     ],
 )
 def test_a_transaction_shows_none_of_the_verbs_that_end_it(given, shown):
