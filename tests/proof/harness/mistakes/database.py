@@ -30,6 +30,7 @@ def unconditional_update(patch: pytest.MonkeyPatch) -> None:
         )
         return True, self._dialect.check_end(connection, tuple(connection.execute(statement).one()))
 
+    patch.setattr(SqlStateStore, "with_commit", None)
     patch.setattr(SqlStateStore, "decide", decide)
 
 
@@ -120,6 +121,7 @@ def failed_commit_taken_for_committed(patch: pytest.MonkeyPatch) -> None:
         found = standing(self, driver)
         return Standing.OPEN if found is Standing.FAILED else found
 
+    patch.setattr(SqlStateStore, "with_commit", None)
     patch.setattr(SqlStateStore, "run_deferred", unchecked(SqlStateStore.run_deferred, None))
     patch.setattr(SqlStateStore, "decide", unchecked(SqlStateStore.decide, (True, None)))
     patch.setattr(PostgreSQL, "standing", unchecked_standing)
@@ -173,6 +175,7 @@ def namespace_not_compared(patch: pytest.MonkeyPatch) -> None:
         del namespace
         return read(*args, **options)
 
+    patch.setattr(SqlStateStore, "with_commit", None)
     patch.setattr(SqlStateStore, "read_incarnation", read_any)
     for name in ("decide", "hold"):
 

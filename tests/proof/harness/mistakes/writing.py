@@ -80,6 +80,7 @@ def margin_of_the_timeout_not_checked(patch: pytest.MonkeyPatch) -> None:
 def commit_waited_for_without_an_end(patch: pytest.MonkeyPatch) -> None:
     """An owner waits for the answer to its COMMIT as long as the connection lives."""
     real = SqlStateStore.commit
+    patch.setattr(SqlStateStore, "with_commit", None)
     patch.setattr(SqlStateStore, "commit", lambda self, connection, **_: real(self, connection))
 
 
