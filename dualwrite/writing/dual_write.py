@@ -582,8 +582,9 @@ class DualWrite(Work):
         try:
             with form.interruptible(True):
                 state = self._prepare()
-                at_once = self._allowed_at_once(state, deadline)
-                answer = self._record(state, deadline) if at_once is None else None
+                allowance = self._allowance(deadline) if state.has_transaction else None
+                age_s = None if allowance is None else self._age_at_once(allowance)
+                answer = self._record(state, allowance, deadline) if age_s is None else None
         except Unavailable as error:
             self._abort()
             raise TransactionAborted(error.what, transactional_id=self.transactional_id) from error
@@ -591,11 +592,12 @@ class DualWrite(Work):
             self._abort()
             raise
         with form.interruptible(False):
-            if at_once is not None:
-                interruption = self._decide_at_once(state, at_once, deadline)
-            else:
-                assert answer is not None
+            if answer is not None:
                 interruption = self._decide(state, answer, deadline)
+            else:
+                assert allowance is not None
+                assert age_s is not None
+                interruption = self._decide_at_once(state, allowance, age_s, deadline)
             waits = False
             if self.sending:
                 if self.observer is not None:
@@ -677,34 +679,31 @@ class DualWrite(Work):
         failpoints.hit("write.prepared")
         return state
 
-    def _allowed_at_once(self, state: PreparedTxnState, deadline: Deadline) -> Allowance | None:
-        """The time that the decision may take if it goes with its COMMIT, in one exchange with the database.
-
-        None if they go one after the other: the database or the connection can do no other, or something comes between them.
-        """
-        with_commit = self._context.store.with_commit
-        if (
-            with_commit is None
-            or not state.has_transaction
-            or self._permit is not None
-            or failpoints.may_stop_at("write.recorded")
-        ):
-            return None
-        timeout_s = self._producer.transaction_timeout_ms / 1000
+    def _allowance(self, deadline: Deadline) -> Allowance:
+        """The time that the decision may take. Raises if the transaction in Kafka has been open for too long."""
+        timeout_s = self._producer.transaction_timeout_ms / 1000  # after it, the broker aborts the transaction
         allowance = allow(timeout_s - self.engine.begun_for_s, self._margin_s, deadline.remaining_s())
         if allowance is None:
             raise self._out_of_time(timeout_s)
-        if not with_commit.is_possible(self._handle, self._oldest_s(allowance)):
-            return None
-        self.engine.require_still_open()
         return allowance
 
-    def _oldest_s(self, allowance: Allowance) -> float:
-        """The age up to which the transaction may be recorded: :meth:`Allowance.fits`, for the database to check."""
-        return self._producer.transaction_timeout_ms / 1000 - allowance.margin_s - allowance.decide_s
+    def _age_at_once(self, allowance: Allowance) -> float | None:
+        """The age up to which the transaction may be recorded: :meth:`Allowance.fits`, for the database to check.
+
+        None if the decision does not go with its COMMIT, in one exchange with the database, but they one after the other: the
+        database or the connection can do no other, or something comes between them.
+        """
+        with_commit = self._context.store.with_commit
+        if with_commit is None or self._permit is not None or failpoints.may_stop_at("write.recorded"):
+            return None
+        age_s = self._producer.transaction_timeout_ms / 1000 - allowance.margin_s - allowance.decide_s
+        if not with_commit.is_possible(self._handle, age_s):
+            return None
+        self.engine.require_still_open()
+        return age_s
 
     def _decide_at_once(
-        self, state: PreparedTxnState, allowance: Allowance, deadline: Deadline
+        self, state: PreparedTxnState, allowance: Allowance, age_s: float, deadline: Deadline
     ) -> BaseException | None:
         """Record the decision and commit the database in one exchange. Returns as :meth:`_decide`."""
         with_commit, row = self._context.store.with_commit, self._lane.row
@@ -719,7 +718,7 @@ class DualWrite(Work):
             deferred=True,
         )
         try:
-            decided = with_commit.execute(self._handle, decision, self._oldest_s(allowance))
+            decided = with_commit.execute(self._handle, decision, age_s)
         except TransactionInDoubt as error:
             self._machine.apply(WriteEvent.RECORD)
             return self._resolved(state, deadline, error)
@@ -742,18 +741,14 @@ class DualWrite(Work):
         failpoints.hit("write.decided")
         return None
 
-    def _record(self, state: PreparedTxnState, deadline: Deadline) -> Deadline:
+    def _record(self, state: PreparedTxnState, allowance: Allowance | None, deadline: Deadline) -> Deadline:
         """Execute the last statement of the database's transaction. Returns the deadline for the answer to its COMMIT.
 
         What is deferred to COMMIT runs before it. Left to COMMIT, it would take its time after the last check of the clock.
         """
-        row, allowance, timeout_s = self._lane.row, None, 0.0
+        row = self._lane.row
         decision = Decision(row.transactional_id, row.incarnation, namespace=row.namespace, deferred=True)
-        if state.has_transaction:
-            timeout_s = self._producer.transaction_timeout_ms / 1000  # after it, the broker aborts the transaction
-            allowance = allow(timeout_s - self.engine.begun_for_s, self._margin_s, deadline.remaining_s())
-            if allowance is None:
-                raise self._out_of_time(timeout_s)
+        if allowance is not None:
             answer = Deadline(allowance.answer_s)
             decision = decision._replace(
                 state=state,
@@ -779,6 +774,7 @@ class DualWrite(Work):
         failpoints.hit("write.recorded")
         if allowance is not None:
             self.engine.require_still_open()
+            timeout_s = self._producer.transaction_timeout_ms / 1000
             if not allowance.fits(timeout_s - self.engine.begun_for_s):
                 raise self._out_of_time(timeout_s)
         return answer
