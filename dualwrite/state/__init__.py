@@ -4,7 +4,7 @@ What belongs here: persistent stores with transactions (KIP-892, KIP-1035), and 
 May use: ``dualwrite.writing`` and everything below it. RocksDB comes with the extra ``state``.
 """
 
-from dualwrite.state.entries import Committed, Scan
+from dualwrite.state.entries import Committed, Position, Scan
 from dualwrite.state.reader import Answer, Reader, Snapshot
 from dualwrite.state.standby import Standby
 from dualwrite.state.store import KeyValueStore
@@ -16,6 +16,7 @@ __all__ = [
     "Committed",
     "KeyValueStore",
     "PartitionStores",
+    "Position",
     "ProducerBlocks",
     "Reader",
     "Scan",

@@ -24,7 +24,7 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import ChangelogDiffers, ConfigurationError, StoreTooOld, Unavailable
 from dualwrite.kafka.coordinator import connection_settings
 from dualwrite.kafka.listed_offsets import PASSING, list_offsets
-from dualwrite.state.entries import Change, Committed
+from dualwrite.state.entries import Change, Position
 
 Answer = TypeVar("Answer")
 _AT_ONCE: Final = 10_000
@@ -49,17 +49,23 @@ class Changelog:
 
     def identity(self, deadline: Deadline, check: Callable[[], None]) -> str:
         """The topic's id with the partition: a topic that is deleted and created again has another one."""
-
-        def ask() -> Any:
-            asked = self._admin.describe_topics(TopicCollection([self.topic]), request_timeout=_REQUEST_S)
-            return asked[self.topic].result()
-
-        found = self._answer(ask, deadline, check)
+        found = self._describe_topic(deadline, check)
         if self.partition not in {partition.id for partition in found.partitions}:
             raise ConfigurationError(
                 f"the changelog {self} has no such partition: the topic has {len(found.partitions)}"
             )
         return f"{found.topic_id}/{self.partition}"
+
+    def count_partitions(self, deadline: Deadline, check: Callable[[], None]) -> int:
+        """How many partitions the topic has."""
+        return len(self._describe_topic(deadline, check).partitions)
+
+    def _describe_topic(self, deadline: Deadline, check: Callable[[], None]) -> Any:
+        def ask() -> Any:
+            asked = self._admin.describe_topics(TopicCollection([self.topic]), request_timeout=_REQUEST_S)
+            return asked[self.topic].result()
+
+        return self._answer(ask, deadline, check)
 
     def describe(self, deadline: Deadline, at_least: int | None, check: Callable[[], None]) -> Log:
         """The partition's offsets, and the settings that delete records.
@@ -223,13 +229,13 @@ def require_complete(log: Log) -> None:
         )
 
 
-def first_to_read(committed: Committed, log: Log, now_ms: int) -> int:
+def first_to_read(position: Position, log: Log, now_ms: int) -> int:
     """The offset from which the changelog must be applied to the store, as of ``now_ms`` (ms since 1970).
 
     Raises `ChangelogDiffers` if the changelog ends before the store does, or its beginning was deleted, and `StoreTooOld` if
     deletions that the store has not seen may be gone from it.
     """
-    offset = committed.offset or 0
+    offset = position.offset or 0
     if offset > log.end:
         raise ChangelogDiffers(
             f"the changelog {log.name} ends at {log.end}, before the store's offset {offset}: it was truncated, or has"
@@ -245,8 +251,8 @@ def first_to_read(committed: Committed, log: Log, now_ms: int) -> int:
     follows = log.end > offset + 1
     # If the first recent record stands there, too, nothing older follows, so no tombstone can be gone yet.
     may_miss = follows and log.recent > offset + 1
-    if may_miss and committed.at_ms and "compact" in log.policy and now_ms - committed.at_ms > log.delete_retention_ms:
-        hours = (now_ms - committed.at_ms) / 3_600_000
+    if may_miss and position.at_ms and "compact" in log.policy and now_ms - position.at_ms > log.delete_retention_ms:
+        hours = (now_ms - position.at_ms) / 3_600_000
         raise StoreTooOld(
             f"the store is {hours:.1f} hours old, and the changelog {log.name} keeps deletions for"
             f" {log.delete_retention_ms / 3_600_000:.1f}: it may have lost some that the store has not seen",

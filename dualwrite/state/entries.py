@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Generator, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Final, TypeVar
 
 from sortedcontainers import SortedDict
@@ -128,7 +128,24 @@ class Uncommitted:
 
 # The note that a commit writes with the data, and its text on disk. Pure.
 
-_FORMAT: Final = 1
+_OF_ONE: Final = 1
+"""The format of a store that follows one changelog, or none. It stays as it was: an older version of the library can go on."""
+_OF_SEVERAL: Final = 2
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a store contains one changelog.
+
+    Attributes:
+        offset: The first offset of the changelog that is not in the store; None before the first commit with an offset.
+        at_ms: When the store equalled the changelog up to the offset: ms since 1970, by this machine's clock.
+        changelog: What identifies the changelog, as given to :meth:`KeyValueStore.follow`; None without one.
+    """
+
+    offset: int | None = None
+    at_ms: int = 0
+    changelog: str | None = None
 
 
 @dataclass(frozen=True)
@@ -136,21 +153,79 @@ class Committed:
     """A store's last commit. It stands in the same batch as the data.
 
     Attributes:
-        offset: The first offset of the changelog that is not in the store; None before the first commit with an offset.
-        at_ms: When the store equalled its changelog up to the offset: ms since 1970, by this machine's clock.
-        changelog: The changelog that the store follows, as given to :meth:`KeyValueStore.follow`; None without one.
-        format: The version of the directory's format.
+        positions: How far the store contains each changelog that it follows. A task's store has one; a store that follows
+            all partitions of a topic has one for each of them.
     """
 
-    offset: int | None = None
-    at_ms: int = 0
-    changelog: str | None = None
-    format: int = _FORMAT
+    positions: tuple[Position, ...] = (Position(),)
+
+    @property
+    def offset(self) -> int | None:
+        """The first offset of the changelog that is not in the store; None before the first commit with an offset.
+
+        Raises:
+            IllegalStateError: The store follows several changelogs, or partitions of one: see `offsets`.
+        """
+        return self.only.offset
+
+    @property
+    def changelog(self) -> str | None:
+        """What identifies the changelog; None without one. Raises as `offset`."""
+        return self.only.changelog
+
+    @property
+    def at_ms(self) -> int:
+        """When the store equalled its changelog up to the offset: ms since 1970. Of several, that of the oldest."""
+        return min(position.at_ms for position in self.positions)
+
+    @property
+    def offsets(self) -> dict[str | None, int | None]:
+        """By changelog, the first offset that is not in the store; None before the first commit with an offset."""
+        return {position.changelog: position.offset for position in self.positions}
+
+    def offset_of(self, partition: int) -> int | None:
+        """Return the first offset of this partition of the changelog that is not in the store.
+
+        Returns:
+            The offset; None before the first commit with one, or if the store does not follow the partition.
+        """
+        end = f"/{partition}"
+        return next((one.offset for one in self.positions if (one.changelog or "").endswith(end)), None)
+
+    @property
+    def only(self) -> Position:
+        """The position of a store that follows one changelog, or none. Raises as `offset`."""
+        if len(self.positions) > 1:
+            raise IllegalStateError(
+                f"the store follows {len(self.positions)} changelogs: it has no single offset",
+                next_step="use offsets, or offset_of(partition)",
+            )
+        return self.positions[0]
+
+    def of(self, changelog: str | None) -> Position:
+        """The position in this changelog. Raises `IllegalStateError` if the store does not follow it."""
+        for position in self.positions:
+            if position.changelog == changelog:
+                return position
+        raise IllegalStateError(f"the store does not follow the changelog {changelog}")
+
+    def moved(self, offsets: Mapping[str | None, int | None], at_ms: int) -> Committed:
+        """With these offsets, reached at that time. Raises `IllegalStateError` for a changelog that it does not follow."""
+        for changelog in offsets:
+            self.of(changelog)
+        return Committed(
+            tuple(
+                replace(one, offset=offsets[one.changelog], at_ms=at_ms) if one.changelog in offsets else one
+                for one in self.positions
+            )
+        )
 
 
 def as_text(committed: Committed) -> bytes:
     """The note as it stands on disk."""
-    return json.dumps(asdict(committed)).encode()
+    if len(committed.positions) == 1:
+        return json.dumps({**asdict(committed.positions[0]), "format": _OF_ONE}).encode()
+    return json.dumps({**asdict(committed), "format": _OF_SEVERAL}).encode()
 
 
 def parsed(note: bytes | None, path: object) -> Committed:
@@ -158,6 +233,9 @@ def parsed(note: bytes | None, path: object) -> Committed:
     if note is None:
         return Committed()
     found = json.loads(note)
-    if found.get("format") != _FORMAT:
-        raise StoreUnreadable(f"the state store {path} is of format {found.get('format')}, not {_FORMAT}")
-    return Committed(**found)
+    written_as = found.pop("format", None)
+    if written_as == _OF_ONE:
+        return Committed((Position(**found),))
+    if written_as == _OF_SEVERAL:
+        return Committed(tuple(Position(**position) for position in found["positions"]))
+    raise StoreUnreadable(f"the state store {path} is of format {written_as}, not {_OF_ONE} or {_OF_SEVERAL}")

@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +36,7 @@ from dualwrite.state.entries import (
     Committed,
     Entry,
     Item,
+    Position,
     Scan,
     Uncommitted,
     as_text,
@@ -284,7 +285,7 @@ class KeyValueStore:
 
     @property
     def committed(self) -> Committed:
-        """The last commit: its offset and time, and the changelog that the store follows."""
+        """The last commit: how far it contains the changelog that the store follows, or each partition of it."""
         return self._committed
 
     @property
@@ -312,32 +313,43 @@ class KeyValueStore:
         self._scans.add(scan)
         return scan
 
-    def follow(self, changelog: str) -> None:
-        """Record which changelog the store follows. Durable on return.
+    def follow(self, *changelogs: str) -> None:
+        """Record which changelogs the store follows: one, or each partition of a topic. Durable on return.
+
+        Further ones may be added; the store contains nothing of them yet.
 
         Args:
-            changelog: A text that identifies it permanently, such as its topic's id with the partition.
+            changelogs: For each a text that identifies it permanently, such as its topic's id with the partition.
 
         Raises:
-            ChangelogDiffers: The store follows another one.
+            ChangelogDiffers: The store follows another one, which is not among them.
             IllegalStateError: The store has uncommitted writes.
         """
         rocks = self._usable()
-        if self._committed.changelog == changelog:
+        followed = {one.changelog: one for one in self._committed.positions}
+        if list(followed) == list(changelogs):
             return
-        if self._committed.changelog is not None:
+        others = sorted(one for one in followed if one is not None and one not in changelogs)
+        if others:
             raise ChangelogDiffers(
-                f"the store {self.path} follows the changelog {self._committed.changelog}, not {changelog}: it is another"
-                " topic, or the topic was made again",
+                f"the store {self.path} follows the changelog {', '.join(others)}, not {', '.join(changelogs)}: it is another"
+                " topic or partition, or the topic was made again",
                 next_step="name the right topic, or move the store's directory away: the next start builds it again",
             )
         if self.has_uncommitted:
             raise IllegalStateError("the store has uncommitted writes")
-        following = replace(self._committed, changelog=changelog)
+        if None in followed and len(changelogs) == 1:  # what it has committed so far is of this one
+            followed[changelogs[0]] = replace(followed[None], changelog=changelogs[0])
+        elif followed.get(None, Position()).offset is not None:
+            raise IllegalStateError(
+                f"the store {self.path} is at offset {followed[None].offset} of a changelog that was never named",
+                next_step="name that one alone first",
+            )
+        following = Committed(tuple(followed.get(one, Position(changelog=one)) for one in changelogs))
         rocks.write(rocks.batch(), note=as_text(following))
         self._publish(following)
 
-    def commit(self, changelog_offset: int | None, *, as_of_ms: int | None = None) -> None:
+    def commit(self, changelog_offset: int | Mapping[str, int] | None, *, as_of_ms: int | None = None) -> None:
         """Make all uncommitted writes durable, with the offset, and begin the next transaction. Ends this thread's scans.
 
         All or nothing, also in a crash. Call it once the changelog's records of these writes are committed in Kafka. Readers
@@ -345,31 +357,31 @@ class KeyValueStore:
 
         Args:
             changelog_offset: The changelog's next offset: one more than that of the last record of these writes. None for a
-                store without a changelog.
+                store without a changelog. Of a store that follows several, the offset of each that has moved.
             as_of_ms: The time at which the store equalled the changelog up to that offset: ms since 1970; now if not given.
 
         Raises:
-            IllegalStateError: The offset lies before that of the last commit; or the store is closed, a commit has failed, or
-                the store is in a block of a `StateTask` or a consumer, which commits it itself.
+            IllegalStateError: The offset lies before that of the last commit, or is of a changelog that the store does not
+                follow; or the store is closed, a commit has failed, or the store is in a block of a `StateTask` or a
+                consumer, which commits it itself.
             Exception: RocksDB could not write. `recover`, or opening the store again, shows whether it has committed.
         """
         rocks = self._usable()
         self._refuse_if_held("commit")
-        before = self._committed.offset
-        if changelog_offset is not None and before is not None and changelog_offset < before:
-            raise IllegalStateError(
-                f"the store {self.path} is already at offset {before}, cannot commit {changelog_offset}"
-            )
-        offset = before if changelog_offset is None else changelog_offset
-        if not self._sync and offset is None:
+        offsets = self._offsets(changelog_offset)
+        for changelog, offset in offsets.items():
+            before = self._committed.of(changelog).offset
+            if before is not None and offset is not None and offset < before:
+                raise IllegalStateError(
+                    f"the store {self.path} is already at offset {before}, cannot commit {offset}"
+                )
+        committing = self._committed.moved(offsets, int(time.time() * 1000) if as_of_ms is None else as_of_ms)
+        if not self._sync and all(one.offset is None for one in committing.positions):
             raise IllegalStateError(
                 f"the state store {self.path} does not sync its commits, and has no changelog that could restore them",
                 next_step="commit with the changelog's offset, or open the store with sync=True",
             )
         self._end_scans()
-        committing = replace(
-            self._committed, offset=offset, at_ms=int(time.time() * 1000) if as_of_ms is None else as_of_ms
-        )
         note = as_text(committing)
         with self._failing():
             if self._spilled is None:
@@ -386,6 +398,13 @@ class KeyValueStore:
                 self._discard_spilled()
         failpoints.hit("state.committed")
 
+    def _offsets(self, given: int | Mapping[str, int] | None) -> dict[str | None, int | None]:
+        """The offsets that the caller means, by changelog. None stays where the store is."""
+        if isinstance(given, Mapping):
+            return dict(given)
+        only = self._committed.only
+        return {only.changelog: only.offset if given is None else given}
+
     @contextmanager
     def _failing(self) -> Generator[None, None, None]:
         """After an error in the block, the content on disk is unknown until it is read again."""
@@ -395,11 +414,12 @@ class KeyValueStore:
             self._failed = failed
             raise
 
-    def recover(self, changelog_offset: int) -> bool:
+    def recover(self, changelog_offset: int | Mapping[str, int] = 0) -> bool:
         """Discard all uncommitted writes. Ends all scans; also the way out of a commit that has failed.
 
         Args:
-            changelog_offset: The offset that the store should have reached.
+            changelog_offset: The offset that the store should have reached; of a store that follows several changelogs, the
+                offset of each.
 
         Returns:
             Whether it has. If not, the changelog's committed records from ``committed.offset`` on must be applied and
@@ -421,7 +441,12 @@ class KeyValueStore:
             self._uncommitted.clear()
         with self._failing():
             self._discard_spilled()
-        return (self._committed.offset or 0) >= changelog_offset
+        if changelog_offset == 0:
+            return True
+        return all(
+            (self._committed.of(changelog).offset or 0) >= (offset or 0)
+            for changelog, offset in self._offsets(changelog_offset).items()
+        )
 
     def _refuse_if_held(self, verb: str) -> None:
         if self._held:
@@ -465,7 +490,7 @@ class KeyValueStore:
         """
         self._usable()
         self._refuse_if_held("start_over")
-        self.recover(0)
+        self.recover()
         self._close()
         aside = self.path / "too-old"
         if aside.exists():
@@ -516,7 +541,8 @@ class KeyValueStore:
         self.close()
 
     def __repr__(self) -> str:
-        shown = "closed" if self._rocks is None else f"at offset {self._committed.offset}"
+        offsets = ", ".join(str(position.offset) for position in self._committed.positions)
+        shown = "closed" if self._rocks is None else f"at offset {offsets}"
         return f"<KeyValueStore {self.path} {shown}>"
 
 

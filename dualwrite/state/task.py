@@ -357,7 +357,12 @@ class LoggedStore:
         """Bring the store to the changelog's end, and count the records applied. Calls ``check`` repeatedly; it may raise."""
         hold(self.store, held=False)
         applied = roll_forward(
-            self.store, self._changelog, self._timeout_s, wait_for_end=True, on_progress=on_progress, check=check
+            self.store,
+            self._changelog,
+            timeout_s=self._timeout_s,
+            wait_for_end=True,
+            on_progress=on_progress,
+            check=check,
         )
         self.behind = False
         return applied
@@ -424,7 +429,7 @@ class LoggedStore:
         """Let reads after a failed transaction see what is committed. The next `begin` does so itself if this fails."""
         hold(self.store, held=False)
         try:
-            self.store.recover(0)
+            self.store.recover()
         except Exception:
             logger.exception("state store %s: cannot discard uncommitted writes yet", self.store.path)
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 from confluent_kafka import Producer, TopicPartition
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import AdminClient, NewPartitions
 from harness.counting import TABLE
 from harness.patience import wait_until
 from harness.places import PROOF
@@ -35,10 +35,10 @@ IN_MEMORY, SPILLED = 1 << 20, 0
 def make_changelog(dualwrite_kafka):
     made = []
 
-    def make(**config):
+    def make(*, partitions=1, **config):
         name = f"changelog-{secrets.token_hex(4)}"
         made.append(name)
-        return dualwrite_kafka.create_topic(name, 1, config={"cleanup.policy": "compact", **config})
+        return dualwrite_kafka.create_topic(name, partitions, config={"cleanup.policy": "compact", **config})
 
     yield make
     for name in made:
@@ -314,6 +314,43 @@ def test_a_standby_follows_and_takes_over(tmp_path, kafka, kafka_id, task_on, ch
     with task_on(tmp_path / "standby", changelog) as task:
         write(task, c="3")
         assert everything(task.store) == {"b": "2", "c": "3", "open": "1"}
+
+
+def test_a_copy_of_all_partitions_follows_each_and_answers_for_all(tmp_path, kafka, kafka_id, make_changelog):
+    """What a service reads of a group whose members have the partitions; a partition that is added later, too."""
+    changelog = make_changelog(partitions=2)
+    with TransactionalProducer(kafka, kafka_id) as producer, KeyValueStore(tmp_path / "copy") as copy:
+        producer.init_transactions()
+        reader = copy.reader()
+
+        def commit(*records):
+            with ProducerBlocks(producer).transaction() as tx:
+                for key, value, partition in records:
+                    tx.produce(changelog, key=key, value=value, partition=partition)
+
+        def catch_up():
+            return Standby(copy, kafka=kafka, changelog=changelog, partition=None).catch_up()
+
+        commit((b"a", b"1", 0), (b"b", b"1", 1), (b"c", b"1", 1))
+        assert catch_up() == 3
+        first = reader.snapshot()
+        commit((b"b", None, 1), (b"a", b"2", 0))
+        commit((b"d", b"1", 1))
+        assert catch_up() == 3
+        assert dict(first.range()) == {b"a": b"1", b"b": b"1", b"c": b"1"}
+        assert dict(reader.range()) == {b"a": b"2", b"c": b"1", b"d": b"1"}
+        # Each transaction's marker takes an offset, too; the last one's stands at the end.
+        assert [first.committed.offset_of(number) for number in (0, 1)] == [2, 3]
+        assert [reader.committed.offset_of(number) for number in (0, 1)] == [4, 7]
+        AdminClient(kafka).create_partitions([NewPartitions(changelog, 3)])[changelog].result(30)
+        wait_until(lambda: len(AdminClient(kafka).list_topics(changelog, 30).topics[changelog].partitions) == 3)
+        commit((b"e", b"1", 2))
+        assert catch_up() == 1
+        assert reader.get(b"e").committed.offset_of(2) == 2
+    with KeyValueStore(tmp_path / "copy") as copy:
+        with pytest.raises(ChangelogDiffers, match="is another topic or partition"):
+            Standby(copy, kafka=kafka, changelog=changelog, partition=0).catch_up()
+        assert Standby(copy, kafka=kafka, changelog=changelog, partition=None).catch_up() == 0
 
 
 def test_a_restore_waits_for_an_open_transaction(tmp_path, kafka, task_on, changelog):

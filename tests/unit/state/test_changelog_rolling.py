@@ -5,7 +5,7 @@ import pytest
 from dualwrite import ConfigurationError
 from dualwrite.errors import ChangelogDiffers, StoreTooOld
 from dualwrite.state.changelog import Log, first_to_read, require_complete
-from dualwrite.state.entries import Committed
+from dualwrite.state.entries import Position
 
 HOUR = 3_600_000
 DAY = 24 * HOUR
@@ -19,11 +19,11 @@ def log(
 
 
 def store(offset, age_ms=0):
-    return Committed(offset=offset, at_ms=NOW - age_ms)
+    return Position(offset=offset, at_ms=NOW - age_ms)
 
 
 NOW = 2_000_000_000_000
-NEW = Committed()
+NEW = Position()
 
 
 @pytest.mark.parametrize(

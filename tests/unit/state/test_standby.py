@@ -24,17 +24,17 @@ START_MS = 2_000_000_000_000
 class InMemory:
     """A changelog of records, read in parts of two; each part takes a minute."""
 
-    def __init__(self, clock, *records):
-        self.clock, self.records = clock, records
+    def __init__(self, clock, *records, partition=0):
+        self.clock, self.records, self.partition = clock, records, partition
         self.delete_retention_ms = DAY_MS
 
     def identity(self, _deadline, _check):
-        return "id/0"
+        return f"id/{self.partition}"
 
     def describe(self, _deadline, _at_least, check):
         check()
         end = len(self.records)
-        return Log("log[0]", 0, end, frozenset({"compact"}), -1, -1, self.delete_retention_ms, recent=end)
+        return Log(f"log[{self.partition}]", 0, end, frozenset({"compact"}), -1, -1, self.delete_retention_ms, recent=end)
 
     def read(self, start, end, _deadline, check):
         for begin in range(start, end, 2):
@@ -64,8 +64,8 @@ def store(tmp_path):
         yield store
 
 
-def rolled(store, log, **more):
-    return roll_forward(store, log, 60, wait_for_end=True, on_progress=ignore_progress, **more)
+def rolled(store, *logs, **more):
+    return roll_forward(store, *logs, timeout_s=60, wait_for_end=True, on_progress=ignore_progress, **more)
 
 
 RECORDS = [(b"a", b"1"), (b"b", b"1"), (b"a", None), (b"c", b"1"), (b"b", b"2")]
@@ -101,12 +101,12 @@ def test_a_store_is_as_old_as_it_was_until_the_end_is_reached(store, clock):
     """Deletions may vanish from the changelog while it is read."""
     log = InMemory(clock, *RECORDS)
     seen = []
-    roll_forward(store, log, 60, wait_for_end=True, on_progress=lambda *_: seen.append(store.committed.at_ms))
+    roll_forward(store, log, timeout_s=60, wait_for_end=True, on_progress=lambda *_: seen.append(store.committed.at_ms))
     assert seen == [START_MS] * 3
     clock.now_ms = later = START_MS + DAY_MS // 2
     log.records = [*RECORDS, *RECORDS]
     seen.clear()
-    roll_forward(store, log, 60, wait_for_end=True, on_progress=lambda *_: seen.append(store.committed.at_ms))
+    roll_forward(store, log, timeout_s=60, wait_for_end=True, on_progress=lambda *_: seen.append(store.committed.at_ms))
     assert seen == [START_MS, START_MS, later]
 
 
@@ -249,3 +249,63 @@ def test_a_store_that_cannot_be_built_again_is_not_moved(tmp_path, clock):
         with pytest.raises(StoreTooOld, match="48.0 hours old"):
             rolled(store, log)
         assert dict(store.range()) == {b"gone": b"1", b"a": b"1"}
+
+
+# Stores that follow all partitions of a topic
+
+
+def test_a_store_of_two_partitions_has_an_offset_for_each(tmp_path, clock):
+    first, second = InMemory(clock, *RECORDS), InMemory(clock, (b"x", b"1"), partition=1)
+    with KeyValueStore(tmp_path / "store") as store:
+        assert rolled(store, first, second) == 6
+        first.records += ((b"c", None),)
+        answer = store.reader().get(b"c")
+        assert answer.committed.offsets == {"id/0": 5, "id/1": 1}
+        assert rolled(store, first, second) == 1
+        assert (answer.value, store.reader().get(b"c").value) == (b"1", None)
+    with KeyValueStore(tmp_path / "store") as store:
+        assert dict(store.range()) == {b"b": b"2", b"x": b"1"}
+        assert [store.committed.offset_of(partition) for partition in (0, 1, 2)] == [6, 1, None]
+        assert rolled(store, first, second) == 0
+        with pytest.raises(IllegalStateError, match="follows 2 changelogs"):
+            _ = store.committed.offset
+
+
+def test_each_partition_is_as_old_as_it_is(store, clock):
+    """One that is read to its end does not make another one younger, in which deletions may be gone."""
+    records = (b"gone", b"1"), (b"a", b"1"), None, (b"b", b"1"), (b"c", b"1")
+    second = InMemory(clock, (b"x", b"1"), partition=1)
+    rolled(store, InMemory(clock, *records[:2]), second)
+    clock.now_ms += 2 * DAY_MS
+    store.commit({"id/1": 1}, as_of_ms=clock.now_ms)
+    with pytest.raises(StoreTooOld, match=r"48.0 hours old, and the changelog log\[0\]"):
+        rolled(store, Compacted(clock, *records), second)
+
+
+def test_a_partition_more_is_followed_and_one_less_is_refused(store, clock):
+    logs = [InMemory(clock, *RECORDS), InMemory(clock, (b"x", b"1"), partition=1)]
+    rolled(store, logs[0])
+    assert rolled(store, *logs) == 1
+    assert dict(store.range()) == {b"b": b"2", b"c": b"1", b"x": b"1"}
+    with pytest.raises(ChangelogDiffers, match=r"follows the changelog id/1, not id/0"):
+        rolled(store, logs[0])
+    assert store.committed.offsets == {"id/0": 5, "id/1": 1}
+
+
+def test_all_partitions_are_built_again_where_one_is_too_old(tmp_path, clock):
+    store, log = too_old(clock, tmp_path / "store", rebuild_if_too_old=True)
+    another = InMemory(clock, (b"x", b"1"), partition=1)
+    with store:
+        assert rolled(store, log, another) == 4
+        assert dict(store.range()) == {b"a": b"1", b"b": b"1", b"c": b"1", b"x": b"1"}
+
+
+def test_an_interrupted_copy_of_two_partitions_goes_on_in_the_second(tmp_path, clock):
+    logs = [InMemory(clock, *RECORDS), InMemory(clock, (b"x", b"1"), (b"y", b"1"), (b"z", b"1"), partition=1)]
+    failpoints.arm("state.restored:4:raise")
+    with KeyValueStore(tmp_path / "store") as store, pytest.raises(FailpointError):
+        rolled(store, *logs)
+    failpoints.arm("")
+    with KeyValueStore(tmp_path / "store") as store:
+        assert store.committed.offsets == {"id/0": 5, "id/1": 2}
+        assert rolled(store, *logs) == 1

@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dualwrite import failpoints
 from dualwrite.errors import ChangelogDiffers, IllegalStateError, StoreInUse, StoreUnreadable
 from dualwrite.failpoints import FailpointError
-from dualwrite.state import KeyValueStore
+from dualwrite.state import Committed, KeyValueStore, Position
+from dualwrite.state.store import Rocks
 
 pytest.importorskip("rocksdict", reason="the extra 'state' is not installed")
 
@@ -284,6 +285,51 @@ def test_a_store_follows_one_changelog_for_ever(tmp_path, bound):
         assert (store.committed.changelog, store.committed.offset) == ("one", 2)
 
 
+def test_a_store_of_several_changelogs_has_an_offset_for_each(tmp_path, bound):
+    with KeyValueStore(tmp_path / "store", max_memory_bytes=bound) as store:
+        store.follow("id/0", "id/1")
+        assert store.committed.offsets == {"id/0": None, "id/1": None}
+        store.put(b"a", b"1")
+        store.commit({"id/0": 5}, as_of_ms=1_000)
+        store.commit({"id/0": 6, "id/1": 3}, as_of_ms=2_000)
+        store.commit({"id/1": 4}, as_of_ms=3_000)
+        with pytest.raises(IllegalStateError, match="already at offset 6, cannot commit 5"):
+            store.commit({"id/1": 9, "id/0": 5})
+        with pytest.raises(IllegalStateError, match="does not follow the changelog id/2"):
+            store.commit({"id/2": 1})
+        for single in (7, None):
+            with pytest.raises(IllegalStateError, match="follows 2 changelogs"):
+                store.commit(single)
+    with KeyValueStore(tmp_path / "store", max_memory_bytes=bound) as store:
+        assert everything(store) == {b"a": b"1"}
+        assert store.committed.offsets == {"id/0": 6, "id/1": 4}
+        assert (store.committed.of("id/0").at_ms, store.committed.at_ms) == (2_000, 2_000)
+        assert store.recover({"id/0": 6, "id/1": 4})
+        assert not store.recover({"id/0": 6, "id/1": 5})
+
+
+def test_an_offset_that_is_of_no_named_changelog_is_not_taken_for_one_of_several(store):
+    store.commit(5)
+    with pytest.raises(IllegalStateError, match="at offset 5 of a changelog that was never named"):
+        store.follow("id/0", "id/1")
+    store.follow("id/0")
+    store.follow("id/0", "id/1")
+    assert store.committed.offsets == {"id/0": 5, "id/1": None}
+
+
+def test_a_store_of_one_changelog_is_read_and_left_as_earlier_versions_wrote_it(tmp_path):
+    written = b'{"offset": 7, "at_ms": 1234, "changelog": "id/0", "format": 1}'
+    rocks = Rocks(tmp_path / "store" / "committed")
+    rocks.write(rocks.batch(), note=written)
+    rocks.close()
+    with KeyValueStore(tmp_path / "store") as store:
+        assert store.committed == Committed((Position(7, 1234, "id/0"),))
+        store.commit(8, as_of_ms=1235)
+    rocks = Rocks(tmp_path / "store" / "committed")
+    assert rocks.note() == written.replace(b"7", b"8").replace(b"1234", b"1235")
+    rocks.close()
+
+
 def test_the_time_of_a_commit_stands_with_it(store):
     assert store.committed.at_ms == 0
     store.commit(1)
@@ -330,12 +376,12 @@ def test_a_closed_store_refuses_and_closes_twice(tmp_path):
 
 def test_a_directory_of_another_format_is_refused_and_stays(tmp_path, monkeypatch):
     with monkeypatch.context() as newer:
-        newer.setattr("dualwrite.state.store.as_text", lambda _: b'{"format": 2}')
+        newer.setattr("dualwrite.state.store.as_text", lambda _: b'{"format": 3}')
         with KeyValueStore(tmp_path / "store") as store:
             store.put(b"a", b"1")
             store.commit(1)
     for _ in range(2):
-        with pytest.raises(StoreUnreadable, match="of format 2, not 1"):
+        with pytest.raises(StoreUnreadable, match="of format 3, not 1 or 2"):
             KeyValueStore(tmp_path / "store")
 
 

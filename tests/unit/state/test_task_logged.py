@@ -40,8 +40,8 @@ def broker():
 
 @pytest.fixture
 def of_store(tmp_path, monkeypatch, broker):
-    def roll_forward(store, changelog, timeout_s, **_):
-        store.recover(0)
+    def roll_forward(store, changelog, **_):
+        store.recover()
         store.put_all(changelog.records[store.committed.offset or 0 :])
         store.commit(len(changelog.records))
         return 0
@@ -100,7 +100,7 @@ def test_a_transaction_that_is_not_committed_leaves_the_store_behind(of_store, b
 
 
 @pytest.mark.parametrize(
-    "verb", [lambda store: store.commit(None), lambda store: store.recover(0), lambda store: store.start_over()]
+    "verb", [lambda store: store.commit(None), lambda store: store.recover(), lambda store: store.start_over()]
 )
 def test_only_the_block_ends_the_stores_transaction(of_store, broker, verb):
     """Committed by the block's code, the changes would be missing from the changelog, and so on every other member."""

@@ -22,9 +22,9 @@ def restored(monkeypatch):
     """The partitions whose stores were restored, in order."""
     seen = []
 
-    def roll_forward(store, _changelog, _timeout_s, *, check, **_):
+    def roll_forward(store, _changelog, *, check, **_):
         check()
-        store.recover(0)
+        store.recover()
         seen.append(int(store.path.name))
         return 0
 

@@ -1,11 +1,9 @@
 """Mistakes of state stores: what they keep after a crash, what they log, and what they read of their changelogs."""
 
-from dataclasses import replace
-
 import pytest
 
 from dualwrite.state import changelog, standby, store, task
-from dualwrite.state.entries import Committed, as_text
+from dualwrite.state.entries import Committed, Position, as_text
 from dualwrite.state.store import KeyValueStore, Rocks, Spilled
 from dualwrite.state.task import LoggedStore
 from harness.mistakes.registry import Check, mistake
@@ -39,7 +37,7 @@ def offset_beside_the_data(patch: pytest.MonkeyPatch) -> None:
 )
 def undecided_writes_committed_at_opening(patch: pytest.MonkeyPatch) -> None:
     """A state store that is opened commits what a dead process had spilled, and not decided."""
-    found = as_text(replace(Committed(), offset=3))
+    found = as_text(Committed((Position(offset=3),)))
     patch.setattr(store, "is_undecided", lambda _: False)
     patch.setattr(Spilled, "decision", property(lambda self: self._rocks.note() or found))
 
