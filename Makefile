@@ -168,8 +168,9 @@ controls: archive ## plant protocol mistakes in the product: the checks must cat
 reason: venv jars ## the table of docs/why.md: other ways to write to both sides, killed at each of their steps: make reason RUNS=25 SEED=1 (twenty minutes)
 	cd tests/proof && $(CURDIR)/$(PY) -m controls.reason --runs $(or $(RUNS),25) --seed $(SEED)
 
-docs: venv ## the documentation, into docs/_build/html, with Markdown of each page beside it and llms.txt
-	$(VENV)/bin/sphinx-build -W --keep-going -b html docs docs/_build/html
+SITE ?= docs/_build/site
+docs: venv ## the documentation, into docs/_build/site/<version> beside other versions (SITE=directory), with Markdown of each page and llms.txt
+	$(PY) docs/versions.py $(SITE) -W --keep-going
 
 pictures: venv ## the drawings of the documentation, by docs/pictures.py
 	$(PY) docs/pictures.py
