@@ -7,7 +7,7 @@ is reported once: the row says whether it was.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
@@ -189,11 +189,14 @@ def resolve_commit(  # noqa: PLR0917 - as the writer hands it on
     database_transaction: str | None,
     deadline: Deadline,
     waiting: Decision | None = None,
+    fence: Callable[[], None] | None = None,
 ) -> DoubtStep:
     """Find out whether the COMMIT that would have recorded ``ours``, empty for rows alone, has happened.
 
     ``waiting`` is the decision if the block's messages wait: then its number in the row tells. The row is read under its lock
     on a fresh connection, so the old backend has ended before the answer, which is a verdict and never a question.
+    ``fence`` claims the row, for a decision that went with its COMMIT: until the server has it, the old backend holds no lock,
+    and could still commit what was taken for rolled back.
     ``ConfigurationError``: the database refused us until the deadline, as a standby does that is not yet promoted.
     """
     from tenacity import Retrying, retry_if_exception_type, wait_exponential  # noqa: PLC0415 - few writers are ever in doubt
@@ -212,12 +215,33 @@ def resolve_commit(  # noqa: PLR0917 - as the writer hands it on
         before_sleep=note,
         reraise=True,
     )
-    step: DoubtStep = retrying(_verdict, context, transactional_id, ours, database_transaction, deadline, waiting)
+    step: DoubtStep = retrying(
+        _verdict, context, transactional_id, ours, database_transaction, deadline, waiting, fence
+    )
     logger.warning("%s: COMMIT of %s was in doubt: %s", transactional_id, named, step.value)
     return step
 
 
 def _verdict(  # noqa: PLR0917 - as above
+    context: OwnerContext,
+    transactional_id: str,
+    ours: PreparedTxnState,
+    database_transaction: str | None,
+    deadline: Deadline,
+    waiting: Decision | None = None,
+    fence: Callable[[], None] | None = None,
+) -> DoubtStep:
+    def asked() -> DoubtStep:
+        return _asked(context, transactional_id, ours, database_transaction, deadline, waiting)
+
+    step = asked()
+    if step is DoubtStep.ABORTED and fence is not None:
+        fence()
+        step = asked()  # it may have come between the answer and the claim
+    return step
+
+
+def _asked(  # noqa: PLR0917 - as above
     context: OwnerContext,
     transactional_id: str,
     ours: PreparedTxnState,

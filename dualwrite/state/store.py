@@ -372,9 +372,7 @@ class KeyValueStore:
         for changelog, offset in offsets.items():
             before = self._committed.of(changelog).offset
             if before is not None and offset is not None and offset < before:
-                raise IllegalStateError(
-                    f"the store {self.path} is already at offset {before}, cannot commit {offset}"
-                )
+                raise IllegalStateError(f"the store {self.path} is already at offset {before}, cannot commit {offset}")
         committing = self._committed.moved(offsets, int(time.time() * 1000) if as_of_ms is None else as_of_ms)
         if not self._sync and all(one.offset is None for one in committing.positions):
             raise IllegalStateError(

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -721,7 +722,7 @@ class DualWrite(Work):
             decided = with_commit.execute(self._handle, decision, age_s)
         except TransactionInDoubt as error:
             self._machine.apply(WriteEvent.RECORD)
-            return self._resolved(state, deadline, error)
+            return self._resolved(state, deadline, error, at_once=True)
         except DualWriteError as error:
             self._abort()
             if (interruption := _interruption(error)) is not None:
@@ -808,13 +809,20 @@ class DualWrite(Work):
         failpoints.hit("write.decided")
         return None
 
-    def _resolved(self, state: PreparedTxnState, deadline: Deadline, doubt: TransactionInDoubt) -> BaseException | None:
-        """Find out what the COMMIT has done. Returns an interruption behind the doubt, if the database has committed."""
+    def _resolved(
+        self, state: PreparedTxnState, deadline: Deadline, doubt: TransactionInDoubt, *, at_once: bool = False
+    ) -> BaseException | None:
+        """Find out what the COMMIT has done. Returns an interruption behind the doubt, if the database has committed.
+
+        ``at_once``: the decision went with it.
+        """
         self._machine.apply(WriteEvent.LOSE_ANSWER)
-        self._resolve(state, deadline, doubt)
+        self._resolve(state, deadline, doubt, partial(self._lane.fence, deadline) if at_once else None)
         return _interruption(doubt)
 
-    def _resolve(self, state: PreparedTxnState, deadline: Deadline, doubt: TransactionInDoubt) -> None:
+    def _resolve(
+        self, state: PreparedTxnState, deadline: Deadline, doubt: TransactionInDoubt, fence: Callable[[], None] | None
+    ) -> None:
         try:
             verdict = waiting.elsewhere(
                 lambda: resolve_commit(
@@ -824,6 +832,7 @@ class DualWrite(Work):
                     self._database_transaction,
                     deadline,
                     None if self.may_wait is None else self.may_wait.decision,
+                    fence,
                 )
             )
         except DualWriteError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
@@ -92,6 +92,7 @@ class Lane:
         self._asking_since: float | None = None
         self._looked_back = False
         self._refused: DualWriteError | None = None
+        self._fenced = False
         self._asking_for = ""
         self._unanswered: tuple[float, str] | None = None
         self.heard_s = 0.0  # since then Kafka has answered a question of the lane, outside of a block's dual write
@@ -133,7 +134,7 @@ class Lane:
     @property
     def may_wait(self) -> bool:
         """Whether the lane can carry a block whose messages wait as rows, without asking Kafka; see :meth:`ready_to_wait`."""
-        return self._machine.state in MAY_WAIT
+        return self._machine.state in MAY_WAIT and not self._fenced
 
     @property
     def refused(self) -> DualWriteError | None:
@@ -198,7 +199,7 @@ class Lane:
     def usable(self) -> bool:
         """Whether the lane has a producer that can begin its next transaction."""
         # Settling relies on this: only a settler begins a transaction under an epoch later than an owner's first.
-        return self._producer is not None and self._producer.reusable
+        return self._producer is not None and self._producer.reusable and not self._fenced
 
     @property
     def pending_end(self) -> PendingEnd | None:
@@ -269,7 +270,7 @@ class Lane:
     def _note_claim(self, row: StateRow) -> None:
         verified = row.unverified_from is None
         self._machine.apply(LaneEvent.CLAIM if verified else LaneEvent.CLAIM_WITHOUT_KAFKA)
-        self._row, self._refused = row, None
+        self._row, self._refused, self._fenced = row, None, False
 
     def _note_settled(self) -> None:
         self._machine.apply(LaneEvent.SETTLE)
@@ -311,7 +312,7 @@ class Lane:
         Nothing is begun after an error. `Fenced` and `DatabaseWentBack` (the database has lost a claim) stay; after others try
         again.
         """
-        if self._producer is not None and self._producer.begins_again():
+        if self._producer is not None and not self._fenced and self._producer.begins_again():
             return
         if refuse_in_silence is None:
             self._make_ready(deadline)
@@ -567,6 +568,21 @@ class Lane:
             self._producer = None
         if self._machine.allows(LaneEvent.DISCARD):
             self._machine.apply(LaneEvent.DISCARD)
+
+    def fence(self, deadline: Deadline) -> None:
+        """Claim in the database alone: a decision of ours that is still on its way to it then finds another incarnation.
+
+        The producer stays, to end its transaction. The next block claims once more. Raises as :meth:`ready`.
+        """
+        self._fenced = True  # also if the claim is not answered
+        with suppress(Fenced):  # then the other owner's claim has done it
+            claim_rows(
+                self._context,
+                [self.transactional_id],
+                deadline,
+                guard=(self.transactional_id, self.row.incarnation),
+                without_kafka=True,
+            )
 
     def leave_in_doubt(self) -> None:
         """As :meth:`discard`, where the last block may be decided yet: its claim serves no other block.

@@ -1,6 +1,7 @@
 """The interleavings that break simpler recipes, brought about on real servers. Each names the rule that it is the reason for."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -34,6 +35,7 @@ from dualwrite.recovery.recover import status
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.stores.sql.tables import declare_tables
 from dualwrite.testing.proxy import Api, KafkaProxy, PostgresProxy
+from dualwrite.writing.lane import Lane
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 STATE = declare_tables(None).state
@@ -217,6 +219,44 @@ def test_claiming_waits_for_a_decision_under_way(
             second.join()
         through.dispose()
     assert both() == ([1], [1, 1])
+
+
+@pytest.mark.parametrize("arrives", ["after the claim", "before the claim", "never"])
+def test_a_decision_that_is_late_with_its_commit_is_what_its_caller_was_told(
+    dualwrite_postgres, url, kafka, engine, orders, dualwrite_topic, both, monkeypatch, arrives
+):
+    """Until the server has the text of both, no lock keeps it from what the row is taken to say."""
+    with PostgresProxy(dualwrite_postgres) as proxy:
+        through = create_engine(proxy.url(url))
+        with DualWriter("orders", kafka=kafka, database=through, limits=WriterLimits(max_lanes=1)) as writer:
+            write(writer, dualwrite_topic, orders, 1)
+            exchange = proxy.on("COMMIT").hold_request()
+            fence = Lane.fence
+
+            def late(self, deadline):
+                if arrives == "before the claim":
+                    exchange.release()
+                    exchange.wait_answered()
+                fence(self, deadline)
+
+            monkeypatch.setattr(Lane, "fence", late)
+            with ThreadPoolExecutor(1) as other:
+                told = other.submit(write, writer, dualwrite_topic, orders, 2)
+                exchange.wait()
+                exchange.withdraw()
+                exchange.cut()
+                error = told.exception(60)
+            decided = arrives == "before the claim"
+            assert type(error) is (type(None) if decided else TransactionAborted)
+            if arrives == "after the claim":
+                exchange.release()
+                exchange.wait_answered()
+            elif arrives == "never":
+                exchange.discard()
+            write(writer, dualwrite_topic, orders, 3)
+        through.dispose()
+    there = [1, 2, 3] if decided else [1, 3]
+    assert both() == (there, sorted(2 * there))
 
 
 def test_nothing_is_retired_before_its_outcome_is_proved_and_recorded(kafka, engine, orders, dualwrite_topic, both):

@@ -186,7 +186,7 @@ def address(request, versions):
 
 
 def until(browser, condition):
-    from selenium.webdriver.support.ui import WebDriverWait  # noqa: PLC0415 - it may not be installed
+    from selenium.webdriver.support.ui import WebDriverWait
 
     return WebDriverWait(browser, 30).until(condition)
 
@@ -224,7 +224,8 @@ def test_a_page_that_stands_alone_says_its_version(site, browser, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "page"), [("fencing", "safety.html"), ("outbox", "outbox.html"), ("flush_timeout_s", "configuration.html")]
+    ("words", "page"),
+    [("fencing", "safety.html"), ("outbox", "outbox.html"), ("flush_timeout_s", "configuration.html")],
 )
 def test_a_search_finds_the_page(address, browser, words, page):
     browser.get(f"{address}/{THIS}/search.html?q={words}")

@@ -5,7 +5,8 @@ otherwise must *fail* here, in SQL: an UPDATE that matches no row, and a transac
 reached then. The age is that of the database's transaction, by the server's clock alone. The transaction of Kafka is younger:
 nothing is produced before the database has answered. The server looks at its clock after the wait for the row's lock.
 
-The one answer stands for both. If it is missing, the COMMIT is in doubt wherever the connection was lost, and the row tells.
+The one answer stands for both. If it is missing, the COMMIT is in doubt wherever the connection was lost. The row tells, and
+only after a claim: the text may still be on its way to the server, whose session holds no lock on the row before it has it.
 
 Where something must happen between the two, or this connection cannot do it, the caller sends one after the other.
 """

@@ -79,6 +79,15 @@ CONFIGURATIONS = {
         Bounds((2, 1), 3, Budgets(unseen=1, answer=1)),
         quick=True,
     ),
+    "at_once": Configuration(
+        "owners send their decision with its COMMIT, and have no answer",
+        Bounds((2, 1), 5, Budgets(answer=1, abort=1), at_once=True),
+        quick=True,
+    ),
+    "at_once_and_timeouts": Configuration(
+        "the same twice, and a transaction times out",
+        Bounds((2, 1), 6, Budgets(answer=2, timeout=1), at_once=True),
+    ),
     "forgotten": Configuration(
         "the coordinator forgets ids, the log what was in it",
         Bounds((2, 0), 2, Budgets(timeout=1, expire=1, retention=2)),
@@ -131,6 +140,19 @@ CONFIGURATIONS = {
         "the database ends an owner's transaction before its UPDATE or its COMMIT, and the owner does not notice",
         native(2, 1, incarnations=3, budgets=Budgets(unseen=1, answer=1)),
         quick=True,
+    ),
+    "native_at_once": Configuration(
+        "owners send their decision with its COMMIT, and have no answer",
+        native(2, 1, incarnations=5, budgets=Budgets(answer=1, abort=1), at_once=True),
+        quick=True,
+    ),
+    "native_at_once_and_delays": Configuration(
+        "the same, a request is late, and the database may end a transaction unseen",
+        native(2, 1, incarnations=5, budgets=Budgets(answer=1, delay=1, unseen=1), at_once=True),
+    ),
+    "native_at_once_three_processes": Configuration(
+        "owners that send their decision with its COMMIT, twice without an answer, and a settler",
+        native(2, 1, 0, incarnations=5, budgets=Budgets(answer=2, timeout=1), at_once=True),
     ),
     "native_aborts_and_delays": Configuration(
         "an owner with two transactions, and a settler; every request may be late, or its answer lost",

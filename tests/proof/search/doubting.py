@@ -49,7 +49,21 @@ class Doubting(Step):
         self.go(f"takes {name(p.label)} for committed", decided, wrong=wrong)
 
     def doubt_aborted(self) -> None:
+        if self.walk.at_once and self.rules.claims_in_doubt and not self.p.fenced:
+            self.fence()
+            return
         self.go(f"takes {name(self.p.label)} for rolled back", self.p._replace(doing="abort", doubt=None))
+
+    def fence(self) -> None:
+        """``Lane.fence``: what is still on its way then finds another incarnation. Then it asks again."""
+        p, db = self.p, self.db
+        fenced = p._replace(fenced=True, doubt=None if self.rules.asks_after_the_claim else p.doubt)
+        if db.lock is not None:
+            return
+        if db.owner != p.owner:
+            self.go("finds that another has claimed the row", fenced)
+        elif not self.walk.most or db.incarnation < self.walk.most:
+            self.go("claims the row anew", fenced, db._replace(incarnation=db.incarnation + 1))
 
     def doubt_lost(self) -> None:
         self.writes(_W.FIND_LOST)

@@ -18,7 +18,7 @@ from simulator.state import Broker
 from dualwrite.protocol.values import Outcome
 from search.process import Walk
 from search.rules import Rules
-from search.stepping import committed
+from search.stepping import arrived, committed
 from search.values import DONE, STOPPED, Budgets, Database, Label, Process, name
 
 _STOPS = "settling stops"
@@ -65,9 +65,11 @@ class Judge:
     ) -> str | None:
         """The fault found; None if there is none."""
         lock = database.lock
-        ends = [database._replace(lock=None)]
+        ends = [database._replace(lock=None, flying=None)]
+        if landed := arrived(database._replace(lock=None)):
+            ends.append(landed)
         if lock is not None and lock.orphan:
-            ends.append(committed(database))
+            ends.append(committed(database)._replace(flying=None))
         for end in ends:
             wrong = self._verdict(end, broker, late, excuses)
             if wrong is not None:

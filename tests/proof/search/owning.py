@@ -64,6 +64,9 @@ class Owning(Step):
     def update(self) -> None:
         """``StateStore.decide``: waits for the row's lock."""
         p, db = self.p, self.db
+        if self.walk.at_once and not p.rolled_back:
+            self.decide_at_once()
+            return
         self.rolled_back(db)
         if p.rolled_back:
             self.update_alone()
@@ -75,6 +78,29 @@ class Owning(Step):
             else:
                 self.go("updates no row: fenced", p._replace(doing="abort"))
         self.go(f"the user's code fails in {name(p.label)}", p._replace(doing="abort"), spends="abort")
+
+    def decide_at_once(self) -> None:
+        """``DecisionWithCommit.execute``: the statement and COMMIT in one text. No lock before the server has it."""
+        p, db = self.p, self.db
+        self.rolled_back(db)
+        self.go(f"the user's code fails in {name(p.label)}", p._replace(doing="abort"), spends="abort")
+        text = f"sends the decision on {name(p.label)} with its COMMIT"
+        if db.incarnation != p.incarnation and self.rules.updates_on_condition:
+            self.go(f"{text}: it matches no row", p._replace(doing="abort"))
+            return
+        sent = Lock(p.incarnation, p.label, p.ours)
+        doubtful = p._replace(doing="resolve", write=self.writes(_W.RECORD, _W.LOSE_ANSWER))
+        if db.flying is None:
+            flying = db._replace(flying=sent)
+            self.go(f"{text}, and dies", DONE, flying)
+            self.go(f"{text}: no answer, it is still on its way", doubtful, flying, spends="answer")
+        self.go(f"{text}: no answer, it never arrives", doubtful, spends="answer")
+        if db.lock is None:
+            done = committed(db._replace(lock=sent))
+            decided = p._replace(doing="end", write=self.writes(_W.RECORD, _W.COMMIT), known=p.ours)
+            self.go(f"{text}: decided", DONE if self.walk.dies else decided, done)
+            self.go(f"{text}: no answer, it is done", doubtful, done, spends="answer")
+            self.go(f"{text}: it fails for certain", p._replace(doing="abort"), spends="abort")
 
     def rolled_back(self, released: Database) -> None:
         """The database ends the transaction before the next statement, which is then executed without its rows."""

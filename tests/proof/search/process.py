@@ -45,6 +45,7 @@ class Walk:
         native_timeout_ms: The time limit of native transactions.
         witnesses: In how many partitions a native state names an offset.
         answers_late: Whether a native owner reads the answer about ends some time after the leaders have given it.
+        at_once: Whether owners send their decision with its COMMIT.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class Walk:
         native_timeout_ms: int = NEVER_MS,
         witnesses: int = len(PLACES),
         answers_late: bool = False,
+        at_once: bool = False,
     ) -> None:
+        self.at_once = at_once
         self.native_timeout_ms = native_timeout_ms
         self.witnesses = witnesses
         self.answers_late = answers_late

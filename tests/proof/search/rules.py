@@ -41,6 +41,8 @@ class Rules:
     believes_a_commit_of_nothing = False
     silently_repeated = frozenset()  # requests of whose silent repetition a producer takes no notice
     waits_for_the_lock_in_doubt = True
+    claims_in_doubt = True  # where the decision went with its COMMIT, before it is taken for rolled back
+    asks_after_the_claim = True  # what became of it, once more
     mark_only_rises = True
     stale_partitions = False
     stale_coordinator = False

@@ -137,7 +137,7 @@ class Step:
 
     def reusable(self, p: Process) -> Process:
         """The step after a transaction, or a failure: ``Lane.ready``."""
-        if p.producer is not ProducerState.READY:
+        if p.producer is not ProducerState.READY or p.fenced:
             return again(p, p.todo, undecided=undecided_of(p))
         if p.ended is not None:
             return p._replace(doing="know_end", write=None, ours=None, firsts=(-1, -1), unanswered=frozenset())
@@ -155,6 +155,10 @@ class Step:
             return f"the caller is told that {name(label)} is aborted, and the database has it"
         if db.lock is not None and db.lock.orphan and db.lock.label == label:
             return f"the caller is told that {name(label)} is aborted, and a session may still commit it"
+        if db.flying is not None and db.flying.label == label and db.flying.holder == db.incarnation:
+            return (
+                f"the caller is told that {name(label)} is aborted, and its decision may still arrive with its COMMIT"
+            )
         return None
 
     def told_complete(self, broker: Broker) -> str | None:
@@ -188,6 +192,14 @@ def committed(db: Database) -> Database:
         decided=(*db.decided, Decision(db.lock.label, db.lock.prepared)),
         lock=None,
     )
+
+
+def arrived(db: Database) -> Database | None:
+    """A decision arrives with its COMMIT; None if it changes nothing, as the row has another incarnation."""
+    flying = db.flying
+    if flying is None or flying.holder != db.incarnation:
+        return None
+    return committed(db._replace(lock=flying, flying=None))
 
 
 def recorded(db: Database, prepared, outcome: Outcome) -> Database:

@@ -56,7 +56,8 @@ class Decision(NamedTuple):
 class Database(NamedTuple):
     """The row, the incidents, and in ``decided`` the users' rows: the transactions that are committed, in order.
 
-    ``fence`` is the row's ``settle_fence``, for native transactions.
+    ``fence`` is the row's ``settle_fence``, for native transactions. ``flying`` is a decision with its COMMIT, in one text, that
+    the server does not have yet: it holds no lock.
     """
 
     incarnation: int = 0
@@ -68,6 +69,7 @@ class Database(NamedTuple):
     decided: tuple[Decision, ...] = ()
     lock: Lock | None = None
     fence: int | None = None
+    flying: Lock | None = None
 
     def has(self, label: Label) -> bool:
         """Whether the transaction is committed here."""
@@ -88,6 +90,7 @@ class Process(NamedTuple):
     A native owner always has these. ``unanswered`` is where a copy of its messages may still come, and ``apart`` the incarnation
     that a settler has settled before the others, by the rules for native transactions. ``rolled_back``: the database has ended its
     transaction, and it has not noticed. ``shown`` is what the leaders have answered about its last transaction, not read yet.
+    ``fenced``: its doubt has claimed the row, so it must claim before its next transaction.
     """
 
     doing: str = "claim"
@@ -116,6 +119,7 @@ class Process(NamedTuple):
     apart: int = 0
     rolled_back: bool = False
     shown: tuple[tuple[Partition, ShownProducer], ...] | None = None
+    fenced: bool = False
 
     @property
     def label(self) -> Label:

@@ -23,7 +23,7 @@ from search.ends import Ends
 from search.judge import Excuses, Judge, told
 from search.process import Walk
 from search.rules import PRODUCT, Rules
-from search.stepping import Move, committed
+from search.stepping import Move, arrived, committed
 from search.values import DONE, PLACES, Budgets, Database, Process
 
 Part = TypeVar("Part", bound=Hashable)
@@ -47,6 +47,7 @@ class Bounds(NamedTuple):
         witnesses: In how many partitions a native state names an offset.
         answers_late: Whether a native owner reads the answer about ends some time after the leaders have given it.
         tools_hit_owners: Whether a tool writes its marker also while the transaction's owner still owns the row.
+        at_once: Whether owners send their decision and its COMMIT in one exchange with the database.
     """
 
     transactions: tuple[int, ...]
@@ -60,6 +61,7 @@ class Bounds(NamedTuple):
     witnesses: int = len(PLACES)
     tools_hit_owners: bool = False
     answers_late: bool = False
+    at_once: bool = False
 
     @property
     def of_processes(self) -> tuple[Engine, ...]:
@@ -126,6 +128,7 @@ class World:
             native_timeout_ms=60_000 if bounds.budgets.timeout else sim.NEVER_MS,
             witnesses=bounds.witnesses,
             answers_late=bounds.answers_late,
+            at_once=bounds.at_once,
         )
         self._judge = Judge(rules, open_is_fine=open_is_fine, forgets=forgets)
         self.entire = entire
@@ -365,8 +368,13 @@ class World:
                     )
 
     def _sessions(self, database: Database) -> Iterator[tuple[Number, Number]]:
-        """The event of the database itself: a session whose owner has turned away ends."""
-        lock = database.lock
+        """The events of the database itself: a session whose owner has turned away ends, or gets what was sent to it."""
+        lock, flying = database.lock, database.flying
+        if flying is not None and lock is None:
+            text = f"database: the decision of owner {flying.holder} with its COMMIT"
+            yield self._texts.number(f"{text} is lost"), self._databases.number(database._replace(flying=None))
+            if landed := arrived(database):
+                yield self._texts.number(f"{text} arrives, and is done"), self._databases.number(landed)
         if lock is not None and lock.orphan:
             text = f"database: the session of owner {lock.holder} commits"
             yield self._texts.number(text), self._databases.number(committed(database))

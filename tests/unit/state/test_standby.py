@@ -34,7 +34,9 @@ class InMemory:
     def describe(self, _deadline, _at_least, check):
         check()
         end = len(self.records)
-        return Log(f"log[{self.partition}]", 0, end, frozenset({"compact"}), -1, -1, self.delete_retention_ms, recent=end)
+        return Log(
+            f"log[{self.partition}]", 0, end, frozenset({"compact"}), -1, -1, self.delete_retention_ms, recent=end
+        )
 
     def read(self, start, end, _deadline, check):
         for begin in range(start, end, 2):

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import bindparam, exc, literal_column, null, update
 
+from dualwrite.protocol.process import DoubtStep
+from dualwrite.recovery import in_doubt
 from dualwrite.stores.sql import commit_with_decision, postgresql, store
 from dualwrite.stores.sql.dialect import Standing
 from dualwrite.stores.sql.mariadb import MariaDB
@@ -12,6 +14,7 @@ from dualwrite.stores.sql.postgresql import PostgreSQL, Session
 from dualwrite.stores.sql.sqlite import SQLite
 from dualwrite.stores.sql.store import Records, SqlStateStore
 from dualwrite.stores.sql.tables import check_decidable, database_now
+from dualwrite.writing import dual_write
 from harness.mistakes.registry import Check, mistake, performed
 
 
@@ -77,6 +80,29 @@ def decision_with_commit_never_fails(patch: pytest.MonkeyPatch) -> None:
 def lost_decision_with_commit_taken_for_no(patch: pytest.MonkeyPatch) -> None:
     """An owner that loses its connection in the exchange of the decision takes it that COMMIT was not reached."""
     patch.setattr(PostgreSQL, "certainly_rolled_back", lambda *_: True)
+
+
+_LATE = "integration/test_counterexamples.py::test_a_decision_that_is_late_with_its_commit_is_what_its_caller_was_told"
+
+
+@mistake(Check(f"{_LATE}[after the claim-postgresql]", "DatabaseWentBack"))
+def no_claim_in_doubt(patch: pytest.MonkeyPatch) -> None:
+    """An owner whose decision went with its COMMIT takes it for rolled back although it may still arrive, and find the row."""
+    real = dual_write.resolve_commit
+    patch.setattr(dual_write, "resolve_commit", lambda *known: real(*known[:-1]))
+
+
+@mistake(Check(f"{_LATE}[before the claim-postgresql]", "TransactionAborted"))
+def claim_in_doubt_taken_for_the_answer(patch: pytest.MonkeyPatch) -> None:
+    """The same owner claims the row, and does not ask once more what arrived before its claim."""
+
+    def verdict(*known):
+        step = in_doubt._asked(*known[:-1])
+        if step is DoubtStep.ABORTED and (fence := known[-1]) is not None:
+            fence()
+        return step
+
+    patch.setattr(in_doubt, "_verdict", verdict)
 
 
 @mistake(

@@ -142,6 +142,30 @@ class RowInDoubtReadWithoutItsLock(Rules):
     waits_for_the_lock_in_doubt = False
 
 
+AT_ONCE = Bounds((2, 0), 5, budget(answer=1), at_once=True)
+
+
+@within(AT_ONCE)
+class NoClaimInDoubt(Rules):
+    """An owner whose decision went with its COMMIT takes it for rolled back although it may still arrive, and find the row."""
+
+    claims_in_doubt = False
+
+
+@within(AT_ONCE)
+class ClaimInDoubtTakenForTheAnswer(Rules):
+    """The same owner claims the row, and does not ask once more what arrived before its claim."""
+
+    asks_after_the_claim = False
+
+
+@within(AT_ONCE)
+class DecisionWithCommitOnNoCondition(Rules):
+    """A decision that went with its COMMIT is written even if another process owns the id by now."""
+
+    updates_on_condition = False
+
+
 @within(Bounds((1, 1), 2, budget(answer=1)))
 class OverwrittenRowTakenForAborted(Rules):
     """An owner whose COMMIT was not answered finds another's state in the row, and takes its own for rolled back."""
