@@ -94,7 +94,7 @@ def test_every_page_is_there_as_markdown_with_links_that_lead_somewhere(site):
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    """Chromium without a window and without a network."""
+    """Chromium without a window, and without a network but this machine."""
     if CHROMIUM is None or DRIVER is None:
         pytest.skip("needs Chromium: apt-get install chromium chromium-driver")
     webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium: it is in the extra 'dev'")
@@ -103,7 +103,7 @@ def browser(tmp_path_factory):
     profile = tmp_path_factory.mktemp("chromium")
     for argument in (
         *("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--hide-scrollbars"),
-        *("--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile}"),
+        *("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={profile}"),
     ):
         options.add_argument(argument)
     made = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
@@ -165,11 +165,11 @@ def served(directory):
         def log_message(self, *_):
             """Say nothing."""
 
-    with ThreadingHTTPServer(("localhost", 0), partial(Quiet, directory=directory)) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=directory)) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
         try:
-            yield f"http://localhost:{server.server_port}"
+            yield f"http://127.0.0.1:{server.server_port}"
         finally:
             server.shutdown()
             thread.join()
