@@ -74,7 +74,7 @@ by as many steps, and an end that is wrongly called one shows.
 FOOT = """\
 ## What it does not show
 
-- Bounds are bounds: three processes, two transactions each (once three), at most four incarnations, two partitions, one message each,
+- Bounds are bounds: three processes, two transactions each (once three), at most six incarnations, two partitions, one message each,
   and of each misfortune as many as the table says.
 - Every configuration of librdkafka's transactions has its counterpart with native ones, except three owners with two transactions
   each: the 21 million states of librdkafka's take three quarters of an hour, and native transactions have more states in most of the
