@@ -166,12 +166,12 @@ class Committed:
         Raises:
             IllegalStateError: The store follows several changelogs, or partitions of one: see `offsets`.
         """
-        return self.only.offset
+        return only_position(self).offset
 
     @property
     def changelog(self) -> str | None:
         """What identifies the changelog; None without one. Raises as `offset`."""
-        return self.only.changelog
+        return only_position(self).changelog
 
     @property
     def at_ms(self) -> int:
@@ -192,33 +192,35 @@ class Committed:
         end = f"/{partition}"
         return next((one.offset for one in self.positions if (one.changelog or "").endswith(end)), None)
 
-    @property
-    def only(self) -> Position:
-        """The position of a store that follows one changelog, or none. Raises as `offset`."""
-        if len(self.positions) > 1:
-            raise IllegalStateError(
-                f"the store follows {len(self.positions)} changelogs: it has no single offset",
-                next_step="use offsets, or offset_of(partition)",
-            )
-        return self.positions[0]
 
-    def of(self, changelog: str | None) -> Position:
-        """The position in this changelog. Raises `IllegalStateError` if the store does not follow it."""
-        for position in self.positions:
-            if position.changelog == changelog:
-                return position
-        raise IllegalStateError(f"the store does not follow the changelog {changelog}")
-
-    def moved(self, offsets: Mapping[str | None, int | None], at_ms: int) -> Committed:
-        """With these offsets, reached at that time. Raises `IllegalStateError` for a changelog that it does not follow."""
-        for changelog in offsets:
-            self.of(changelog)
-        return Committed(
-            tuple(
-                replace(one, offset=offsets[one.changelog], at_ms=at_ms) if one.changelog in offsets else one
-                for one in self.positions
-            )
+def only_position(committed: Committed) -> Position:
+    """That of a store which follows one changelog, or none. Raises `IllegalStateError` if it follows several."""
+    if len(committed.positions) > 1:
+        raise IllegalStateError(
+            f"the store follows {len(committed.positions)} changelogs: it has no single offset",
+            next_step="use offsets, or offset_of(partition)",
         )
+    return committed.positions[0]
+
+
+def position_in(committed: Committed, changelog: str | None) -> Position:
+    """The position in this changelog. Raises `IllegalStateError` if the store does not follow it."""
+    for position in committed.positions:
+        if position.changelog == changelog:
+            return position
+    raise IllegalStateError(f"the store does not follow the changelog {changelog}")
+
+
+def moved(committed: Committed, offsets: Mapping[str | None, int | None], at_ms: int) -> Committed:
+    """With these offsets, reached at that time. Raises as `position_in`."""
+    for changelog in offsets:
+        position_in(committed, changelog)
+    return Committed(
+        tuple(
+            replace(one, offset=offsets[one.changelog], at_ms=at_ms) if one.changelog in offsets else one
+            for one in committed.positions
+        )
+    )
 
 
 def as_text(committed: Committed) -> bytes:

@@ -11,7 +11,7 @@ from dualwrite import failpoints
 from dualwrite.clock import Deadline
 from dualwrite.errors import StoreTooOld
 from dualwrite.state.changelog import Changelog, first_to_read, require_complete
-from dualwrite.state.entries import Position
+from dualwrite.state.entries import Position, position_in
 from dualwrite.state.store import KeyValueStore
 
 logger = logging.getLogger(__name__)
@@ -107,11 +107,11 @@ def roll_forward(
     began_ms = int(time.time() * 1000)
     logs = {}
     for identity, changelog in followed.items():
-        at_least = None if wait_for_end else store.committed.of(identity).offset or 0
+        at_least = None if wait_for_end else position_in(store.committed, identity).offset or 0
         logs[identity] = changelog.describe(deadline, at_least, check)
         require_complete(logs[identity])
     try:
-        starts = {name: first_to_read(store.committed.of(name), log, began_ms) for name, log in logs.items()}
+        starts = {name: first_to_read(position_in(store.committed, name), log, began_ms) for name, log in logs.items()}
     except StoreTooOld as refused:
         if not store.rebuild_if_too_old:
             raise
@@ -124,7 +124,7 @@ def roll_forward(
     for identity, changelog in followed.items():
         start, end = starts[identity], logs[identity].end
         # Tombstones may vanish from the log while it is read: the store counts as old as before until the end is reached.
-        as_of_ms = store.committed.of(identity).at_ms or began_ms
+        as_of_ms = position_in(store.committed, identity).at_ms or began_ms
         for changes, reached in changelog.read(start, end, deadline, check):
             store.put_all(changes)
             applied += len(changes)

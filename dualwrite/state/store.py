@@ -43,7 +43,10 @@ from dualwrite.state.entries import (
     end_of_prefix,
     merged,
     merged_changes,
+    moved,
+    only_position,
     parsed,
+    position_in,
 )
 from dualwrite.state.reader import Isolation, Reader, View
 from dualwrite.stores.keyed.rocksdb_client import is_open_elsewhere, opener_of, rocksdict_for
@@ -370,10 +373,10 @@ class KeyValueStore:
         self._refuse_if_held("commit")
         offsets = self._offsets(changelog_offset)
         for changelog, offset in offsets.items():
-            before = self._committed.of(changelog).offset
+            before = position_in(self._committed, changelog).offset
             if before is not None and offset is not None and offset < before:
                 raise IllegalStateError(f"the store {self.path} is already at offset {before}, cannot commit {offset}")
-        committing = self._committed.moved(offsets, int(time.time() * 1000) if as_of_ms is None else as_of_ms)
+        committing = moved(self._committed, offsets, int(time.time() * 1000) if as_of_ms is None else as_of_ms)
         if not self._sync and all(one.offset is None for one in committing.positions):
             raise IllegalStateError(
                 f"the state store {self.path} does not sync its commits, and has no changelog that could restore them",
@@ -400,7 +403,7 @@ class KeyValueStore:
         """The offsets that the caller means, by changelog. None stays where the store is."""
         if isinstance(given, Mapping):
             return {changelog: offset for changelog, offset in given.items()}  # noqa: C416 - dict() keeps their types
-        only = self._committed.only
+        only = only_position(self._committed)
         return {only.changelog: only.offset if given is None else given}
 
     @contextmanager
@@ -442,7 +445,7 @@ class KeyValueStore:
         if changelog_offset == 0:
             return True
         return all(
-            (self._committed.of(changelog).offset or 0) >= (offset or 0)
+            (position_in(self._committed, changelog).offset or 0) >= (offset or 0)
             for changelog, offset in self._offsets(changelog_offset).items()
         )
 

@@ -303,7 +303,7 @@ def test_a_store_of_several_changelogs_has_an_offset_for_each(tmp_path, bound):
     with KeyValueStore(tmp_path / "store", max_memory_bytes=bound) as store:
         assert everything(store) == {b"a": b"1"}
         assert store.committed.offsets == {"id/0": 6, "id/1": 4}
-        assert (store.committed.of("id/0").at_ms, store.committed.at_ms) == (2_000, 2_000)
+        assert (store.committed.positions[0].at_ms, store.committed.at_ms) == (2_000, 2_000)
         assert store.recover({"id/0": 6, "id/1": 4})
         assert not store.recover({"id/0": 6, "id/1": 5})
 
