@@ -82,10 +82,86 @@ def test_it_saves_an_exchange(postgres: Database, store: SqlStateStore, dualwrit
             before = len(proxy.requests)
             begin(own, connection, order=2)
             execute(own, connection, number=1)
+        assert "PREPARE" in proxy.requests[before - 1].statements[1]
         sent = [[statement.split()[0] for statement in request.statements] for request in proxy.requests[before:]]
         own.engine.dispose()
     assert [words[0] for words in sent] == ["BEGIN", "INSERT", "SET"]
     assert sent[-1] == ["SET", "WITH", "COMMIT"]
+
+
+def test_the_session_plans_it_once(postgres: Database, store: SqlStateStore, connection: Connection) -> None:
+    postgres.claim(store, "orders")
+    for number in range(3):
+        begin(store, connection, order=number)
+        execute(store, connection, number=number)
+    found = connection.execute(
+        text(
+            "SELECT custom_plans + generic_plans FROM pg_prepared_statements WHERE statement LIKE '%too late to commit%'"
+        )
+    )
+    assert found.scalars().all() == [3]
+
+
+# psycopg counts statements, prepares those that come often, and has the session forget all of them after a rollback or DDL.
+OFTEN = ["SELECT 1"] * 7
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        [*OFTEN, "CREATE TABLE IF NOT EXISTS extra (id integer)", "DROP TABLE extra"],
+        [*OFTEN, "DROP TABLE IF EXISTS missing", "SELECT 2"],
+        [*OFTEN, "SAVEPOINT a", "ROLLBACK TO a"],
+        [*OFTEN, "SAVEPOINT a", "ROLLBACK TO a", "SELECT 2"],
+        ["DEALLOCATE ALL"],
+        [f"SELECT {number}" for number in range(150) for _ in range(6)],
+    ],
+    ids=["ddl last", "ddl", "savepoint last", "savepoint", "deallocate", "many"],
+)
+def test_no_decision_is_named_that_the_session_has_forgotten(
+    postgres: Database, store: SqlStateStore, connection: Connection, statements: list[str]
+) -> None:
+    postgres.claim(store, "orders")
+    for number in range(6):
+        begin(store, connection, order=number)
+        for statement in statements if number % 2 else ():
+            connection.exec_driver_sql(statement)
+        assert execute(store, connection, number=number) is Decided.COMMITTED
+    assert orders(postgres) == [0, 1, 2, 3, 4, 5]
+
+
+def test_no_decision_is_named_that_will_be_forgotten(
+    postgres: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    """At the end of a pipeline psycopg only notes that it must send DEALLOCATE ALL, which goes with its next statement."""
+    postgres.claim(store, "orders")
+    driver: Any = connection.connection.driver_connection
+    for number in range(4):
+        begin(store, connection, order=number)
+        if number % 2:
+            with driver.pipeline():
+                driver.execute("SAVEPOINT a")
+                driver.execute("ROLLBACK TO a")
+        assert execute(store, connection, number=number) is Decided.COMMITTED
+    assert orders(postgres) == [0, 1, 2, 3]
+
+
+def test_a_decision_forgotten_behind_the_drivers_back_aborts_once(
+    postgres: Database, store: SqlStateStore, connection: Connection
+) -> None:
+    postgres.claim(store, "orders")
+    begin(store, connection, order=0)
+    execute(store, connection)
+    begin(store, connection, order=1)
+    driver: Any = connection.connection.driver_connection
+    driver.pgconn.exec_(b"DEALLOCATE ALL")
+    with pytest.raises(TransactionAborted) as raised:
+        execute(store, connection)
+    assert raised.value.retryable
+    assert not connection.in_transaction()
+    begin(store, connection, order=2)
+    assert execute(store, connection, number=2) is Decided.COMMITTED
+    assert orders(postgres) == [0, 2]
 
 
 @pytest.mark.parametrize("level", ["READ COMMITTED", "REPEATABLE READ"])

@@ -680,7 +680,7 @@ def test_what_makes_the_session_forget_prepared_statements_is_survived(
     write(store, connection, 1)  # finds out that there is no pooler
     write(store, connection, 1)
     names = names_prepared(connection)
-    assert len(names) == 1  # of the first statement: the last one is never named
+    assert len(names) == 1  # of the first statement: a decision is named only where COMMIT goes with it
     write(store, connection, 2)
     assert names_prepared(connection) == names
     write(store, connection, 3, *statements)

@@ -25,18 +25,20 @@ from dualwrite.clock import now_s
 from dualwrite.errors import DualWriteError, TransactionAborted
 from dualwrite.protocol.values import Decided, Decision
 from dualwrite.stores.sql import dialect as committing
-from dualwrite.stores.sql.access import begun_on, driver_words, let_go
+from dualwrite.stores.sql.access import begun_on, driver_words, let_go, sqlstate_of
 from dualwrite.stores.sql.drivers import CompiledOnce
 from dualwrite.stores.sql.postgresql import (
     IMMEDIATE,
     IN_TRANSACTION,
     IS_BEGUN,
+    NOT_PREPARED,
     Session,
     durable_within,
     ended_unseen,
     exchange,
     literals,
     raise_mapped,
+    session_of,
 )
 from dualwrite.stores.sql.tables import check_decidable
 
@@ -150,6 +152,12 @@ class CommitWithDecision:
                 return Decided.LATE
             if _ENDED in words:
                 raise ended_unseen() from None
+            if sqlstate_of(cause.orig if isinstance(cause, exc.DBAPIError) else None) == NOT_PREPARED:
+                raise TransactionAborted(
+                    "the session has forgotten its prepared statements inside the block, and psycopg does not know it",
+                    transactional_id=transactional_id,
+                    next_step="run it again; send DEALLOCATE and DISCARD through psycopg",
+                ) from cause
             raise self._mapped(cause, transactional_id) from cause
         finally:
             let_go(connection)
@@ -161,21 +169,25 @@ class _Exchange:
 
     def __init__(self, connection: Connection, own: OwnText, bound: dict[str, Any]) -> None:
         self._connection, self._own, self._bound = connection, own, bound
+        self._texts = [IMMEDIATE]
         self.results: list[Any] = []
 
     @property
     def failed_before_commit(self) -> bool:
         """Whether the server has answered that a statement before COMMIT has failed."""
-        return 0 < len(self.results) < _STATEMENTS
+        return 0 < len(self.results) < len(self._texts)
 
     def send(self) -> None:
         begun = begun_on(self._connection)
         assert begun is not None
-        decide = self._own.template % literals({**self._own.constants, **self._bound})
+        own, driver, texts = self._own, begun.driver, self._texts
+        session = session_of(driver)
+        execution = session.certainly_prepared_in(own, driver, texts)
+        texts += (execution or own.template) % literals({**own.constants, **self._bound}), "COMMIT"
         try:
-            exchange(begun.driver, f"{IMMEDIATE}; {decide}; COMMIT", self.results, awaits=begun.awaits)
+            exchange(driver, "; ".join(texts), self.results, awaits=begun.awaits)
         except BaseException as error:  # noqa: BLE001 - an interruption too, which SQLAlchemy passes on
-            raise_mapped(self._connection, error, self._own.template, self._bound)
-
-
-_STATEMENTS: Final = 3
+            session.is_lost(own, execution, error)
+            raise_mapped(self._connection, error, own.template, self._bound)
+        if execution is not None:
+            session.keep(own, driver, execution)

@@ -9,8 +9,8 @@ row, and SET CONSTRAINTS with the decision, in one request each, without a pipel
 Where psycopg may prepare statements, ours are prepared in the session (``PREPARE``), and from then on only named: the server
 takes longer to read and plan one than to execute it. Not through a pooler, which gives each transaction another session: there
 the process that answers is not the one that the connection was promised. psycopg forgets what it has prepared by ``DEALLOCATE
-ALL``, after a rollback and after DDL, and that takes ours along. So a block begins by naming its first statement, and begins
-once more if that is gone; its last one is named only if nothing but plain statements on rows was sent since.
+ALL``, at some statement after a rollback or DDL, and that takes ours along. A block that begins with a statement that is gone
+begins once more. A decision cannot: it is named only if psycopg, which keeps the name among its own, still has it.
 
 :mod:`~dualwrite.stores.sql.asyncpg_driver` says what is different in blocks on a connection of asyncpg. The library's own
 transactions always go through psycopg.
@@ -293,6 +293,7 @@ class Session:
     Attributes:
         is_direct: Whether no pooler stands between us and the server; None if that is not known.
         prepared: By the names of their texts, the texts that execute the statements that the server has prepared for us.
+        kept: The names in the server of those that psycopg keeps among its own.
         generation: Part of the names in the server. It grows when they are lost: perhaps not all of them are.
         commit_found_none: Whether the server has warned since that a COMMIT has found no transaction.
         is_primary: Whether the server was seen not to be a standby, without a pooler in between. It stays so: what makes a
@@ -301,6 +302,7 @@ class Session:
 
     is_direct: bool | None = None
     prepared: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, bytes] = field(default_factory=dict)
     generation: int = 0
     commit_found_none: bool = False
     is_primary: bool = False
@@ -317,6 +319,7 @@ class Session:
         lost = getattr(error, "sqlstate", None) == NOT_PREPARED
         if lost or (execution is not None and own.name not in self.prepared):
             self.prepared.clear()
+            self.kept.clear()
             self.generation += 1
         return lost
 
@@ -335,11 +338,42 @@ class Session:
             return None
         execution = self.prepared.get(own.name)
         if execution is None:
-            name = f"{own.name}_{self.generation}"
-            numbered = own.template % {one: f"${number}" for number, one in enumerate(own.names, 1)}
-            texts.append(f"PREPARE {name} AS {numbered}")
-            execution = f"EXECUTE {name}({', '.join(f'%({one})s' for one in own.names)})"
+            execution = self._prepare(own, texts)
         return execution
+
+    def _prepare(self, own: OwnText, texts: list[str]) -> str:
+        name = f"{own.name}_{self.generation}"
+        numbered = own.template % {one: f"${number}" for number, one in enumerate(own.names, 1)}
+        texts.append(f"PREPARE {name} AS {numbered}")
+        return f"EXECUTE {name}({', '.join(f'%({one})s' for one in own.names)})"
+
+    def certainly_prepared_in(self, own: OwnText, driver: Any, texts: list[str]) -> str | None:
+        """As :meth:`prepared_in`, for a statement whose transaction would be lost if it were gone. :meth:`keep` it then.
+
+        psycopg sends ``DEALLOCATE ALL`` with another statement than the one that made it necessary. But it strikes all names
+        off its own list at once, and the oldest of too many. So a name that it still has is still in the server.
+        """
+        manager = getattr(driver, "_prepared", None)
+        names = getattr(manager, "_names", None)
+        if not self.is_direct or driver.prepare_threshold is None or names is None:
+            return None
+        kept = self.kept.get(own.name)
+        if kept is not None:
+            if names.get((kept, ())) == kept:
+                return self.prepared[own.name]
+            self.prepared.clear()
+            self.kept.clear()
+            self.generation += 1
+        if getattr(manager, "_to_flush", True):
+            return None  # what is prepared now goes with what is to be forgotten
+        return self._prepare(own, texts)
+
+    def keep(self, own: OwnText, driver: Any, execution: str) -> None:
+        """Note that the server has prepared it, and that psycopg must tell when it is forgotten."""
+        if own.name not in self.kept:
+            self.prepared[own.name] = execution
+            name = self.kept[own.name] = f"{own.name}_{self.generation}".encode()
+            driver._prepared._names[name, ()] = name  # noqa: SLF001 - nothing public shows what it forgets
 
 
 def session_of(driver: Any) -> Session:
@@ -466,8 +500,7 @@ def _ask(  # noqa: C901 - the ways of one statement, side by side
     ):  # in any other, ours reports what is wrong, with the cause
         texts.append(IMMEDIATE)
     execution = None
-    # Only the first statement is named. By the last one, psycopg may have sent DEALLOCATE ALL with a statement of the user's:
-    # it does so at any time after a rollback or DDL. The transaction would be lost then, and not only its first statement.
+    # Only the first statement is named: if it is gone, nothing but its transaction is lost, which is begun once more.
     if begins and driver.prepare_threshold is not None:
         execution = session.prepared_in(own, texts)
     texts.append((execution or own.template) % literals({**own.constants, **bound}))
