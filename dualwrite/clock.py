@@ -93,6 +93,25 @@ class Deadline:
         return now_s() >= self._at
 
 
+class Patience(Deadline):
+    """A deadline that comes early, once it is known that waiting is in vain: whoever waits asks at each look."""
+
+    __slots__ = ("_in_vain",)
+
+    def __init__(self, seconds: float, in_vain: Callable[[], bool]) -> None:
+        super().__init__(seconds)
+        self._in_vain = in_vain
+
+    def remaining_s(self) -> float:
+        """Seconds left, never below zero."""
+        return 0.0 if self._in_vain() else super().remaining_s()
+
+    @property
+    def expired(self) -> bool:
+        """Whether the moment has come, or waiting is in vain."""
+        return self._in_vain() or super().expired
+
+
 FIRST_PAUSE_S: Final = 0.002
 LONGEST_PAUSE_S: Final = 0.2
 """The first and the longest pause between polls of a broker: many answers come within milliseconds, and a long wait must not

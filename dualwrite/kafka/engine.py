@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
 
-from dualwrite.clock import Deadline, now_s
+from dualwrite.clock import Deadline, Patience, now_s
 from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError, TransactionAborted, Unavailable
 from dualwrite.interfaces import TransactionCoordinator
 from dualwrite.kafka.failures import Failure
@@ -249,10 +249,15 @@ class ProducerEngine(ABC):
         self.unanswered: tuple[float, str] | None = None  # since when the last question was asked that had no answer
         # While a transaction waits for an answer, the database may hold locks for it.
         self.answer_within_s = call_timeout_s
+        self.in_vain: Callable[[], bool] | None = None  # whether Kafka is known to be silent; None: wait all the same
         self._id = transactional_id
         self._coordinator = coordinator
         self.call_timeout_s = call_timeout_s
         self._made_in = process
+
+    def patience(self, seconds: float) -> Deadline:
+        """Limits a wait for answers to so many seconds, or until waiting is known to be in vain."""
+        return Deadline(seconds) if self.in_vain is None else Patience(seconds, self.in_vain)
 
     @abstractmethod
     def open(self, event: ProducerEvent, asked_timeout_ms: int | None, deadline: Deadline) -> int:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, NoReturn, TypeAlias, get_args
@@ -382,7 +382,7 @@ class TransactionalProducer:
             Exception: What a delivery callback raised, if nothing else fails. Abort.
         """
         engine = self._engine_for(ProducerEvent.PREPARE)
-        return engine.prepare(Deadline(engine.answer_within_s))
+        return engine.prepare(engine.patience(engine.answer_within_s))
 
     def require_still_open(self) -> None:
         """Check that the prepared transaction is still open, unless checked within the last second.
@@ -410,7 +410,7 @@ class TransactionalProducer:
             IllegalStateError: There is nothing to commit.
         """
         engine = self._engine_for(ProducerEvent.COMMIT)
-        deadline = Deadline(self._commit_timeout_s)
+        deadline = engine.patience(self._commit_timeout_s)
         if self._machine.state is ProducerState.KEPT:
             self._kept.commit_ongoing(deadline)
             self._open(ProducerEvent.COMMIT, deadline)
@@ -429,7 +429,7 @@ class TransactionalProducer:
             IllegalStateError: There is nothing to abort.
         """
         engine = self._engine_for(ProducerEvent.ABORT)
-        deadline = Deadline(self._end_timeout_s)
+        deadline = engine.patience(self._end_timeout_s)
         if self._machine.state is ProducerState.KEPT:
             self._kept.abort_kept(deadline)
             self._open(ProducerEvent.ABORT, deadline)
@@ -618,12 +618,13 @@ class LaneProducer(TransactionalProducer):
         assert self._chosen is not None
         return self._chosen
 
-    def limit_waits(self, seconds: float | None) -> None:
+    def limit_waits(self, seconds: float | None, in_vain: Callable[[], bool] | None = None) -> None:
         """Wait no longer than this for an answer from now on, nor for those to a commit or an abort; None: as at first.
 
-        A flush may take longer, up to the time of a call: each answer begins the time anew. Only after
-        :meth:`init_transactions`.
+        A flush may take longer, up to the time of a call: each answer begins the time anew. Once ``in_vain`` returns True,
+        nothing waits any more. Only after :meth:`init_transactions`.
         """
+        self._instance.in_vain = in_vain
         self._end_timeout_s = self._call_timeout_s if seconds is None else min(self._call_timeout_s, seconds)
         self._instance.answer_within_s = min(self._flush_timeout_s, self._end_timeout_s)
         self._commit_timeout_s = self._patient_commit_s if seconds is None else self._end_timeout_s

@@ -563,10 +563,11 @@ class DualWrite(Work):
         if may_wait.waits:
             return
         self._producer, self.engine = self._lane.producer, self._lane.engine
-        never = may_wait.setting == "never"
-        self._producer.limit_waits(None if never else may_wait.patience_s)
-        if never:
+        if may_wait.setting == "never":
+            self._producer.limit_waits(None)
             self.may_wait = None
+        else:
+            self._producer.limit_waits(may_wait.patience_s, may_wait.waiting_is_in_vain)
 
     def _commit(self) -> None:
         """End the dual write: prepare Kafka, record, commit the database (the decision), commit Kafka.

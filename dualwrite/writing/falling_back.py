@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, cast
 
 from dualwrite import failpoints
-from dualwrite.clock import Deadline, now_s
+from dualwrite.clock import Deadline, Patience, now_s
 from dualwrite.errors import DualWriteError, IllegalStateError, TransactionAborted, Unavailable
 from dualwrite.protocol.message import ConsumedOffsets, MessageBatch, MessageColumns, Unsendable
 from dualwrite.protocol.outbox import (
@@ -116,6 +116,10 @@ class MayWait:
         """How long the block waits for each answer of Kafka."""
         return self._outboxes.limits.fallback_after_s
 
+    def waiting_is_in_vain(self) -> bool:
+        """Whether Kafka is known to be silent: then the block need not wait for it until its patience ends."""
+        return self._vitals is not None and self._vitals.silence is not None
+
     @property
     def waits(self) -> bool:
         """Whether its messages wait, if it has any."""
@@ -149,7 +153,7 @@ class MayWait:
 
     def _make_ready_to_send(self, lane: Lane, timeout_s: float) -> None:
         try:
-            lane.ready(Deadline(min(self.patience_s, timeout_s)))
+            lane.ready(Patience(min(self.patience_s, timeout_s), self.waiting_is_in_vain))
         except Unavailable as error:
             self._why = error.what
         else:

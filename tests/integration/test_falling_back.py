@@ -223,6 +223,33 @@ def test_a_block_waits_no_longer_for_a_new_producer_of_its_lane(shop, engine_nam
     assert shop.rows == shop.messages == list(range(next(numbers)))
 
 
+@one_database
+def test_a_block_under_way_waits_no_longer_once_kafka_is_known_to_be_silent(shop):
+    """Every broker refuses connections, which is known long before the block's own patience ends."""
+    limits = WriterLimits(max_lanes=2, fallback_after_s=10 * PATIENCE_S, timeout_s=20 * PATIENCE_S)
+    away = []
+
+    def kill(name):
+        if name == point and not away:
+            away.append(name)
+            shop.kafka.kill()
+
+    numbers = itertools.count()
+    with shop.writer(limits=limits) as writer, ThreadPoolExecutor(1) as threads:
+        for point in ("write.produced", "write.decided"):
+            wait_until(lambda: shop.write(writer, next(numbers)).outbox is False)
+            try:
+                with failpoints.watched(kill):
+                    block = threads.submit(shop.write, writer, next(numbers))
+                    assert block.result(PATIENCE_S).outbox is True
+                assert writer.health().silence is not None
+            finally:
+                shop.kafka.start()
+            assert away.pop() == point
+        wait_until(lambda: shop.write(writer, next(numbers)).outbox is False)
+    assert shop.rows == shop.messages == list(range(next(numbers)))
+
+
 def puts(writer, topic, value, **given):
     with writer.transaction(**given) as tx:
         tx.produce(topic, value)

@@ -195,11 +195,11 @@ class ProducerInstance(JudgedProducer):
 
     @asking
     def _produce_when_there_is_room(self, parts: _Parts) -> None:
-        deadline, left = Deadline(self.answer_within_s), len(self._raw)
+        deadline, left = self.patience(self.answer_within_s), len(self._raw)
         while True:
             self._take_reports(min(0.1, deadline.remaining_s()))
             if len(self._raw) < left:
-                deadline, left = Deadline(self.answer_within_s), len(self._raw)  # the brokers are slow, not silent
+                deadline, left = self.patience(self.answer_within_s), len(self._raw)  # the brokers are slow, not silent
             try:
                 return self._raw.produce(*parts)
             except BufferError:
@@ -250,7 +250,7 @@ class ProducerInstance(JudgedProducer):
             longest = Deadline(self.call_timeout_s)
             while undelivered and len(self._raw) < left and not longest.expired:
                 # The brokers are slow, not silent: answers have come.
-                left, deadline = len(self._raw), Deadline(min(self.answer_within_s, longest.remaining_s()))
+                left, deadline = len(self._raw), self.patience(min(self.answer_within_s, longest.remaining_s()))
                 undelivered = self._served(self._raw.flush, deadline.remaining_s())
         self._require_all_delivered(undelivered)
         # After the failures of the transaction itself, which a callback may have raised for.

@@ -307,7 +307,7 @@ class NativeInstance(ProducerEngine):
 
     def _for_an_answer(self, within: Deadline) -> Deadline:
         """Limits the wait for one answer: brokers that are silent must not keep the database's locks for long."""
-        return Deadline(min(self.answer_within_s, within.remaining_s()))
+        return self.patience(min(self.answer_within_s, within.remaining_s()))
 
     def _find_topic(self, name: str, fresh: bool) -> Topic | None:  # noqa: FBT001 - a callback
         """The topic, once a broker knows it: one that was made a moment ago may not be known everywhere yet."""
