@@ -21,6 +21,7 @@ from dualwrite.testing.memory.writer import InMemoryWriter
 if TYPE_CHECKING:
     from dualwrite.asyncio.writer import TaskWriter
     from dualwrite.errors import DualWriteError
+    from dualwrite.interfaces import Observer
     from dualwrite.protocol.message import ProducerRecord
     from dualwrite.protocol.outbox import Outbox
     from dualwrite.testing.memory.failures import Place
@@ -39,7 +40,7 @@ class AsyncInMemoryWriter(AsyncDualWriter):
         database: An ``AsyncEngine`` or a URL; a new SQLite database in memory (aiosqlite) if not given. As for
             `InMemoryWriter`, dual writes on an engine with a ``StaticPool`` run one at a time.
         session_factory: As for `AsyncDualWriter`.
-        outbox, limits, serializers, bulk, max_message_bytes: As for `InMemoryWriter`.
+        outbox, limits, serializers, bulk, telemetry, max_message_bytes: As for `InMemoryWriter`.
 
     Raises:
         ConfigurationError: A setting cannot work with an `AsyncDualWriter` either.
@@ -55,6 +56,7 @@ class AsyncInMemoryWriter(AsyncDualWriter):
         session_factory: Callable[..., AsyncSession] = async_session_of_block,
         bulk: bool = False,
         serializers: Serializers | None = None,
+        telemetry: Observer | None = None,
         max_message_bytes: int = 1_000_000,
     ) -> None:
         self._owns_engine = not isinstance(database, AsyncEngine)
@@ -69,6 +71,7 @@ class AsyncInMemoryWriter(AsyncDualWriter):
             session_factory=Sessions(self._engine, session_factory).make,
             bulk=bulk,
             serializers=serializers,
+            telemetry=telemetry,
             max_message_bytes=max_message_bytes,
         )
         self._writer = cast("TaskWriter", self._memory)  # it has the methods that are called
@@ -137,6 +140,14 @@ class AsyncInMemoryWriter(AsyncDualWriter):
             ValueError: The real writer cannot fail in this way.
         """
         self._memory.fail_next(place, error, rows_committed=rows_committed, times=times)
+
+    def kafka_goes_away(self) -> None:
+        """Let Kafka be away: see :meth:`InMemoryWriter.kafka_goes_away`. It waits for nothing."""
+        self._memory.kafka_goes_away()
+
+    def kafka_returns(self) -> None:
+        """Let Kafka answer again: see :meth:`InMemoryWriter.kafka_returns`. It waits for nothing."""
+        self._memory.kafka_returns()
 
     def outage(self) -> AbstractContextManager[None]:
         """Let Kafka be away: see :meth:`InMemoryWriter.outage`. It waits for nothing."""

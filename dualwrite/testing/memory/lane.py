@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
     from dualwrite.clock import Deadline
+    from dualwrite.interfaces import Observer
     from dualwrite.protocol.message import DeliveryCallback, Sendable
     from dualwrite.stores.sql.dialect import Dialect
     from dualwrite.stores.sql.tables import Tables
@@ -390,8 +391,8 @@ _AWAY: Final = "Kafka does not answer: a test has planted an outage"
 class MemoryOutbox(Outbox):
     """The messages of one writer that wait, and its mode. They are sent at once, or when the outage ends. Thread-safe."""
 
-    def __init__(self, writer: str, log: Log, *, always: bool) -> None:
-        super().__init__(writer)
+    def __init__(self, writer: str, log: Log, observer: Observer, *, always: bool) -> None:
+        super().__init__(writer, observer)
         self._name = writer
         self._log = log
         self._always = always
@@ -446,6 +447,7 @@ class MemoryOutbox(Outbox):
                 transaction.messages += self._rows
                 transaction.rows_committed = True
                 self._log.end(transaction, committed=True)
+                self.note_sent(len(self._rows))
                 self._rows = []
             if not self._always and not self._shares:
                 self.mode = OutboxMode.DIRECT

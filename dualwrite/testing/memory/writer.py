@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import datetime, timezone
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from sqlalchemy import create_engine
 from sqlalchemy.pool import StaticPool
 
-from dualwrite.clock import Deadline
+from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import DualWriteError, IllegalStateError
 from dualwrite.interfaces import NO_OBSERVER
 from dualwrite.protocol.message import ProducerRecord
 from dualwrite.protocol.outbox import Outbox, check_setting
-from dualwrite.protocol.values import DEFAULT_LIMITS, WriterLimits, check_writer_name, lane_id
+from dualwrite.protocol.process import Silence
+from dualwrite.protocol.values import DEFAULT_LIMITS, OutboxMode, WriterLimits, check_writer_name, lane_id
 from dualwrite.stores.sql.access import engine_of
 from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.testing.memory.failures import Place, Planted
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session, scoped_session, sessionmaker
     from typing_extensions import Self
 
-    from dualwrite.interfaces import Handle, StateStore
+    from dualwrite.interfaces import Handle, Observer, StateStore
     from dualwrite.protocol.process import Health
     from dualwrite.recovery.claim import OwnerContext
     from dualwrite.stores.sql.access import DjangoConnection
@@ -54,6 +56,7 @@ SessionT = TypeVar("SessionT", bound="Session")
 _TIMEOUT_S: Final = 60.0
 _MARGIN_S: Final = 10.0
 _AT_ONCE: Final = 0.0
+_KAFKA_AT: Final = "no address: it is in memory"
 
 
 class InMemoryWriter(Submitting):
@@ -74,6 +77,7 @@ class InMemoryWriter(Submitting):
         session_factory: As for `DualWriter`.
         bulk: As for `DualWriter`.
         serializers: As for `DualWriter`.
+        telemetry: As for `DualWriter`; without one nothing is recorded, whatever the application has imported.
         max_message_bytes: The greatest size of key and value together in one message.
 
     Raises:
@@ -90,6 +94,7 @@ class InMemoryWriter(Submitting):
         session_factory: Callable[..., Session] = session_of_block,
         bulk: bool = False,
         serializers: Serializers | None = None,
+        telemetry: Observer | None = None,
         max_message_bytes: int = 1_000_000,
     ) -> None:
         check_writer_name(transactional_id)
@@ -102,7 +107,9 @@ class InMemoryWriter(Submitting):
         self._planted = Planted()
         self._log = Log()
         check_setting(outbox)
-        self._outbox = MemoryOutbox(transactional_id, self._log, always=outbox == "always")
+        self._observer = NO_OBSERVER if telemetry is None else telemetry
+        self._unobserve: Callable[[], None] | None = None
+        self._outbox = MemoryOutbox(transactional_id, self._log, self._observer, always=outbox == "always")
         self._open = False
         self._lanes = Lanes(
             transactional_id,
@@ -111,9 +118,9 @@ class InMemoryWriter(Submitting):
             timeout_s=_TIMEOUT_S,
             lane_timeout_s=limits.lane_timeout_s,
             idle_after_s=_TIMEOUT_S,
-            kafka_at="no address: it is in memory",
+            kafka_at=_KAFKA_AT,
         )
-        self._vitals = Vitals(transactional_id, lambda: None)
+        self._vitals = Vitals(transactional_id, self._outbox.require_kafka, ask_database=lambda: None)
         rows = SqlDatabase(self._engine)
         self._ground = Ground(
             transactional_id,
@@ -121,7 +128,7 @@ class InMemoryWriter(Submitting):
             self._lanes,
             rows,
             self._vitals,
-            NO_OBSERVER,
+            self._observer,
             Serializing.of(serializers),
             session_factory,
             _MARGIN_S,
@@ -137,6 +144,7 @@ class InMemoryWriter(Submitting):
             self.transaction,
             limits,
             runners=self._group_runners,
+            grouped=self._note_group,
         )
 
     @property
@@ -199,19 +207,36 @@ class InMemoryWriter(Submitting):
                 one = one(f"a test has planted this at {at.value!r}", transactional_id=self.transactional_id)
             self._planted.add(at, one, rows_committed=rows_committed)
 
+    def kafka_goes_away(self) -> None:
+        """Let Kafka be away from now on. No call of the writer waits for it: that it is silent is known at once.
+
+        With ``outbox="never"`` blocks are refused with `Unavailable`, and :meth:`health` says what is silent; otherwise their
+        messages wait, and the health is degraded. Does nothing if it is away.
+        """
+        if not self._outbox.away:
+            self._outbox.away = True
+            self._vitals.silence = Silence(
+                _KAFKA_AT, datetime.now(timezone.utc), now_s(), "a test has planted an outage"
+            )
+
+    def kafka_returns(self) -> None:
+        """Let Kafka answer again. On return all that waited is sent, in the order of the commits, and what was left is settled.
+
+        A block that is running meanwhile ends in the way that it has taken. Does nothing if Kafka is not away.
+        """
+        self._outbox.away = False
+        self._vitals.silence = None
+        self.settle()
+        self._outbox.send()
+
     @contextmanager
     def outage(self) -> Generator[None, None, None]:
-        """Let Kafka be away while this block runs: no call of the writer waits for it, it does not answer at once.
-
-        What the dual writes meanwhile have let wait is sent at the end of the block, and what they have left is settled.
-        """
-        self._outbox.away = True
+        """Let Kafka be away while this block runs: :meth:`kafka_goes_away`, and :meth:`kafka_returns` at its end."""
+        self.kafka_goes_away()
         try:
             yield
         finally:
-            self._outbox.away = False
-            self.settle()
-            self._outbox.send()
+            self.kafka_returns()
 
     def settle(self) -> None:
         """Settle what dual writes left behind, as the real writer does in the background and a recovery after a crash.
@@ -237,6 +262,9 @@ class InMemoryWriter(Submitting):
             raise IllegalStateError("the writer was already opened", transactional_id=self.transactional_id)
         self._lanes.open([self._new_lane(0)], keep_house=False)
         self._open = True
+        if self._outbox.mode is OutboxMode.LATER:
+            self._outbox.note_mode(later=True, why="the writer always does so")
+        self._unobserve = self._observer.opened(self.health, lambda: None)
 
     def _new_lane(self, number: int) -> Lane:
         lane = MemoryLane(
@@ -296,7 +324,7 @@ class InMemoryWriter(Submitting):
         return first.context if joined is None else first.joined
 
     def _note_group(self, units: int) -> None:
-        """Nothing observes a writer in memory."""
+        self._observer.grouped(self.transactional_id, units)
 
     def _require_open(self) -> None:
         if not self._open:
@@ -309,7 +337,15 @@ class InMemoryWriter(Submitting):
     def health(self) -> Health:
         """See :meth:`DualWriter.health`."""
         is_open = self._open and not self._lanes.closed
-        return self._vitals.health(self._lanes, is_open=is_open, unreported_losses=0)
+        outboxes = self._ground.outboxes
+        return self._vitals.health(
+            self._lanes,
+            is_open=is_open,
+            unreported_losses=0,
+            setting="never" if outboxes is None else outboxes.setting,
+            outbox=self._outbox.state,
+            full=None if outboxes is None else outboxes.full,
+        )
 
     @property
     def ready(self) -> bool:
@@ -325,6 +361,8 @@ class InMemoryWriter(Submitting):
         self._groups.close(_TIMEOUT_S)
         self._lanes.close()
         self._open = False
+        if self._unobserve is not None:
+            self._unobserve()
         if self._owns_engine:
             self._engine.dispose()
         unreached, self._planted = self._planted.waiting, Planted()

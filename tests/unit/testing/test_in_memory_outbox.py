@@ -19,6 +19,7 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
+from dualwrite.interfaces import Observer, OutboxNews
 from dualwrite.protocol.lives import WriteState
 from dualwrite.testing import AsyncInMemoryWriter, InMemoryWriter
 
@@ -89,6 +90,77 @@ def test_without_an_outbox_the_block_is_refused(make):
     with writer.outage(), pytest.raises(Unavailable):
         write(writer, 1)
     assert rows(writer) == []
+
+
+@pytest.mark.parametrize("outbox", ["never", "fallback", "always"])
+def test_an_outage_shows_as_the_real_writer_shows_it_and_ends_with_everything_sent_in_order(make, outbox):
+    writer = make(outbox)
+    assert writer.health().problems == ()
+    write(writer, 1)
+    writer.kafka_goes_away()
+    writer.kafka_goes_away()  # it is away already
+    known = writer.health()
+    assert (known.ready, known.degraded, known.silence is not None) == (outbox != "never", outbox != "never", True)
+    if outbox == "never":
+        with pytest.raises(Unavailable, match="has not answered since.*nothing was begun") as refused:
+            write(writer, 2)
+        assert (refused.value.silent, writer.waiting) == (True, [])
+        assert known.problems == (str(known.silence),)
+    else:
+        assert [write(writer, number).outbox for number in (2, 3)] == [True, True]
+        known = writer.health()
+        assert (known.outbox_later, known.outbox_rows, known.outbox_bytes) == (True, 2, 4)
+        assert values(writer.waiting) == ["2", "3"]
+    writer.kafka_returns()
+    writer.kafka_returns()
+    write(writer, 4)
+    known = writer.health()
+    assert (known.ready, known.degraded, known.silence, known.outbox_rows) == (True, False, None, 0)
+    assert values(writer.messages) == (["1", "4"] if outbox == "never" else ["1", "2", "3", "4"])
+
+
+def test_a_bound_that_is_reached_shows_in_the_health(make):
+    writer = make("fallback", limits=WriterLimits(outbox_rows=1))
+    with writer.outage():
+        write(writer, 1)
+        assert "no more messages may wait" in str(writer.health().problems)
+        with pytest.raises(Unavailable):
+            write(writer, 2)
+    assert writer.health().problems == ()
+    assert values(writer.messages) == ["1"]
+
+
+class Seen(Observer):
+    def __init__(self):
+        self.news, self.writers, self.open = [], [], 0
+
+    def outbox(self, writer, news, count):
+        self.news.append((writer, news, count))
+
+    def writing(self, writer, database):
+        self.writers.append((writer, database))
+        return super().writing(writer, database)
+
+    def opened(self, *_):
+        self.open += 1
+
+        def closed():
+            self.open -= 1
+
+        return closed
+
+
+def test_telemetry_hears_of_an_outage(tmp_path):
+    seen = Seen()
+    with InMemoryWriter("shop", outbox="fallback", telemetry=seen) as writer:
+        assert seen.open == 1
+        with writer.outage():
+            for _ in range(2):
+                with writer.transaction() as tx:
+                    tx.produce(TOPIC, "1")
+    assert seen.open == 0
+    assert seen.writers == [("shop", "sqlite")] * 2
+    assert seen.news == [("shop", OutboxNews.FELL_BACK, 1), ("shop", OutboxNews.SENT, 2)]
 
 
 def test_a_block_falls_back_in_its_middle(writer):
@@ -263,7 +335,7 @@ def test_a_block_that_must_not_wait_is_refused_while_others_wait(writer):
     outage = writer.outage()
     with outage:
         write(writer, 1)
-        writer._outbox.away = False
+        writer._outbox.away, writer._vitals.silence = False, None  # back, and not sent yet
         with pytest.raises(Unavailable, match="wait in the database and must come first"):
             write(writer, 2, outbox="never")
     assert values(writer.messages) == ["1"]

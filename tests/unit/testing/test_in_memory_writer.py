@@ -314,13 +314,30 @@ def test_another_use_of_the_one_connection_inside_a_block_is_found_out(engine):
         assert writer.messages == []
 
 
-def test_its_methods_take_what_those_of_the_real_writer_take():
-    makes_writers = {"leased"}
-    public = {name for name in vars(DualWriter) if not name.startswith("_")}
-    for name in public - makes_writers:
+OF_SERVERS = {"leased"}
+"""What makes a writer of servers, and needs one that keeps its leases."""
+OF_SETTINGS = {"kafka", "schema", "producer_engine", "on_loss"}
+"""Arguments that name servers, or answer for a process that has died."""
+
+
+def test_it_has_every_method_of_the_real_writer_and_takes_what_that_takes():
+    public = {name for name in dir(DualWriter) if not name.startswith("_")} - OF_SERVERS
+    assert {name for name in public if not hasattr(InMemoryWriter, name)} == set()
+    for name in public:
         real, ours = getattr(DualWriter, name), getattr(InMemoryWriter, name)
+        assert isinstance(inspect.getattr_static(InMemoryWriter, name), property) == isinstance(
+            inspect.getattr_static(DualWriter, name), property
+        )
         if inspect.isfunction(real):
             assert inspect.signature(ours) == inspect.signature(real), name
+
+
+def test_it_takes_every_setting_of_the_real_writer_but_those_of_servers():
+    def arguments(kind):
+        return set(inspect.signature(kind).parameters)
+
+    assert arguments(DualWriter) - arguments(InMemoryWriter) == OF_SETTINGS
+    assert arguments(InMemoryWriter) - arguments(DualWriter) == {"max_message_bytes"}
 
 
 def test_it_loads_no_client_of_kafka_and_no_driver():
