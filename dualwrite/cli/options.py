@@ -133,7 +133,8 @@ def kafka_options(command: Callable[P, R], *, unless: str | None = None) -> Call
         bootstrap = kwargs.pop("bootstrap_server")
         config_file = kwargs.pop("config_file")
         overrides = kwargs.pop("overrides")
-        kafka: dict[str, object] = {}
+        # A program that has settings of its own gives them so: manage.py of Django.
+        kafka: dict[str, object] = dict(click.get_current_context().find_root().obj or {})
         if isinstance(config_file, Path):
             kafka.update(parse_properties(config_file.read_text(encoding="utf-8").splitlines(), str(config_file)))
         assert isinstance(overrides, tuple)

@@ -5,12 +5,11 @@ from functools import cache
 
 import psycopg
 import pytest
-from django.apps import apps
-from django.conf import settings
 from django.core.exceptions import ValidationError
 from django.core.handlers.base import BaseHandler
 from django.db import connection, connections, models, transaction
 from django.db.utils import OperationalError
+from harness.django_site import database, using
 from harness.orders import on_postgresql
 from harness.page_examples import Base, example, run_example
 from sqlalchemy import create_engine, text
@@ -52,24 +51,12 @@ def there(engine, kafka, dualwrite_topic):
 @pytest.fixture
 def django(url, engine):
     """Django's default connection leads to this database."""
-    found = engine.url
-    database = {
-        "ENGINE": "django.db.backends.postgresql",
-        "NAME": found.database,
-        "USER": found.username,
-        "PASSWORD": found.password,
-        "HOST": found.host or found.query["host"],
-        "PORT": found.port or found.query.get("port", ""),
+    databases = {
+        "default": database(url),
+        "lite": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"},
     }
-    databases = {"default": database, "lite": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}}
-    if not settings.configured:
-        settings.configure(DATABASES=databases)
-        apps.populate(settings.INSTALLED_APPS)
-    connections.settings = connections.configure_settings(databases)
-    if hasattr(connections._connections, "default"):
-        del connections["default"]
-    yield connections["default"]
-    connections.close_all()
+    with using(databases):
+        yield connections["default"]
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
@@ -332,6 +333,7 @@ class DjangoConnection(Protocol):
     in_atomic_block: bool
     needs_rollback: bool
     run_on_commit: list[Any]
+    savepoint_ids: list[str | None]
     connection: Any
 
     def ensure_connection(self) -> None:
@@ -343,6 +345,13 @@ class DjangoConnection(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class InAtomic:
+    """The transaction that Django has begun on its connection, and will end: a dual write is to join it."""
+
+    connection: DjangoConnection
+
+
 @contextmanager
 def usable(given: object, engine: Engine) -> Generator[Connection, None, None]:
     """The user's connection (SQLAlchemy's, psycopg's or Django's) as SQLAlchemy's.
@@ -351,6 +360,9 @@ def usable(given: object, engine: Engine) -> Generator[Connection, None, None]:
     """
     if isinstance(given, Connection):
         yield given
+    elif isinstance(given, InAtomic):
+        with inside(given.connection, engine) as connection:
+            yield connection
     elif _is_psycopg(given):
         with _over(cast("psycopg.Connection[Any]", given), engine) as connection:
             yield connection
@@ -538,9 +550,7 @@ def _is_psycopg(given: object) -> bool:
 @contextmanager
 def _over(driver: psycopg.Connection[Any], engine: Engine) -> Generator[Connection, None, None]:
     """A connection of SQLAlchemy's over one of the driver's, with the dialect that the writer's engine has found out."""
-    from psycopg import Cursor  # noqa: PLC0415 - only SQLite's users may lack it
-    from psycopg.pq import TransactionStatus  # noqa: PLC0415 - as above
-    from psycopg.rows import tuple_row  # noqa: PLC0415 - as above
+    from psycopg.pq import TransactionStatus  # noqa: PLC0415 - only SQLite's users may lack it
 
     if engine.dialect.name != "postgresql":
         raise ConfigurationError(
@@ -554,6 +564,15 @@ def _over(driver: psycopg.Connection[Any], engine: Engine) -> Generator[Connecti
             "the psycopg connection is already in a transaction",
             next_step="end it first (psycopg begins one with the first statement, also with a SELECT)",
         )
+    with _on(driver, engine) as connection:
+        yield connection
+
+
+@contextmanager
+def _on(driver: psycopg.Connection[Any], engine: Engine) -> Generator[Connection, None, None]:
+    from psycopg import Cursor  # noqa: PLC0415 - only SQLite's users may lack it
+    from psycopg.rows import tuple_row  # noqa: PLC0415 - as above
+
     pool = StaticPool(lambda: driver, reset_on_return=None, dialect=engine.dialect)  # type: ignore[arg-type]
     with Engine(pool, engine.dialect, engine.url).connect() as connection:
         # The user's row factory and kind of cursor are for the user's statements.
@@ -626,6 +645,36 @@ def _in_atomic(given: DjangoConnection, engine: Engine) -> Generator[Connection,
         if reported is not None:
             # Also if Django could not connect again, or a hook has failed: the outcome is what the caller must know.
             raise reported
+
+
+SAVEPOINTS: Final = "dualwrite.savepoints"
+"""In the ``info`` of a connection: the names of the savepoints that other code than SQLAlchemy had opened on it before."""
+
+
+@contextmanager
+def inside(given: DjangoConnection, engine: Engine) -> Generator[Connection, None, None]:
+    """A connection of SQLAlchemy's in the transaction that Django's is in. It sends neither COMMIT nor ROLLBACK by itself."""
+    driver = _psycopg_of(given)
+    if engine.dialect.name != "postgresql":
+        raise ConfigurationError(
+            f"Django's connection leads to another database than the writer's engine ({engine.dialect.name})",
+            next_step="give the writer the same database: a dual write is decided in one database",
+        )
+    with _on(driver, engine) as connection:
+        connection.begin()  # SQLAlchemy must know; the driver sends BEGIN before the first statement, unless it has
+        # Whoever ends the transaction does so below this, on the driver's connection. As this one is closed, SQLAlchemy would
+        # roll back what it believes to be open.
+        vars(connection.connection).update(commit=_nothing, rollback=_nothing)
+        info = connection.info
+        info[SAVEPOINTS] = [name for name in given.savepoint_ids if name is not None]
+        try:
+            yield connection
+        finally:
+            del info[SAVEPOINTS]
+
+
+def _nothing() -> None:
+    pass
 
 
 def _psycopg_of(given: DjangoConnection) -> psycopg.Connection[Any]:

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, event, exc
 from dualwrite.errors import IllegalStateError, TransactionAborted, TransactionInDoubt, Unavailable
 from dualwrite.protocol.savepoints import Move, NotUnderstood, Savepoints, moves_of
 from dualwrite.stores.sql import dialect as committing
-from dualwrite.stores.sql.access import UnitConnection, map_database_error, number_of, sqlstate_of
+from dualwrite.stores.sql.access import SAVEPOINTS, UnitConnection, begun_on, map_database_error, number_of, sqlstate_of
 from dualwrite.stores.sql.dialect import Standing
 from dualwrite.stores.sql.drivers import Listeners
 
@@ -91,6 +91,10 @@ class SavepointWatch:
         self._dialect = dialect
         self._id = transactional_id
         self._savepoints: Savepoints[Sendable] = Savepoints()
+        begun = begun_on(connection)
+        if begun is not None and begun.joined_late:
+            for name in connection.info.get(SAVEPOINTS, ()):  # of Django's, which SQLAlchemy does not know
+                self._savepoints.apply(Move.OPEN, name)
         if connection.get_nested_transaction() is not None:
             for name in _open_savepoints(connection):
                 self._savepoints.apply(Move.OPEN, name)

@@ -1,0 +1,12 @@
+"""The Django app: messages that commit with ``transaction.atomic()``. ``INSTALLED_APPS = ["dualwrite.django"]``.
+
+What belongs here: Django's settings, transactions, commands and migrations, turned into calls of the library's own. May use:
+every package of the library. The library itself never imports it, and it is of no use without Django.
+"""
+
+from __future__ import annotations
+
+from dualwrite.django.joining import captured_messages, join, produce
+from dualwrite.django.writers import database_url, writers
+
+__all__ = ["captured_messages", "database_url", "join", "produce", "writers"]
