@@ -6,6 +6,11 @@ every package of the library. The library itself never imports it, and it is of 
 
 from __future__ import annotations
 
+try:
+    import django as _  # noqa: F401 - said here, once, if it is missing
+except ImportError as error:
+    raise ImportError(f"{error}: pip install 'dualwrite[django]'", name=error.name) from error
+
 from dualwrite.django.joining import captured_messages, join, produce
 from dualwrite.django.writers import database_url, writers
 

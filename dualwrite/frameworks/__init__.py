@@ -34,6 +34,9 @@ def opened(writer: Writer) -> Callable[[object], AbstractAsyncContextManager[Non
 
     It opens the writer without waiting for a server, so that the application starts while one is away, and closes it at the
     end. In each worker process: a writer that several of them share by name must be ``leased``.
+
+    Args:
+        writer: The writer, not opened.
     """
 
     @asynccontextmanager

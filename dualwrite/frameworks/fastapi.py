@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from dualwrite.errors import ConfigurationError, DualWriteError, TransactionAborted, Unavailable
 from dualwrite.frameworks import block_of, missing, opened
 
 try:
     from fastapi import Depends, FastAPI, Request
+    from fastapi.params import Depends as Dependency
     from fastapi.responses import JSONResponse
 except ImportError as error:
     raise missing("fastapi", error) from error
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["answer_errors", "in_transaction", "opened"]
 
 
-def in_transaction(writer: Writer, *, outbox: Outbox | None = None) -> Any:
+def in_transaction(writer: Writer, *, outbox: Outbox | None = None) -> Dependency:
     """A dependency: the transaction of one block around the path function.
 
     The block ends when the function has returned, and before the response is sent: an abort becomes an error response. With an
@@ -43,13 +44,16 @@ def in_transaction(writer: Writer, *, outbox: Outbox | None = None) -> Any:
             "this version of FastAPI ends a dependency after the response: the client would read 200 of an abort",
             next_step="install FastAPI 0.121 or newer: pip install 'dualwrite[fastapi]'",
         )
-    return Depends(block_of(writer, outbox), scope="function")
+    return cast("Dependency", Depends(block_of(writer, outbox), scope="function"))
 
 
 def answer_errors(app: FastAPI) -> None:
     """Answer 503 to a request whose block has written nothing, and can be sent again; with ``Retry-After``.
 
     These are `Unavailable`, and a `TransactionAborted` that is ``retryable``. All other errors stay as they are: 500.
+
+    Args:
+        app: The application, which gets an exception handler for each of them.
     """
 
     async def answer(request: Request, error: Exception) -> JSONResponse:

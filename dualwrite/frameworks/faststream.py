@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["DualWrite", "in_transaction", "opened"]
 
 _NAME: Final = "dual_write"
+Middleware: TypeAlias = BaseMiddleware[Any, Any]
 DualWrite: TypeAlias = Annotated[AsyncTransaction, Context(_NAME, cast=False)]
 """The annotation of a handler's argument that takes the transaction: ``async def handle(body: str, tx: DualWrite)``."""
 
@@ -52,6 +53,9 @@ def opened(writer: AsyncDualWriter) -> Callable[[], AbstractAsyncContextManager[
     """The lifespan of an application: ``FastStream(broker, lifespan=opened(writer))``.
 
     It opens the writer without waiting for a server, and closes it after the broker has stopped.
+
+    Args:
+        writer: The writer, not opened.
     """
 
     @asynccontextmanager
@@ -62,7 +66,7 @@ def opened(writer: AsyncDualWriter) -> Callable[[], AbstractAsyncContextManager[
     return lifespan
 
 
-def in_transaction(writer: AsyncDualWriter) -> Callable[..., BaseMiddleware[Any, Any]]:
+def in_transaction(writer: AsyncDualWriter) -> Callable[..., Middleware]:
     """A middleware of a broker, ``KafkaBroker(..., middlewares=[in_transaction(writer)])``, or of a router.
 
     Its subscribers need ``ack_policy=AckPolicy.MANUAL``, and one worker each. What they publish is sent by the writer; what is
@@ -76,7 +80,7 @@ def in_transaction(writer: AsyncDualWriter) -> Callable[..., BaseMiddleware[Any,
         writer: The writer, opened before the broker starts: by ``FastStream(broker, lifespan=opened(writer))``.
     """
 
-    def made(msg: object, /, *, context: ContextRepo) -> BaseMiddleware[Any, Any]:
+    def made(msg: object, /, *, context: ContextRepo) -> Middleware:
         return _Middleware(msg, context=context, writer=writer)
 
     return made

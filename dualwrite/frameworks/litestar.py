@@ -42,6 +42,10 @@ def answer_error(request: Request, error: Exception) -> Response:  # type: ignor
 
     Register it with ``exception_handlers={Unavailable: answer_error, TransactionAborted: answer_error}``. A
     `TransactionAborted` that is not ``retryable`` is answered with 500.
+
+    Args:
+        request: The request.
+        error: What left the block.
     """
     del request
     if isinstance(error, TransactionAborted) and not error.retryable:

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import unittest
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from io import StringIO
 from unittest.mock import Mock
@@ -18,11 +19,12 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.core.handlers.base import BaseHandler
 from django.core.management import CommandError, call_command
-from django.db import DatabaseError, connection, connections, transaction
+from django.db import DatabaseError, connection, connections, models, transaction
 from django.db.transaction import TransactionManagementError
 from django.test import TestCase, TransactionTestCase, override_settings
 from harness.django_site import database, using
 from harness.orders import on_postgresql
+from harness.page_examples import example, run_example
 from sqlalchemy import create_engine, text
 
 from dualwrite import (
@@ -418,6 +420,41 @@ def test_what_a_test_case_sees(site, put, dualwrite_topic):
         result = unittest.TextTestRunner(stream=StringIO()).run(suite)
     assert result.testsRun == 3
     assert result.wasSuccessful(), result.failures + result.errors
+
+
+@cache
+def model():
+    """The page's model; Django's settings must be there."""
+
+    class Order(models.Model):  # noqa: DJ008 - nobody reads it
+        item = models.TextField()
+
+        class Meta:
+            app_label = "shop"
+            db_table = "items"
+
+    return Order
+
+
+def test_the_examples_of_the_page(site, there, dualwrite_topic, kafka):
+    """They run as they stand, with the model of the page, and a site's settings."""
+    settings = run_example(example("django.md", "Set it up")[0], dualwrite_topic)
+    assert settings["DUALWRITE"]["default"].keys() == {"FLEET", "KAFKA", "OPTIONS"}
+    given = {"default": {**settings["DUALWRITE"]["default"], "KAFKA": dict(kafka)}}
+    (place_order,) = example("django.md", "Django")
+    with override_settings(DUALWRITE=given):
+        names = run_example(place_order, dualwrite_topic, Order=model())
+        names["place_order"]("tea")
+    assert there() == (["tea"],) * 2
+    with override_settings(DUALWRITE={"default": {"IN_MEMORY": True}}):
+        names = run_example(example("django.md", "Tests")[0], dualwrite_topic, **names)
+        kinds = [names["OrderTest"], type("Kept", (names["CommitTest"],), {"_fixture_teardown": lambda _: None})]
+        suite = unittest.TestSuite(map(unittest.defaultTestLoader.loadTestsFromTestCase, kinds))
+        with site.cursor() as cursor:
+            cursor.execute("DELETE FROM items")
+        result = unittest.TextTestRunner(stream=StringIO()).run(suite)
+    assert (result.testsRun, result.failures + result.errors) == (2, [])
+    assert there()[0] == ["soup"]
 
 
 # Commands, checks, migrations.

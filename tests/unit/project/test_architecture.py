@@ -19,11 +19,15 @@ PACKAGES = (
         "telemetry",
         "state",
         "units",
+        "django",
+        "frameworks",
         "testing",
         "testing/memory",
     ),
     *("testing/servers", "sinks", "sinks/spark", "sinks/spark/databases", "sinks/spark/formats"),
 )
+OF_DJANGO = {ROOT / "dualwrite/django" / name for name in ("management", "management/commands", "migrations")}
+"""Folders in which Django looks for one file each."""
 LONGEST = 1200
 """A chapter has up to 1,000 lines; one that is longer still should become two."""
 
@@ -61,7 +65,7 @@ def test_the_page_shows_every_chapter_in_its_own_words():
 
 def test_every_package_is_on_the_page():
     found = {path.parent for top in ("dualwrite", "sinks") for path in (ROOT / top).rglob("__init__.py")}
-    assert found == {folder_of(package) for package in PACKAGES} | {ROOT / "sinks" / "spark_discovery"}
+    assert found == {folder_of(package) for package in PACKAGES} | {ROOT / "sinks" / "spark_discovery"} | OF_DJANGO
 
 
 def test_no_chapter_is_longer_than_a_reader_can_follow():

@@ -21,6 +21,7 @@ ENTRY = re.compile(r"^\.\. auto(?:class|exception|function):: ([\w.]+)(\(\))?\n(
 CALLED_BY_THE_LIBRARY = {
     name for port in (Database, KeyedDatabase, Observer) for name in vars(port) if not name.startswith("_")
 }
+FRAMEWORKS = {"django", "fastapi", "litestar", "faststream", "openlineage"}
 NOT_FOR_USERS = {
     "DualWriteDataSource": {"name", "writer", "streamWriter"},  # Spark calls them
     "History": {"add"},  # Journal.read makes it
@@ -49,7 +50,12 @@ class Entry(NamedTuple):
 def entries(page):
     for path, hidden, options in ENTRY.findall(page):
         package, _, name = path.rpartition(".")
-        thing = getattr(importlib.import_module(package), name)
+        try:
+            thing = getattr(importlib.import_module(package), name)
+        except ImportError as error:
+            if error.name in FRAMEWORKS:  # its extra is not installed
+                continue
+            raise
         yield path, Entry(thing, not hidden, dict(re.findall(r":([\w-]+): ?(.*)", options)))
 
 
