@@ -342,7 +342,7 @@ class Participant:
 class Incident:
     """One decided transaction that Kafka does not have, or whose outcome is unknown. It stays until a person has looked.
 
-    ``outcome`` is ``LOST`` or ``UNVERIFIABLE``, and ``detail`` the evidence, for people to read. ``told_at`` is when it was
+    ``outcome`` is ``LOST`` or ``UNVERIFIABLE``, and ``detail`` the evidence, for people to read. ``reported_at`` is when it was
     reported to a caller, by an error or a report. Times are by the database's clock.
     """
 
@@ -352,7 +352,7 @@ class Incident:
     detail: str
     detected_at: datetime
     acknowledged_at: datetime | None
-    told_at: datetime | None = None
+    reported_at: datetime | None = None
 
     @property
     def state(self) -> PreparedTxnState:

@@ -89,7 +89,7 @@ def reporting_at_open(store: StateStore, name: str) -> Generator[None, None, Non
 
 def unreported(incidents: Iterable[Incident]) -> Sequence[Incident]:
     """The incidents that were not reported to any caller, and that no person has looked at."""
-    return [found for found in incidents if found.told_at is None and found.acknowledged_at is None]
+    return [found for found in incidents if found.reported_at is None and found.acknowledged_at is None]
 
 
 def _incidents(store: StateStore, name: str) -> Sequence[Incident]:

@@ -39,7 +39,7 @@ def upgrade(op: Operations, schema: str | None) -> None:
         schema=schema,
         postgresql_ops={"transactional_id": "varchar_pattern_ops"},
     )
-    op.add_column("dualwrite_incident", sa.Column("told_at", UtcDateTime()), schema=schema)
+    op.add_column("dualwrite_incident", sa.Column("reported_at", UtcDateTime()), schema=schema)
     op.add_column("kafka_transaction_state", sa.Column("settle_fence", sa.Integer), schema=schema)
     op.create_table(
         "dualwrite_consumed",
@@ -60,7 +60,7 @@ def upgrade(op: Operations, schema: str | None) -> None:
 def downgrade(op: Operations, schema: str | None) -> None:
     op.drop_table("dualwrite_consumed", schema=schema)
     op.drop_column("kafka_transaction_state", "settle_fence", schema=schema)
-    op.drop_column("dualwrite_incident", "told_at", schema=schema)
+    op.drop_column("dualwrite_incident", "reported_at", schema=schema)
     op.drop_index("kafka_transaction_state_names", "kafka_transaction_state", schema=schema)
     drop_batch_view(op, schema)
     for name in ("failed_at", "rows_digest", "destination"):

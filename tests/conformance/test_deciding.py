@@ -290,11 +290,11 @@ def test_a_loss_is_kept_until_a_person_has_looked(place, store):
         store.record_outcomes([(row, Outcome.LOST, "gone")])
     place.write(store, 2)
     [found] = store.incidents("ord")
-    assert (found.state, found.outcome, found.detail, found.told_at) == (row.prepared, Outcome.LOST, "gone", None)
+    assert (found.state, found.outcome, found.detail, found.reported_at) == (row.prepared, Outcome.LOST, "gone", None)
     assert store.incident("orders", row.prepared) is Outcome.LOST
     assert store.incident("orders", prepared(1, 2)) is None
     store.note_reported([("orders", row.prepared), ("nobody", row.prepared)])
-    assert store.incidents()[0].told_at is not None
+    assert store.incidents()[0].reported_at is not None
     assert (store.incidents("orders/"), store.incidents_of(["order"])) == ([], [])
     assert [store.acknowledge("orders", row.prepared) for _ in range(2)] == [True, False]
     assert store.incidents() == []

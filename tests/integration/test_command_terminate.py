@@ -37,7 +37,7 @@ def test_what_the_database_has_decided_is_refused_or_given_up_as_an_incident(
     assert document["terminated"] == [item["kafka_id"]]
     assert [loss["outcome"] for loss in document["losses"]] == ["lost"]
     [incident] = SqlStateStore(engine).incidents()
-    assert incident.told_at is not None
+    assert incident.reported_at is not None
     assert "given up by" in incident.detail
     assert {row.incarnation for row in SqlStateStore(engine).find("")} == {before[0].incarnation + 1}
     assert set(visible()) == {b"w1-0"}

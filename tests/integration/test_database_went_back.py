@@ -68,7 +68,7 @@ def test_a_renewed_lane_finds_it_out_and_the_block_that_renews_it_runs(
     assert isinstance(loss, DatabaseWentBack)
     [incident] = SqlStateStore(engine).incidents("orders")
     assert incident.prepared_transaction_state == loss.state == str(forgotten)
-    assert incident.told_at is not None
+    assert incident.reported_at is not None
     assert both()[1] == [1, 2, 3]
 
 
@@ -94,7 +94,7 @@ def test_a_decision_that_is_lost_before_kafka_has_answered_is_raised_to_its_own_
         write(writer, dualwrite_topic, orders, 3)
     [incident] = SqlStateStore(engine).incidents("orders")
     assert incident.prepared_transaction_state == caught.value.state
-    assert incident.told_at is not None
+    assert incident.reported_at is not None
     assert told == []
 
 

@@ -184,7 +184,7 @@ def test_a_loss_found_in_the_background_is_told_and_the_next_block_runs(
     assert thread == "dualwrite orders"
     assert told_losses(caplog) == [("orders", "lost", loss.state)]
     [incident] = SqlStateStore(engine).incidents("orders")
-    assert incident.told_at is not None
+    assert incident.reported_at is not None
 
 
 def test_a_loss_that_the_next_block_finds_is_told_and_that_block_runs(

@@ -59,7 +59,7 @@ def test_a_clone_that_opens_costs_a_loss_that_is_raised_and_recorded(
     [row] = store.read(["orders"])
     assert caught.value.state == incident.prepared_transaction_state == str(row.prepared)
     assert incident.outcome is outcome
-    assert incident.told_at is not None
+    assert incident.reported_at is not None
     assert both() == ([1], [])
 
 

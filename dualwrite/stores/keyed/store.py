@@ -102,7 +102,7 @@ def encode_incident(incident: Incident) -> bytes:
             "detail": incident.detail,
             "detected_at": incident.detected_at.isoformat(),
             "acknowledged_at": _text(incident.acknowledged_at),
-            "told_at": _text(incident.told_at),
+            "reported_at": _text(incident.reported_at),
         }
     )
 
@@ -118,7 +118,7 @@ def decode_incident(value: bytes) -> Incident:
             cast("str", found["detail"]),
             datetime.fromisoformat(cast("str", found["detected_at"])),
             _moment(found["acknowledged_at"]),
-            _moment(found["told_at"]),
+            _moment(found["reported_at"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise _bad(INCIDENT, f"{error!r}") from error
@@ -244,7 +244,9 @@ class Incidents:
         )
 
     def note_reported(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
-        self._change_incidents(losses, lambda one: None if one.told_at is not None else replace(one, told_at=now()))
+        self._change_incidents(
+            losses, lambda one: None if one.reported_at is not None else replace(one, reported_at=now())
+        )
 
     def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:
         changed = self._change_incidents(

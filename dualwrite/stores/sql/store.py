@@ -515,7 +515,7 @@ class Records:
             incident.c.detail,
             incident.c.detected_at,
             incident.c.acknowledged_at,
-            incident.c.told_at,
+            incident.c.reported_at,
         )
 
     def note_reported(self, connection: Connection, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
@@ -528,9 +528,9 @@ class Records:
                 .where(
                     incident.c.transactional_id == transactional_id,
                     incident.c.state_sha256 == key,
-                    incident.c.told_at.is_(None),
+                    incident.c.reported_at.is_(None),
                 )
-                .values(told_at=database_now())
+                .values(reported_at=database_now())
             )
 
     def acknowledge(self, connection: Connection, transactional_id: str, state: PreparedTxnState) -> bool:
@@ -557,7 +557,7 @@ def _by_age(rows: Iterable[Row[Any]]) -> Sequence[Incident]:
             row.detail,
             row.detected_at,
             row.acknowledged_at,
-            row.told_at,
+            row.reported_at,
         )
         for row in rows
     ]

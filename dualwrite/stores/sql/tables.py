@@ -194,7 +194,7 @@ def _incident(metadata: MetaData) -> Table:
         Column("detail", ExactText(), nullable=False),
         Column("detected_at", UtcDateTime(), nullable=False, server_default=row_made()),
         Column("acknowledged_at", UtcDateTime()),
-        Column("told_at", UtcDateTime()),
+        Column("reported_at", UtcDateTime()),
         PrimaryKeyConstraint("transactional_id", "state_sha256", name="dualwrite_incident_pkey"),
         CheckConstraint("outcome IN ('lost', 'unverifiable')", name="dualwrite_incident_outcome"),
     )

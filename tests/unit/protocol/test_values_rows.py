@@ -43,4 +43,4 @@ def test_an_incident_that_names_no_transaction_is_refused_and_not_guessed():
 
 
 def test_nobody_was_told_of_a_new_incident():
-    assert incident("42:0").told_at is None
+    assert incident("42:0").reported_at is None

@@ -225,7 +225,7 @@ def test_a_loss_is_an_incident_that_a_person_acknowledges(place, monkeypatch):
     [loss] = report.losses
     [incident] = store.incidents()
     assert incident.state == loss.row.prepared
-    assert incident.told_at is not None
+    assert incident.reported_at is not None
     assert store.acknowledge("orders", incident.state)
     assert not store.acknowledge("orders", incident.state)
     assert (store.incidents(), store.incidents(acknowledged=True)[0].state) == ([], incident.state)
