@@ -30,6 +30,11 @@ def test_django_that_is_missing_is_named_with_its_extra():
     assert "ImportError: No module named 'django': pip install 'dualwrite[django]'" in done.stderr
 
 
+def test_openlineage_that_is_missing_is_named_with_its_extra():
+    done = run(HIDES.format(hidden={"openlineage"}) + "import dualwrite.telemetry.lineage")
+    assert "ImportError: No module named 'openlineage': pip install 'dualwrite[openlineage]'" in done.stderr
+
+
 def test_an_import_of_the_library_loads_no_framework():
     names = {"django", "fastapi", "starlette", "litestar", "faststream", "openlineage", "cloudevents"}
     done = run(
