@@ -17,6 +17,7 @@ from benchmarks import (
     pipelined,
     records,
     serving,
+    settled,
     spark_page,
     state_page,
     units,
@@ -50,6 +51,8 @@ def keep(figures: Mapping[str, Any], store: Path = FIGURES, page: Path = PAGE) -
         state_page.draw(figures["state"], page.parent)
     if "outage" in figures:
         outage.draw(figures["outage"], page.parent)
+    if "settled" in figures:
+        settled.draw(figures["settled"], page.parent)
 
 
 def render(figures: Mapping[str, Any]) -> str:
@@ -81,6 +84,7 @@ def render(figures: Mapping[str, Any]) -> str:
         "telemetry": partial(_telemetry, alone=figures.get("latency", {})),
         "first": _first,
         "serve": serving.section,
+        "settled": settled.section,
         "state": state_page.section,
     }
     for name, section in sections.items():

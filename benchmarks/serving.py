@@ -49,11 +49,19 @@ IDLE = (
 class Service:
     """A replica, and what it shows."""
 
-    def __init__(self, ground: Ground, directory: Path, *, settle_after_s: float, prefix: str = "") -> None:
+    def __init__(
+        self,
+        ground: Ground,
+        directory: Path,
+        *,
+        settle_after_s: float,
+        prefix: str = "",
+        interval_s: float = INTERVAL_S,
+    ) -> None:
         file = directory / f"serve-{secrets.token_hex(4)}.toml"
         narrowed = f'prefix = "{prefix}"\n' if prefix else ""
         file.write_text(
-            f'listen = "127.0.0.1:0"\ninterval_s = {INTERVAL_S}\nlease_timeout_s = 3\nsettle_after_s = {settle_after_s}\n'
+            f'listen = "127.0.0.1:0"\ninterval_s = {interval_s}\nlease_timeout_s = 3\nsettle_after_s = {settle_after_s}\n'
             f'[target.bench]\nurl = "{ground.url}"\n{narrowed}'
             f'kafka.bootstrap.servers = "{ground.kafka["bootstrap.servers"]}"\n'
         )
@@ -108,14 +116,14 @@ class Service:
 
 
 @contextmanager
-def _service(ground: Ground, **settings: Any) -> Iterator[Service]:
+def service(ground: Ground, **settings: Any) -> Iterator[Service]:
     with TemporaryDirectory() as directory:
-        service = Service(ground, Path(directory), **settings)
+        replica = Service(ground, Path(directory), **settings)
         try:
-            service.wait()
-            yield service
+            replica.wait()
+            yield replica
         finally:
-            service.close()
+            replica.close()
 
 
 def _fill(ground: Ground, ids: int) -> None:
@@ -147,7 +155,7 @@ def _rounds(ground: Ground, ids: int, to_settle: int, others: int, looks: int) -
     leave_decided(ground, to_settle, ground.topic())
     producers = _open_others(ground, others)
     took, pages = [], []
-    with _service(ground, settle_after_s=WATCHING_S) as watching:
+    with service(ground, settle_after_s=WATCHING_S) as watching:
         for number in range(looks):
             wait_until(lambda number=number: watching.metric("dualwrite_serve_rounds_total") > number, 120.0)
             took.append(watching.metric("dualwrite_round_duration_seconds"))
@@ -163,7 +171,7 @@ def _rounds(ground: Ground, ids: int, to_settle: int, others: int, looks: int) -
                 f"it sees {planned} to settle and {beside} of others, not {to_settle} and {others}\n{said}"
             )
         looking_mib = watching.peak_mib()
-    with _service(ground, settle_after_s=SETTLE_AFTER_S) as settling:
+    with service(ground, settle_after_s=SETTLE_AFTER_S) as settling:
         wait_until(lambda: settling.metric("dualwrite_serve_settled_ids_total") >= to_settle, 600.0, pause_s=0.2)
         settled_at = time.perf_counter()
         began = settling.said_at("left-00000: settle: ")
@@ -192,7 +200,7 @@ def _victim(kafka: Mapping[str, str], url: str, name: str, topic: str) -> None:
 def _death_to_settled(ground: Ground, rounds: int) -> list[float]:
     """Seconds from the death of a writer until its transaction has ended in Kafka."""
     found, topic = [], ground.topic(1)
-    with _service(ground, settle_after_s=SETTLE_AFTER_S, prefix="victim-") as service:
+    with service(ground, settle_after_s=SETTLE_AFTER_S, prefix="victim-") as serving:
         time.sleep(SETTLE_AFTER_S + INTERVAL_S)  # until then it leaves everything alone, as after an outage
         for number in range(rounds):
             name = f"victim-{number}"
@@ -200,8 +208,8 @@ def _death_to_settled(ground: Ground, rounds: int) -> list[float]:
             victim.start()
             victim.join()
             died = time.perf_counter()
-            wait_until(lambda name=name: any(f"{name}: 1 id settled" in line for _, line in service.log), 120.0)
-            found.append(service.said_at(f"{name}: 1 id settled") - died)
+            wait_until(lambda name=name: any(f"{name}: 1 id settled" in line for _, line in serving.log), 120.0)
+            found.append(serving.said_at(f"{name}: 1 id settled") - died)
     return found
 
 

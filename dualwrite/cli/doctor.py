@@ -26,6 +26,13 @@ _STYLES: Final = {Status.OK: "green", Status.UNKNOWN: "cyan", Status.WARNING: "y
     "--topic", "topics", multiple=True, metavar="TOPIC", help="A topic that the writer sends to. May be repeated."
 )
 @click.option(
+    "--group",
+    "groups",
+    multiple=True,
+    metavar="GROUP",
+    help="A consumer group whose offsets its transactions commit. May be repeated.",
+)
+@click.option(
     "--writer", callback=not_empty, help="The writer's name: checks the rights on its transactional ids, and its rows."
 )
 @click.option("--strict", is_flag=True, help="Exit code 1 if anything is not ok, and nothing is an error.")
@@ -44,6 +51,7 @@ _STYLES: Final = {Status.OK: "green", Status.UNKNOWN: "cyan", Status.WARNING: "y
 def doctor(
     *,
     topics: tuple[str, ...],
+    groups: tuple[str, ...],
     writer: str | None,
     strict: bool,
     as_json: bool,
@@ -63,7 +71,7 @@ def doctor(
     Exit code: 0 no errors, 1 with --strict also no error, but a warning or something unknown, 2 errors (or wrong usage).
     """
     found = diagnosis.doctor(
-        kafka=kafka, database=url, schema=schema, topics=topics, writer=writer, timeout_s=timeout_s
+        kafka=kafka, database=url, schema=schema, topics=topics, groups=groups, writer=writer, timeout_s=timeout_s
     )
     if as_json:
         click.echo(

@@ -51,7 +51,7 @@ from dualwrite.kafka.opening_messages import (
     ResourceType,
 )
 from dualwrite.kafka.transaction_ends import PostedQuestion, States
-from dualwrite.protocol.kafka_requirements import TIME_LIMIT
+from dualwrite.protocol.kafka_requirements import PROBES, TIME_LIMIT, TRANSACTION_STATE
 from dualwrite.protocol.lost_decisions import Later
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.values import (
@@ -268,7 +268,7 @@ class KafkaCoordinator:
             logger.warning(
                 "transactional ids may be missing: nothing shows that all partitions of %s had a coordinator; let an "
                 "administrator grant this user Describe on that topic, and on the transactional ids with the prefix %r",
-                TOPIC,
+                TRANSACTION_STATE,
                 PROBES,
             )
         found = {state.transactional_id for state in listing.transactions}
@@ -512,10 +512,6 @@ class KafkaCoordinator:
 
 logger = logging.getLogger(__name__)
 
-TOPIC: Final = "__transaction_state"
-PROBES: Final = "dualwrite-probe."
-"""How the ids begin that are described as evidence. No transaction uses them."""
-
 _LIST: Final = "the list of transactions"
 _TO_LIST: Final = "Describe on the transactional ids"
 _LOADED: Final = frozenset({Code.NONE, Code.TRANSACTIONAL_ID_NOT_FOUND})
@@ -544,11 +540,11 @@ def list_transactions(brokers: Brokers, producer_ids: Collection[int], deadline:
     """
 
     def ask(_: list[None]) -> dict[None, Listing | NotYet]:
-        seen = brokers.metadata([TOPIC], deadline)
+        seen = brokers.metadata([TRANSACTION_STATE], deadline)
         nodes, leaders = [broker.node_id for broker in seen.brokers], _leaders(seen)
         probes = _probes(leaders or {})
         if unled := probes.keys() - nodes:
-            raise NotYet(f"partition {min(min(probes[node]) for node in unled)} of {TOPIC} has no leader")
+            raise NotYet(f"partition {min(min(probes[node]) for node in unled)} of {TRANSACTION_STATE} has no leader")
         asked = [
             (node, request)
             for node in nodes
@@ -566,7 +562,7 @@ def _requests(probes: Sequence[str], producer_ids: Collection[int]) -> Iterator[
     yield DescribeTransactions(probes)
     yield kafka_python.list_transactions(producer_ids=producer_ids)
     yield DescribeTransactions(probes)
-    yield Metadata([TOPIC])
+    yield Metadata([TRANSACTION_STATE])
 
 
 def _judged(leaders: _Leaders, answers: Sequence[Message | NotYet]) -> Listing | NotYet:
@@ -581,13 +577,15 @@ def _judged(leaders: _Leaders, answers: Sequence[Message | NotYet]) -> Listing |
         if why is not None:
             return why
         if _leaders(view) != leaders:
-            return NotYet(f"the leaders of {TOPIC} changed meanwhile")
+            return NotYet(f"the leaders of {TRANSACTION_STATE} changed meanwhile")
         transactions += listed.transaction_states
         for probe in (*before, *after):
             if probe.error_code == Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED:
                 is_evident = False
             elif probe.error_code not in _LOADED:
-                return NotYet(f"a partition of {TOPIC} is without a coordinator: {code_name(probe.error_code)}")
+                return NotYet(
+                    f"a partition of {TRANSACTION_STATE} is without a coordinator: {code_name(probe.error_code)}"
+                )
     hides_its_topic = leaders == {} and bool(transactions)
     return Listing(transactions, is_evident and not hides_its_topic)
 
@@ -595,7 +593,7 @@ def _judged(leaders: _Leaders, answers: Sequence[Message | NotYet]) -> Listing |
 def _leaders(response: ClusterMetadata) -> _Leaders:
     if any(topic.error_code == Code.TOPIC_AUTHORIZATION_FAILED for topic in response.topics):
         return None
-    found = read_topics(response).get(TOPIC)
+    found = read_topics(response).get(TRANSACTION_STATE)
     if isinstance(found, NotYet):
         raise found
     return {} if found is None else found.leaders

@@ -1,8 +1,8 @@
 """Gathers what a cluster shows of itself, and of this user's rights, for :mod:`dualwrite.protocol.kafka_requirements`.
 
-Changes nothing. Rights on transactional ids cannot be listed without a right on the cluster, so they are tried out: by requests
-about ids that no writer uses, sent to a broker that need not be their coordinator. A broker checks the rights first, and then
-finds nothing to do.
+Changes nothing. Rights on transactional ids and groups cannot be listed without a right on the cluster, so they are tried out:
+by requests about ids that no writer uses, or for a member that no group has, sent to a broker that need not be their
+coordinator. A broker checks the rights first, and then finds nothing to do.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from kafka.protocol.admin.cluster import DescribeQuorumRequest
+from kafka.protocol.consumer.group import HeartbeatRequest
 from kafka.protocol.metadata import ApiVersionsRequest, MetadataRequest
 from kafka.protocol.producer.transaction import EndTxnRequest, InitProducerIdRequest
 
@@ -25,10 +26,12 @@ from dualwrite.protocol.findings import Unasked
 from dualwrite.protocol.kafka_requirements import (
     BROKER_SETTINGS,
     INTERNAL_TOPICS,
+    PROBES,
     TIME_LIMIT,
     TOPIC_SETTINGS,
     BrokerFacts,
     KafkaFacts,
+    Named,
     PartitionFacts,
     TopicFacts,
     takes_two_phase,
@@ -51,11 +54,9 @@ _QUORUM_TOPIC: Final = "__cluster_metadata"
 _TO_READ_SETTINGS: Final = "grant DescribeConfigs on the cluster"
 
 
-def gather(
-    coordinator: KafkaCoordinator, config: KafkaConfig, topics: Collection[str], writer: str | None, deadline: Deadline
-) -> KafkaFacts:
+def gather(coordinator: KafkaCoordinator, config: KafkaConfig, named: Named, deadline: Deadline) -> KafkaFacts:
     """What shows of the cluster. `Unavailable` or `ConfigurationError` if no broker answers, or they refuse us."""
-    brokers = coordinator.brokers
+    brokers, writer = coordinator.brokers, named.writer
     cluster_id = coordinator.cluster_id(deadline)
     addresses = {node: f"{node} at {host}:{port}" for node, (host, port) in sorted(brokers.addresses.brokers.items())}
     answers = {node: _asked(brokers, node, _ask_versions(), deadline) for node in addresses}
@@ -68,13 +69,14 @@ def gather(
             settings=silent,
             timeout_ms=_chosen(config, None),
             requested_ms=config.transaction_timeout_ms,
-            topics=dict.fromkeys(topics, silent),
+            topics=dict.fromkeys(named.topics, silent),
+            groups=dict.fromkeys(named.groups, silent),
             ahead_s=silent,
         )
     settings = worst_settings([_settings_of_broker(brokers, node, deadline) for node in alive])
     known = {} if isinstance(settings, Unasked) else settings
     maximum = int(known[TIME_LIMIT]) if TIME_LIMIT in known else None  # brokers of other makers may not name it
-    shown = _topics(brokers, alive[0], [*INTERNAL_TOPICS, *topics], deadline)
+    shown = _topics(brokers, alive[0], [*INTERNAL_TOPICS, *named.topics], deadline)
     ahead_s, within_s = _ahead_of_controller(brokers, alive[0], deadline)
     return KafkaFacts(
         cluster_id,
@@ -84,9 +86,11 @@ def gather(
         requested_ms=config.transaction_timeout_ms,
         maximum_ms=maximum,
         internal={name: shown[name] for name in INTERNAL_TOPICS},
-        topics={name: shown[name] for name in topics},
+        topics={name: shown[name] for name in named.topics},
         id_rights={} if writer is None else _id_rights(brokers, alive[0], writer, settings, deadline),
         writer=writer,
+        probes=None if writer is None else _may_describe(brokers, alive[0], f"{PROBES}doctor", deadline),
+        groups={group: _may_read_group(brokers, alive[0], group, deadline) for group in named.groups},
         max_message_bytes=config.max_message_bytes,
         ahead_s=ahead_s,
         within_s=within_s,
@@ -147,8 +151,9 @@ def _settings(found: DescribedConfig, whose: str, remedy: str) -> Mapping[str, s
 
 
 def _refused(code: int, subject: str, grant: str) -> Unasked:
-    remedy = grant if code in MISSING_RIGHT else "run it again" if code in RETRIABLE else ""
-    return Unasked(f"{subject}{code_name(code)}", remedy)
+    is_forbidden = code in MISSING_RIGHT
+    remedy = grant if is_forbidden else "run it again" if code in RETRIABLE else ""
+    return Unasked(f"{subject}{code_name(code)}", remedy, is_forbidden)
 
 
 # Topics: whether they are there, their replicas, their settings, and this user's rights on them.
@@ -250,6 +255,19 @@ def _id_rights(
         lambda answer: [answer.error_code],
     )
     return found
+
+
+def _may_describe(brokers: Brokers, node: int, kafka_id: str, deadline: Deadline) -> bool | Unasked:
+    answer = _asked(brokers, node, DescribeTransactions([kafka_id]), deadline)
+    if isinstance(answer, Unasked):
+        return answer
+    return Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED not in {state.error_code for state in answer}
+
+
+def _may_read_group(brokers: Brokers, node: int, group: str, deadline: Deadline) -> bool | Unasked:
+    request = HeartbeatRequest(group_id=group, generation_id=0, member_id="dualwrite-doctor")
+    answer = _asked(brokers, node, request, deadline)
+    return answer if isinstance(answer, Unasked) else answer.error_code != Code.GROUP_AUTHORIZATION_FAILED
 
 
 # The brokers' clock: that of the active controller, which any broker asks for its present state of the quorum.

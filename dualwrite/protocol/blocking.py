@@ -20,6 +20,12 @@ from dualwrite.protocol.values import NEVER_MS, TransactionStatus, TransactionVi
 
 Partition = tuple[str, int]
 
+# As Kafka's PartitionsWithLateTransactionsCount, but without what that adds: the brokers' transaction.max.timeout.ms. Where
+# it is raised, as it should be for this library, Kafka's metric never rises.
+LATE_S: Final = 300.0
+_STOPS_FOR_S: Final = 120.0
+"""A group may wait that long before a person is called: most owners come back or are settled sooner."""
+
 _STREAMS: Final = re.compile(r".+-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}-\d+")
 """``application.id``, a process's UUID and the number of its thread: Kafka Streams' ``StreamsProducer``."""
 _FLINK: Final = re.compile(r".+-\d+-\d+")
@@ -120,6 +126,16 @@ class Blocker:
         return found
 
     @property
+    def late_in(self) -> Sequence[HeldPartition]:
+        """The partitions that it has held back for more than five minutes; among them those of which it is not known."""
+        return [held for held in self.partitions if held.records != 0] if self.open_for_s > LATE_S else []
+
+    @property
+    def calls_for_a_person(self) -> bool:
+        """Whether it has held back readers for so long that the alerts call somebody."""
+        return bool(self.late_in or (self.groups and self.open_for_s > _STOPS_FOR_S))
+
+    @property
     def writer(self) -> str | None:
         """The name of the dualwrite writer that began it; None if this library did not."""
         named = parsed(self.kafka_id)
@@ -176,6 +192,11 @@ def withheld(some: Iterable[Blocker]) -> int:
         key = (held.topic, held.partition)
         most[key] = max(most.get(key, 0), held.records or 0)
     return sum(most.values())
+
+
+def late_partitions(some: Iterable[Blocker]) -> frozenset[Partition]:
+    """The partitions that these transactions have held back for more than five minutes."""
+    return frozenset((held.topic, held.partition) for one in some for held in one.late_in)
 
 
 def standing_groups(some: Iterable[Blocker]) -> frozenset[str]:

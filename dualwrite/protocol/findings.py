@@ -65,10 +65,14 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Unasked:
-    """In the place of a fact that could not be asked for: the reason, and what would let it be asked for."""
+    """In the place of a fact that could not be asked for: the reason, and what would let it be asked for.
+
+    ``is_forbidden`` if the reason is a missing right.
+    """
 
     reason: str
     remedy: str = ""
+    is_forbidden: bool = False
 
 
 class Check:
@@ -195,7 +199,7 @@ def forked(*, was_forked: bool, inherited: int) -> CheckResult:
     )
     if inherited:
         return check.error(
-            f"{inherited} writers or coordinators were opened before this process was forked",
+            f"writers or coordinators were opened before this process was forked ({inherited} sets of connections to Kafka)",
             "open writers after the fork: in gunicorn's post_fork, in uWSGI's postfork, or on first use",
         )
     if was_forked:

@@ -5,13 +5,13 @@ Each rule judges facts; :mod:`dualwrite.kafka.facts` gathers them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from dualwrite.errors import ConfigurationError, DualWriteError
 from dualwrite.protocol.findings import Check, CheckResult, Unasked, clock, listed
-from dualwrite.protocol.values import NEVER_MS, other_cluster
+from dualwrite.protocol.values import NEVER_MS, OFFSETS_TOPIC, other_cluster
 
 KAFKA: Final = "Kafka"
 _COMPLETE: Final = 2
@@ -45,6 +45,10 @@ _LEAST_RETENTION_MS: Final = 86_400_000
 TIME_LIMIT: Final = "transaction.max.timeout.ms"
 TWO_PHASE_COMMIT: Final = "transaction.two.phase.commit.enable"
 UNSTABLE_VERSIONS: Final = "unstable.api.versions.enable"
+TRANSACTION_STATE: Final = "__transaction_state"
+"""Kafka's own topic of transactional ids."""
+PROBES: Final = "dualwrite-probe."
+"""How the ids begin that are described as evidence that a list of ids is complete. No transaction uses them."""
 
 
 TOPIC_SETTINGS: Final = (
@@ -64,6 +68,15 @@ BROKER_SETTINGS: Final = {
     "min.insync.replicas": int,
 }
 """The settings of brokers that are looked at: of a number the least is the worst, of a text ``false``."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a person has named to be checked: topics, consumer groups, and the writer."""
+
+    topics: Collection[str] = ()
+    groups: Collection[str] = ()
+    writer: str | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +135,9 @@ class KafkaFacts:
         topics: The topics that were asked about; None for one that does not exist.
         id_rights: By right, whether this user has it on the writer's transactional ids; empty if no writer was named.
         writer: The writer's name.
+        probes: Whether this user may describe the ids by which a recovery after a restore shows that it has found all of them;
+            None if no writer was named.
+        groups: By consumer group that was asked about, whether this user has Read on it.
         max_message_bytes: The largest message that the client takes.
         ahead_s: How far this machine's clock is ahead of the active controller's; negative if it is behind.
         within_s: How exactly that is known.
@@ -137,6 +153,8 @@ class KafkaFacts:
     topics: Mapping[str, TopicFacts | Unasked | None] = field(default_factory=dict)
     id_rights: Mapping[str, bool | Unasked] = field(default_factory=dict)
     writer: str | None = None
+    probes: bool | Unasked | None = None
+    groups: Mapping[str, bool | Unasked] = field(default_factory=dict)
     max_message_bytes: int = 1_000_000
     ahead_s: float | Unasked = 0.0
     within_s: float = 0.0
@@ -156,6 +174,12 @@ def judge_kafka(facts: KafkaFacts) -> Iterator[CheckResult]:
         yield internal_topic(name, topic, facts.settings)
     if facts.writer is not None:
         yield id_rights(facts.writer, facts.id_rights)
+    if facts.probes is not None:
+        yield rights_after_a_restore(facts.internal.get(TRANSACTION_STATE), probes=facts.probes)
+    for group, granted in facts.groups.items():
+        yield group_rights(group, granted=granted)
+    if facts.groups and OFFSETS_TOPIC in facts.internal:
+        yield rights_on_offsets(facts.internal[OFFSETS_TOPIC])
     for name, topic in facts.topics.items():
         yield from judge_topic(name, topic, facts.max_message_bytes)
     yield clock("the active controller", facts.ahead_s, facts.within_s, of_brokers=True)
@@ -338,11 +362,11 @@ def _acl(operation: str, resource: str) -> str:
 
 
 INTERNAL_TOPICS: Final = {
-    "__transaction_state": (
+    TRANSACTION_STATE: (
         *("transaction.state.log.replication.factor", "transaction.state.log.min.isr"),
         "it holds what the coordinators have committed",
     ),
-    "__consumer_offsets": (
+    OFFSETS_TOPIC: (
         *("offsets.topic.replication.factor", "min.insync.replicas"),
         "it holds the offsets that transactions commit",
     ),
@@ -512,6 +536,67 @@ def id_rights(writer: str, rights: Mapping[str, bool | Unasked]) -> CheckResult:
                 _acl("Write", f"--transactional-id {writer} --resource-pattern-type prefixed"),
             )
     return check.ok("Write and Describe")
+
+
+def rights_after_a_restore(topic: TopicFacts | Unasked | None, *, probes: bool | Unasked) -> CheckResult:
+    """Whether a recovery after a restore can show that it has found every id. Nothing reads the topic itself."""
+    check = Check(
+        KAFKA,
+        "rights for a recovery after a restore",
+        "`recover --after-restore` asks for each partition's coordinator; otherwise ids may be missing from what it finds",
+    )
+    if isinstance(probes, Unasked):
+        return check.unknown(probes)
+    granted = _right_on_internal("Describe", topic)
+    if isinstance(granted, Unasked):
+        return check.unknown(granted)
+    missing = {
+        f"Describe on {TRANSACTION_STATE}": (granted, f"--topic {TRANSACTION_STATE}"),
+        f"Describe on ids {PROBES}*": (probes, f"--transactional-id {PROBES} --resource-pattern-type prefixed"),
+    }
+    lacking = {right: _acl("Describe", on) for right, (has, on) in missing.items() if not has}
+    if lacking:
+        return check.warning(f"missing: {', '.join(lacking)}", "; ".join(lacking.values()))
+    return check.ok(" and ".join(missing))
+
+
+def group_rights(group: str, *, granted: bool | Unasked) -> CheckResult:
+    """The right of a consumer on its group."""
+    check = Check(
+        KAFKA,
+        f"rights on the group {group}",
+        "a consumer joins its group, and commits its offsets in transactions (Read)",
+    )
+    if isinstance(granted, Unasked):
+        return check.unknown(granted)
+    if not granted:
+        return check.error("missing: Read", _acl("Read", f"--group {group}"))
+    return check.ok("Read, which contains Describe")
+
+
+def rights_on_offsets(topic: TopicFacts | Unasked | None) -> CheckResult:
+    """The right to ask how offsets in a transaction have ended. Nothing reads the records of that topic."""
+    check = Check(
+        KAFKA,
+        f"rights on {OFFSETS_TOPIC}",
+        "a transaction with offsets needs it to see how they have ended (DescribeProducers); through librdkafka one without "
+        "messages aborts without it",
+    )
+    granted = _right_on_internal("Read", topic)
+    if isinstance(granted, Unasked):
+        return check.unknown(granted)
+    if not granted:
+        return check.warning("missing: Read", _acl("Read", f"--topic {OFFSETS_TOPIC}"))
+    return check.ok("Read")
+
+
+def _right_on_internal(right: str, topic: TopicFacts | Unasked | None) -> bool | Unasked:
+    """Whether this user has it. A broker says of a topic that it is not there only to those who may describe it."""
+    if topic is None:
+        return right == "Describe" or Unasked("the topic is not made yet: its first use makes it", "run it again then")
+    if isinstance(topic, Unasked):
+        return False if topic.is_forbidden else topic
+    return topic.rights if isinstance(topic.rights, Unasked) else right in topic.rights
 
 
 def same_cluster(cluster_id: str, of_rows: Mapping[str, str]) -> CheckResult:

@@ -160,6 +160,7 @@ class Planned:
         reason: Why, as a kind: as long as it is the same, nothing has changed.
         because: Why, in words, with the figures of this round.
         patience_s: To settle: an owner that has begun something less than so many seconds ago is left alone after all.
+        due_in_s: To leave alone: after so many seconds without a sign of life the reason is over; None if time does not end it.
     """
 
     writer: str
@@ -167,6 +168,7 @@ class Planned:
     reason: Reason
     because: str
     patience_s: float = 0.0
+    due_in_s: float | None = None
 
 
 def plan(seen: Seen, view: View, rule: Rule, tries: Tries = UNTRIED) -> Planned:
@@ -181,7 +183,7 @@ def plan(seen: Seen, view: View, rule: Rule, tries: Tries = UNTRIED) -> Planned:
         or _pause(view, tries)
     )
     if leave is not None:
-        return Planned(seen.writer, Action.LEAVE, *leave)
+        return Planned(seen.writer, Action.LEAVE, *leave, due_in_s=_due_in_s(leave[0], seen, view, patience_s, tries))
     return Planned(seen.writer, Action.SETTLE, *_why(seen, urgent=urgent), patience_s)
 
 
@@ -242,6 +244,17 @@ def _pause(view: View, tries: Tries) -> Because | None:
         return None
     left_s = tries.next_s - view.now_s
     return Reason.FAILED, f"attempt {tries.failures} failed ({tries.error}); the next one is in {_s(left_s)}"
+
+
+def _due_in_s(reason: Reason, seen: Seen, view: View, patience_s: float, tries: Tries) -> float | None:
+    if reason is Reason.LEASED:
+        return seen.lease_left_s
+    if reason is Reason.FAILED:
+        return tries.next_s - view.now_s
+    if reason not in {Reason.KAFKA_IS_BACK, Reason.YOUNG, Reason.CHANGED}:
+        return None
+    ages = (view.answering_s, seen.unchanged_s, seen.youngest_s, None if seen.needs_recovery else seen.waiting_s)
+    return patience_s - min(age for age in ages if age is not None)
 
 
 def _why(seen: Seen, *, urgent: bool) -> Because:

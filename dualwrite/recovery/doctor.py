@@ -21,7 +21,7 @@ from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.protocol import findings
 from dualwrite.protocol.database_requirements import DATABASE, database_is_away
 from dualwrite.protocol.findings import CLIENTS, CLOCKS, PROCESS, Check, CheckResult, Unasked
-from dualwrite.protocol.kafka_requirements import KAFKA, judge_kafka, kafka_is_away, same_cluster
+from dualwrite.protocol.kafka_requirements import KAFKA, Named, judge_kafka, kafka_is_away, same_cluster
 from dualwrite.protocol.values import check_not_empty, check_seconds
 from dualwrite.stores.opening import database_of, is_made_here
 from dualwrite.stores.sql.database import SqlDatabase
@@ -44,6 +44,7 @@ def doctor(
     database: Engine | Database | str | None = None,
     schema: str | None = None,
     topics: Collection[str] = (),
+    groups: Collection[str] = (),
     writer: str | None = None,
     timeout_s: float = 30.0,
 ) -> Sequence[CheckResult]:
@@ -57,6 +58,7 @@ def doctor(
         database: A SQLAlchemy engine, a database URL, or another database; None checks Kafka alone.
         schema: The database schema of the library's tables.
         topics: Topics that the writer sends to.
+        groups: Consumer groups whose offsets its transactions commit.
         writer: The name of the writer, for the rights on its transactional ids, and for the cluster that its rows name.
         timeout_s: Limits the questions to each server, in seconds.
 
@@ -71,8 +73,10 @@ def doctor(
         check_not_empty("writer", writer)
     for topic in topics:
         check_not_empty("a topic", topic)
+    for group in groups:
+        check_not_empty("a group", group)
     seen = _Seen()
-    found = list(_kafka(kafka, topics, writer, timeout_s, seen))
+    found = list(_kafka(kafka, Named(topics, groups, writer), timeout_s, seen))
     if database is not None:
         found += _database(database, schema, writer, timeout_s, seen)
     found += _clients(seen.driver)
@@ -87,15 +91,13 @@ class _Seen:
     driver: str | None = None
 
 
-def _kafka(
-    kafka: Mapping[str, object], topics: Collection[str], writer: str | None, timeout_s: float, seen: _Seen
-) -> Iterator[CheckResult]:
+def _kafka(kafka: Mapping[str, object], named: Named, timeout_s: float, seen: _Seen) -> Iterator[CheckResult]:
     from dualwrite.kafka.facts import gather  # noqa: PLC0415 - loads kafka-python, which writers do without
 
     try:
         config = KafkaConfig.parse(kafka)
         with closing(KafkaCoordinator(config)) as coordinator:
-            facts = gather(coordinator, config, topics, writer, Deadline(timeout_s))
+            facts = gather(coordinator, config, named, Deadline(timeout_s))
     except DualWriteError as error:
         yield kafka_is_away(error)
         return

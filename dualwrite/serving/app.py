@@ -139,6 +139,7 @@ def target_json(snapshot: Snapshot) -> dict[str, object]:
                 "action": planned.action.value,
                 "reason": planned.reason.value,
                 "because": planned.because,
+                "due_in_s": planned.due_in_s,
                 "attempts_failed": tries.failures if tries is not None else 0,
                 "last_error": tries.error if tries is not None else None,
                 "next_try_in_s": max(0.0, tries.next_s - snapshot.now_s)

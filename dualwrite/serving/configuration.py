@@ -116,7 +116,7 @@ class Settings:
         targets: At least one.
         host: The address to listen on.
         port: Its port; 0 for any free one.
-        interval_s: Between two rounds over a target.
+        interval_s: At the longest, between two rounds over a target.
         lease_timeout_s: A leading replica without a sign of life for so long is replaced.
         actions: What people may do on the page; None if nothing.
     """

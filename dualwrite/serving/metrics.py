@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dualwrite.protocol.blocking import standing_groups, withheld
+from dualwrite.protocol.blocking import late_partitions, standing_groups, withheld
 from dualwrite.protocol.findings import Status
 from dualwrite.protocol.supervision import Action
 
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from dualwrite.serving.supervisor import Snapshot, Supervisor
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-# As Kafka's PartitionsWithLateTransactionsCount, but without what that adds: the brokers' transaction.max.timeout.ms. Where
-# it is raised, as it should be for this library, Kafka's metric never rises.
-LATE_S: Final = 300.0
 
 _COUNTERS: Final = {
     "dualwrite_serve_rounds": ("rounds", "Rounds that have ended."),
@@ -114,7 +111,8 @@ class _Snapshots(Collector):
         )
         late = self._gauge(
             "dualwrite_partitions_with_late_transactions",
-            "Partitions that a transaction of a writer has held back for more than five minutes.",
+            "Partitions that a transaction of a writer (ours) or another has held back for more than five minutes.",
+            "ours",
         )
         back = self._gauge("dualwrite_went_back_ids", "Transactional ids for which the database has lost commits.")
         others = self._gauge("dualwrite_other_open_transactions", "Open transactions that no row of the target names.")
@@ -146,12 +144,12 @@ class _Snapshots(Collector):
                 opened.add_metric([one.target, str(decided).lower()], count)
             oldest.add_metric([one.target], one.round.longest_s or 0.0)
             decided_age.add_metric([one.target], _oldest_decided_s(one.round))
-            late.add_metric([one.target], len(_late_partitions(one.round)))
             back.add_metric([one.target], sum(item.went_back is not None for item in one.round.items))
             own = {item.row.kafka_id(item.incarnation) for item in one.round.items}
             others.add_metric([one.target], sum(each.kafka_id not in own for each in one.round.blockers))
             for ours in (True, False):
                 some = [each for each in one.round.blockers if (each.kafka_id in own) is ours]
+                late.add_metric([one.target, str(ours).lower()], len(late_partitions(some)))
                 records.add_metric([one.target, str(ours).lower()], withheld(some))
                 groups.add_metric([one.target, str(ours).lower()], len(standing_groups(some)))
             times = [seen.time_left_s for seen in one.round.seen if seen.time_left_s is not None]
@@ -191,12 +189,3 @@ def _oldest_decided_s(found: Round) -> float:
         ),
         default=0.0,
     )
-
-
-def _late_partitions(found: Round) -> set[tuple[str, int]]:
-    return {
-        partition
-        for item in found.items
-        if item.open_for_s is not None and item.open_for_s > LATE_S
-        for partition in item.partitions
-    }

@@ -17,6 +17,7 @@ from dualwrite.protocol.blocking import weight
 from dualwrite.protocol.by_hand import Deed, Ended
 from dualwrite.protocol.supervision import UNTRIED, Action, Reason
 from dualwrite.recovery.recover import settled_with
+from dualwrite.writing.by_hand import counted
 
 if TYPE_CHECKING:
     from dualwrite.protocol.blocking import Blocker
@@ -31,6 +32,8 @@ _MINUTE_S: Final = 60
 _NOTICED_S: Final = 1.0
 """Other programs' transactions younger than that are left out: programs at work always have some open."""
 _NEED_A_PERSON: Final = frozenset({Reason.WENT_BACK, Reason.CLOCK, Reason.FAILED})
+_SILENT_SO_FAR: Final = frozenset({Reason.KAFKA_IS_BACK, Reason.YOUNG, Reason.CHANGED})
+"""Reasons that end by themselves once an owner shows no sign of life for long enough."""
 HEADERS: Final = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": (
@@ -246,10 +249,11 @@ def view(snapshot: Snapshot, now_s: float, enabled: Collection[Deed] = frozenset
     ]
     people = sum(planned.reason in _NEED_A_PERSON for planned in snapshot.plans)
     aside = sum(one.aside for one in found.waiting)
-    alarming = bool(snapshot.error or losses or people or aside)
+    blocking = sum(one.calls_for_a_person for one in found.blockers)
+    alarming = bool(snapshot.error or losses or people or aside or blocking)
     return TargetView(
         name=snapshot.target,
-        summary=_summary(snapshot, losses=len(losses), people=people, aside=aside),
+        summary=_summary(snapshot, losses=len(losses), people=people, aside=aside, blocking=blocking),
         alarming=alarming,
         role=_role(snapshot),
         age=duration(now_s - snapshot.round_s),
@@ -264,16 +268,17 @@ def view(snapshot: Snapshot, now_s: float, enabled: Collection[Deed] = frozenset
     )
 
 
-def _summary(snapshot: Snapshot, *, losses: int, people: int, aside: int) -> str:
+def _summary(snapshot: Snapshot, *, losses: int, people: int, aside: int, blocking: int) -> str:
     if snapshot.error:
         return "a server does not answer: this is what was seen last"
-    words = [f"{losses} losses to acknowledge"] if losses else []
-    words += [f"{people} writers that cannot be settled"] if people else []
-    words += [f"{aside:,} messages refused by Kafka"] if aside else []
+    words = [f"{counted(losses, 'loss', 'losses')} to acknowledge"] if losses else []
+    words += [f"{counted(people, 'writer')} that cannot be settled"] if people else []
+    words += [f"{counted(aside, 'message')} refused by Kafka"] if aside else []
+    words += [f"{counted(blocking, 'transaction')} holding back readers for minutes"] if blocking else []
     if words:
         return ", ".join(words)
     settling = sum(planned.action is Action.SETTLE for planned in snapshot.plans)
-    return f"{settling} writers are being settled" if settling else "nobody is needed"
+    return f"{counted(settling, 'writer')} to settle" if settling else "nobody is needed"
 
 
 def _role(snapshot: Snapshot) -> str:
@@ -340,10 +345,10 @@ def _open_row(
         time_left="no limit" if is_open and item.aborted_in_s is None else duration(item.aborted_in_s),
         decision=decision or row_word(item),
         owner=item.row.owner,
-        action="-" if planned is None else f"{planned.action.value}: {will_do(item)}" if _settles(planned) else "leave",
+        action="-" if planned is None else f"settle: {will_do(item)}" if _settles(planned) else _leaves(planned),
         because="" if planned is None else planned.because,
         tries="" if planned is None else _tries(snapshot.tries.get(planned.writer, UNTRIED), snapshot.now_s),
-        alarming=planned is not None and planned.reason in _NEED_A_PERSON,
+        alarming=_alarms(blocker) or (planned is not None and planned.reason in _NEED_A_PERSON),
         links=[
             *(() if planned is None else _links(snapshot.target, planned.writer, enabled, Deed.SETTLE)),
             *(_links(snapshot.target, item.row.transactional_id, enabled, Deed.TERMINATE) if is_open else ()),
@@ -363,10 +368,14 @@ def _other_row(one: Blocker, target: str, enabled: Collection[Deed]) -> OpenRow:
         action="none: not ours",
         because=one.way_on,
         tries="",
-        alarming=False,
+        alarming=_alarms(one),
         is_ours=False,
         links=_links(target, one.kafka_id, enabled, Deed.TERMINATE),
     )
+
+
+def _alarms(blocker: Blocker | None) -> bool:
+    return blocker is not None and blocker.calls_for_a_person
 
 
 def _blocks(one: Blocker) -> str:
@@ -386,7 +395,7 @@ def _waiting(snapshot: Snapshot, plans: dict[str, Planned], enabled: Collection[
                 size=f"{about}{one.waiting.size:,} bytes",
                 oldest=duration(one.waiting.oldest_s),
                 aside=f"{one.aside:,}",
-                action="-" if planned is None else planned.action.value,
+                action="-" if planned is None else "settle" if _settles(planned) else _leaves(planned),
                 because="" if planned is None else planned.because,
                 tries="" if planned is None else _tries(snapshot.tries.get(one.writer, UNTRIED), snapshot.now_s),
                 alarming=one.aside > 0,
@@ -415,6 +424,12 @@ def _batch_row(one: UnfinishedBatch, words: str) -> BatchRow:
 
 def _settles(planned: Planned) -> bool:
     return planned.action is Action.SETTLE
+
+
+def _leaves(planned: Planned) -> str:
+    if planned.due_in_s is None or planned.reason not in _SILENT_SO_FAR:
+        return "leave"
+    return f"leave; settle in {duration(planned.due_in_s)} if its owner stays silent"
 
 
 def _tries(tries: Tries, now_s: float) -> str:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S: Final = 60.0
+_SHORTEST_PAUSE_S: Final = 1.0
 _CHECK_EVERY_S: Final = 300.0
 # Up to so many writers are settled one by one: the log then tells of one after the other.
 _FEW: Final = 8
@@ -197,7 +198,15 @@ class Supervisor:
             self._check()
         self._counts["rounds"] += 1
         self._publish()
-        return max(self.interval_s, growing_pause_s(self._failures, 1.0, _LONGEST_PAUSE_S))
+        return self._pause_s()
+
+    def _pause_s(self) -> float:
+        """How long to wait before the next round: until the first writer is due, if that is sooner than usual."""
+        if self._failures:
+            return max(self.interval_s, growing_pause_s(self._failures, 1.0, _LONGEST_PAUSE_S))
+        due = [planned.due_in_s for planned in self._plans if planned.due_in_s is not None]
+        soonest_s = min(due) if due and self._leads else inf
+        return min(self.interval_s, max(soonest_s, _SHORTEST_PAUSE_S))
 
     def _note_failure(self, error: Exception) -> None:
         self._failures += 1

@@ -156,8 +156,8 @@ def nothing_done(report: RecoveryReport) -> bool:
 def recovery_words(report: RecoveryReport) -> str:
     """What a recovery did, in words."""
     sent = sum(report.sent.values())
-    words = [f"{_count(len(report.settled), 'id')} settled", f"{len(report.rolled_forward)} rolled forward"]
-    words += [f"{_count(sent, 'message')} sent"] if sent else []
+    words = [f"{counted(len(report.settled), 'id')} settled", f"{len(report.rolled_forward)} rolled forward"]
+    words += [f"{counted(sent, 'message')} sent"] if sent else []
     words += [f"{len(report.skipped)} left alone: the owner may be alive"] if report.skipped else []
     words += [f"{len(report.losses)} LOST OR UNVERIFIABLE"] if report.losses else []
     words += [str(error) for error in report.went_back]
@@ -182,8 +182,8 @@ def terminate(
         report = operator.terminate(
             transactional_id, kafka=kafka, database=database, lose_decided=lose_decided, timeout_s=timeout_s
         )
-        words = [f"{_count(len(report.terminated), 'transaction')} aborted"]
-        words += [f"{_count(len(report.settled), 'id')} settled"] if report.settled else []
+        words = [f"{counted(len(report.terminated), 'transaction')} aborted"]
+        words += [f"{counted(len(report.settled), 'id')} settled"] if report.settled else []
         words += [f"{len(report.rolled_forward)} rolled forward"] if report.rolled_forward else []
         words += [f"{len(report.losses)} LOST"] if report.losses else []
         words += ["nobody knows this id"] if report.unknown else []
@@ -200,7 +200,7 @@ def acknowledge(transactional_id: str, states: Sequence[str] | None, *, database
             for found in store.incidents(transactional_id)
             if found.transactional_id == transactional_id
         ]
-    detail = f"{_count(len(states), 'loss', 'losses')}: {', '.join(states) or 'none'}"
+    detail = f"{counted(len(states), 'loss', 'losses')}: {', '.join(states) or 'none'}"
     with noted(database, Deed.ACKNOWLEDGE, transactional_id, detail, by) as note:
         count = sum(store.acknowledge(transactional_id, PreparedTxnState.from_string(text)) for text in states)
         note.ends(Ended.DONE if count else Ended.REFUSED, f"{count} acknowledged")
@@ -211,7 +211,7 @@ def replay(writer: str, numbers: Sequence[int] | None, *, database: Database, by
     """Let messages that were moved aside wait again; without numbers, all of the writer's. Durable on return of their count."""
     with noted(database, Deed.REPLAY, writer, _which(numbers), by) as note:
         count = outbox_of(database).replay(writer, numbers)
-        note.ends(Ended.DONE if count else Ended.REFUSED, f"{_count(count, 'message')} put back")
+        note.ends(Ended.DONE if count else Ended.REFUSED, f"{counted(count, 'message')} put back")
     return count
 
 
@@ -219,7 +219,7 @@ def drop(writer: str, numbers: Sequence[int] | None, *, database: Database, by: 
     """Delete messages that were moved aside; without numbers, all of the writer's. Durable on return of their count."""
     with noted(database, Deed.DROP, writer, _which(numbers), by) as note:
         count = outbox_of(database).drop(writer, numbers)
-        note.ends(Ended.DONE if count else Ended.REFUSED, f"{_count(count, 'message')} deleted")
+        note.ends(Ended.DONE if count else Ended.REFUSED, f"{counted(count, 'message')} deleted")
     return count
 
 
@@ -241,5 +241,6 @@ def _which(numbers: Sequence[int] | None) -> str:
     return f"{'message' if len(set(numbers)) == 1 else 'messages'} {number_ranges(sorted(set(numbers)))}"
 
 
-def _count(count: int, one: str, several: str | None = None) -> str:
+def counted(count: int, one: str, several: str | None = None) -> str:
+    """A number with its noun."""
     return f"1 {one}" if count == 1 else f"{count:,} {several or f'{one}s'}"

@@ -31,7 +31,7 @@ from dualwrite.writing.opening import PATIENCE_S, Opening, with_opening
 from dualwrite.writing.outbox import Outbox as News
 from dualwrite.writing.sender import Sender, Sending, send_all
 from dualwrite.writing.transaction import Serializers, Serializing, Transaction
-from dualwrite.writing.writer_resources import Opened, ProducerSettings, ask_first, require_opened
+from dualwrite.writing.writer_resources import Opened, ProducerSettings, ask_first, refuse_fork, require_opened
 
 if TYPE_CHECKING:
     import psycopg
@@ -224,8 +224,9 @@ class DualWriter(Submitting):
             DecidedTransactionLost, OutcomeUnverifiable: Kafka does not have what the database decided. It is recorded; the next
                 ``open()`` succeeds. Also raised if another process found the loss, but ended before it could report it.
             Unavailable: A server does not answer.
-            IllegalStateError: The writer is open, or was closed.
+            IllegalStateError: The writer is open, or was closed, or was made in another process: before a fork.
         """
+        refuse_fork(self.transactional_id, self._pid)
         if self._connected is not None or self._opening is not None or self._lanes.closed:
             raise IllegalStateError("the writer was already opened", transactional_id=self.transactional_id)
         if not wait:

@@ -316,14 +316,19 @@ def ask_first(config: KafkaConfig, name: str, within_s: float) -> None:
             ) from error
 
 
-def require_opened(opened: Opened | None, transactional_id: str, pid: int) -> Opened:
-    """The parts of a writer that is open, in the process that has made it."""
+def refuse_fork(transactional_id: str, pid: int) -> None:
+    """Refuse a writer that another process has made."""
     if os.getpid() != pid:
         raise IllegalStateError(
             "the writer was made in another process",
             transactional_id=transactional_id,
             next_step="a fork cannot share a producer: make a writer in each process, with an id of its own",
         )
+
+
+def require_opened(opened: Opened | None, transactional_id: str, pid: int) -> Opened:
+    """The parts of a writer that is open, in the process that has made it."""
+    refuse_fork(transactional_id, pid)
     if opened is None:
         raise IllegalStateError(
             "the writer is not open", transactional_id=transactional_id, next_step="use `with writer:` or open()"

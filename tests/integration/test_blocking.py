@@ -1,7 +1,9 @@
 """What open transactions block, on a real broker: records and groups of several programs, in the status and to other users."""
 
 import json
+import re
 from contextlib import ExitStack, closing
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -14,6 +16,12 @@ from dualwrite.cli.options import commands
 from dualwrite.clock import Deadline
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.protocol import blocking
+from dualwrite.serving.configuration import parse_settings
+from dualwrite.serving.metrics import exposition
+from dualwrite.serving.rounds import look
+from dualwrite.serving.supervisor import Snapshot
+from dualwrite.stores.opening import database_of
 
 _LIST_TRANSACTIONS = 66
 
@@ -111,6 +119,31 @@ def test_a_status_of_one_writer_shows_its_own_alone(begin, open_transactions, ka
         wait_until(lambda: open_transactions("orders")[0])
         assert {one["writer"] for one in open_transactions("orders")[0].values()} == {"orders"}
         assert other in open_transactions()[0]
+
+
+def test_late_transactions_of_other_programs_are_counted_by_partitions(
+    begin, kafka, url, dualwrite_topic, tmp_path, monkeypatch
+):
+    text = f'[target.shop]\nurl = "{url}"\nkafka.bootstrap.servers = "{kafka["bootstrap.servers"]}"\n'
+    [target] = parse_settings(text, "serve.toml", directory=tmp_path, environment={}).targets
+
+    def late():
+        with closing(database_of(url)) as database:
+            found = Snapshot("shop", round=look(target, database))
+        shown = exposition([SimpleNamespace(snapshot=found)]).decode()
+        counted = re.findall(
+            r'^dualwrite_partitions_with_late_transactions{ours="(\w+)",target="shop"} (\S+)$', shown, re.MULTILINE
+        )
+        return {ours: float(count) for ours, count in counted}
+
+    monkeypatch.setattr(blocking, "LATE_S", 0.2)
+    before = late()  # other tests may have left something on this broker
+    begin("one", 2)
+    begin("two", 1)
+    begin("other-place", 1, partition=1)
+    wait_until(lambda: late() == {"true": before["true"], "false": before["false"] + 2}, otherwise=late)
+    monkeypatch.setattr(blocking, "LATE_S", 3600.0)
+    assert late() == {"true": 0.0, "false": 0.0}, "they are young"
 
 
 def test_what_was_committed_stops_nobody_any_more(begin, open_transactions, kafka, dualwrite_topic, kafka_id):

@@ -3,12 +3,16 @@
 import json
 import os
 import secrets
+import socket
 import subprocess
 import sys
-from contextlib import contextmanager
+import urllib.request
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 from click.testing import CliRunner
+from confluent_kafka import Consumer, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient
 from harness.acls import allow_two_phase_commit
 from harness.forking import ChildEnds, ended_by, parents_alone
 from harness.moved_clock import LIBRARY, needs_faketime
@@ -117,6 +121,41 @@ def test_each_right_is_found_missing_until_it_is_granted(guarded_kafka):
     granted("describe", "broker", "kafka-cluster", "the active controller", OK)
     with KafkaCoordinator(KafkaConfig.parse(guarded_kafka.admin_config())) as coordinator:
         assert coordinator.list_ids(writer, Deadline(PATIENCE_S)) == []  # asking has made none
+
+
+def test_rights_on_groups_and_for_a_restore_are_found_missing_until_they_are_granted(guarded_kafka):
+    name = f"clinic-{secrets.token_hex(4)}"
+    user, kafka = "clinic", guarded_kafka.client_config("clinic")
+    group, offsets, restore = (
+        f"rights on the group {name}",
+        "rights on __consumer_offsets",
+        "rights for a recovery after a restore",
+    )
+    guarded_kafka.allow(user, "write", "transactional_id", name, prefixed=True)
+    settings = {**guarded_kafka.admin_config(), "group.id": f"{name}-other"}
+    # The first use of a group makes the topic of offsets, and may find no coordinator yet.
+    with closing(Consumer(settings)) as consumer, suppress(KafkaException):
+        consumer.committed([TopicPartition("any", 0)], PATIENCE_S)
+
+    def found():
+        return by_check(doctor(kafka=kafka, groups=[name], writer=name))
+
+    def granted(operation, kind, on, check, status, *, prefixed=False):
+        guarded_kafka.allow(user, operation, kind, on, prefixed=prefixed)
+        wait_until(lambda: found()[check].status is status)
+
+    before = found()
+    assert [before[check].status for check in (group, offsets, restore)] == [ERROR, WARNING, WARNING]
+    assert before[restore].found == "missing: Describe on __transaction_state, Describe on ids dualwrite-probe.*"
+    granted("describe", "group", name, group, ERROR)
+    granted("read", "group", name, group, OK)
+    granted("describe", "topic", "__consumer_offsets", offsets, WARNING)
+    granted("read", "topic", "__consumer_offsets", offsets, OK)
+    granted("describe", "topic", "__transaction_state", restore, WARNING)
+    granted("describe", "transactional_id", "dualwrite-probe.", restore, OK, prefixed=True)
+    admin = AdminClient(guarded_kafka.admin_config())
+    listed = admin.list_consumer_groups(request_timeout=PATIENCE_S).result()
+    assert name not in {one.group_id for one in listed.valid}  # asking has made none
 
 
 def test_the_right_to_two_phase_commit_is_found(two_phase_kafka):
@@ -464,6 +503,91 @@ def test_a_writer_that_came_through_a_fork_is_found(writer):
             [found] = [one for one in doctor(kafka=NOBODY, timeout_s=0.1) if one.check == "fork"]
             raise ChildEnds if found.status is ERROR and inherited() else AssertionError
         assert ended_by(child) == "ChildEnds"
+
+
+AFTER_LOADING = "this process was forked after it had loaded the library, and before it opened a writer"
+GUNICORNS_APPLICATION = """
+import json, os
+from dualwrite import DualWriteError, DualWriter
+from dualwrite.operations import doctor
+
+kafka = {"bootstrap.servers": os.environ["KAFKA"]}
+
+
+def make():
+    return DualWriter("shop", kafka=kafka, database=os.environ["DATABASE"])
+
+
+writer = None if os.environ["CASE"] == "in the worker" else make()
+if os.environ["CASE"] == "opened before the fork":
+    writer.open()
+
+
+def application(environ, start_response):
+    global writer
+    writer, block = writer or make(), "committed"
+    try:
+        if os.environ["CASE"] != "opened before the fork":
+            writer.open()
+    except DualWriteError as error:
+        block = f"not opened: {error}"
+    else:
+        try:
+            with writer.transaction() as tx:
+                tx.produce(os.environ["TOPIC"], value="1")
+        except DualWriteError as error:
+            block = f"refused: {error}"
+    [found] = [one for one in doctor(kafka=kafka, timeout_s=10.0) if one.check == "fork"]
+    start_response("200 OK", [("Content-Type", "application/json")])
+    return [json.dumps([found.status.value, found.found, found.remedy, block]).encode()]
+"""
+
+
+@pytest.mark.parametrize(
+    ("preload", "case", "status", "words", "block"),
+    [
+        (
+            True,
+            "opened before the fork",
+            ERROR,
+            "writers or coordinators were opened before",
+            "refused: shop: the writer was made in",
+        ),
+        (True, "made before the fork", OK, AFTER_LOADING, "not opened: shop: the writer was made in another process"),
+        (True, "in the worker", OK, AFTER_LOADING, "committed"),
+        (False, "in the worker", OK, "this process has loaded the library itself", "committed"),
+    ],
+)
+def test_a_worker_of_gunicorn_says_whether_its_writer_came_through_the_fork(
+    dualwrite_kafka, migrated_database, dualwrite_topic, tmp_path, preload, case, status, words, block
+):
+    (tmp_path / "shop.py").write_text(GUNICORNS_APPLICATION)
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    environment = {
+        "KAFKA": dualwrite_kafka.bootstrap_servers,
+        "DATABASE": migrated_database,
+        "TOPIC": dualwrite_topic,
+        "CASE": case,
+    }
+    log = tmp_path / "log"
+    with log.open("w") as said:
+        gunicorn = subprocess.Popen(
+            [sys.executable, "-m", "gunicorn", "-b", f"127.0.0.1:{port}", *(["--preload"] if preload else []), "shop"],
+            cwd=tmp_path,
+            env={**os.environ, **environment},
+            stdout=said,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_until(lambda: "Booting worker" in log.read_text() or gunicorn.poll() is not None, otherwise=log.read_text)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=PATIENCE_S) as answer:
+            found = json.load(answer)
+    finally:
+        gunicorn.terminate()
+        gunicorn.wait(PATIENCE_S)
+    assert (found[0], words in found[1], "post_fork" in found[2]) == (status.value, True, status is ERROR), found
+    assert found[3].startswith(block)
 
 
 @needs_faketime

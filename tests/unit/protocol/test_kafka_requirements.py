@@ -21,7 +21,8 @@ from dualwrite.protocol.kafka_requirements import (
 from dualwrite.protocol.values import NEVER_MS
 
 OK, UNKNOWN, WARNING, ERROR = Status.OK, Status.UNKNOWN, Status.WARNING, Status.ERROR
-REFUSED = Unasked("TopicAuthorizationFailedError", "grant it")
+REFUSED = Unasked("it does not answer", "run it again")
+FORBIDDEN = Unasked("TOPIC_AUTHORIZATION_FAILED", "grant it", is_forbidden=True)
 
 BROKER = BrokerFacts(frozenset({0, 65}), metadata_level=25, transaction_version=2, most_transaction_version=2)
 TOPIC = TopicFacts(
@@ -49,10 +50,12 @@ HEALTHY = KafkaFacts(
     settings=SETTINGS,
     timeout_ms=NEVER_MS,
     maximum_ms=NEVER_MS,
-    internal={"__transaction_state": TOPIC, "__consumer_offsets": None},
+    internal={"__transaction_state": TOPIC, "__consumer_offsets": TOPIC},
     topics={"orders": TOPIC},
     id_rights={"Describe": True, "Write": True},
     writer="orders",
+    probes=True,
+    groups={"readers": True},
 )
 
 
@@ -77,10 +80,16 @@ def settings(**changes):
     return replace(HEALTHY, settings={**SETTINGS, **{name.replace("_", "."): value for name, value in changes.items()}})
 
 
+def internal(*, state=None, offsets=None, **changes):
+    """Kafka's own topics; by default they are not made yet."""
+    return replace(settings(**changes), internal={"__transaction_state": state, "__consumer_offsets": offsets})
+
+
 def partitions(*these):
     return tuple(PartitionFacts(*one) for one in these)
 
 
+AFTER_A_RESTORE = "rights for a recovery after a restore"
 TWO_PHASE = {"transaction_two_phase_commit_enable": "true", "unstable_api_versions_enable": "true"}
 
 
@@ -101,15 +110,26 @@ def test_a_healthy_cluster_has_nothing_to_mend():
             None,
             None,
         ),  # the topic is there: its own replicas count
-        (settings(offsets_topic_replication_factor="1"), "replicas of __consumer_offsets", WARNING),
-        (replace(HEALTHY, settings=REFUSED), "replicas of __consumer_offsets", UNKNOWN),
+        (internal(offsets_topic_replication_factor="1"), "replicas of __consumer_offsets", WARNING),
+        (replace(internal(), settings=REFUSED), "replicas of __consumer_offsets", UNKNOWN),
         (replace(HEALTHY, settings=REFUSED), "two-phase commit", UNKNOWN),
         (
-            replace(HEALTHY, internal={"__transaction_state": replace(TOPIC, partitions=partitions((True, 1, 1)))}),
+            internal(state=replace(TOPIC, partitions=partitions((True, 1, 1)))),
             "replicas of __transaction_state",
             WARNING,
         ),
-        (replace(HEALTHY, internal={"__transaction_state": REFUSED}), "replicas of __transaction_state", UNKNOWN),
+        (internal(state=REFUSED), "replicas of __transaction_state", UNKNOWN),
+        (internal(state=FORBIDDEN), AFTER_A_RESTORE, WARNING),
+        (internal(state=REFUSED), AFTER_A_RESTORE, UNKNOWN),
+        (internal(offsets=TOPIC), None, None),
+        (replace(HEALTHY, probes=False), AFTER_A_RESTORE, WARNING),
+        (replace(HEALTHY, probes=REFUSED), AFTER_A_RESTORE, UNKNOWN),
+        (replace(HEALTHY, groups={"readers": True, "bills": False}), "rights on the group bills", ERROR),
+        (replace(HEALTHY, groups={"readers": REFUSED}), "rights on the group readers", UNKNOWN),
+        (internal(offsets=replace(TOPIC, rights=frozenset({"Describe"}))), "rights on __consumer_offsets", WARNING),
+        (internal(offsets=replace(TOPIC, rights=REFUSED)), "rights on __consumer_offsets", UNKNOWN),
+        (internal(offsets=FORBIDDEN), "rights on __consumer_offsets", WARNING),
+        (internal(), "rights on __consumer_offsets", UNKNOWN),
         (replace(HEALTHY, timeout_ms=900_000, maximum_ms=900_000), "transaction.max.timeout.ms", WARNING),
         (replace(HEALTHY, timeout_ms=900_000, maximum_ms=None), "transaction.max.timeout.ms", WARNING),
         (replace(HEALTHY, timeout_ms=ConfigurationError("above it")), "transaction.max.timeout.ms", ERROR),
@@ -276,3 +296,19 @@ def test_of_several_brokers_the_worst_settings_count():
     assert worst["transaction.two.phase.commit.enable"] == "false"
     assert worst_settings([SETTINGS, REFUSED]) is REFUSED
     assert "unstable.api.versions.enable" not in worst
+
+
+def test_rights_of_groups_and_of_a_restore_are_judged_only_if_somebody_asks():
+    named = {one.check for one in judge_kafka(HEALTHY)}
+    assert {AFTER_A_RESTORE, "rights on the group readers", "rights on __consumer_offsets"} <= named
+    checks = {one.check for one in judge_kafka(replace(HEALTHY, writer=None, id_rights={}, probes=None, groups={}))}
+    assert not {check for check in checks if check.startswith("rights")} - {"rights on orders"}
+
+
+def test_a_missing_right_on_a_group_or_for_a_restore_is_named_with_its_command():
+    facts = replace(internal(state=FORBIDDEN, offsets=FORBIDDEN), probes=False, groups={"bills": False})
+    remedies = {one.check: one.remedy for one in judge_kafka(facts)}
+    assert "--operation Read --group bills" in remedies["rights on the group bills"]
+    assert "--operation Read --topic __consumer_offsets" in remedies["rights on __consumer_offsets"]
+    for part in ("--operation Describe --topic __transaction_state", "--transactional-id dualwrite-probe. --resource"):
+        assert part in remedies[AFTER_A_RESTORE]

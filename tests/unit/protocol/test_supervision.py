@@ -89,6 +89,36 @@ def test_a_view_in_doubt_settles_nothing(seen, view, reason):
     assert plan(seen, VIEW, RULE).action is Action.SETTLE
 
 
+@pytest.mark.parametrize(
+    ("seen", "view", "due_in_s"),
+    [
+        (replace(DECIDED, youngest_s=12.0, unchanged_s=20.0), VIEW, 48.0),
+        (replace(DECIDED, youngest_s=20.0, unchanged_s=12.0), VIEW, 48.0),
+        (replace(DECIDED, youngest_s=None, unchanged_s=59.5), VIEW, 0.5),
+        (replace(DECIDED, youngest_s=12.0), replace(VIEW, answering_s=2.0), 58.0),
+        (replace(DECIDED, time_left_s=9.0, youngest_s=3.0), VIEW, URGENT_S - 3.0),
+        (replace(WAITING, waiting_s=40.0), VIEW, 20.0),
+        (replace(DECIDED, waiting=1, waiting_s=1.0, youngest_s=50.0), VIEW, 10.0),
+        (replace(DECIDED, **HELD), VIEW, 12.0),
+        (replace(UNDECIDED, slot_held=True), VIEW, None),
+        (replace(DECIDED, claim_lost=True), VIEW, None),
+        (DECIDED, replace(VIEW, skew_s=31.0), None),
+        (DECIDED, VIEW, None),
+        (Seen("orders"), VIEW, None),
+    ],
+)
+def test_it_is_known_when_a_silent_owner_is_taken_for_dead(seen, view, due_in_s):
+    assert plan(seen, view, RULE).due_in_s == due_in_s
+    if due_in_s is not None and seen.lease is None and seen.time_left_s is None:
+        passed = {
+            name: age + due_in_s
+            for name in ("youngest_s", "unchanged_s", "waiting_s")
+            if (age := getattr(seen, name)) is not None
+        }
+        later = replace(view, answering_s=view.answering_s + due_in_s)
+        assert plan(replace(seen, **passed), later, RULE).action is Action.SETTLE
+
+
 def test_what_runs_out_waits_only_a_little_for_kafka_to_be_back():
     urgent = replace(DECIDED, time_left_s=9.0)
     assert plan(urgent, replace(VIEW, answering_s=URGENT_S), RULE).action is Action.SETTLE
@@ -111,6 +141,7 @@ def test_a_failed_attempt_is_repeated_after_a_pause_that_grows():
     planned = plan(DECIDED, replace(VIEW, now_s=tries.next_s - 120), RULE, tries)
     assert planned.reason is Reason.FAILED
     assert planned.because == "attempt 9 failed (Kafka does not answer); the next one is in 120 s"
+    assert planned.due_in_s == 120.0
     assert plan(DECIDED, replace(VIEW, now_s=tries.next_s), RULE, tries).action is Action.SETTLE
     again = tries.succeeded(VIEW.now_s)
     assert (again.failures, again.error, again.last_s) == (0, None, VIEW.now_s)

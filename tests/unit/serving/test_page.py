@@ -87,6 +87,18 @@ def test_what_blocks_most_comes_first_with_its_plan_and_the_reason():
     )
 
 
+def test_the_page_says_when_a_silent_owner_is_taken_for_dead():
+    young = Planned("bills", Action.LEAVE, Reason.YOUNG, "young: it began 12 s ago", due_in_s=48.2)
+    held = with_round(waiting=[waits("bills", 3)])
+    shown = view(replace(held, plans=(young, PLANS[1])), 104.0)
+    expected = "leave; settle in 48 s if its owner stays silent"
+    assert [row.action for row in (*shown.open, *shown.waiting) if row.name == "bills"] == [expected] * 2
+    leased = replace(PLANS[0], due_in_s=20.0)
+    assert view(replace(held, plans=(leased,)), 104.0).waiting[0].action == "leave", "a lease is renewed"
+    with client(replace(held, plans=(young,))) as asked:
+        assert asked.get("/api/status").json()["targets"]["shop"]["plan"][0]["due_in_s"] == 48.2
+
+
 OTHER = Blocker(
     "job-0-17",
     TransactionStatus.ONGOING,
@@ -111,7 +123,11 @@ def test_transactions_of_other_programs_stand_among_ours_by_what_they_block():
     assert "`dualwrite recover job-0-17 --state 7:4` commits it" in first.because
     assert (second.name, second.is_ours, second.blocks) == ("orders", True, "orders 0: 40 records")
     assert (third.name, third.blocks) == ("bills", "bills 0")
-    assert not view(held, 104.0).alarming
+    assert (view(held, 104.0).alarming, view(held, 104.0).summary) == (
+        True,
+        "2 transactions holding back readers for minutes",
+    )
+    assert [row.alarming for row in view(held, 104.0).open] == [True, True, False]
     found, _ = scraped(held)
     assert found["dualwrite_other_open_transactions",] == 2.0
     assert found["dualwrite_blocked_records", "false"] == 1500.0
@@ -129,9 +145,9 @@ def test_transactions_of_other_programs_stand_among_ours_by_what_they_block():
 @pytest.mark.parametrize(
     ("snapshot", "summary"),
     [
-        (with_round(incidents=[LOSS]), "1 losses to acknowledge"),
-        (replace(CALM, plans=[replace(PLANS[0], reason=Reason.FAILED)]), "1 writers that cannot be settled"),
-        (replace(CALM, plans=[replace(PLANS[0], reason=Reason.WENT_BACK)]), "1 writers that cannot be settled"),
+        (with_round(incidents=[LOSS]), "1 loss to acknowledge"),
+        (replace(CALM, plans=[replace(PLANS[0], reason=Reason.FAILED)]), "1 writer that cannot be settled"),
+        (replace(CALM, plans=[replace(PLANS[0], reason=Reason.WENT_BACK)]), "1 writer that cannot be settled"),
         (with_round(waiting=[waits("orders", 3)._replace(aside=4)]), "4 messages refused by Kafka"),
         (replace(CALM, error="Kafka is away"), "a server does not answer: this is what was seen last"),
         (Snapshot("shop", error="Kafka is away"), "no answer yet"),
@@ -143,7 +159,17 @@ def test_the_page_says_at_once_that_a_person_is_needed(snapshot, summary):
     assert "<title>⚠ dualwrite" in render([CALM, snapshot], 104.0, refresh_s=10)
 
 
-@pytest.mark.parametrize("snapshot", [CALM, replace(CALM, plans=PLANS[:1]), with_round(waiting=[waits("orders", 3)])])
+@pytest.mark.parametrize(
+    "snapshot",
+    [
+        CALM,
+        replace(CALM, plans=PLANS[:1]),
+        with_round(waiting=[waits("orders", 3)]),
+        with_round(blockers=[replace(OTHER, open_for_s=119.0)]),
+        with_round(blockers=[replace(OTHER, open_for_s=299.0, groups=())]),
+        with_round(blockers=[replace(OTHER, partitions=(HeldPartition("bills", 0, None, 0),), groups=())]),
+    ],
+)
 def test_nobody_is_called_for_what_the_service_does_itself(snapshot):
     assert not view(snapshot, 104.0).alarming
     assert "<title>dualwrite" in render([snapshot], 104.0, refresh_s=10)
@@ -331,6 +357,7 @@ def test_the_status_is_that_of_the_command_with_the_plan():
         "action": "settle",
         "reason": "decided",
         "because": "the database has decided",
+        "due_in_s": None,
         "attempts_failed": 2,
         "last_error": "Kafka is away",
         "next_try_in_s": 5.0,
@@ -363,7 +390,8 @@ def test_the_metrics_say_what_the_page_says():
         ("dualwrite_open_transactions", "false"): 1.0,
         ("dualwrite_oldest_open_transaction_seconds",): 500.0,
         ("dualwrite_oldest_decided_transaction_seconds",): 95.0,
-        ("dualwrite_partitions_with_late_transactions",): 1.0,
+        ("dualwrite_partitions_with_late_transactions", "true"): 0.0,
+        ("dualwrite_partitions_with_late_transactions", "false"): 0.0,
         ("dualwrite_went_back_ids",): 0.0,
         ("dualwrite_decided_transaction_time_left_seconds",): 805.0,
         ("dualwrite_unacknowledged_incidents", "lost"): 1.0,
@@ -378,6 +406,21 @@ def test_the_metrics_say_what_the_page_says():
     }
     assert {name: found.get(name) for name in expected} == expected
     assert '{target="shop"}' in text
+
+
+def test_partitions_are_counted_that_old_transactions_of_writers_and_of_others_hold_back():
+    shared, empty, unknown = (
+        HeldPartition("bills", 0, 5, 9),
+        HeldPartition("bills", 1, None, 0),
+        HeldPartition("bills", 2),
+    )
+    own = replace(OTHER, kafka_id="bills.n.1", open_for_s=301.0, partitions=(shared, HeldPartition("orders", 0, 1, 1)))
+    young = replace(OTHER, kafka_id="job-0-18", open_for_s=299.0, partitions=(HeldPartition("bills", 3, 1, 1),))
+    old = [replace(OTHER, kafka_id=f"job-1-{number}", partitions=(shared, empty, unknown)) for number in range(2)]
+    found, _ = scraped(with_round(blockers=[own, young, *old]))
+    late = "dualwrite_partitions_with_late_transactions"
+    assert found[late, "true"] == 2.0
+    assert found[late, "false"] == 2.0, "each once; and not the one in which nothing is written"
 
 
 def test_a_decision_that_kafka_does_not_show_as_open_is_as_old_as_its_row():

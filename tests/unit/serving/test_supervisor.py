@@ -130,6 +130,14 @@ def test_the_leader_settles_each_writer_once_and_shows_that_nothing_is_left(make
     assert {record.intent.subject for record in kept(leader)} == {"bills", "orders"}
 
 
+@pytest.mark.parametrize(("age_s", "pause_s"), [(10.0, 2.0), (58.5, 1.5), (59.8, 1.0)])
+def test_the_next_round_comes_when_the_first_writer_is_due(make, servers, age_s, pause_s):
+    servers.seen = [Seen("orders", needs_recovery=True, decided=True, youngest_s=age_s), DEAD[0]]
+    leader, other = make(), make()
+    assert leader._turn() == pytest.approx(pause_s, abs=0.01)
+    assert other._turn() == 2.0, "it settles nothing"
+
+
 def kept(leader):
     """The history that it leaves in its database."""
     return leader._database.history().last("", limit=9)
