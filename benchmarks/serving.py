@@ -62,7 +62,7 @@ class Service:
         narrowed = f'prefix = "{prefix}"\n' if prefix else ""
         file.write_text(
             f'listen = "127.0.0.1:0"\ninterval_s = {interval_s}\nlease_timeout_s = 3\nsettle_after_s = {settle_after_s}\n'
-            f'[target.bench]\nurl = "{ground.url}"\n{narrowed}'
+            f'[target.{prefix.rstrip("-") or "bench"}]\nurl = "{ground.url}"\n{narrowed}'
             f'kafka.bootstrap.servers = "{ground.kafka["bootstrap.servers"]}"\n'
         )
         self.process = subprocess.Popen(

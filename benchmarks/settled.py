@@ -51,7 +51,8 @@ _OPENS: Final = """
 import sys
 from dualwrite import DualWriter
 name, servers, url = sys.argv[1:]
-DualWriter(name, kafka={"bootstrap.servers": servers}, database=url).open().close()
+with DualWriter(name, kafka={"bootstrap.servers": servers}, database=url):
+    pass
 """
 _LIMITS: Final = WriterLimits(max_lanes=1)
 

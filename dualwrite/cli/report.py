@@ -16,7 +16,7 @@ from rich.text import Text
 
 from dualwrite.protocol.batches import outlook
 from dualwrite.protocol.blocking import Blocker
-from dualwrite.protocol.by_hand import number_ranges
+from dualwrite.protocol.by_hand import counted, number_ranges
 from dualwrite.protocol.leases import Lease, place_of
 from dualwrite.protocol.prepared_state import Engine
 from dualwrite.protocol.settle import SettleStep
@@ -260,12 +260,12 @@ def blocker_table(blockers: Sequence[Blocker], own: Mapping[str, str]) -> Table:
 def blocks_words(one: Blocker) -> str:
     """The partitions of an open transaction, and how many records wait in them."""
     places = partitions_words((held.topic, held.partition) for held in one.partitions) or "-"
-    return f"{places}: {'an unknown number of' if one.records is None else f'{one.records:,}'} records"
+    return f"{places}: {'an unknown number of records' if one.records is None else counted(one.records, 'record')}"
 
 
 def groups_words(one: Blocker) -> str:
     """The consumer groups that stand still at an open transaction."""
-    words = [f"{group} ({records:,} records)" for group, records in sorted(one.standing.items())]
+    words = [f"{group} ({counted(records, 'record')})" for group, records in sorted(one.standing.items())]
     more = f" and {len(words) - MOST_SHOWN} more" if len(words) > MOST_SHOWN else ""
     return (", ".join(words[:MOST_SHOWN]) or "-") + more
 

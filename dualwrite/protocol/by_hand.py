@@ -126,6 +126,11 @@ class Deed(Enum):
     DROP = "drop"
 
 
+def counted(count: int, one: str, several: str | None = None) -> str:
+    """A number with its noun."""
+    return f"1 {one}" if count == 1 else f"{count:,} {several or f'{one}s'}"
+
+
 def number_ranges(numbers: Sequence[int]) -> str:
     """Rising numbers, with runs of them as ranges: ``0-2, 5``."""
     runs: list[list[int]] = []

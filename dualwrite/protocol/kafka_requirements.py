@@ -274,11 +274,17 @@ def forgotten_markers(brokers: Sequence[BrokerFacts], topics: Sequence[TopicFact
     ]
     if replicated and all(replicated) and len(known) == len(topics):
         return check.ok("these brokers may have it; three replicas make it rare")
-    seen = "the topics have fewer than three replicas, two in sync" if known else "no topic was named"
+    if not topics:
+        return check.unknown(
+            Unasked(
+                f"all releases from {oldest_with_it} on may have it; three replicas make it rare, and no topic was named",
+                "name the topics with --topic",
+            )
+        )
     return check.warning(
-        f"all releases from {oldest_with_it} on may have it, and {seen}",
+        f"all releases from {oldest_with_it} on may have it, and the topics have fewer than three replicas, two in sync",
         "give topics three replicas on three brokers and min.insync.replicas=2, and run `dualwrite recover` after a broker "
-        "was lost" + ("" if known else "; name the topics with --topic"),
+        "was lost",
     )
 
 
@@ -448,7 +454,8 @@ def replication(name: str, topic: TopicFacts, holds: str) -> CheckResult:
             )
         )
     required = int(topic.settings.get("min.insync.replicas", "1"))
-    found = f"{fewest} replicas, {least_in_sync} in sync, min.insync.replicas={required}"
+    replicas = "1 replica" if fewest == 1 else f"{fewest} replicas"
+    found = f"{replicas}, {least_in_sync} in sync, min.insync.replicas={required}"
     # Brokers never require more replicas in sync than a partition has.
     if any(partition.in_sync < min(required, partition.replicas) for partition in topic.partitions):
         return check.error(f"{found}: writes are refused", "bring the missing brokers back")

@@ -16,9 +16,11 @@ import hmac
 import logging
 import re
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
+from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from urllib.parse import parse_qsl, quote, urlsplit
 
@@ -32,7 +34,7 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError
 from dualwrite.protocol.by_hand import Deed
 from dualwrite.protocol.lives import LeaseState
-from dualwrite.protocol.supervision import why_not_by_hand
+from dualwrite.protocol.supervision import Reason, View, plan, why_not_by_hand
 from dualwrite.protocol.values import TransactionStatus
 from dualwrite.recovery.claim import default_owner
 from dualwrite.recovery.recover import connected_coordinator, settled_with, status
@@ -45,6 +47,7 @@ from dualwrite.writing.by_hand import By, new_action_id
 if TYPE_CHECKING:
     from dualwrite.interfaces import Database
     from dualwrite.protocol.by_hand import ActionRecord
+    from dualwrite.protocol.supervision import Seen
     from dualwrite.recovery.recover import IdStatus
     from dualwrite.serving.configuration import ActionRules, Target
 
@@ -174,7 +177,8 @@ def _settling(writer: str, target: Target, database: Database) -> Preview:
         if one.needs_recovery and settled_with(one.row.transactional_id, names) == writer
     ]
     items += [f"{seen.waiting:,} messages that wait in the database: sent"] if seen.waiting else []
-    why_not = why_not_by_hand(seen, target.rule)
+    if (why_not := why_not_by_hand(seen, target.rule)) is not None:
+        return Preview(_instead(seen, why_not[0], target), items, refused=why_not[1])
     return Preview(
         consequences=[
             "What the database has decided is committed in Kafka. What it has not decided is aborted, on both sides.",
@@ -182,8 +186,24 @@ def _settling(writer: str, target: Target, database: Database) -> Preview:
             "All lanes of this writer are claimed. Its owner showed no sign of life; one that lives all the same is fenced.",
         ],
         items=items,
-        refused=None if why_not is None else why_not[1],
     )
+
+
+def _instead(seen: Seen, reason: Reason, target: Target) -> list[str]:
+    """What a person can do where settling is refused."""
+    if reason is Reason.WENT_BACK:
+        return [f"Compare both sides, then run `dualwrite recover {seen.writer} --after-restore`."]
+    if reason is Reason.SLOT:
+        return ["End the Spark job that holds it, or wait until its lease has expired."]
+    if reason is Reason.LEASED:
+        return [
+            "Its owner can end it by itself. If it hangs, stop its process: what it left is settled once its lease has expired."
+        ]
+    due_in_s = plan(seen, View(now_s=0.0, answering_s=inf), target.rule).due_in_s
+    return [
+        f"Its owner may be alive. If it stays silent, the service settles it in {duration(due_in_s)}.",
+        f"If you know that it is dead, `dualwrite recover {seen.writer}` settles it now.",
+    ]
 
 
 def _item_words(item: IdStatus) -> str:
@@ -239,13 +259,15 @@ def _terminating_another(kafka_id: str, target: Target) -> Preview:
         view = coordinator.describe([kafka_id], deadline)[kafka_id]
     if view.status is not TransactionStatus.ONGOING:
         return Preview(refused=f"no transaction of it is open: Kafka shows {view.status.value}")
+    age = "" if view.started_ms is None else f", open for {duration(max(0.0, time.time() - view.started_ms / 1000))}"
+    places = partitions_words(view.partitions)
     return Preview(
         [
             "NO ROW OF THIS DATABASE NAMES THIS ID: another program made it. Only that program knows what it has decided.",
-            "Ask it first. If it has decided this transaction, the messages are lost.",
+            f"Ask it first. If it has decided this transaction, its messages{f' in {places}' if places else ''} are lost.",
             "The producer of this id is fenced, alive or not.",
         ],
-        [f"{kafka_id}: producer {view.producer_id}, epoch {view.epoch}"],
+        [f"{kafka_id}: producer {view.producer_id}, epoch {view.epoch}{age}{f', in {places}' if places else ''}"],
         f"{view.producer_id}:{view.epoch}",
     )
 

@@ -14,14 +14,14 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 
 from dualwrite.cli.report import batch_outlooks, blocks_words, groups_words, partitions_words, row_word, will_do
 from dualwrite.protocol.blocking import weight
-from dualwrite.protocol.by_hand import Deed, Ended
+from dualwrite.protocol.by_hand import Deed, Ended, counted
 from dualwrite.protocol.supervision import UNTRIED, Action, Reason
 from dualwrite.recovery.recover import settled_with
-from dualwrite.writing.by_hand import counted
 
 if TYPE_CHECKING:
     from dualwrite.protocol.blocking import Blocker
     from dualwrite.protocol.by_hand import ActionRecord
+    from dualwrite.protocol.findings import CheckResult
     from dualwrite.protocol.supervision import Planned, Tries
     from dualwrite.recovery.recover import IdStatus
     from dualwrite.serving.actions import Form, Preview
@@ -262,7 +262,7 @@ def view(snapshot: Snapshot, now_s: float, enabled: Collection[Deed] = frozenset
         waiting=_waiting(snapshot, plans, enabled),
         batches=[_batch_row(one, words) for one, words in batch_outlooks(found.batches, found.items)],
         losses=losses,
-        findings=[*(f"{one.status.value}: {one}. {one.remedy}" for one in snapshot.findings), *found.warnings],
+        findings=[*map(_finding_words, snapshot.findings), *found.warnings],
         history=[_history_row(record) for record in found.history],
         acts=bool(enabled),
     )
@@ -279,6 +279,10 @@ def _summary(snapshot: Snapshot, *, losses: int, people: int, aside: int, blocki
         return ", ".join(words)
     settling = sum(planned.action is Action.SETTLE for planned in snapshot.plans)
     return f"{counted(settling, 'writer')} to settle" if settling else "nobody is needed"
+
+
+def _finding_words(one: CheckResult) -> str:
+    return f"{one.status.value}: {one.check}: {one}. To mend it: {one.remedy}"
 
 
 def _role(snapshot: Snapshot) -> str:
@@ -336,14 +340,13 @@ def _open(snapshot: Snapshot, plans: dict[str, Planned], enabled: Collection[Dee
 def _open_row(
     item: IdStatus, blocker: Blocker | None, planned: Planned | None, snapshot: Snapshot, enabled: Collection[Deed]
 ) -> OpenRow:
-    decision = {"decided": "decided: will be committed", "-": "undecided: would be aborted"}.get(row_word(item))
     is_open = item.open_for_s is not None
     return OpenRow(
         name=item.row.transactional_id,
         blocks=(partitions_words(item.partitions) or "-") if blocker is None else _blocks(blocker),
         age=duration(item.waits_for_s),
         time_left="no limit" if is_open and item.aborted_in_s is None else duration(item.aborted_in_s),
-        decision=decision or row_word(item),
+        decision=_decision(item),
         owner=item.row.owner,
         action="-" if planned is None else f"settle: {will_do(item)}" if _settles(planned) else _leaves(planned),
         because="" if planned is None else planned.because,
@@ -354,6 +357,16 @@ def _open_row(
             *(_links(snapshot.target, item.row.transactional_id, enabled, Deed.TERMINATE) if is_open else ()),
         ],
     )
+
+
+def _decision(item: IdStatus) -> str:
+    """What the database has decided, and what of its row shows that."""
+    word, state = row_word(item), item.row.prepared
+    if word == "-":
+        return "undecided: would be aborted; its row does not name it"
+    named = f"its row names producer {state.producer_id}, epoch {state.epoch}"
+    seen = ", which is what Kafka shows as open" if item.decided_is_open else ""
+    return f"decided: will be committed; {named}{seen}" if word == "decided" else f"{word}; {named}"
 
 
 def _other_row(one: Blocker, target: str, enabled: Collection[Deed]) -> OpenRow:

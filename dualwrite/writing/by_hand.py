@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from dualwrite import failpoints
 from dualwrite.errors import ConfigurationError, DatabaseWentBack, DualWriteError, IllegalStateError
-from dualwrite.protocol.by_hand import Deed, End, Ended, Intent, number_ranges
+from dualwrite.protocol.by_hand import Deed, End, Ended, Intent, counted, number_ranges
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.recovery import operator
 from dualwrite.recovery.claim import default_owner
@@ -239,8 +239,3 @@ def _which(numbers: Sequence[int] | None) -> str:
     if numbers is None:
         return "all messages that were moved aside"
     return f"{'message' if len(set(numbers)) == 1 else 'messages'} {number_ranges(sorted(set(numbers)))}"
-
-
-def counted(count: int, one: str, several: str | None = None) -> str:
-    """A number with its noun."""
-    return f"1 {one}" if count == 1 else f"{count:,} {several or f'{one}s'}"

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from urllib.parse import urlencode, urlsplit
 
 import pytest
+from confluent_kafka import KafkaException, Producer
 from harness.checker import Case
 from harness.patience import PATIENCE_S, wait_until
 from harness.service import replicas, serve_file
@@ -133,9 +134,43 @@ def test_nothing_but_terminate_touches_a_live_owner_and_that_says_so(serve, kafk
         with pytest.raises(DualWriteError), writer.transaction() as tx:  # the row names the first one
             tx.produce(dualwrite_topic, value="two", partition=0)
             wait_until(lambda: "its lease is held for" in browser.form("settle", "fleet-0")[1], 60)
+            refused = browser.form("settle", "fleet-0")[1]
+            assert "If it hangs, stop its process" in refused
+            assert "showed no sign of life" not in refused
             assert "ITS OWNER IS ALIVE" in browser.form("terminate", "fleet-0")[1]
             assert "done: 1 transaction aborted" in browser.send("terminate", "fleet-0")
         assert [record.value for record in read_committed(kafka, dualwrite_topic)] == [b"one"]
+    assert replica.end() == 0
+
+
+def test_what_settles_a_silent_owner_sooner_is_said_where_the_page_refuses(serve, case):
+    case.run(failpoint="write.decided:2", killed=True)
+    replica = serve()
+    refused = Browser(replica).form("settle", "case")[1]
+    assert re.search(r"If it stays silent, the service settles it in \d+ min( \d+ s)?\.", refused)
+    assert "If you know that it is dead, `dualwrite recover case` settles it now." in refused
+    assert "<form" not in refused
+    assert replica.end() == 0
+
+
+def test_the_transaction_of_another_program_is_terminated_only_after_the_form_has_named_what_is_lost(
+    serve, kafka, kafka_id, dualwrite_topic
+):
+    producer = Producer({**kafka, "transactional.id": f"{kafka_id}-0-17"})
+    producer.init_transactions(PATIENCE_S)
+    producer.begin_transaction()
+    producer.produce(dualwrite_topic, b"lost", partition=1)
+    producer.flush(PATIENCE_S)
+    replica = serve()
+    browser = Browser(replica)
+    form = browser.form("terminate", f"{kafka_id}-0-17")[1]
+    assert "another program made it. Only that program knows what it has decided." in form
+    assert f"If it has decided this transaction, its messages in {dualwrite_topic} 1 are lost." in form
+    assert re.search(rf"{kafka_id}-0-17: producer \d+, epoch 0, open for \d+ s, in {dualwrite_topic} 1", form)
+    assert "done: 1 transaction aborted" in browser.send("terminate", f"{kafka_id}-0-17")
+    with pytest.raises(KafkaException):
+        producer.commit_transaction(PATIENCE_S)
+    assert read_committed(kafka, dualwrite_topic) == []
     assert replica.end() == 0
 
 

@@ -230,7 +230,7 @@ def test_the_release_is_told_by_the_features(level, release):
     ("topics", "status"),
     [
         ({"orders": TOPIC}, OK),
-        ({}, WARNING),
+        ({}, UNKNOWN),
         ({"orders": None}, WARNING),
         ({"orders": TOPIC, "bills": REFUSED}, WARNING),
         ({"orders": replace(TOPIC, partitions=partitions((True, 2, 2)))}, WARNING),

@@ -75,9 +75,15 @@ def test_what_blocks_most_comes_first_with_its_plan_and_the_reason():
         "1 min 35 s",
         "13 min 25 s",
     )
-    assert first.decision == "decided: will be committed"
+    named = "its row names producer 7, epoch 0"
+    assert first.decision == f"decided: will be committed; {named}, which is what Kafka shows as open"
     assert first.action == "settle: commit: the database has decided"
-    assert (second.name, second.decision, second.action) == ("bills", "undecided: would be aborted", "leave")
+    undecided = "undecided: would be aborted; its row does not name it"
+    assert (second.name, second.decision, second.action) == ("bills", undecided, "leave")
+    ended = replace(LARGE, decided_is_open=False, open_for_s=None)
+    shown = [ended, replace(ended, row=replace(ended.row, completed=Outcome.LOST))]
+    decisions = [one.decision for one in view(with_round(items=shown), 104.0).open]
+    assert decisions == [f"decided: will be committed; {named}", f"lost; {named}"]
     assert (second.time_left, second.because) == ("no limit", "its owner is alive")
     assert view(CALM, 104.0).age == "4 s"
     assert view(CALM, 104.0).role == "this replica settles"
@@ -185,7 +191,7 @@ def test_the_page_needs_no_script_escapes_what_it_shows_and_loads_itself_again()
     finding = CheckResult("Kafka", "timeout", Status.WARNING, "15 minutes", "what is decided may be lost", "raise it")
     held = replace(with_round(incidents=[LOSS], warnings=["old versions of rows"]), findings=(finding,))
     page = render([held], 104.0, refresh_s=10)
-    assert "<li>warning: 15 minutes: what is decided may be lost. raise it</li>" in page
+    assert "<li>warning: timeout: 15 minutes: what is decided may be lost. To mend it: raise it</li>" in page
     with client(held) as asked:
         assert asked.get("/api/status").json()["targets"]["shop"]["findings"][0]["remedy"] == "raise it"
     assert scraped(held)[0]["dualwrite_findings", "warning"] == 1.0
