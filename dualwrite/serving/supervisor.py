@@ -217,8 +217,11 @@ class Supervisor:
 
     def _check(self) -> None:
         """Ask now and then for what is wrong with the servers. It hinders no settlement: it comes last, and fails alone."""
-        if now_s() - self._checked_s < _CHECK_EVERY_S or self._stopping.is_set():
+        since_s = now_s() - self._checked_s
+        if since_s < _CHECK_EVERY_S or self._stopping.is_set():
             return
+        if since_s < 2 * _CHECK_EVERY_S and self._pause_s() < self.interval_s:
+            return  # a writer is due before the next round, and would wait for this
         try:
             found = doctor(
                 kafka=self.target.kafka,

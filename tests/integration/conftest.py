@@ -2,12 +2,13 @@
 
 import asyncio
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 from click.testing import CliRunner
 from harness.databases import through_mysqlclient
 from harness.orders import Base, Order
+from kafka.admin import KafkaAdminClient
 from sqlalchemy import create_engine, make_url, select, text, update
 
 from dualwrite import DualWriter, failpoints
@@ -54,6 +55,18 @@ def engine(url):
     Base.metadata.create_all(engine)
     yield engine
     engine.dispose()
+
+
+@pytest.fixture
+def lowered(mortal_kafka):
+    """Sets the cluster's ``transaction.version``; it is 2 again after the test."""
+    with closing(KafkaAdminClient(bootstrap_servers=mortal_kafka.bootstrap_servers)) as admin:
+
+        def set_to(version):
+            admin.update_features({"transaction.version": ("SAFE_DOWNGRADE" if version < 2 else "UPGRADE", version)})
+
+        yield set_to
+        set_to(2)
 
 
 @pytest.fixture

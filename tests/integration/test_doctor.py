@@ -2,12 +2,14 @@
 
 import json
 import os
+import resource
 import secrets
 import socket
 import subprocess
 import sys
 import urllib.request
 from contextlib import closing, contextmanager, suppress
+from importlib.metadata import version
 
 import pytest
 from click.testing import CliRunner
@@ -79,6 +81,14 @@ def test_settings_of_topics_are_found(dualwrite_kafka):
     assert (impossible.status, impossible.found, impossible.remedy) == (UNKNOWN, "INVALID_TOPIC_EXCEPTION", "")
     client = doctor(kafka={**kafka, "message.max.bytes": 2_000_000}, topics=topics)
     assert statuses(client, f"message size of {topics[1]}") == [WARNING]
+
+
+def test_a_transaction_version_below_what_the_brokers_know_is_found(mortal_kafka, lowered):
+    check, kafka = "transaction.version", mortal_kafka.client_config()
+    assert statuses(doctor(kafka=kafka), check) == [OK]
+    lowered(1)
+    wait_until(lambda: statuses(doctor(kafka=kafka), check) == [WARNING])
+    assert "upgrade --feature transaction.version=2" in by_check(doctor(kafka=kafka))[check].remedy
 
 
 def test_the_time_limit_is_judged_as_a_writer_judges_it(dualwrite_kafka):
@@ -588,6 +598,29 @@ def test_a_worker_of_gunicorn_says_whether_its_writer_came_through_the_fork(
         gunicorn.wait(PATIENCE_S)
     assert (found[0], words in found[1], "post_fork" in found[2]) == (status.value, True, status is ERROR), found
     assert found[3].startswith(block)
+
+
+def test_the_clients_that_are_installed_and_the_descriptors_that_are_left_are_found(migrated_database):
+    def found():
+        return by_check(doctor(kafka=NOBODY, database=migrated_database, timeout_s=0.1))
+
+    clients = [one for one in found().values() if one.area == "clients"]
+    assert {one.check: one.status for one in clients} == dict.fromkeys(
+        ["confluent-kafka", "kafka-python", "SQLAlchemy", "psycopg", "librdkafka"], OK
+    )
+    assert all(one.found.split()[0] == version(one.check) for one in clients if one.check != "librdkafka")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert found()["file descriptors"].status is OK
+    taken = [os.dup(2) for _ in range(300)]
+    try:
+        used = int(found()["file descriptors"].found.split()[0])
+        assert used > len(taken)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 50, hard))
+        assert found()["file descriptors"].status is WARNING
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for one in taken:
+            os.close(one)
 
 
 @needs_faketime

@@ -8,7 +8,6 @@ from confluent_kafka.admin import AdminClient
 from harness.orders import on_postgresql, write
 from harness.patience import PATIENCE_S, wait_until
 from harness.spoiling import SPOILS, SpoilingProxy
-from kafka.admin import KafkaAdminClient
 
 from dualwrite import DualWriter, WriterLimits
 from dualwrite.clock import Deadline
@@ -183,18 +182,6 @@ def test_a_producer_passes_the_last_epoch(make_producer, kafka, kafka_id, dualwr
     assert len({producer_id for producer_id, _ in ids}) == 2
     assert len(set(ids)) == len(ids)
     assert values() == numbers
-
-
-@pytest.fixture
-def lowered(mortal_kafka):
-    """Sets the cluster's ``transaction.version``; it is 2 again after the test."""
-    with closing(KafkaAdminClient(bootstrap_servers=mortal_kafka.bootstrap_servers)) as admin:
-
-        def set_to(version):
-            admin.update_features({"transaction.version": ("SAFE_DOWNGRADE" if version < 2 else "UPGRADE", version)})
-
-        yield set_to
-        set_to(2)
 
 
 def test_a_transaction_version_that_is_lowered_harms_nobody_and_concerns_the_next_producer(

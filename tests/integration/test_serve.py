@@ -10,10 +10,11 @@ import pytest
 from harness.checker import Case
 from harness.patience import wait_until
 from harness.service import replicas, serve_file
-from sqlalchemy import text
+from sqlalchemy import create_engine, text
 
 from benchmarks.settling import leave_decided
 from dualwrite import DualWriter, WriterLimits, recover
+from dualwrite.migrations import upgrade
 from dualwrite.recovery.recover import status
 from dualwrite.stores.sql.leases import read_leases
 from dualwrite.testing.reading import read_committed
@@ -165,6 +166,97 @@ def test_a_replica_that_is_killed_anywhere_leaves_everything_to_the_other_one(co
         assert case.verify() == {"w1-0", "w1-1"}
         second.looks_again()
         assert second.target()["incidents"] == []
+
+
+def wait_in_the_database(engine, topic, count):
+    with engine.begin() as connection:
+        for number in range(count):
+            connection.execute(
+                text(
+                    "INSERT INTO dualwrite_outbox (writer, transactional_id, topic, topic_partition, value) "
+                    "VALUES ('case', 'case', :topic, 0, :value)"
+                ),
+                {"topic": topic, "value": f"waits {number}".encode()},
+            )
+        connection.execute(text("INSERT INTO dualwrite_outbox_mode (writer, mode) VALUES ('case', 'later')"))
+
+
+@pytest.mark.parametrize("point", ["outbox.read", "outbox.sent", "outbox.deleted", "write.decided", "write.completed"])
+def test_a_replica_that_is_killed_while_it_sends_leaves_every_message_to_the_other_one(
+    config, start, case, kafka, url, engine, point
+):
+    case.run()
+    wait_in_the_database(engine, case.topic, 3)
+    first = start(config(), f"{point}:1:kill")
+    first.says("this replica leads")
+    second = start(config())
+    with ended(second):
+        assert first.wait() == -signal.SIGKILL
+        second.says("this replica leads")
+
+        def sent():
+            return [one.value for one in read_committed(kafka, case.topic) if one.value.startswith(b"waits")]
+
+        wait_until(lambda: len(sent()) >= 3 and not unsettled(kafka, url), otherwise=lambda: second.log)
+        second.looks_again()
+        assert sent() == [b"waits 0", b"waits 1", b"waits 2"], "each once, in order"
+
+
+@pytest.mark.parametrize("point", ["claim.row_raised", "settle.before_commit", "settle.committed", "settle.marked"])
+def test_a_replica_that_is_killed_while_it_settles_a_crowd_leaves_it_to_the_other_one(
+    config, start, kafka, url, dualwrite_topic, point
+):
+    leave_decided(SimpleNamespace(kafka=kafka, url=url), 12, dualwrite_topic)
+    first = start(config(), f"{point}:1:kill")
+    first.says("this replica leads")
+    second = start(config())
+    with ended(second):
+        assert first.wait() == -signal.SIGKILL
+        wait_until(lambda: not unsettled(kafka, url), otherwise=lambda: second.log)
+        assert sorted(int(one.value) for one in read_committed(kafka, dualwrite_topic)) == list(range(12))
+
+
+def test_targets_of_several_databases_and_clusters_are_served_and_one_that_is_away_hinders_no_other(
+    start, case, kafka, url, mortal_kafka, dualwrite_postgres, tmp_path
+):
+    another, topic = dualwrite_postgres.create_database(), mortal_kafka.create_topic(f"{case.topic}-bills", 2)
+    made = create_engine(another)
+    with made.connect() as connection:
+        upgrade(connection)
+    made.dispose()
+    (tmp_path / "bills").mkdir()
+    bills = Case(tmp_path / "bills", mortal_kafka.client_config(), another, topic, transactional_id="bills")
+    for one in (case, bills):
+        one.run(failpoint="write.decided:2", killed=True)
+    file = tmp_path / "several.toml"
+    file.write_text(
+        f"""
+        listen = "127.0.0.1:0"
+        interval_s = 0.2
+        settle_after_s = {SETTLE_AFTER_S}
+        timeout_s = 3
+        [target.shop]
+        url = "{url}"
+        kafka.bootstrap.servers = "{kafka["bootstrap.servers"]}"
+        [target.billing]
+        url = "{another}"
+        kafka.bootstrap.servers = "{mortal_kafka.bootstrap_servers}"
+        """
+    )
+    mortal_kafka.suspend()
+    try:
+        replica = start(file)
+        replica.says("shop: case: 1 id settled, 1 rolled forward")
+        assert case.verify() == {"w1-0", "w1-1"}
+        replica.says("billing: a round failed; the next one tries again")
+        code, why = replica.get("/readyz")
+        assert (code, why.startswith("billing: "), "shop" in why) == (503, True, False)
+    finally:
+        mortal_kafka.resume()
+    with ended(replica):
+        replica.says("billing: bills: 1 id settled, 1 rolled forward")
+        assert bills.verify() == {"w1-0", "w1-1"}
+        assert "bills" not in replica.get("/")[1].partition("<h2>billing</h2>")[0], "each has a section of its own"
 
 
 def test_the_other_replica_stands_by_until_the_leader_stops(config, start, case, kafka, url):

@@ -331,6 +331,20 @@ def test_the_servers_are_checked_after_the_first_round_and_then_now_and_then(mak
     assert servers.checks == 2
 
 
+def test_a_check_waits_while_a_writer_is_due_sooner_but_not_for_ever(make, servers, monkeypatch):
+    leader = make()
+    leader._turn()
+    servers.seen = [Seen("orders", needs_recovery=True, decided=True, youngest_s=59.0)]
+    for since_s, checks in ((290.0, 1), (310.0, 1), (610.0, 2)):
+        leader._checked_s = now_s() - since_s
+        leader._turn()
+        assert servers.checks == checks
+    servers.seen = []
+    leader._checked_s = now_s() - 310.0
+    leader._turn()
+    assert servers.checks == 3
+
+
 def test_a_check_that_fails_fails_alone(make, servers, caplog):
     servers.check_error = RuntimeError("unforeseen")
     leader = make()
