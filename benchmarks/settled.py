@@ -230,5 +230,7 @@ def section(figures: Mapping[str, Any]) -> list[str]:
         *rows,
         "",
         f"- `dualwrite serve`, {'; '.join(limits)} (aim: 5 s).",
+        "- *The next owner* is a new process, with its imports: a busy machine starts it slowly. Opening alone takes [half a "
+        "second](fleets.md#what-a-dead-member-holds-back).",
         "",
     ]

@@ -212,6 +212,7 @@ def test_a_replica_that_is_killed_while_it_settles_a_crowd_leaves_it_to_the_othe
     second = start(config())
     with ended(second):
         assert first.wait() == -signal.SIGKILL
+        second.says("this replica leads")
         wait_until(lambda: not unsettled(kafka, url), otherwise=lambda: second.log)
         assert sorted(int(one.value) for one in read_committed(kafka, dualwrite_topic)) == list(range(12))
 

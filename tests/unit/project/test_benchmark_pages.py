@@ -7,7 +7,20 @@ import pkgutil
 import pytest
 
 import benchmarks
-from benchmarks import calls, first, page, pipelined, records, sizing, spark_page, state_page, steps, units, web
+from benchmarks import (
+    calls,
+    first,
+    page,
+    pipelined,
+    records,
+    settled,
+    sizing,
+    spark_page,
+    state_page,
+    steps,
+    units,
+    web,
+)
 from benchmarks.known_end import WITH, WITHOUT, writer_name
 from benchmarks.network import DELAYS_MS
 from benchmarks.processors import KINDS, POSTGRESQL, WORKERS, used
@@ -44,6 +57,17 @@ def test_the_page_of_figures_is_that_of_the_figures():
     assert page.PAGE.read_text(encoding="utf-8") == page.render(figures)
     picture = page.PAGE.with_name(state_page.PICTURE)
     assert picture.read_text(encoding="utf-8") == state_page.picture(figures["state"])
+    settled_picture = page.PAGE.with_name(settled.PICTURE)
+    assert settled_picture.read_text(encoding="utf-8") == settled.picture(figures["settled"])
+
+
+def test_the_time_of_a_service_is_held_against_its_limit():
+    seconds = {way: [1.0, 2.0, 4.0] for way in settled.WAYS} | {settled.USUAL: [61.0, 66.5], settled.QUICK: [5.5, 7.25]}
+    text = "\n".join(settled.section({"deaths": 3, "seconds": seconds, "load": 1.0}))
+    assert "`settle_after_s = 5`: **2.2 s** after the limit at the longest; `settle_after_s = 60`: **6.5 s**" in text
+    assert "which sees the process end | 2.0 s | 4.0 s |" in text
+    steps = settled._steps([3.0, 1.0], 0.1, 10.0)
+    assert steps == [(0.1, 0.0), (1.0, 0.0), (1.0, 50.0), (3.0, 50.0), (3.0, 100.0), (10.0, 100.0)]
 
 
 def test_the_arithmetic_is_proportional():
