@@ -143,8 +143,8 @@ chaos: archive ## kill processes and servers and compare both sides: make chaos 
 units: archive ## kill writers of units, and look at what readers see: make units N=300 SEED=1 ENGINE=native (five minutes)
 	cd tests/proof && $(CURDIR)/$(PY) -m chaos.units --kills $(N) --seed $(SEED) $(if $(ENGINE),--engine $(ENGINE)) $(if $(MISTAKE),--mistake $(MISTAKE)) $(if $(KEEP),--keep)
 
-search: venv ## every interleaving within bounds, by the product's own decisions; writes docs/proof-search.md (half an hour)
-	cd tests/proof && $(CURDIR)/$(PY) -m search $(ONLY) $(if $(MINUTES),--minutes $(MINUTES))
+search: venv ## every interleaving within bounds, by the product's own decisions; writes docs/proof-search.md (an hour; WALKS=100000 SEED=0 JOBS=1: random ways beyond them)
+	cd tests/proof && $(CURDIR)/$(PY) -m $(if $(WALKS),search.waiting.walks --ways $(WALKS) --seed $(SEED) --jobs $(or $(JOBS),1),search $(ONLY) $(if $(MINUTES),--minutes $(MINUTES)))
 
 # In the order of their seeds; MISTAKE=name plants one.
 model: venv ## random schedules of crashes and faults on the simulator: make model N=1000000 SEED=0 JOBS=1 (40 minutes); UNITS=4000: of units

@@ -75,6 +75,7 @@ def run(
         "recovery": found,
         "commits": commits(writes // 100, rounds),
         "reads": reads(writes, rounds),
+        "load": os.getloadavg()[1],
     }
 
 

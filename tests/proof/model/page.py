@@ -122,8 +122,8 @@ FOOT = """\
 - The simulated client and database are written by hand, from sources and measurements. Only the simulated broker is held
   against a real one. What they do otherwise than the real ones is shown by the [runs on real servers](proof-chaos.md).
 - Code below the ports: SQL, sockets, threads, forks, Spark, slots and ledgers.
-- Messages that wait in the database: the simulated one keeps none. The [search](proof-search.md) has them, and so have the
-  [faults](proof-faults.md) on real servers.
+- Messages that wait in the database: the simulated one keeps none. The [search](proof-search.md#messages-that-wait-in-the-database)
+  has them, with random ways beyond its bounds, and so have the [faults](proof-faults.md) on real servers.
 - Leaders that move to other brokers (they go away and come back), topics that are deleted, logs that are truncated, a database that loses commits.
 - Chance tries much, not everything: within bounds, the [search](proof-search.md) does.
 """

@@ -156,6 +156,7 @@ def render(seen: Mapping[str, Any]) -> str:
         if name in waiting
     ]
     lines.append("")
+    lines += _walks(seen)
     every_run = (*runs.values(), *batches.values(), *waiting.values())
     peak_mib = max((run["peak_mib"] for run in every_run), default=0)
     total = sum(run["states"] for run in every_run)
@@ -239,6 +240,27 @@ def _waiting_bounds(bounds: WaitingBounds) -> str:
     budgets = zip(WaitingBudgets._fields, bounds.budgets, strict=True)
     words += [f"{count} x {_WORDS[what]}" for what, count in budgets if count]
     return "; ".join(words)
+
+
+def _walks(seen: Mapping[str, Any]) -> list[str]:
+    """What random ways beyond the bounds have met."""
+    walks, mistakes = seen.get("walks"), seen.get("walked_mistakes", {})
+    if walks is None:
+        return []
+    found = sorted(ways for ways in mistakes.values() if ways is not None)
+    lines = [
+        "Beyond these bounds, by chance: a seed draws two to four owners of any setting with up to eight blocks each, of up to three "
+        "messages, savepoints and settings of their own; up to three outages, lost answers and aborts, a death, a database that is put "
+        "back; then one step after the other until nothing more can happen. "
+        f"`make search WALKS={walks['ways']} SEED={walks['seed']}`: **{walks['ways']:,} ways** of {walks['steps']:,} steps on "
+        f"{walks['date']}, {walks['blocks']:,} blocks, {walks['waited']:,} messages that waited; {walks['wrong'] or 'nothing wrong'}."
+    ]
+    if found:
+        lines[0] += (
+            f" {len(found)} of the {len(mistakes)} planted mistakes are found in this way, too: half of them in at most "
+            f"{found[len(found) // 2]:,} ways, the last one in {found[-1]:,}."
+        )
+    return [*lines, ""]
 
 
 def _mistake(name: str, sentence: str, found: Mapping[str, Any]) -> str:

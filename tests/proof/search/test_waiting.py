@@ -9,6 +9,7 @@ from search.page import FIGURES
 from search.selection import MANY_STATES
 from search.waiting.configurations import WAITING
 from search.waiting.mistakes import WAITING_MISTAKES
+from search.waiting.walks import until_caught, walk
 from search.waiting.world import World
 
 QUICK = [name for name, one in WAITING.items() if one.quick]
@@ -31,6 +32,19 @@ def test_waiting_messages_are_there_once_and_in_order_within_small_bounds(name, 
     assert (found.states, found.steps, found.depth) == tuple(
         figures["waiting"][name][what] for what in ("states", "steps", "depth")
     ), f"the search has changed: python -m search {name}"
+
+
+def test_random_ways_beyond_the_bounds_are_right_and_end():
+    for seed in range(150):
+        gone = walk(seed)
+        assert gone.wrong is None, "\n".join([f"seed {seed}", *gone.steps, f"=> {gone.wrong}"])
+
+
+@pytest.mark.parametrize(
+    "name", ["sends_on_in_an_open_transaction", "pending_state_overwritten", "sender_goes_on_unsettled", "always_ends"]
+)
+def test_random_ways_find_a_mistake(name):
+    assert until_caught(name, 100) is not None
 
 
 _SEEN = json.loads(FIGURES.read_text("utf-8")).get("waiting_mistakes", {})

@@ -731,7 +731,7 @@ class _SenderSteps(_Steps):
         if not self.kafka.up:
             yield self._given_up("gives up: Kafka does not answer", None)
             return
-        transaction = (SENDER, sender.incarnation, sender.left)
+        transaction = (SENDER, sender.incarnation, self.owner.sends - sender.left)
         messages = tuple(message for _, message in sender.took)
         if self._is_fenced_in_kafka(transaction):
             yield self._given_up("is fenced in Kafka", None, "discarded")
