@@ -150,10 +150,6 @@ CONFIGURATIONS = {
         "the same, a request is late, and the database may end a transaction unseen",
         native(2, 1, incarnations=5, budgets=Budgets(answer=1, delay=1, unseen=1), at_once=True),
     ),
-    "native_at_once_three_processes": Configuration(
-        "owners that send their decision with its COMMIT, twice without an answer, and a settler",
-        native(2, 1, 0, incarnations=5, budgets=Budgets(answer=2, timeout=1), at_once=True),
-    ),
     "native_aborts_and_delays": Configuration(
         "an owner with two transactions, and a settler; every request may be late, or its answer lost",
         native(2, 0, budgets=Budgets(delay=1, abort=1)),

@@ -82,11 +82,16 @@ WAITING = {
         "an owner of `fallback` with three blocks on two lanes", Bounds((owner("P", (A, C), (B,), sends=2),))
     ),
     "waiting_twice_away": Configuration(
-        "the same, and Kafka goes away twice", Bounds((owner("P", (A, C), (B,), sends=2),), Budgets(outage=2))
+        "an owner of `fallback` with a block on each of two lanes, and Kafka goes away twice",
+        Bounds((owner("P", (A,), (B,), sends=3),), Budgets(outage=2)),
     ),
     "waiting_a_new_owner": Configuration(
-        "an owner that goes on after a new one has claimed",
-        Bounds((owner("P", (A,), (B,)), owner("Q", (E,)))),
+        "an owner that goes on after a new one has claimed, each with a block and a sender",
+        Bounds((owner("P", (A,)), owner("Q", (E,)))),
+    ),
+    "waiting_a_new_owner_beside_two_lanes": Configuration(
+        "the same, and the former one has a block on each of two lanes, and no sender",
+        Bounds((owner("P", (A,), (B,), sends=0), owner("Q", (E,)))),
     ),
     "waiting_a_new_owner_of_two": Configuration(
         "the same, with two blocks each, and no outage: messages wait already",
