@@ -25,7 +25,11 @@ def section(figures: Mapping[str, Any]) -> list[str]:
         "Microseconds of a read, of a write, and of a write's share in the commit, which is synced; keys of 12 bytes, values of "
         "100. *RocksDB alone* has no transactions, and is synced as often. The other rows are the bound of the memory for "
         "uncommitted writes: above it they move to a second RocksDB; with 0 all do, as the KIP proposes. By `make bench ONLY=state`"
-        + (f", on a machine with a load average of {figures['load']:.0f}: compare within a table." if "load" in figures else "."),
+        + (
+            f", on a machine with a load average of {figures['load']:.0f}: compare within a table."
+            if "load" in figures
+            else "."
+        ),
         "",
     ]
     for size, ways in figures["costs"].items():

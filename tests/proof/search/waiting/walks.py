@@ -44,7 +44,9 @@ def bounds_of(random: Random) -> Bounds:
 
     def block(setting: str) -> Block:
         partitions = tuple(random.choice((0, 1)) for _ in range(random.choice((1, 1, 2, 3))))
-        own = random.choice(("always", "never", "fallback")) if setting == "fallback" and random.random() < 0.2 else None
+        own = (
+            random.choice(("always", "never", "fallback")) if setting == "fallback" and random.random() < 0.2 else None
+        )
         return Block(next(names), partitions, own, savepoint=random.random() < 0.2)
 
     def owner(name: str) -> Owner:
@@ -136,7 +138,9 @@ def main() -> int:
     parser.add_argument("--ways", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time (1)")
-    parser.add_argument("--mistakes", action="store_true", help="look for every planted mistake, in at most so many ways")
+    parser.add_argument(
+        "--mistakes", action="store_true", help="look for every planted mistake, in at most so many ways"
+    )
     options = parser.parse_args()
     kept = json.loads(FIGURES.read_text("utf-8"))
     if options.mistakes:
@@ -144,7 +148,9 @@ def main() -> int:
         print(kept["walked_mistakes"])
         failed = None in kept["walked_mistakes"].values()
     else:
-        kept["walks"] = walk_all(options.ways, options.seed, options.jobs) | {"date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
+        kept["walks"] = walk_all(options.ways, options.seed, options.jobs) | {
+            "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"
+        }
         print(kept["walks"])
         failed = kept["walks"]["wrong"] is not None
     FIGURES.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", "utf-8")
