@@ -53,6 +53,17 @@ def far_away(ground: Ground) -> Iterator[Far]:
             )
 
 
+@contextmanager
+def far_database(ground: Ground) -> Iterator[Far]:
+    """PostgreSQL at a distance that can be chosen; the broker is where it is."""
+    delay = SPAWN.Value("d", 0.0)
+    with socket.create_server((LOOPBACK, 0), backlog=128) as postgres:
+        port = postgres.getsockname()[1]
+        with process(_pass_on, [(postgres, ground.postgres.port)], delay):
+            url = make_url(ground.url).set(host=LOOPBACK, port=port)
+            yield Far(ground.kafka, url.render_as_string(hide_password=False), delay)
+
+
 def _pass_on(listeners: list[tuple[socket.socket, int]], delay: Any, ready: Event, stop: Event) -> None:
     for listener, port in listeners:
         threading.Thread(target=_accept, args=(listener, port, delay), daemon=True).start()

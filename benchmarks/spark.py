@@ -36,7 +36,7 @@ from dualwrite.errors import Unavailable
 from dualwrite.sinks.spark import register
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("flights", "small", "comparing", "overwriting", "micro", "rows", "partitions", "deciding", "unit")
+PARTS = ("flights", "small", "comparing", "overwriting", "micro", "latency", "rows", "partitions", "deciding", "unit")
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Size:
     flights_times: int = 10
     small_rows: int = 1_000_000
     batches: int = 100
+    latency_batches: int = 30
     rows: Sequence[int] = (10_000, 100_000, 1_000_000, 10_000_000)
     partitions: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
     partition_rows: int = 1_000_000
@@ -54,7 +55,7 @@ class Size:
     unit: tuple[int, int] = (1000, 2_000_000)
 
 
-SMALL = Size(1, 1, 20_000, 12, (1_000, 10_000), (1, 4), 10_000, (8, 16), (24, 24_000))
+SMALL = Size(1, 1, 20_000, 12, 5, (1_000, 10_000), (1, 4), 10_000, (8, 16), (24, 24_000))
 
 
 def sparks_jars() -> str | None:
@@ -126,6 +127,9 @@ def main() -> None:
             "comparing": lambda: compare(ground, flights(spark, made, size.flights_times), COMPARING, rounds),
             "overwriting": lambda: compare(ground, overwriting_rows(spark, size.small_rows), OVERWRITING, rounds),
             "micro": lambda: spark_micro.measure(ground, spark, made, size.batches, rounds),
+            "latency": lambda: spark_micro.latency(
+                ground, spark, made, size.latency_batches, rounds, compared=jars is not None
+            ),
             "rows": lambda: costs(ground, spark, [(rows, 4) for rows in size.rows], rounds),
             "partitions": lambda: costs(
                 ground, spark, [(size.partition_rows, number) for number in size.partitions], rounds

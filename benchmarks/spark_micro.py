@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
+from confluent_kafka import Consumer, TopicPartition
 from pyspark.sql import DataFrame, SparkSession
 from sqlalchemy import create_engine, text
 
+from benchmarks.delayed import far_database
 from benchmarks.servers import Ground, p50, p95
+from benchmarks.spark_ways import SPARKS, Job, by_sparks_sinks
 from dualwrite.sinks.spark import foreach_batch
 
 ROWS = 1000
@@ -20,6 +25,9 @@ EMPTY = "an empty sink (noop)"
 FORMAT = 'format("dualwrite")'
 FOREACH = "foreach_batch"
 PATIENCE_S = 3600.0
+ROUND_TRIPS_MS = (0, 1, 5)
+_LOOKS_EVERY_S = 0.002
+_WARM_UP = 3  # micro-batches that start everything
 _FILES = 2  # in each micro-batch
 _AROUND = 10  # the 2nd to the 11th, and as many up to the last
 
@@ -85,6 +93,10 @@ def _stream(
 def _sink(ground: Ground, name: str, table: str, topic: str) -> Callable[[DataFrame], Any]:
     if name == EMPTY:
         return lambda df: df.writeStream.format("noop")
+    if name == SPARKS:
+        return lambda df: df.writeStream.foreachBatch(
+            lambda rows, _: by_sparks_sinks(Job(ground, rows, "id", topic, table))
+        )
     if name == FOREACH:
         write = foreach_batch(
             sink=f"bench-{table}",
@@ -100,6 +112,80 @@ def _sink(ground: Ground, name: str, table: str, topic: str) -> Callable[[DataFr
     options |= {"keyColumn": "id", "producerEngine": "native"}
     kafka = {f"kafka.{key}": value for key, value in ground.kafka.items()}
     return lambda df: df.writeStream.format("dualwrite").options(**options, **kafka)
+
+
+def latency(
+    ground: Ground, spark: SparkSession, directory: Path, batches: int, rounds: int, *, compared: bool
+) -> dict[str, Any]:
+    """Streams of one row in each micro-batch, beside Spark's own sinks if `compared`, with the database at several distances.
+
+    Milliseconds from the moment at which a file with one row is there until the row is in the table and its message with a
+    ``read_committed`` consumer; and of the micro-batch by itself.
+    """
+    ways = [FORMAT, FOREACH, *([SPARKS] if compared else [])]
+    samples: dict[float, dict[str, list[tuple[float, float]]]] = {
+        ms: {name: [] for name in ways} for ms in ROUND_TRIPS_MS
+    }
+    with far_database(ground) as far:
+        for number in range(rounds):
+            for round_trip_ms, by_way in samples.items():
+                far.delay.value = round_trip_ms / 2000
+                for name, found in by_way.items():
+                    place = directory / f"latency-{number}-{round_trip_ms}-{secrets.token_hex(4)}"
+                    found.extend(_one_by_one(ground, replace(ground, url=far.url), spark, place, name, batches))
+                    print(f"{name}, {round_trip_ms} ms away: p50 {p50([one for one, _ in found]):.0f} ms", flush=True)
+    return {
+        "batches": batches,
+        "rounds": rounds,
+        "visible_ms": [
+            [
+                ms,
+                name,
+                p50([seen for seen, _ in found]),
+                p95([seen for seen, _ in found]),
+                p50([own for _, own in found]),
+            ]
+            for ms, by_way in samples.items()
+            for name, found in by_way.items()
+        ],
+    }
+
+
+def _one_by_one(
+    ground: Ground, far: Ground, spark: SparkSession, place: Path, name: str, batches: int
+) -> list[tuple[float, float]]:
+    """Each file comes when the row of the one before is visible."""
+    table, topic, source = f"micro_{secrets.token_hex(4)}", ground.topic(1), place / "source"
+    source.mkdir(parents=True)
+    _execute(ground, f"CREATE TABLE {table} (id bigint, body text)")
+    df = spark.readStream.schema("id bigint, body string").parquet(str(source))
+    query = _sink(far, name, table, topic)(df).option("checkpointLocation", str(place / "checkpoint")).start()
+    seen: list[float] = []
+    consumer = Consumer({**ground.kafka, "group.id": "latency", "isolation.level": "read_committed"})
+    consumer.assign([TopicPartition(topic, 0, 0)])
+    engine = create_engine(ground.url, isolation_level="AUTOCOMMIT")
+    try:
+        with engine.connect() as connection:
+            for number in range(batches):
+                rows = pa.table({"id": pa.array([number], pa.int64()), "body": ["x" * 92]})
+                pyarrow.parquet.write_table(rows, place / "next")
+                began_s = time.perf_counter()
+                (place / "next").rename(source / f"{number:06}.parquet")
+                while connection.execute(text(f"SELECT count(*) FROM {table}")).scalar() != number + 1:
+                    if not query.isActive or time.perf_counter() - began_s > PATIENCE_S:
+                        raise RuntimeError(f"{name}: the row does not come")
+                    time.sleep(_LOOKS_EVERY_S)
+                while (message := consumer.poll(PATIENCE_S)) is None or message.error():
+                    pass
+                seen.append((time.perf_counter() - began_s) * 1000)
+        query.processAllAvailable()
+    finally:
+        query.stop()
+        consumer.close()
+        engine.dispose()
+    _execute(ground, f"DROP TABLE {table}")
+    took = [float(one["durationMs"]["triggerExecution"]) for one in query.recentProgress if one["numInputRows"]]
+    return list(zip(seen[_WARM_UP:], took[_WARM_UP:], strict=True))
 
 
 def _execute(ground: Ground, statement: str) -> Any:

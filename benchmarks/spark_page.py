@@ -75,6 +75,8 @@ def sections(figures: Mapping[str, Any]) -> list[str]:
             parts += _pair(head, name, figures[name])
     if "micro" in figures:
         parts += _micro(figures["micro"])
+    if "latency" in figures:
+        parts += _latency(figures["latency"])
     for name, head in (("rows", "Spark: cost against rows"), ("partitions", "Spark: cost against partitions")):
         if name in figures:
             parts += _costs(head, PICTURES[name], figures[name])
@@ -203,6 +205,25 @@ def _micro(figures: Mapping[str, Any]) -> list[str]:
             f"| {name} | {one['p50']:.0f} | {one['p95']:.0f} | {one['p50'] - empty['p50']:.0f} | "
             f"{one['p95'] - empty['p95']:.0f} | {first[name]:.0f} | {last[name]:.0f} |"
             for name, one in ms.items()
+        ),
+        "",
+    ]
+
+
+def _latency(figures: Mapping[str, Any]) -> list[str]:
+    return [
+        "## Spark: from a row to its readers",
+        "",
+        f"By `make bench-spark ONLY=latency`. Streams of {figures['batches']} micro-batches of one row, {figures['rounds']} times, "
+        "the sinks in turn, with the default trigger; the database is behind a process that delays all bytes, the broker is not. "
+        "Milliseconds from the moment at which a file with the row is there until it is in the table and its message with a "
+        "`read_committed` consumer; the next file comes after that.",
+        "",
+        "| round trip to the database | sink | visible p50 | p95 | the micro-batch, p50 |",
+        "|---:|---|---:|---:|---:|",
+        *(
+            f"| {round_trip} ms | {name} | {middle:.0f} | {high:.0f} | {own:.0f} |"
+            for round_trip, name, middle, high, own in figures["visible_ms"]
         ),
         "",
     ]

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import psycopg
 import pyarrow as pa
@@ -132,11 +133,12 @@ def by_sparks_sinks(job: Job, **tuned: str) -> None:
     )
     kafka = {f"kafka.{key}": value for key, value in {**job.ground.kafka, **tuned}.items()}
     message.write.format("kafka").options(**kafka).option("topic", job.topic).save()
-    database = make_url(job.ground.url).database
+    url = make_url(job.ground.url)
+    login = urlencode({"user": url.username or "", "password": url.password or "", "reWriteBatchedInserts": "true"})
     (
         job.df.write.format("jdbc")
         .mode("append")
-        .option("url", f"{job.ground.postgres.jdbc_url_of(database)}&reWriteBatchedInserts=true")
+        .option("url", f"jdbc:postgresql://{url.host}:{url.port}/{url.database}?{login}")
         .option("driver", "org.postgresql.Driver")
         .option("dbtable", job.table)
         .option("batchsize", 10_000)
