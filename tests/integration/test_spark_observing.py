@@ -4,13 +4,17 @@ import json
 
 import pytest
 from click.testing import CliRunner
+from harness.one_task import ROWS as ROWS_OF_A_TASK
+from harness.one_task import OneTask
 from harness.patience import wait_until
+from harness.recorded import Recorded
 from harness.spark import PARTITIONS, ROWS
 from harness.spark import numbers as numbered
 from harness.spark_source import options
 
 from dualwrite.cli.options import commands
-from dualwrite.sinks.spark import DualWriteListener, foreach_batch, register, sources_of, write_batch
+from dualwrite.sinks.spark import DualWriteListener, foreach_batch, register, sources_of, worker, write_batch
+from dualwrite.telemetry import names
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
@@ -137,3 +141,21 @@ def test_a_listener_without_a_database_harms_no_query(spark, numbers, stream, ca
     finally:
         spark.streams.removeListener(listener)
     numbers.verify()
+
+
+@pytest.mark.parametrize("way", ["write_batch", "staging", "prepared"])
+def test_a_task_records_the_spans_of_its_dual_write(numbers, monkeypatch, way):
+    recorded = Recorded()
+    monkeypatch.setattr(worker, "observer_if_loaded", lambda: recorded.telemetry)
+    task = OneTask(numbers, way)
+    task.begin()
+    done = task.run_task()
+    [write] = recorded.named("dual_write")
+    assert write.attributes[names.WRITER] == f"{numbers.sink}.spark"
+    assert write.attributes[names.TRANSACTIONAL_ID] == f"{numbers.sink}.spark#1"
+    [send] = recorded.named(f"send {numbers.topic}")
+    assert send.attributes[names.MESSAGE_COUNT] == ROWS_OF_A_TASK
+    assert send.parent.span_id == write.context.span_id
+    task.decide(done)
+    numbers.verify(ROWS_OF_A_TASK)
+    recorded.close()
