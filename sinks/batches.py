@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeAlias, TypeVar
 
 from dualwrite import failpoints
 from dualwrite.clock import Deadline, GrowingPause
@@ -97,7 +97,7 @@ class Batch(Protocol):
         ...
 
     def require_held(self, connection: Connection) -> None:
-        """Raise unless the decider still holds every part; called before the parts are decided, and before COMMIT."""
+        """Raise unless the decider still holds every part; called before COMMIT, when all else is done."""
         ...
 
     def bring(self, connection: Connection) -> None:
@@ -120,13 +120,17 @@ class Batch(Protocol):
 P = TypeVar("P", bound=Part)
 
 
+Record: TypeAlias = Callable[[Sequence[tuple[StateRow, Outcome, str]]], None]
+
+
 class Decision(Generic[P]):
     """One attempt to decide on a batch. Use it once.
 
     `connect` opens the connection of the deciding transaction, and closes it. `timeout_s` limits the wait for COMMIT's answer,
     and for Kafka; `idle_s` is how long the database lets a paused decider keep its transaction. `participating` says that parts
     have left transactions prepared in the database, too, which the decision ends. `completed` are the parts
-    whose transactions were committed and recorded without a claim: their owners may continue.
+    whose transactions were committed and recorded without a claim: their owners may continue. `record` is that of
+    :func:`complete_handed_over`: with it, :meth:`Batch.settle` records them.
     """
 
     def __init__(
@@ -139,6 +143,7 @@ class Decision(Generic[P]):
         timeout_s: float,
         idle_s: float,
         participating: bool = True,
+        record: Record | None = None,
     ) -> None:
         self._batch = batch
         self._parts = sorted(parts, key=lambda part: part.transactional_id)
@@ -147,6 +152,7 @@ class Decision(Generic[P]):
         self._timeout_s = timeout_s
         self._idle_s = idle_s
         self._participating = participating
+        self._record = record
         self._machine = Machine("batch", BATCH_LIFE, BatchState.PREPARED)
         self.completed: Sequence[P] = ()
 
@@ -212,7 +218,6 @@ class Decision(Generic[P]):
                     logger.info("%s: already written", self._batch.name)
                     store.rollback(connection)
                     return BatchEvent.FIND
-                self._batch.require_held(connection)
                 for part in self._parts:
                     self._decide_on(connection, part)
                 self._batch.bring(connection)
@@ -261,6 +266,7 @@ class Decision(Generic[P]):
                 store=store,
                 deadline=Deadline(self._timeout_s),
                 participating=self._participating,
+                record=self._record,
             )
         except DualWriteError as error:
             logger.warning("%s: claiming its slots to complete it: %s", self._batch.name, error)
@@ -285,13 +291,15 @@ def complete_handed_over(
     store: StateStore,
     deadline: Deadline,
     participating: bool = True,
+    record: Record | None = None,
 ) -> Sequence[StateRow]:
     """Commit in Kafka what this caller has decided for waiting owners, and tell them through the row.
 
     The decider calls this once for each decision, before it has sent anything of it. The rows, as they are now, may be of both
     engines; their ``prepared`` is what was decided. The returned rows are durably completed on both sides. Nothing is known of
     the others, nor of any after an error: claim and settle them. `participating` is False if none of the owners has left a
-    transaction prepared in the database.
+    transaction prepared in the database. `record` takes the outcomes instead of the store, in a transaction that has other
+    work, too: the owners may continue once it has committed.
     """
     if participating:
         end_participants(store, [found for found in store.participants(rows) if found.decided])
@@ -302,8 +310,12 @@ def complete_handed_over(
     done = _complete_native(native, coordinator, deadline)
     done |= _complete_shared(shared, coordinator, deadline)
     completed = [row for row in rows if row.kafka_id(row.incarnation) in done]
-    store.record_outcomes([(row, Outcome.COMMITTED, "committed by its decider") for row in completed])
-    failpoints.hit("complete.recorded")
+    outcomes = [(row, Outcome.COMMITTED, "committed by its decider") for row in completed]
+    if record is not None:
+        record(outcomes)
+    else:
+        store.record_outcomes(outcomes)
+        failpoints.hit("complete.recorded")
     if len(completed) < len(rows):
         logger.info("%d of %d transactions are left for a claim to complete", len(rows) - len(completed), len(rows))
     return completed

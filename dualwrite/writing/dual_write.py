@@ -636,7 +636,7 @@ class DualWrite(Work):
         self._machine.check(WriteEvent.PREPARE)
         failpoints.hit("write.body_done")
         try:
-            state = self._prepare(run_deferred=True)
+            state = self._prepare(run_deferred=prepared)  # no constraint is on tables that nobody reads
             if self._permit is not None:
                 self._permit(self._handle)
             answer_s = self._timeout_s / 2

@@ -87,8 +87,10 @@ def _not_repeatable(why: str) -> ConfigurationError:
 
 def hashed_columns(layout: Layout) -> Sequence[int]:
     """The projected columns that tell one row from another: all, less those whose values the message's JSON shows anyway."""
-    whole = any(column.source == WHOLE_ROW for column in layout.projected)
-    shown = {number for number, _ in layout.json_columns} if whole else set()
+    value = layout.message.value
+    whole = isinstance(value, int) and layout.projected[value].source == WHOLE_ROW
+    # A row's JSON that is no message does not count: the digest is the same whether rows may be put aside or not.
+    shown = {number for number, _ in layout.json_columns} if whole else {WHOLE_ROW}
     return [place for place, column in enumerate(layout.projected) if column.source not in shown]
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 BOOLEAN: Final = "boolean"
 WHOLE_ROW: Final = -1
 """The source of the JSON value: all columns that go into the table."""
+WRONG: Final = "wrong"
+"""The column that says what is wrong with a row."""
 HEADERS: Final = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
 _TEXTUAL: Final = (spark.StringType, spark.CharType, spark.VarcharType)
@@ -85,7 +87,8 @@ class Layout:
     """The plan. Small, and pickles.
 
     `cluster_id` is the Kafka cluster that the driver has found; empty before that. `merge` says how rows meet those of the same
-    key; None if rows are only added.
+    key; None if rows are only added. `whole_row` is the position of the row's JSON among the projected columns if rows may be
+    put aside; their batches then end in one more column, with what is wrong with a row, or null.
     """
 
     projected: tuple[Projected, ...]
@@ -95,11 +98,13 @@ class Layout:
     table_columns: tuple[Copied, ...]
     cluster_id: str = ""
     merge: Merge | None = None
+    whole_row: int | None = None
 
     @property
     def arrow_schema(self) -> pa.Schema:
         """The projected columns as an Arrow schema."""
-        return pa.schema([(f"c{number}", column.arrow) for number, column in enumerate(self.projected)])
+        columns = [(f"c{number}", column.arrow) for number, column in enumerate(self.projected)]
+        return pa.schema(columns if self.whole_row is None else [*columns, (WRONG, pa.string())])
 
     @property
     def table_column_names(self) -> tuple[str, ...]:
@@ -180,6 +185,7 @@ class _Planning:
         table_columns = tuple(self._table_column(name, target) for name, target in wanted.items())
         self._check_all_given(set(wanted.values()))
         merge = self._merge(wanted)
+        whole_row = self._row_as_json(json_columns) if options.quarantines else None
         return Layout(
             json_columns=json_columns,
             message=MessageColumns(
@@ -193,6 +199,7 @@ class _Planning:
             table=(self._table.schema, self._table.name),
             table_columns=table_columns,
             merge=merge,
+            whole_row=whole_row,
             projected=tuple(self._projected),
         )
 

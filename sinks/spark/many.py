@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
@@ -21,6 +22,7 @@ from dualwrite.errors import (
     OutcomeUnverifiable,
 )
 from dualwrite.sinks.spark.options import SinkOptions, target_options
+from dualwrite.sinks.spark.partition_task import PartitionReport
 from dualwrite.sinks.spark.per_partition import BatchReport
 from dualwrite.sinks.spark.plan import JOB_ERRORS, JobFailed, SparkJobs, reason_of
 from dualwrite.sinks.spark.sendable import projected_batches, used_columns, without_unused
@@ -197,21 +199,40 @@ def _give_up(batch: WholeBatch, targets: Sequence[Target], jobs: SparkJobs, time
 def _report(
     asked: Asked, batch: WholeBatch, prepared: Sequence[PreparedPartition], partitions: int, began_s: float
 ) -> BatchReport:
-    rows = batch.written_rows()
-    by_table = dict.fromkeys((options.table for _, options in asked.targets), 0)
-    names = list(by_table)
+    written = batch.written()
+    names = [options.table for _, options in asked.targets]
+    if (aside := asked.targets[0][1].quarantine_table) is not None:
+        names.append(aside)
+    by_table = dict.fromkeys(names, 0)
     for one in prepared:
         for part in one.parts:
             by_table[names[part.target]] += part.rows
+    quarantined = sum(one.quarantined for one in prepared)
     return BatchReport(
         sink=asked.targets[0][1].sink,
         batch_id=batch.batch_id,
         partitions=partitions,
-        rows=rows,
-        messages=rows,
+        rows=written.rows,
+        messages=written.messages,
         written_partitions=partitions if prepared else 0,
         written_rows=sum(one.rows for one in prepared),
         written_bytes=sum(one.bytes for one in prepared),
         written_by_table=by_table,
         seconds=now_s() - began_s,
+        parts=[_part(one) for one in sorted(prepared, key=attrgetter("partition"))],
+        quarantined_rows=quarantined,
+    )
+
+
+def _part(one: PreparedPartition) -> PartitionReport:
+    """The report of a partition that this call has written."""
+    offsets = {f"{at.topic}-{at.partition}": at.offset for at in one.prepared.first_offsets}
+    return PartitionReport(
+        one.partition,
+        one.rows,
+        one.bytes,
+        written=True,
+        seconds=one.seconds,
+        first_offsets=offsets,
+        quarantined=one.quarantined,
     )

@@ -7,7 +7,7 @@ need a unique value that a deleted one has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -59,29 +59,46 @@ def deleted_rows(layout: Layout, batch: pa.RecordBatch, name_row: Callable[[int]
 
     `name_row` names a row, counted from 0, for the error.
     """
+    for words, is_bad, advice in impossible_changes(layout, batch):
+        if (index := pc.index(is_bad, True).as_py()) >= 0:
+            raise ConfigurationError(
+                f"{words(index)} ({name_row(index)})",
+                next_step=f"nothing of the partition was written on either side: {advice}",
+            )
+    return deletes_of(layout, batch)
+
+
+def deletes_of(layout: Layout, batch: pa.RecordBatch) -> pa.Array | None:
+    """Which rows of a projected batch delete, by their operations; None if they have none."""
+    merge = layout.merge
+    if merge is None or merge.op is None:
+        return None
+    return pc.is_in(batch.column(merge.op), value_set=pa.array(merge.deletes, pa.string()))
+
+
+def impossible_changes(layout: Layout, batch: pa.RecordBatch) -> Iterator[tuple[Callable[[int], str], pa.Array, str]]:
+    """What rows of change data cannot have: words for a row by its number, which rows have it, and the cure."""
     merge = layout.merge
     if merge is None or merge.order is None:
-        return None
+        return
     for column in layout.table_columns:
-        if column.name in merge.keys and (index := pc.index(batch.column(column.source).is_null(), True).as_py()) >= 0:
-            raise ConfigurationError(
-                f"column {column.name!r} of upsert_keys is null ({name_row(index)})",
-                next_step="nothing of the partition was written on either side: fill it, or filter such rows out",
-            )
+        if column.name in merge.keys:
+            words = f"column {column.name!r} of upsert_keys is null"
+            yield _always(words), batch.column(column.source).is_null(), "fill it, or filter such rows out"
     if merge.op is None:
-        return None
+        return
     found = batch.column(merge.op)
-    deletes = pc.is_in(found, value_set=pa.array(merge.deletes, pa.string()))
-    known = pc.or_(deletes, pc.is_in(found, value_set=pa.array(merge.upserts, pa.string())))
-    index = pc.index(known, False).as_py()
-    if index >= 0:
-        every = ", ".join((*merge.upserts, *merge.deletes))
-        raise ConfigurationError(
-            f"the operation of a row is {_shown(found[index].as_py())}, and op_values knows {every} ({name_row(index)})",
-            next_step="nothing of the partition was written on either side: map it in op_values (opValues), or filter such "
-            "rows out; Debezium's tombstones have no operation",
-        )
-    return deletes
+    known = pc.is_in(found, value_set=pa.array((*merge.upserts, *merge.deletes), pa.string()))
+    every = ", ".join((*merge.upserts, *merge.deletes))
+    yield (
+        lambda index: f"the operation of a row is {_shown(found[index].as_py())}, and op_values knows {every}",
+        pc.invert(known),
+        "map it in op_values (opValues), or filter such rows out; Debezium's tombstones have no operation",
+    )
+
+
+def _always(words: str) -> Callable[[int], str]:
+    return lambda _: words
 
 
 def _shown(value: object) -> str:

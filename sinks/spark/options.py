@@ -70,6 +70,7 @@ _KINDS: Final[Mapping[type, str]] = {
     Sequence: "a list of names",
 }  # fmt: skip
 
+_QUARANTINE_LIMIT: Final = 1000
 DATABASE_LEGS: Final = ("auto", "staging", "prepared")
 ON_CONFLICT: Final = ("update", "nothing", "newer")
 ON_DELETE: Final = ("tombstone", "record")
@@ -124,6 +125,9 @@ class SinkSettings(_Needed, total=False):
     producer_engine: EngineName
     allow_nondeterministic: bool
     unit_topic: str | None
+    quarantine_table: str | None
+    quarantine_topic: str | None
+    quarantine_limit: int | None
 
 
 TARGET_SETTINGS: Final = (
@@ -207,6 +211,12 @@ class SinkOptions:
         unit_topic: A topic in which each batch is announced once it is complete in Kafka, for `dualwrite.units.BatchReader`, to
             which it becomes visible at one moment. It must exist, be kept from compaction, and belong to this sink, as must
             ``topic``. Not for ``foreach_partition``.
+        quarantine_table: A table for the rows that the table does not take, each with the reason. It has the text columns
+            ``reason`` and ``row``, the row as JSON (``json`` and ``jsonb``, too). By default such a row fails its partition.
+        quarantine_topic: A topic for messages about these rows, instead of the table or besides it. Their own messages are not
+            sent.
+        quarantine_limit: With more such rows nothing is written: of the batch if it is decided as a whole, otherwise of the
+            partition. 1000 by default.
         tables_revision: Set by the driver: the version that it has found of the library's tables, for its tasks.
 
     Raises:
@@ -252,6 +262,9 @@ class SinkOptions:
     producer_engine: EngineName = "auto"
     allow_nondeterministic: bool = False
     unit_topic: str | None = None
+    quarantine_table: str | None = None
+    quarantine_topic: str | None = None
+    quarantine_limit: int | None = None
     tables_revision: str = ""
 
     def __post_init__(self) -> None:
@@ -280,6 +293,31 @@ class SinkOptions:
         self._check_formats()
         self._check_upsert()
         self._check_operations()
+        self._check_quarantine()
+
+    def _check_quarantine(self) -> None:
+        if self.quarantine_limit is not None and not self.quarantines:
+            raise ConfigurationError(
+                "quarantine_limit needs quarantine_table or quarantine_topic",
+                next_step="name the table or the topic for rows that the table does not take",
+            )
+        if self.quarantine_limit is not None and self.quarantine_limit < 0:
+            raise ConfigurationError("quarantine_limit must not be less than 0")
+        if self.quarantine_topic is not None and self.quarantine_topic in {self.topic, self.unit_topic}:
+            raise ConfigurationError(
+                "quarantine_topic must be another topic than those of the messages and of the units",
+                next_step="a reader of that topic would take what is wrong with a row for a row",
+            )
+
+    @property
+    def quarantines(self) -> bool:
+        """Whether rows that the table does not take are put aside."""
+        return self.quarantine_table is not None or self.quarantine_topic is not None
+
+    @property
+    def most_quarantined(self) -> int:
+        """How many rows may be put aside."""
+        return _QUARANTINE_LIMIT if self.quarantine_limit is None else self.quarantine_limit
 
     def _check_formats(self) -> None:
         if self.value_format is not None and self.value_format not in _FORMATS:
@@ -643,12 +681,15 @@ OPTION_NAMES: Final = {
     "keepSlots": "keep_slots",
     "producerEngine": "producer_engine",
     "unitTopic": "unit_topic",
+    "quarantineTable": "quarantine_table",
+    "quarantineTopic": "quarantine_topic",
+    "quarantineLimit": "quarantine_limit",
 }
 _OWN: Final = ("batchId", "sources", "truncate", "replaceWhere", "user", "password", "tagColumn", "targets")
 _CHECKPOINT: Final = "checkpointlocation"
 # Spark itself adds these for a stream.
 _SPARKS: Final = frozenset({_CHECKPOINT, "queryname"})
-_WHOLE: Final = frozenset({"max_slots"})
+_WHOLE: Final = frozenset({"max_slots", "quarantine_limit"})
 _SECONDS: Final = frozenset({"lease_s", "timeout_s", "margin_s", "progress_s", "decide_within_s"})
 _LISTS: Final = frozenset({"upsert_keys", "upsert_columns"})
 _FLAGS: Final = {"true": True, "false": False}

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
@@ -26,6 +28,7 @@ from dualwrite.errors import (
 from dualwrite.protocol.batches import Way
 from dualwrite.sinks.batches import RUN_AGAIN, pending
 from dualwrite.sinks.spark.digests import Fingerprint, Fingerprinted, RowNames, hashed_columns, other_rows
+from dualwrite.sinks.spark.quarantine import Sieve
 from dualwrite.sinks.spark.sendable import awaited, projected_batches, row_batches
 from dualwrite.sinks.spark.targets import Target
 from dualwrite.sinks.spark.worker import Attempt, destination_of, servers
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from dualwrite.sinks.spark.options import SinkOptions
     from dualwrite.stores.sql.ledger import Run
     from dualwrite.writing.lane import Lane
+    from dualwrite.writing.transaction import Transaction
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +60,7 @@ class PartitionReport:
         written: False if an earlier or a faster attempt had written the partition, or if it is empty.
         empty: Whether it has no rows; the task has then left the ledger to the driver.
         seconds: How long the task took, with the time to compute its rows; 0 if it has written nothing.
+        quarantined: Those of the rows that were put aside.
         first_offsets: The offset of its first message in each partition of Kafka, by ``topic-partition``; in eight of them at
             most with the native engine.
     """
@@ -67,12 +72,13 @@ class PartitionReport:
     empty: bool = False
     seconds: float = 0.0
     first_offsets: Mapping[str, int] = field(default_factory=dict)
+    quarantined: int = 0
 
 
 # The columns of a PartitionReport: its fields.
 REPORT_SCHEMA: Final = (
     "partition bigint, rows bigint, bytes bigint, written boolean, empty boolean, seconds double, "
-    "first_offsets map<string,bigint>"
+    "first_offsets map<string,bigint>, quarantined bigint"
 )
 _ARROW_SCHEMA: Final = pa.schema(
     [
@@ -80,6 +86,7 @@ _ARROW_SCHEMA: Final = pa.schema(
         *((name, pa.bool_()) for name in ("written", "empty")),
         ("seconds", pa.float64()),
         ("first_offsets", pa.map_(pa.string(), pa.int64())),
+        ("quarantined", pa.int64()),
     ]
 )
 
@@ -88,7 +95,8 @@ _ARROW_SCHEMA: Final = pa.schema(
 class PartitionTask:
     """The work of a task; pickled, and run once for each attempt at each partition.
 
-    If it is `alone`, no driver settles at the end: the task itself must see its partition complete.
+    If it is `alone`, no driver settles at the end: the task itself must see its partition complete. Rows that the table does
+    not take go to the `quarantine`, if there is one.
     """
 
     options: SinkOptions
@@ -97,6 +105,7 @@ class PartitionTask:
     batch_id: str
     run: Run
     alone: bool = False
+    quarantine: Target | None = None
 
     def run_arrow(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """For ``mapInArrow``, on the DataFrame's own columns: writes the partition and yields its report."""
@@ -172,6 +181,9 @@ class _Writing:
         self._progress = Progress(attempt.name, task.options.progress_s)
         self._started_s = now_s()
         self._first_offsets: Mapping[str, int] = {}
+        target = Target.of(task.options, task.layout)
+        self._targets = (target,) if task.quarantine is None else (target, task.quarantine)
+        self._sieve = Sieve(task.options, self._targets, attempt.database, attempt.batch_id, attempt.partition)
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> PartitionReport:
         report = self._run(batches)
@@ -206,7 +218,15 @@ class _Writing:
         rows, size = self._progress.rows, self._progress.bytes
         logger.info("%s: %d rows, %s written", attempt.name, rows, shown(size))
         seconds = now_s() - self._started_s
-        return PartitionReport(partition, rows, size, written=True, seconds=seconds, first_offsets=self._first_offsets)
+        return PartitionReport(
+            partition,
+            rows,
+            size,
+            written=True,
+            seconds=seconds,
+            first_offsets=self._first_offsets,
+            quarantined=self._sieve.count,
+        )
 
     def _complete_former(self) -> None:
         """Complete what the attempt that has written the partition may have left; a loss is recorded and raised."""
@@ -242,7 +262,7 @@ class _Writing:
             self._record(connection, None)
 
     def _write_rows(self, batches: Iterable[pa.RecordBatch]) -> None:
-        attempt, options, layout = self._attempt, self._task.options, self._task.layout
+        attempt, options = self._attempt, self._task.options
         with attempt.workplace() as place:
             with (
                 attempt.observed(place) as observer,
@@ -258,27 +278,32 @@ class _Writing:
                     observer=observer,
                 ) as transaction,
             ):
-                write_rows(
-                    transaction,
-                    batches,
-                    Target.of(options, layout),
-                    layout.table,
-                    options,
-                    database=attempt.database,
-                    names=RowNames(attempt.partition, layout),
-                    progress=self._progress,
-                )
+                self._fill(transaction, batches)
                 failpoints.hit("spark.rows_copied")
                 self._record(transaction.connection, place.slot.leased_at)
             if (sent := transaction.prepared) is not None:
                 self._first_offsets = {f"{one.topic}-{one.partition}": one.offset for one in sent.first_offsets}
             self._record_completed(place.lane)
 
+    def _fill(self, transaction: Transaction, batches: Iterable[pa.RecordBatch]) -> None:
+        routed = ((0, batch) for batch in batches)
+        sifted = routed if self._task.quarantine is None else self._sieve.sift(routed)
+        for number, rows in groupby(sifted, key=itemgetter(0)):
+            target = self._targets[number]
+            write_rows(
+                transaction,
+                map(itemgetter(1), rows),
+                target,
+                target.layout.table,
+                self._task.options,
+                database=self._attempt.database,
+                names=RowNames(self._attempt.partition, target.layout),
+                progress=self._progress,
+            )
+
     def _record(self, connection: Connection, started_at: datetime | None) -> None:
         attempt, sink, batch_id = self._attempt, self._task.options.sink, self._task.batch_id
-        destination = destination_of(
-            attempt.database, [Target.of(self._task.options, self._task.layout)], Way.PARTITIONS
-        )
+        destination = destination_of(attempt.database, self._targets, Way.PARTITIONS)
         partition_count = attempt.ledger.require(connection, sink, batch_id, destination)
         if partition_count is None or attempt.partition >= partition_count:
             raise IllegalStateError(f"{attempt.name}: the batch was begun with {partition_count} partitions")
@@ -288,7 +313,7 @@ class _Writing:
             batch_id,
             attempt.partition,
             row_count=self._progress.rows,
-            message_count=self._progress.rows,
+            message_count=self._progress.rows - self._sieve.silent,
             partition_count=partition_count,
             started_at=started_at,
             rows_digest=None if self._taken is None else self._taken.fingerprint().digest,

@@ -58,8 +58,9 @@ class BatchReport:
         written_by_table: The rows that this call has written, by the table's name as in the settings; of
             :func:`~dualwrite.sinks.spark.write_many` alone.
         seconds: How long this call took.
-        parts: The partitions that this call has run, by number: each with its rows, bytes, seconds and first offsets. Empty of
-            ``write_many``.
+        parts: The partitions that this call has run, by number: each with its rows, bytes, seconds and first offsets.
+        quarantined_rows: Those of the rows that this call has put aside, because the table does not take them. `rows` and
+            `written_rows` count them, too; `written_by_table` by the quarantine's table.
     """
 
     sink: str
@@ -73,6 +74,7 @@ class BatchReport:
     written_by_table: Mapping[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     parts: Sequence[PartitionReport] = ()
+    quarantined_rows: int = 0
 
 
 def what_stays(written: Sequence[int], partition_count: int, *, given_up: bool = True) -> str:
@@ -177,7 +179,8 @@ class BatchJob(DriverSide):
         if self._layout.merge is not None:
             with self._engine.connect() as connection:
                 self.database.require_replaceable(connection, self._layout, empty=None, direct=True)
-        return PartitionTask(self._options, self._layout, schema, self._batch_id, self.run)
+        quarantine = self.quarantine([Target.of(self._options, self._layout)])
+        return PartitionTask(self._options, self._layout, schema, self._batch_id, self.run, quarantine=quarantine)
 
     def leave_to_caller(self) -> None:
         """Let the tasks of this run write after the block, too: the caller runs them, and we do not learn when they end."""
@@ -251,7 +254,7 @@ class BatchJob(DriverSide):
         failpoints.hit("spark.driver_done")
         logger.info("%s: decided, all %d partitions", self.name, partition_count)
         try:
-            self.settle_left()
+            self.settle_left(have_run=True)
         except Unavailable as error:
             raise pending(self.name, error) from error
         written = self._ledger.written(self._engine, self._options.sink, self._batch_id)
@@ -274,9 +277,11 @@ class BatchJob(DriverSide):
             written_bytes=sum(report.bytes for report in reports),
             seconds=now_s() - self._started_s,
             parts=sorted(reports, key=attrgetter("partition")),
+            quarantined_rows=sum(report.quarantined for report in reports),
         )
         logger.info(
-            "%s: completed, %d rows in %d partitions, of which %d rows in %d partitions, %s, were written now, in %.1f s",
+            "%s: completed, %d rows in %d partitions, of which %d rows in %d partitions, %s, were written now, in %.1f s; "
+            "%d rows were put aside",
             self.name,
             report.rows,
             report.partitions,
@@ -284,6 +289,7 @@ class BatchJob(DriverSide):
             report.written_partitions,
             shown(report.written_bytes),
             report.seconds,
+            report.quarantined_rows,
         )
         return report
 

@@ -35,6 +35,7 @@ from dualwrite.sinks.batches import RUN_AGAIN
 from dualwrite.sinks.spark.databases.database import open_database
 from dualwrite.sinks.spark.formats.serializing import given_schemas, registered_layout
 from dualwrite.sinks.spark.layout import plan_layout
+from dualwrite.sinks.spark.quarantine import quarantine_target, require_checkable
 from dualwrite.sinks.spark.targets import Target, require_all_used, require_different, tag_number
 from dualwrite.sinks.spark.worker import settle_leases
 from dualwrite.stores.sql.access import map_database_error
@@ -49,21 +50,41 @@ from dualwrite.units.writer import Written, announce_batch
 if TYPE_CHECKING:
     from pyspark import SparkContext
     from pyspark.sql import types as spark
-    from sqlalchemy import Engine
+    from sqlalchemy import Connection, Engine
     from typing_extensions import Self
 
     from dualwrite.interfaces import TransactionCoordinator
-    from dualwrite.protocol.values import Incident, StateRow
+    from dualwrite.protocol.values import Incident, Participant, StateRow
     from dualwrite.sinks.spark.databases.database import Emptying, SinkDatabase
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.options import SinkOptions
     from dualwrite.sinks.spark.targets import Wanted
     from dualwrite.stores.sql.ledger import Run
+    from dualwrite.stores.sql.slots import Lease
 
 logger = logging.getLogger(__name__)
 
 _LOOKS_AGAIN_S: Final = 0.05
 _OTHERS_S: Final = 10.0
+
+
+@dataclass(frozen=True)
+class Left:
+    """What the tasks of earlier runs have left.
+
+    Attributes:
+        has_ended: Whether their runs have ended. If not, one of them is handing over: settle, and look again.
+        run: The run that has begun instead; None if runs are not known.
+        leases: The slots to settle.
+        rows: The rows of all the sink's slots.
+        prepared: What is prepared for them in the database.
+    """
+
+    has_ended: bool
+    run: Run | None
+    leases: Sequence[Lease]
+    rows: Sequence[StateRow]
+    prepared: Sequence[Participant]
 
 
 class DriverSide:
@@ -75,6 +96,7 @@ class DriverSide:
     """
 
     run: Run | None = None
+    _has_claimed = False
 
     def __init__(self, options: SinkOptions, batch_id: str, run_name: str | None, *, is_planned: bool = False) -> None:
         check_name(batch_id, "the name of a batch")
@@ -97,7 +119,8 @@ class DriverSide:
             self._ledger = Ledger(options.schema, options.tables_revision)
             self._pool = SlotPool(self._engine, options.pool, schema=options.schema, max_slots=options.max_slots)
             self._runs = Runs(self._engine, options.schema)
-            self._known_incidents = {_identity(incident) for incident in self._incidents()}
+            if not self._is_planned:  # then the decision itself reads them
+                self._note_incidents()
         except BaseException:
             self._close()
             raise
@@ -118,16 +141,17 @@ class DriverSide:
         """The sink's settings, for its tasks: inside the context manager they name the schema of the library's tables."""
         return self._options
 
-    def settle_left(self) -> Sequence[StateRow]:
+    def settle_left(self, *, have_run: bool = False) -> Sequence[StateRow]:
         """End the current run; settle what it left, including tasks that still run, and slots whose leases have ended.
 
         On return, no task of an earlier run can write, and the tasks of :attr:`run` can. A loss that settling finds is
-        recorded and raised (`DecidedTransactionLost`, `OutcomeUnverifiable`); the next run continues. Returns the rows of all
-        the sink's slots, as they are then.
+        recorded and raised (`DecidedTransactionLost`, `OutcomeUnverifiable`), and one that tasks found, if they `have_run`;
+        the next run continues. Returns the rows of all the sink's slots, as they are then.
         """
         logger.info("%s: settling what tasks have left", self.name)
         rows = self._settle()
-        self._raise_new_incidents()
+        if have_run or self._has_claimed:
+            self._raise_new_incidents()
         return rows
 
     def _close(self) -> None:
@@ -136,11 +160,20 @@ class DriverSide:
 
     def layout(self, schema: spark.StructType) -> Layout:
         """Check topic, table and every column, and register the messages' schemas; writes nothing else."""
-        return _read_layout(self._options, schema, self.database, self._coordinator)
+        with connected(self._engine, self._options) as connection:
+            return _read_layout(connection, self._options, schema, self.database, self._coordinator)
 
     def targets(self, wanted: Sequence[Wanted], tag_column: str | None = None) -> tuple[Target, ...]:
         """As :func:`plan_stream` plans them."""
-        return _plan_targets(wanted, tag_column, self.database, self._coordinator)
+        with connected(self._engine, self._options) as connection:
+            return _plan_targets(connection, wanted, tag_column, self.database, self._coordinator)
+
+    def quarantine(self, targets: Sequence[Target]) -> Target | None:
+        """The target of rows that the others do not take, if there is one. Refuses it if it could not take them."""
+        with connected(self._engine, self._options) as connection:
+            found = planned_quarantine(connection, self._options, self.database, self._coordinator, targets)
+        require_different([*targets, *found])
+        return found[0] if found else None
 
     def announce(self) -> None:
         """Write the batch's unit into the unit topic, if the sink has one. Call it when Kafka has all of the batch.
@@ -209,30 +242,37 @@ class DriverSide:
         that is handing over holds the lock until it is done; then the part that it handed over is found here, too.
         """
         deadline = Deadline(self._options.timeout_s)
+        prefix = self._lease_prefix
+        context = OwnerContext(self._coordinator, self._store, unique_owner(), observer_if_loaded())
         while True:
-            has_begun = self._begin_run()
-            rows = self._settle_slots(deadline)
-            if has_begun:
+            left = self._store.own_transaction(self._end_run)
+            self.run, rows, prepared = left.run, left.rows, left.prepared
+            if left.leases:
+                self._has_claimed = True
+                settle_leases(context, self._pool, left.leases, deadline, name=self.name, prefix=prefix)
+                # A paused task may have prepared a transaction after its slot was settled.
+                rows, prepared = self._store.find_with_participants(f"{self._pool.pool}#")
+            end_participants(self._store, [one for one in prepared if is_stale(one)])
+            if left.has_ended:
                 return rows
             if deadline.expired:
                 raise Unavailable(f"{self.name}: a task of an earlier run is stuck while it hands its rows over")
             pause(_LOOKS_AGAIN_S)
 
-    def _begin_run(self) -> bool:
-        if self._run_name is None:
-            return True
-        self.run = self._runs.replace(self._options.sink, self._run_name)
-        return self.run is not None
+    @property
+    def _lease_prefix(self) -> str:
+        return owner_prefix(self._run_name or self._batch_id)
 
-    def _settle_slots(self, deadline: Deadline) -> Sequence[StateRow]:
-        prefix = owner_prefix(self._run_name or self._batch_id)
-        leases = self._pool.to_settle(prefix)
-        context = OwnerContext(self._coordinator, self._store, unique_owner(), observer_if_loaded())
-        settle_leases(context, self._pool, leases, deadline, name=self.name, prefix=prefix)
-        # A paused task may have prepared a transaction after its slot was settled.
-        rows, found = self._store.find_with_participants(f"{self._pool.pool}#")
-        end_participants(self._store, [one for one in found if one.incarnation <= one.row.settled_incarnation])
-        return rows
+    def _end_run(self, connection: Connection, *, prepared: bool = True) -> Left:
+        """Begin the next run, and look for what the tasks of earlier ones have left, in one transaction.
+
+        Until it ends, no task of an earlier run can lease a slot, or hand over what it has: what is left is then all there is.
+        Without `prepared`, no task has left a transaction prepared in the database.
+        """
+        run = None if self._run_name is None else self._runs.replace(self._options.sink, self._run_name, connection)
+        leases = self._pool.to_settle(self._lease_prefix, connection)
+        found = self._store.find_with_participants(f"{self._pool.pool}#", connection) if prepared else ((), ())
+        return Left(self._run_name is None or run is not None, run, leases, *found)
 
     def _note_completed(self, partition_id: int, decided_ago_s: float | None) -> None:
         """Note the completion for people who look at batches. May fail: nothing relies on it."""
@@ -242,8 +282,15 @@ class DriverSide:
         except DualWriteError as error:
             logger.warning("%s: could not record its completion in the ledger: %s", self.name, error)
 
-    def _incidents(self) -> list[Incident]:
-        return list(self._store.incidents(f"{self._pool.pool}#"))
+    def _note_incidents(self, connection: Connection | None = None) -> None:
+        """Note those that are recorded by now: others than these are raised. Perhaps in the caller's transaction."""
+        self._known_incidents = {_identity(incident) for incident in self._incidents(connection)}
+
+    def _incidents(self, connection: Connection | None = None) -> Sequence[Incident]:
+        try:
+            return self._store.incidents(f"{self._pool.pool}#", connection=connection)
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, self._engine, self._options.schema) from error
 
     def _raise_new_incidents(self) -> None:
         for incident in self._incidents():
@@ -256,16 +303,16 @@ class DriverSide:
                 )
 
 
-def with_found_schema(options: SinkOptions, engine: Engine) -> SinkOptions:
+def with_found_schema(options: SinkOptions, database: Connection | Engine) -> SinkOptions:
     """The settings with the schema and version of the library's tables: a trigger of the user's may set another search_path."""
-    found = check_schema(engine, options.schema)
+    found = check_schema(database, options.schema)
     return replace(options, schema=found.schema, tables_revision=found.revision)
 
 
 def read_layout(options: SinkOptions, schema: spark.StructType) -> Layout:
     """Check topic, table and every column, and register the messages' schemas; writes nothing else."""
-    with _servers(options) as (database, coordinator):
-        return _read_layout(options, schema, database, coordinator)
+    with _servers(options) as (database, coordinator), connected(database.engine, options) as connection:
+        return _read_layout(connection, options, schema, database, coordinator)
 
 
 @dataclass(frozen=True)
@@ -290,36 +337,48 @@ def plan_stream(
     options: SinkOptions, wanted: Sequence[Wanted], tag_column: str | None, *, stream: str | None
 ) -> StreamPlan:
     """Check every target, for one micro-batch of the stream of that name: its topic, table and columns."""
-    with _servers(options) as (database, coordinator):
-        options = with_found_schema(options, database.engine)
-        targets = _plan_targets(wanted, tag_column, database, coordinator)
-        staging = uses_staging(database, options, targets, empty=None)
-        run = None if stream is None else Runs(database.engine, options.schema).present(options.sink, stream)
+    with _servers(options) as (database, coordinator), connected(database.engine, options) as connection:
+        # All in one transaction: each of its own would cost two statements more, with each micro-batch.
+        options = with_found_schema(options, connection)
+        targets = _plan_targets(connection, wanted, tag_column, database, coordinator)
+        staging = uses_staging(connection, database, options, targets, empty=None)
+        run = (
+            None if stream is None else Runs(database.engine, options.schema).present(options.sink, stream, connection)
+        )
         return StreamPlan(options, targets, run, staging)
 
 
 def uses_staging(
-    database: SinkDatabase, options: SinkOptions, targets: Sequence[Target], *, empty: Emptying | None
+    connection: Connection,
+    database: SinkDatabase,
+    options: SinkOptions,
+    targets: Sequence[Target],
+    *,
+    empty: Emptying | None,
 ) -> bool:
     """Whether the tasks of a batch decided as a whole use staging tables; refuses it if their rows could not be moved."""
-    empties, chosen = empty is not None, True
+    chosen = True
     for target in targets:
         layout = target.layout
-        merges = layout.merge is not None
-        staging = database.choose_staging(options.database_leg, layout.table[0], empties=empties, merges=merges)
+        if not target.in_table:
+            continue
+        merges, empties = layout.merge is not None, empty is not None and not target.is_quarantine
+        staging = database.choose_staging(
+            connection, options.database_leg, layout.table[0], empties=empties, merges=merges
+        )
         if merges and not staging and target.tag is not None:
             raise ConfigurationError(
                 f"upserts into table {layout.table[1]!r}, one of several by a tag column, need staging tables",
                 next_step=f'set databaseLeg to "staging"; the user needs CREATE on the schema {layout.table[0]!r}',
             )
         if empties or merges:
-            with database.engine.connect() as connection:
-                database.require_replaceable(connection, layout, empty=empty, direct=False)
+            database.require_replaceable(connection, layout, empty=empty, direct=False)
         chosen = chosen and staging
     return chosen
 
 
 def _plan_targets(
+    connection: Connection,
     wanted: Sequence[Wanted],
     tag_column: str | None,
     database: SinkDatabase,
@@ -329,12 +388,36 @@ def _plan_targets(
         tag_number(wanted[0].schema, tag_column)
     found = []
     for one in wanted:
-        layout = _read_layout(one.options, one.schema, database, coordinator, shared=tag_column is not None)
+        layout = _read_layout(connection, one.options, one.schema, database, coordinator, shared=tag_column is not None)
         found.append(Target.of(one.options, layout, one.tag))
-    require_different(found)
     if tag_column is not None:
         require_all_used(wanted[0].schema, found, tag_column)
+    found += planned_quarantine(connection, wanted[0].options, database, coordinator, found)
+    require_different(found)
     return tuple(found)
+
+
+def planned_quarantine(
+    connection: Connection,
+    options: SinkOptions,
+    database: SinkDatabase,
+    coordinator: TransactionCoordinator,
+    targets: Sequence[Target],
+) -> list[Target]:
+    """The target of rows that the others do not take, if there is one. Refuses it if it could not take them."""
+    target = quarantine_target(connection, options, database)
+    if target is None:
+        return []
+    _require_topics([target.topic] if target.topic is not None else [], options, coordinator)
+    require_checkable(database, targets)
+    return [target]
+
+
+def _require_topics(names: Sequence[str], options: SinkOptions, coordinator: TransactionCoordinator) -> None:
+    found = coordinator.topic_ids(names, Deadline(options.timeout_s)) if names else {}
+    for name in names:
+        if name not in found:
+            raise ConfigurationError(f"there is no topic {name!r}", next_step="create it")
 
 
 @contextmanager
@@ -347,7 +430,18 @@ def _servers(options: SinkOptions) -> Generator[tuple[SinkDatabase, KafkaCoordin
         database.engine.dispose()
 
 
+@contextmanager
+def connected(engine: Engine, options: SinkOptions) -> Generator[Connection, None, None]:
+    """A connection that only reads, in one transaction."""
+    try:
+        with engine.connect() as connection:
+            yield connection
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, engine, options.schema) from error
+
+
 def _read_layout(
+    connection: Connection,
     options: SinkOptions,
     schema: spark.StructType,
     database: SinkDatabase,
@@ -356,18 +450,15 @@ def _read_layout(
     shared: bool = False,
 ) -> Layout:
     named = [name for name in (options.topic, options.unit_topic) if name is not None]
-    if named:
-        found = coordinator.topic_ids(named, Deadline(options.timeout_s))
-        for name in named:
-            if name not in found:
-                raise ConfigurationError(f"there is no topic {name!r}", next_step="create it")
-    try:
-        with database.engine.connect() as connection:
-            table = database.read_table(connection, options.table)
-    except exc.SQLAlchemyError as error:
-        raise map_database_error(error, database.engine, options.schema) from error
+    _require_topics(named, options, coordinator)
+    table = database.read_table(connection, options.table)
     planned = registered_layout(options, plan_layout(schema, options, table, given_schemas(options), shared=shared))
     return replace(planned, cluster_id=coordinator.cluster_id(Deadline(options.timeout_s)))
+
+
+def is_stale(participant: Participant) -> bool:
+    """Whether its slot is settled, so that nobody else will end it."""
+    return participant.incarnation <= participant.row.settled_incarnation
 
 
 def _identity(incident: Incident) -> tuple[str, str]:

@@ -49,21 +49,52 @@ def projected_batches(
         rows_at_once = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * batch.num_rows // max(1, batch.nbytes)))
         for start in range(0, batch.num_rows, rows_at_once):
             rows = batch.slice(start, rows_at_once)
+            wrong: list[str | None] | None = None if layout.whole_row is None else [None] * rows.num_rows
             arrays = [
-                fitting(make(rows), column, schema) for make, column in zip(makers, layout.projected, strict=True)
+                fitting(make(rows), column, schema, wrong)
+                for make, column in zip(makers, layout.projected, strict=True)
             ]
-            yield pa.RecordBatch.from_arrays(arrays, schema=layout.arrow_schema)
+            yield _with_wrong(arrays, wrong, layout)
 
 
-def fitting(array: pa.Array, column: Projected, schema: spark.StructType) -> pa.Array:
-    """Cast the array to the type that is sent. The error for a value that does not fit names the column."""
+def _with_wrong(arrays: list[pa.Array], wrong: list[str | None] | None, layout: Layout) -> pa.RecordBatch:
+    if wrong is not None:
+        arrays.append(pa.array(wrong, pa.string()))
+    return pa.RecordBatch.from_arrays(arrays, schema=layout.arrow_schema)
+
+
+def fitting(
+    array: pa.Array, column: Projected, schema: spark.StructType, wrong: list[str | None] | None = None
+) -> pa.Array:
+    """Cast the array to the type that is sent. The error for a value that does not fit names the column.
+
+    With a list of what is wrong with each row, that is noted there, and the value is null.
+    """
     if array.type == column.arrow:
         return array
     try:
         return array.cast(column.arrow)
     except pa.ArrowInvalid as error:
-        name = schema.fields[column.source].name
-        raise ConfigurationError(f"a value of column {name!r} does not fit {column.arrow}: {error}") from error
+        words = f"a value of column {schema.fields[column.source].name!r} does not fit {column.arrow}"
+        if wrong is None:
+            raise ConfigurationError(f"{words}: {error}") from error
+        return _halves_that_fit(array, column.arrow, wrong, words, 0)
+
+
+def _halves_that_fit(array: pa.Array, arrow: pa.DataType, wrong: list[str | None], words: str, first: int) -> pa.Array:
+    try:
+        return array.cast(arrow)
+    except pa.ArrowInvalid as error:
+        if len(array) == 1:
+            wrong[first] = wrong[first] or f"{words}: {error}"
+            return pa.nulls(1, arrow)
+        middle = len(array) // 2
+        return pa.concat_arrays(
+            [
+                _halves_that_fit(array.slice(0, middle), arrow, wrong, words, first),
+                _halves_that_fit(array.slice(middle), arrow, wrong, words, first + middle),
+            ]
+        )
 
 
 def used_columns(layouts: Iterable[Layout]) -> set[int]:
@@ -139,14 +170,31 @@ def row_batches(rows: Iterable[Row], schema: spark.StructType, layout: Layout) -
     makers = [_maker_of_rows(schema, layout, column.source, column.form) for column in layout.projected]
     source = iter(rows)
     while chunk := list(islice(source, _ROWS_OF_PYTHON_AT_ONCE)):
-        arrays = []
-        for make, column in zip(makers, layout.projected, strict=True):
-            try:
-                arrays.append(pa.array([make(row) for row in chunk], column.arrow))
-            except (pa.ArrowInvalid, OverflowError) as error:
-                name = schema.fields[column.source].name
-                raise ConfigurationError(f"a value of column {name!r} does not fit {column.arrow}: {error}") from error
-        yield pa.RecordBatch.from_arrays(arrays, schema=layout.arrow_schema)
+        wrong: list[str | None] | None = None if layout.whole_row is None else [None] * len(chunk)
+        arrays = [
+            _converted([make(row) for row in chunk], column, schema, wrong)
+            for make, column in zip(makers, layout.projected, strict=True)
+        ]
+        yield _with_wrong(arrays, wrong, layout)
+
+
+def _converted(
+    values: list[Value], column: Projected, schema: spark.StructType, wrong: list[str | None] | None
+) -> pa.Array:
+    """As :func:`fitting`, of Python's values."""
+    try:
+        return pa.array(values, column.arrow)
+    except (pa.ArrowInvalid, OverflowError) as error:
+        words = f"a value of column {schema.fields[column.source].name!r} does not fit {column.arrow}"
+        if wrong is None:
+            raise ConfigurationError(f"{words}: {error}") from error
+    for number, value in enumerate(values):
+        try:
+            pa.array([value], column.arrow)
+        except (pa.ArrowInvalid, OverflowError) as error:
+            wrong[number] = wrong[number] or f"{words}: {error}"
+            values[number] = None
+    return pa.array(values, column.arrow)
 
 
 def _maker_of_rows(schema: spark.StructType, layout: Layout, source: int, form: Form) -> Callable[[Row], Value]:

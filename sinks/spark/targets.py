@@ -37,17 +37,28 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Target:
-    """One target as it is planned. Pickles, and holds no secret. `topic` is None if a column names each message's topic."""
+    """One target as it is planned. Pickles, and holds no secret.
+
+    `topic` is None if a column names each message's topic. The last target `is_quarantine` if rows may be put aside: it takes
+    those that the others do not, in the table if it is `in_table`, and with a message if it has a topic.
+    """
 
     layout: Layout
     topic: str | None
     topic_column: str | None
     tag: str | None = None
+    is_quarantine: bool = False
+    in_table: bool = True
 
     @classmethod
     def of(cls, options: SinkOptions, layout: Layout, tag: str | None = None) -> Target:
         """The target of settings that are planned as `layout`."""
         return cls(layout, options.topic, options.topic_column, tag)
+
+    @property
+    def sends(self) -> bool:
+        """Whether its rows have messages."""
+        return self.topic is not None or not self.is_quarantine
 
     @property
     def recorded_topic(self) -> str:
@@ -62,7 +73,7 @@ def require_different(targets: Sequence[Target]) -> None:
     """Refuse a table that is there twice: each decides by its own settings which rows it replaces."""
     seen: set[tuple[str, str]] = set()
     for target in targets:
-        if target.layout.table in seen:
+        if target.in_table and target.layout.table in seen:
             raise ConfigurationError(
                 f"table {target.layout.table[1]!r} is the target of two parts of the batch",
                 next_step="union their rows into one DataFrame, or give them one tag",
@@ -104,6 +115,7 @@ def routed_batches(
 
     The rows of a target keep their order. A row whose tag is null, or that of no target, is refused by its number.
     """
+    targets = [target for target in targets if not target.is_quarantine]
     tags = pa.array([target.tag for target in targets], pa.string())
     before = 0
     for batch in batches:

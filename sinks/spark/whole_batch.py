@@ -9,19 +9,22 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from dualwrite import failpoints
-from dualwrite.errors import DualWriteError, TransactionAborted
+from dualwrite.clock import now_s
+from dualwrite.errors import DualWriteError, TransactionAborted, Unavailable
 from dualwrite.protocol.batches import Way
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.recovery.claim import OwnerContext, unique_owner
 from dualwrite.sinks.batches import Decision
 from dualwrite.sinks.spark.databases.database import STAGING_PREFIX, Staged, StagingTable
 from dualwrite.sinks.spark.digests import RowNames
-from dualwrite.sinks.spark.plan import DriverSide, uses_staging
+from dualwrite.sinks.spark.plan import DriverSide, connected, is_stale, uses_staging
+from dualwrite.sinks.spark.quarantine import Sieve, over_limit
 from dualwrite.sinks.spark.sendable import awaited
 from dualwrite.sinks.spark.worker import PREPARED_TOO_LONG_AGO, Attempt, destination_of, servers
 from dualwrite.sinks.spark.writing import Progress, shown, write_rows
@@ -34,13 +37,13 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from sqlalchemy import Connection
 
-    from dualwrite.protocol.values import StateRow
+    from dualwrite.protocol.values import Outcome, StateRow
     from dualwrite.sinks.spark.databases.database import Emptying
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.options import SinkOptions
     from dualwrite.sinks.spark.targets import Target
     from dualwrite.sinks.spark.worker import Workplace
-    from dualwrite.stores.sql.ledger import Run
+    from dualwrite.stores.sql.ledger import Run, WrittenPartition
     from dualwrite.writing.transaction import Transaction
 
 logger = logging.getLogger(__name__)
@@ -50,8 +53,9 @@ class WholeBatch(DriverSide):
     """One run of one batch that is decided as a whole."""
 
     def uses_staging(self, targets: Sequence[Target], *, empty: Emptying | None) -> bool:
-        """As :func:`uses_staging`."""
-        return uses_staging(self.database, self._options, targets, empty=empty)
+        """As :func:`~dualwrite.sinks.spark.plan.uses_staging`."""
+        with connected(self._engine, self._options) as connection:
+            return uses_staging(connection, self.database, self._options, targets, empty=empty)
 
     def begin(self, targets: Sequence[Target]) -> bool:
         """Record the batch's destination, before anything of it is written. Returns whether it is written already.
@@ -67,14 +71,14 @@ class WholeBatch(DriverSide):
         That driver may have been killed before it noted the completion and dropped its staging tables.
         """
         self._note_completed(WHOLE_BATCH, None)
-        self._drop_staging(targets, slots)
+        self._drop_dead_staging(targets, slots)
 
-    def written_rows(self) -> int:
-        """The number of rows that the ledger has of the batch, which is written."""
+    def written(self) -> WrittenPartition:
+        """The ledger's record of the batch, which is written."""
         with self._engine.connect() as connection:
             written = self._ledger.partition(connection, self._options.sink, self._batch_id, WHOLE_BATCH)
         assert written is not None
-        return written.rows
+        return written
 
     def decide(
         self,
@@ -109,13 +113,20 @@ class WholeBatch(DriverSide):
             timeout_s=self._options.timeout_s,
             idle_s=self._options.margin_s / 2,  # leaves the other half for COMMIT and for Kafka
             participating=any(one.in_targets for one in prepared),
+            record=deciding.outcomes.extend,
         )
         written = decision.run()
-        self._note_completed(WHOLE_BATCH, deciding.decided_ago_s())
+        ended = deciding.ended
+        if not ended.is_all:
+            self._note_completed(WHOLE_BATCH, deciding.decided_ago_s())
         logger.info("%s: completed", self.name)
-        self._drop_staging(targets, deciding.slots, deciding.released)
+        if not ended.has_dropped:
+            self.database.drop_staging(_staged(deciding.released))
+        if ended.dead_staging or not ended.is_all:
+            self._drop_dead_staging(targets, deciding.slots or self._store.find(f"{self._pool.pool}#"))
         failpoints.hit("batch.completed")
-        self._raise_new_incidents()
+        if not ended.is_all:  # else nothing was claimed, and each transaction was seen to be committed
+            self._raise_new_incidents()
         self.announce()
         return written
 
@@ -128,16 +139,22 @@ class WholeBatch(DriverSide):
     ) -> bool:
         """Insert the batch's row into the ledger. False if it is already there."""
         options, destination = self._options, destination_of(self.database, targets, Way.WHOLE)
+        if self._is_planned:
+            self._note_incidents(connection)
         if self._ledger.begin(connection, options.sink, self._batch_id, destination):
             return False
-        rows = sum(one.rows for one in prepared)
+        rows, quarantined = (
+            sum(counts) for counts in ((one.rows for one in prepared), (one.quarantined for one in prepared))
+        )
+        if quarantined > options.most_quarantined:
+            raise over_limit(options, f"the batch has {quarantined} of them")
         return self._ledger.insert(
             connection,
             options.sink,
             self._batch_id,
             WHOLE_BATCH,
             row_count=rows,
-            message_count=rows,
+            message_count=rows - (0 if options.quarantine_topic is not None else quarantined),
             partition_count=max(1, len(prepared)),
             started_at=min((one.started_at for one in prepared), default=None),
             byte_count=sum(one.bytes for one in prepared),
@@ -161,17 +178,46 @@ class WholeBatch(DriverSide):
         with self._engine.connect() as connection:
             return self._ledger.seen(connection, self._options.sink, self._batch_id, WHOLE_BATCH)
 
-    def release(self, completed: Sequence[PreparedPartition]) -> bool:
-        """Return the slots of completed parts to the pool. False on failure: they must then be claimed like the others."""
-        try:
+    def end_completed(
+        self,
+        targets: Sequence[Target],
+        completed: Sequence[PreparedPartition],
+        outcomes: Sequence[tuple[StateRow, Outcome, str]],
+        decided_ago_s: float | None,
+    ) -> Ended | None:
+        """Record completed parts, give back their slots, end the run, look for what tasks have left, and note the completion.
+
+        All in one transaction. None on failure: the slots must then be claimed like the others.
+        """
+        own = _staged(completed)
+        tables = {staged.table for staged in own}
+
+        def work(connection: Connection, *, drops: bool) -> Ended:
+            self._store.record_outcomes(outcomes, connection)
             for rests in (True, False):
-                self._pool.release(
-                    {one.transactional_id: one.owner for one in completed if one.rests is rests}, kept=rests
-                )
+                owners = {one.transactional_id: one.owner for one in completed if one.rests is rests}
+                self._pool.release(owners, kept=rests, connection=connection)
+            left = self._end_run(connection, prepared=any(one.in_targets for one in completed))
+            if not left.has_ended or left.leases or any(is_stale(one) for one in left.prepared):
+                return Ended(is_all=False)
+            sink = self._options.sink
+            self._ledger.complete(connection, sink, self._batch_id, WHOLE_BATCH, decided_ago_s=decided_ago_s)
+            found = [staged for at in _schemas(targets) for staged in self.database.find_staging(connection, at)]
+            dead = any(staged.table not in tables for staged in found)
+            dropped = drops and self.database.drop_staging_in(connection, own)
+            return Ended(is_all=True, dead_staging=dead, has_dropped=dropped)
+
+        try:
+            try:
+                ended = self._store.own_transaction(partial(work, drops=True))
+            except Unavailable:  # a backup may read a staging table
+                ended = self._store.own_transaction(partial(work, drops=False))
         except DualWriteError as error:
             logger.warning("%s: its slots are claimed to free them: %s", self.name, error)
-            return False
-        return True
+            return None
+        failpoints.hit("complete.recorded")
+        failpoints.hit("slot.released")
+        return ended
 
     def settle_all(self) -> Sequence[StateRow]:
         """Settle whatever is left of the batch. Returns the rows of all the sink's slots, as they are then."""
@@ -184,15 +230,12 @@ class WholeBatch(DriverSide):
         """
         self._note_failed()
         slots = self._settle()
-        self._drop_staging(targets, slots)
+        self._drop_dead_staging(targets, slots)
         self._raise_new_incidents()
 
-    def _drop_staging(
-        self, targets: Sequence[Target], slots: Iterable[StateRow], completed: Sequence[PreparedPartition] = ()
-    ) -> None:
-        self.database.drop_staging([part.staged for one in completed for part in one.parts if part.staged is not None])
+    def _drop_dead_staging(self, targets: Sequence[Target], slots: Iterable[StateRow]) -> None:
         incarnations = {row.transactional_id: row.incarnation for row in slots}
-        for schema in dict.fromkeys(target.layout.table[0] for target in targets):
+        for schema in _schemas(targets):
             self.database.drop_dead_staging(
                 schema,
                 incarnations,
@@ -200,11 +243,33 @@ class WholeBatch(DriverSide):
             )
 
 
+def _staged(parts: Iterable[PreparedPartition]) -> list[StagingTable]:
+    return [part.staged for one in parts for part in one.parts if part.staged is not None]
+
+
+def _schemas(targets: Sequence[Target]) -> Sequence[str]:
+    return list(dict.fromkeys(target.layout.table[0] for target in targets if target.in_table))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What :meth:`WholeBatch.end_completed` has found.
+
+    `is_all` says that nothing is left to settle. `dead_staging`: there are staging tables that are not of this batch;
+    `has_dropped`: those of the batch are gone.
+    """
+
+    is_all: bool
+    dead_staging: bool = False
+    has_dropped: bool = False
+
+
 class _Deciding:
     """The decision on one batch; implements :class:`~dualwrite.sinks.batches.Batch`.
 
-    After :meth:`settle`, `slots` has the rows of all the sink's slots; those of the parts in `released` went back to the pool
-    without a claim.
+    `outcomes` are those of the completed parts, for :meth:`settle` to record. After that, the slots of the parts in `released`
+    went back to the pool without a claim. If `ended.is_all`, that was all, and the ledger says so; otherwise `slots` has the
+    rows of all the sink's slots.
     """
 
     def __init__(
@@ -225,6 +290,8 @@ class _Deciding:
         self.name = driver.name
         self.slots: Sequence[StateRow] = ()
         self.released: Sequence[PreparedPartition] = ()
+        self.outcomes: list[tuple[StateRow, Outcome, str]] = []
+        self.ended = Ended(is_all=False)
 
     def record(self, connection: Connection) -> bool:
         return self._driver.record(connection, self._targets, self._prepared, self._sources)
@@ -244,14 +311,16 @@ class _Deciding:
                 for part in one.parts
                 if part.target == number and part.staged is not None
             ]
-            self._bring_into(connection, target.layout, staged)
+            self._bring_into(connection, target.layout, staged, None if target.is_quarantine else self._empty)
 
-    def _bring_into(self, connection: Connection, layout: Layout, staged: Sequence[Staged]) -> None:
+    def _bring_into(
+        self, connection: Connection, layout: Layout, staged: Sequence[Staged], empty: Emptying | None
+    ) -> None:
         database = self._driver.database
-        if self._empty is not None:
-            database.empty(connection, layout.table, self._empty)
-        if staged and self._empty is not None and self._empty.where is not None:
-            database.require_within(connection, staged, layout, self._empty)
+        if empty is not None:
+            database.empty(connection, layout.table, empty)
+        if staged and empty is not None and empty.where is not None:
+            database.require_within(connection, staged, layout, empty)
         if staged:
             database.take_over(connection, staged, layout)
             # Tasks with prepared rows have checked the types, and their locks keep them.
@@ -260,11 +329,12 @@ class _Deciding:
     def decided(self) -> None:
         self._decided_at = time.monotonic()
         logger.info(
-            "%s: decided, %d rows, %s in %d partitions",
+            "%s: decided, %d rows, %s in %d partitions; %d rows were put aside",
             self.name,
             sum(one.rows for one in self._prepared),
             shown(sum(one.bytes for one in self._prepared)),
             len(self._prepared),
+            sum(one.quarantined for one in self._prepared),
         )
 
     def decided_ago_s(self) -> float | None:
@@ -276,9 +346,12 @@ class _Deciding:
 
     def settle(self, completed: Collection[str]) -> None:
         done = [one for one in self._prepared if one.transactional_id in completed]
-        if done and self._driver.release(done):
-            self.released = done
-        self.slots = self._driver.settle_all()
+        if done:
+            ended = self._driver.end_completed(self._targets, done, self.outcomes, self.decided_ago_s())
+            if ended is not None:
+                self.released, self.ended = done, ended
+        if not self.ended.is_all:
+            self.slots = self._driver.settle_all()
 
 
 # A task of a batch that is decided as a whole: sends its rows and messages to both servers, and decides nothing.
@@ -303,7 +376,8 @@ class PreparedPartition:
 
     `started_at` is by the database's clock. `incarnation` and `namespace` are of the slot's row, which with `prepared`
     names the transaction that is prepared in the database, if one is (:func:`name_of`). `parts` are the rows by target.
-    `rests` says that the worker could continue with the slot's lane.
+    `rests` says that the worker could continue with the slot's lane. `quarantined` of the rows were put aside, `seconds` is how
+    long the task took.
     """
 
     partition: int
@@ -317,6 +391,8 @@ class PreparedPartition:
     prepared: PreparedTxnState
     parts: tuple[TargetPart, ...]
     rests: bool
+    quarantined: int = 0
+    seconds: float = 0.0
 
     @property
     def in_targets(self) -> bool:
@@ -350,23 +426,38 @@ def prepare_partition(
         return None  # needs no connection: most partitions of a shuffle may be empty
     with servers(options) as found:
         attempt = Attempt(found, batch_id, partition, number, run)
-        destination = destination_of(found.database, targets, Way.WHOLE)
-        # A stream's driver cannot do this: it learns the batch's name from the tasks.
-        if attempt.ledger.begin(attempt.engine, options.sink, batch_id, destination):
+        try:
+            undecided = _prepare(attempt, targets, rows, staging=staging)
+        except _AlreadyWritten:
             logger.info("%s: the batch is already written", attempt.name)
             return None
-        undecided = _prepare(attempt, targets, rows, staging=staging)
     failpoints.hit("spark.task_done")
     return undecided
+
+
+class _AlreadyWritten(Exception):
+    """Leaves the lease when the ledger says that the batch is written."""
+
+
+def _begin(attempt: Attempt, targets: Sequence[Target], connection: Connection) -> None:
+    """Record the batch's destination, in the transaction that leases the slot.
+
+    A stream's driver cannot do this: it learns the batch's name from the tasks.
+    """
+    destination = destination_of(attempt.database, targets, Way.WHOLE)
+    if attempt.ledger.begin(connection, attempt.options.sink, attempt.batch_id, destination):
+        raise _AlreadyWritten
 
 
 def _prepare(
     attempt: Attempt, targets: Sequence[Target], batches: Iterable[tuple[int, pa.RecordBatch]], *, staging: bool
 ) -> PreparedPartition:
     options, database = attempt.options, attempt.database
-    progress = Progress(attempt.name, options.progress_s)
+    progress, began_s = Progress(attempt.name, options.progress_s), now_s()
+    sieve = Sieve(options, targets, database, attempt.batch_id, attempt.partition)
+    sifted = sieve.sift(batches) if options.quarantines else batches
     try:
-        with attempt.workplace() as place:
+        with attempt.workplace(lambda connection: _begin(attempt, targets, connection)) as place:
             row = place.lane.row
 
             def permit(connection: Connection) -> None:
@@ -394,7 +485,7 @@ def _prepare(
                     database.before_prepared(inside)
                 filling = _Filling(attempt, targets, transaction, progress, place if staging else None)
                 # One COPY for as long as the target stays the same: a partition of one target has one.
-                for number, rows in groupby(batches, key=itemgetter(0)):
+                for number, rows in groupby(sifted, key=itemgetter(0)):
                     filling.fill(number, map(itemgetter(1), rows))
                 failpoints.hit("spark.rows_copied")
             assert transaction.prepared is not None
@@ -419,6 +510,8 @@ def _prepare(
         prepared=transaction.prepared,
         parts=filling.parts(),
         rests=place.slot.rests,
+        quarantined=sieve.count,
+        seconds=now_s() - began_s,
     )
 
 
@@ -447,7 +540,7 @@ class _Filling:
         attempt, target = self._attempt, self._targets[number]
         if number not in self._names:
             self._names[number] = RowNames(attempt.partition, target.layout)
-            if self._place is not None:
+            if self._place is not None and target.in_table:
                 self._staged[number] = _new_staging(target.layout, self._place)
                 attempt.database.create_staging(self._transaction.connection, self._staged[number], target.layout)
         staged, before = self._staged.get(number), self._progress.rows
@@ -466,7 +559,11 @@ class _Filling:
 
     def parts(self) -> tuple[TargetPart, ...]:
         """What was written, by target."""
-        return tuple(TargetPart(number, rows, self._staged.get(number)) for number, rows in sorted(self._rows.items()))
+        return tuple(
+            TargetPart(number, rows, self._staged.get(number))
+            for number, rows in sorted(self._rows.items())
+            if self._targets[number].in_table
+        )
 
 
 def _new_staging(layout: Layout, place: Workplace) -> StagingTable:

@@ -137,21 +137,27 @@ class Attempt:
         slot.keep_in(connection, self._pool(), seconds)
 
     @contextmanager
-    def workplace(self) -> Generator[Workplace, None, None]:
+    def workplace(self, begin: Callable[[Connection], None] = lambda _: None) -> Generator[Workplace, None, None]:
         """Lease a slot, and continue with the lane that rests here for it; else claim it, and create a producer.
 
-        After a successful block, the lane rests again. After an error it is discarded.
+        After a successful block, the lane rests again. After an error it is discarded. `begin` is called in the transaction
+        that leases the slot, perhaps more than once; if it raises, nothing is leased.
 
         `Fenced` means that the run was given up, or the slot was settled meanwhile; `TransactionAborted`, that the run has
         prepared a partition too long ago.
         """
         servers, lease_s, pool = self._servers, self.options.lease_s, self._pool()
+
+        def require(connection: Connection) -> None:
+            self.require_run(connection)
+            begin(connection)
+
         with leased_slot(
             pool,
             self._owner,
             lease_s,
             preferred=servers.resting,
-            require=self.require_run,
+            require=require,
             ended=self._require_in_time,
         ) as slot:
             lane = servers.take(slot.lease.transactional_id)
@@ -456,7 +462,11 @@ def settle_leases(
 
 
 def destination_of(database: SinkDatabase, targets: Sequence[Target], way: Way) -> Destination:
-    """The destination that the driver has planned: the driver and its tasks get the same one."""
+    """The destination that the driver has planned: the driver and its tasks get the same one.
+
+    Without the quarantine: a batch that failed for the rows that it had may run again with one.
+    """
+    targets = [target for target in targets if not target.is_quarantine]
     tables = ", ".join(database.quoted(target.layout.table) for target in targets)
     topics = ", ".join(dict.fromkeys(target.recorded_topic for target in targets))
     return Destination(way, tables, topics, targets[0].layout.cluster_id)

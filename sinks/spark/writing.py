@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import repeat
 from pathlib import PurePath
 from types import FrameType, NoneType
@@ -25,7 +25,7 @@ from dualwrite.sinks.spark.merging import deleted_rows
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-    from dualwrite.sinks.spark.databases.database import SinkDatabase
+    from dualwrite.sinks.spark.databases.database import RowWriter, SinkDatabase
     from dualwrite.sinks.spark.digests import RowNames
     from dualwrite.sinks.spark.formats.serializing import Serializing
     from dualwrite.sinks.spark.layout import Encoded, Layout, MessageColumns
@@ -307,7 +307,10 @@ def write_rows(
     """
     layout = target.layout
     names.begin()
-    if layout.merge is None or table != layout.table:
+    writing: AbstractContextManager[RowWriter | None]
+    if not target.in_table:
+        writing = nullcontext()
+    elif layout.merge is None or table != layout.table:
         writing = database.writing(transaction.connection, layout, table, names)
     else:
         writing = database.merging(transaction.connection, layout, names, prepared=prepared)
@@ -315,6 +318,8 @@ def write_rows(
         for batch in batches:
             names.add(batch)
             deleted = deleted_rows(layout, batch, names.in_batch)
-            into.write(batch, deleted)
-            produce_batch(transaction, batch, layout, target.topic, serializers, names=names, deleted=deleted)
+            if into is not None:
+                into.write(batch, deleted)
+            if target.sends:
+                produce_batch(transaction, batch, layout, target.topic, serializers, names=names, deleted=deleted)
             progress.add(batch)

@@ -97,8 +97,8 @@ def test_what_is_known_of_the_rows_of_partitions(ledger: Ledger, connection: Con
     assert ledger.insert(connection, "sink", "batch", 1, **COUNTS, rows_digest=-(2**63))
     assert ledger.insert(connection, "sink", "batch", 0, **COUNTS)
     connection.commit()
-    assert ledger.partition(connection, "sink", "batch", 1) == WrittenPartition(10, -(2**63))
-    assert ledger.partition(connection, "sink", "batch", 0) == WrittenPartition(10, None)
+    assert ledger.partition(connection, "sink", "batch", 1) == WrittenPartition(10, -(2**63), COUNTS["message_count"])
+    assert ledger.partition(connection, "sink", "batch", 0) == WrittenPartition(10, None, COUNTS["message_count"])
     assert ledger.partition(connection, "sink", "batch", 2) is None
     connection.rollback()
     ledger.insert_empty(connection, "sink", "batch", [], partition_count=4)
@@ -106,8 +106,8 @@ def test_what_is_known_of_the_rows_of_partitions(ledger: Ledger, connection: Con
     connection.commit()
     found = ledger.partitions(connection.engine, "sink", "batch")
     assert list(found) == [0, 1, 3]
-    assert found[1] == WrittenPartition(10, -(2**63)), "it had rows before"
-    assert found[3] == WrittenPartition(0, 0)
+    assert found[1] == WrittenPartition(10, -(2**63), COUNTS["message_count"]), "it had rows before"
+    assert found[3] == WrittenPartition(0, 0, 0)
 
 
 def test_a_batch_that_is_for_another_destination_is_refused(ledger: Ledger, connection: Connection) -> None:

@@ -74,7 +74,7 @@ def test_a_stream_by_foreach_batch_that_cannot_be_completed_asks_in_these_lines_
 ):
     finish = BatchJob.finish
 
-    def unavailable(_job):
+    def unavailable(_job, **_):
         raise Unavailable("Kafka is away") from OSError("refused")
 
     def finish_without_kafka(job, *arguments):

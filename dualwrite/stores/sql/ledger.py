@@ -60,6 +60,7 @@ class WrittenPartition:
 
     rows: int
     rows_digest: int | None
+    messages: int
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Ledger:
     def partition(self, connection: Connection, sink: str, batch_id: str, partition_id: int) -> WrittenPartition | None:
         """The record of a partition; None unless it is written and committed."""
         ledger = self._ledger
-        statement = select(ledger.c.row_count, ledger.c.rows_digest).where(
+        statement = select(ledger.c.row_count, ledger.c.rows_digest, ledger.c.message_count).where(
             *self._of_batch, ledger.c.partition_id == partition_id
         )
         with self._on(connection):
@@ -120,13 +121,13 @@ class Ledger:
         """The records of the partitions that are written and committed, by number and in order."""
         ledger = self._ledger
         statement = (
-            select(ledger.c.partition_id, ledger.c.row_count, ledger.c.rows_digest)
+            select(ledger.c.partition_id, ledger.c.row_count, ledger.c.rows_digest, ledger.c.message_count)
             .where(*self._of_batch, ledger.c.partition_id >= 0)
             .order_by(ledger.c.partition_id)
         )
         with self._on(database) as connection:
             rows = connection.execute(statement, {"sink_": sink, "batch_": batch_id}).all()
-        return {number: WrittenPartition(row_count, rows_digest) for number, row_count, rows_digest in rows}
+        return {number: WrittenPartition(*found) for number, *found in rows}
 
     def insert_empty(
         self, connection: Connection, sink: str, batch_id: str, partition_ids: Collection[int], *, partition_count: int
@@ -324,7 +325,13 @@ class Ledger:
         return inserted
 
     def complete(
-        self, engine: Engine, sink: str, batch_id: str, partition_id: int, *, decided_ago_s: float | None = None
+        self,
+        database: Connection | Engine,
+        sink: str,
+        batch_id: str,
+        partition_id: int,
+        *,
+        decided_ago_s: float | None = None,
     ) -> None:
         """Record, for display only, that Kafka has all of the batch. The protocol never reads it.
 
@@ -345,7 +352,7 @@ class Ledger:
         )
         if decided_ago_s is not None:
             statement = statement.values(written_at=database_now_plus(-decided_ago_s))
-        with self._on(engine) as connection:
+        with self._on(database) as connection:
             connection.execute(statement)
 
     def _present(self, **values: object) -> dict[str, object]:
@@ -395,10 +402,17 @@ class Runs:
         self._run = tables.run
         self._own = ShortTransactions(engine, self._dialect, tables)
 
-    def present(self, sink: str, name: str) -> Run:
-        """The run that may write; begins one if there is none. Ends no other run."""
+    def present(self, sink: str, name: str, connection: Connection | None = None) -> Run:
+        """The run that may write; begins one if there is none. Ends no other run.
+
+        With a connection, looks first in the caller's transaction, which may only read.
+        """
         run = self._run
         statement = select(run.c.token).where(run.c.sink == sink, run.c.name == name)
+        if connection is not None:
+            found = connection.execute(statement).scalar_one_or_none()
+            if found is not None:
+                return Run(sink, name, found)
 
         def work(connection: Connection) -> str:
             token: str | None = connection.execute(statement).scalar_one_or_none()
@@ -409,11 +423,12 @@ class Runs:
 
         return Run(sink, name, self._own.run(work))
 
-    def replace(self, sink: str, name: str) -> Run | None:
+    def replace(self, sink: str, name: str, connection: Connection | None = None) -> Run | None:
         """Begin the next run, after which :meth:`require` refuses tasks of earlier runs. Does not wait.
 
         Returns None, and changes nothing, if a task that :meth:`require` let through still has a transaction open or prepared:
-        settle what is prepared, and call again.
+        settle what is prepared, and call again. With a connection, in the caller's transaction: a task that asks meanwhile
+        waits for its end, so that what is read in it afterwards is all that earlier runs have left.
         """
         run = self._run
         of_batch = (run.c.sink == sink, run.c.name == name)
@@ -428,7 +443,8 @@ class Runs:
             connection.execute(update(run).where(*of_batch).values(token=token, begun_at=database_now()))
             return True
 
-        return Run(sink, name, token) if self._own.run(work) else None
+        replaced = self._own.run(work) if connection is None else work(connection)
+        return Run(sink, name, token) if replaced else None
 
     def require(self, connection: Connection, run: Run) -> None:
         """Let a task continue if it belongs to this run; raise ``Fenced`` if another has begun, or this one was given up.

@@ -9,6 +9,7 @@ import itertools
 import logging
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -202,13 +203,14 @@ class FoundTables:
         return since <= self.revision
 
 
-def check_schema(engine: Engine, schema: str | None = None) -> FoundTables:
+def check_schema(database: Engine | Connection, schema: str | None = None) -> FoundTables:
     """Refuse to work on tables of a version that does not go with ours. Call it before any claim; reads one row.
 
-    The tables may be missing, older, newer, or unreadable to us; the message names the command. Returns where they are.
+    The tables may be missing, older, newer, or unreadable to us; the message names the command. Returns where they are. Given a
+    connection, it reads in the caller's transaction.
     """
-    dialect_of(engine)
-    found, finding = judge_tables(engine, schema)
+    dialect_of(database.engine)
+    found, finding = judge_tables(database, schema)
     refuse(finding)
     assert found is not None, "missing tables are refused"
     if finding.status is Status.WARNING:
@@ -216,9 +218,10 @@ def check_schema(engine: Engine, schema: str | None = None) -> FoundTables:
     return found
 
 
-def judge_tables(engine: Engine, schema: str | None = None) -> tuple[FoundTables | None, CheckResult]:
+def judge_tables(database: Engine | Connection, schema: str | None = None) -> tuple[FoundTables | None, CheckResult]:
     """The tables, None if they are not there, and whether this library may work with them. Raises as :func:`check_schema`."""
-    found = _find_tables(engine, schema)
+    engine = database.engine
+    found = _find_tables(database, schema)
     finding = tables_fit(
         None if found is None else found.revision,
         SCHEMA_REVISION,
@@ -229,14 +232,14 @@ def judge_tables(engine: Engine, schema: str | None = None) -> tuple[FoundTables
     return found, finding
 
 
-def _find_tables(engine: Engine, schema: str | None) -> FoundTables | None:
+def _find_tables(database: Engine | Connection, schema: str | None) -> FoundTables | None:
     try:
-        with engine.connect() as connection:
+        with nullcontext(database) if isinstance(database, Connection) else database.connect() as connection:
             return find_tables(connection, schema)
     except exc.SQLAlchemyError as error:
         if meaning_of(error) is Meaning.SCHEMA:
             return None
-        raise map_database_error(error, engine, schema) from error
+        raise map_database_error(error, database.engine, schema) from error
 
 
 def find_tables(connection: Connection, schema: str | None) -> FoundTables | None:

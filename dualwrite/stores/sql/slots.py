@@ -250,10 +250,11 @@ class SlotPool:
             raise Fenced(f"{lease.owner} no longer holds the slot", transactional_id=lease.transactional_id)
         return changed
 
-    def release(self, owners: Mapping[str, str], *, kept: bool = False) -> None:
+    def release(self, owners: Mapping[str, str], *, kept: bool = False, connection: Connection | None = None) -> None:
         """Give back slots, given with their holders. Does nothing for a slot whose holder has changed.
 
-        ``kept`` reserves them for a while for their workers, which could continue with them; see :meth:`lease`.
+        ``kept`` reserves them for a while for their workers, which could continue with them; see :meth:`lease`. With a
+        connection, in the caller's transaction.
         """
         slot = self._slot
         statement = (
@@ -266,18 +267,22 @@ class SlotPool:
             )
         )
         bound = [{"id_": name, "owner_": owners[name]} for name in sorted(owners)]
-        if bound:
-            self._own.run(lambda connection: connection.execute(statement, bound))
-            failpoints.hit("slot.released")
+        if not bound:
+            return
+        if connection is not None:
+            connection.execute(statement, bound)
+            return
+        self._own.run(lambda own: own.execute(statement, bound))
+        failpoints.hit("slot.released")
 
     def expired(self) -> Sequence[Lease]:
         """Expired leases that were not released: their workers died, or were paused."""
         return self._list(self._slot.c.lease_until <= database_now())
 
-    def to_settle(self, owner_prefix: str) -> Sequence[Lease]:
-        """The leases of :meth:`expired` and of :meth:`held_by`, in one request."""
+    def to_settle(self, owner_prefix: str, connection: Connection | None = None) -> Sequence[Lease]:
+        """The leases of :meth:`expired` and of :meth:`held_by`, in one request; perhaps in the caller's transaction."""
         has_ended = self._slot.c.lease_until <= database_now()
-        return self._list(has_ended | self._dialect.begins_with(self._slot.c.lease_owner, owner_prefix))
+        return self._list(has_ended | self._dialect.begins_with(self._slot.c.lease_owner, owner_prefix), connection)
 
     def held_by(self, owner_prefix: str) -> Sequence[Lease]:
         """The leases, expired or not, whose owner's name has this prefix: of one worker, or of all workers of a job."""
@@ -297,14 +302,17 @@ class SlotPool:
                 raise map_database_error(error, self._engine) from error
         return held
 
-    def _list(self, condition: ColumnElement[bool]) -> Sequence[Lease]:
+    def _list(self, condition: ColumnElement[bool], connection: Connection | None = None) -> Sequence[Lease]:
         slot = self._slot
         statement = (
             select(slot.c.transactional_id, slot.c.lease_owner, slot.c.lease_until)
             .where(slot.c.pool == self.pool, slot.c.lease_owner.is_not(None), condition)
             .order_by(slot.c.number)
         )
-        rows = self._own.read(lambda connection: connection.execute(statement).all())
+        if connection is not None:
+            rows = connection.execute(statement).all()
+        else:
+            rows = self._own.read(lambda own: own.execute(statement).all())
         return [Lease(name, self.pool, owner, until) for name, owner, until in rows]
 
 

@@ -213,6 +213,10 @@ class SqlStateStore:
 
     # In transactions of our own
 
+    def own_transaction(self, work: Callable[[Connection], Result]) -> Result:
+        """Run work in a short transaction, perhaps more than once. Durable on return; any exception rolls it back."""
+        return self._own.run(work)
+
     def claim(
         self,
         transactional_ids: Sequence[str],
@@ -293,9 +297,14 @@ class SqlStateStore:
             self._dialect.begins_with(self._tables.state.c.transactional_id, prefix)
         )
 
-    def record_outcomes(self, outcomes: Sequence[tuple[StateRow, Outcome, str]]) -> None:
-        if outcomes:
-            self._own.run(lambda connection: self._records.record(connection, outcomes))
+    def record_outcomes(
+        self, outcomes: Sequence[tuple[StateRow, Outcome, str]], connection: Connection | None = None
+    ) -> None:
+        """Perhaps in the caller's transaction."""
+        if outcomes and connection is not None:
+            self._records.record(connection, outcomes)
+        elif outcomes:
+            self._own.run(lambda own: self._records.record(own, outcomes))
 
     def mark_settled(self, incarnations: Mapping[str, int]) -> None:
         if incarnations:
@@ -308,8 +317,10 @@ class SqlStateStore:
         """There are none except on PostgreSQL."""
         return _participants(rows, self._own.read(self._dialect.prepared_transactions) if rows else [])
 
-    def find_with_participants(self, prefix: str) -> tuple[Sequence[StateRow], Sequence[Participant]]:
-        """:meth:`find`, and then :meth:`participants` of the rows found."""
+    def find_with_participants(
+        self, prefix: str, connection: Connection | None = None
+    ) -> tuple[Sequence[StateRow], Sequence[Participant]]:
+        """:meth:`find`, and then :meth:`participants` of the rows found; perhaps in the caller's transaction."""
         state = self._tables.state
         statement = self._of_prefix(prefix)
 
@@ -317,7 +328,7 @@ class SqlStateStore:
             rows = parse_rows(state.fullname, connection.execute(statement).mappings().all())
             return rows, _participants(rows, self._dialect.prepared_transactions(connection) if rows else [])
 
-        return self._own.read(work)
+        return self._own.read(work) if connection is None else work(connection)
 
     def end_participant(self, participant: Participant, *, committed: bool) -> None:
         try:
@@ -328,8 +339,15 @@ class SqlStateStore:
     def incident(self, transactional_id: str, state: PreparedTxnState) -> Outcome | None:
         return self._own.read(lambda connection: self._records.incident(connection, transactional_id, state))
 
-    def incidents(self, prefix: str = "", *, acknowledged: bool = False) -> Sequence[Incident]:
-        return self._own.read(lambda connection: self._records.incidents(connection, prefix, acknowledged=acknowledged))
+    def incidents(
+        self, prefix: str = "", *, acknowledged: bool = False, connection: Connection | None = None
+    ) -> Sequence[Incident]:
+        """Perhaps in the caller's transaction."""
+
+        def work(own: Connection) -> Sequence[Incident]:
+            return self._records.incidents(own, prefix, acknowledged=acknowledged)
+
+        return self._own.read(work) if connection is None else work(connection)
 
     def incidents_of(self, transactional_ids: Collection[str]) -> Sequence[Incident]:
         return self._own.read(lambda connection: self._records.incidents_of(connection, transactional_ids))

@@ -143,7 +143,7 @@ class SinkDatabase(Protocol):
         """
         ...
 
-    def choose_staging(self, wanted: str, schema: str, *, empties: bool, merges: bool) -> bool:
+    def choose_staging(self, connection: Connection, wanted: str, schema: str, *, empties: bool, merges: bool) -> bool:
         """Whether the tasks of a batch decided as a whole bring rows in through staging tables.
 
         `wanted` is the setting ``database_leg``, `schema` the place of the staging tables. `empties` says that the table is
@@ -168,6 +168,14 @@ class SinkDatabase(Protocol):
         """
         ...
 
+    def wrong_rows(self, layout: Layout, batch: pa.RecordBatch, *, most: int) -> Mapping[int, str]:
+        """Why the table does not take rows of a projected batch, by their places; of at least `most` + 1, if there are so many.
+
+        The database itself is asked, on a connection of its own, by an empty temporary copy of the table with its types, NOT
+        NULL and CHECK: about each row by itself, not about unique and foreign keys. Nothing stays.
+        """
+        ...
+
     def take_over(self, connection: Connection, parts: Sequence[Staged], layout: Layout) -> None:
         """Move the rows of staging tables into the target, in the deciding transaction, by the layout's `merge` if it has one.
 
@@ -184,6 +192,10 @@ class SinkDatabase(Protocol):
         """Drop staging tables whose rows were moved. Those still being read are left for :meth:`drop_dead_staging`."""
         ...
 
+    def drop_staging_in(self, connection: Connection, tables: Collection[StagingTable]) -> bool:
+        """As :meth:`drop_staging`, in the caller's transaction. False if DDL would commit that: nothing is sent then."""
+        ...
+
     def drop_dead_staging(
         self, schema: str, incarnations: Mapping[str, int], holders: Callable[[], Mapping[str, str]]
     ) -> int:
@@ -192,6 +204,10 @@ class SinkDatabase(Protocol):
         Those still being read stay until next time. `incarnations` has the current incarnation by slot. `holders` reads the
         current holder by slot, and is called after the tables have been found.
         """
+        ...
+
+    def find_staging(self, connection: Connection, schema: str) -> Sequence[StagingTable]:
+        """The staging tables in a schema that tasks of any sink have made."""
         ...
 
     def empty(self, connection: Connection, table: tuple[str, str], how: Emptying) -> None:

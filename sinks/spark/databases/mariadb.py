@@ -422,9 +422,9 @@ class MariaDB:
         del prepared  # never
         return merging(connection, layout, names)
 
-    def choose_staging(self, wanted: str, schema: str, *, empties: bool, merges: bool) -> bool:
+    def choose_staging(self, connection: Connection, wanted: str, schema: str, *, empties: bool, merges: bool) -> bool:
         """See the protocol. Always: there is no other way."""
-        del schema, empties, merges
+        del connection, schema, empties, merges
         if wanted == "prepared":
             raise _not_prepared()
         return True
@@ -432,6 +432,13 @@ class MariaDB:
     def create_staging(self, connection: Connection, made: StagingTable, layout: Layout) -> None:
         del connection  # DDL would commit its transaction
         create_staging(self.engine, made, layout)
+
+    def wrong_rows(self, layout: Layout, batch: pa.RecordBatch, *, most: int) -> Mapping[int, str]:
+        try:
+            with self.engine.connect() as connection:
+                return wrong_rows(connection, layout, batch, most)
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, self.engine) from error
 
     def take_over(self, connection: Connection, parts: Sequence[Staged], layout: Layout) -> None:
         take_over(connection, parts, layout)
@@ -448,15 +455,23 @@ class MariaDB:
         for staged in tables:
             _drop(self.engine, staged)
 
+    def drop_staging_in(self, connection: Connection, tables: Collection[StagingTable]) -> bool:
+        del connection  # DDL would commit its transaction
+        return not tables
+
     def drop_dead_staging(
         self, schema: str, incarnations: Mapping[str, int], holders: Callable[[], Mapping[str, str]]
     ) -> int:
         with self.engine.connect() as connection:
-            where = {"schema": schema, "prefix": STAGING_PREFIX, "length": len(STAGING_PREFIX)}
-            found = [StagingTable.found(*row) for row in connection.execute(_FIND_STAGING, where)]
+            found = self.find_staging(connection, schema)
         held = holders() if found else {}
-        dead = [one for one in found if one is not None and can_be_dropped(one, incarnations, held)]
+        dead = [one for one in found if can_be_dropped(one, incarnations, held)]
         return sum(_drop(self.engine, one) for one in dead)
+
+    def find_staging(self, connection: Connection, schema: str) -> Sequence[StagingTable]:
+        where = {"schema": schema, "prefix": STAGING_PREFIX, "length": len(STAGING_PREFIX)}
+        rows = connection.execute(_FIND_STAGING, where)
+        return [found for row in rows if (found := StagingTable.found(*row)) is not None]
 
     def require_replaceable(
         self, connection: Connection, layout: Layout, *, empty: Emptying | None, direct: bool
@@ -683,6 +698,69 @@ def inserting(
         yield inserts
     require_all_taken(layout.table[1], sent=inserts.sent_rows, taken=inserts.taken_rows)
     require_types(connection, table, layout.table_types, shown_name=layout.table[1])
+
+
+# Which rows a table would not take, by a temporary copy of it.
+
+_CHECKING: Final = "dualwrite_checking"
+
+
+def wrong_rows(connection: Connection, layout: Layout, batch: pa.RecordBatch, most: int) -> dict[int, str]:
+    """See :meth:`SinkDatabase.wrong_rows`."""
+    found: dict[int, str] = {}
+    columns = layout.table_columns
+    arrays = [batch.column(column.source) for column in columns]
+    for column, array in zip(columns, arrays, strict=True):
+        for words, is_bad in _changes(column, array):
+            for place in pc.indices_nonzero(is_bad).to_pylist():
+                found.setdefault(place, f"column {column.name!r} of type {column.shown_type}: {words}")
+    places = [place for place in range(batch.num_rows) if place not in found]
+    kept = [array.take(pa.array(places, pa.int64())) for array in arrays]
+    made = (layout.table[0], _CHECKING)
+    try:
+        _drop_temporary(connection, made)
+        execute(connection, f"CREATE TEMPORARY TABLE {table_name(made)} LIKE {table_name(layout.table)}")
+    except exc.SQLAlchemyError as error:
+        raise _not_made(
+            error,
+            connection.engine,
+            "temporary",
+            schema=made[0],
+            rights="CREATE TEMPORARY TABLES",
+            more="; and SELECT on the table that is written",
+        ) from error
+    # REPLACE, because the copy has the table's unique keys, too, and other rows are no matter here.
+    into = f"REPLACE INTO {table_name(made)} ({listed([one.name for one in columns])}) VALUES "
+    with closing(cast("Any", connection.connection.dbapi_connection).cursor()) as cursor:
+        rows = literal_rows(columns, kept, lambda place: f"row {place + 1}")
+        waiting = statements(rows, MOST_BYTES)[::-1]
+        while waiting and len(found) <= most:
+            start, end = waiting.pop()
+            refusal = _why_not(cursor, f"{into}({'),('.join(rows[start:end])})")
+            if refusal is None:
+                continue
+            if end - start == 1:
+                found[places[start]] = refusal.replace(_CHECKING, layout.table[1])
+            else:
+                middle = (start + end) // 2
+                waiting += [(middle, end), (start, middle)]
+    _drop_temporary(connection, made)
+    return found
+
+
+def _why_not(cursor: Any, statement: str) -> str | None:
+    """Why the server does not take all of these rows as they are; None if it does."""
+    try:
+        cursor.execute(statement)
+    except MySQLError as error:
+        failed = wrapped(error)
+        if not is_about_rows(failed):
+            raise failed from error
+        return driver_words(failed)
+    if not cursor.warning_count:
+        return None
+    cursor.execute("SHOW WARNINGS")
+    return next((str(words) for _, number, words in cursor.fetchall() if number in _CHANGED), None)
 
 
 # Arrow columns as the literals of an INSERT, computed column by column; and values that a column would change, refused.

@@ -16,7 +16,8 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import psycopg
 import psycopg.errors
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from psycopg import Copy, Cursor
-    from sqlalchemy import URL, RowMapping
+    from sqlalchemy import URL, Engine, RowMapping
 
     from dualwrite.sinks.spark.digests import RowNames
     from dualwrite.sinks.spark.layout import Copied, Layout
@@ -351,12 +352,16 @@ def merging(
         _execute(connection, sql.SQL("DROP TABLE {}").format(sql.Identifier(*made)))
 
 
-def _drop(connection: Connection, *tables: StagingTable) -> bool:
+def _drop_in(connection: Connection, tables: Collection[StagingTable]) -> None:
     names = sql.SQL(", ").join(sql.Identifier(*staged.table) for staged in tables)
+    connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_DROP_LOCK_TIMEOUT}'")
+    _execute(connection, sql.SQL("DROP TABLE IF EXISTS {}").format(names))
+
+
+def _drop(connection: Connection, *tables: StagingTable) -> bool:
     try:
         with connection.begin():
-            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_DROP_LOCK_TIMEOUT}'")
-            _execute(connection, sql.SQL("DROP TABLE IF EXISTS {}").format(names))
+            _drop_in(connection, tables)
     except exc.SQLAlchemyError as error:
         shown = ", ".join(staged.name for staged in tables)
         logger.warning("staging tables stay for now: %s: %s", shown, driver_words(error))
@@ -435,6 +440,7 @@ class PostgreSQL:
             # SQLAlchemy looks the type up in every new engine, and each of the driver's processes makes one.
             use_native_hstore=False,
         )
+        _take_reported_facts(self.engine)
         ping_idle_connections(self.engine)
 
     def quoted(self, table: tuple[str, str]) -> str:
@@ -458,10 +464,9 @@ class PostgreSQL:
     ) -> AbstractContextManager[TableCopy]:
         return merging(connection, layout, names, prepared=prepared)
 
-    def choose_staging(self, wanted: str, schema: str, *, empties: bool, merges: bool) -> bool:
+    def choose_staging(self, connection: Connection, wanted: str, schema: str, *, empties: bool, merges: bool) -> bool:
         try:
-            with self.engine.connect() as connection:
-                may_create, most_prepared = connection.execute(_ALLOWED, {"schema": schema}).one()
+            may_create, most_prepared = connection.execute(_ALLOWED, {"schema": schema}).one()
         except exc.SQLAlchemyError as error:
             raise map_database_error(error, self.engine) from error
         if wanted == "staging" or (wanted == "auto" and may_create):
@@ -482,6 +487,13 @@ class PostgreSQL:
         """See :meth:`SinkDatabase.create_staging`. In the target's schema and the caller's transaction."""
         _create(connection, made.table, layout, "UNLOGGED", made.comment)
 
+    def wrong_rows(self, layout: Layout, batch: pa.RecordBatch, *, most: int) -> Mapping[int, str]:
+        try:
+            with self.engine.connect() as connection:
+                return wrong_rows(connection, layout, batch, most)
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, self.engine) from error
+
     def take_over(self, connection: Connection, parts: Sequence[Staged], layout: Layout) -> None:
         take_over(connection, parts, layout)
 
@@ -501,21 +513,27 @@ class PostgreSQL:
                 for staged in tables if len(tables) > 1 else ():
                     _drop(connection, staged)
 
+    def drop_staging_in(self, connection: Connection, tables: Collection[StagingTable]) -> bool:
+        if tables:
+            _drop_in(connection, tables)
+        return True
+
     def drop_dead_staging(
         self, schema: str, incarnations: Mapping[str, int], holders: Callable[[], Mapping[str, str]]
     ) -> int:
         dropped = 0
         with self.engine.connect() as connection:
-            found = [
-                StagingTable.found(*row)
-                for row in connection.execute(_FIND_STAGING, {"prefix": STAGING_PREFIX, "schema": schema})
-            ]
+            found = self.find_staging(connection, schema)
             connection.rollback()
             held = holders() if found else {}
             for staged in found:
-                if staged is not None and can_be_dropped(staged, incarnations, held):
+                if can_be_dropped(staged, incarnations, held):
                     dropped += _drop(connection, staged)
         return dropped
+
+    def find_staging(self, connection: Connection, schema: str) -> Sequence[StagingTable]:
+        rows = connection.execute(_FIND_STAGING, {"prefix": STAGING_PREFIX, "schema": schema})
+        return [found for row in rows if (found := StagingTable.found(*row)) is not None]
 
     def require_replaceable(
         self, connection: Connection, layout: Layout, *, empty: Emptying | None, direct: bool
@@ -576,6 +594,30 @@ class PostgreSQL:
                 return True
             cause = cause.__cause__
         return False
+
+
+def _take_reported_facts(engine: Engine) -> None:
+    """Let SQLAlchemy take the server's facts from what the server reports as it lets a connection in.
+
+    It would ask for them in a transaction of six statements; and each of a stream's processes next to the driver has an engine
+    of its own, for a few transactions.
+    """
+    dialect = engine.dialect
+
+    def version(connection: Connection) -> tuple[int, int]:
+        number = cast("int", cast("Any", connection.connection.driver_connection).info.server_version)
+        return divmod(number, 10_000)
+
+    def set_backslash_escapes(connection: Connection) -> None:
+        info = cast("Any", connection.connection.driver_connection).info
+        vars(dialect)["_backslash_escapes"] = info.parameter_status("standard_conforming_strings") == "off"
+
+    vars(dialect).update(
+        _get_server_version_info=version,
+        _set_backslash_escapes=set_backslash_escapes,
+        _get_default_schema_name=lambda _: None,  # of use to those who look at tables through SQLAlchemy
+        get_default_isolation_level=lambda _: "READ COMMITTED",  # the engine's own
+    )
 
 
 # The target table in PostgreSQL's catalog.
@@ -720,12 +762,14 @@ class _Driver(Protocol):
 class TableCopy:
     """A running COPY. Batches may be written until the block ends."""
 
-    def __init__(self, copy: Copy, layout: Layout, names: RowNames | None = None) -> None:
+    def __init__(
+        self, copy: Copy, layout: Layout, names: RowNames | None = None, columns: Sequence[Copied] | None = None
+    ) -> None:
         self.sent_rows = 0
         self._names = names
         self._copy = copy
         self._layout = layout
-        self._columns = layout.staged_columns
+        self._columns = columns or layout.staged_columns
         schema = pa.schema([(f"c{number}", _wire_type(layout, one)) for number, one in enumerate(self._columns)])
         self._schema = schema
         self._encoder = ArrowToPostgresBinaryEncoder.new_with_encoders(
@@ -745,7 +789,8 @@ class TableCopy:
         A row that the database refuses raises psycopg's error, which `copying` maps.
         """
         arrays = []
-        for one, array in zip(self._columns, staged_arrays(self._layout, batch, deleted), strict=True):
+        values = staged_arrays(self._layout, batch, deleted)[: len(self._columns)]
+        for one, array in zip(self._columns, values, strict=True):
             require_kept(one, _changes(one, array), self._name)
             arrays.append(self._uuids(one.name, array) if one.encoding == "uuid" else array)
         self._copy.write(self._encoder.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema)))
@@ -779,13 +824,9 @@ def copying(
 ) -> Generator[TableCopy, None, None]:
     """COPY the layout's table columns into a table; an exception in the block cancels it. See :meth:`SinkDatabase.writing`."""
     driver = cast("_Driver", connection.connection.dbapi_connection)
-    statement = sql.SQL("COPY {} ({}) FROM STDIN (FORMAT BINARY)").format(
-        sql.Identifier(*table),
-        listed([column.name for column in layout.staged_columns]),
-    )
     try:
         with driver.cursor() as cursor:
-            with cursor.copy(statement) as copy:
+            with cursor.copy(_copy_into(table, layout.staged_columns)) as copy:
                 table_copy = TableCopy(copy, layout, names)
                 yield table_copy
                 table_copy.finish()
@@ -798,6 +839,123 @@ def copying(
     # A temporary table has just been made of the target, whose types it keeps from changing.
     where = layout.table if table == _TEMPORARY else table
     require_types(connection, where, layout.table_types, shown_name=layout.table[1])
+
+
+def _copy_into(table: tuple[str, str], columns: Sequence[Copied]) -> sql.Composed:
+    names = listed([column.name for column in columns])
+    return sql.SQL("COPY {} ({}) FROM STDIN (FORMAT BINARY)").format(sql.Identifier(*table), names)
+
+
+# Which rows a table would not take, by a temporary copy of it that is never committed.
+
+# SQLSTATEs of what a row is by itself: a value, a null, a CHECK.
+_OF_A_ROW: Final = frozenset({"23502", "23514"})
+_OF_A_VALUE: Final = "22"
+_AFTER_A_WRONG_ROW: Final = 64
+_NOT_NULL_BESIDE: Final = text(
+    "SELECT attname FROM pg_attribute "
+    "WHERE attrelid = to_regclass(:name) AND attnum > 0 AND attnotnull AND attname <> ALL (:given)"
+)
+
+
+def wrong_rows(connection: Connection, layout: Layout, batch: pa.RecordBatch, most: int) -> dict[int, str]:
+    """See :meth:`SinkDatabase.wrong_rows`. The connection is outside a transaction, and must be rolled back."""
+    found = _wrong_here(layout, batch)
+    table = _create_checking(connection, layout)
+    rows = [place for place in range(batch.num_rows) if place not in found]
+    start, chunk = 0, max(1, len(rows))
+    while start < len(rows) and len(found) <= most:
+        part = rows[start : start + chunk]
+        refusal = _refusal(connection, layout, table, batch.take(pa.array(part, pa.int64())))
+        if refusal is None:
+            start, chunk = start + len(part), 2 * chunk
+        elif refusal.line is None and len(part) > 1:
+            chunk = len(part) // 2
+        else:
+            good = 0 if refusal.line is None else refusal.line - 1
+            found[part[good]] = refusal.words
+            start, chunk = start + good + 1, _AFTER_A_WRONG_ROW
+    return found
+
+
+def _wrong_here(layout: Layout, batch: pa.RecordBatch) -> dict[int, str]:
+    """The rows that would not reach the server, or would be changed there."""
+    found: dict[int, str] = {}
+    for column in layout.table_columns:
+        array = batch.column(column.source)
+        for words, is_bad in _changes(column, array):
+            for place in pc.indices_nonzero(is_bad).to_pylist():
+                found.setdefault(place, f"column {column.name!r} of type {column.shown_type}: {words}")
+        if column.encoding == "uuid":
+            for place, value in enumerate(array.to_pylist()):
+                if value is not None and not _is_uuid(value):
+                    found.setdefault(place, f"column {column.name!r} of type uuid: it is not a UUID")
+    return found
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """Why a COPY was refused; `line` is the number of the first row that is wrong, from 1, if the server says it."""
+
+    words: str
+    line: int | None
+
+
+def _refusal(connection: Connection, layout: Layout, table: tuple[str, str], rows: pa.RecordBatch) -> _Refusal | None:
+    connection.exec_driver_sql("SAVEPOINT dualwrite_checking")
+    try:
+        _copy_rows(connection, layout, table, rows)
+    except psycopg.Error as error:
+        if error.sqlstate not in _OF_A_ROW and (error.sqlstate or "")[:2] != _OF_A_VALUE:
+            raise refused(f"table {layout.table[1]!r} does not take the rows", error) from error
+        connection.exec_driver_sql("ROLLBACK TO SAVEPOINT dualwrite_checking")
+        line = _LINE.search((error.diag.context or "").partition("\n")[0])
+        return _Refusal(driver_words(error), None if line is None else int(line[1]))
+    return None
+
+
+def _is_uuid(value: str) -> bool:
+    try:
+        return len(bytes.fromhex(value.replace("-", ""))) == _UUID_BYTES
+    except ValueError:
+        return False
+
+
+def _create_checking(connection: Connection, layout: Layout) -> tuple[str, str]:
+    """Create the copy, under the table's own name, which errors show. Columns that are not written may be null."""
+    made = ("pg_temp", layout.table[1])
+    where = sql.Identifier(*made)
+    try:
+        _execute(
+            connection,
+            sql.SQL("CREATE TEMPORARY TABLE {} (LIKE {} INCLUDING CONSTRAINTS) ON COMMIT DROP").format(
+                where, sql.Identifier(*layout.table)
+            ),
+        )
+        given = {"name": where.as_string(), "given": list(layout.table_column_names)}
+        beside = connection.execute(_NOT_NULL_BESIDE, given).scalars().all()
+        if beside:
+            dropped = sql.SQL(", ").join(
+                sql.SQL("ALTER COLUMN {} DROP NOT NULL").format(sql.Identifier(name)) for name in beside
+            )
+            _execute(connection, sql.SQL("ALTER TABLE {} {}").format(where, dropped))
+    except exc.SQLAlchemyError as error:
+        mapped = map_database_error(error, connection.engine)
+        if isinstance(mapped, ConfigurationError):
+            raise ConfigurationError(
+                f"the rows for table {layout.table[1]!r} cannot be checked: {driver_words(error)}",
+                next_step="a quarantine needs SELECT on the table, and TEMPORARY on the database",
+            ) from error
+        raise mapped from error
+    return made
+
+
+def _copy_rows(connection: Connection, layout: Layout, table: tuple[str, str], rows: pa.RecordBatch) -> None:
+    driver = cast("_Driver", connection.connection.dbapi_connection)
+    with driver.cursor() as cursor, cursor.copy(_copy_into(table, layout.table_columns)) as copy:
+        table_copy = TableCopy(copy, layout, columns=layout.table_columns)
+        table_copy.write(rows)
+        table_copy.finish()
 
 
 def refused(what: str, error: psycopg.Error, row: str | None = None) -> TransactionAborted:

@@ -119,7 +119,7 @@ def decision(store, batch, monkeypatch):
 def test_all_parts_are_decided_in_one_transaction_in_the_order_of_their_ids(decision, batch, store):
     assert decision.run() is True
     assert store.done == [
-        *("begin", "read a", "record", "require held", "decide a", "decide b", "bring", "run deferred", "require held"),
+        *("begin", "read a", "record", "decide a", "decide b", "bring", "run deferred", "require held"),
         *("commit", "decided"),
     ]
     assert batch.settled == [{"a"}]

@@ -22,9 +22,10 @@ def target(tag, *columns, table="t"):
         projected=projected,
         json_columns=(),
         table=("public", table),
+        whole_row=None,
         arrow_schema=pa.schema([(f"c{place}", pa.int64()) for place in range(len(columns))]),
     )
-    return SimpleNamespace(tag=tag, layout=layout)
+    return SimpleNamespace(tag=tag, layout=layout, is_quarantine=False, in_table=True)
 
 
 TARGETS = [target("a", 1), target("b", 1, 2, table="u")]
