@@ -97,7 +97,7 @@ class Batch(Protocol):
         ...
 
     def require_held(self, connection: Connection) -> None:
-        """Raise unless the decider still holds every part; called before COMMIT, when all else is done."""
+        """Raise unless the decider still holds every part; called before COMMIT, when all else is done, and for a part lost."""
         ...
 
     def bring(self, connection: Connection) -> None:
@@ -239,6 +239,7 @@ class Decision(Generic[P]):
             ),
         )
         if not ours:
+            self._batch.require_held(connection)  # if its time is over, that is the reason
             raise Fenced(
                 f"{self._batch.name}: another decider, or a recovery, has claimed its slot",
                 transactional_id=part.transactional_id,

@@ -242,22 +242,26 @@ class DriverSide:
         that is handing over holds the lock until it is done; then the part that it handed over is found here, too.
         """
         deadline = Deadline(self._options.timeout_s)
-        prefix = self._lease_prefix
-        context = OwnerContext(self._coordinator, self._store, unique_owner(), observer_if_loaded())
         while True:
             left = self._store.own_transaction(self._end_run)
-            self.run, rows, prepared = left.run, left.rows, left.prepared
-            if left.leases:
-                self._has_claimed = True
-                settle_leases(context, self._pool, left.leases, deadline, name=self.name, prefix=prefix)
-                # A paused task may have prepared a transaction after its slot was settled.
-                rows, prepared = self._store.find_with_participants(f"{self._pool.pool}#")
-            end_participants(self._store, [one for one in prepared if is_stale(one)])
+            self.run = left.run
+            rows = self._settle_slots(left, deadline)
             if left.has_ended:
                 return rows
             if deadline.expired:
                 raise Unavailable(f"{self.name}: a task of an earlier run is stuck while it hands its rows over")
             pause(_LOOKS_AGAIN_S)
+
+    def _settle_slots(self, left: Left, deadline: Deadline) -> Sequence[StateRow]:
+        rows, prepared = left.rows, left.prepared
+        if left.leases:
+            self._has_claimed = True
+            context = OwnerContext(self._coordinator, self._store, unique_owner(), observer_if_loaded())
+            settle_leases(context, self._pool, left.leases, deadline, name=self.name, prefix=self._lease_prefix)
+            # A paused task may have prepared a transaction after its slot was settled.
+            rows, prepared = self._store.find_with_participants(f"{self._pool.pool}#")
+        end_participants(self._store, [one for one in prepared if is_stale(one)])
+        return rows
 
     @property
     def _lease_prefix(self) -> str:

@@ -211,7 +211,7 @@ def patient_spark(spark):
 @pytest.mark.spark
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "committed"), [pytest.param("_settle_slots", 0, marks=pytest.mark.thorough), ("_begin_run", 1)]
+    ("method", "committed"), [pytest.param("_settle_slots", 0, marks=pytest.mark.thorough), ("_end_run", 1)]
 )
 def test_nothing_is_committed_after_write_batch_has_raised_though_it_could_not_settle(
     patient_spark, numbers, tmp_path, monkeypatch, method, committed
@@ -251,7 +251,7 @@ def test_nothing_is_committed_after_write_batch_has_raised_though_it_could_not_s
     assert words.startswith(
         "1 of its 2 partitions are committed" if committed else "none of its 2 partitions is committed"
     )
-    assert ("may commit more" in words) is (method == "_begin_run")
+    assert ("may commit more" in words) is (method == "_end_run")
     monkeypatch.undo()
     write_batch(df, batch_id="1", **numbers.settings)
     numbers.verify(10)

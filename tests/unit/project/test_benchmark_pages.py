@@ -132,6 +132,9 @@ def test_the_figures_of_spark_are_compared_the_right_way_round(tmp_path):
     pair = "\n".join(spark_page.sections({"comparing": compared, "overwriting": compared}))
     assert "By `make bench-spark ONLY=comparing`. 100 rows with 19 columns; interleaved, medians." in pair
     assert f"| {WRITE_BATCH} | 10.00 | 2.5 | 2.5 | 2.5 |" in pair
+    far = {"batches": 30, "rounds": 2, "visible_ms": [[5, SPARKS, 120.4, 150.0, 90.0]]}
+    latency = "\n".join(spark_page.sections({"latency": far}))
+    assert f"| 5 ms | {SPARKS} | 120 | 150 | 90 |" in latency
     spark_page.draw({"rows": costs}, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["benchmarks-spark-rows.svg"]
 

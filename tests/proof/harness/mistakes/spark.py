@@ -230,7 +230,7 @@ def nulls_not_seen_by_the_digest(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        f"{_RUNS}::test_nothing_is_committed_after_write_batch_has_raised_though_it_could_not_settle[_begin_run-1]",
+        f"{_RUNS}::test_nothing_is_committed_after_write_batch_has_raised_though_it_could_not_settle[_end_run-1]",
         "assert",
     )
 )
