@@ -30,6 +30,7 @@ NOT_FOR_USERS = {
     "Scan": {"end"},  # its store calls it
     "SinkOptions": {
         *("database_url", "format_of_value", "kafka_config", "kafka_settings"),  # the driver and the tasks
+        *("most_quarantined", "quarantines"),  # as above
         *("operations", "pool", "registry_settings"),
     },
     "SourceOptions": {"parse"},  # the format calls it
