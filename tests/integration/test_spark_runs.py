@@ -134,8 +134,8 @@ def test_a_job_that_fails_waits_for_the_task_that_is_handing_over_and_undoes_tha
             failing.join(PATIENCE_S)
         return real_keep(self, *args)
 
-    def replace(self, sink, name):
-        run = real_replace(self, sink, name)
+    def replace(self, sink, name, connection):
+        run = real_replace(self, sink, name, connection)
         if run is None:
             waits.set()
         return run
