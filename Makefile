@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo quick check test spent coverage pythons sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos units tasks search faults scenarios controls reason docs pictures screenshots servers-up servers-down clean venv source jars mariadb archive
+.PHONY: help demo quick check test spent coverage pythons sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos units tasks search faults scenarios controls reason brokers databases docs pictures screenshots servers-up servers-down clean venv source jars mariadb archive
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -107,9 +107,26 @@ $(OLDEST): $(READY)
 	@rm -rf $(OLDEST) && $(PY) -m pip install --quiet --no-deps --disable-pip-version-check --target $(OLDEST) \
 		SQLAlchemy==$(SQLALCHEMY_OLDEST) && touch $(OLDEST)
 
-simulator: venv jars ## hold the simulated broker against a real one, at length (DEPTH=5 RANDOM=2000 SEED=1; VERSION=2: only transactions of version 2)
+simulator: venv jars ## hold the simulated broker against a real one, at length (DEPTH=5 RANDOM=2000 SEED=1; VERSION=2: only transactions of version 2; KAFKA=4.4.0: only that broker)
 	cd tests/proof && $(CURDIR)/$(PY) -m harness.compare_brokers --depth $(or $(DEPTH),5) --random $(or $(RANDOM),2000) --seed $(or $(SEED),1) \
-		$(if $(VERSION),--version $(VERSION))
+		$(if $(VERSION),--version $(VERSION)) $(if $(KAFKA),--kafka $(KAFKA))
+
+# The newest of each minor version that Maven serves whole. KAFKA_ONLY takes other tests.
+KAFKA_VERSIONS ?= 4.0.2 4.1.2 4.2.2 4.3.1
+brokers: venv jars ## both engines, KIP-939, the requests, dual writes and recovery on each other version of Apache Kafka (half an hour)
+	$(PY) -m pytest -q -p no:cacheprovider --thorough tests/integration/test_kafka_versions.py
+	@for version in $(KAFKA_VERSIONS); do \
+		echo "Apache Kafka $$version"; DUALWRITE_KAFKA_VERSION=$$version $(PY) -m pytest -q -p no:cacheprovider \
+		$(if $(ONLY),$(ONLY),tests/conformance/test_engines.py tests/conformance/test_kip_939.py tests/integration/test_native_settling.py) || exit 1; \
+	done
+
+# Each fetched once by Maven; the usual ones, PostgreSQL 18 and MariaDB 11.4, run in `make test`.
+DATABASES ?= postgresql-13 postgresql-14 postgresql-15 postgresql-16 postgresql-17 mariadb-10.11
+databases: venv jars mariadb ## the conformance tests on each other version of PostgreSQL and MariaDB (half an hour; ONLY=tests/... others)
+	@for server in $(DATABASES); do \
+		echo "$$server"; PYTHONPATH=tests/proof $(PY) -m harness.other_databases $$server -q -p no:cacheprovider \
+		$(if $(ONLY),$(ONLY),tests/conformance) || failed="$$failed $$server"; \
+	done; if [ -n "$$failed" ]; then echo "failed on$$failed"; exit 1; fi
 
 # The newest of each minor version that is supported. (Older ones leave sockets to the garbage collector, which is no failure.)
 SPARK_VERSIONS ?= 4.0.5 4.1.4 4.2.1 4.3.0

@@ -148,12 +148,23 @@ ADVICE: Final[Mapping[int, Advice]] = MappingProxyType(
         Code.UNKNOWN_MEMBER_ID: _MOVED_ON,
         Code.FENCED_MEMBER_EPOCH: _MOVED_ON,
         Code.STALE_MEMBER_EPOCH: _MOVED_ON,
+        Code.GROUP_ID_NOT_FOUND: _MOVED_ON,
         Code.REBALANCE_IN_PROGRESS: Advice(
             Kind.REFUSED, "the consumer group is rebalancing: poll the consumer again, do not retry this work"
         ),
     }
 )
 """By the protocol's error number, the advice. An error without a row may pass by itself."""
+
+_ON_OFFSETS: Final = MappingProxyType(
+    {
+        Code.UNKNOWN_TOPIC_ID: Advice(
+            Kind.REFUSED,
+            "a consumed topic was deleted or recreated: poll the consumer again instead of retrying this work",
+        ),
+    }
+)
+"""What differs where consumed offsets are refused."""
 
 _OF_THE_MESSAGE: Final = frozenset(
     ADVICE[code]
@@ -181,9 +192,10 @@ _OVERTAKEN: Final = (
 )
 
 
-def advice_on(code: int) -> Advice:
-    """The advice on an error number of the protocol."""
-    return ADVICE.get(code, _NONE)
+def advice_on(code: int, phase: Phase | None = None) -> Advice:
+    """The advice on an error number of the protocol, in a phase."""
+    own = _ON_OFFSETS if phase is Phase.SEND_OFFSETS else {}
+    return own.get(code) or ADVICE.get(code, _NONE)
 
 
 def error_for(

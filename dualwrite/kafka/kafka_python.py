@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     from kafka.protocol.consumer.fetch import FetchRequest
     from kafka.protocol.consumer.group import OffsetFetchRequest
     from kafka.protocol.consumer.offsets import ListOffsetsRequest
-    from kafka.protocol.producer.transaction import AddPartitionsToTxnRequest, EndTxnRequest, TxnOffsetCommitRequest
+    from kafka.protocol.producer.transaction import AddPartitionsToTxnRequest, EndTxnRequest
     from kafka.record.memory_records import MemoryRecords
 
 from dualwrite.kafka.messages import Message, Partition, by_topic
@@ -36,8 +36,6 @@ _SHARED_EPOCH: Final = 4
 broker would refuse every repetition of it, and fence the owner."""
 _NEWEST_ADD_VERSION: Final = 3
 """Later versions are for brokers only."""
-_WITH_ITS_PARTITION: Final = {"min_version": 5, "max_version": 5}
-"""The version of TxnOffsetCommit that adds the group's partition to the transaction by itself."""
 _NEWEST_VERSION_BY_NAME: Final = 12
 """Later versions of Fetch name topics by id, which some states lack."""
 _READ_UNCOMMITTED, _READ_COMMITTED = 0, 1
@@ -77,42 +75,6 @@ def add_partitions(kafka_id: str, ids: tuple[int, int], partitions: Collection[P
             topic_type(name=name, partitions=numbers) for name, numbers in by_topic(partitions).items()
         ],
         max_version=_NEWEST_ADD_VERSION,
-    )
-
-
-def commit_offsets(
-    kafka_id: str,
-    ids: tuple[int, int],
-    group: tuple[str, int, str, str | None],
-    offsets: Mapping[Partition, tuple[int, int, str]],
-) -> Message:
-    """A TxnOffsetCommit: by partition the offset, the leader's epoch and the metadata, for a group.
-
-    The group is its id, the generation, the member's id and the instance's id.
-    """
-    data = TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
-    topics: dict[str, list[Message]] = {}
-    for (topic, partition), (offset, leader_epoch, metadata) in offsets.items():
-        topics.setdefault(topic, []).append(
-            data.TxnOffsetCommitRequestPartition(
-                partition_index=partition,
-                committed_offset=offset,
-                committed_leader_epoch=leader_epoch,
-                committed_metadata=metadata,
-            )
-        )
-    producer_id, epoch = ids
-    group_id, generation, member_id, instance_id = group
-    return TxnOffsetCommitRequest(
-        transactional_id=kafka_id,
-        group_id=group_id,
-        producer_id=producer_id,
-        producer_epoch=epoch,
-        generation_id=generation,
-        member_id=member_id,
-        group_instance_id=instance_id,
-        topics=[data(name=topic, partitions=partitions) for topic, partitions in topics.items()],
-        **_WITH_ITS_PARTITION,
     )
 
 

@@ -1,12 +1,13 @@
 """The requests that are sent to brokers, as bytes, and what their answers say.
 
 The requests of every dual write are packed here: Produce, EndTxn, and those that ask a leader how transactions have ended.
-Each costs a few microseconds. So are those of a connection's opening, which come before anything else; those of a writer's
-opening are in :mod:`dualwrite.kafka.opening_messages`. All others are rare: kafka-python packs and reads them (:class:`Rare`),
-by the public methods of its messages alone. Tests hold what is packed here equal to kafka-python's bytes, for every version
-that is offered, and what is read equal to what it reads.
+Each costs a few microseconds. So are consumed offsets, whose newest version kafka-python does not know, and the requests of a
+connection's opening, which come before anything else; those of a writer's opening are in
+:mod:`dualwrite.kafka.opening_messages`. All others are rare: kafka-python packs and reads them (:class:`Rare`), by the public
+methods of its messages alone. Tests hold what is packed here equal to kafka-python's bytes, for every version that it knows, or
+to the Java client's, and what is read equal to what they read.
 
-Source: the Kafka protocol guide; KIP-482 (tagged fields).
+Source: the Kafka protocol guide; KIP-482 (tagged fields), KIP-1319 (offsets by topic id).
 """
 
 from __future__ import annotations
@@ -105,6 +106,12 @@ class OfOneKind:
     def version(self, offered: Offered) -> int:
         """See :class:`Request`."""
         return offered.highest(self.NAME, self.KEY, self.LOWEST, self.HIGHEST)
+
+
+class Varying:
+    """A request whose version depends on what it asks for, so that a connection chooses it each time."""
+
+    __slots__ = ()
 
 
 # Bytes.
@@ -407,6 +414,107 @@ _END: Final = struct.Struct(">qhBB")
 _ENDED: Final = struct.Struct(">4xBihqhB")
 
 
+class Group(NamedTuple):
+    """A consumer's membership in its group, as it stood when the offsets were consumed. Source: KIP-447.
+
+    ``generation`` is the member's epoch under KIP-848. A consumer without a subscription has generation -1 and no member
+    id.
+    """
+
+    group_id: str
+    generation: int = -1
+    member_id: str = ""
+    instance_id: str | None = None
+
+
+class Offset(NamedTuple):
+    """An offset to commit for a partition: the next one to consume.
+
+    ``leader_epoch`` is that of the last record consumed, -1 if it is not known; ``metadata`` is the application's own text.
+    """
+
+    offset: int
+    leader_epoch: int = -1
+    metadata: str = ""
+
+
+class TxnOffsetCommit(OfOneKind, Varying):
+    """Consumed offsets, as a part of the transaction of a producer id and epoch.
+
+    From version 5 on it adds the group's partition to the transaction by itself (KIP-890). Version 6 names topics by their
+    ids, so that offsets of a topic that was made again are refused (KIP-1319); where the id of a topic is not in
+    ``topic_ids``, the request stays at version 5.
+    """
+
+    NAME, KEY, LOWEST, HIGHEST = "TxnOffsetCommit", 28, 5, 6
+    __slots__ = ("group", "ids", "offsets", "topic_ids", "transactional_id")
+
+    def __init__(
+        self,
+        transactional_id: str,
+        ids: tuple[int, int],
+        group: Group,
+        offsets: Mapping[Partition, Offset],
+        topic_ids: Mapping[str, bytes],
+    ) -> None:
+        self.transactional_id = transactional_id
+        self.ids = ids
+        self.group = group
+        self.offsets = offsets
+        self.topic_ids = topic_ids
+
+    def version(self, offered: Offered) -> int:
+        """See :class:`Request`."""
+        by_id = all(name in self.topic_ids for name, _ in self.offsets)
+        return offered.highest(self.NAME, self.KEY, self.LOWEST, self.HIGHEST if by_id else _OFFSETS_BY_ID - 1)
+
+    def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
+        """See :class:`Request`."""
+        group, topics = self.group, by_topic(self.offsets)
+        parts = [
+            compact(self.transactional_id),
+            compact(group.group_id),
+            _COMMITTER.pack(*self.ids, group.generation),
+            compact(group.member_id),
+            _NO_TEXT if group.instance_id is None else compact(group.instance_id),
+            unsigned(len(topics) + 1),
+        ]
+        for name, numbers in topics.items():
+            parts += (self._topic(name, version), unsigned(len(numbers) + 1))
+            for number in numbers:
+                offset, leader_epoch, metadata = self.offsets[name, number]
+                parts += (_OFFSET.pack(number, offset, leader_epoch), compact(metadata), NO_TAGS)
+            parts.append(NO_TAGS)
+        parts.append(NO_TAGS)
+        return framed(self.KEY, version, correlation_id, client, b"".join(parts))
+
+    def _topic(self, name: str, version: int) -> bytes:
+        return self.topic_ids[name] if version >= _OFFSETS_BY_ID else compact(name)
+
+    def read(self, answer: bytes, version: int) -> dict[Partition, int]:
+        """By partition, the error code."""
+        names = {topic_id: name for name, topic_id in self.topic_ids.items()}
+        found = {}
+        read = Cursor(answer, ID_ENDS)
+        read.skip_tags()
+        read.int32()  # for how long the broker throttles us
+        for _ in range(read.count()):
+            name = names[read.raw(16)] if version >= _OFFSETS_BY_ID else read.text() or ""
+            for _ in range(read.count()):
+                number = read.int32()
+                found[name, number] = read.int16()
+                read.skip_tags()
+            read.skip_tags()
+        read.skip_tags()
+        return found
+
+
+_OFFSETS_BY_ID: Final = 6
+_COMMITTER: Final = struct.Struct(">qhi")
+_OFFSET: Final = struct.Struct(">iqi")
+_NO_TEXT: Final = b"\0"
+
+
 # What the leader of a partition shows.
 
 
@@ -613,12 +721,6 @@ def by_topic(partitions: Collection[Partition]) -> dict[str, list[int]]:
 
 
 # All others.
-
-
-class Varying:
-    """A request whose version depends on what it asks for, so that a connection chooses it each time."""
-
-    __slots__ = ()
 
 
 class Rare(Varying):

@@ -1,11 +1,14 @@
 """A native producer's requests to its coordinators on a real broker: new ids, ends of transactions, consumed offsets."""
 
+import base64
+import random
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
+from harness.kafka_tools import offsets_requests
 from harness.native_requests import MINUTE_MS, Producer
 from harness.patience import PATIENCE_S
 from kafka.protocol.admin import AlterClientQuotasRequest, DescribeClientQuotasRequest
@@ -13,7 +16,7 @@ from kafka.protocol.admin import AlterClientQuotasRequest, DescribeClientQuotasR
 from dualwrite.clock import Deadline
 from dualwrite.kafka.brokers import Brokers
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.messages import Produce
+from dualwrite.kafka.messages import Client, Produce, TxnOffsetCommit
 from dualwrite.kafka.native.coordination import Group, Offset, group_of
 from dualwrite.kafka.native.error_meanings import Code
 from dualwrite.testing import read_committed
@@ -146,7 +149,8 @@ def test_a_member_that_is_not_of_the_group_any_more_is_refused(producer, member,
     offsets = {(dualwrite_topic, 0): Offset(3)}
     group = group_of(member.consumer_group_metadata())
     stale = group._replace(generation=group.generation - 1)
-    assert producer.commit_offsets(stale, offsets) == Code.ILLEGAL_GENERATION
+    # Where topics have ids, members by KIP-848 have an error of their own.
+    assert producer.commit_offsets(stale, offsets) in {Code.ILLEGAL_GENERATION, Code.STALE_MEMBER_EPOCH}
     assert producer.commit_offsets(group._replace(member_id="another"), offsets) == Code.UNKNOWN_MEMBER_ID
     # The transaction goes on, and may be aborted.
     producer.send(dualwrite_topic, b"a")
@@ -160,6 +164,95 @@ def test_a_group_id_or_a_topic_that_cannot_be(producer, dualwrite_topic):
     unknown = {("not-there", 0): Offset(3)}
     last = producer.requests.commit_offsets(producer.ids, Group("g"), unknown, Deadline(1))
     assert last.code == Code.UNKNOWN_TOPIC_OR_PARTITION
+
+
+def of_committed_offsets(proxy):
+    return [request.api_version for request in proxy.requests if request.api_key == Api.TXN_OFFSET_COMMIT]
+
+
+def test_offsets_name_topics_by_id_where_the_id_is_known(proxied, dualwrite_kafka, dualwrite_topic):
+    proxy, producer = proxied
+    producer.init()
+    group, offsets = (
+        Group(f"group-{secrets.token_hex(4)}"),
+        {(dualwrite_topic, 0): Offset(3), (dualwrite_topic, 1): Offset(4)},
+    )
+    assert producer.commit_offsets(group, offsets) == Code.NONE
+    by_name = producer.requests.commit_offsets(
+        producer.ids, group, {(dualwrite_topic, 0): Offset(5)}, producer.deadline
+    )
+    assert by_name.code == Code.NONE
+    assert producer.end() == Code.NONE
+    assert of_committed_offsets(proxy) == [6, 5]
+    with closing(Consumer({**dualwrite_kafka.client_config(), "group.id": group.group_id})) as consumer:
+        assert [offset for offset, _, _ in committed(consumer, dualwrite_topic)] == [5, 4]
+
+
+def test_offsets_of_a_topic_that_was_made_again_are_refused_until_its_id_is_looked_up_again(producer, dualwrite_kafka):
+    topic = dualwrite_kafka.create_topic(f"again-{secrets.token_hex(4)}")
+    group, offsets = Group(f"group-{secrets.token_hex(4)}"), {(topic, 0): Offset(3)}
+    assert producer.commit_offsets(group, offsets) == Code.NONE
+    dualwrite_kafka.delete_topic(topic)
+    dualwrite_kafka.create_topic(topic)
+    assert producer.commit_offsets(group, offsets) == Code.UNKNOWN_TOPIC_ID
+    # The transaction goes on, and may be aborted.
+    assert producer.end(committed=False) == Code.NONE
+    producer.sender.forget([topic])
+    assert producer.commit_offsets(group, offsets) == Code.NONE
+    assert producer.end() == Code.NONE
+
+
+def test_offsets_are_the_java_clients_bytes():
+    drawn = random.Random(31)
+    cases, ours = [], []
+    for number in range(40):
+        version = TxnOffsetCommit.LOWEST + number % 2
+        topics = {f"topic-{name}-é" * drawn.choice([1, 30]): drawn.randbytes(16) for name in range(drawn.randrange(4))}
+        group = Group(
+            "g" * drawn.choice([1, 200]), drawn.randrange(-1, 2**31), "m\u2603", drawn.choice([None, "", "an instance"])
+        )
+        offsets = {
+            (name, partition): Offset(drawn.randrange(2**63), drawn.randrange(-1, 2**31), "x" * drawn.choice([0, 200]))
+            for name in topics
+            for partition in range(drawn.randrange(1, 3))
+        }
+        ids = drawn.randrange(2**63), drawn.randrange(2**15)
+        request = TxnOffsetCommit("tx-\u2603", ids, group, offsets, topics)
+        ours.append(request.frame(version, number, Client("a client"))[4:])
+        cases.append(
+            {"version": version, "correlation": number, "client": "a client", "request": as_java(request, version)}
+        )
+    assert offsets_requests(cases) == ours
+
+
+def as_java(request, version):
+    """The request as the Java client's own JSON has it."""
+    topics = {}
+    for (name, number), (offset, leader_epoch, metadata) in request.offsets.items():
+        topics.setdefault(name, []).append(
+            {
+                "partitionIndex": number,
+                "committedOffset": offset,
+                "committedLeaderEpoch": leader_epoch,
+                "committedMetadata": metadata,
+            }
+        )
+    named = {
+        name: {"topicId": base64.urlsafe_b64encode(request.topic_ids[name]).decode().rstrip("=")}
+        if version >= 6
+        else {"name": name}
+        for name in topics
+    }
+    return {
+        "transactionalId": request.transactional_id,
+        "groupId": request.group.group_id,
+        "producerId": request.ids[0],
+        "producerEpoch": request.ids[1],
+        "generationIdOrMemberEpoch": request.group.generation,
+        "memberId": request.group.member_id,
+        "groupInstanceId": request.group.instance_id,
+        "topics": [{**named[name], "partitions": partitions} for name, partitions in topics.items()],
+    }
 
 
 def test_a_right_that_is_missing_is_an_answer(guarded_kafka):

@@ -426,7 +426,7 @@ def failure_of(
     """Map an error of confluent-kafka. The hint for a missing right names the subject: a topic or consumer group."""
     exception = cause if isinstance(cause, KafkaException) else KafkaException(cause)
     cause = kafka_error(exception)
-    advice = _LOCAL.get(cause.code()) or advice_on(cause.code())
+    advice = _LOCAL.get(cause.code()) or advice_on(cause.code(), phase)
     what = f"{cause.str()} ({cause.name()})"
     error = error_for(advice, what, phase, transactional_id=transactional_id, subject=subject)
     error.__cause__ = exception

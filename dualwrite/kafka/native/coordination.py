@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from dualwrite.clock import Deadline, GrowingPause
@@ -23,7 +24,7 @@ from dualwrite.kafka.cluster import find_coordinators
 from dualwrite.kafka.config import TWO_PHASE_COMMIT
 from dualwrite.kafka.engine import choose_transaction_timeout_ms, log_that_unlimited, warn_if_bounded
 from dualwrite.kafka.error_codes import Code
-from dualwrite.kafka.messages import EndTxn, Message, NotOffered
+from dualwrite.kafka.messages import EndTxn, Group, Message, NotOffered, Offset, Partition, TxnOffsetCommit
 from dualwrite.kafka.messages import Request as WireRequest
 from dualwrite.kafka.native.error_meanings import Meaning, Request, meaning_of
 from dualwrite.kafka.opening_messages import CoordinatorType, InitProducerId
@@ -87,19 +88,25 @@ class CoordinatorRequests:
         )
 
     def commit_offsets(
-        self, ids: tuple[int, int], group: Group, offsets: Mapping[tuple[str, int], Offset], deadline: Deadline
+        self,
+        ids: tuple[int, int],
+        group: Group,
+        offsets: Mapping[Partition, Offset],
+        deadline: Deadline,
+        *,
+        topic_ids: Mapping[str, bytes] = MappingProxyType({}),
     ) -> Answered | None:
         """Commit consumed offsets as a part of the transaction of this producer id and epoch.
+
+        ``topic_ids`` are the ids of their topics. Names are sent if one is missing, or if the broker takes no ids.
 
         Repeated until it is answered: a copy that comes after the transaction has ended is refused. Returns the gravest of
         the partitions' answers, at the deadline of the last attempt; None if there was none.
         """
-        from dualwrite.kafka import kafka_python  # noqa: PLC0415 - loads kafka-python, which most writers do not need
-
         return self._answered(
             Request.TXN_OFFSET_COMMIT,
             (CoordinatorType.GROUP, group.group_id),
-            partial(kafka_python.commit_offsets, self._id, ids, group, offsets),
+            partial(TxnOffsetCommit, self._id, ids, group, offsets, topic_ids),
             _read_partitions,
             deadline,
         )
@@ -191,9 +198,8 @@ def _read_ids(response: Message) -> Answered:
     return Answered(response.error_code, (response.producer_id, response.producer_epoch))
 
 
-def _read_partitions(response: Message) -> Answered:
-    codes = [partition.error_code for topic in response.topics for partition in topic.partitions]
-    return Answered(max(codes, key=lambda code: _BY_WEIGHT.index(meaning_of(Request.TXN_OFFSET_COMMIT, code))))
+def _read_partitions(codes: Mapping[Partition, int]) -> Answered:
+    return Answered(max(codes.values(), key=lambda code: _BY_WEIGHT.index(meaning_of(Request.TXN_OFFSET_COMMIT, code))))
 
 
 # Gets a producer its id under the longest time limit that the broker grants to a transaction.
@@ -305,30 +311,6 @@ _NO_INSTANCE: Final = b"\1"
 _NO_EPOCH: Final = -1
 
 
-class Group(NamedTuple):
-    """A consumer's membership in its group, as it stood when the offsets were consumed. Source: KIP-447.
-
-    ``generation`` is the member's epoch under KIP-848. A consumer without a subscription has generation -1 and no member
-    id.
-    """
-
-    group_id: str
-    generation: int = -1
-    member_id: str = ""
-    instance_id: str | None = None
-
-
-class Offset(NamedTuple):
-    """An offset to commit for a partition: the next one to consume.
-
-    ``leader_epoch`` is that of the last record consumed, -1 if it is not known; ``metadata`` is the application's own text.
-    """
-
-    offset: int
-    leader_epoch: int = _NO_EPOCH
-    metadata: str = ""
-
-
 class ConsumedOffset(Protocol):
     """The attributes of ``confluent_kafka.TopicPartition`` that matter here."""
 
@@ -354,7 +336,7 @@ def group_of(metadata: object) -> Group:
     )
 
 
-def offsets_of(consumed: Iterable[ConsumedOffset]) -> dict[tuple[str, int], Offset]:
+def offsets_of(consumed: Iterable[ConsumedOffset]) -> dict[Partition, Offset]:
     """By partition, the offset to commit. Leaves out what has no offset, as librdkafka does."""
     return {
         (one.topic, one.partition): Offset(

@@ -127,6 +127,9 @@ _TXN_OFFSET_COMMIT: Final = {
     Code.UNKNOWN_MEMBER_ID: Meaning.ABORT,
     Code.STALE_MEMBER_EPOCH: Meaning.ABORT,
     Code.FENCED_MEMBER_EPOCH: Meaning.ABORT,
+    Code.GROUP_ID_NOT_FOUND: Meaning.ABORT,
+    # What was consumed is of a topic that was deleted, or made again: its offsets mean nothing in the new one.
+    Code.UNKNOWN_TOPIC_ID: Meaning.ABORT,
     Code.REBALANCE_IN_PROGRESS: Meaning.ABORT,
     Code.FENCED_INSTANCE_ID: Meaning.ABORT,
     Code.INVALID_GROUP_ID: Meaning.ABORT,

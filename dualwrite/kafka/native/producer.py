@@ -392,9 +392,13 @@ class NativeInstance(ProducerEngine):
         transaction = self._open
         transaction.note_write()
         transaction.offsets_in |= self._find_group(group.group_id, Deadline(min(_ASK_S, deadline.remaining_s())))
+        topics = {topic for topic, _ in committed}
+        topic_ids = self._sender.ids_of(topics, Deadline(min(_ASK_S, deadline.remaining_s())))
         transaction.sent_offsets = transaction.late_offsets = True
-        answered = self._wire.requests.commit_offsets(self._ids, group, committed, deadline)
+        answered = self._wire.requests.commit_offsets(self._ids, group, committed, deadline, topic_ids=topic_ids)
         if answered is not None:
+            if answered.code == Code.UNKNOWN_TOPIC_ID:
+                self._sender.forget(topics)
             # A late copy of offsets that are part of the transaction is written in the same partition: one that we know.
             transaction.late_offsets = answered.late and answered.code != Code.NONE
         self._answered(answered, Phase.SEND_OFFSETS, subject=group.group_id)
@@ -729,7 +733,8 @@ def failure_of(code: int | None, phase: Phase, *, transactional_id: str, subject
     """
     if code is None:
         return not_answered(phase, transactional_id=transactional_id, subject=subject)
-    error = error_for(_advice_on(code), code_name(code), phase, transactional_id=transactional_id, subject=subject)
+    advice = _advice_on(code, phase)
+    error = error_for(advice, code_name(code), phase, transactional_id=transactional_id, subject=subject)
     request = _REQUESTS.get(phase)
     goes_on = request is not None and meaning_of(request, code) is not Meaning.END
     return Failure(error, ProducerEvent.FAIL if goes_on else ProducerEvent.DOUBT)
@@ -742,13 +747,13 @@ def refused(refusal: Refusal, phase: Phase, *, transactional_id: str) -> Failure
         # An abort raises the epoch, so no late copy of the batch can be written behind it.
         advice, what = _LATE, f"partition {number} did not acknowledge its messages in time"
     else:
-        advice, what = _advice_on(refusal.code), f"partition {number}: {code_name(refusal.code)}"
+        advice, what = _advice_on(refusal.code, phase), f"partition {number}: {code_name(refusal.code)}"
     error = error_for(advice, what, phase, transactional_id=transactional_id, subject=topic)
     return Failure(error, ProducerEvent.FAIL if refusal.meaning is Meaning.ABORT else ProducerEvent.DOUBT)
 
 
-def _advice_on(code: int) -> Advice:
-    return _OWN.get(code) or advice_on(code)
+def _advice_on(code: int, phase: Phase) -> Advice:
+    return _OWN.get(code) or advice_on(code, phase)
 
 
 # Statistics of one producer, for `stats_cb`: librdkafka's names and units for those that mean the same here.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Final
 
 from dualwrite.clock import Deadline, now_s
+from dualwrite.errors import DualWriteError
 from dualwrite.kafka.brokers import Connections, NotYet, until_answered
 from dualwrite.kafka.cluster import Topic, Topics
 from dualwrite.kafka.messages import Produce, TopicKey
@@ -95,6 +96,22 @@ class Sender:
             self._found_at[name] = now_s()
         return found is not None
 
+    def ids_of(self, names: Collection[str], deadline: Deadline) -> dict[str, bytes]:
+        """The ids of topics that the transaction need not write to, as they were when first looked at, until :meth:`forget`.
+
+        A topic is left out if it is not found, has no id, or may not be described, or if no broker tells in time.
+        """
+        try:
+            found = self._topics.find(names, deadline, fresh=False)
+        except (NotYet, DualWriteError) as error:
+            logger.debug("%s: no broker tells the ids of %s: %s", self._id, ", ".join(sorted(names)), error)
+            return {}
+        return {name: _raw(one.topic_id) for name, one in found.items() if isinstance(one, Topic) and one.topic_id}
+
+    def forget(self, names: Collection[str]) -> None:
+        """Look these topics up again before their next use: one of them may have been made again under its name."""
+        self._topics.forget(names)
+
     def _find(
         self, deadline: Deadline, names: list[str], *, fresh: bool = False
     ) -> dict[str, tuple[Topic | None] | NotYet]:
@@ -111,7 +128,7 @@ class Sender:
             return
         known = self._known.get(name)
         if known is None or known[0] is not topic:
-            topic_id = bytes(16) if topic.topic_id is None else base64.urlsafe_b64decode(topic.topic_id + "==")
+            topic_id = bytes(16) if topic.topic_id is None else _raw(topic.topic_id)
             nodes = {number: None if lead is None else lead.node for number, lead in topic.leaders.items()}
             known = self._known[name] = (topic, TopicKey.of(name, topic_id), nodes)
         self._note_written(name, topic, known[2])
@@ -237,3 +254,7 @@ class Sender:
         delivered = core.answered(request, answer, now_s())
         if core is self._core:
             self.delivered += delivered
+
+
+def _raw(topic_id: str) -> bytes:
+    return base64.urlsafe_b64decode(topic_id + "==")

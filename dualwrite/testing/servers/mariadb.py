@@ -59,9 +59,9 @@ def is_fetched() -> bool:
     return sys.platform == "linux" and platform.machine() in {"x86_64", "AMD64"}
 
 
-def fetched_mariadb(pom: Path = POM) -> Path:
+def fetched_mariadb(version: str | None = None) -> Path:
     """The directory of MariaDB's ``bin``, ``scripts`` and ``share``; fetches and unpacks it first if the cache lacks it."""
-    return fetched_jars(pom, "mariadb", "MariaDB", _unpack) / _UNPACKED
+    return fetched_jars(POM, "mariadb", "MariaDB", _unpack, version=version) / _UNPACKED
 
 
 def _unpack(directory: Path) -> None:
@@ -106,7 +106,7 @@ class EmbeddedMariaDB(EmbeddedDatabase):
     _VARIABLE = SERVER_VARIABLE
     _DEFAULT_PORT = 3306
     _USUAL: ClassVar = _SETTINGS
-    _POM: ClassVar = POM
+    _VERSION: ClassVar[str | None] = None
 
     @property
     def url(self) -> str:
@@ -132,7 +132,7 @@ class EmbeddedMariaDB(EmbeddedDatabase):
     def _programs(self) -> tuple[str, ...]:
         """The server, the script that makes its data, and the option that says where a fetched one has its files."""
         if is_fetched():
-            base = fetched_mariadb(self._POM)
+            base = fetched_mariadb(self._VERSION)
             return str(base / "bin" / "mariadbd"), str(base / "scripts" / "mariadb-install-db"), f"--basedir={base}"
         programs = [installed_mariadb(name) for name in ("mariadbd", "mariadb-install-db")]
         if None in programs:

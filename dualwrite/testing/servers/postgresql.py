@@ -91,7 +91,7 @@ class EmbeddedPostgres(EmbeddedDatabase):
         return f"jdbc:postgresql://{url.host}:{url.port or self._DEFAULT_PORT}/{url.database}?{login}"
 
     def _initialise(self, process: ServerProcess) -> None:
-        self._bin = binaries(process.directory)
+        self._bin = self._binaries(process.directory)
         user = unprivileged_user()
         data, password = process.directory / "data", process.directory / "password"
         data.mkdir(mode=0o700)
@@ -120,6 +120,10 @@ class EmbeddedPostgres(EmbeddedDatabase):
         argv = [str(self._bin / "initdb"), *arguments]
         self._make_data(process, argv, user=None if user is None else user.pw_name)
         password.unlink()
+
+    def _binaries(self, directory: Path) -> Path:
+        """The directory of ``initdb`` and ``postgres``, accessible to the user that runs them."""
+        return binaries(directory)
 
     def _launch(self, process: ServerProcess) -> None:
         user = unprivileged_user()
@@ -214,9 +218,15 @@ def binaries(directory: Path) -> Path:
     own = directory / package.name
     own.mkdir(mode=0o755)
     for source, target in ((package / INSTALLATION, own / INSTALLATION), (libraries, directory / libraries.name)):
-        shutil.copytree(source, target, symlinks=True, copy_function=_link)
-        _open_up(target)
+        bring(source, target)
     return own / INSTALLATION / "bin"
+
+
+def bring(source: Path, target: Path) -> None:
+    """Make a tree accessible to everybody under another name, as hard links where possible."""
+    shutil.copytree(source, target, symlinks=True, copy_function=_link)
+    for folder, _, _ in os.walk(target):
+        Path(folder).chmod(0o755)
 
 
 def _link(source: str, target: str) -> None:
@@ -228,8 +238,3 @@ def _link(source: str, target: str) -> None:
 
 def _open_to_everybody(path: Path) -> bool:
     return all(place.stat().st_mode & stat.S_IXOTH for place in (path, *path.parents))
-
-
-def _open_up(tree: Path) -> None:
-    for folder, _, _ in os.walk(tree):
-        Path(folder).chmod(0o755)

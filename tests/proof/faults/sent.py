@@ -23,6 +23,7 @@ _NATIVE = {
     "InitProducerId v6",
     "EndTxn v5",
     "TxnOffsetCommit v5",
+    "TxnOffsetCommit v6",
 }
 """Versions with which each transaction has an epoch of its own (KIP-890); none adds anything to a transaction by itself."""
 

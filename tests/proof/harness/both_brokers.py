@@ -63,6 +63,7 @@ class Lane(NamedTuple):
     """Two partitions of the real broker for one sequence at a time."""
 
     topic: str
+    topic_id: bytes
     numbers: tuple[int, ...]
 
 
@@ -89,7 +90,7 @@ class Both:
         self._only_waiting = 0  # sequences that will only look again
         self.steps = 0
         self.looks = 0
-        self._raw.send([(Names(secrets.token_hex(8), "", ()), sim.InitProducerId("warm"))])
+        self._raw.send([(Names(secrets.token_hex(8), "", b"", ()), sim.InitProducerId("warm"))])
         self._learn_epoch()
 
     def close(self):
@@ -156,8 +157,9 @@ class Both:
     def _new_lanes(self):
         topic = self._kafka.create_topic(f"both-{secrets.token_hex(6)}", self._lanes * PARTITIONS)
         self._topics.append(topic)
+        topic_id = self._raw.metadata(topic).topic_id
         self._free += [
-            Lane(topic, tuple(range(first, first + PARTITIONS)))
+            Lane(topic, topic_id, tuple(range(first, first + PARTITIONS)))
             for first in range(0, self._lanes * PARTITIONS, PARTITIONS)
         ]
         return self._free.popleft()

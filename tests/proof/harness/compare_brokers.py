@@ -20,6 +20,7 @@ from harness.broker_steps import (
 )
 from harness.raw_broker import LIBRDKAFKA, NEWEST
 
+KAFKA = ("4.3.1", "4.4.0")
 AT_ONCE = 2000  # sequences whose beginnings are remembered
 
 
@@ -30,12 +31,17 @@ def main():
     parser.add_argument("--length", type=int, default=40, help="steps of a random sequence")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--version", type=int, choices=(1, 2), help="of transactions; both, if not given")
+    parser.add_argument(
+        "--kafka", nargs="*", default=KAFKA, help="the versions of the real broker, one after the other"
+    )
     arguments = parser.parse_args()
-    with EmbeddedKafka() as kafka:
-        if arguments.version != 2:
-            version_1(kafka, arguments)
-        if arguments.version != 1:
-            version_2(kafka, arguments)
+    for kafka_version in arguments.kafka:
+        print(f"Apache Kafka {kafka_version}")
+        with EmbeddedKafka(version=kafka_version) as kafka:
+            if arguments.version != 2:
+                version_1(kafka, arguments)
+            if arguments.version != 1:
+                version_2(kafka, arguments)
 
 
 def version_1(kafka, arguments):

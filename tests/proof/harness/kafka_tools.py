@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,14 +87,30 @@ def dump_metadata(log: Path) -> list[dict[str, object]]:
 
 
 def flink_producer(*arguments: str) -> tuple[int, str]:
-    """Run ``FlinkProducer.java`` beside this file: its exit code and its result, which stands among its log's lines."""
-    done = subprocess.run(
-        [java(), *JVM_OPTIONS, f"-Dlog4j2.configurationFile={_LOGGING}", "-cp", f"{kafka_jars()}/*",
-         str(Path(__file__).with_name("FlinkProducer.java")), *arguments],
-        capture_output=True, encoding="utf-8", timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
-    [result] = re.findall(r"^result (\S+)$", done.stdout, re.MULTILINE) or [done.stderr]
+    """Run ``FlinkProducer.java`` beside this file: its exit code and its result."""
+    done = _run_program("FlinkProducer.java", *arguments)
+    [result] = _results(done) or [done.stderr]
     return done.returncode, result
+
+
+def offsets_requests(cases: Sequence[Mapping[str, object]]) -> list[bytes]:
+    """Consumed offsets as the Java client sends them, by ``OffsetsRequest.java`` beside this file."""
+    done = _run_program("OffsetsRequest.java", given="".join(json.dumps(case) + "\n" for case in cases))
+    assert done.returncode == 0, done.stderr
+    return [bytes.fromhex(result) for result in _results(done)]
+
+
+def _run_program(source: str, *arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [java(), *JVM_OPTIONS, f"-Dlog4j2.configurationFile={_LOGGING}", "-cp", f"{kafka_jars()}/*",
+         str(Path(__file__).with_name(source)), *arguments],
+        capture_output=True, encoding="utf-8", timeout=PATIENCE_S, check=False, input=given,
+    )  # fmt: skip
+
+
+def _results(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """What it has printed as a result, among its log's lines."""
+    return re.findall(r"^result (\S+)$", done.stdout, re.MULTILINE)
 
 
 def _run(tool: str, *arguments: Iterable[str]) -> str:

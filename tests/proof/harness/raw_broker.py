@@ -33,20 +33,27 @@ from simulator.state import OFFSETS_TOPIC
 from dualwrite.clock import Deadline
 from dualwrite.kafka.brokers import Brokers
 from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.messages import Group, Offset, TxnOffsetCommit
 
 NOT_YET = {6, 14, 15, 16}  # the leader or coordinator is elsewhere, loading, or not there yet
 UNKNOWN_IDS = 1_000_000_000  # real producer ids are far below
 NEWEST = {"init": 5, "add": 3, "offsets": 3, "end": 4, "produce": 10}
 LIBRDKAFKA = {"init": 4, "add": 0, "offsets": 0, "end": 1, "produce": 10}
-V2 = {"init": 6, "produce": 12, "end": 5, "commit offsets": 5, "markers": 2}  # of transactions of version 2
+V2 = {
+    "init": 6,
+    "produce": 12,
+    "end": 5,
+    "markers": 2,
+}  # of transactions of version 2; consumed offsets: what is offered
 
 
 class Names:
     """Maps the names that one sequence uses to those on the real broker."""
 
-    def __init__(self, prefix, topic, partitions):
+    def __init__(self, prefix, topic, topic_id, partitions):
         self.prefix = prefix
         self.topic = topic
+        self.topic_id = topic_id
         self.partitions = partitions  # real numbers, by those of the sequence
         self.real_ids = {}
         self.simulated_ids = {}
@@ -220,6 +227,15 @@ def _add_offsets(names, request, versions):
 
 
 def _offset_commit(names, request, _):
+    if request.transaction_version > 1:
+        # kafka-python knows no offsets by topic id, which newer brokers take.
+        return TxnOffsetCommit(
+            names.kafka_id(request.transactional_id),
+            (names.producer_id(request.producer_id), request.producer_epoch),
+            Group(names.kafka_id(request.group_id)),
+            {names.place(place): Offset(offset) for place, offset in request.offsets},
+            {names.topic: names.topic_id},
+        )
     topic = TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
     topics = {}
     for place, offset in request.offsets:
@@ -237,7 +253,7 @@ def _offset_commit(names, request, _):
         member_id="",
         group_instance_id=None,
         topics=[topic(name=name, partitions=partitions) for name, partitions in topics.items()],
-        **_version(request, "commit offsets", 3),
+        max_version=3,
     )
 
 
@@ -424,8 +440,12 @@ def _read_end(names, request, response, versions):
 
 
 def _read_offset_commit(names, request, response, versions):
-    errors = {_error(partition.error_code, versions, "") for topic in response.topics for partition in topic.partitions}
-    [error] = errors
+    codes = (
+        response.values()
+        if request.transaction_version > 1
+        else [partition.error_code for topic in response.topics for partition in topic.partitions]
+    )
+    [error] = {_error(code, versions, "") for code in codes}
     return None if error is None else sim.ErrorResponse(error)
 
 

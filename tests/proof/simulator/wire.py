@@ -15,13 +15,13 @@ from collections.abc import Callable, Collection, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from kafka.protocol.producer.transaction import TxnOffsetCommitRequest
 from kafka.record.default_records import DefaultRecordBatch
 
 from dualwrite.clock import Deadline, pause
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.brokers import Connections, NotYet
 from dualwrite.kafka.messages import EndTxn, NotOffered, Produce
+from dualwrite.kafka.messages import TxnOffsetCommit as WireTxnOffsetCommit
 from dualwrite.kafka.native.coordination import CoordinatorRequests
 from dualwrite.kafka.native.producer import MakeWire, Wire
 from dualwrite.kafka.native.sender import Sender
@@ -183,25 +183,18 @@ def _end_txn(message: Message) -> tuple[Request, _Read]:
 
 
 def _txn_offset_commit(message: Message) -> tuple[Request, _Read]:
-    offsets = tuple(
-        ((topic.name, partition.partition_index), partition.committed_offset)
-        for topic in message.topics
-        for partition in topic.partitions
-    )
     request = TxnOffsetCommit(
         message.transactional_id,
-        message.group_id,
-        message.producer_id,
-        message.producer_epoch,
-        offsets,
+        message.group.group_id,
+        *message.ids,
+        tuple((partition, offset.offset) for partition, offset in message.offsets.items()),
         _VERSION,
-        message.member_id,
-        message.generation_id,
+        message.group.member_id,
+        message.group.generation,
     )
 
     def read(answer: Response) -> Message:
-        code = cast("ErrorResponse", answer).error_code
-        return SimpleNamespace(topics=[SimpleNamespace(partitions=[SimpleNamespace(error_code=int(code))])])
+        return dict.fromkeys(message.offsets, int(cast("ErrorResponse", answer).error_code))
 
     return request, read
 
@@ -216,7 +209,7 @@ def _with_ids(answer: Response) -> Message:
 _COORDINATED: Final[Mapping[type[Message], Callable[[Message], tuple[Request, _Read]]]] = {
     WireInitProducerId: _init_producer_id,
     EndTxn: _end_txn,
-    TxnOffsetCommitRequest: _txn_offset_commit,
+    WireTxnOffsetCommit: _txn_offset_commit,
 }
 
 

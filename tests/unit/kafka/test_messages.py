@@ -13,7 +13,13 @@ from kafka.protocol.admin.transactions import DescribeProducersRequest, Describe
 from kafka.protocol.consumer.offsets import OffsetForLeaderEpochRequest, OffsetForLeaderEpochResponse
 from kafka.protocol.metadata import ApiVersionsRequest, ApiVersionsResponse, MetadataRequest, MetadataResponse
 from kafka.protocol.producer import ProduceRequest, ProduceResponse
-from kafka.protocol.producer.transaction import EndTxnRequest, EndTxnResponse, InitProducerIdRequest
+from kafka.protocol.producer.transaction import (
+    EndTxnRequest,
+    EndTxnResponse,
+    InitProducerIdRequest,
+    TxnOffsetCommitRequest,
+    TxnOffsetCommitResponse,
+)
 from kafka.protocol.sasl import (
     SaslAuthenticateRequest,
     SaslAuthenticateResponse,
@@ -30,14 +36,18 @@ from dualwrite.kafka.messages import (
     Cursor,
     DescribeProducers,
     EndTxn,
+    Group,
     NotOffered,
     Offered,
+    Offset,
     OffsetForLeaderEpoch,
     Produce,
     ProducerState,
     Rare,
     TopicKey,
+    TxnOffsetCommit,
     Unreadable,
+    compact,
     opening_request,
     read_api_versions,
     read_sasl_authenticate,
@@ -215,6 +225,107 @@ def with_tags(tags):
     return unsigned(len(tags)) + b"".join(
         unsigned(tag) + unsigned(len(value)) + value for tag, value in sorted(tags.items())
     )
+
+
+BY_NAME, BY_ID = TxnOffsetCommit.LOWEST, TxnOffsetCommit.HIGHEST
+groups = st.builds(Group, texts, int32, texts, st.none() | texts)
+offsets = st.builds(Offset, int64, int32, texts)
+# Such a name takes as many bytes as an id: where that is the topic's id, the versions differ in their number alone.
+as_long_as_ids = st.text("abcdefghijklmnopqrstuvwxyz.-_", min_size=15, max_size=15)
+
+
+def committing(kafka_id, ids, group, committed):
+    """kafka-python's request. It knows no version that names topics by id."""
+    topic = TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
+    by_topic = {}
+    for (name, number), (offset, leader_epoch, metadata) in committed.items():
+        partition = topic.TxnOffsetCommitRequestPartition(
+            partition_index=number,
+            committed_offset=offset,
+            committed_leader_epoch=leader_epoch,
+            committed_metadata=metadata,
+        )
+        by_topic.setdefault(name, []).append(partition)
+    return TxnOffsetCommitRequest(
+        transactional_id=kafka_id,
+        group_id=group.group_id,
+        producer_id=ids[0],
+        producer_epoch=ids[1],
+        generation_id=group.generation,
+        member_id=group.member_id,
+        group_instance_id=group.instance_id,
+        topics=[topic(name=name, partitions=of_topic) for name, of_topic in by_topic.items()],
+    )
+
+
+def test_kafka_python_knows_consumed_offsets_by_name_alone():
+    assert TxnOffsetCommitRequest.max_version == BY_NAME == BY_ID - 1
+
+
+@given(
+    kafka_ids, int64, int16, groups, st.dictionaries(st.tuples(names, numbers), offsets, max_size=6), numbers, clients
+)
+def test_consumed_offsets_by_name(kafka_id, producer_id, epoch, group, committed, number, client):
+    request = committing(kafka_id, (producer_id, epoch), group, committed)
+    ours = TxnOffsetCommit(kafka_id, (producer_id, epoch), group, committed, {}).frame(BY_NAME, number, client)
+    assert ours == theirs(request, BY_NAME, number, client)
+
+
+@given(
+    kafka_ids, int64, int16, groups, st.dictionaries(st.tuples(as_long_as_ids, numbers), offsets, max_size=6), numbers,
+    clients,
+)  # fmt: skip
+def test_consumed_offsets_by_id(kafka_id, producer_id, epoch, group, committed, number, client):
+    request = theirs(committing(kafka_id, (producer_id, epoch), group, committed), BY_NAME, number, client)
+    topic_ids = {name: compact(name) for name, _ in committed}
+    ours = TxnOffsetCommit(kafka_id, (producer_id, epoch), group, committed, topic_ids).frame(BY_ID, number, client)
+    assert ours == request[:6] + struct.pack(">h", BY_ID) + request[8:]
+
+
+@given(st.dictionaries(st.tuples(as_long_as_ids, numbers), int16, max_size=6), int32)
+def test_the_answer_to_consumed_offsets(codes, throttled_ms):
+    topic = TxnOffsetCommitResponse.TxnOffsetCommitResponseTopic
+    by_topic = {}
+    for (name, number), code in codes.items():
+        partition = topic.TxnOffsetCommitResponsePartition(partition_index=number, error_code=code)
+        by_topic.setdefault(name, []).append(partition)
+    topics = [topic(name=name, partitions=of_topic) for name, of_topic in by_topic.items()]
+    whole = answer(TxnOffsetCommitResponse(throttle_time_ms=throttled_ms, topics=topics), BY_NAME)
+    request = TxnOffsetCommit("id", (1, 2), Group("g"), {}, {name: compact(name) for name, _ in codes})
+    for version in (BY_NAME, BY_ID):
+        assert request.read(whole, version) == codes
+        if len(whole) < 200:
+            refuses_every_beginning(lambda part, version=version: request.read(part, version), whole)
+
+
+def test_offsets_of_a_topic_that_was_not_asked_for_are_no_answer():
+    topic = TxnOffsetCommitResponse.TxnOffsetCommitResponseTopic(name="a" * 15, partitions=[])
+    whole = answer(TxnOffsetCommitResponse(throttle_time_ms=0, topics=[topic]), BY_NAME)
+    with pytest.raises(KeyError):
+        TxnOffsetCommit("id", (1, 2), Group("g"), {}, {"orders": bytes(16)}).read(whole, BY_ID)
+
+
+@pytest.mark.parametrize(
+    ("offered", "ids", "version"),
+    [
+        ((0, 6), ["a", "b"], 6),
+        ((0, 6), ["a"], 5),
+        ((0, 6), [], 5),
+        ((0, 5), ["a", "b"], 5),
+        ((0, 4), ["a", "b"], None),
+        ((6, 7), ["a", "b"], 6),
+        ((6, 7), ["a"], None),
+    ],
+)
+def test_offsets_name_topics_by_id_where_all_ids_are_known_and_the_broker_offers_it(offered, ids, version):
+    committed = {("a", 0): Offset(1), ("b", 0): Offset(2)}
+    request = TxnOffsetCommit("id", (1, 2), Group("g"), committed, dict.fromkeys(ids, bytes(16)))
+    theirs_ = Offered({TxnOffsetCommit.KEY: offered})
+    if version is not None:
+        assert request.version(theirs_) == version
+        return
+    with pytest.raises(NotOffered):
+        request.version(theirs_)
 
 
 @given(partitions, numbers, clients)

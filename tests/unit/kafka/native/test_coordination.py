@@ -6,6 +6,7 @@ import pytest
 
 from dualwrite.clock import Deadline, running_on
 from dualwrite.kafka.brokers import NotYet
+from dualwrite.kafka.messages import TxnOffsetCommit
 from dualwrite.kafka.native.coordination import Answered, CoordinatorRequests, Group, Offset
 from dualwrite.kafka.native.error_meanings import MEANINGS, Code, Meaning, Request
 
@@ -60,14 +61,10 @@ class ScriptedBrokers:
         if isinstance(code, NotYet):
             return code
         of_partitions = code if isinstance(code, tuple) else (code,)
-        partitions = [SimpleNamespace(error_code=int(one)) for one in of_partitions]
-        ids = NEXT if of_partitions[0] is Code.NONE else (-1, -1)
-        return SimpleNamespace(
-            error_code=int(of_partitions[0]),
-            producer_id=ids[0],
-            producer_epoch=ids[1],
-            topics=[SimpleNamespace(partitions=partitions)],
-        )
+        if isinstance(request, TxnOffsetCommit):
+            return {("t", number): int(one) for number, one in enumerate(of_partitions)}
+        ids = NEXT if code is Code.NONE else (-1, -1)
+        return SimpleNamespace(error_code=int(code), producer_id=ids[0], producer_epoch=ids[1])
 
 
 @pytest.fixture(autouse=True)

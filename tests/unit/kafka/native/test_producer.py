@@ -23,7 +23,7 @@ from simulator.requests import (
     WriteTxnMarkers,
 )
 from simulator.state import OFFSETS_TOPIC, offsets_partition, transaction, with_transaction
-from simulator.wire import make_wire
+from simulator.wire import SimulatedBrokers, make_wire
 
 from dualwrite.errors import (
     CompletionPending,
@@ -44,6 +44,7 @@ from dualwrite.protocol.prepared_state import Engine
 KAFKA_ID = "orders.n.1"
 CONFIG = {"bootstrap.servers": "simulated:9092", "linger.ms": 0}
 NOT_LEADER, MESSAGE_TOO_LARGE, COORDINATOR_LOADING, REBALANCE_IN_PROGRESS, OPERATION_FAILED = 6, 10, 14, 27, -1
+UNKNOWN_TOPIC_ID = 100
 CONCURRENT = ErrorCode.CONCURRENT_TRANSACTIONS
 _REFUSALS = {
     InitProducerId: InitProducerIdResponse,
@@ -284,6 +285,37 @@ def test_the_coordinator_is_asked_once_where_a_groups_offsets_are_written(kafka)
 def consumed(sending, group="readers"):
     offset = SimpleNamespace(topic=TOPIC, partition=0, offset=7, leader_epoch=None, metadata=None)
     sending.send_offsets_to_transaction([offset], SimpleNamespace(group_id=group))
+
+
+def test_offsets_of_a_topic_that_was_made_again_are_refused_and_its_id_is_looked_up_again(kafka, monkeypatch):
+    looked_up = []
+    shown = SimulatedBrokers.metadata
+    monkeypatch.setattr(
+        SimulatedBrokers,
+        "metadata",
+        lambda self, topics, *more, **named: looked_up.extend(topics) or shown(self, topics, *more, **named),
+    )
+
+    def work(sending):
+        sending.init_transactions()
+        sending.begin_transaction()
+        consumed(sending)
+        consumed(sending)
+        known = looked_up.count(TOPIC)
+        kafka.answers(TxnOffsetCommit, UNKNOWN_TOPIC_ID)
+        error = refused_with(TransactionAborted, lambda: consumed(sending))
+        sending.abort_transaction()
+        sending.begin_transaction()
+        consumed(sending)
+        return known, error, looked_up.count(TOPIC)
+
+    known, error, afterwards = kafka.run(work)
+    assert (known, afterwards) == (1, 2)
+    assert not error.retryable
+    assert (
+        error.next_step
+        == "a consumed topic was deleted or recreated: poll the consumer again instead of retrying this work"
+    )
 
 
 @pytest.mark.parametrize("arrives", [True, False])
