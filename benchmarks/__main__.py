@@ -41,6 +41,7 @@ from benchmarks import (
     web,
 )
 from benchmarks.servers import machine, servers
+from dualwrite.testing.servers.jars import kafka_jars
 
 ROOT = Path(__file__).parents[1]
 
@@ -108,7 +109,7 @@ def main() -> None:
     directory.mkdir(parents=True, exist_ok=True)
     store = directory / page.FIGURES.name if arguments.small else page.FIGURES
     figures = page.known(store)
-    figures["machine"] = machine()
+    figures["machine"], figures["kafka"] = machine(), kafka_jars().name.split("-")[1]
     with servers() as ground:
         for name, part in PARTS.items():
             if name in wanted:

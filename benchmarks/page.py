@@ -60,7 +60,7 @@ def render(figures: Mapping[str, Any]) -> str:
     parts = [
         "# Benchmarks",
         "",
-        f"Measured by `make bench` on {figures['machine']}: embedded Kafka 4.3.1 (one broker) and PostgreSQL 18 with fsync, "
+        f"Measured by `make bench` on {figures['machine']}: embedded Kafka {figures['kafka']} (one broker) and PostgreSQL 18 with fsync, "
         "on the same machine. The ways are interleaved in one run; figures are medians. Trust the ratios, not the absolute "
         "numbers: the machine is small and shared.",
         "",

@@ -156,7 +156,7 @@ ADVICE: Final[Mapping[int, Advice]] = MappingProxyType(
 )
 """By the protocol's error number, the advice. An error without a row may pass by itself."""
 
-_ON_OFFSETS: Final = MappingProxyType(
+_ON_OFFSETS: Final[Mapping[int, Advice]] = MappingProxyType(
     {
         Code.UNKNOWN_TOPIC_ID: Advice(
             Kind.REFUSED,

@@ -37,8 +37,8 @@ _RELEASES: Final = {
 }
 """By the first level of ``metadata.version`` that a release knows, the release. Source: Kafka's ``MetadataVersion``."""
 _NEWEST_KNOWN: Final = 31
-_FORGETS_FROM: Final = (4, 2)
-"""The first release that is known to have KAFKA-20734. None is known to be free of it again."""
+_FORGETS_FROM: Final = (4, 3)
+"""The first release that has KAFKA-20734; 4.2 keeps the markers. None is known to be free of it again."""
 _SAFE_REPLICAS: Final = 3
 _SAFE_IN_SYNC: Final = 2
 _LEAST_RETENTION_MS: Final = 86_400_000

@@ -267,7 +267,7 @@ def test_keeping_fences_the_former_producer_when_it_completes_and_not_before(
 ):
     """KIP: keeping raises the epoch, so that requests of former producers are fenced.
 
-    Here: brokers refuse ``keepPreparedTxn`` (up to 4.3.1: ``UNSUPPORTED_VERSION``), and raising the epoch otherwise aborts. So the
+    Here: brokers refuse ``keepPreparedTxn`` (up to 4.4.0: ``UNSUPPORTED_VERSION``), and raising the epoch otherwise aborts. So the
     former producer is fenced as soon as the transaction is completed. ``DualWriter`` fences it by its row.
     """
     former, its = in_state("prepared")

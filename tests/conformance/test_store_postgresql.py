@@ -24,6 +24,7 @@ from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.stores.sql.short_transactions import ShortTransactions
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedPostgres, PostgresProxy
+from dualwrite.testing.servers.postgresql import SERVER_VARIABLE
 
 pytestmark = pytest.mark.postgresql
 
@@ -42,6 +43,16 @@ def store(postgres: Database) -> SqlStateStore:
 def connection(store: SqlStateStore) -> Iterator[Connection]:
     with store.engine.connect() as made:
         yield made
+
+
+@pytest.fixture
+def since_17(postgres: Database) -> None:
+    """The test is about ``transaction_timeout``."""
+    with postgres.store().engine.connect() as connection:
+        found = connection.dialect.server_version_info
+    assert found is not None
+    if found[0] < 17:
+        pytest.skip(f"PostgreSQL {found[0]} has no transaction_timeout")
 
 
 def backend(connection: Connection) -> int:
@@ -249,7 +260,10 @@ def test_a_commit_whose_answer_is_lost_is_in_doubt_and_found_out() -> None:
 
 
 @pytest.mark.parametrize("committed", [True, False])
-def test_what_is_prepared_waits_for_its_end_whatever_happens_to_the_server(committed: bool) -> None:
+def test_what_is_prepared_waits_for_its_end_whatever_happens_to_the_server(
+    committed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SERVER_VARIABLE, raising=False)  # it is restarted
     with EmbeddedPostgres() as server:
         database = prepare("postgresql", server.create_database())
         store = database.store()
@@ -322,8 +336,10 @@ def test_sessions_of_the_pool_that_died_are_replaced(postgres: Database, store: 
     ids=str,
 )
 def test_an_owner_that_is_paused_after_it_has_recorded_its_decision_has_decided_nothing(
-    postgres: Database, of_session_s: float | None, limits: dict[str, float]
+    request: pytest.FixtureRequest, postgres: Database, of_session_s: float | None, limits: dict[str, float]
 ) -> None:
+    if "within_s" in limits:
+        request.getfixturevalue("since_17")
     store = postgres.store(paused_owner_timeout_s=of_session_s)
     postgres.claim(store, "orders")
     with store.engine.connect() as connection:
@@ -365,6 +381,7 @@ def hang_at_commit(postgres: Database, seconds: float = 600) -> None:
     )
 
 
+@pytest.mark.usefixtures("since_17")
 def test_the_server_ends_a_commit_that_takes_too_long(
     postgres: Database, store: SqlStateStore, connection: Connection
 ) -> None:
@@ -412,6 +429,7 @@ def test_a_commit_that_is_not_answered_is_given_up(postgres: Database, store: Sq
     assert not store.read_locked("orders", Deadline(120)).prepared.has_transaction
 
 
+@pytest.mark.usefixtures("since_17")
 @pytest.mark.parametrize(
     ("of_session", "within_s", "expected_ms"),
     [

@@ -357,3 +357,38 @@ def go_on_without_a_broker_at(cluster, tmp_path, point, take_away, bring_back):
     assert stage.visible() == expected
     stage.coordinator.close()
     stage.engine.dispose()
+
+
+@pytest.mark.thorough
+def test_brokers_before_4_3_keep_the_marker_for_the_next_leader(tmp_path):
+    """The last release without the defect: the same suspension, and nothing is left open."""
+    arrived, gone = threading.Event(), threading.Event()
+
+    def wait_at(point):
+        if point == "write.decided":
+            arrived.set()
+            gone.wait(LONG_S)
+
+    with cut_off.cluster_to_cut("4.2.2") as cluster:
+        stage = Stage(cluster, tmp_path / "rows.sqlite", "kept")
+        with failpoints.watched(wait_at):
+            work = threading.Thread(target=stage.write, args=("a",))
+            work.start()
+            assert arrived.wait(LONG_S)
+            cluster.suspend(AWAY)
+            wait_until(lambda: stage.leaders()[0] == -1, LONG_S)
+            gone.set()
+            work.join(LONG_S)
+        assert stage.view().status is TransactionStatus.PREPARE_COMMIT
+        there = [(stage.producer_id, [(stage.topic, 1)])]
+        wait_until(lambda: stage.coordinator.still_open(there, Deadline(LONG_S)) == [{}], LONG_S)
+        assert stage.view().status is TransactionStatus.PREPARE_COMMIT  # it waits for the partition without a leader
+        cluster.resume(AWAY)
+        wait_until(lambda: stage.view().status is TransactionStatus.COMPLETE_COMMIT, LONG_S)
+        assert stage.hanging() == []
+        assert stage.visible() == {"a/0", "a/1"}
+        stage.die()
+        with suppress(DualWriteError):
+            stage.writer.close()
+        stage.coordinator.close()
+        stage.engine.dispose()

@@ -257,7 +257,7 @@ class EmbeddedKafka(EmbeddedCluster[Broker]):
             everything that `allow` has not allowed, and has one more user, ``admin``, with all rights.
         brokers: Number of brokers; their ids count from 1.
         proxies: Number of `KafkaProxy` instances that each broker supports at a time.
-        version: The brokers' version, such as ``"4.4.0"``. If not given, that of the environment variable
+        version: The brokers' version, such as ``"3.9.2"``. If not given, that of the environment variable
             ``DUALWRITE_KAFKA_VERSION``, else the one that this library's own tests use.
         start_timeout_s: Seconds that a start may take.
 

@@ -20,8 +20,8 @@ class Cluster(EmbeddedKafka):
 
     CUT_OFF = 3
 
-    def __init__(self) -> None:
-        super().__init__(brokers=3)
+    def __init__(self, version: str | None = None) -> None:
+        super().__init__(brokers=3, version=version)
         self.relays: dict[int, Relay] = {}
 
     def cut_off(self, broker: int) -> None:
@@ -38,9 +38,9 @@ class Cluster(EmbeddedKafka):
 
 
 @contextmanager
-def cluster_to_cut() -> Iterator[Cluster]:
-    """The cluster, running."""
-    cluster = Cluster()
+def cluster_to_cut(version: str | None = None) -> Iterator[Cluster]:
+    """The cluster, running; of another version of Kafka than usual, if one is given."""
+    cluster = Cluster(version)
 
     def properties(*arguments: Any, node_id: int, controllers: Mapping[int, Any], **named: Any) -> dict[str, str]:
         two = {node: port for node, port in controllers.items() if node != cluster.CUT_OFF}

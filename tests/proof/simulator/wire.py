@@ -186,7 +186,8 @@ def _txn_offset_commit(message: Message) -> tuple[Request, _Read]:
     request = TxnOffsetCommit(
         message.transactional_id,
         message.group.group_id,
-        *message.ids,
+        message.ids[0],
+        message.ids[1],
         tuple((partition, offset.offset) for partition, offset in message.offsets.items()),
         _VERSION,
         message.group.member_id,

@@ -149,7 +149,7 @@ def test_the_time_of_a_process_that_has_ended_is_nobodys():
 def test_both_engines_are_compared_the_right_way_round():
     p50s = {NATIVE: 3.0, LIBRDKAFKA: 6.0, SEQUENTIAL: 5.0, UNSAFE: 2.0, OUTBOX: 1.0}
     figures = {
-        "machine": "a machine",
+        "machine": "a machine", "kafka": "4.4.0",
         "latency": {
             name: {"call p50": p50, "call p95": 2 * p50, "visible p50": 10 * p50, "visible p95": 20 * p50}
             for name, p50 in p50s.items()

@@ -225,7 +225,7 @@ def test_the_release_is_told_by_the_features(level, release):
     assert release_of(replace(BROKER, metadata_level=level)) == release
 
 
-@pytest.mark.parametrize("level", [28, 30, 31, 40])
+@pytest.mark.parametrize("level", [30, 31, 40])
 @pytest.mark.parametrize(
     ("topics", "status"),
     [
@@ -243,7 +243,7 @@ def test_brokers_that_forget_markers_need_three_replicas(level, topics, status):
     assert finding.status is status
 
 
-@pytest.mark.parametrize("level", [None, 1, 21, 27])
+@pytest.mark.parametrize("level", [None, 1, 21, 27, 29])
 def test_older_brokers_are_not_known_to_forget_markers(level):
     facts = replace(HEALTHY, brokers={"1 at a:9092": replace(BROKER, metadata_level=level)}, topics={})
     assert found(facts) == {}
