@@ -230,8 +230,19 @@ def with_tags(tags):
 BY_NAME, BY_ID = TxnOffsetCommit.LOWEST, TxnOffsetCommit.HIGHEST
 groups = st.builds(Group, texts, int32, texts, st.none() | texts)
 offsets = st.builds(Offset, int64, int32, texts)
-# Such a name takes as many bytes as an id: where that is the topic's id, the versions differ in their number alone.
+# Such a name takes as many bytes as an id, which may stand in its place.
 as_long_as_ids = st.text("abcdefghijklmnopqrstuvwxyz.-_", min_size=15, max_size=15)
+
+
+def id_of(name):
+    return uuid.uuid5(uuid.NAMESPACE_DNS, name).bytes
+
+
+def by_id(whole, names):
+    """The bytes with ids in place of names."""
+    for name in names:
+        whole = whole.replace(compact(name), id_of(name))
+    return whole
 
 
 def committing(kafka_id, ids, group, committed):
@@ -277,9 +288,9 @@ def test_consumed_offsets_by_name(kafka_id, producer_id, epoch, group, committed
 )  # fmt: skip
 def test_consumed_offsets_by_id(kafka_id, producer_id, epoch, group, committed, number, client):
     request = theirs(committing(kafka_id, (producer_id, epoch), group, committed), BY_NAME, number, client)
-    topic_ids = {name: compact(name) for name, _ in committed}
+    topic_ids = {name: id_of(name) for name, _ in committed}
     ours = TxnOffsetCommit(kafka_id, (producer_id, epoch), group, committed, topic_ids).frame(BY_ID, number, client)
-    assert ours == request[:6] + struct.pack(">h", BY_ID) + request[8:]
+    assert ours == by_id(request[:6] + struct.pack(">h", BY_ID) + request[8:], topic_ids)
 
 
 @given(st.dictionaries(st.tuples(as_long_as_ids, numbers), int16, max_size=6), int32)
@@ -291,11 +302,11 @@ def test_the_answer_to_consumed_offsets(codes, throttled_ms):
         by_topic.setdefault(name, []).append(partition)
     topics = [topic(name=name, partitions=of_topic) for name, of_topic in by_topic.items()]
     whole = answer(TxnOffsetCommitResponse(throttle_time_ms=throttled_ms, topics=topics), BY_NAME)
-    request = TxnOffsetCommit("id", (1, 2), Group("g"), {}, {name: compact(name) for name, _ in codes})
-    for version in (BY_NAME, BY_ID):
-        assert request.read(whole, version) == codes
-        if len(whole) < 200:
-            refuses_every_beginning(lambda part, version=version: request.read(part, version), whole)
+    request = TxnOffsetCommit("id", (1, 2), Group("g"), {}, {name: id_of(name) for name, _ in codes})
+    for version, one in ((BY_NAME, whole), (BY_ID, by_id(whole, by_topic))):
+        assert request.read(one, version) == codes
+        if len(one) < 200:
+            refuses_every_beginning(lambda part, version=version: request.read(part, version), one)
 
 
 def test_offsets_of_a_topic_that_was_not_asked_for_are_no_answer():
