@@ -1,6 +1,8 @@
 """``dualwrite serve``: replicas that keep writers settled, whoever dies, and leave alone what has a live owner."""
 
+import json
 import re
+import secrets
 import signal
 import socket
 from contextlib import ExitStack, closing, contextmanager
@@ -258,6 +260,45 @@ def test_targets_of_several_databases_and_clusters_are_served_and_one_that_is_aw
         replica.says("billing: bills: 1 id settled, 1 rolled forward")
         assert bills.verify() == {"w1-0", "w1-1"}
         assert "bills" not in replica.get("/")[1].partition("<h2>billing</h2>")[0], "each has a section of its own"
+
+
+def test_a_settlement_that_is_refused_is_repeated_after_pauses_and_shown(start, guarded_kafka, url, tmp_path):
+    """The service may look at the writer's ids, and not end their transactions, until it is granted."""
+    topic = guarded_kafka.create_topic(f"refused-{secrets.token_hex(4)}", 2)
+    case = Case(tmp_path, guarded_kafka.admin_config(), url, topic)
+    case.run(failpoint="write.decided:2", killed=True)
+    guarded_kafka.allow("service", "describe", "transactional_id", "case", prefixed=True)
+    guarded_kafka.allow("service", "read", "topic", topic)
+    file = tmp_path / "refused.toml"
+    settings = "\n".join(
+        f"{json.dumps(key)} = {json.dumps(value)}" for key, value in guarded_kafka.client_config("service").items()
+    )
+    file.write_text(
+        f'listen = "127.0.0.1:0"\ninterval_s = 0.2\nsettle_after_s = {SETTLE_AFTER_S}\n'
+        f'[target.shop]\nurl = "{url}"\n[target.shop.kafka]\n{settings}\n'
+    )
+    replica = start(file)
+    with ended(replica):
+        replica.says("case: attempt 1 failed: ConfigurationError")
+        replica.says("case: attempt 2 failed: ConfigurationError")
+        wait_until(lambda: replica.target()["plan"][0]["reason"] == "failed", otherwise=lambda: replica.log)
+        [shown] = replica.target()["plan"]
+        assert (shown["action"], shown["attempts_failed"] >= 2) == ("leave", True)
+        assert 0 <= shown["next_try_in_s"] <= 10 * 2 ** (shown["attempts_failed"] - 2)
+        page = replica.get("/")[1]
+        assert "1 writer that cannot be settled" in page
+        assert re.search(r'data-label="tries">last \d+ s ago, next in \d+ s<', page)
+        assert "TRANSACTIONAL_ID_AUTHORIZATION_FAILED" in page
+        assert (
+            'dualwrite_unsettled_writers{action="leave",reason="failed",target="shop"} 1.0'
+            in replica.get("/metrics")[1]
+        )
+        for kind, name in (("transactional_id", "case"), ("topic", topic)):
+            guarded_kafka.allow("service", "write", kind, name, prefixed=True)
+        replica.says("case: 1 id settled, 1 rolled forward")
+        assert case.verify() == {"w1-0", "w1-1"}
+        replica.says("case: nothing is left")
+        assert "attempt" not in replica.get("/")[1].partition("<h3>History")[0]
 
 
 def test_the_other_replica_stands_by_until_the_leader_stops(config, start, case, kafka, url):

@@ -9,4 +9,5 @@ USERS = {
     "native": "native-password",
     "other": "other-password",
     "clinic": "clinic-password",
+    "service": "service-password",
 }
