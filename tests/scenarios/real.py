@@ -302,7 +302,9 @@ class RealStage:
 
     def asks_in_vain(self, actor: str) -> None:
         player, log = self._players[actor], self._directory / f"{actor}.log"
-        self._until(lambda: player.link.poll(0.01) or "asking the database again" in log.read_text(), f"{actor} asks nobody")
+        self._until(
+            lambda: player.link.poll(0.01) or "asking the database again" in log.read_text(), f"{actor} asks nobody"
+        )
         assert not player.link.poll(0), f"{actor} gave up: {player.link.recv()}"
 
     def _is_blocked(self, player: _Player) -> bool:

@@ -244,10 +244,10 @@ def _waiting_bounds(bounds: WaitingBounds) -> str:
 
 def _walks(seen: Mapping[str, Any]) -> list[str]:
     """What random ways beyond the bounds have met."""
-    walks, mistakes = seen.get("walks"), seen.get("walked_mistakes", {})
+    walks, mistakes = seen.get("walks"), seen.get("walked_mistakes", {"found": {}})
     if walks is None:
         return []
-    found = sorted(ways for ways in mistakes.values() if ways is not None)
+    found = sorted(ways for ways in mistakes["found"].values() if ways is not None)
     lines = [
         "Beyond these bounds, by chance: a seed draws two to four owners of any setting with up to eight blocks each, of up to three "
         "messages, savepoints and settings of their own; up to three outages, lost answers and aborts, a death, a database that is put "
@@ -257,8 +257,8 @@ def _walks(seen: Mapping[str, Any]) -> list[str]:
     ]
     if found:
         lines[0] += (
-            f" {len(found)} of the {len(mistakes)} planted mistakes are found in this way, too: half of them in at most "
-            f"{found[len(found) // 2]:,} ways, the last one in {found[-1]:,}."
+            f" {len(found)} of the {len(mistakes['found'])} planted mistakes are found in this way, too, of which each was sought in "
+            f"{mistakes['ways']:,} ways: half of them in at most {found[len(found) // 2]:,}, the last one in {found[-1]:,}."
         )
     return [*lines, ""]
 

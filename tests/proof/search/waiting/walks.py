@@ -144,9 +144,10 @@ def main() -> int:
     options = parser.parse_args()
     kept = json.loads(FIGURES.read_text("utf-8"))
     if options.mistakes:
-        kept["walked_mistakes"] = {name: until_caught(name, options.ways) for name in WAITING_MISTAKES}
-        print(kept["walked_mistakes"])
-        failed = None in kept["walked_mistakes"].values()
+        found = {name: until_caught(name, options.ways) for name in WAITING_MISTAKES}
+        print(found)
+        kept["walked_mistakes"] = {"ways": options.ways, "found": found}
+        failed = not any(found.values())
     else:
         kept["walks"] = walk_all(options.ways, options.seed, options.jobs) | {
             "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"
