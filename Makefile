@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo quick check test spent coverage pythons sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos units tasks search faults scenarios controls reason brokers databases docs pictures screenshots servers-up servers-down clean venv source jars mariadb archive
+.PHONY: help demo quick check test spent coverage pythons sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos units tasks search faults scenarios controls reason brokers databases docs pictures screenshots orchestrators servers-up servers-down clean venv source jars mariadb archive
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -102,6 +102,20 @@ spent: venv ## where the processor time of the last `make test` went, by file an
 
 sqlalchemy-oldest: venv archive $(OLDEST) ## the store, migrations and sessions with the oldest supported SQLAlchemy (a minute; THOROUGH=1: every store, and dual writes)
 	$(WITH_OLDEST)
+
+orchestrators: venv ## the recipes for Airflow and Dagster, each in a virtual environment of its own (ten minutes the first time)
+	@for name in dagster airflow; do \
+		made=.cache/$$name; \
+		if [ ! -x $$made/.ready ]; then \
+			package=$$( [ $$name = airflow ] && echo "apache-airflow>=3" || echo dagster ); \
+			$(PYTHON) -m venv --clear $$made && \
+			$$made/bin/python -m pip install --quiet --disable-pip-version-check "$$package" "psycopg[binary]" -e . && \
+			install -m 755 /dev/null $$made/.ready || exit; \
+		fi; \
+	done
+	@AIRFLOW_HOME=$(CURDIR)/.cache/airflow-home AIRFLOW__CORE__LOAD_EXAMPLES=False .cache/airflow/bin/airflow db migrate >.cache/airflow.log 2>&1 || \
+		{ tail -n 20 .cache/airflow.log; exit 1; }
+	$(PY) -m pytest -q -p no:cacheprovider tests/integration/test_orchestrators.py
 
 $(OLDEST): $(READY)
 	@rm -rf $(OLDEST) && $(PY) -m pip install --quiet --no-deps --disable-pip-version-check --target $(OLDEST) \

@@ -1,12 +1,15 @@
 """The dependencies of ``dualwrite.frameworks`` for FastAPI and Litestar: what the client reads is what both sides hold."""
 
 import asyncio
+import sys
 from contextlib import asynccontextmanager
+from types import ModuleType
 from typing import Annotated, Any
 
 import pytest
 from harness.asgi import ask
-from harness.orders import on_postgresql
+from harness.orders import Order, on_postgresql
+from harness.page_examples import example
 from sqlalchemy import insert, text
 
 from dualwrite import (
@@ -20,6 +23,7 @@ from dualwrite import (
 )
 from dualwrite.errors import ConfigurationError
 from dualwrite.testing import AsyncInMemoryWriter
+from dualwrite.testing.reading import read_committed
 from dualwrite.writing.lane import Lane
 
 pytestmark = on_postgresql
@@ -184,6 +188,25 @@ def test_an_application_starts_and_is_tested_without_servers(url, dualwrite_topi
             return statuses, [message.value for message in writer.messages]
 
     assert asyncio.run(main()) == ([5, 2, 2], [b"1", b"2"])
+
+
+@pytest.mark.parametrize(("heading", "package"), [("FastAPI and uvicorn", "fastapi"), ("Litestar", "litestar")])
+def test_the_code_of_the_page(url, engine, kafka, dualwrite_topic, heading, package, monkeypatch):
+    pytest.importorskip(package, reason=f"the extra {package!r} is not installed")
+    (code,) = example("frameworks.md", heading)
+    page = ModuleType("page")  # Litestar looks in the handler's module for what its annotations name
+    monkeypatch.setitem(sys.modules, "page", page)
+    vars(page).update(kafka=kafka, url=url, Order=Order)
+    exec(code.replace('"orders"', f'"{dualwrite_topic}"'), vars(page))
+
+    async def main():
+        async with served(page.app) as app:
+            return [(await ask(app, f"/orders/{number}"))[0][0] // 100 for number in (1, 2)]
+
+    assert asyncio.run(main()) == [2, 2]
+    with engine.connect() as made:
+        assert list(made.scalars(text("SELECT id FROM orders ORDER BY id"))) == [1, 2]
+    assert [message.value for message in read_committed(kafka, dualwrite_topic)] == [b"placed"] * 2
 
 
 @pytest.mark.usefixtures("url")

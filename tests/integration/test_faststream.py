@@ -1,6 +1,7 @@
 """FastStream's handlers in dual writes, on a real broker: rows, what is published, and the offsets, together or not at all."""
 
 import asyncio
+import json
 import os
 import secrets
 import signal
@@ -10,7 +11,8 @@ import textwrap
 
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
-from harness.orders import on_postgresql
+from harness.orders import Order, on_postgresql
+from harness.page_examples import example, run_example
 from harness.places import ROOT
 from sqlalchemy import insert, text
 
@@ -207,6 +209,32 @@ def test_a_subscriber_that_commits_offsets_by_itself_is_refused(url, kafka, inco
     assert not asyncio.run(main())
     assert "ack_policy=AckPolicy.MANUAL" in caplog.text
     assert issubclass(ConfigurationError, Exception)
+
+
+def test_the_code_of_the_page(url, kafka, engine, incoming, group, dualwrite_topic, both):
+    (code,) = example("frameworks.md", "FastStream")
+    shown = code.replace('"payments"', f'"{incoming}", auto_offset_reset="earliest"')
+    shown = shown.replace('group_id="receipts"', f'group_id="{group}"').replace(
+        'publisher("receipts")', f'publisher("{dualwrite_topic}")'
+    )
+    names = run_example(shown, dualwrite_topic, kafka=kafka, url=url, Order=Order)
+
+    async def main():
+        running = asyncio.create_task(names["app"].run())
+        while len(await asyncio.to_thread(rows)) < 10:
+            assert not running.done()
+            await asyncio.sleep(0.1)
+        names["app"].exit()
+        await asyncio.wait_for(running, 60)
+
+    def rows():
+        with engine.connect() as made:
+            return list(made.scalars(text("SELECT id FROM orders ORDER BY id")))
+
+    asyncio.run(asyncio.wait_for(main(), 100))
+    assert rows() == list(range(10))
+    found = [json.loads(message.value)["paid"] for message in read_committed(kafka, dualwrite_topic)]
+    assert sorted(found) == list(range(10))
 
 
 PROGRAM = """

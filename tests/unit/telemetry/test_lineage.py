@@ -5,9 +5,10 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from harness.page_examples import example, run_example
 from sqlalchemy import create_engine, text
 
-from dualwrite import ConfigurationError, TransactionAborted
+from dualwrite import ConfigurationError, DualWriter, TransactionAborted
 from dualwrite.errors import CompletionPending, DecidedTransactionLost
 from dualwrite.interfaces import Observer, WriteObserver
 from dualwrite.testing import InMemoryWriter
@@ -96,6 +97,12 @@ def test_topics_and_tables_of_a_writer_are_under_one_run_from_its_opening_to_its
     assert events[0]["job"]["facets"]["jobType"]["processingType"] == "STREAMING"
     assert events[0]["run"]["facets"]["processing_engine"]["name"] == "dualwrite"
     assert "secret" not in json.dumps(events)
+
+
+def test_the_code_of_the_page_makes_a_writer():
+    (code,) = example("telemetry.md", "OpenLineage")
+    names = run_example(code, "orders", kafka=KAFKA, engine=create_engine(URL), DualWriter=DualWriter)
+    assert isinstance(names["writer"], DualWriter)
 
 
 def test_each_opening_is_another_run_and_a_fleet_may_share_a_job(lineage, sent):
