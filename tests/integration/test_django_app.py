@@ -1,5 +1,6 @@
 """The Django app, as docs/django.md shows it: a message commits with the outermost ``atomic()``, whatever Django does in it."""
 
+import asyncio
 import json
 import os
 import pkgutil
@@ -16,6 +17,7 @@ from io import StringIO
 from unittest.mock import Mock
 
 import pytest
+from asgiref.sync import sync_to_async
 from django.core.exceptions import ImproperlyConfigured
 from django.core.handlers.base import BaseHandler
 from django.core.management import CommandError, call_command
@@ -293,6 +295,19 @@ def test_a_request_that_is_atomic_commits_both_sides_or_neither(site, there, put
     BaseHandler().make_view_atomic(view)("tea")
     with suppress(ZeroDivisionError):
         BaseHandler().make_view_atomic(view)("milk")
+    assert there() == (["tea"],) * 2
+
+
+def test_an_asynchronous_view_calls_it_in_a_thread(there, put):
+    def place():
+        with transaction.atomic():
+            put("tea")
+        connections.close_all()
+
+    async def view():
+        await sync_to_async(place)()
+
+    asyncio.run(view())
     assert there() == (["tea"],) * 2
 
 
