@@ -171,3 +171,19 @@ def test_the_pictures_are_those_that_are_drawn():
     drawing = runpy.run_path(str(DOCS / "pictures.py"))
     drawn = {f"{name}.svg": draw() for name, draw in drawing["PICTURES"].items()}
     assert {path.name: path.read_text(encoding="utf-8") for path in DOCS.glob("picture-*.svg")} == drawn
+
+
+def test_the_classifiers_name_the_pythons_that_are_tested():
+    """The usual one, 3.11, and those of `make pythons`."""
+    named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text("utf-8"))
+    [others] = re.findall(r"^PYTHONS \?= (.+)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    assert sorted(named) == sorted(["3.11", *others.split()])
+
+
+def test_the_versions_of_kafka_in_the_table_are_those_that_are_tested():
+    tests = (ROOT / "tests" / "integration" / "test_kafka_versions.py").read_text("utf-8")
+    tested = set(re.findall(r'"(\d\.\d\.\d)"', tests)) | {
+        *re.findall(r"<version>(\d\.\d\.\d)<", (ROOT / "dualwrite/testing/servers/pom.xml").read_text("utf-8"))[:1]
+    }
+    rows = re.findall(r"^\| ([0-9., ]+) \|", (ROOT / "docs" / "kafka.md").read_text("utf-8"), re.MULTILINE)
+    assert {version for row in rows for version in row.split(", ")} == tested
