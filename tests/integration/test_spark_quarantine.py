@@ -180,6 +180,18 @@ def test_a_key_that_is_there_already_fails_the_batch_and_is_not_put_aside(spark,
     shop.verify()
 
 
+@pytest.mark.parametrize("way", ["write_batch", "staging"])
+def test_a_batch_that_has_failed_for_its_rows_runs_again_with_a_quarantine(spark, shop, way):
+    """Also where other partitions of it are written: their rows are the same with it and without it."""
+    wrong = ", ".join(map(str, WRONG))
+    df = readings(spark).where(f"id >= {ROWS - EVERY} OR id % {EVERY} NOT IN ({wrong})")
+    with pytest.raises(SPARKS_ERRORS):
+        write_by(shop.case, df, way)
+    assert shop.put_aside() == []
+    write_by(shop.case, df, way, **shop.more)
+    shop.verify(bad=[number for number in BAD if number >= ROWS - EVERY])
+
+
 @BOTH_DATABASES
 @pytest.mark.parametrize("way", ["write_batch", "staging"])
 def test_changes_that_mean_nothing_are_put_aside_and_deletions_need_their_key_alone(spark, shop, way):

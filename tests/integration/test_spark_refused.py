@@ -4,12 +4,12 @@ import psycopg
 import pytest
 from harness.spark import ROWS, SPARKS_ERRORS
 from harness.spark import numbers as numbered
-from harness.spark_source import nothing_is_left, write_by
+from harness.spark_source import nothing_is_left, options, write_by
 from pyspark import TaskContext
 from pyspark.sql import functions
 
 from dualwrite import ConfigurationError
-from dualwrite.sinks.spark import JobFailed, foreach_partition, write_batch
+from dualwrite.sinks.spark import JobFailed, foreach_partition, register, write_batch
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
@@ -126,3 +126,17 @@ def test_a_dataframe_that_gives_other_rows_each_time_is_refused_unless_it_is_all
     write_batch(random, batch_id="1", **numbers.settings, allow_nondeterministic=True)
     assert len(numbers.rows()) == 10
     assert numbers.rows() == numbers.messages()
+
+
+def test_sql_is_refused_in_words_and_writes_nothing(spark, numbers):
+    """Spark passes none of a table's options on to a Python data source."""
+    register(spark)
+    table = f"numbers_{numbers.sink.replace('-', '_')}"
+    given = ", ".join(f"'{name}' = '{value}'" for name, value in options(numbers, batchId="1").items())
+    spark.sql(f"CREATE TABLE {table} (id bigint, name string) USING dualwrite OPTIONS ({given})")
+    try:
+        with pytest.raises(SPARKS_ERRORS, match=r"there are no options.*INSERT INTO"):
+            spark.sql(f"INSERT INTO {table} VALUES (1, 'one')")
+    finally:
+        spark.sql(f"DROP TABLE {table}")
+    assert numbers.rows() == numbers.messages() == []
