@@ -244,21 +244,25 @@ def _waiting_bounds(bounds: WaitingBounds) -> str:
 
 def _walks(seen: Mapping[str, Any]) -> list[str]:
     """What random ways beyond the bounds have met."""
-    walks, mistakes = seen.get("walks"), seen.get("walked_mistakes", {"found": {}})
-    if walks is None:
+    walks, mistakes = seen.get("walks", {}), seen.get("walked_mistakes", {"found": {}})
+    if not walks:
         return []
     found = sorted(ways for ways in mistakes["found"].values() if ways is not None)
     lines = [
-        "Beyond these bounds, by chance: a seed draws two to four owners of any setting with up to eight blocks each, of up to three "
+        "Beyond these bounds, by random walks: a seed draws two to four owners of any setting with up to eight blocks each, of up to three "
         "messages, savepoints and settings of their own; up to three outages, lost answers and aborts, a death, a database that is put "
         "back; then one step after the other until nothing more can happen. "
-        f"`make search WALKS={walks['ways']} SEED={walks['seed']}`: **{walks['ways']:,} ways** of {walks['steps']:,} steps on "
-        f"{walks['date']}, {walks['blocks']:,} blocks, {walks['waited']:,} messages that waited; {walks['wrong'] or 'nothing wrong'}."
+        f"**{sum(run['ways'] for run in walks.values()):,} walks**:"
     ]
+    for seed, run in walks.items():
+        lines[0] += (
+            f" `make search WALKS={run['ways']} SEED={seed}`, {run['steps']:,} steps, {run['blocks']:,} blocks, "
+            f"{run['waited']:,} messages that waited, on {run['date']}: {run['wrong'] or 'nothing wrong'}."
+        )
     if found:
         lines[0] += (
-            f" {len(found)} of the {len(mistakes['found'])} planted mistakes are found in this way, too, of which each was sought in "
-            f"{mistakes['ways']:,} ways: half of them in at most {found[len(found) // 2]:,}, the last one in {found[-1]:,}."
+            f" {len(found)} of the {len(mistakes['found'])} planted mistakes are found in this way, too, each sought in at most "
+            f"{mistakes['ways']:,} walks: half of them took at most {found[len(found) // 2]:,}, the last one in {found[-1]:,}."
         )
     return [*lines, ""]
 

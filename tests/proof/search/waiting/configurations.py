@@ -89,12 +89,8 @@ WAITING = {
         "an owner that goes on after a new one has claimed, each with a block and a sender",
         Bounds((owner("P", (A,)), owner("Q", (E,)))),
     ),
-    "waiting_a_new_owner_beside_two_lanes": Configuration(
-        "the same, and the former one has a block on each of two lanes, and no sender",
-        Bounds((owner("P", (A,), (B,), sends=0), owner("Q", (E,)))),
-    ),
     "waiting_a_new_owner_of_two": Configuration(
-        "the same, with two blocks each, and no outage: messages wait already",
+        "an owner of two blocks that goes on after a new one of two has claimed; no outage: messages wait already",
         Bounds((owner("P", (A,), (B,)), owner("Q", (D, E))), Budgets(outage=0), later=True),
     ),
     "waiting_a_dead_owner": Configuration(

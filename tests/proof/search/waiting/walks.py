@@ -149,11 +149,10 @@ def main() -> int:
         kept["walked_mistakes"] = {"ways": options.ways, "found": found}
         failed = not any(found.values())
     else:
-        kept["walks"] = walk_all(options.ways, options.seed, options.jobs) | {
-            "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"
-        }
-        print(kept["walks"])
-        failed = kept["walks"]["wrong"] is not None
+        gone = walk_all(options.ways, options.seed, options.jobs) | {"date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
+        print(gone)
+        kept.setdefault("walks", {})[str(options.seed)] = gone
+        failed = gone["wrong"] is not None
     FIGURES.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", "utf-8")
     PAGE.write_text(render(kept), "utf-8")
     return int(failed)
