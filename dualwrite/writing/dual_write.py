@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from dualwrite.stores.sql.access import DjangoConnection
     from dualwrite.writing.fair_queue import Ticket
     from dualwrite.writing.falling_back import MayWait, Outboxes
-    from dualwrite.writing.health import Vitals
+    from dualwrite.writing.health import HealthMonitor
     from dualwrite.writing.lane import Lane
     from dualwrite.writing.lane_pool import Lanes, PooledLane
 
@@ -908,7 +908,7 @@ class Ground:
     context: Callable[[StateStore | None], OwnerContext]
     lanes: Lanes
     database: Database
-    vitals: Vitals
+    monitor: HealthMonitor
     observer: Observer
     serializing: Serializing
     session_factory: Callable[..., Session]
@@ -981,18 +981,18 @@ class WriterBlock(DualWrite):
             observed = ground.observer.writing(ground.writer, database.traits.name.lower())
             self.observer = observed.__enter__()
         observer = self.observer
-        silence = ground.vitals.silence
+        silence = ground.monitor.silence
         if silence is not None and (self.may_wait is None or self.may_wait.setting == "never"):
             raise silence.error(ground.writer)
         lane = ground.lanes.take(ticket)
-        if ground.vitals.sleeps:
-            ground.vitals.wake()
+        if ground.monitor.sleeps:
+            ground.monitor.wake()
         self.transactional_id = lane.transactional_id  # also where connecting fails
         self._has_lane = True
         if self.may_wait is None:
-            lane.ready(Deadline(ground.ready_s), ground.vitals.refuse_in_silence)
+            lane.ready(Deadline(ground.ready_s), ground.monitor.refuse_in_silence)
         else:
-            self.may_wait.make_ready(lane, ground.vitals, ground.ready_s)
+            self.may_wait.make_ready(lane, ground.monitor, ground.ready_s)
         if observer is not None:
             observer.lane(lane.transactional_id)
         permit = None if handle is None else permit_of(handle)
@@ -1019,7 +1019,7 @@ class WriterBlock(DualWrite):
         return adopted, adopted.__enter__()
 
     def _leaves_completion(self) -> bool:
-        return self.may_wait is not None or self._ground.vitals.silence is not None
+        return self.may_wait is not None or self._ground.monitor.silence is not None
 
     def _context_on(self, lane: Lane, context: OwnerContext) -> OwnerContext:
         del lane
@@ -1079,9 +1079,9 @@ class WriterBlock(DualWrite):
             shown = error if conflict is None else conflict
             if shown is None:
                 place = self._ticket.place if self._ticket is not None and self.sending else None
-                self._ground.vitals.note(None, place.thing.taken_at or 0.0 if place is not None else 0.0)
+                self._ground.monitor.note(None, place.thing.taken_at or 0.0 if place is not None else 0.0)
             elif isinstance(shown, DualWriteError) and not (self.may_wait is not None and self.may_wait.refused):
-                self._ground.vitals.note(shown)
+                self._ground.monitor.note(shown)
         if observer is not None:
             shown = error if conflict is None else conflict
             observer.__exit__(None if shown is None else type(shown), shown, None)

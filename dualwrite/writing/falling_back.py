@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dualwrite.protocol.message import Sendable
     from dualwrite.protocol.outbox import Outbox as Setting
     from dualwrite.protocol.values import Decision, StateRow, WriterLimits
-    from dualwrite.writing.health import Vitals
+    from dualwrite.writing.health import HealthMonitor
     from dualwrite.writing.lane import Lane
     from dualwrite.writing.outbox import Outbox
 
@@ -101,7 +101,7 @@ class MayWait:
         self.refused = False  # by the rules alone: every server has answered
         self._outboxes = outboxes
         self._id = outboxes.writer
-        self._vitals: Vitals | None = None
+        self._monitor: HealthMonitor | None = None
         self._can_send = False
         self._why = 'a block has outbox="always"'
         self._rows: OutboxRows | None = None
@@ -118,7 +118,7 @@ class MayWait:
 
     def waiting_is_in_vain(self) -> bool:
         """Whether Kafka is known to be silent: then the block need not wait for it until its patience ends."""
-        return self._vitals is not None and self._vitals.silence is not None
+        return self._monitor is not None and self._monitor.silence is not None
 
     @property
     def waits(self) -> bool:
@@ -137,17 +137,17 @@ class MayWait:
 
     # Its beginning
 
-    def make_ready(self, lane: Lane, vitals: Vitals, timeout_s: float) -> None:
+    def make_ready(self, lane: Lane, monitor: HealthMonitor, timeout_s: float) -> None:
         """Make the lane ready to send, or at least to wait: as far as the block may need it, and Kafka answers in time."""
-        self._id, self._vitals = lane.transactional_id, vitals
+        self._id, self._monitor = lane.transactional_id, monitor
         later = self._outboxes.known.state.later is True
         if self.setting == "never":
-            lane.ready(Deadline(timeout_s), vitals.refuse_in_silence)
+            lane.ready(Deadline(timeout_s), monitor.refuse_in_silence)
             self._can_send = True
-        elif asks_kafka_first(self.setting, silent=vitals.silence is not None, later=later):
+        elif asks_kafka_first(self.setting, silent=monitor.silence is not None, later=later):
             self._make_ready_to_send(lane, timeout_s)
-        elif vitals.silence is not None:
-            self._why = str(vitals.silence)
+        elif monitor.silence is not None:
+            self._why = str(monitor.silence)
         if not self._can_send:
             lane.ready_to_wait(Deadline(timeout_s))
 
@@ -180,9 +180,9 @@ class MayWait:
         if self.way is Way.SHARE:
             mode = self._own_rows.share(connection, self._outboxes.writer, within_s=_LOCK_S)
             self.way = way_of(self.setting, mode, can_send=self._can_send, shared=True)
-        if self.way is Way.TURN and self.setting == "fallback" and self._vitals is not None:
+        if self.way is Way.TURN and self.setting == "fallback" and self._monitor is not None:
             # What this process knew of the mode was out of date, so the lane was not made ready.
-            if self._vitals.silence is None and not self._can_send:
+            if self._monitor.silence is None and not self._can_send:
                 self._make_ready_to_send(lane, self.patience_s)
             if self._can_send:
                 self.way = Way.DIRECT

@@ -33,7 +33,7 @@ _QUIET_LOOKS: Final = 8
 _MISSING: Final = (Unavailable, TransactionInDoubt, CompletionPending)
 
 
-class Vitals:
+class HealthMonitor:
     """Notes whether the servers answer. Used by many threads at once.
 
     If they did not answer last, the next question starts a probe in the background. A platform sends no work to a process that

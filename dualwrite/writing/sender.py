@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from dualwrite.protocol.message import Sendable
     from dualwrite.protocol.values import WaitingMessages, WhenRefused
     from dualwrite.recovery.claim import OwnerContext
-    from dualwrite.writing.health import Vitals
+    from dualwrite.writing.health import HealthMonitor
     from dualwrite.writing.lane import Lane, Losses
     from dualwrite.writing.transaction import Transaction
 
@@ -431,7 +431,7 @@ def send_all(sending: Sending, writer: str, deadline: Deadline) -> int:
 class Sender:
     """The thread that sends what waits of an open writer.
 
-    ``vitals`` says whether Kafka is known to be silent, watches what the sender asks it, and is told if another owner has
+    ``monitor`` says whether Kafka is known to be silent, watches what the sender asks it, and is told if another owner has
     taken over.
     """
 
@@ -442,7 +442,7 @@ class Sender:
         sending: Sending,
         *,
         always: bool,
-        vitals: Vitals,
+        monitor: HealthMonitor,
         losses: Losses,
         idle_after_s: float,
     ) -> None:
@@ -450,7 +450,7 @@ class Sender:
         self._outbox = outbox
         self._sending = sending
         self._always = always
-        self._vitals = vitals
+        self._monitor = monitor
         self._losses = losses
         self._idle_after_s = idle_after_s
         self._hurry = threading.Event()
@@ -488,7 +488,7 @@ class Sender:
                 self._failures = 0
             except Fenced as error:
                 logger.warning("%s: its waiting messages are left to the new owner: %s", self._writer, error)
-                self._vitals.note(error)
+                self._monitor.note(error)
                 break
             except Exception as error:  # noqa: BLE001 - whatever it is, only another try can help, and somebody must try
                 pause_s = self._failed(error)
@@ -501,7 +501,7 @@ class Sender:
             return False
         # The last blocks may have put something since the last send: they have told so before the writer closes.
         idle = not self._at_work and not self._outbox.has_news
-        return idle or closing.expired or self._failures > 0 or self._vitals.silence is not None
+        return idle or closing.expired or self._failures > 0 or self._monitor.silence is not None
 
     def _failed(self, error: Exception) -> float:
         self._failures += 1
@@ -525,15 +525,15 @@ class Sender:
     def _step(self) -> float | None:
         """Send, look or wait. Returns for how long to rest before the next step."""
         sending = self._sending
-        if self._vitals.silence is not None:  # nothing is tried: an outage is no failure of a message
+        if self._monitor.silence is not None:  # nothing is tried: an outage is no failure of a message
             self._count()
             return _SILENT_LOOK_S
         if self._at_work or sending.needs_settling:
-            self._vitals.note_sends()
+            self._monitor.note_sends()
         sending.settle()
         if not self._at_work:
             sending.get_ready()
-            self._vitals.sends = False
+            self._monitor.sends = False
             self._at_work = self._outbox.wait(_LOOK_EVERY_S) or self._always or sending.mode() is OutboxMode.LATER
             if not self._at_work and now_s() - self._worked_at > self._idle_after_s:
                 sending.idle()

@@ -24,7 +24,7 @@ from dualwrite.telemetry.loaded import observer_if_loaded
 from dualwrite.writing.dual_write import Ground, WriterBlock, session_of_block
 from dualwrite.writing.falling_back import Outboxes
 from dualwrite.writing.group_commit import Groups, Submitting, limits_for, runners_for
-from dualwrite.writing.health import Vitals
+from dualwrite.writing.health import HealthMonitor
 from dualwrite.writing.lane import Losses, OnLoss
 from dualwrite.writing.lane_pool import Lanes
 from dualwrite.writing.opening import PATIENCE_S, Opening, with_opening
@@ -135,7 +135,7 @@ class DualWriter(Submitting):
         serializing = Serializing.of(serializers)
         self._observer = observer_if_loaded() if telemetry is None else telemetry
         self._losses = Losses(on_loss, self._observer)
-        self._vitals = Vitals(
+        self._monitor = HealthMonitor(
             transactional_id,
             lambda: self._opened().probe(),
             ask_database=lambda: self._opened().ask_database(),
@@ -155,7 +155,7 @@ class DualWriter(Submitting):
             self._context,
             self._lanes,
             self._database,
-            self._vitals,
+            self._monitor,
             self._observer,
             serializing,
             session_factory,
@@ -299,7 +299,7 @@ class DualWriter(Submitting):
         self._connected, lanes = made
         self._lanes.open(lanes)
         sends_on = self._connected.outbox_lane
-        self._vitals.watch(self._lanes, self._connected.unanswered, sends_on=() if sends_on is None else (sends_on,))
+        self._monitor.watch(self._lanes, self._connected.unanswered, sends_on=() if sends_on is None else (sends_on,))
         if self._sender is not None:
             self._sender.start()
 
@@ -342,7 +342,7 @@ class DualWriter(Submitting):
             self._signals,
             sending,
             always=self._outbox == "always",
-            vitals=self._vitals,
+            monitor=self._monitor,
             losses=self._losses,
             idle_after_s=self._limits.idle_after_s,
         )
@@ -465,7 +465,7 @@ class DualWriter(Submitting):
         """
         # Lanes are there from the end of open() to the beginning of close().
         is_open = len(self._lanes) > 0 and not self._lanes.closed and os.getpid() == self._pid
-        known = self._vitals.health(
+        known = self._monitor.health(
             self._lanes,
             is_open=is_open,
             unreported_losses=self._losses.unreported,
@@ -499,7 +499,7 @@ class DualWriter(Submitting):
         try:
             with noting_reported(opened.context.store) if opened is not None else nullcontext():
                 self._groups.close(self._limits.timeout_s)
-                self._vitals.close()
+                self._monitor.close()
                 self._lanes.close()
                 if self._sender is not None:  # after the last block, which may have put something
                     self._sender.close(self._limits.timeout_s)

@@ -33,7 +33,7 @@ from dualwrite.testing.memory.lane import (
 from dualwrite.writing.dual_write import Ground, WriterBlock, session_of_block
 from dualwrite.writing.falling_back import Outboxes
 from dualwrite.writing.group_commit import Groups, Submitting, runners_for
-from dualwrite.writing.health import Vitals
+from dualwrite.writing.health import HealthMonitor
 from dualwrite.writing.lane_pool import Lanes
 from dualwrite.writing.transaction import Serializers, Serializing
 
@@ -120,14 +120,14 @@ class InMemoryWriter(Submitting):
             idle_after_s=_TIMEOUT_S,
             kafka_at=_KAFKA_AT,
         )
-        self._vitals = Vitals(transactional_id, self._outbox.require_kafka, ask_database=lambda: None)
+        self._monitor = HealthMonitor(transactional_id, self._outbox.require_kafka, ask_database=lambda: None)
         rows = SqlDatabase(self._engine)
         self._ground = Ground(
             transactional_id,
             self._context,
             self._lanes,
             rows,
-            self._vitals,
+            self._monitor,
             self._observer,
             Serializing.of(serializers),
             session_factory,
@@ -215,7 +215,7 @@ class InMemoryWriter(Submitting):
         """
         if not self._outbox.away:
             self._outbox.away = True
-            self._vitals.silence = Silence(
+            self._monitor.silence = Silence(
                 _KAFKA_AT, datetime.now(timezone.utc), now_s(), "a test has planted an outage"
             )
 
@@ -225,7 +225,7 @@ class InMemoryWriter(Submitting):
         A block that is running meanwhile ends in the way that it has taken. Does nothing if Kafka is not away.
         """
         self._outbox.away = False
-        self._vitals.silence = None
+        self._monitor.silence = None
         self.settle()
         self._outbox.send()
 
@@ -338,7 +338,7 @@ class InMemoryWriter(Submitting):
         """See :meth:`DualWriter.health`."""
         is_open = self._open and not self._lanes.closed
         outboxes = self._ground.outboxes
-        return self._vitals.health(
+        return self._monitor.health(
             self._lanes,
             is_open=is_open,
             unreported_losses=0,

@@ -335,7 +335,7 @@ def test_a_block_that_must_not_wait_is_refused_while_others_wait(writer):
     outage = writer.outage()
     with outage:
         write(writer, 1)
-        writer._outbox.away, writer._vitals.silence = False, None  # back, and not sent yet
+        writer._outbox.away, writer._monitor.silence = False, None  # back, and not sent yet
         with pytest.raises(Unavailable, match="wait in the database and must come first"):
             write(writer, 2, outbox="never")
     assert values(writer.messages) == ["1"]

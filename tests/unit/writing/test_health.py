@@ -9,15 +9,15 @@ from dualwrite import CompletionPending, Fenced, TransactionAborted, Transaction
 from dualwrite.clock import now_s
 from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.outbox import OutboxState
-from dualwrite.writing.health import Vitals
+from dualwrite.writing.health import HealthMonitor
 from dualwrite.writing.lane_pool import Lanes
 
 LANES = Lanes("orders", lambda _: None, max_lanes=8, timeout_s=1, lane_timeout_s=1, idle_after_s=1, kafka_at="b:9092")
 
 
 def vitals_with(probe):
-    vitals = Vitals("orders", probe)
-    return vitals, lambda **given: vitals.health(LANES, **{"is_open": True, "unreported_losses": 0, **given})
+    monitor = HealthMonitor("orders", probe)
+    return monitor, lambda **given: monitor.health(LANES, **{"is_open": True, "unreported_losses": 0, **given})
 
 
 def no_probe():
@@ -38,9 +38,9 @@ def no_probe():
 )
 def test_only_a_missing_answer_makes_it_unready(error, cause, answered):
     probed = threading.Event()
-    vitals, health = vitals_with(probed.set)
+    monitor, health = vitals_with(probed.set)
     error.__cause__ = cause
-    vitals.note(error)
+    monitor.note(error)
     assert health().answered is answered
     assert health(is_open=False).answered is answered or probed.wait(60)
 
@@ -59,24 +59,24 @@ def test_only_a_missing_answer_makes_it_unready(error, cause, answered):
     ],
 )
 def test_an_error_of_another_writer_says_nothing_about_this_one(kind, name, ours):
-    vitals, health = vitals_with(lambda: None)
-    vitals.note(kind("x", transactional_id=name))
+    monitor, health = vitals_with(lambda: None)
+    monitor.note(kind("x", transactional_id=name))
     found = health(is_open=False)
     assert found.fenced is (ours and kind is Fenced)
     assert found.answered is not (ours and kind is Unavailable)
 
 
 def test_a_dual_write_that_was_answered_makes_it_ready_again_and_no_probe_is_needed():
-    vitals, health = vitals_with(no_probe)
-    vitals.note(Unavailable("x"))
-    vitals.note(None)
+    monitor, health = vitals_with(no_probe)
+    monitor.note(Unavailable("x"))
+    monitor.note(None)
     assert health().ready
 
 
 def test_the_question_starts_a_probe_whose_answer_a_later_question_sees():
     asked = threading.Event()
-    vitals, health = vitals_with(asked.set)
-    vitals.note(Unavailable("x"))
+    monitor, health = vitals_with(asked.set)
+    monitor.note(Unavailable("x"))
     assert not health().ready  # at once
     assert asked.wait(60)
     while not health().ready:
@@ -92,8 +92,8 @@ def test_one_probe_runs_at_a_time_and_one_that_fails_leaves_it_unready():
         go_on.wait(60)
         raise Unavailable("still not")
 
-    vitals, health = vitals_with(probe)
-    vitals.note(Unavailable("x"))
+    monitor, health = vitals_with(probe)
+    monitor.note(Unavailable("x"))
     for _ in range(5):
         assert not health().ready
     assert started.acquire(timeout=60)
@@ -103,15 +103,15 @@ def test_one_probe_runs_at_a_time_and_one_that_fails_leaves_it_unready():
 
 
 def test_a_closed_writer_asks_nobody():
-    vitals, health = vitals_with(no_probe)
-    vitals.note(Unavailable("x"))
+    monitor, health = vitals_with(no_probe)
+    monitor.note(Unavailable("x"))
     assert not health(is_open=False).open
 
 
 def test_a_fenced_writer_stays_so():
-    vitals, health = vitals_with(no_probe)
-    vitals.note(Fenced("x"))
-    vitals.note(None)
+    monitor, health = vitals_with(no_probe)
+    monitor.note(Fenced("x"))
+    monitor.note(None)
     assert health().problems == ("another owner has taken over",)
 
 
@@ -142,11 +142,11 @@ def test_while_messages_wait_the_database_alone_is_asked_and_its_silence_is_no_r
         if not answers.is_set():
             raise Unavailable("no answer")
 
-    vitals = Vitals("orders", no_probe, ask_database=ask)
-    vitals.note(Unavailable("Kafka's, for all that is known"))
+    monitor = HealthMonitor("orders", no_probe, ask_database=ask)
+    monitor.note(Unavailable("Kafka's, for all that is known"))
 
     def problems():
-        return vitals.health(LANES, is_open=True, unreported_losses=0, setting="fallback", outbox=WAITING).problems
+        return monitor.health(LANES, is_open=True, unreported_losses=0, setting="fallback", outbox=WAITING).problems
 
     assert problems() == ()
     assert asked.acquire(timeout=60)
@@ -218,7 +218,7 @@ class AskingLane:
 
 
 class Watched:
-    """Vitals with one lane in use, and the probes of Kafka that they have started."""
+    """HealthMonitor with one lane in use, and the probes of Kafka that they have started."""
 
     def __init__(self, monkeypatch, *, answers=None, knock=None):
         self.turned, self.probes = [], queue.SimpleQueue()
@@ -227,10 +227,10 @@ class Watched:
             "orders", AskingLane, max_lanes=2, timeout_s=1, lane_timeout_s=60, idle_after_s=60, kafka_at="b:9092"
         )
         self.lanes.open([AskingLane(0), AskingLane(1)], keep_house=False)
-        self.vitals = Vitals(
+        self.monitor = HealthMonitor(
             "orders", no_probe, kafka_at="b:9092", ask_kafka=self._ask, knock=knock, turned=self._turned
         )
-        self.vitals._lanes = self.lanes
+        self.monitor._lanes = self.lanes
         self.ticket = self.lanes.ticket()
         self.lane = self.lanes.take(self.ticket)
         self._ahead = 0.0
@@ -247,13 +247,13 @@ class Watched:
 
     def look_after(self, seconds):
         self._ahead += seconds
-        return self.vitals._look()
+        return self.monitor._look()
 
     def fall_silent(self):
         self.lane.ask()
         self.look_after(1.1)
         self.look_after(1.1)
-        assert self.vitals.silence is not None
+        assert self.monitor.silence is not None
 
 
 @pytest.fixture
@@ -262,7 +262,7 @@ def watched(monkeypatch):
 
 
 def health_of(watched, **given):
-    return watched.vitals.health(watched.lanes, is_open=True, unreported_losses=0, **given)
+    return watched.monitor.health(watched.lanes, is_open=True, unreported_losses=0, **given)
 
 
 def test_a_dual_write_that_waits_while_nobody_answers_shows_that_kafka_is_silent(watched):
@@ -271,9 +271,9 @@ def test_a_dual_write_that_waits_while_nobody_answers_shows_that_kafka_is_silent
     assert watched.probes.empty()
     watched.look_after(1.0)
     assert watched.probes.get(timeout=60) == {("orders", 0)}
-    assert watched.vitals.silence is None
+    assert watched.monitor.silence is None
     watched.look_after(1.0)
-    silence = watched.vitals.silence
+    silence = watched.monitor.silence
     assert (silence.address, silence.asked) == ("b:9092", "a flush")
     assert silence.since_s == watched.lane.asking_since
     assert watched.turned == [silence]
@@ -287,15 +287,15 @@ def test_brokers_that_refuse_connections_show_it_within_half_a_second(monkeypatc
     def look_and_hear():
         watched.look_after(0.2)
         knocked.get(timeout=60)
-        while watched.vitals._knocks:
+        while watched.monitor._knocks:
             threading.Event().wait(0.001)
 
     watched.lane.ask()
     look_and_hear()
     look_and_hear()
-    assert watched.vitals.silence is None
+    assert watched.monitor.silence is None
     watched.look_after(0.1)
-    assert watched.vitals.silence is not None
+    assert watched.monitor.silence is not None
     assert watched.probes.empty()
 
 
@@ -304,19 +304,19 @@ def test_a_knock_that_fails_shows_nothing(monkeypatch):
     watched.lane.ask()
     for _ in range(4):
         watched.look_after(0.2)
-        while watched.vitals._knocks:
+        while watched.monitor._knocks:
             threading.Event().wait(0.001)
-    assert watched.vitals.silence is None
+    assert watched.monitor.silence is None
 
 
 def test_a_probe_that_is_answered_ends_the_silence(watched):
     watched.fall_silent()
     watched.answers.set()
     watched.look_after(1.1)
-    while watched.vitals._probe_heard_s == 0.0:
+    while watched.monitor._probe_heard_s == 0.0:
         threading.Event().wait(0.001)
     watched.look_after(0.0)
-    assert watched.vitals.silence is None
+    assert watched.monitor.silence is None
     assert watched.turned[-1] is None
 
 
@@ -324,27 +324,27 @@ def test_kafka_that_answers_the_background_is_not_silent_however_long_one_dual_w
     watched.answers.set()
     watched.lane.ask()
     watched.look_after(1.1)
-    while watched.vitals._probe_heard_s == 0.0:
+    while watched.monitor._probe_heard_s == 0.0:
         threading.Event().wait(0.001)
     watched.look_after(30.0)
-    assert watched.vitals.silence is None
+    assert watched.monitor.silence is None
     assert not health_of(watched).ready  # the dual write waits all the same
 
 
 def test_one_other_dual_write_that_was_answered_shows_that_kafka_is_not_silent(watched):
     watched.lane.ask()
     watched.look_after(1.1)
-    watched.vitals.note(None, heard_s=watched.lane.asking_since + 1.0)
+    watched.monitor.note(None, heard_s=watched.lane.asking_since + 1.0)
     watched.look_after(1.1)
-    assert watched.vitals.silence is None
+    assert watched.monitor.silence is None
     assert health_of(watched).ready
 
 
 def test_a_dual_write_of_rows_alone_shows_nothing_about_kafka(watched):
     watched.fall_silent()
-    watched.vitals.note(None)
+    watched.monitor.note(None)
     watched.look_after(0.1)
-    assert watched.vitals.silence is not None
+    assert watched.monitor.silence is not None
 
 
 def test_those_that_wait_for_a_lane_are_refused_when_kafka_falls_silent_and_nobody_waits_afterwards(watched):

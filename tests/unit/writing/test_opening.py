@@ -267,8 +267,8 @@ def test_a_writer_whose_messages_may_wait_opens_without_kafka(away, falls_back):
         lanes = [pooled.lane for pooled in writer._lanes.all]
         assert [lane.may_wait for lane in lanes] == [True] * len(lanes)
         assert not any(lane.usable for lane in lanes)
-        wait_until(lambda: writer._vitals.silence is not None)
-        assert "to open the writer" in str(writer._vitals.silence)
+        wait_until(lambda: writer._monitor.silence is not None)
+        assert "to open the writer" in str(writer._monitor.silence)
         assert writer._connected.outbox_lane.transactional_id == "orders#outbox"
         assert away.state().cluster_id == "unverified from 1"
         away.kafka.away = False
@@ -280,7 +280,7 @@ def test_a_writer_whose_messages_may_wait_opens_without_kafka(away, falls_back):
 
 def test_blocks_use_the_lanes_whose_claim_stands_before_any_is_added(away, falls_back):
     with falls_back as writer:
-        wait_until(lambda: writer._vitals.silence is not None)
+        wait_until(lambda: writer._monitor.silence is not None)
         claimed = {pooled.lane for pooled in writer._lanes.all}
         tickets = [writer._lanes.ticket() for _ in range(len(claimed) + 1)]
         used = [writer._lanes.take(ticket) for ticket in tickets[:-1]]
