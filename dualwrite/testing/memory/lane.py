@@ -98,7 +98,7 @@ class MemoryProducer:
         self._undelivered.clear()
         self._lane.begin()
 
-    def limit_waits(self, seconds: float | None) -> None:
+    def limit_waits(self, seconds: float | None, in_vain: Callable[[], bool] | None = None) -> None:
         """It waits for nothing."""
 
     def require_topic(self, topic: str) -> None:
