@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dualwrite.asyncio.transaction import AsyncTransaction
 from dualwrite.asyncio.writer import AsyncDualWriter
-from dualwrite.errors import CompletionPending
+from dualwrite.errors import CompletionPending, DualWriteError, TransactionAborted
 from dualwrite.protocol.lives import WriteState
 from dualwrite.writing.transaction import Transaction
 
@@ -102,6 +102,13 @@ def _pass_unless_decided(tx: Transaction | AsyncTransaction | None, error: Compl
     if tx is None or tx.state is not WriteState.DECIDED or error.transactional_id != tx.transactional_id:
         raise error
     logger.warning("%s: the request is answered, and its messages follow: %s", tx.transactional_id, error)
+
+
+def detail_of(error: Exception) -> str | None:
+    """What a block's error tells a client that can send its request again, as nothing was written; None if it cannot."""
+    if isinstance(error, TransactionAborted) and not error.retryable:
+        return None
+    return f"nothing was written: {error.what if isinstance(error, DualWriteError) else ''}"
 
 
 def missing(extra: str, error: ImportError) -> ImportError:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, cast
 
-from dualwrite.errors import ConfigurationError, DualWriteError, TransactionAborted, Unavailable
-from dualwrite.frameworks import block_of, missing, opened
+from dualwrite.errors import ConfigurationError, TransactionAborted, Unavailable
+from dualwrite.frameworks import block_of, detail_of, missing, opened
 
 try:
     from fastapi import Depends, FastAPI, Request
@@ -58,10 +58,10 @@ def answer_errors(app: FastAPI) -> None:
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
         del request
-        if isinstance(error, TransactionAborted) and not error.retryable:
+        detail = detail_of(error)
+        if detail is None:
             raise error
-        what = error.what if isinstance(error, DualWriteError) else ""
-        return JSONResponse({"detail": f"nothing was written: {what}"}, 503, {"Retry-After": "1"})
+        return JSONResponse({"detail": detail}, 503, {"Retry-After": "1"})
 
     app.add_exception_handler(Unavailable, answer)
     app.add_exception_handler(TransactionAborted, answer)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dualwrite.errors import DualWriteError, TransactionAborted
-from dualwrite.frameworks import block_of, missing, opened
+from dualwrite.frameworks import block_of, detail_of, missing, opened
 
 try:
     from litestar import Request, Response
@@ -48,9 +47,7 @@ def answer_error(request: Request, error: Exception) -> Response:  # type: ignor
         error: What left the block.
     """
     del request
-    if isinstance(error, TransactionAborted) and not error.retryable:
+    detail = detail_of(error)
+    if detail is None:
         return Response({"status_code": 500, "detail": "Internal Server Error"}, status_code=500)
-    what = error.what if isinstance(error, DualWriteError) else ""
-    return Response(
-        {"status_code": 503, "detail": f"nothing was written: {what}"}, status_code=503, headers={"Retry-After": "1"}
-    )
+    return Response({"status_code": 503, "detail": detail}, status_code=503, headers={"Retry-After": "1"})

@@ -54,6 +54,10 @@ class Reason(Enum):
     FAILED = "failed"
 
 
+SILENT_SO_FAR: Final = frozenset({Reason.KAFKA_IS_BACK, Reason.YOUNG, Reason.CHANGED})
+"""Reasons that end by themselves once an owner shows no sign of life for long enough."""
+
+
 @dataclass(frozen=True)
 class Tries:
     """The attempts of one supervisor to settle one writer. Times are of its own clock, which only moves forward.
@@ -251,7 +255,7 @@ def _due_in_s(reason: Reason, seen: Seen, view: View, patience_s: float, tries: 
         return seen.lease_left_s
     if reason is Reason.FAILED:
         return tries.next_s - view.now_s
-    if reason not in {Reason.KAFKA_IS_BACK, Reason.YOUNG, Reason.CHANGED}:
+    if reason not in SILENT_SO_FAR:
         return None
     ages = (view.answering_s, seen.unchanged_s, seen.youngest_s, None if seen.needs_recovery else seen.waiting_s)
     return patience_s - min(age for age in ages if age is not None)

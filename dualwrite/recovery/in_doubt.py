@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.clock import Deadline, GrowingPause, pause
@@ -215,25 +216,13 @@ def resolve_commit(  # noqa: PLR0917 - as the writer hands it on
         before_sleep=note,
         reraise=True,
     )
-    step: DoubtStep = retrying(
-        _verdict, context, transactional_id, ours, database_transaction, deadline, waiting, fence
-    )
+    asked = partial(_asked, context, transactional_id, ours, database_transaction, deadline, waiting)
+    step: DoubtStep = retrying(_verdict, asked, fence)
     logger.warning("%s: COMMIT of %s was in doubt: %s", transactional_id, named, step.value)
     return step
 
 
-def _verdict(  # noqa: PLR0917 - as above
-    context: OwnerContext,
-    transactional_id: str,
-    ours: PreparedTxnState,
-    database_transaction: str | None,
-    deadline: Deadline,
-    waiting: Decision | None = None,
-    fence: Callable[[], None] | None = None,
-) -> DoubtStep:
-    def asked() -> DoubtStep:
-        return _asked(context, transactional_id, ours, database_transaction, deadline, waiting)
-
+def _verdict(asked: Callable[[], DoubtStep], fence: Callable[[], None] | None) -> DoubtStep:
     step = asked()
     if step is DoubtStep.ABORTED and fence is not None:
         fence()

@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 from dualwrite.cli.report import batch_outlooks, blocks_words, groups_words, partitions_words, row_word, will_do
 from dualwrite.protocol.blocking import weight
 from dualwrite.protocol.by_hand import Deed, Ended, counted
-from dualwrite.protocol.supervision import UNTRIED, Action, Reason
+from dualwrite.protocol.supervision import SILENT_SO_FAR, UNTRIED, Action, Reason
 from dualwrite.recovery.recover import settled_with
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ _MINUTE_S: Final = 60
 _NOTICED_S: Final = 1.0
 """Other programs' transactions younger than that are left out: programs at work always have some open."""
 _NEED_A_PERSON: Final = frozenset({Reason.WENT_BACK, Reason.CLOCK, Reason.FAILED})
-_SILENT_SO_FAR: Final = frozenset({Reason.KAFKA_IS_BACK, Reason.YOUNG, Reason.CHANGED})
-"""Reasons that end by themselves once an owner shows no sign of life for long enough."""
 HEADERS: Final = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": (
@@ -440,7 +438,7 @@ def _settles(planned: Planned) -> bool:
 
 
 def _leaves(planned: Planned) -> str:
-    if planned.due_in_s is None or planned.reason not in _SILENT_SO_FAR:
+    if planned.due_in_s is None or planned.reason not in SILENT_SO_FAR:
         return "leave"
     return f"leave; settle in {duration(planned.due_in_s)} if its owner stays silent"
 

@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PRODUCER: Final = f"dualwrite/{version('dualwrite')}"
+_VERSION: Final = version("dualwrite")
+_PRODUCER: Final = f"dualwrite/{_VERSION}"
 _ROWS_COMMITTED: Final = frozenset({WriteState.DECIDED, WriteState.COMPLETED, WriteState.WAITING, WriteState.LOST})
 _PORTS: Final = {"postgresql": 5432, "mysql": 3306, "mariadb": 3306}
 _LAST_EVENT_S: Final = 10.0
@@ -122,7 +123,7 @@ class LineageRun:
         )
         self._job = Job(namespace, job, {"jobType": kind})
         engine = processing_engine_run.ProcessingEngineRunFacet(
-            version("dualwrite"), "dualwrite", openlineageAdapterVersion=version("dualwrite"), producer=_PRODUCER
+            _VERSION, "dualwrite", openlineageAdapterVersion=_VERSION, producer=_PRODUCER
         )
         self._facets: dict[str, RunFacet] = {"processing_engine": engine}
         if parent is not None:

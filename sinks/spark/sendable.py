@@ -75,10 +75,14 @@ def fitting(
     try:
         return array.cast(column.arrow)
     except pa.ArrowInvalid as error:
-        words = f"a value of column {schema.fields[column.source].name!r} does not fit {column.arrow}"
+        words = _does_not_fit(column, schema)
         if wrong is None:
             raise ConfigurationError(f"{words}: {error}") from error
         return _halves_that_fit(array, column.arrow, wrong, words, 0)
+
+
+def _does_not_fit(column: Projected, schema: spark.StructType) -> str:
+    return f"a value of column {schema.fields[column.source].name!r} does not fit {column.arrow}"
 
 
 def _halves_that_fit(array: pa.Array, arrow: pa.DataType, wrong: list[str | None], words: str, first: int) -> pa.Array:
@@ -185,7 +189,7 @@ def _converted(
     try:
         return pa.array(values, column.arrow)
     except (pa.ArrowInvalid, OverflowError) as error:
-        words = f"a value of column {schema.fields[column.source].name!r} does not fit {column.arrow}"
+        words = _does_not_fit(column, schema)
         if wrong is None:
             raise ConfigurationError(f"{words}: {error}") from error
     for number, value in enumerate(values):

@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 from harness.drivers import Drivers
-from harness.spark import SPARKS_ERRORS
+from harness.spark import SPARKS_ERRORS, stopped_at
 from harness.spark_source import LEGS, ArmedSource, nothing_is_left, options_of
 from pyspark.sql import functions
 
-from dualwrite import ConfigurationError, TransactionAborted, failpoints
+from dualwrite import ConfigurationError, TransactionAborted
 from dualwrite.sinks.spark import JobFailed, foreach_many, register, write_many
 from dualwrite.testing.reading import read_committed
 
@@ -232,21 +232,6 @@ def test_a_stream_over_two_targets_killed_on_the_way_writes_each_row_once(spark,
             run(point)
     run()
     shop.verify()
-
-
-class _Stopped(Exception):
-    """Where a driver stops."""
-
-
-def stopped_at(write, point, df, number):
-    """Write a micro-batch; the driver fails at the point."""
-
-    def stop(name):
-        if name == point:
-            raise _Stopped(name)
-
-    with failpoints.watched(stop):
-        write(df, number)
 
 
 def test_a_row_with_an_unknown_tag_or_none_fails_the_batch_and_is_named(spark, shop):

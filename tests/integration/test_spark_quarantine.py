@@ -5,11 +5,11 @@ import re
 from functools import partial
 
 import pytest
-from harness.spark import SPARKS_ERRORS, ArmedTask
+from harness.spark import SPARKS_ERRORS, ArmedTask, stopped_at
 from harness.spark_source import LEGS, ArmedSource, nothing_is_left, options_of, write_by
 from pyspark.sql import functions
 
-from dualwrite import ConfigurationError, TransactionAborted, failpoints
+from dualwrite import ConfigurationError, TransactionAborted
 from dualwrite.sinks.spark import JobFailed, foreach_batch, per_partition, register, write_batch, write_many
 from dualwrite.testing.reading import read_committed
 
@@ -261,21 +261,6 @@ def test_a_stream_that_is_stopped_on_the_way_puts_each_row_aside_once(spark, sho
             run(point)
     run()
     shop.verify()
-
-
-class _Stopped(Exception):
-    """Where a driver stops."""
-
-
-def stopped_at(write, point, df, number):
-    """Write a micro-batch; the driver fails at the point."""
-
-    def stop(name):
-        if name == point:
-            raise _Stopped(name)
-
-    with failpoints.watched(stop):
-        write(df, number)
 
 
 @pytest.mark.parametrize(

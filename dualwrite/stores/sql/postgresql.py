@@ -293,7 +293,6 @@ class Session:
     Attributes:
         is_direct: Whether no pooler stands between us and the server; None if that is not known.
         prepared: By the names of their texts, the texts that execute the statements that the server has prepared for us.
-        kept: The names in the server of those that psycopg keeps among its own.
         generation: Part of the names in the server. It grows when they are lost: perhaps not all of them are.
         commit_found_none: Whether the server has warned since that a COMMIT has found no transaction.
         is_primary: Whether the server was seen not to be a standby, without a pooler in between. It stays so: what makes a
@@ -302,7 +301,6 @@ class Session:
 
     is_direct: bool | None = None
     prepared: dict[str, str] = field(default_factory=dict)
-    kept: dict[str, bytes] = field(default_factory=dict)
     generation: int = 0
     commit_found_none: bool = False
     is_primary: bool = False
@@ -318,10 +316,12 @@ class Session:
         """
         lost = getattr(error, "sqlstate", None) == NOT_PREPARED
         if lost or (execution is not None and own.name not in self.prepared):
-            self.prepared.clear()
-            self.kept.clear()
-            self.generation += 1
+            self._forget()
         return lost
+
+    def _forget(self) -> None:
+        self.prepared.clear()
+        self.generation += 1
 
     def look(self, answer: Any, driver: Any) -> None:
         """Learn from the answer to :data:`WHICH_SERVER` whether a pooler stands before it."""
@@ -341,8 +341,11 @@ class Session:
             execution = self._prepare(own, texts)
         return execution
 
+    def _name_of(self, own: OwnText) -> str:
+        return f"{own.name}_{self.generation}"
+
     def _prepare(self, own: OwnText, texts: list[str]) -> str:
-        name = f"{own.name}_{self.generation}"
+        name = self._name_of(own)
         numbered = own.template % {one: f"${number}" for number, one in enumerate(own.names, 1)}
         texts.append(f"PREPARE {name} AS {numbered}")
         return f"EXECUTE {name}({', '.join(f'%({one})s' for one in own.names)})"
@@ -357,22 +360,20 @@ class Session:
         names = getattr(manager, "_names", None)
         if not self.is_direct or driver.prepare_threshold is None or names is None:
             return None
-        kept = self.kept.get(own.name)
-        if kept is not None:
-            if names.get((kept, ())) == kept:
-                return self.prepared[own.name]
-            self.prepared.clear()
-            self.kept.clear()
-            self.generation += 1
+        execution = self.prepared.get(own.name)
+        if execution is not None:
+            if (self._name_of(own).encode(), ()) in names:
+                return execution
+            self._forget()
         if getattr(manager, "_to_flush", True):
             return None  # what is prepared now goes with what is to be forgotten
         return self._prepare(own, texts)
 
     def keep(self, own: OwnText, driver: Any, execution: str) -> None:
         """Note that the server has prepared it, and that psycopg must tell when it is forgotten."""
-        if own.name not in self.kept:
+        if own.name not in self.prepared:
             self.prepared[own.name] = execution
-            name = self.kept[own.name] = f"{own.name}_{self.generation}".encode()
+            name = self._name_of(own).encode()
             driver._prepared._names[name, ()] = name  # noqa: SLF001 - nothing public shows what it forgets
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
@@ -274,6 +274,13 @@ def require_kept(column: Copied, changes: Iterable[tuple[str, pa.Array]], name_r
                 f"({name_row(number)})",
                 next_step="nothing of the partition was written on either side: change the value, or the column's type",
             )
+
+
+def not_kept(column: Copied, changes: Iterable[tuple[str, pa.Array]]) -> Iterator[tuple[int, str]]:
+    """The rows with values that :func:`require_kept` refuses, and what is wrong with them."""
+    for words, is_bad in changes:
+        for place in pc.indices_nonzero(is_bad).to_pylist():
+            yield place, f"column {column.name!r} of type {column.shown_type}: {words}"
 
 
 def rows_lost(staged: Staged, held: int) -> TransactionAborted:

@@ -33,6 +33,7 @@ from dualwrite.sinks.spark.databases.database import (
     can_be_dropped,
     key_twice,
     not_a_condition,
+    not_kept,
     outside,
     require_all_merged,
     require_all_taken,
@@ -137,9 +138,14 @@ def _creation(made: tuple[str, str], layout: Layout, *, comment: str | None) -> 
 def _create_temporary(connection: Connection, layout: Layout) -> tuple[str, str]:
     """Make the table in which rows wait for the end of their own transaction, which this does not commit."""
     made = (layout.table[0], _TEMPORARY)
+    _make_temporary(connection, made, _creation(made, layout, comment=None))
+    return made
+
+
+def _make_temporary(connection: Connection, made: tuple[str, str], creation: str) -> None:
     try:
         _drop_temporary(connection, made)  # that of a former transaction of this session, if it failed
-        execute(connection, _creation(made, layout, comment=None))
+        execute(connection, creation)
     except exc.SQLAlchemyError as error:
         raise _not_made(
             error,
@@ -149,7 +155,6 @@ def _create_temporary(connection: Connection, layout: Layout) -> tuple[str, str]
             rights="CREATE TEMPORARY TABLES",
             more="; and SELECT on the table that is written",
         ) from error
-    return made
 
 
 def _drop_temporary(connection: Connection, made: tuple[str, str]) -> None:
@@ -711,24 +716,12 @@ def wrong_rows(connection: Connection, layout: Layout, batch: pa.RecordBatch, mo
     columns = layout.table_columns
     arrays = [batch.column(column.source) for column in columns]
     for column, array in zip(columns, arrays, strict=True):
-        for words, is_bad in _changes(column, array):
-            for place in pc.indices_nonzero(is_bad).to_pylist():
-                found.setdefault(place, f"column {column.name!r} of type {column.shown_type}: {words}")
+        for place, words in not_kept(column, _changes(column, array)):
+            found.setdefault(place, words)
     places = [place for place in range(batch.num_rows) if place not in found]
     kept = [array.take(pa.array(places, pa.int64())) for array in arrays]
     made = (layout.table[0], _CHECKING)
-    try:
-        _drop_temporary(connection, made)
-        execute(connection, f"CREATE TEMPORARY TABLE {table_name(made)} LIKE {table_name(layout.table)}")
-    except exc.SQLAlchemyError as error:
-        raise _not_made(
-            error,
-            connection.engine,
-            "temporary",
-            schema=made[0],
-            rights="CREATE TEMPORARY TABLES",
-            more="; and SELECT on the table that is written",
-        ) from error
+    _make_temporary(connection, made, f"CREATE TEMPORARY TABLE {table_name(made)} LIKE {table_name(layout.table)}")
     # REPLACE, because the copy has the table's unique keys, too, and other rows are no matter here.
     into = f"REPLACE INTO {table_name(made)} ({listed([one.name for one in columns])}) VALUES "
     with closing(cast("Any", connection.connection.dbapi_connection).cursor()) as cursor:

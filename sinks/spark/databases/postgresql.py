@@ -39,6 +39,7 @@ from dualwrite.sinks.spark.databases.database import (
     can_be_dropped,
     key_twice,
     not_a_condition,
+    not_kept,
     outside,
     require_all_merged,
     require_all_taken,
@@ -883,9 +884,8 @@ def _wrong_here(layout: Layout, batch: pa.RecordBatch) -> dict[int, str]:
     found: dict[int, str] = {}
     for column in layout.table_columns:
         array = batch.column(column.source)
-        for words, is_bad in _changes(column, array):
-            for place in pc.indices_nonzero(is_bad).to_pylist():
-                found.setdefault(place, f"column {column.name!r} of type {column.shown_type}: {words}")
+        for place, words in not_kept(column, _changes(column, array)):
+            found.setdefault(place, words)
         if column.encoding == "uuid":
             for place, value in enumerate(array.to_pylist()):
                 if value is not None and not _is_uuid(value):

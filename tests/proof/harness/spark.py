@@ -271,4 +271,19 @@ class SameTask(PartitionTask):
     """The product's task, by a name that a worker can find only here: so the worker imports this module, too."""
 
 
+class _Stopped(Exception):
+    """Where a driver stops."""
+
+
+def stopped_at(write, point, df, number):
+    """Write a micro-batch; the driver fails at the point."""
+
+    def stop(name):
+        if name == point:
+            raise _Stopped(name)
+
+    with failpoints.watched(stop):
+        write(df, number)
+
+
 plant_from_environment()
