@@ -24,7 +24,8 @@ class StandbyPostgres(EmbeddedPostgres):
         self._primary = primary
         self._password = primary._password
 
-    def _initialise(self, process: ServerProcess, port: int) -> None:
+    def _initialise(self, process: ServerProcess) -> None:
+        self._bin = self._binaries(process.directory)
         user = unprivileged_user()
         data = process.directory / "data"
         data.mkdir(mode=0o700)
@@ -35,7 +36,7 @@ class StandbyPostgres(EmbeddedPostgres):
         process.start([str(self._bin / "pg_basebackup"), *arguments], user=None if user is None else user.pw_name)
         assert process.exit_code(self._start_timeout_s) == 0, process.log_tail()
         with (data / "postgresql.conf").open("a", encoding="utf-8") as settings:
-            settings.write(f"port = {port}\n")
+            settings.write(f"port = {self.port}\n")
 
     def suspend(self) -> None:
         """SIGSTOP to all its processes: it receives nothing, and its connections stay open."""

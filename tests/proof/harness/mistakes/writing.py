@@ -1,6 +1,7 @@
 """Mistakes of an owner: in a dual write, in the use of its lane afterwards, and in becoming an owner."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import pytest
@@ -112,7 +113,12 @@ def commits_after_a_pause(patch: pytest.MonkeyPatch) -> None:
 )
 def doubt_left_at_the_first_error(patch: pytest.MonkeyPatch) -> None:
     """An owner whose COMMIT was not answered gives up when the database cannot be reached at once."""
-    patch.setattr(dual_write, "resolve_commit", in_doubt._verdict)
+
+    def resolve_at_once(*given):
+        *about, fence = given
+        return in_doubt._verdict(partial(in_doubt._asked, *about), fence)
+
+    patch.setattr(dual_write, "resolve_commit", resolve_at_once)
 
 
 @mistake(
