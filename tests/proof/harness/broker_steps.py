@@ -396,6 +396,8 @@ def last_epochs(count, seed):
     ]
     fenced = (("produce", "a", 0), ("init", "b"), ("end", "a", False), ("produce", "a", 0))
     tried = [
+        (2, ("reinit", "a"), ("reinit", "a", -1), ("produce", "a", 0), ("end", "a", True)),
+        (2, ("init", "b"), ("reinit", "a"), ("produce", "b", 0), ("reinit", "a"), ("end", "b", True)),
         (2, ("produce", "a", 0), ("init", "b"), ("init", "b"), ("init", "b"), ("produce", "b", 0)),
         (1, *fenced, ("end", "a", True), ("repeat end", "a"), ("init", "b"), ("produce", "b", 0)),
         *((3, *chosen) for chosen in random_sequences(count, 14, seed, steps)),

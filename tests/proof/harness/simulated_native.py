@@ -19,7 +19,7 @@ from simulator.requests import (
     Request,
     Response,
 )
-from simulator.state import topic_id
+from simulator.state import topic_id, transaction, with_transaction
 
 from dualwrite.clock import Deadline
 from dualwrite.protocol.prepared_state import PreparedTxnState
@@ -62,6 +62,14 @@ class NativeOwner:
         simulation = self._servers.simulation
         simulation.broker, answer = handle(simulation.broker, request)
         return answer
+
+    def go_on_with(self, epoch: int) -> None:
+        """Go on with an epoch that thousands of transactions would lead to. Nothing may be open."""
+        broker = self._servers.simulation.broker
+        known = transaction(broker, self.kafka_id)
+        assert known is not None
+        self._servers.simulation.broker = with_transaction(broker, known._replace(producer_epoch=epoch))
+        self.epoch = epoch
 
     def produce(self, value: str, partition: int = 0) -> None:
         """Write one message."""

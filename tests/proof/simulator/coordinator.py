@@ -85,7 +85,10 @@ def init_producer_id(
         timeout_ms=NEVER_MS if request.enable_2pc else request.transaction_timeout_ms,
         previous_producer_id=known.producer_id,
     )  # fmt: skip
-    if epoch >= _LAST_EPOCH and (not expects or request.producer_epoch == epoch):
+    if is_exhausted(known):
+        if expects and request.producer_epoch != epoch:
+            # Before it compares epochs, the broker finds none left, and throws: even for a repeated request that got this one.
+            return known, InitProducerIdResponse(ErrorCode.UNKNOWN_SERVER_ERROR)
         renewed = renewed._replace(
             producer_id=new_producer_id, producer_epoch=0, last_producer_epoch=epoch if expects else _NO_EPOCH
         )

@@ -48,6 +48,7 @@ class ErrorCode(IntEnum):
 
     __hash__ = int.__hash__  # Enum's own is slow Python code, and a search hashes millions
 
+    UNKNOWN_SERVER_ERROR = -1
     NONE = 0
     OFFSET_OUT_OF_RANGE = 1
     UNKNOWN_TOPIC_OR_PARTITION = 3

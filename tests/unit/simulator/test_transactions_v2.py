@@ -338,6 +338,16 @@ def test_a_fence_of_the_last_epoch_leads_to_another_producer_id(talk, fenced_by)
     assert talk.init() == InitProducerIdResponse(OK, 1, 1)
 
 
+def test_a_repeated_initialisation_that_got_the_last_epoch_is_a_fault_of_the_broker_and_changes_nothing(talk):
+    talk.shift(LAST_EPOCH - 1)
+    expected = {"producer_id": 0, "producer_epoch": LAST_EPOCH - 1}
+    assert talk.init(**expected) == InitProducerIdResponse(OK, 0, LAST_EPOCH)
+    assert talk.init(**expected) == InitProducerIdResponse(ErrorCode.UNKNOWN_SERVER_ERROR)
+    assert talk.shown == (EMPTY, 0, LAST_EPOCH)
+    assert talk.produce(LAST_EPOCH).error_code is OK
+    assert talk.end(LAST_EPOCH) == EndTxnResponse(OK, 1, 0)
+
+
 def test_what_is_acknowledged_survives_a_restart(talk):
     talk.produce(0)
     talk.end(0)
