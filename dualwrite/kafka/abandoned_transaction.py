@@ -40,6 +40,7 @@ from dualwrite.protocol.values import (
     another_owner_since,
     is_open,
     others_than,
+    shows_next_epoch,
     shows_same_transaction,
 )
 
@@ -228,6 +229,6 @@ def _ids(view: TransactionView) -> tuple[int, int]:
 
 def _shown_end(now: TransactionView, view: TransactionView, *, natively: bool) -> TransactionStatus | None:
     """The coordinator's word on how the transaction of an earlier view has ended; None if it shows something else."""
-    shown = (view.producer_id, view.epoch + 1) if natively else _ids(view)
+    is_its_own = shows_next_epoch(now, view) if natively else _ids(now) == _ids(view)
     ends = {TransactionStatus.COMPLETE_COMMIT, TransactionStatus.COMPLETE_ABORT}
-    return now.status if _ids(now) == shown and now.status in ends else None
+    return now.status if is_its_own and now.status in ends else None

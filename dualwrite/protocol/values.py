@@ -487,11 +487,15 @@ def another_owner_since(seen: TransactionView, now: TransactionView) -> bool:
         return not same_ids or seen.status is not now.status
     if now.status is TransactionStatus.ONGOING:
         return not same_ids or seen.started_ms != now.started_ms
-    # Its own end shows its epoch, or the next one: that of a native transaction, or of one that timed out. After the last epoch
-    # comes another producer id.
-    is_its_end = now.producer_id == seen.producer_id and now.epoch in {seen.epoch, seen.epoch + 1}
-    is_its_end = is_its_end or (now.epoch == 0 and seen.epoch == _LAST_EPOCH)
-    return now.status is TransactionStatus.EMPTY or not is_its_end
+    # Its own end shows its epoch, or the next one: that of a native transaction, or of one that timed out.
+    return now.status is TransactionStatus.EMPTY or not (same_ids or shows_next_epoch(now, seen))
+
+
+def shows_next_epoch(now: TransactionView, seen: TransactionView) -> bool:
+    """Whether one view shows the epoch after that of another; after the last epoch that is the first of another producer id."""
+    if seen.epoch == _LAST_EPOCH and now.producer_id != seen.producer_id:
+        return now.epoch == 0
+    return (now.producer_id, now.epoch) == (seen.producer_id, seen.epoch + 1)
 
 
 def others_than(state: PreparedTxnState, view: TransactionView) -> frozenset[Partition]:

@@ -17,14 +17,22 @@ from dualwrite.kafka.abandoned_transaction import AbandonedTransaction, Completi
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.values import TransactionStatus
 
+LAST = 32_766
+"""The epoch after which the coordinator gives another producer id."""
 
-@pytest.fixture
-def left(servers: Servers) -> NativeOwner:
+
+def after(epoch: int) -> int:
+    return 0 if epoch == LAST else epoch + 1
+
+
+@pytest.fixture(params=[1, LAST])
+def left(servers: Servers, request: pytest.FixtureRequest) -> NativeOwner:
     """Left open by an owner that has committed an earlier one."""
     owner = NativeOwner(servers)
     owner.produce("first")
     owner.decide()
     owner.end()
+    owner.go_on_with(request.param)
     owner.produce("left")
     owner.produce("left", partition=1)
     return owner
@@ -52,7 +60,7 @@ def test_its_state_commits_it_whatever_the_successors_engine(
     state = left.state(witnesses=witnesses)
     done = kept(servers, left, lambda one: one.complete(state, Deadline(TIMEOUT_S)), natively=natively)
     assert done is Completion.COMMITTED
-    assert shown(servers, left) == ("CompleteCommit", state.epoch + 1)
+    assert shown(servers, left) == ("CompleteCommit", after(state.epoch))
     assert (servers.visible(0), servers.visible(1)) == (["first", "left"], ["left"])
 
 
@@ -64,19 +72,19 @@ def test_another_native_state_aborts_it(servers: Servers, left: NativeOwner, nat
     ended = shown(servers, left)
     # Under the epoch after the decided transaction's, the abort would pass for that one's.
     assert settled(servers).losses == []
-    assert ended == ("CompleteAbort", left.epoch + 1)
+    assert ended == ("CompleteAbort", after(left.epoch))
     assert (servers.visible(0), servers.visible(1)) == (["first"], [])
 
 
 def test_without_a_state_the_successors_engine_decides(servers: Servers, left: NativeOwner) -> None:
     empty = PreparedTxnState()
     assert kept(servers, left, lambda one: one.complete(empty, Deadline(TIMEOUT_S))) is Completion.ABORTED
-    assert shown(servers, left) == ("CompleteAbort", left.epoch + 1)
+    assert shown(servers, left) == ("CompleteAbort", after(left.epoch))
 
 
 def test_it_can_be_committed_by_word(servers: Servers, left: NativeOwner) -> None:
     kept(servers, left, lambda one: one.commit_ongoing(Deadline(TIMEOUT_S)))
-    assert shown(servers, left) == ("CompleteCommit", left.epoch + 1)
+    assert shown(servers, left) == ("CompleteCommit", after(left.epoch))
 
 
 @pytest.mark.parametrize("committed", [True, False])
@@ -97,8 +105,10 @@ def test_its_commit_may_be_repeated_and_is_never_taken_for_an_abort(
             kept(servers, left, work)
 
 
-def test_what_the_broker_has_timed_out_is_lost_even_without_a_witness(servers: Servers) -> None:
+@pytest.mark.parametrize("epoch", [0, LAST])
+def test_what_the_broker_has_timed_out_is_lost_even_without_a_witness(servers: Servers, epoch: int) -> None:
     owner = NativeOwner(servers, timeout_ms=60_000)
+    owner.go_on_with(epoch)
     owner.produce("timed out")
     state = owner.state(witnesses=0)
 

@@ -164,6 +164,23 @@ def test_the_fence_of_an_earlier_settler_is_kept():
     assert (store.row.settle_fence, store.row.completed) == (2, Outcome.COMMITTED)
 
 
+@pytest.mark.parametrize("ended", [None, True, False])
+def test_a_decision_under_the_last_epoch_is_settled_although_its_end_shows_another_producer_id(native_servers, ended):
+    owner = NativeOwner(native_servers)
+    owner.go_on_with(32_766)
+    owner.produce("decided")
+    owner.produce("decided", 1)
+    decided = owner.decide()
+    if ended is not None:
+        owner.end(committed=ended)
+        assert owner.producer_id != decided.producer_id
+    assert bool(settled_on(native_servers).losses) is (ended is False)
+    assert owner.row.completed is (Outcome.LOST if ended is False else Outcome.COMMITTED)
+    both = [] if ended is False else ["decided"]
+    assert (native_servers.visible(0), native_servers.visible(1)) == (both, both)
+    assert settled_on(native_servers).losses == []
+
+
 def test_a_settler_that_is_too_late_says_where_it_stood():
     coordinator, row = SmallCoordinator(KNOWN), row_of(small.prepared())
     with pytest.raises(Unavailable, match="the next step is to end the decided transaction"):
