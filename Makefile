@@ -81,7 +81,7 @@ coverage: venv ## branches of the library that the tests without servers run; fa
 
 # Each in a virtual environment of its own, made once for each change of what it installs.
 PYTHONS ?= 3.10 3.12 3.13
-pythons: venv ## the unit tests, conformance on SQLite and the quickstart with each supported Python that this machine has (PYTHONS="3.12 3.13")
+pythons: venv ## the unit tests, conformance on SQLite, Django and the quickstart with each supported Python that this machine has (PYTHONS="3.12 3.13")
 	@failed=; for version in $(PYTHONS); do \
 		python=; for one in python$$version $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$$version.*/bin/python; do \
 			if [ "$$($$one -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = $$version ]; then python=$$one; break; fi; \
@@ -94,7 +94,7 @@ pythons: venv ## the unit tests, conformance on SQLite and the quickstart with e
 		fi; \
 		$$made/bin/python -m pytest -q -p no:cacheprovider -n $(PROCESSORS) --dist worksteal tests/unit && \
 		$$made/bin/python -m pytest -q -p no:cacheprovider -m "not mariadb and not postgresql" -k sqlite tests/conformance && \
-		$$made/bin/python -m pytest -q -p no:cacheprovider tests/integration/test_quickstart.py || failed="$$failed $$version"; \
+		$$made/bin/python -m pytest -q -p no:cacheprovider tests/integration/test_quickstart.py tests/integration/test_django*.py || failed="$$failed $$version"; \
 	done; if [ -n "$$failed" ]; then echo "failed with Python$$failed"; exit 1; fi
 
 spent: venv ## where the processor time of the last `make test` went, by file and by test

@@ -10,20 +10,25 @@ import subprocess
 import sys
 import textwrap
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from io import StringIO
 from unittest.mock import Mock
+from wsgiref.util import setup_testing_defaults
 
 import pytest
 from asgiref.sync import sync_to_async
 from django.core.exceptions import ImproperlyConfigured
 from django.core.handlers.base import BaseHandler
+from django.core.handlers.wsgi import WSGIHandler
 from django.core.management import CommandError, call_command
 from django.db import DatabaseError, connection, connections, models, transaction
 from django.db.transaction import TransactionManagementError
+from django.http import HttpResponse
 from django.test import TestCase, TransactionTestCase, override_settings
+from django.urls import path
 from harness.django_site import database, using
 from harness.orders import on_postgresql
 from harness.page_examples import example, run_example
@@ -296,6 +301,104 @@ def test_a_request_that_is_atomic_commits_both_sides_or_neither(site, there, put
     with suppress(ZeroDivisionError):
         BaseHandler().make_view_atomic(view)("milk")
     assert there() == (["tea"],) * 2
+
+
+@pytest.fixture
+def keep(site):
+    """Lets Django keep its connections in the way that the settings say."""
+
+    def keep(**settings):
+        site.close()
+        site.settings_dict.update(settings)
+
+    yield keep
+    site.close()
+    site.close_pool()
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({"CONN_MAX_AGE": 0}, 24),
+        ({"CONN_MAX_AGE": None}, 4),
+        ({"CONN_MAX_AGE": 600, "CONN_HEALTH_CHECKS": True}, 4),
+        ({"OPTIONS": {"pool": True}}, 4),
+        ({"OPTIONS": {"pool": {"min_size": 1, "max_size": 2}}, "CONN_HEALTH_CHECKS": True}, 2),
+    ],
+)
+def test_atomic_requests_in_several_threads_on_connections_that_django_keeps_or_pools(
+    site, keep, there, put, settings, most
+):
+    """Whole requests, with what Django does to connections before and after each."""
+    keep(ATOMIC_REQUESTS=True, **settings)
+    backends = set()
+
+    def view(_, item):
+        put(item)
+        backends.add(connection.connection.info.backend_pid)
+        if item.startswith("bad"):
+            raise ZeroDivisionError
+        return HttpResponse()
+
+    def status_of(item):
+        environ, seen = {"PATH_INFO": f"/{item}", "HTTP_HOST": "testserver"}, []
+        setup_testing_defaults(environ)
+        WSGIHandler()(environ, lambda status, _: seen.append(status)).close()
+        return seen[0].partition(" ")[0]
+
+    def work(number):
+        try:
+            return [status_of(f"{kind}-{number}-{turn}") for turn in range(3) for kind in ("good", "bad")]
+        finally:
+            connections.close_all()
+
+    with override_settings(ROOT_URLCONF=(path("<item>", view),)), ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(work, range(4))) == [["200", "500"] * 3] * 4
+    assert len(backends) <= most
+    assert there() == ([f"good-{number}-{turn}" for number in range(4) for turn in range(3)],) * 2
+
+
+def test_a_pool_of_one_connection_gets_it_back_clean_however_a_transaction_ends(keep, there, put, engine, monkeypatch):
+    keep(OPTIONS={"pool": {"min_size": 1, "max_size": 1, "timeout": 20}})
+
+    def elsewhere(item):
+        """What the pool has is usable, by another thread, and nothing is open there."""
+
+        def place():
+            try:
+                with transaction.atomic():
+                    put(item)
+            finally:
+                connection.close()
+
+        connection.close()
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(place).result()
+
+    def fail(*_):
+        raise CompletionPending("Kafka does not answer")
+
+    with transaction.atomic():
+        put("committed")
+    elsewhere("1")
+    with suppress(KeyError), transaction.atomic():
+        put("an exception")
+        raise KeyError
+    elsewhere("2")
+    with transaction.atomic():
+        put("closed inside")
+        connection.close()
+    elsewhere("3")
+    with pytest.raises(CompletionPending), monkeypatch.context() as patch, transaction.atomic():
+        put("pending")
+        patch.setattr(Lane, "complete", fail)
+    elsewhere("4")
+    with pytest.raises(TransactionAborted), transaction.atomic():
+        put("lost")
+        with engine.begin() as made:
+            made.execute(text("SELECT pg_terminate_backend(:pid)"), {"pid": connection.connection.info.backend_pid})
+    elsewhere("5")
+    assert there() == (["1", "2", "3", "4", "5", "committed", "pending"],) * 2
 
 
 def test_an_asynchronous_view_calls_it_in_a_thread(there, put):
