@@ -32,7 +32,8 @@ class Form(Enum):
 class Wire:
     """How a column travels to the database: its conversion, then a cast, which fails for values that do not fit.
 
-    `encoding` is ``jsonb`` or ``uuid``, whose binary forms in PostgreSQL have no Arrow type; empty for all others.
+    `encoding` is ``jsonb`` or ``uuid``, whose binary forms in PostgreSQL have no Arrow type; `LITERAL` or `VECTOR` if the
+    value is written as in SQL, and the server reads it; empty for all others.
     """
 
     form: Form
@@ -40,8 +41,17 @@ class Wire:
     encoding: str = ""
 
 
+LITERAL: Final = "literal"
+VECTOR: Final = "vector"
+ANY: Final = "any type that is not in this table"
+"""Stands among the names of types for those that no row of the table names."""
+
 _TEXT: Final = {name: Wire(Form.PLAIN, pa.string()) for name in ("text", "varchar", "bpchar", "citext", "json")}
-_ENUM: Final = "enum"
+ENUM: Final = "enum"
+# As pgpq writes arrays, with the element's own type in their heads.
+_BINARY_ELEMENTS: Final = frozenset(
+    {"bool", "int2", "int4", "int8", "float4", "float8", "numeric", "text", "bytea", "date", "timestamp"}
+)
 _NESTED: Final = {
     "json": Wire(Form.JSON, pa.string()),
     "jsonb": Wire(Form.JSON, pa.string(), "jsonb"),
@@ -73,14 +83,12 @@ class TypeRow:
     """One row of the table: a Spark SQL type, and its form in each place where it may be written; empty where it is refused.
 
     `json`, `avro`, `json_schema` and `protobuf` are for people. `postgresql` and `mariadb` say by the database's internal type
-    name how it travels there; `element` is the internal name of the element type of the PostgreSQL arrays that take arrays of
-    it.
+    name how it travels there.
     """
 
     name: str
     json: str
     postgresql: Mapping[str, Wire] = field(default_factory=dict)
-    element: str = ""
     advice: str = _CAST
     avro: str = ""
     json_schema: str = ""
@@ -91,12 +99,11 @@ class TypeRow:
 _LONGS: Final = "int64, sint64, sfixed64"
 
 
-def _whole(name: str, digits: int, element: str, avro: str = "int") -> TypeRow:
+def _whole(name: str, digits: int, avro: str = "int") -> TypeRow:
     return TypeRow(
         name,
         "number",
         {**_WHOLE, "numeric": Wire(Form.PLAIN, pa.decimal128(digits, 0))},
-        element,
         avro=avro,
         mariadb={**_MARIADB_WHOLE, "decimal": Wire(Form.PLAIN, pa.decimal128(digits, 0))},
         json_schema="integer",
@@ -109,11 +116,11 @@ _STRING: Final = TypeRow(
     "string",
     {
         **_TEXT,
-        _ENUM: _TEXT["text"],
+        ENUM: _TEXT["text"],
         "jsonb": Wire(Form.PLAIN, pa.string(), "jsonb"),
         "uuid": Wire(Form.PLAIN, pa.string(), "uuid"),
+        **dict.fromkeys(("hstore", "vector", ANY), Wire(Form.PLAIN, pa.string(), LITERAL)),
     },
-    "text",
     avro="string",
     json_schema="string",
     protobuf="string, enum",
@@ -127,21 +134,19 @@ TYPE_TABLE: Final[Mapping[str, TypeRow]] = {
         "boolean",
         "true, false",
         {"bool": Wire(Form.PLAIN, pa.bool_())},
-        "bool",
         avro="boolean",
         json_schema="boolean",
         protobuf="bool",
         mariadb={"tinyint": Wire(Form.PLAIN, pa.bool_())},
     ),
-    "ByteType": _whole("tinyint", 3, ""),
-    "ShortType": _whole("smallint", 5, "int2"),
-    "IntegerType": _whole("int", 10, "int4"),
-    "LongType": _whole("bigint", 19, "int8", "long"),
+    "ByteType": _whole("tinyint", 3),
+    "ShortType": _whole("smallint", 5),
+    "IntegerType": _whole("int", 10),
+    "LongType": _whole("bigint", 19, "long"),
     "FloatType": TypeRow(
         "float",
         "number; NaN and infinities as strings",
         {"float4": Wire(Form.PLAIN, pa.float32()), "float8": Wire(Form.PLAIN, pa.float64())},
-        "float4",
         avro="float",
         json_schema="number",
         protobuf="float, double",
@@ -151,7 +156,6 @@ TYPE_TABLE: Final[Mapping[str, TypeRow]] = {
         "double",
         "number; NaN and infinities as strings",
         {"float8": Wire(Form.PLAIN, pa.float64())},
-        "float8",
         avro="double",
         json_schema="number",
         protobuf="double",
@@ -161,7 +165,6 @@ TYPE_TABLE: Final[Mapping[str, TypeRow]] = {
         "decimal(p,s)",
         "number, all digits",
         {"numeric": Wire(Form.PLAIN, pa.decimal128(38, 0))},
-        "numeric",
         avro="bytes decimal",
         json_schema="number",
         protobuf="string",
@@ -174,7 +177,6 @@ TYPE_TABLE: Final[Mapping[str, TypeRow]] = {
         "binary",
         "string, base64",
         {"bytea": Wire(Form.PLAIN, pa.binary())},
-        "bytea",
         avro="bytes",
         json_schema="string, base64",
         protobuf="bytes",
@@ -187,7 +189,6 @@ TYPE_TABLE: Final[Mapping[str, TypeRow]] = {
         "date",
         'string, "2013-01-31"',
         {"date": Wire(Form.PLAIN, pa.date32())},
-        "date",
         avro="int date",
         json_schema="string, date",
         protobuf="string",
@@ -207,7 +208,6 @@ TYPE_TABLE: Final[Mapping[str, TypeRow]] = {
         "timestamp_ntz",
         'string, "2013-01-31T23:59:59.123456"',
         {"timestamp": Wire(Form.PLAIN, pa.timestamp("us"))},
-        "timestamp",
         advice="use a column of type timestamp without time zone (MariaDB: datetime), or cast it to timestamp",
         avro="long local-timestamp-micros",
         json_schema="string",
@@ -233,7 +233,7 @@ TYPE_TABLE: Final[Mapping[str, TypeRow]] = {
     "ArrayType": TypeRow(
         "array<...>",
         "array",
-        _NESTED,
+        {**_NESTED, "vector": Wire(Form.PLAIN, pa.list_(pa.float32()), VECTOR)},
         avro="array",
         json_schema="array",
         protobuf="repeated",
@@ -242,7 +242,7 @@ TYPE_TABLE: Final[Mapping[str, TypeRow]] = {
     "MapType": TypeRow(
         "map<string,...>",
         "object",
-        _NESTED,
+        {**_NESTED, "hstore": Wire(Form.PLAIN, pa.map_(pa.string(), pa.string()), LITERAL)},
         advice="make its keys strings",
         avro="map",
         json_schema="object",
@@ -286,19 +286,15 @@ def row_of(data_type: spark.DataType) -> TypeRow:
 
 def wire_for(name: str, data_type: spark.DataType, target: TableColumn, table: Table) -> Wire:
     """How the DataFrame's column ``name`` travels into a column of the table. Refuses one that would change its values."""
-    row = row_of(data_type)
-    wire = table.takes(row).get(_ENUM if target.is_enum else target.type_name)
-    if wire is None and isinstance(data_type, spark.ArrayType) and target.element_type is not None:
-        element = row_of(data_type.elementType)
-        if element.element == target.element_type:
-            wire = Wire(
-                Form.PLAIN, pa.list_(_exact(data_type.elementType, table.takes(element)[target.element_type].arrow))
-            )
+    if isinstance(data_type, spark.ArrayType) and target.element_type is not None:
+        wire = _array_wire(data_type, target.element_type, table)
+    else:
+        wire = _wire(data_type, _kind(target), table)
     if wire is None:
         raise ConfigurationError(
             f"column {name!r} of type {data_type.simpleString()} cannot be written into column {target.name!r} of type "
             f"{target.shown_type}",
-            next_step=_instead(row, target, table),
+            next_step=_instead(row_of(data_type), target, table),
         )
     digits = _digits_after_point(data_type)
     if target.scale is not None and digits is not None and digits > target.scale:
@@ -314,18 +310,61 @@ def wire_for(name: str, data_type: spark.DataType, target: TableColumn, table: T
     return Wire(wire.form, _exact(data_type, wire.arrow), wire.encoding)
 
 
+def _kind(target: TableColumn) -> str:
+    return ENUM if target.is_enum else target.type_name
+
+
+def _wire(data_type: spark.DataType, kind: str, table: Table) -> Wire | None:
+    wire = table.takes(row_of(data_type)).get(_known(kind, table))
+    if wire is None or wire.form is not Form.PLAIN:
+        return wire
+    if isinstance(data_type, spark.ArrayType):
+        return wire if isinstance(data_type.elementType, spark.FloatType) else None
+    if isinstance(data_type, spark.MapType):
+        return wire if isinstance(data_type.keyType, _TEXTUAL) and isinstance(data_type.valueType, _TEXTUAL) else None
+    return wire
+
+
+_TEXTUAL: Final = (spark.StringType, spark.CharType, spark.VarcharType)
+
+
+def _known(kind: str, table: Table) -> str:
+    return kind if any(kind in table.takes(one) for one in TYPE_TABLE.values()) else ANY
+
+
+def _array_wire(data_type: spark.ArrayType, element: str, table: Table) -> Wire | None:
+    """How an array travels into one whose elements have that type, of as many dimensions as the DataFrame's has."""
+    inner, dimensions = data_type.elementType, 1
+    while isinstance(inner, spark.ArrayType):
+        inner, dimensions = inner.elementType, dimensions + 1
+    wire = _wire(inner, element, table)
+    if wire is None or wire.form is not Form.PLAIN:
+        return None
+    arrow = _exact(inner, wire.arrow)
+    for _ in range(dimensions):
+        arrow = pa.list_(arrow)
+    is_binary = dimensions == 1 and not wire.encoding and element in _BINARY_ELEMENTS
+    return Wire(Form.PLAIN, arrow, "" if is_binary else LITERAL)
+
+
 def _instead(row: TypeRow, target: TableColumn, table: Table) -> str:
     """The next step for a column that does not take a type: the types that it takes, if there are any."""
-    kind = _ENUM if target.is_enum else target.type_name
-    taken = dict.fromkeys(one.name for one in TYPE_TABLE.values() if kind in table.takes(one))
-    if target.element_type is not None:
-        taken = dict.fromkeys(f"array<{one.name}>" for one in TYPE_TABLE.values() if one.element == target.element_type)
+    kind = _known(target.element_type or _kind(target), table)
+    wires = [(one, wire) for one in TYPE_TABLE.values() if (wire := table.takes(one).get(kind)) is not None]
+    shown = [_shown(one, wire) for one, wire in wires if target.element_type is None or wire.form is Form.PLAIN]
+    taken = dict.fromkeys(shown if target.element_type is None else [f"array<{one}>" for one in shown])
     if not taken:
         return (
             f"no type of Spark goes into {target.shown_type}: leave the column out with `columns`, or write into one of "
             "another type, and let the database convert it (a generated column, a trigger)"
         )
     return row.advice if row.advice != _CAST else f"it takes {', '.join(taken)}: cast it"
+
+
+def _shown(row: TypeRow, wire: Wire) -> str:
+    if wire.form is Form.PLAIN and pa.types.is_list(wire.arrow):
+        return "array<float>"
+    return "map<string,string>" if pa.types.is_map(wire.arrow) else row.name
 
 
 def _digits_after_point(data_type: spark.DataType) -> int | None:
@@ -374,8 +413,9 @@ class TableColumn:
 
     `type_name` is the internal name of its type in its database; for a domain, of the base type. `shown_type` is as people
     write it. `scale` counts the digits after the point that a ``numeric`` column, or an array of them, keeps; `longest` the
-    characters that a ``varchar`` or ``char`` column of PostgreSQL keeps; None if it keeps all. A row without a value is
-    refused if `must_be_given`.
+    characters that a ``varchar`` or ``char`` column of PostgreSQL, or an array of them, keeps; None if it keeps all.
+    `element_type` is the internal name of an array's element type, or `ENUM`. A row without a value is refused if
+    `must_be_given`.
     """
 
     name: str

@@ -113,13 +113,15 @@ def target(numbers):
     return numbers
 
 
-def test_every_type_arrives_on_both_sides(spark, target, write):
+@pytest.mark.parametrize("form", ["binary", "text"])
+def test_every_type_arrives_on_both_sides(spark, target, write, form):
     names = [f"c{number}" for number in range(len(TYPES))]
     declared = ", ".join(f"{name} {kind}" for name, (_, kind, _, _) in zip(names, TYPES, strict=True))
-    target.execute(f"CREATE TABLE everything ({declared}, n int)")
+    place = "inet" if form == "text" else "text"  # the one makes all columns travel as text
+    target.execute(f"CREATE TABLE everything ({declared}, n int, place {place})")
     values = ", ".join(f"{expression} AS {name}" for name, (expression, _, _, _) in zip(names, TYPES, strict=True))
-    full = spark.sql(f"SELECT {values}, 0 AS n")
-    nulls = full.selectExpr(*(f"if(n = 1, {name}, null) AS {name}" for name in names), "1 AS n")
+    full = spark.sql(f"SELECT {values}, 0 AS n, '10.0.0.1' AS place")
+    nulls = full.selectExpr(*(f"if(n = 1, {name}, null) AS {name}" for name in names), "1 AS n", "place")
     write(full.union(nulls).coalesce(1), **{**target.settings, "table": "everything", "key": None})
 
     rows = target.execute(f"SELECT {', '.join(names)} FROM everything ORDER BY n")
@@ -130,8 +132,12 @@ def test_every_type_arrives_on_both_sides(spark, target, write):
     assert set(rows[1]) == {None}
     found = [json.loads(message.value()) for message in consume(target.kafka, target.topic)]
     full_json, null_json = sorted(found, key=lambda message: message["n"])
-    assert full_json == {**{name: value for name, (_, _, _, value) in zip(names, TYPES, strict=True)}, "n": 0}
-    assert null_json == {**dict.fromkeys(names), "n": 1}
+    assert full_json == {
+        **{name: value for name, (_, _, _, value) in zip(names, TYPES, strict=True)},
+        "n": 0,
+        "place": "10.0.0.1",
+    }
+    assert null_json == {**dict.fromkeys(names), "n": 1, "place": "10.0.0.1"}
 
 
 def test_a_column_that_is_not_used_may_be_of_a_type_that_arrow_does_not_know(spark, target):

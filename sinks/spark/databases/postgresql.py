@@ -1,4 +1,4 @@
-"""PostgreSQL as a sink's database: target table, staging tables, binary COPY, prepared transactions.
+"""PostgreSQL as a sink's database: target table, staging tables, COPY, prepared transactions.
 
 Each attempt at a partition fills a table of its own. The table is unlogged: written once, read once, and useless after a
 crash of the database, which empties it. The driver compares the number of rows with the task's count before it moves them,
@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
@@ -22,10 +22,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 import psycopg
 import psycopg.errors
 import pyarrow as pa
-import pyarrow.compute as pc
-from pgpq import ArrowToPostgresBinaryEncoder
-from pgpq.encoders import StringEncoderBuilder
-from pgpq.schema import Jsonb
 from psycopg import sql
 from sqlalchemy import Connection, CursorResult, exc, text
 
@@ -43,25 +39,24 @@ from dualwrite.sinks.spark.databases.database import (
     outside,
     require_all_merged,
     require_all_taken,
-    require_kept,
     require_key,
     require_planned,
     rows_lost,
     still_referred_to,
 )
-from dualwrite.sinks.spark.digests import lists_with, row_name, table_key
-from dualwrite.sinks.spark.layout import BOOLEAN
-from dualwrite.sinks.spark.merging import DELETED, MergeStatements, staged_arrays
+from dualwrite.sinks.spark.databases.postgresql_copy import TableCopy, changes, copy_into, is_uuid, listed
+from dualwrite.sinks.spark.digests import row_name, table_key
+from dualwrite.sinks.spark.merging import DELETED, MergeStatements
 from dualwrite.stores.sql.access import driver_words, map_database_error, new_engine, ping_idle_connections, sqlstate_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from psycopg import Copy, Cursor
+    from psycopg import Cursor
     from sqlalchemy import URL, Engine, RowMapping
 
     from dualwrite.sinks.spark.digests import RowNames
-    from dualwrite.sinks.spark.layout import Copied, Layout
+    from dualwrite.sinks.spark.layout import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -370,11 +365,6 @@ def _drop(connection: Connection, *tables: StagingTable) -> bool:
     return True
 
 
-def listed(names: Sequence[str]) -> sql.Composed:
-    """Names of columns, quoted, with commas between."""
-    return sql.SQL(", ").join(map(sql.Identifier, names))
-
-
 def _require_condition(connection: Connection, layout: Layout, how: Emptying) -> None:
     """Refuse a condition that the database does not take for the columns that are written."""
     rows = sql.SQL("SELECT {} FROM {}").format(listed(layout.table_column_names), sql.Identifier(*layout.table))
@@ -644,7 +634,7 @@ _COLUMNS: Final = text(
         FROM base JOIN pg_type t ON t.oid = base.typbasetype WHERE base.typtype = 'd'
     )
     SELECT a.attname, base.typname, base.typtype = 'e', format_type(a.atttypid, a.atttypmod), base.typmod,
-           CASE WHEN base.typcategory = 'A' THEN e.typname END,
+           CASE WHEN base.typcategory = 'A' THEN CASE e.typtype WHEN 'e' THEN 'enum' ELSE e.typname END END,
            a.attnotnull AND NOT (a.atthasdef OR a.attidentity <> ''), a.attgenerated <> ''
     FROM base JOIN pg_attribute a ON a.attrelid = :table AND a.attnum = base.attnum
          LEFT JOIN pg_type e ON e.oid = base.typelem
@@ -704,7 +694,7 @@ def read_table(connection: Connection, name: str) -> Table:
             shown_type=shown,
             is_enum=is_enum,
             scale=_scale(element or type_name, typmod),
-            longest=typmod - _HEADER if type_name in _BOUNDED and typmod >= _HEADER else None,
+            longest=typmod - _HEADER if (element or type_name) in _BOUNDED and typmod >= _HEADER else None,
             element_type=element,
             must_be_given=must_be_given,
             generated=generated,
@@ -735,88 +725,21 @@ def _scale(type_name: str, typmod: int) -> int | None:
     return (((typmod - 4) & 0x7FF) ^ 0x400) - 0x400
 
 
-# Arrow batches into PostgreSQL by binary COPY, inside the dual write's own database transaction, with bounded memory.
+# Arrow batches into PostgreSQL by COPY, inside the dual write's own database transaction, with bounded memory.
 
-_UUID_BYTES: Final = 16
-_UUID: Final = pa.binary(_UUID_BYTES)
 # SQLSTATEs whose detail names a key: missing in another table, duplicate, or in conflict with an exclusion constraint.
 _NAMES_KEY: Final = frozenset({"23503", "23505", "23P01"})
 _KEY: Final = re.compile(r"Key \(.*?\)=\(.*?\)")
-# In the first line of the context, which may name a staging table; in binary COPY it holds no values.
+# In the first line of the context, which may name a staging table.
 _LINE: Final = re.compile(r", line ([0-9]+)")
 # SQLSTATE classes that the same rows cause again: duplicate keys, bad values, violated constraints, missing rights.
 _DATA_CLASSES: Final = frozenset({"21", "22", "23", "42"})
-
-
-# From 4713 BC, in days and in microseconds since 1970, to what each type holds (IS_VALID_DATE, IS_VALID_TIMESTAMP in
-# PostgreSQL's timestamp.h). Numbers outside stand for its infinities, or have no binary form.
-_DAYS: Final = (-2440588, 2145042905)
-_MICROSECONDS: Final = (-210866803200000000, 2**63 - 1)
 
 
 class _Driver(Protocol):
     """The part of a ``psycopg.Connection`` that is used here."""
 
     def cursor(self) -> Cursor[tuple[object, ...]]: ...
-
-
-class TableCopy:
-    """A running COPY. Batches may be written until the block ends."""
-
-    def __init__(
-        self, copy: Copy, layout: Layout, names: RowNames | None = None, columns: Sequence[Copied] | None = None
-    ) -> None:
-        self.sent_rows = 0
-        self._names = names
-        self._copy = copy
-        self._layout = layout
-        self._columns = columns or layout.staged_columns
-        schema = pa.schema([(f"c{number}", _wire_type(layout, one)) for number, one in enumerate(self._columns)])
-        self._schema = schema
-        self._encoder = ArrowToPostgresBinaryEncoder.new_with_encoders(
-            schema,
-            {
-                field.name: StringEncoderBuilder.new_with_output(field, Jsonb())
-                if column.encoding == "jsonb"
-                else ArrowToPostgresBinaryEncoder.infer_encoder(field)
-                for field, column in zip(schema, self._columns, strict=True)
-            },
-        )
-        copy.write(self._encoder.write_header())
-
-    def write(self, batch: pa.RecordBatch, deleted: pa.Array | None = None) -> None:
-        """Send the rows of one projected batch. They are in the table once the transaction commits.
-
-        A row that the database refuses raises psycopg's error, which `copying` maps.
-        """
-        arrays = []
-        values = staged_arrays(self._layout, batch, deleted)[: len(self._columns)]
-        for one, array in zip(self._columns, values, strict=True):
-            require_kept(one, _changes(one, array), self._name)
-            arrays.append(self._uuids(one.name, array) if one.encoding == "uuid" else array)
-        self._copy.write(self._encoder.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema)))
-        self.sent_rows += batch.num_rows
-
-    def _uuids(self, name: str, texts: pa.Array) -> pa.Array:
-        found: list[bytes | None] = []
-        try:
-            found.extend(None if text is None else bytes.fromhex(text.replace("-", "")) for text in texts.to_pylist())
-            return pa.array(found, _UUID)
-        except (ValueError, pa.ArrowInvalid) as error:
-            # A text that is not hexadecimal ends the list; a number of the wrong length is an entry of it.
-            index = next(
-                (index for index, one in enumerate(found) if one is not None and len(one) != _UUID_BYTES), len(found)
-            )
-            raise ConfigurationError(
-                f"a value for column {name!r} of type uuid is not a UUID: {self._name(index)}"
-            ) from error
-
-    def _name(self, index: int) -> str:
-        return f"row {index + 1}" if self._names is None else self._names.in_batch(index)
-
-    def finish(self) -> None:
-        """Send the end of the data."""
-        self._copy.write(self._encoder.finish())
 
 
 @contextmanager
@@ -827,24 +750,28 @@ def copying(
     driver = cast("_Driver", connection.connection.dbapi_connection)
     try:
         with driver.cursor() as cursor:
-            with cursor.copy(_copy_into(table, layout.staged_columns)) as copy:
+            with cursor.copy(copy_into(table, layout.staged_columns)) as copy:
                 table_copy = TableCopy(copy, layout, names)
                 yield table_copy
                 table_copy.finish()
             taken = cursor.rowcount  # known once the COPY has ended, and until the cursor is closed
     except psycopg.Error as error:
-        line = _LINE.search((error.diag.context or "").partition("\n")[0])
-        row = names.of(int(line[1])) if line and names is not None else None
-        raise refused(f"table {layout.table[1]!r} does not take the rows", error, row) from error
+        line, column = _place(error, layout)
+        row = names.of(line) if line is not None and names is not None else None
+        raise refused(f"table {layout.table[1]!r} does not take the rows", error, row, column) from error
     require_all_taken(layout.table[1], sent=table_copy.sent_rows, taken=taken)
     # A temporary table has just been made of the target, whose types it keeps from changing.
     where = layout.table if table == _TEMPORARY else table
     require_types(connection, where, layout.table_types, shown_name=layout.table[1])
 
 
-def _copy_into(table: tuple[str, str], columns: Sequence[Copied]) -> sql.Composed:
-    names = listed([column.name for column in columns])
-    return sql.SQL("COPY {} ({}) FROM STDIN (FORMAT BINARY)").format(sql.Identifier(*table), names)
+def _place(error: psycopg.Error, layout: Layout) -> tuple[int | None, str | None]:
+    """The number of the row in a COPY that the server refused, from 1, and the column with its type, as far as it says so."""
+    where = (error.diag.context or "").partition("\n")[0]
+    line, names = _LINE.search(where), where.partition(", column ")[2]
+    column = next((one for one in layout.table_columns if f"{names}:".startswith(f"{one.name}:")), None)
+    shown = None if column is None else f"column {column.name!r} of type {column.shown_type}"
+    return None if line is None else int(line[1]), shown
 
 
 # Which rows a table would not take, by a temporary copy of it that is never committed.
@@ -884,11 +811,11 @@ def _wrong_here(layout: Layout, batch: pa.RecordBatch) -> dict[int, str]:
     found: dict[int, str] = {}
     for column in layout.table_columns:
         array = batch.column(column.source)
-        for place, words in not_kept(column, _changes(column, array)):
+        for place, words in not_kept(column, changes(column, array)):
             found.setdefault(place, words)
         if column.encoding == "uuid":
             for place, value in enumerate(array.to_pylist()):
-                if value is not None and not _is_uuid(value):
+                if value is not None and not is_uuid(value):
                     found.setdefault(place, f"column {column.name!r} of type uuid: it is not a UUID")
     return found
 
@@ -909,16 +836,10 @@ def _refusal(connection: Connection, layout: Layout, table: tuple[str, str], row
         if error.sqlstate not in _OF_A_ROW and (error.sqlstate or "")[:2] != _OF_A_VALUE:
             raise refused(f"table {layout.table[1]!r} does not take the rows", error) from error
         connection.exec_driver_sql("ROLLBACK TO SAVEPOINT dualwrite_checking")
-        line = _LINE.search((error.diag.context or "").partition("\n")[0])
-        return _Refusal(driver_words(error), None if line is None else int(line[1]))
+        line, column = _place(error, layout)
+        words = driver_words(error)
+        return _Refusal(words if column is None else f"{column}: {words}", line)
     return None
-
-
-def _is_uuid(value: str) -> bool:
-    try:
-        return len(bytes.fromhex(value.replace("-", ""))) == _UUID_BYTES
-    except ValueError:
-        return False
 
 
 def _create_checking(connection: Connection, layout: Layout) -> tuple[str, str]:
@@ -952,50 +873,31 @@ def _create_checking(connection: Connection, layout: Layout) -> tuple[str, str]:
 
 def _copy_rows(connection: Connection, layout: Layout, table: tuple[str, str], rows: pa.RecordBatch) -> None:
     driver = cast("_Driver", connection.connection.dbapi_connection)
-    with driver.cursor() as cursor, cursor.copy(_copy_into(table, layout.table_columns)) as copy:
+    with driver.cursor() as cursor, cursor.copy(copy_into(table, layout.table_columns)) as copy:
         table_copy = TableCopy(copy, layout, columns=layout.table_columns)
         table_copy.write(rows)
         table_copy.finish()
 
 
-def refused(what: str, error: psycopg.Error, row: str | None = None) -> TransactionAborted:
-    """The error for rows that a table refuses; it says whether a retry with the same rows may succeed."""
+def refused(what: str, error: psycopg.Error, row: str | None = None, column: str | None = None) -> TransactionAborted:
+    """The error for rows that a table refuses; it says whether a retry with the same rows may succeed.
+
+    `row` and `column` are for people: which value it was, if that is known.
+    """
     shown = []
     # Only this detail: others show the values of whole rows.
     if error.sqlstate in _NAMES_KEY and (key := _KEY.match(error.diag.message_detail or "")):
         shown.append(key[0])
-    if column := error.diag.column_name:
-        shown.append(f"column {column!r}")
+    if column is None and error.diag.column_name:
+        column = f"column {error.diag.column_name!r}"
+    if column is not None:
+        shown.append(column)
     if row is not None:
         shown.append(row)
     place = f" ({', '.join(shown)})" if shown else ""
     return TransactionAborted(
         f"{what}: {driver_words(error)}{place}", retryable=(error.sqlstate or "")[:2] not in _DATA_CLASSES
     )
-
-
-def _changes(column: Copied, array: pa.Array) -> Iterator[tuple[str, pa.Array]]:
-    """Values that PostgreSQL would change without an error, or that have no binary form: words, and which rows have one."""
-    if column.longest is not None:
-        # What is too long by spaces alone is cut, as the SQL standard says.
-        too_long = pc.greater(pc.utf8_length(array), column.longest)
-        yield f"it has more than {column.longest} characters", pc.fill_null(too_long, False)
-    is_list = pa.types.is_list(array.type)
-    inner = array.flatten() if is_list else array
-    if pa.types.is_date(inner.type):
-        numbers, (first, last) = inner.cast(pa.int32()), _DAYS
-    elif pa.types.is_timestamp(inner.type):
-        numbers, (first, last) = inner.cast(pa.int64()), _MICROSECONDS
-    else:
-        return
-    outside = pc.fill_null(pc.or_(pc.less(numbers, first), pc.greater(numbers, last)), False)
-    yield "it is not in the years that the type has", lists_with(array, outside) if is_list else outside
-
-
-def _wire_type(layout: Layout, column: Copied) -> pa.DataType:
-    if column.encoding == BOOLEAN:
-        return pa.bool_()
-    return _UUID if column.encoding == "uuid" else layout.projected[column.source].arrow
 
 
 # The database leg by prepared transactions: tasks load the target and prepare; one decision commits or aborts all of

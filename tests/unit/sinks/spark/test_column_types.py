@@ -14,12 +14,12 @@ from pyspark.sql import types as spark
 from pyspark.sql.types import StructField, StructType
 
 from dualwrite import ConfigurationError
-from dualwrite.sinks.spark.column_types import TYPE_TABLE, Form, Table, TableColumn, row_of
+from dualwrite.sinks.spark.column_types import ANY, LITERAL, TYPE_TABLE, VECTOR, Form, Table, TableColumn, row_of
 from dualwrite.sinks.spark.layout import WHOLE_ROW, plan_layout
 from dualwrite.sinks.spark.options import SinkOptions
 from dualwrite.sinks.spark.sendable import row_batches
 
-DOCUMENTATION = ROOT / "docs" / "spark.md"
+DOCUMENTATION = ROOT / "docs" / "spark-columns.md"
 SQL_NAMES = {
     "bool": "boolean", "int2": "smallint", "int4": "integer", "int8": "bigint", "float4": "real",
     "float8": "double precision", "bpchar": "char",
@@ -62,13 +62,23 @@ def refused(pattern, schema, target, **settings):
     [
         (spark.LongType(), column("c", "text"), "it takes string, char, varchar: cast it"),
         (spark.StringType(), column("c", "int4"), "it takes tinyint, smallint, int, bigint: cast it"),
-        (spark.StringType(), column("c", "tsvector"), "no type of Spark goes into tsvector: leave the column out"),
-        (spark.ArrayType(spark.LongType()), column("c", "_int4", element_type="int4"), "it takes array<int>: cast it"),
+        (spark.LongType(), column("c", "inet"), "it takes string, char, varchar: cast it"),
         (
             spark.ArrayType(spark.StringType()),
-            column("c", "_uuid", element_type="uuid"),
-            "no type of Spark goes into _uuid",
+            column("c", "_int4", element_type="int4"),
+            "it takes array<tinyint>, array<smallint>, array<int>, array<bigint>: cast it",
         ),
+        (
+            spark.ArrayType(spark.LongType()),
+            column("c", "_inet", element_type="inet"),
+            "it takes array<string, char, varchar>: cast it",
+        ),
+        (
+            spark.ArrayType(spark.DoubleType()),
+            column("c", "vector"),
+            "it takes string, char, varchar, array<float>: cast it",
+        ),
+        (spark.LongType(), column("c", "hstore"), "it takes string, char, varchar, map<string,string>: cast it"),
         (spark.TimestampType(), column("c", "timestamp"), "or cast it to timestamp_ntz"),
     ],
 )
@@ -100,9 +110,9 @@ def test_the_documentation_shows_the_table():
     rows = {row.name: row for row in TYPE_TABLE.values()}.values()
     for row in rows:
         taken = ", ".join(f"`{SQL_NAMES.get(name, name)}`" for name in row.postgresql)
+        taken = taken.replace(f"`{ANY}`", ANY)
         if row.name == "array<...>":
-            elements = [SQL_NAMES.get(item.element, item.element) for item in rows if item.element]
-            taken += "; arrays of " + ", ".join(f"`{name}`" for name in elements) + " from arrays of just that type"
+            taken += "; arrays of what its elements go into, in as many dimensions"
         refusal = f"refused: {row.advice}"
         formats = " | ".join(text or "refused" for text in (row.json, row.avro, row.json_schema, row.protobuf))
         on_mariadb = ", ".join(f"`{name}`" for name in row.mariadb if not name.endswith(" unsigned"))
@@ -151,7 +161,10 @@ def test_a_type_of_a_newer_spark_is_refused_by_name():
         (spark.IntegerType(), "jsonb"),
         (spark.BinaryType(), "text"),
         (spark.DecimalType(10, 2), "float8"),
-        (spark.StringType(), "xml"),
+        (spark.StringType(), "interval"),
+        (spark.BinaryType(), "xml"),
+        (spark.ArrayType(spark.DoubleType()), "vector"),
+        (spark.MapType(spark.StringType(), spark.IntegerType()), "hstore"),
     ],
 )
 def test_a_column_that_would_change_the_values_is_refused_by_name(data_type, target):
@@ -181,16 +194,53 @@ def test_a_number_is_not_rounded_before_its_point(data_type):
     refused("would be rounded.*keeps its last digits", fields(a=data_type), table(column("a", "numeric", scale=-2)))
 
 
-def test_arrays_go_into_arrays_of_just_their_element():
-    strings = spark.ArrayType(spark.StringType())
-    layout = plan(fields(a=strings), table(column("a", "_text", element_type="text")))
-    assert layout.projected[0].arrow == pa.list_(pa.string())
-    refused("'a' of type array<string>", fields(a=strings), table(column("a", "_varchar", element_type="varchar")))
-    refused(
-        "'a' of type array<timestamp>",
-        fields(a=spark.ArrayType(spark.TimestampType())),
-        table(column("a", "_timestamptz", element_type="timestamptz")),
-    )
+STRINGS, FLOATS = spark.ArrayType(spark.StringType()), spark.ArrayType(spark.FloatType())
+
+
+def arrays(element, dimensions=1):
+    for _ in range(dimensions):
+        element = spark.ArrayType(element)
+    return element
+
+
+@pytest.mark.parametrize(
+    ("data_type", "type_name", "element", "arrow", "encoding"),
+    [
+        (STRINGS, "_text", "text", pa.list_(pa.string()), ""),
+        (arrays(spark.IntegerType()), "_int8", "int8", pa.list_(pa.int64()), ""),
+        (arrays(spark.IntegerType(), 2), "_int4", "int4", pa.list_(pa.list_(pa.int32())), LITERAL),
+        (STRINGS, "_varchar", "varchar", pa.list_(pa.string()), LITERAL),
+        (STRINGS, "_uuid", "uuid", pa.list_(pa.string()), LITERAL),
+        (STRINGS, "_mood", "enum", pa.list_(pa.string()), LITERAL),
+        (STRINGS, "_inet", "inet", pa.list_(pa.string()), LITERAL),
+        (arrays(spark.TimestampType()), "_timestamptz", "timestamptz", pa.list_(pa.timestamp("us", "UTC")), LITERAL),
+        (spark.StringType(), "inet", None, pa.string(), LITERAL),
+        (spark.StringType(), "vector", None, pa.string(), LITERAL),
+        (FLOATS, "vector", None, pa.list_(pa.float32()), VECTOR),
+        (
+            spark.MapType(spark.StringType(), spark.StringType()),
+            "hstore",
+            None,
+            pa.map_(pa.string(), pa.string()),
+            LITERAL,
+        ),
+    ],
+)
+def test_what_has_no_binary_form_goes_as_sql_writes_it(data_type, type_name, element, arrow, encoding):
+    layout = plan(fields(a=data_type), table(column("a", type_name, element_type=element)))
+    [copied] = layout.table_columns
+    assert (layout.projected[copied.source].arrow, copied.encoding) == (arrow, encoding)
+
+
+def test_arrays_of_what_does_not_go_into_the_element_are_refused():
+    for data_type, element in (
+        (arrays(spark.TimestampType()), "timestamp"),
+        (arrays(spark.DoubleType(), 2), "float4"),
+        (arrays(spark.LongType()), "inet"),
+        (arrays(fields(x=spark.LongType())), "jsonb"),
+        (arrays(FLOATS), "vector"),
+    ):
+        refused("'a' of type array<", fields(a=data_type), table(column("a", f"_{element}", element_type=element)))
 
 
 ORDER = fields(

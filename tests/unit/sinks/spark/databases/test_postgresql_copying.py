@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.databases.database import require_kept
-from dualwrite.sinks.spark.databases.postgresql import _changes
+from dualwrite.sinks.spark.databases.postgresql_copy import changes
 from dualwrite.sinks.spark.layout import Copied
 
 UTC = pa.timestamp("us", "UTC")
@@ -18,7 +18,7 @@ FIRST_MICROSECOND = -210866803200000000
 
 def taken(kind, values, longest=None):
     column = Copied("c", 0, "", "the type", longest)
-    require_kept(column, _changes(column, pa.array(values, kind)), lambda index: f"row {index + 1}")
+    require_kept(column, changes(column, pa.array(values, kind)), lambda index: f"row {index + 1}")
 
 
 @pytest.mark.parametrize(
