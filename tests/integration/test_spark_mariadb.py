@@ -103,7 +103,7 @@ def test_every_type_arrives_on_both_sides(spark, numbers, way):
 @pytest.mark.thorough
 def test_the_pages_example_writes_both_sides(spark, numbers, monkeypatch):
     register(spark)
-    [code] = example("spark.md", "MariaDB and MySQL")
+    [code] = example("spark-columns.md", "MariaDB and MySQL")
     monkeypatch.setenv("DATABASE_PASSWORD", make_url(numbers.url).password)
     for theirs, ours in {
         "mysql+pymysql://app@db/air": numbers.url,

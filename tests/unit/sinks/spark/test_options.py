@@ -284,5 +284,5 @@ def test_the_data_source_has_options_of_the_same_names():
 
 
 def test_every_setting_of_the_registry_is_documented():
-    text = (ROOT / "docs" / "spark.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "spark-columns.md").read_text(encoding="utf-8")
     assert [name for name in REGISTRY_NAMES if f"`{name}`" not in text] == []
