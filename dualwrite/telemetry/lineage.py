@@ -105,6 +105,7 @@ class LineageRun:
         job: The job's name: that of a writer, or of a sink.
         streaming: Whether the job runs until it is stopped, as a writer does, or ends with its data, as a batch does.
         parent: The namespace, the job and the run id of the run that this one is part of; for instance of a Spark application.
+        run_id: The id of a run that another process has begun; a new one if not given.
     """
 
     def __init__(
@@ -115,8 +116,9 @@ class LineageRun:
         *,
         streaming: bool,
         parent: tuple[str, str, str] | None = None,
+        run_id: str | None = None,
     ) -> None:
-        self.run_id = str(uuid.uuid4())
+        self.run_id = run_id or str(uuid.uuid4())
         self._client = client
         kind = job_type_job.JobTypeJobFacet(
             "STREAMING" if streaming else "BATCH", "DUALWRITE", "JOB", producer=_PRODUCER

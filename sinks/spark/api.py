@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.digests import may_mix, require_deterministic, require_deterministic_stream
+from dualwrite.sinks.spark.lineage import reported
 from dualwrite.sinks.spark.many import Asked, write_asked
 from dualwrite.sinks.spark.observing import sources_of, sources_of_stream
 from dualwrite.sinks.spark.options import SinkOptions, SinkSettings, settings_of
@@ -72,10 +73,16 @@ def _write(
     warn: bool = True,
     stream_shown: bool = True,
     sources: str | None = None,
+    streaming: bool = False,
 ) -> BatchReport:
     context = df.sparkSession.sparkContext
     jobs = SparkJobs(context)
-    with BatchJob(options, batch_id, jobs) as job, described(context, f"dualwrite: {job.name}"), jobs.started():
+    with (
+        reported(options, streaming=streaming) as lineage,
+        BatchJob(options, batch_id, jobs) as job,
+        described(context, f"dualwrite: {job.name}"),
+        jobs.started(),
+    ):
         task = job.plan(df.schema)
         rows = without_unused(df, used_columns([task.layout]))
         if not options.allow_nondeterministic:
@@ -87,6 +94,7 @@ def _write(
         if not options.allow_nondeterministic:
             require_deterministic(df, reports)
         job.begin(partition_count, sources)
+        lineage.start(task.targets, sources)
         written = job.written_partitions()
         if warn and not stream_shown:
             what = "Spark does not show the stream's plan, and expressions such as rand() in it are not refused"
@@ -97,7 +105,9 @@ def _write(
                 job.require_same_rows(_run(reports, written))
             done = _run(reports, missing)
             job.record_empty(partition_count, done)
-        return job.finish(partition_count, done)
+        report = job.finish(partition_count, done)
+        lineage.complete({0: report.written_rows - report.quarantined_rows, 1: report.quarantined_rows})
+        return report
 
 
 def _warn(name: str, what: str, partition_count: int, written: int, remedy: str = "") -> None:
@@ -146,6 +156,11 @@ def foreach_partition(
             "unit_topic is not for foreach_partition, which does not learn when the batch is complete",
             next_step="use write_batch",
         )
+    if options.lineage_namespace is not None:
+        raise ConfigurationError(
+            "lineage_namespace is not for foreach_partition, which does not learn when the batch is complete",
+            next_step="use write_batch",
+        )
     with BatchJob(options, batch_id) as job:
         task = replace(job.plan(df.schema), alone=True)
         if not options.allow_nondeterministic:
@@ -189,7 +204,15 @@ def foreach_batch(**settings: Unpack[SinkSettings]) -> Callable[[DataFrame, int]
             sources = sources_of_stream(df.sparkSession, query_id, number)
             shown = options.allow_nondeterministic or require_deterministic_stream(df, query_id)
         with nullcontext() if query_id is None else without_cause():
-            report = _write(df, options, batch_id, warn=query_id not in warned, stream_shown=shown, sources=sources)
+            report = _write(
+                df,
+                options,
+                batch_id,
+                warn=query_id not in warned,
+                stream_shown=shown,
+                sources=sources,
+                streaming=query_id is not None,
+            )
         if report.partitions > 1:
             warned.add(query_id)
 
@@ -274,7 +297,8 @@ def foreach_many(
         if query_id is not None:
             batch_id, sources = f"{query_id}/{number}", sources_of_stream(df.sparkSession, query_id, number)
         with nullcontext() if query_id is None else without_cause():
-            write_asked(_asked(df if split is None else split(df), tag_column, targets, settings), batch_id, sources)
+            asked = _asked(df if split is None else split(df), tag_column, targets, settings)
+            write_asked(asked, batch_id, sources, streaming=query_id is not None)
 
     return write
 

@@ -21,13 +21,14 @@ from dualwrite.errors import (
     IllegalStateError,
     OutcomeUnverifiable,
 )
+from dualwrite.sinks.spark.lineage import reported
 from dualwrite.sinks.spark.options import SinkOptions, target_options
 from dualwrite.sinks.spark.partition_task import PartitionReport
 from dualwrite.sinks.spark.per_partition import BatchReport
 from dualwrite.sinks.spark.plan import JOB_ERRORS, JobFailed, SparkJobs, reason_of
 from dualwrite.sinks.spark.sendable import projected_batches, used_columns, without_unused
 from dualwrite.sinks.spark.targets import Target, Wanted, routed_batches
-from dualwrite.sinks.spark.whole_batch import PreparedPartition, WholeBatch, prepare_partition
+from dualwrite.sinks.spark.whole_batch import PreparedPartition, WholeBatch, prepare_partition, rows_by_target
 from dualwrite.sinks.spark.writing import described, whole_input
 
 if TYPE_CHECKING:
@@ -129,12 +130,13 @@ class ManyTask:
         yield pa.RecordBatch.from_pydict({_PREPARED: [pickle.dumps(prepared)]}, pa.schema([(_PREPARED, pa.binary())]))
 
 
-def write_asked(asked: Asked, batch_id: str, sources: str | None) -> BatchReport:
+def write_asked(asked: Asked, batch_id: str, sources: str | None, *, streaming: bool = False) -> BatchReport:
     """Write all that is asked for, or nothing; see :func:`~dualwrite.sinks.spark.write_many`."""
     options, began_s = asked.targets[0][1], now_s()
     context = asked.frames[0].sparkSession.sparkContext
     jobs = SparkJobs(context)
     with (
+        reported(options, streaming=streaming) as lineage,
         WholeBatch(options, batch_id, run_name=batch_id) as batch,
         described(context, f"dualwrite: {batch.name}"),
         jobs.started(),
@@ -142,9 +144,12 @@ def write_asked(asked: Asked, batch_id: str, sources: str | None) -> BatchReport
         slots = batch.settle_left()
         targets = batch.targets(asked.wanted(), asked.tag_column)
         staging = batch.uses_staging(targets, empty=None)
-        if batch.begin(targets):
+        is_written = batch.begin(targets)
+        lineage.start(targets, sources)
+        if is_written:
             logger.info("%s: already written", batch.name)
             batch.end_written(targets, slots)
+            lineage.complete({})
             return _report(asked, batch, [], 0, began_s)
         logger.info("%s: writing into %d tables", batch.name, len(targets))
         try:
@@ -159,6 +164,7 @@ def write_asked(asked: Asked, batch_id: str, sources: str | None) -> BatchReport
                 ) from error
             raise
         written = prepared if by_this_call else []
+        lineage.complete(rows_by_target(targets, written))
         return _report(asked, batch, written, partitions, began_s)
 
 

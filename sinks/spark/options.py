@@ -128,6 +128,8 @@ class SinkSettings(_Needed, total=False):
     quarantine_table: str | None
     quarantine_topic: str | None
     quarantine_limit: int | None
+    lineage_namespace: str | None
+    lineage_kafka: str | None
 
 
 TARGET_SETTINGS: Final = (
@@ -217,6 +219,9 @@ class SinkOptions:
             sent.
         quarantine_limit: With more such rows nothing is written: of the batch if it is decided as a whole, otherwise of the
             partition. 1000 by default.
+        lineage_namespace: Report each batch to OpenLineage, as a run of the job ``sink`` in this namespace. Its client must be
+            installed on the driver, whose environment configures it. Not for ``foreach_partition``.
+        lineage_kafka: Bootstrap servers of the cluster that the rows were read from, to name their topics as inputs.
         tables_revision: Set by the driver: the version that it has found of the library's tables, for its tasks.
 
     Raises:
@@ -265,6 +270,8 @@ class SinkOptions:
     quarantine_table: str | None = None
     quarantine_topic: str | None = None
     quarantine_limit: int | None = None
+    lineage_namespace: str | None = None
+    lineage_kafka: str | None = None
     tables_revision: str = ""
 
     def __post_init__(self) -> None:
@@ -301,6 +308,8 @@ class SinkOptions:
                 "quarantine_limit needs quarantine_table or quarantine_topic",
                 next_step="name the table or the topic for rows that the table does not take",
             )
+        if self.lineage_kafka is not None and self.lineage_namespace is None:
+            raise ConfigurationError("lineage_kafka (lineageKafka) needs lineage_namespace (lineageNamespace)")
         if self.quarantine_limit is not None and self.quarantine_limit < 0:
             raise ConfigurationError("quarantine_limit must not be less than 0")
         if self.quarantine_topic is not None and self.quarantine_topic in {self.topic, self.unit_topic}:
@@ -684,6 +693,8 @@ OPTION_NAMES: Final = {
     "quarantineTable": "quarantine_table",
     "quarantineTopic": "quarantine_topic",
     "quarantineLimit": "quarantine_limit",
+    "lineageNamespace": "lineage_namespace",
+    "lineageKafka": "lineage_kafka",
 }
 _OWN: Final = ("batchId", "sources", "truncate", "replaceWhere", "user", "password", "tagColumn", "targets")
 _CHECKPOINT: Final = "checkpointlocation"

@@ -107,6 +107,12 @@ class PartitionTask:
     alone: bool = False
     quarantine: Target | None = None
 
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """Where the rows go; those that are put aside to the last one."""
+        target = Target.of(self.options, self.layout)
+        return (target,) if self.quarantine is None else (target, self.quarantine)
+
     def run_arrow(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """For ``mapInArrow``, on the DataFrame's own columns: writes the partition and yields its report."""
         projected = projected_batches(whole_input(batches), self.schema, self.layout)
@@ -181,8 +187,7 @@ class _Writing:
         self._progress = Progress(attempt.name, task.options.progress_s)
         self._started_s = now_s()
         self._first_offsets: Mapping[str, int] = {}
-        target = Target.of(task.options, task.layout)
-        self._targets = (target,) if task.quarantine is None else (target, task.quarantine)
+        self._targets = task.targets
         self._sieve = Sieve(task.options, self._targets, attempt.database, attempt.batch_id, attempt.partition)
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> PartitionReport:

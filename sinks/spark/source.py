@@ -31,12 +31,13 @@ from dualwrite.errors import (
     OutcomeUnverifiable,
 )
 from dualwrite.sinks.spark.databases.database import Emptying
+from dualwrite.sinks.spark.lineage import BatchLineage
 from dualwrite.sinks.spark.observing import sources_of_checkpoint
 from dualwrite.sinks.spark.options import SourceOptions
 from dualwrite.sinks.spark.plan import CONNECT, plan_stream, shown_first
 from dualwrite.sinks.spark.sendable import projected_batches, row_batches
 from dualwrite.sinks.spark.targets import Target, Wanted, routed_batches
-from dualwrite.sinks.spark.whole_batch import PreparedPartition, WholeBatch, prepare_partition
+from dualwrite.sinks.spark.whole_batch import PreparedPartition, WholeBatch, prepare_partition, rows_by_target
 from dualwrite.sinks.spark.writing import log_to_stderr, whole_input
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ class DualWriteDataSource(DataSource):
                 'mode("overwrite") is for one table, and tagColumn has several targets',
                 next_step='use mode("append"), with upsertKeys in the targets whose rows are replaced',
             )
+        lineage = BatchLineage(options.sink, streaming=False)
         with WholeBatch(options.sink, options.batch_id, run_name=options.batch_id) as batch:
             batch.settle_left()
             targets = batch.targets(_wanted(options, schema), options.tag_column)
@@ -141,7 +143,9 @@ class DualWriteDataSource(DataSource):
             logger.info("%s: writing", batch.name)
             assert batch.run is not None
             options = replace(options, sink=batch.options)
-        return _BatchWriter(options, batch.run, schema, targets, empty=empty, staging=staging)
+            lineage.start(targets, options.sources)
+        run_id = lineage.run_id
+        return _BatchWriter(options, batch.run, schema, targets, empty=empty, staging=staging, run_id=run_id)
 
     @shown_first()
     def streamWriter(self, schema: spark.StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: FBT001, N802 - Spark's signature
@@ -165,6 +169,7 @@ class DualWriteDataSource(DataSource):
             )
         if _at_the_end_of_a_micro_batch():
             return _StreamWriter(options, schema, None)
+        BatchLineage(options.sink, streaming=True)  # refused here if it cannot be reported at the end
         if options.targets and _stream_batches is row_batches:
             raise ConfigurationError(
                 "tagColumn in a stream needs PySpark 4.1 or later, which gives a Python data source columns",
@@ -227,8 +232,10 @@ class _BatchWriter(DataSourceArrowWriter):
         *,
         empty: Emptying | None,
         staging: bool,
+        run_id: str | None,
     ) -> None:
         self._options = options
+        self._run_id = run_id
         self._run = run
         self._schema = schema
         self._targets = targets
@@ -248,7 +255,8 @@ class _BatchWriter(DataSourceArrowWriter):
         options = self._options
         with WholeBatch(options.sink, self._run.name, run_name=self._run.name, is_planned=True) as batch:
             undecided = _undecided(_complete(messages, batch.name, _TESTED))
-            batch.decide(self._targets, undecided, empty=self._empty, sources=options.sources)
+            written = batch.decide(self._targets, undecided, empty=self._empty, sources=options.sources)
+        self._lineage().complete(rows_by_target(self._targets, undecided if written else ()))
 
     @shown_first()
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
@@ -256,6 +264,12 @@ class _BatchWriter(DataSourceArrowWriter):
         log_to_stderr()
         del messages  # prepared parts are found by their leases, including those whose task's message was lost
         _give_up(self._options, self._targets, self._run.name, run_name=self._run.name)
+        self._lineage().fail(None)
+
+    def _lineage(self) -> BatchLineage:
+        lineage = BatchLineage(self._options.sink, streaming=False, run_id=self._run_id)
+        lineage.start(self._targets, self._options.sources)
+        return lineage
 
 
 class _StreamWriter(DataSourceStreamArrowWriter):
@@ -299,8 +313,12 @@ class _StreamWriter(DataSourceStreamArrowWriter):
             raise IllegalStateError(f"{name}: no message of its first partition has come back", next_step=_TESTED)
         sink = replace(self._options.sink, schema=plan.schema, tables_revision=plan.revision)
         sources = sources_of_checkpoint(self._options.checkpoint, batchId)
+        undecided = _undecided(written)
         with WholeBatch(sink, batch_id, run_name=self._options.stream, is_planned=True) as batch:
-            batch.decide(plan.targets, _undecided(written), empty=None, sources=sources)
+            by_this_call = batch.decide(plan.targets, undecided, empty=None, sources=sources)
+        lineage = BatchLineage(sink, streaming=True)
+        lineage.start(plan.targets, sources, at=min((one.started_at for one in undecided), default=None))
+        lineage.complete(rows_by_target(plan.targets, undecided if by_this_call else ()))
 
     @shown_first()
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's signature
@@ -314,7 +332,10 @@ class _StreamWriter(DataSourceStreamArrowWriter):
             batch_id = f"{self._options.stream}/{batchId}"
         plan = _plan_of(own)
         planned = self._schema if plan is None else plan.targets
-        _give_up(self._options, planned, batch_id, run_name=self._options.stream)
+        targets = _give_up(self._options, planned, batch_id, run_name=self._options.stream)
+        lineage = BatchLineage(self._options.sink, streaming=True)
+        lineage.start(targets, sources_of_checkpoint(self._options.checkpoint, batchId))
+        lineage.fail(None)
 
 
 def _routed(
@@ -357,8 +378,10 @@ def _write(
 
 def _give_up(
     options: SourceOptions, planned: tuple[Target, ...] | spark.StructType, batch_id: str, *, run_name: str | None
-) -> None:
+) -> tuple[Target, ...]:
     """Settle a batch that has failed, if the servers let us. The error that made it fail is what people must see.
+
+    Returns its targets; none if they are not known.
 
     `planned` is the schema of the rows if their targets are not known here.
 
@@ -375,6 +398,7 @@ def _give_up(
     except DualWriteError as error:
         name = f"sink {options.sink.sink!r} batch {batch_id!r}"
         logger.warning("%s: not settled after a failure; the next run does it: %s", name, error)
+    return planned if isinstance(planned, tuple) else ()
 
 
 def _undecided(messages: Iterable[TaskMessage]) -> list[PreparedPartition]:

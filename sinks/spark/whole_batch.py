@@ -400,6 +400,16 @@ class PreparedPartition:
         return any(part.staged is None for part in self.parts)
 
 
+def rows_by_target(targets: Sequence[Target], prepared: Iterable[PreparedPartition]) -> dict[int, int]:
+    """How many rows there are for each target, by its number. Those that were put aside may be in no table."""
+    rows: Counter[int] = Counter()
+    for one in prepared:
+        rows.update({part.target: part.rows for part in one.parts if not targets[part.target].is_quarantine})
+        if one.quarantined:
+            rows[len(targets) - 1] += one.quarantined
+    return rows
+
+
 def prepare_partition(
     options: SinkOptions,
     targets: Sequence[Target],
