@@ -256,6 +256,9 @@ def render(figures: Mapping[str, Any]) -> str:
             "- **Producer ids.** Each new Kafka id is a new producer id, and the leader of each partition that it has written "
             "remembers it for `producer.id.expiration.ms`, a day. That takes memory on the brokers for each partition that "
             "the tasks write to.",
+            "- **A `DualWriter`** owns up to twice as many transactional ids as transactions that it runs at a time, less one: 15 "
+            "with the default `max_lanes` of 8. Each has a row, and at most one connection to each broker, kept while the "
+            "writer is open; the database connections are those of the transactions that run.",
             "- **`transaction.max.timeout.ms`** (15 minutes by default) must be longer than the longest transaction and "
             "the margin. In a batch that is decided as one, a partition's transaction lasts until the *last* partition is "
             "prepared.",

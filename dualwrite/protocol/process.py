@@ -390,8 +390,8 @@ class Health:
         outbox_stopped: Why none of them is sent although Kafka answers: it refuses one for good; None if that is not so.
         outbox_full: Which bound of `WriterLimits` is reached, so that no more may wait; None if none is.
         unreported_losses: The number of losses that only the log has reported; see ``on_loss``.
-        max_lanes: The maximum number of lanes.
-        lanes: The number of lanes that exist.
+        max_lanes: The maximum number of lanes that dual writes use at a time.
+        lanes: The number of lanes that exist, up to twice as many: some rest until it is known how their last one has ended.
         used: The number of lanes that dual writes use now.
         waiting: The number of dual writes that wait for a lane.
         unsettled: The number of lanes that may have left a transaction open in Kafka. They are settled in the background.

@@ -618,7 +618,8 @@ class WriterLimits:
     A *unit* is the work of one caller of :meth:`DualWriter.submit`; a *group* is the units that commit in one dual write.
 
     Args:
-        max_lanes: The maximum number of concurrent transactions. A consumer makes it of its ``workers``.
+        max_lanes: The maximum number of concurrent transactions. A consumer makes it of its ``workers``. The writer owns up to
+            twice as many transactional ids, less one: see "Lanes" in the architecture.
         timeout_s: Limits opening, and each ending of a transaction, in seconds.
         lane_timeout_s: How long a transaction waits for a free lane, and then until that is ready, and ``submit`` for a place,
             in seconds.

@@ -156,7 +156,9 @@ SETTLED: Final = Metric(
 )
 READY: Final = Metric("dualwrite.ready", Instrument.GAUGE, "1", "1 if the writer is ready, else 0")
 LANES: Final = Metric("dualwrite.lane.count", Instrument.UP_DOWN_COUNTER, "{lane}", "Lanes", (WRITER, LANE_STATE))
-LANES_MAX: Final = Metric("dualwrite.lane.max", Instrument.UP_DOWN_COUNTER, "{lane}", "The maximum number of lanes")
+LANES_MAX: Final = Metric(
+    "dualwrite.lane.max", Instrument.UP_DOWN_COUNTER, "{lane}", "The maximum number of lanes in use"
+)
 WAITING: Final = Metric(
     "dualwrite.lane.pending_requests", Instrument.UP_DOWN_COUNTER, "{request}", "Dual writes that wait for a lane"
 )

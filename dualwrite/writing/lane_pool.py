@@ -2,7 +2,8 @@
 
 A lane can be used again once the end of its last transaction is known. Lanes are used in turn, so that one question tells the
 ends of several: it is asked when no other lane is left, by a caller that is at work then, and nobody waits for its answer as
-long as a lane is free.
+long as a lane is free. If every lane were in use, each block would have to ask for the one that it takes. So there are twice
+as many lanes as blocks that run at a time: half of them are at rest, and one question is about all of those.
 
 A lane whose producer was discarded may have left a transaction open in Kafka, which holds back every ``read_committed``
 reader of its topics. It is settled in the background as soon as it is free: the next dual write may be hours away. So is one
@@ -52,16 +53,18 @@ class PooledLane:
 
     ``needs_settling`` and ``pending`` (its last transaction, if the end of that was not known) are as of the end of its last
     use. ``worked`` says that it was usable when it was given out, so that it will be free again soon; ``given_up``, that
-    another owner settles it. ``taken_at`` is on the clock of the process.
+    another owner settles it. ``coming`` says that housekeeping must make it ready first, as no block has asked for it.
+    ``taken_at`` is on the clock of the process.
     """
 
-    __slots__ = ("failures", "given_up", "lane", "needs_settling", "pending", "taken_at", "worked")
+    __slots__ = ("coming", "failures", "given_up", "lane", "needs_settling", "pending", "taken_at", "worked")
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
         self.needs_settling = lane.needs_settling
         self.pending: PendingEnd | None = None
         self.worked = False
+        self.coming = False
         self.failures = 0
         self.given_up = False
         self.taken_at: float | None = None
@@ -74,10 +77,8 @@ class PooledLane:
 
     def due_at(self, free_since: float, idle_after_s: float) -> float | None:
         """When its next housekeeping is due, by the clock of the process; None if there is nothing to do."""
-        if self.needs_settling:
-            if self.given_up:
-                return None
-            return free_since + self._backoff_s
+        if self.needs_settling or self.coming:
+            return None if self.given_up else free_since + self._backoff_s
         if self.pending is not None and not self.pending.known:
             return free_since + (_END_AFTER_S if not self.failures else max(_END_AFTER_S, self._backoff_s))
         return free_since + idle_after_s if self.lane.unrecorded is not None else None
@@ -86,10 +87,10 @@ class PooledLane:
 class Lanes:
     """Gives lanes to blocks, and takes care of idle lanes on a thread of its own.
 
-    ``make_lane`` returns the lane with that number, not claimed yet. Closing waits ``timeout_s`` for lanes in use. After
-    ``idle_after_s`` without use the row records that its last transaction is complete. ``watch`` is called in the background:
-    it looks for what is worth a warning, at most once a second, and returns whether there was something to look at.
-    ``refuses_in_silence`` says that a block can do nothing with a lane while Kafka is silent.
+    ``max_lanes`` blocks have one at a time. ``make_lane`` returns the lane with that number, not claimed yet. Closing waits
+    ``timeout_s`` for lanes in use. After ``idle_after_s`` without use the row records that its last transaction is complete.
+    ``watch`` is called in the background: it looks for what is worth a warning, at most once a second, and returns whether
+    there was something to look at. ``refuses_in_silence`` says that a block can do nothing with a lane while Kafka is silent.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Lanes:
         self._name = name
         self._make_lane = make_lane
         self.max_lanes = max_lanes
+        self.most = 2 * max_lanes - 1  # with those at rest; a writer for one block at a time has one id
         self._timeout_s = timeout_s
         self.lane_timeout_s = lane_timeout_s
         self._idle_after_s = idle_after_s
@@ -183,7 +185,7 @@ class Lanes:
                 raise silence.error(self._name)
             raise self._busy()
         pooled = ticket.place.thing
-        pooled.failures, pooled.given_up, pooled.taken_at = 0, False, now_s()
+        pooled.failures, pooled.given_up, pooled.coming, pooled.taken_at = 0, False, False, now_s()
         return pooled.lane
 
     def note_silence(self, silence: Silence | None) -> None:
@@ -219,17 +221,21 @@ class Lanes:
         )
 
     def _chosen(self, places: Sequence[Place[PooledLane]]) -> Place[PooledLane] | None:
-        """The working lane that was free for longest, or else another one.
+        """The working lane that was free for longest, or else another one; None if as many are in use as may be.
 
         A lane whose last transaction is still ending would make the block wait, so others come first.
         """
+        free = [place for place in places if place.holder is None]
+        used = len(places) - len(free)
+        if used >= self.max_lanes:
+            return None
         if self.silence is not None and not self.refuses_in_silence:
-            return self._that_may_wait(places)
+            return self._that_may_wait(free)
         known = ending = None
         left = False
-        for place in places:
+        for place in free:
             pooled = place.thing
-            if place.holder is not None or pooled.needs_settling:
+            if pooled.needs_settling or pooled.coming:
                 continue
             if pooled.pending is not None and not pooled.pending.known:
                 if ending is None or place.free_since < ending.free_since:
@@ -240,39 +246,52 @@ class Lanes:
                     known = place
         if self.ends is not None:
             self.ends.wanted = not left
-        chosen = known or ending
-        if chosen is None:
-            return self._other(places)
-        chosen.thing.worked = True
-        return chosen
+        if known is None:
+            return self._other(places, ending, used)
+        known.thing.worked = True
+        return known
 
-    def _that_may_wait(self, places: Sequence[Place[PooledLane]]) -> Place[PooledLane] | None:
+    def _that_may_wait(self, free: Sequence[Place[PooledLane]]) -> Place[PooledLane] | None:
         """While messages wait as rows: any lane whose claim stands, settled or not, before one that must be claimed."""
-        free = [place for place in places if place.holder is None]
         chosen = longest_free([place for place in free if place.thing.lane.may_wait])
-        if chosen is None and len(places) < self.max_lanes:
-            chosen = Place(PooledLane(self._make_lane(len(places))))
-            self._queue.places.append(chosen)
+        if chosen is None and len(self) < self.max_lanes:
+            chosen = self._new()
         chosen = chosen or longest_free(free)
         if chosen is not None:
             chosen.thing.worked = True
         return chosen
 
-    def _other(self, places: Sequence[Place[PooledLane]]) -> Place[PooledLane] | None:
-        """A new lane, or one that needs settling.
+    def _other(
+        self, places: Sequence[Place[PooledLane]], ending: Place[PooledLane] | None, used: int
+    ) -> Place[PooledLane] | None:
+        """The lane that is ``ending``, or a new one, or one that needs settling.
 
-        The latter only if no working lane will be free soon: the background settles it, and it may be one that cannot be
-        settled now.
+        The last only if no working lane will be free soon: the background settles it, and it may be one that cannot be settled
+        now.
         """
+        if ending is not None:
+            if len(places) < min(self.most, 2 * (used + 1)):
+                self._have_another_made(places)
+            ending.thing.worked = True
+            return ending
         if len(places) < self.max_lanes:
-            new = Place(PooledLane(self._make_lane(len(places))))
-            self._queue.places.append(new)
-            return new
+            return self._new()
         unsettled = longest_free(places)
         if unsettled is None or any(place.thing.worked for place in places if place.holder is not None):
             return None
         unsettled.thing.worked = False
         return unsettled
+
+    def _have_another_made(self, places: Sequence[Place[PooledLane]]) -> None:
+        """Let the background make one lane more, for later: a claim may have to wait, and this block has a lane."""
+        if self._housekeeper is not None and not any(place.thing.coming for place in places):
+            self._new().thing.coming = True
+            self.look_again()
+
+    def _new(self) -> Place[PooledLane]:
+        new = Place(PooledLane(self._make_lane(len(self))))
+        self._queue.places.append(new)
+        return new
 
     def _freed(self, place: Place[PooledLane], now: float) -> None:
         pooled = place.thing
@@ -296,7 +315,11 @@ class Lanes:
             lane = pooled.lane
             try:
                 idles = now_s() >= ticket.place.free_since + self._idle_after_s
-                _see_to(lane, Deadline(self._attempt_s(pooled)), idles=idles)
+                if pooled.coming:
+                    lane.ready(Deadline(self._attempt_s(pooled)))
+                    pooled.coming = False
+                else:
+                    _see_to(lane, Deadline(self._attempt_s(pooled)), idles=idles)
                 pooled.failures = pooled.failures + 1 if lane.needs_settling else 0
             except Fenced as error:
                 pooled.given_up = True

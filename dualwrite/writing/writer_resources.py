@@ -239,7 +239,7 @@ class Opened:
         """Lanes for all rows, which the background settles: a former owner may have left something open under each."""
         logger.warning("%s: opened without Kafka, messages wait in the database: %s", self._name, error)
         numbers = [number for name in rows if (number := lane_number(self._name, name)) is not None]
-        lanes = [self.lane(number) for number in range(min(self._lanes.max_lanes, max(numbers) + 1))]
+        lanes = [self.lane(number) for number in range(min(self._lanes.most, max(numbers) + 1))]
         for lane in lanes:
             if (row := rows.get(lane.transactional_id)) is not None:
                 lane.adopt(row, settled=False)

@@ -29,6 +29,9 @@ class FakeLane:
         self.settled_within_s = []
         self.unanswered = 0
 
+    def ready(self, _deadline):
+        pass
+
     def settle(self, deadline):
         self.settled_within_s.append(deadline.remaining_s())
         self.settling.set()
@@ -160,20 +163,93 @@ def ending(lanes):
 
 
 def test_a_lane_whose_last_transaction_is_still_ending_is_given_out_after_those_that_have_ended(make):
-    lanes = make(2)
+    lanes = make(3, max_lanes=2)
     first, _ = ending(lanes)
+    second, _ = ending(lanes)
     users = [queued(lanes), queued(lanes)]
-    assert [lane_of(user) is first for user in users] == [False, True]
+    assert lane_of(users[0]) not in {first, second}
+    assert lane_of(users[1]) is first
+
+
+def use_at_once(lanes, count):
+    """Use so many lanes, whose transactions are still ending afterwards, and wait until the background has made what it makes."""
+    users = [queued(lanes) for _ in range(count)]
+    for user in users:
+        lane_of(user).pending_end = PendingEnd(Ended(PreparedTxnState(), committed=True))
+        user.end()
+    wait_until(lambda: not any(pooled.coming for pooled in lanes.all))
+
+
+def test_where_lanes_are_still_ending_others_are_made_until_there_are_two_for_each_block(make):
+    lanes = make(2, max_lanes=3)
+    for blocks, most in ((1, 2), (2, 4), (3, 5)):
+        for _ in range(4):
+            use_at_once(lanes, blocks)
+        assert len(lanes) == most
+
+
+def test_a_block_waits_for_a_lane_whose_transaction_is_ending_and_not_for_one_that_is_being_made(make, monkeypatch):
+    making, may_go_on = threading.Event(), threading.Event()
+
+    def ready(*_):
+        making.set()
+        assert may_go_on.wait(60)
+
+    monkeypatch.setattr(FakeLane, "ready", ready)
+    lanes = make(1, max_lanes=2)
+    first, _ = ending(lanes)
+    for _ in range(2):
+        user = queued(lanes)
+        assert lane_of(user) is first
+        assert making.wait(60)
+        user.end()
+    may_go_on.set()
+    wait_until(lambda: not lanes.all[1].coming)
+    wait_until(lambda: lanes.all[1].lane is lane_of(queued(lanes)))
+
+
+def test_a_lane_that_cannot_be_made_yet_is_kept_from_blocks_and_tried_again(make, monkeypatch):
+    failures = [Unavailable("no answer")]
+
+    def ready(*_):
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(FakeLane, "ready", ready)
+    lanes = make(1, max_lanes=2)
+    first, _ = ending(lanes)
+    queued(lanes).end()
+    wait_until(lambda: not failures and lanes._queue.places[1].user is None)
+    user = queued(lanes)
+    assert lane_of(user) is first
+    user.end()
+    wait_until(lambda: not lanes.all[1].coming)
+
+
+def test_no_more_blocks_run_at_a_time_than_may_however_many_lanes_are_at_rest(make):
+    lanes = make(5, max_lanes=3)
+    users, waiting = [queued(lanes) for _ in range(3)], queued(lanes)
+    assert all(lane_of(user) for user in users)
+    assert lane_of(waiting) is None
+    users[0].end()
+    assert lane_of(waiting) is not None
+
+
+def test_a_writer_for_one_block_at_a_time_has_one_lane(make):
+    lanes = make(1)
+    lane, _ = ending(lanes)
+    user = queued(lanes)
+    assert lane_of(user) is lane
 
 
 def test_a_lane_is_given_out_again_as_soon_as_an_answer_has_shown_its_end(make):
-    lanes = make(3)
-    first, pending = ending(lanes)
-    second, _ = ending(lanes)
-    third, _ = ending(lanes)
+    lanes = make(3, max_lanes=2)
+    first, _ = ending(lanes)
+    second, pending = ending(lanes)
+    ending(lanes)
     pending.known = True
-    users = [queued(lanes), queued(lanes), queued(lanes)]
-    assert [lane_of(user) for user in users] == [first, second, third]
+    users = [queued(lanes), queued(lanes)]
+    assert [lane_of(user) for user in users] == [second, first]
 
 
 def test_it_is_time_to_ask_once_no_lane_with_a_known_end_is_left(make):

@@ -299,11 +299,11 @@ def test_what_every_former_lane_and_send_has_left_is_settled_once_kafka_is_back(
     store = away.database.store(away.engine)
     with away.writer(limits=WriterLimits(max_lanes=1)):
         pass
-    names = [*(f"orders#{number}" for number in range(1, 7)), "orders#outbox"]
+    names = [*(f"orders#{number}" for number in range(1, 9)), "orders#outbox"]
     store.claim(names, owner="former", cluster_id=away.kafka.broker.cluster_id)
     away.kafka.away = True
     with falls_back as writer:
-        assert [pooled.lane.transactional_id for pooled in writer._lanes.all] == ["orders", *names[:3]]
+        assert [pooled.lane.transactional_id for pooled in writer._lanes.all] == ["orders", *names[:6]]
         assert all(row.incarnation > 1 for row in store.read(names))
         away.kafka.away = False
         wait_until(lambda: all(row.settled_incarnation == row.incarnation - 1 for row in store.read(names)))
