@@ -38,7 +38,6 @@ from dualwrite.stores.sql.postgresql import (
     exchange,
     literals,
     raise_mapped,
-    session_of,
 )
 from dualwrite.stores.sql.tables import check_decidable
 
@@ -181,7 +180,7 @@ class _Exchange:
         begun = begun_on(self._connection)
         assert begun is not None
         own, driver, texts = self._own, begun.driver, self._texts
-        session = session_of(driver)
+        session: Session = begun.session
         execution = session.certainly_prepared_in(own, driver, texts)
         texts += (execution or own.template) % literals({**own.constants, **self._bound}), "COMMIT"
         try:

@@ -183,10 +183,6 @@ def _watched(dbapi: DBAPIConnection) -> _Driver:
     return driver
 
 
-def _by_asyncpg(connection: Connection) -> bool:
-    return connection.dialect.driver == ASYNCPG
-
-
 def _begun(connection: Connection) -> Begun:
     begun = begun_on(connection)
     if begun is None:
@@ -478,7 +474,6 @@ def _ask(  # noqa: C901 - the ways of one statement, side by side
     own = statement.text(connection)
     if own is None:
         return _ask_by_sqlalchemy(connection, statement, bound, deferred_of, put)
-    by_asyncpg = _by_asyncpg(connection)
     begun = begun_on(connection)
     # SQLAlchemy's error if the connection is closed or lost. After a loss and a rollback it is another one than that of the
     # dual write, which is not begun there.
@@ -486,7 +481,7 @@ def _ask(  # noqa: C901 - the ways of one statement, side by side
         raise ended_inside(
             "by a rollback through SQLAlchemy, or by the loss of the connection", "leave both to the block"
         )
-    if by_asyncpg:
+    if connection.dialect.driver == ASYNCPG:
         return _ask_by_sqlalchemy(connection, statement, bound, deferred_of, put)
     assert begun is not None
     driver = begun.driver
@@ -834,7 +829,7 @@ class PostgreSQL:
         limit = keep + _limit("lock_timeout", max(1, int(within_s * 1000)))
         give_back = f"SELECT set_config('lock_timeout', current_setting('{_KEPT_LIMIT}'), true)"
         own, begun = statement.text(connection), begun_on(connection)
-        if own is None or begun is None or _by_asyncpg(connection):
+        if own is None or begun is None or connection.dialect.driver == ASYNCPG:
             connection.exec_driver_sql(limit)
             row = statement.execute(connection, bound)[0]
             connection.exec_driver_sql(give_back)
@@ -880,7 +875,11 @@ class PostgreSQL:
     def delete_waiting(self, connection: Connection, table: Table, numbers: Sequence[int]) -> int:
         """By runs of numbers that follow each other, or one by one: a range would take along what has come late."""
         begun = begun_on(connection)
-        if begun is None or _by_asyncpg(connection) or connection.get_execution_options().get("schema_translate_map"):
+        if (
+            begun is None
+            or connection.dialect.driver == ASYNCPG
+            or connection.get_execution_options().get("schema_translate_map")
+        ):
             return delete_by_number(connection, table, numbers)
         name = connection.dialect.identifier_preparer.format_table(table)
         runs = runs_of(numbers)
@@ -905,7 +904,7 @@ class PostgreSQL:
 
     def restore(self, connection: Connection) -> None:
         """No setting outlives the transaction."""
-        if _by_asyncpg(connection) and (driver := dialect.driver_of(connection)) is not None:
+        if connection.dialect.driver == ASYNCPG and (driver := dialect.driver_of(connection)) is not None:
             exchanges_of(own_connection(driver)).in_block = False
 
     def run_deferred(self, connection: Connection) -> None:
@@ -919,7 +918,7 @@ class PostgreSQL:
     def bounded(self, connection: Connection, seconds: float | None) -> AbstractContextManager[object]:
         """Shuts the connection when the time is up."""
         begun = begun_on(connection)
-        driver = _driver(connection) if begun is None or _by_asyncpg(connection) else begun.driver
+        driver = _driver(connection) if begun is None or connection.dialect.driver == ASYNCPG else begun.driver
         if seconds is None or driver.closed:
             return nullcontext()
         # If the answer comes at the last moment, the pool must not keep a shut connection.
@@ -939,7 +938,7 @@ class PostgreSQL:
         return Identity((started, database), table)
 
     def witness(self, connection: Connection, follower: Follower) -> Witness:
-        made = AsyncpgWitness if _by_asyncpg(connection) else PsycopgWitness
+        made = AsyncpgWitness if connection.dialect.driver == ASYNCPG else PsycopgWitness
         return made(connection, follower, begun_on(connection))
 
     def insert_if_missing(self, table: Table) -> Insert:
