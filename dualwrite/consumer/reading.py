@@ -98,32 +98,19 @@ class Reading:
             self._look_for_stalled()
             return False
         rebalances = self._rebalances
-        messages, ends = _divided([message, *self._consumer.consume(_MOST, 0)])
+        found, ends = _divided([message, *self._consumer.consume(_MOST, 0)])
         self._partitions.reach(ends)
-        found = self._good(messages)
         if self._rebalances == rebalances:
             self._partitions.put(found)
         else:
             # Their partitions may have gone and come back meanwhile: read them again.
             self._offsets.membership(self._consumer)
             self._read_again(found)
-        if not messages:
+        if not found:
             self._look_for_stalled()
             return False
         self._stalled_s = _STALLED_S
         return True
-
-    def _good(self, messages: Sequence[Message]) -> list[Message]:
-        good = []
-        for message in messages:
-            error = message.error()
-            if error is None:
-                good.append(message)
-            elif error.fatal() or error.code() in _MISCONFIGURED:
-                raise ConfigurationError(f"the consumer cannot read: {error.str()}")
-            else:
-                logger.warning("the consumer reports: %s", error.str())
-        return good
 
     # Rebalances: called from within poll(), and close().
 
@@ -245,11 +232,20 @@ class Reading:
 
 
 def _divided(polled: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    found: tuple[list[Message], list[Message]] = ([], [])
+    """The messages, and the ends of partitions. Logs errors, and raises those that no waiting mends."""
+    messages: list[Message] = []
+    ends: list[Message] = []
     for one in polled:
         error = one.error()
-        found[error is not None and error.code() == KafkaError._PARTITION_EOF].append(one)  # noqa: SLF001 - as above
-    return found
+        if error is None:
+            messages.append(one)
+        elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - as above
+            ends.append(one)
+        elif error.fatal() or error.code() in _MISCONFIGURED:
+            raise ConfigurationError(f"the consumer cannot read: {error.str()}")
+        else:
+            logger.warning("the consumer reports: %s", error.str())
+    return messages, ends
 
 
 def _shown(partitions: Sequence[TopicPartition]) -> str:
