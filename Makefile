@@ -242,7 +242,7 @@ archive: jars
 	@cd tests/proof && $(CURDIR)/$(PY) -m harness.class_archive && $(CURDIR)/$(PY) -m harness.spark_archive
 
 jars: venv
-	@$(PY) -c 'from dualwrite.testing.servers.jars import kafka_jars; kafka_jars()'
+	@$(PY) -c 'from dualwrite.testing.servers.embedded import kafka_jars; kafka_jars()'
 
 # Where Maven serves it; elsewhere its tests need an installed one.
 mariadb: venv

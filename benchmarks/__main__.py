@@ -41,7 +41,7 @@ from benchmarks import (
     web,
 )
 from benchmarks.servers import machine, servers
-from dualwrite.testing.servers.jars import kafka_jars
+from dualwrite.testing.servers.embedded import kafka_jars
 
 ROOT = Path(__file__).parents[1]
 

@@ -22,7 +22,7 @@ from benchmarks.servers import Ground, servers
 from dualwrite.clock import Deadline, now_s
 from dualwrite.protocol import outbox as rules
 from dualwrite.stores.sql.database import SqlDatabase
-from dualwrite.testing.reading import stable_ends
+from dualwrite.testing.checker import stable_ends
 from dualwrite.writing import sender
 from dualwrite.writing.left_behind import send_for
 

@@ -20,7 +20,7 @@ from sqlalchemy import create_engine, text
 from benchmarks.servers import Ground, servers
 from dualwrite.clock import now_s
 from dualwrite.operations import OutboxTable, Relay, RelayReport
-from dualwrite.testing.reading import stable_ends
+from dualwrite.testing.checker import stable_ends
 
 PARTITIONS = 4
 TABLE = (

@@ -7,7 +7,7 @@ from dualwrite.kafka.blocking import BlockingTransaction
 from dualwrite.protocol.findings import CheckResult, Status
 from dualwrite.protocol.outbox_table import OutboxTable, Placement
 from dualwrite.recovery.doctor import doctor
-from dualwrite.recovery.lost_decisions import Forgotten
+from dualwrite.recovery.inspect import Forgotten
 from dualwrite.recovery.operator import ForgetReport, TerminationReport, blocking_transactions, forget, terminate
 from dualwrite.recovery.recover import IdStatus, RecoveryReport, status
 from dualwrite.recovery.settle import Loss

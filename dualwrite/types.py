@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dualwrite.asyncio.transaction import AsyncBoundSessions
-    from dualwrite.consumer.consumer import ConsumerProgress
-    from dualwrite.consumer.working import Deserializers
+    from dualwrite.consumer.consumer import ConsumerProgress, Deserializers
     from dualwrite.protocol.outbox import Outbox
     from dualwrite.protocol.prepared_state import FirstOffset
     from dualwrite.protocol.process import Health
@@ -34,7 +33,7 @@ _HOMES = {
     "AsyncWriterOptions": "dualwrite.writing.transaction",
     "BoundSessions": "dualwrite.writing.sessions",
     "ConsumerProgress": "dualwrite.consumer.consumer",
-    "Deserializers": "dualwrite.consumer.working",
+    "Deserializers": "dualwrite.consumer.consumer",
     "FirstOffset": "dualwrite.protocol.prepared_state",
     "Health": "dualwrite.protocol.process",
     "Outbox": "dualwrite.protocol.outbox",

@@ -28,25 +28,26 @@ import io
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Literal, Protocol, TypeAlias, cast
+from typing import Any, Final, Literal, Protocol, TypeAlias, cast
 
+from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext, MigrationStep
 from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Connection, Engine, exc, inspect, text
+from sqlalchemy import URL, Column, Connection, Engine, exc, inspect, text
 from sqlalchemy.schema import CreateSchema
 
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.migrations.resuming import operations_in
 from dualwrite.protocol.values import TableFit, table_fit
 from dualwrite.stores.sql.access import Meaning, driver_words, kind_of, map_database_error, meaning_of
-from dualwrite.stores.sql.tables import MYSQL, OWN_TABLES, VERSION_TABLE
+from dualwrite.stores.sql.tables import MYSQL, OWN_TABLES, TABLE_OPTIONS, VERSION_TABLE
+
+__all__ = ["BASE", "HEAD", "current_revision", "downgrade", "include_name", "include_own_name", "sql_script", "upgrade"]
+
 
 ParentNames: TypeAlias = MutableMapping[
     Literal["schema_name", "table_name", "schema_qualified_table_name"], "str | None"
 ]
 Direction: TypeAlias = Literal["upgrade", "downgrade"]
-
-__all__ = ["BASE", "HEAD", "current_revision", "downgrade", "include_name", "include_own_name", "sql_script", "upgrade"]
 
 HEAD: Final = "head"
 BASE: Final = "base"
@@ -254,3 +255,149 @@ def _mapped_errors(engine: Engine | None, schema: str | None) -> Iterator[None]:
 
 class _SQLite(Protocol):
     in_transaction: bool
+
+
+def operations_in(context: MigrationContext, schema: str | None) -> Operations:
+    """The operations for migrations of that schema in the context's database."""
+    return _Resuming(context, schema) if context.dialect.name in MYSQL else Operations(context)
+
+
+class _Resuming(Operations):
+    """Leaves out what an earlier attempt has done. A script that is printed holds every step."""
+
+    def __init__(self, context: MigrationContext, schema: str | None) -> None:
+        super().__init__(context)
+        self._schema = schema
+
+    def _has_table(self, name: str) -> bool | None:
+        bind = self.get_context().bind
+        return None if self.get_context().as_sql or bind is None else inspect(bind).has_table(name, schema=self._schema)
+
+    def _has(self, kind: str, table: str, name: str) -> bool | None:
+        bind = self.get_context().bind
+        if self.get_context().as_sql or bind is None:
+            return None
+        return any(found["name"] == name for found in getattr(inspect(bind), f"get_{kind}")(table, schema=self._schema))
+
+    def create_table(self, table_name: str, *columns: Any, **options: Any) -> Any:
+        """Make a table in InnoDB, unless it is there."""
+        if not self._has_table(table_name):
+            super().create_table(table_name, *columns, **options, **TABLE_OPTIONS)
+
+    def drop_table(self, table_name: str, **options: Any) -> None:
+        """Drop a table if it is there."""
+        if self._has_table(table_name) is not False:
+            super().drop_table(table_name, **options)
+
+    def add_column(self, table_name: str, column: Column[Any], **options: Any) -> None:
+        """Add a column unless it is there."""
+        if not self._has("columns", table_name, column.name):
+            super().add_column(table_name, column, **options)
+
+    def drop_column(self, table_name: str, column_name: str, **options: Any) -> None:
+        """Drop a column if it is there."""
+        if self._has("columns", table_name, column_name) is not False:
+            super().drop_column(table_name, column_name, **options)
+
+    def create_index(self, index_name: str | None, table_name: str, columns: Any, **options: Any) -> None:
+        """Make an index unless it is there."""
+        if not self._has("indexes", table_name, str(index_name)):
+            super().create_index(index_name, table_name, columns, **options)
+
+    def drop_index(self, index_name: str, table_name: str | None = None, **options: Any) -> None:
+        """Drop an index if it is there."""
+        if self._has("indexes", str(table_name), index_name) is not False:
+            super().drop_index(index_name, table_name, **options)
+
+
+# In the ledger, row -1 stands for a whole batch decided at once, row -2 for the beginning of a batch.
+_VIEW: Final = """
+{create} VIEW {view} AS
+SELECT sink, batch_id,
+  CASE WHEN completed_at IS NOT NULL THEN 'completed'
+       WHEN decided_at IS NOT NULL THEN 'decided'{failed_phase}
+       ELSE 'writing' END AS phase,
+  partition_count, written_partitions, row_count, message_count, started_at, decided_at, completed_at,
+  {decided_after_s} AS decided_after_s,
+  {completed_after_s} AS completed_after_s{failed_shown}{seen}
+FROM (
+  SELECT sink, batch_id, partition_count, written_partitions, row_count, message_count, started_at, completed_at,
+    CASE WHEN written_partitions >= partition_count THEN last_written_at END AS decided_at{failed_at}{seen}
+  FROM (
+    SELECT sink, batch_id,
+      MAX(partition_count) AS partition_count,
+      CAST(SUM(CASE WHEN partition_id = -1 THEN partition_count WHEN partition_id >= 0 THEN 1 ELSE 0 END) AS {integer})
+        AS written_partitions,
+      CAST(SUM(row_count) AS {bigint}) AS row_count,
+      CAST(SUM(message_count) AS {bigint}) AS message_count,
+      {started_at} AS started_at,
+      MAX(CASE WHEN partition_id >= -1 THEN written_at END) AS last_written_at,
+      MAX(completed_at) AS completed_at{failed_max}{seen_max}
+    FROM {ledger} GROUP BY sink, batch_id
+  ) AS summed
+) AS judged
+"""
+_STARTED: Final = "MIN(CASE WHEN partition_id = -2 THEN written_at ELSE started_at END)"
+
+
+def create_batch_view(
+    op: Operations, schema: str | None, *, failed: bool, seen: bool = False, replace: bool = False
+) -> None:
+    """Create the view.
+
+    With `failed`, it shows batches whose last run failed, and undecided batches that are decided as a whole; with `seen`, also
+    bytes and sources. `replace` says that it already exists, with fewer columns; its grants stay where the database allows it.
+    """
+    prefix = prefix_of(op, schema)
+    view = f"{prefix}dualwrite_batch"
+    create, integer, bigint = "CREATE", "INTEGER", "BIGINT"
+    if op.get_context().dialect.name in MYSQL:
+        create, integer, bigint = "CREATE OR REPLACE", "SIGNED", "SIGNED"
+        ledger = f"{prefix}dualwrite_ledger"
+        seconds = "CAST(timestampdiff(MICROSECOND, started_at, {later}) / 1e6 AS DOUBLE)"
+    elif op.get_context().dialect.name == "postgresql":
+        create = "CREATE OR REPLACE" if replace else "CREATE"
+        ledger = f"{prefix}dualwrite_ledger"
+        seconds = "CAST(EXTRACT(EPOCH FROM {later} - started_at) AS DOUBLE PRECISION)"
+    else:
+        if replace:
+            drop_batch_view(op, schema)
+        # Unqualified: SQLite resolves it in the view's own database, which may be attached under another name next time.
+        ledger, seconds = "dualwrite_ledger", "(julianday({later}) - julianday(started_at)) * 86400.0"
+    op.execute(
+        _VIEW.format(
+            create=create,
+            integer=integer,
+            bigint=bigint,
+            view=view,
+            ledger=ledger,
+            decided_after_s=seconds.format(later="decided_at"),
+            completed_after_s=seconds.format(later="completed_at"),
+            # A batch decided as a whole begins again with each run.
+            started_at=f"COALESCE(MAX(CASE WHEN partition_id = -1 THEN started_at END), {_STARTED})"
+            if failed
+            else _STARTED,
+            failed_phase="\n       WHEN failed_at IS NOT NULL THEN 'failed'" if failed else "",
+            failed_shown=",\n  CASE WHEN decided_at IS NULL THEN failed_at END AS failed_at" if failed else "",
+            failed_at=", failed_at" if failed else "",
+            failed_max=",\n      MAX(failed_at) AS failed_at" if failed else "",
+            seen=", byte_count, sources" if seen else "",
+            # One row of a batch has its sources: -1 if it is decided at once, otherwise -2.
+            seen_max=f",\n      CAST(SUM(byte_count) AS {bigint}) AS byte_count, MAX(sources) AS sources"
+            if seen
+            else "",
+        )
+    )
+
+
+def drop_batch_view(op: Operations, schema: str | None) -> None:
+    """Drop the view."""
+    there = "IF EXISTS " if op.get_context().dialect.name in MYSQL else ""  # an interrupted step is taken again
+    op.execute(f"DROP VIEW {there}{prefix_of(op, schema)}dualwrite_batch")
+
+
+def prefix_of(op: Operations, schema: str | None) -> str:
+    """The quoted prefix of names in a schema."""
+    if schema is None:
+        return ""
+    return f"{op.get_context().dialect.identifier_preparer.quote_schema(schema)}."

@@ -33,9 +33,9 @@ from dualwrite.protocol.batches import (
     next_native_completion_step,
     waited,
 )
-from dualwrite.protocol.known_end import Ended
 from dualwrite.protocol.lives import BATCH_LIFE, BatchEvent, BatchState, Machine
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.settle import Ended
 from dualwrite.protocol.values import Decision as RowDecision
 from dualwrite.protocol.values import Outcome, StateRow
 from dualwrite.recovery.settle import end_participants

@@ -24,7 +24,7 @@ from confluent_kafka import Consumer, TopicPartition
 from sqlalchemy import make_url
 
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
-from dualwrite.testing.servers.jars import fetched_jars, java
+from dualwrite.testing.servers.embedded import fetched_jars, java
 
 HERE: Final = Path(__file__).parent
 PYTHON_ENVIRONMENT: Final = HERE.parents[1] / ".cache" / "rivals"

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from dualwrite.asyncio.greenlets import awaited, run, says_more
-from dualwrite.asyncio.transaction import AsyncTransaction, OneByOne
+from dualwrite.asyncio.transaction import AsyncTransaction, OneByOne, awaited, run, says_more
 from dualwrite.asyncio.writer import THREADS, TaskWriter
-from dualwrite.consumer.consumer import ConsumerProgress, Member
-from dualwrite.consumer.working import Deserializers
+from dualwrite.consumer.consumer import ConsumerProgress, Deserializers, Member
 from dualwrite.errors import IllegalStateError
 from dualwrite.stores.sql.access import async_engine_of, blocking_twin, engine_of
 from dualwrite.stores.sql.database import SqlDatabase

@@ -15,10 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from dualwrite.protocol.batches import outlook
-from dualwrite.protocol.blocking import Blocker
-from dualwrite.protocol.by_hand import counted, number_ranges
-from dualwrite.protocol.leases import Lease, place_of
+from dualwrite.protocol.blocking import Blocker, counted, number_ranges
 from dualwrite.protocol.prepared_state import Engine
+from dualwrite.protocol.process import Lease, place_of
 from dualwrite.protocol.settle import SettleStep
 from dualwrite.protocol.values import (
     AsideMessage,
@@ -30,7 +29,7 @@ from dualwrite.protocol.values import (
     pool_of_sink,
     writer_of,
 )
-from dualwrite.recovery.lost_decisions import Forgotten
+from dualwrite.recovery.inspect import Forgotten
 from dualwrite.recovery.recover import IdStatus, RecoveryReport
 from dualwrite.recovery.settle import Loss
 from dualwrite.stores.sql.ledger import Batch, UnfinishedBatch

@@ -11,7 +11,6 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}: pip install 'dualwrite[django]'", name=error.name) from error
 
-from dualwrite.django.joining import captured_messages, join, produce
-from dualwrite.django.writers import database_url, writers
+from dualwrite.django.writers import captured_messages, database_url, join, produce, writers
 
 __all__ = ["captured_messages", "database_url", "join", "produce", "writers"]

@@ -1,7 +1,11 @@
-"""``settings.DUALWRITE``, and the writers that it describes: one for each alias of ``DATABASES``, in each process.
+"""``settings.DUALWRITE``, the writers that it describes, and ``produce()``: messages that commit with Django's own transaction.
 
 A writer is made and opened as it is first used, so in the process that uses it: after gunicorn's fork, and in Celery's child.
 It is closed when the process ends.
+
+The first message joins the transaction of the outermost ``atomic()`` to a dual write. From then on the connection's COMMIT,
+ROLLBACK and close are those of the dual write. Django calls them where it always does: so a nested ``atomic()``, ``durable``,
+``ATOMIC_REQUESTS``, marks for rollback and ``on_commit`` keep their meaning, whatever code uses them.
 """
 
 from __future__ import annotations
@@ -9,17 +13,34 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
-from django.db import DEFAULT_DB_ALIAS, connections
+from django.db import DEFAULT_DB_ALIAS, DatabaseError, connections
 from sqlalchemy import URL
 from sqlalchemy.pool import NullPool
 
-from dualwrite.stores.sql.access import new_engine
+from dualwrite.errors import (
+    CompletionPending,
+    DecidedTransactionLost,
+    DualWriteError,
+    IllegalStateError,
+    OutcomeUnverifiable,
+)
+from dualwrite.protocol.message import ProducerRecord
+from dualwrite.stores.sql.access import InAtomic, leave_to_parent, new_engine
+from dualwrite.writing.transaction import as_value, raise_aborted
+
+if TYPE_CHECKING:
+    from confluent_kafka import KafkaError, Message
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+    from dualwrite.writing.transaction import Transaction
+
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -224,3 +245,214 @@ def _changed(*, setting: str, **_: object) -> None:
 setting_changed.connect(_changed, dispatch_uid="dualwrite.django")
 atexit.register(writers.close)
 os.register_at_fork(after_in_child=writers._leave_to_parent)  # noqa: SLF001 - of this module
+
+
+_JOINED: Final = "_dualwrite"
+_CAPTURED: Final = "_dualwrite_captured"
+_AFTER_THE_DECISION: Final = (CompletionPending, DecidedTransactionLost, OutcomeUnverifiable)
+
+
+def produce(
+    topic: str,
+    value: object = None,
+    key: object = None,
+    *,
+    using: str = DEFAULT_DB_ALIAS,
+    partition: int | None = None,
+    headers: Mapping[str, str | bytes | None] | Sequence[tuple[str, str | bytes | None]] | None = None,
+    timestamp_ms: int | None = None,
+    on_delivery: Callable[[KafkaError | None, Message], None] | None = None,
+) -> None:
+    """Hand one message to the producer, in the transaction of Django's ``atomic()``; see :meth:`Transaction.produce`.
+
+    Nothing is durable on return. The message becomes visible once the outermost ``atomic()`` has committed both sides; it is
+    dropped with an inner one that is rolled back.
+
+    Args:
+        topic: The topic.
+        value: The value: bytes, a text, None, or what the writer's serializer takes.
+        key: The key, likewise.
+        using: The alias of the database, in ``DATABASES`` and ``DUALWRITE``, whose transaction the message belongs to.
+        partition: As for :meth:`Transaction.produce`.
+        headers: As there.
+        timestamp_ms: As there.
+        on_delivery: As there.
+
+    Raises:
+        IllegalStateError: There is no transaction: call it inside ``atomic()``.
+        TransactionManagementError: Django's: the transaction is marked for rollback.
+        DualWriteError: As :func:`join` and :meth:`Transaction.produce`. The transaction can no longer commit.
+    """
+    join(using).produce(
+        topic, value, key, partition=partition, headers=headers, timestamp_ms=timestamp_ms, on_delivery=on_delivery
+    )
+    captured: list[list[_Marker]] = vars(connections[using]).get(_CAPTURED, [])
+    if captured:
+        pairs = headers.items() if isinstance(headers, Mapping) else headers or ()
+        marker = _Marker(ProducerRecord(topic, value, key, tuple(pairs), partition, timestamp_ms))
+        connections[using].on_commit(marker)
+        for markers in captured:
+            markers.append(marker)
+
+
+def join(using: str = DEFAULT_DB_ALIAS) -> Transaction:
+    """Let the transaction of Django's ``atomic()`` join a dual write, unless it has; :func:`produce` does so by itself.
+
+    Call it before the first statement if the connection's isolation level is REPEATABLE READ or SERIALIZABLE.
+
+    Args:
+        using: The alias of the database.
+
+    Returns:
+        The dual write, for its other methods (``produce_many``, ``send_offsets_to_transaction``); usable until the transaction
+        ends. Its rows are Django's: it has no session.
+
+    Raises:
+        IllegalStateError: There is no transaction, or this thread is inside a block of the same writer.
+        TransactionManagementError: Django's: the transaction is marked for rollback.
+        ImproperlyConfigured: Django's: ``settings.DUALWRITE`` has no such alias, or cannot be used.
+        ConfigurationError: The database is not PostgreSQL through psycopg 3, or not the writer's.
+        Unavailable: No lane was free, or a server does not answer.
+        Fenced: Another owner took over.
+    """
+    connection = connections[using]
+    joined: _Joined | None = vars(connection).get(_JOINED)
+    if joined is None:
+        if connection.get_autocommit():
+            raise IllegalStateError(
+                f"there is no transaction on the database {using!r}",
+                next_step="produce inside transaction.atomic(): the message commits with its rows",
+            )
+        connection.validate_no_broken_transaction()
+        writer = writers[using]
+        joined = _Joined(connection, writer.transactional_id)
+        joined.begin(writer._joined(None)[1](None, InAtomic(connection)))  # type: ignore[arg-type] # noqa: SLF001 - our own
+    else:
+        connection.validate_no_broken_transaction()
+    return joined.transaction
+
+
+class _RolledBack(Exception):
+    """Leaves the block of a dual write that Django rolls back."""
+
+
+class _Joined:
+    """One dual write in the transaction of Django's connection, until Django ends it. It ends both sides, in Django's place.
+
+    ``refusal`` is the error after which the transaction must not commit, as a value: a row without its message.
+    """
+
+    def __init__(self, connection: BaseDatabaseWrapper, writer: str) -> None:
+        self._connection: Any = connection
+        self._writer = writer
+        self._block: AbstractContextManager[Transaction] | None = None
+        self._transaction: Transaction | None = None
+        self._refusal: DualWriteError | None = None
+
+    @property
+    def transaction(self) -> Transaction:
+        if self._refusal is not None:
+            self._raise_aborted(self._refusal)
+        assert self._transaction is not None
+        return self._transaction
+
+    def begin(self, block: AbstractContextManager[Transaction]) -> None:
+        """Begin the dual write. From now on the end of the transaction is ours, even if this fails."""
+        self._connection.ensure_connection()
+        vars(self._connection).update(
+            {_JOINED: self, "_commit": self._commit, "_rollback": self._roll_back, "_close": self._close}
+        )
+        try:
+            self._transaction = block.__enter__()
+        except BaseException as error:
+            self._refusal = as_value(error)
+            raise
+        self._block = block
+
+    def _commit(self) -> None:
+        """In place of COMMIT. Raises as the end of a block does."""
+        self._let_go()
+        connection = self._connection
+        if self._refusal is not None:
+            try:
+                connection.rollback()
+            except DatabaseError:
+                connection.close()
+            self._raise_aborted(self._refusal)
+        assert self._block is not None
+        hooks = connection.run_on_commit
+        try:
+            self._block.__exit__(None, None, None)
+        except _AFTER_THE_DECISION:
+            connection.run_commit_hooks_on_set_autocommit_on = True  # the rows are committed
+            raise
+        except BaseException:
+            # Django keeps them after an error that is not one of the database's, and would run them after the next COMMIT.
+            hooks = []
+            connection.needs_rollback = False
+            raise
+        finally:
+            if connection.connection is not None and connection.connection.closed:
+                connection.close()  # it was lost on the way; Django connects again
+            connection.run_on_commit = hooks
+
+    def _roll_back(self) -> None:
+        """In place of ROLLBACK."""
+        self._let_go()
+        self._abort()
+        self._connection._rollback()  # noqa: SLF001 - Django's own, which finds nothing left; or all, if nothing has begun
+
+    def _close(self) -> None:
+        """In place of closing the connection, inside the transaction."""
+        self._let_go()
+        self._abort()
+        self._connection._close()  # noqa: SLF001 - Django's own
+
+    def _abort(self) -> None:
+        if self._block is not None:
+            self._block.__exit__(_RolledBack, _RolledBack(), None)
+
+    def _let_go(self) -> None:
+        leave_to_parent()
+        for name in (_JOINED, "_commit", "_rollback", "_close"):
+            vars(self._connection).pop(name, None)
+
+    def _raise_aborted(self, refusal: DualWriteError) -> NoReturn:
+        raise_aborted(refusal, self._writer, "the transaction")
+
+
+# Tests that Django rolls back: their messages are never sent, but can be looked at.
+
+
+class _Marker:
+    """A message, as a hook of ``on_commit``, which Django drops with the savepoint that it belongs to."""
+
+    def __init__(self, record: ProducerRecord) -> None:
+        self.record = record
+        self.committed = False
+
+    def __call__(self) -> None:
+        self.committed = True
+
+
+@contextmanager
+def captured_messages(using: str = DEFAULT_DB_ALIAS) -> Generator[list[ProducerRecord], None, None]:
+    """Collect the messages that the code in the block produces, for a ``TestCase``, whose transaction never commits.
+
+    The list is filled at the end of the block: with the messages that a COMMIT there would send, or has sent, as they were
+    given to :func:`produce`, in their order. Messages of an ``atomic()`` that was rolled back are not in it.
+
+    Args:
+        using: The alias of the database.
+    """
+    connection: Any = connections[using]
+    markers: list[_Marker] = []
+    found: list[ProducerRecord] = []
+    captured = vars(connection).setdefault(_CAPTURED, [])
+    captured.append(markers)
+    try:
+        yield found
+    finally:
+        captured.remove(markers)
+        kept = {id(hook) for _, hook, _ in connection.run_on_commit}
+        found += [one.record for one in markers if id(one) in kept or one.committed]

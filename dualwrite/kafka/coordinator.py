@@ -52,8 +52,8 @@ from dualwrite.kafka.opening_messages import (
 )
 from dualwrite.kafka.transaction_ends import PostedQuestion, States
 from dualwrite.protocol.kafka_requirements import PROBES, TIME_LIMIT, TRANSACTION_STATE
-from dualwrite.protocol.lost_decisions import Later
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.settle import Later
 from dualwrite.protocol.values import (
     OPEN,
     EndAnswer,

@@ -25,19 +25,19 @@ from dualwrite.kafka.failures import Failure
 from dualwrite.kafka.transaction_ends import PendingEnd, know_end
 from dualwrite.protocol.findings import Status
 from dualwrite.protocol.kafka_requirements import time_limit
-from dualwrite.protocol.known_end import EndStep, left_undecided
 from dualwrite.protocol.lives import WAY_ON, ProducerEvent, ProducerState
 from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch
+from dualwrite.protocol.settle import EndStep, left_undecided
 from dualwrite.protocol.values import NEVER_MS
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
     from typing import Concatenate, ParamSpec
 
-    from dualwrite.protocol.known_end import Ended
     from dualwrite.protocol.lives import Machine
     from dualwrite.protocol.message import DeliveryCallback, MessageColumns, Sendable, Unsendable
     from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
+    from dualwrite.protocol.settle import Ended
 
 if TYPE_CHECKING:
     Arguments = ParamSpec("Arguments")

@@ -25,8 +25,8 @@ from dualwrite.kafka.brokers import Brokers, NotYet, until_answered, verdict
 from dualwrite.kafka.cluster import Leader, Partition, Place, Topics, end_offsets, leader_epochs
 from dualwrite.kafka.error_codes import Code
 from dualwrite.kafka.messages import DescribeProducers, Message, ProducerState
-from dualwrite.protocol.lost_decisions import Later
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.settle import Later
 from dualwrite.protocol.values import LogProof
 
 if TYPE_CHECKING:

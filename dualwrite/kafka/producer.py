@@ -33,11 +33,11 @@ from dualwrite.kafka.config import TWO_PHASE_COMMIT, KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.engine import Column, ProducerEngine, not_allowed
 from dualwrite.kafka.transaction_ends import PendingEnd
-from dualwrite.protocol.known_end import EndStep
 from dualwrite.protocol.lives import PRODUCER_LIFE, WAY_ON, Machine, ProducerEvent, ProducerState
 from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, MessageColumns, Unsendable
 from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
 from dualwrite.protocol.process import VERDICT_S
+from dualwrite.protocol.settle import EndStep
 from dualwrite.protocol.values import NEVER_MS
 
 if TYPE_CHECKING:

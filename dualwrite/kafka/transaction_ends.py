@@ -1,4 +1,4 @@
-"""Asks whether producers' last transactions have ended; :mod:`dualwrite.protocol.known_end` interprets the answers.
+"""Asks whether producers' last transactions have ended; :mod:`dualwrite.protocol.settle` interprets the answers.
 
 A writer asks for the ends of all its lanes at once (:class:`EndQuestions`), and nobody waits for the answer as long as another
 lane is free: a caller posts the question while its own commit is under way, and the one that takes the next lane reads the
@@ -21,7 +21,8 @@ from dualwrite.interfaces import TransactionCoordinator, native_of
 from dualwrite.kafka.brokers import NotYet
 from dualwrite.kafka.log import Scan, batches_of, fetched, glance_request
 from dualwrite.kafka.messages import Answer, DescribeProducers, Message, OffsetForLeaderEpoch, Rare
-from dualwrite.protocol.known_end import (
+from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
+from dualwrite.protocol.settle import (
     Ended,
     EndStep,
     Partition,
@@ -30,7 +31,6 @@ from dualwrite.protocol.known_end import (
     next_native_end_step,
     rows_of,
 )
-from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
 from dualwrite.protocol.values import LogProof, ShownProducer
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ def end_at_rest(coordinator: TransactionCoordinator, state: PreparedTxnState, de
     """Check how a committed transaction whose end is known has ended, before the row calls it completed.
 
     The log has shown it already, except for a native transaction. The step is that of
-    :func:`~dualwrite.protocol.known_end.native_step_at_rest`.
+    :func:`~dualwrite.protocol.settle.native_step_at_rest`.
     """
     if not state.is_native:
         return EndStep.KNOWN

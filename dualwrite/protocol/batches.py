@@ -50,7 +50,7 @@ from datetime import datetime, timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
-from dualwrite.protocol.known_end import EndStep
+from dualwrite.protocol.settle import EndStep
 from dualwrite.protocol.values import EndAnswer, LogProof, Outcome, TransactionStatus, TransactionView
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class NativeHandedOver:
     """The decider's knowledge of one native transaction that it completes.
 
     ``answer`` is None if ``EndTxn(commit)`` has to be sent, first or again. ``end`` is the step of
-    :func:`dualwrite.protocol.known_end.next_native_end_step` about it; None if the partitions have to be asked, first or
+    :func:`dualwrite.protocol.settle.next_native_end_step` about it; None if the partitions have to be asked, first or
     again.
     """
 

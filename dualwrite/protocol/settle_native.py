@@ -173,7 +173,7 @@ _WORD: Final = {
 """Whether S was committed, by the status that the coordinator shows under the epoch after S's."""
 
 
-def initial(
+def initial_native(
     prepared: PreparedTxnState, recorded: Outcome | None, suspects: frozenset[Partition] = frozenset()
 ) -> NativeKnowledge:
     """The knowledge before the first step.
@@ -191,7 +191,7 @@ def ended(known: NativeKnowledge, answer: EndAnswer) -> NativeKnowledge:
     return replace(_next_round(known), answer=answer, committed=committed)
 
 
-def looked(known: NativeKnowledge, view: TransactionView) -> NativeKnowledge:
+def looked_native(known: NativeKnowledge, view: TransactionView) -> NativeKnowledge:
     """The knowledge after asking the coordinator: the answers of the previous round no longer hold."""
     state = known.prepared
     committed = known.committed
@@ -202,7 +202,7 @@ def looked(known: NativeKnowledge, view: TransactionView) -> NativeKnowledge:
     return replace(_next_round(known), view=view, committed=committed, suspects=known.suspects | seen)
 
 
-def proved(known: NativeKnowledge, proof: LogProof) -> NativeKnowledge:
+def proved_native(known: NativeKnowledge, proof: LogProof) -> NativeKnowledge:
     """The knowledge after reading the log."""
     return replace(known, proof=proof, confirmed=known.still_open is not None)
 
@@ -250,7 +250,7 @@ def to_repair(known: NativeKnowledge) -> tuple[frozenset[Partition], bool]:
     return frozenset(found.partition for found in known.still_open or ()), False
 
 
-def next_step(known: NativeKnowledge) -> NativeStep:
+def next_native_step(known: NativeKnowledge) -> NativeStep:
     """The next step in settling one incarnation. Pure; see the tables in the module's docstring."""
     view = known.view
     if known.is_overwritten:

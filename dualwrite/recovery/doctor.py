@@ -23,8 +23,7 @@ from dualwrite.protocol.database_requirements import DATABASE, database_is_away
 from dualwrite.protocol.findings import CLIENTS, CLOCKS, PROCESS, Check, CheckResult, Unasked
 from dualwrite.protocol.kafka_requirements import KAFKA, Named, judge_kafka, kafka_is_away, same_cluster
 from dualwrite.protocol.values import check_not_empty, check_seconds
-from dualwrite.stores.opening import database_of, is_made_here
-from dualwrite.stores.sql.database import SqlDatabase
+from dualwrite.stores.sql.database import SqlDatabase, database_of, is_made_here
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine

@@ -27,12 +27,18 @@ from dualwrite.kafka.cluster import internal_partition
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.log import HELD_BACK_S
-from dualwrite.protocol.by_hand import Facts, TerminateStep, by_writer, reasons_to_keep, step_with_row, step_without_row
+from dualwrite.protocol.blocking import (
+    Facts,
+    TerminateStep,
+    by_writer,
+    reasons_to_keep,
+    step_with_row,
+    step_without_row,
+)
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.values import StateRow, TransactionStatus, check_seconds, check_selection, is_drawn, parsed
 from dualwrite.recovery import recover
-from dualwrite.recovery.claim import OwnerContext, claim_writers, unique_owner
-from dualwrite.recovery.in_doubt import note_reported
+from dualwrite.recovery.claim import OwnerContext, claim_writers, note_reported, unique_owner
 from dualwrite.recovery.recover import (
     IdStatus,
     RecoveryReport,
@@ -44,9 +50,8 @@ from dualwrite.recovery.recover import (
     whole_writers,
 )
 from dualwrite.recovery.settle import Loss, settle
-from dualwrite.stores.opening import opened
-from dualwrite.stores.sql.database import before
-from dualwrite.telemetry.loaded import observer_if_loaded
+from dualwrite.stores.sql.database import before, opened
+from dualwrite.telemetry import observer_if_loaded
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine

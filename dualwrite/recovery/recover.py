@@ -47,18 +47,18 @@ from dualwrite.protocol.values import (
     shows_same_transaction,
     writer_of,
 )
-from dualwrite.recovery.claim import OwnerContext, claim_writers, unique_owner
-from dualwrite.recovery.in_doubt import note_reported, unreported
-from dualwrite.recovery.inspect import Unsettled, inspect
-from dualwrite.recovery.lost_decisions import (
+from dualwrite.recovery.claim import OwnerContext, claim_writers, note_reported, unique_owner, unreported
+from dualwrite.recovery.inspect import (
     Forgotten,
+    Unsettled,
     find_forgotten,
+    inspect,
     next_incarnations,
     retire_without_rows,
     went_back,
 )
 from dualwrite.recovery.settle import Loss, SettleReport, settle
-from dualwrite.stores.opening import opened
+from dualwrite.stores.sql.database import opened
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine

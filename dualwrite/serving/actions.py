@@ -32,21 +32,21 @@ from starlette.routing import Route
 from dualwrite.cli.report import partitions_words, will_do
 from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError
-from dualwrite.protocol.by_hand import Deed
+from dualwrite.protocol.blocking import Deed
 from dualwrite.protocol.lives import LeaseState
 from dualwrite.protocol.supervision import Reason, View, plan, why_not_by_hand
 from dualwrite.protocol.values import TransactionStatus
 from dualwrite.recovery.claim import default_owner
 from dualwrite.recovery.recover import connected_coordinator, settled_with, status
 from dualwrite.serving.page import HEADERS, duration, render_action, render_done
-from dualwrite.serving.rounds import look
-from dualwrite.stores.opening import opened
+from dualwrite.serving.supervisor import look
+from dualwrite.stores.sql.database import opened
 from dualwrite.writing import by_hand
 from dualwrite.writing.by_hand import By, new_action_id
 
 if TYPE_CHECKING:
     from dualwrite.interfaces import Database
-    from dualwrite.protocol.by_hand import ActionRecord
+    from dualwrite.protocol.blocking import ActionRecord
     from dualwrite.protocol.supervision import Seen
     from dualwrite.recovery.recover import IdStatus
     from dualwrite.serving.configuration import ActionRules, Target

@@ -18,8 +18,8 @@ from typing import Final, TypeAlias
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.protocol.by_hand import Deed
-from dualwrite.protocol.leases import check_fleet
+from dualwrite.protocol.blocking import Deed
+from dualwrite.protocol.process import check_fleet
 from dualwrite.protocol.supervision import Rule
 from dualwrite.protocol.values import check_seconds
 

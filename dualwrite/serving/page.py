@@ -13,14 +13,12 @@ from urllib.parse import quote
 from jinja2 import Environment, PackageLoader, select_autoescape
 
 from dualwrite.cli.report import batch_outlooks, blocks_words, groups_words, partitions_words, row_word, will_do
-from dualwrite.protocol.blocking import weight
-from dualwrite.protocol.by_hand import Deed, Ended, counted
+from dualwrite.protocol.blocking import Deed, Ended, counted, weight
 from dualwrite.protocol.supervision import SILENT_SO_FAR, UNTRIED, Action, Reason
 from dualwrite.recovery.recover import settled_with
 
 if TYPE_CHECKING:
-    from dualwrite.protocol.blocking import Blocker
-    from dualwrite.protocol.by_hand import ActionRecord
+    from dualwrite.protocol.blocking import ActionRecord, Blocker
     from dualwrite.protocol.findings import CheckResult
     from dualwrite.protocol.supervision import Planned, Tries
     from dualwrite.recovery.recover import IdStatus

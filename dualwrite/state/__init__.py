@@ -4,12 +4,11 @@ What belongs here: persistent stores with transactions (KIP-892, KIP-1035), and 
 May use: ``dualwrite.writing`` and everything below it. RocksDB comes with the extra ``state``.
 """
 
+from dualwrite.state.changelog import Standby
 from dualwrite.state.entries import Committed, Position, Scan
 from dualwrite.state.reader import Answer, Reader, Snapshot
-from dualwrite.state.standby import Standby
-from dualwrite.state.store import KeyValueStore
+from dualwrite.state.store import KeyValueStore, Timestamped, TimestampedKeyValueStore, WindowStore
 from dualwrite.state.task import PartitionStores, ProducerBlocks, StateTask
-from dualwrite.state.windows import Timestamped, TimestampedKeyValueStore, WindowStore
 
 __all__ = [
     "Answer",

@@ -17,9 +17,8 @@ from dualwrite import failpoints, waiting
 from dualwrite.errors import DualWriteError, IllegalStateError, Unavailable
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.protocol.lives import ProducerState
-from dualwrite.state.changelog import Changelog
+from dualwrite.state.changelog import Changelog, OnProgress, do_not_ask, ignore_progress, roll_forward
 from dualwrite.state.reader import Isolation, Reader
-from dualwrite.state.standby import OnProgress, do_not_ask, ignore_progress, roll_forward
 from dualwrite.state.store import KeyValueStore, hold, refuse_in_savepoints
 from dualwrite.writing.transaction import Transaction, write_of
 

@@ -12,13 +12,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dualwrite.protocol.message import ProducerRecord
-    from dualwrite.testing.checker import Checker, Finding, Follower, History, Journal, Kind, Verdict
-    from dualwrite.testing.memory.async_writer import AsyncInMemoryWriter
-    from dualwrite.testing.memory.failures import Place
-    from dualwrite.testing.memory.lane import RecordedTransaction, TransactionState
-    from dualwrite.testing.memory.writer import InMemoryWriter
+    from dualwrite.testing.checker import (
+        Checker,
+        Finding,
+        Follower,
+        History,
+        Journal,
+        Kind,
+        Record,
+        Verdict,
+        read_committed,
+    )
+    from dualwrite.testing.memory.lane import Place, RecordedTransaction, TransactionState
+    from dualwrite.testing.memory.writer import AsyncInMemoryWriter, InMemoryWriter
     from dualwrite.testing.proxy import Api, KafkaProxy, PostgresProxy
-    from dualwrite.testing.reading import Record, read_committed
     from dualwrite.testing.servers.kafka import EmbeddedKafka
     from dualwrite.testing.servers.mariadb import EmbeddedMariaDB
     from dualwrite.testing.servers.postgresql import EmbeddedPostgres
@@ -51,7 +58,7 @@ __all__ = [
 
 _HOMES = {
     "Api": "dualwrite.testing.proxy",
-    "AsyncInMemoryWriter": "dualwrite.testing.memory.async_writer",
+    "AsyncInMemoryWriter": "dualwrite.testing.memory.writer",
     "Checker": "dualwrite.testing.checker",
     "EmbeddedKafka": "dualwrite.testing.servers.kafka",
     "EmbeddedMariaDB": "dualwrite.testing.servers.mariadb",
@@ -64,14 +71,14 @@ _HOMES = {
     "Journal": "dualwrite.testing.checker",
     "Kind": "dualwrite.testing.checker",
     "KafkaProxy": "dualwrite.testing.proxy",
-    "Place": "dualwrite.testing.memory.failures",
+    "Place": "dualwrite.testing.memory.lane",
     "PostgresProxy": "dualwrite.testing.proxy",
     "ProducerRecord": "dualwrite.protocol.message",
-    "Record": "dualwrite.testing.reading",
+    "Record": "dualwrite.testing.checker",
     "RecordedTransaction": "dualwrite.testing.memory.lane",
     "TransactionState": "dualwrite.testing.memory.lane",
     "Verdict": "dualwrite.testing.checker",
-    "read_committed": "dualwrite.testing.reading",
+    "read_committed": "dualwrite.testing.checker",
 }
 
 

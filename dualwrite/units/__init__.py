@@ -6,12 +6,20 @@ but applications, sinks, testing and the command line.
 
 from typing import TYPE_CHECKING
 
-from dualwrite.units.image import Follower, KeyedImage, Snapshot, UnitImage
-from dualwrite.units.records import AbortTransaction, BatchRange, BeginTransaction, EndTransaction, UnitRecord
+from dualwrite.units.records import (
+    AbortTransaction,
+    BatchRange,
+    BeginTransaction,
+    EndTransaction,
+    Follower,
+    KeyedImage,
+    Snapshot,
+    UnitImage,
+    UnitRecord,
+)
 
 if TYPE_CHECKING:
-    from dualwrite.units.batch_reader import BatchReader, BatchRecord, VisibleBatch
-    from dualwrite.units.log import UnitReader
+    from dualwrite.units.log import BatchReader, BatchRecord, UnitReader, VisibleBatch
     from dualwrite.units.writer import Unit, UnitWriter
 
 __all__ = [
@@ -33,12 +41,12 @@ __all__ = [
 ]
 
 _LAZY = {
-    "BatchReader": "dualwrite.units.batch_reader",
-    "BatchRecord": "dualwrite.units.batch_reader",
+    "BatchReader": "dualwrite.units.log",
+    "BatchRecord": "dualwrite.units.log",
     "Unit": "dualwrite.units.writer",
     "UnitReader": "dualwrite.units.log",
     "UnitWriter": "dualwrite.units.writer",
-    "VisibleBatch": "dualwrite.units.batch_reader",
+    "VisibleBatch": "dualwrite.units.log",
 }
 
 

@@ -33,7 +33,7 @@ from dualwrite.protocol.lives import (
     found_at_the_end,
 )
 from dualwrite.protocol.values import WriterLimits
-from dualwrite.units.log import PartitionLogs
+from dualwrite.units.log import UNIT_PARTITION, PartitionLogs
 from dualwrite.units.records import (
     AbortTransaction,
     BatchRange,
@@ -309,9 +309,6 @@ class UnitWriter:
 
 # Writes the unit of a complete batch into the unit topic, so that the batch becomes visible to its readers at one
 # moment.
-
-UNIT_PARTITION = 0
-
 
 class Written(NamedTuple):
     """The producers' progress, as their database shows it.

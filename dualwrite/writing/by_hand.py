@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from dualwrite import failpoints
 from dualwrite.errors import ConfigurationError, DatabaseWentBack, DualWriteError, IllegalStateError
-from dualwrite.protocol.by_hand import Deed, End, Ended, Intent, counted, number_ranges
+from dualwrite.protocol.blocking import Deed, End, Ended, Intent, counted, number_ranges
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.recovery import operator
 from dualwrite.recovery.claim import default_owner

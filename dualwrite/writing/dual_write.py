@@ -48,7 +48,7 @@ from dualwrite.protocol.outbox import setting_of_block
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.process import Allowance, DoubtStep, allow
 from dualwrite.protocol.values import Decided, Decision
-from dualwrite.recovery.in_doubt import LOSSES, note_raised, resolve_commit
+from dualwrite.recovery.claim import LOSSES, note_raised, resolve_commit
 from dualwrite.stores.sql.access import conflict_behind, permit_of
 from dualwrite.writing.transaction import (
     NO_SERIALIZERS,

@@ -29,14 +29,12 @@ from dualwrite.errors import (
 )
 from dualwrite.interfaces import NO_OBSERVER, Observer
 from dualwrite.kafka.transaction_ends import end_at_rest, know_end
-from dualwrite.protocol.known_end import EndStep
 from dualwrite.protocol.lives import LANE_LIFE, MAY_WAIT, LaneEvent, LaneState, Machine, ProducerState
-from dualwrite.protocol.lost_decisions import contradiction
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.process import VERDICT_S
+from dualwrite.protocol.settle import EndStep, contradiction
 from dualwrite.protocol.values import NEVER_MS, Outcome, Partition, StateRow, gone_back, is_older
-from dualwrite.recovery.claim import OwnerContext, claim_rows
-from dualwrite.recovery.in_doubt import note_reported, pending, prove_committed
+from dualwrite.recovery.claim import OwnerContext, claim_rows, note_reported, pending, prove_committed
 from dualwrite.recovery.settle import settle
 from dualwrite.writing.fair_queue import FairQueue, NoTurn
 

@@ -33,8 +33,8 @@ from dualwrite.recovery.recover import (
     recover_ids,
     rows_of,
 )
-from dualwrite.stores.opening import opened
-from dualwrite.telemetry.loaded import observer_if_loaded
+from dualwrite.stores.sql.database import opened
+from dualwrite.telemetry import observer_if_loaded
 from dualwrite.writing.lane import Lane, Losses
 from dualwrite.writing.outbox import Outbox
 from dualwrite.writing.sender import Sending, mode_of, send_all

@@ -40,7 +40,6 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.protocol.leases import LeaseTiming, check_fleet
 from dualwrite.protocol.outbox import (
     COLUMNS_FROM,
     MOST_BYTES,
@@ -54,12 +53,11 @@ from dualwrite.protocol.outbox import (
 )
 from dualwrite.protocol.outbox_table import BadRow, OutboxTable, channel, relay_id
 from dualwrite.protocol.outbox_table import Mapping as RowMapping
+from dualwrite.protocol.process import LeaseTiming, check_fleet
 from dualwrite.protocol.values import OutboxMode, WhenRefused, WriterLimits, check_count, check_seconds
-from dualwrite.recovery.claim import lease_owner
-from dualwrite.recovery.in_doubt import LOSSES
-from dualwrite.stores.opening import database_of, is_made_here
+from dualwrite.recovery.claim import LOSSES, lease_owner
 from dualwrite.stores.sql.access import map_database_error
-from dualwrite.stores.sql.database import SqlDatabase
+from dualwrite.stores.sql.database import SqlDatabase, database_of, is_made_here
 from dualwrite.stores.sql.outbox_table import ISOLATION, Listener, OutboxTableRows, Rows, driver_error
 from dualwrite.writing.leased import LeaseKeeper
 from dualwrite.writing.sender import mode_of

@@ -49,7 +49,7 @@ from dualwrite.protocol.outbox import (
     refuses_topic,
 )
 from dualwrite.protocol.values import OutboxMode
-from dualwrite.recovery.in_doubt import LOSSES
+from dualwrite.recovery.claim import LOSSES
 from dualwrite.writing.dual_write import DualWrite
 from dualwrite.writing.outbox import Outbox
 from dualwrite.writing.transaction import write_of

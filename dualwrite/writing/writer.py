@@ -16,11 +16,9 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.producer import EngineName, wanted_engine
 from dualwrite.protocol.outbox import Outbox, check_setting
 from dualwrite.protocol.values import DEFAULT_LIMITS, OutboxMode, WriterLimits, check_writer_name
-from dualwrite.recovery.claim import unique_owner
-from dualwrite.recovery.in_doubt import LOSSES, noting_reported
-from dualwrite.stores.opening import database_of, is_made_here
-from dualwrite.stores.sql.database import sql_of
-from dualwrite.telemetry.loaded import observer_if_loaded
+from dualwrite.recovery.claim import LOSSES, noting_reported, unique_owner
+from dualwrite.stores.sql.database import database_of, is_made_here, sql_of
+from dualwrite.telemetry import observer_if_loaded
 from dualwrite.writing.dual_write import Ground, WriterBlock, session_of_block
 from dualwrite.writing.falling_back import Outboxes
 from dualwrite.writing.group_commit import Groups, Submitting, limits_for, runners_for
@@ -198,7 +196,7 @@ class DualWriter(Submitting):
         Raises:
             ConfigurationError: A setting cannot work.
         """
-        from dualwrite.protocol.leases import LeaseTiming  # noqa: PLC0415 - most writers have no lease
+        from dualwrite.protocol.process import LeaseTiming  # noqa: PLC0415 - most writers have no lease
         from dualwrite.writing.leased import LeasedWriter  # noqa: PLC0415 - it is made of this class
 
         return LeasedWriter(fleet, LeaseTiming(lease_timeout_s, heartbeat_s), **settings)

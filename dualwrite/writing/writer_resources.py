@@ -17,8 +17,7 @@ from dualwrite.kafka.producer import LaneProducer
 from dualwrite.kafka.transaction_ends import EndQuestions, look_again
 from dualwrite.protocol.kafka_requirements import compaction
 from dualwrite.protocol.values import DEFAULT_LIMITS, Partition, lane_id, lane_number, outbox_id
-from dualwrite.recovery.claim import OwnerContext, claim_every_lane, claim_lanes, settle_lanes
-from dualwrite.recovery.in_doubt import reporting_at_open
+from dualwrite.recovery.claim import OwnerContext, claim_every_lane, claim_lanes, reporting_at_open, settle_lanes
 from dualwrite.writing.fair_queue import FairQueue
 from dualwrite.writing.health import SeldomAsked
 from dualwrite.writing.lane import Lane

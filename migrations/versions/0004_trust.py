@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic.operations import Operations
 
-from dualwrite.migrations.batch_view import create_batch_view, drop_batch_view
+from dualwrite.migrations import create_batch_view, drop_batch_view
 from dualwrite.stores.sql.tables import ExactString, ExactText, UtcDateTime, row_made
 
 revision = "0004"

@@ -44,7 +44,7 @@ from dualwrite.stores.sql.short_transactions import check_schema
 from dualwrite.stores.sql.slots import SlotPool
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.stores.sql.tables import check_name
-from dualwrite.telemetry.loaded import observer_if_loaded
+from dualwrite.telemetry import observer_if_loaded
 from dualwrite.units.writer import Written, announce_batch
 
 if TYPE_CHECKING:

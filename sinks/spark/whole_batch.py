@@ -30,7 +30,7 @@ from dualwrite.sinks.spark.worker import PREPARED_TOO_LONG_AGO, Attempt, destina
 from dualwrite.sinks.spark.writing import Progress, shown, write_rows
 from dualwrite.stores.sql.drivers import name_of
 from dualwrite.stores.sql.ledger import WHOLE_BATCH
-from dualwrite.telemetry.loaded import observer_if_loaded
+from dualwrite.telemetry import observer_if_loaded
 from dualwrite.writing.dual_write import DualWrite, Ending
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from dualwrite.sinks.spark.databases.database import open_database
 from dualwrite.stores.sql.ledger import Ledger, Runs
 from dualwrite.stores.sql.slots import Lease, SlotPool
 from dualwrite.stores.sql.store import SqlStateStore
-from dualwrite.telemetry.loaded import observer_if_loaded
+from dualwrite.telemetry import observer_if_loaded
 from dualwrite.writing.lane import Lane
 
 if TYPE_CHECKING:

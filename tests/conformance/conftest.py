@@ -21,7 +21,7 @@ from sqlalchemy import Connection, make_url
 
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedKafka, EmbeddedMariaDB, EmbeddedPostgres
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 from dualwrite.testing.servers import postgresql
 
 MARIADB_IN_THOROUGH_RUNS = (

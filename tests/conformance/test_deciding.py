@@ -34,11 +34,11 @@ from dualwrite.errors import IllegalStateError
 from dualwrite.interfaces import Database, StateStore
 from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.protocol.values import Decision, Outcome
-from dualwrite.stores import opening
+from dualwrite.stores.sql.database import _OTHERS
 
 BY_URL = {"rocksdb", "zookeeper"}
 MARKS = {"postgresql": pytest.mark.postgresql, "mariadb": pytest.mark.mariadb}
-THERE = [name for name in KINDS if name not in BY_URL or name in opening._OTHERS]
+THERE = [name for name in KINDS if name not in BY_URL or name in _OTHERS]
 
 
 @dataclass

@@ -14,7 +14,7 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError, TransactionAborted
 from dualwrite.protocol.lives import ProducerState
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from dualwrite.cli.options import commands
 from dualwrite.migrations import upgrade
 from dualwrite.stores.keyed.rocksdb import RocksDatabase
 from dualwrite.stores.sql.tables import declare_tables
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 
 @pytest.fixture(params=["postgresql", pytest.param("sqlite", marks=pytest.mark.thorough)])

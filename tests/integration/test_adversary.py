@@ -29,8 +29,8 @@ from dualwrite.errors import CompletionPending, DualWriteError, IllegalStateErro
 from dualwrite.failpoints import FailpointError
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.stores.sql.tables import declare_tables
+from dualwrite.testing.checker import read_committed
 from dualwrite.testing.proxy import Api, KafkaProxy
-from dualwrite.testing.reading import read_committed
 from dualwrite.writing.dual_write import DualWrite
 
 DESCRIBE_CONFIGS = 32  # asked for whenever a producer is made

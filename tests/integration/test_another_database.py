@@ -7,7 +7,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from dualwrite import ConfigurationError, DualWriter, TransactionAborted, WriterLimits
 from dualwrite.errors import IllegalStateError
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from dualwrite import (
 )
 from dualwrite.errors import ConfigurationError
 from dualwrite.testing import AsyncInMemoryWriter
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 from dualwrite.writing.lane import Lane
 
 pytestmark = on_postgresql

@@ -7,7 +7,7 @@ from harness.engines import ENGINES
 from sqlalchemy import insert, select
 
 from dualwrite import WriterLimits
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 pytest.importorskip("aiosqlite")
 

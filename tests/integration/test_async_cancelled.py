@@ -8,7 +8,7 @@ from sqlalchemy import insert, select
 
 from dualwrite import AsyncDualWriter, WriterLimits
 from dualwrite.stores.sql.store import SqlStateStore
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 pytest.importorskip("aiosqlite")
 pytestmark = [

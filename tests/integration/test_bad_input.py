@@ -17,7 +17,7 @@ from dualwrite import ConfigurationError, DualWriter, TransactionAborted, Unavai
 from dualwrite.migrations import downgrade, upgrade
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.stores.sql.tables import VERSION_TABLE, declare_tables
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 on_postgresql = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 on_each_engine = pytest.mark.parametrize("producer_engine", ENGINES)

@@ -17,11 +17,10 @@ from dualwrite.clock import Deadline
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.protocol import blocking
+from dualwrite.serving.app import exposition
 from dualwrite.serving.configuration import parse_settings
-from dualwrite.serving.metrics import exposition
-from dualwrite.serving.rounds import look
-from dualwrite.serving.supervisor import Snapshot
-from dualwrite.stores.opening import database_of
+from dualwrite.serving.supervisor import Snapshot, look
+from dualwrite.stores.sql.database import database_of
 
 _LIST_TRANSACTIONS = 66
 

@@ -12,7 +12,7 @@ from sqlalchemy import text
 
 from dualwrite.cli.options import commands
 from dualwrite.failpoints import ENVIRONMENT
-from dualwrite.protocol.by_hand import Deed, Ended
+from dualwrite.protocol.blocking import Deed, Ended
 from dualwrite.stores.sql.actions import History
 
 WHY = "its host is gone, ticket 4711"

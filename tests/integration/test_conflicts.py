@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import create_engine, exc, insert, select, text, update
 
 from dualwrite import DualWriter, TransactionAborted, Unavailable, WriterLimits
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 

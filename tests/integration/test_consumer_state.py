@@ -12,7 +12,7 @@ from harness.patience import wait_until
 from dualwrite import ConfigurationError, ExactlyOnceConsumer
 from dualwrite.errors import ChangelogDiffers, IllegalStateError
 from dualwrite.state import KeyValueStore, PartitionStores
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 pytest.importorskip("rocksdict", reason="the extra 'state' is not installed")
 

@@ -30,7 +30,7 @@ from dualwrite.failpoints import FailpointError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.protocol.values import EndAnswer, LogProof, TransactionStatus
-from dualwrite.recovery.lost_decisions import lost_decisions
+from dualwrite.recovery.inspect import lost_decisions
 from dualwrite.recovery.recover import status
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.stores.sql.tables import declare_tables

@@ -11,11 +11,11 @@ from sqlalchemy import create_engine, insert
 from dualwrite import ConfigurationError, DualWriter, WriterLimits, failpoints, recover
 from dualwrite.cli.options import commands
 from dualwrite.errors import DatabaseWentBack
-from dualwrite.protocol import lost_decisions
+from dualwrite.protocol import settle
 from dualwrite.protocol.values import Outcome, TransactionStatus
 from dualwrite.recovery.recover import status
 from dualwrite.stores.sql.store import SqlStateStore
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 from dualwrite.writing.lane_pool import Lanes
 
 
@@ -172,7 +172,7 @@ def test_the_next_owner_finds_out_what_the_database_has_lost_of_the_last_ones(
     kafka, engine, dualwrite_topic, orders, backup, place, monkeypatch
 ):
     """No claim was lost: the only sign is that Kafka has committed more than the row and the incidents name."""
-    monkeypatch.setattr(lost_decisions, "CLOCKS_DIFFER_MS", 0)  # one broker, one clock
+    monkeypatch.setattr(settle, "CLOCKS_DIFFER_MS", 0)  # one broker, one clock
     with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1)) as first:
         write(first, dualwrite_topic, orders, 1)
         restore = backup()

@@ -16,7 +16,7 @@ from dualwrite.clock import Deadline
 from dualwrite.failpoints import FailpointError
 from dualwrite.protocol.values import TransactionStatus
 from dualwrite.stores.sql.store import SqlStateStore
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 

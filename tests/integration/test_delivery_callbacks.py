@@ -6,7 +6,7 @@ from harness.orders import on_both, on_postgresql
 from sqlalchemy import insert, select
 
 from dualwrite import DualWriter, TransactionAborted
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 from dualwrite.writing.transaction import write_of
 
 GENERATIONS = 3

@@ -28,8 +28,8 @@ from dualwrite.errors import IllegalStateError, OutcomeUnverifiable
 from dualwrite.failpoints import FailpointError
 from dualwrite.protocol.lives import WriteState
 from dualwrite.testing import InMemoryWriter
+from dualwrite.testing.checker import read_committed
 from dualwrite.testing.proxy import PostgresProxy
-from dualwrite.testing.reading import read_committed
 from dualwrite.writing.lane import Lane
 
 pytestmark = on_postgresql

@@ -50,8 +50,8 @@ from dualwrite.errors import IllegalStateError, OutcomeUnverifiable
 from dualwrite.failpoints import FailpointError
 from dualwrite.protocol.lives import WriteState
 from dualwrite.stores.sql.short_transactions import SCHEMA_REVISION
+from dualwrite.testing.checker import read_committed
 from dualwrite.testing.proxy import PostgresProxy
-from dualwrite.testing.reading import read_committed
 from dualwrite.writing.lane import Lane
 from dualwrite.writing.lane_pool import Lanes
 

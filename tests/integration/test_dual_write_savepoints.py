@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from dualwrite import DualWriter, TransactionAborted
 from dualwrite.errors import IllegalStateError
 from dualwrite.stores.sql import savepoints
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from dualwrite import (
 from dualwrite.errors import IllegalStateError
 from dualwrite.failpoints import FailpointError
 from dualwrite.recovery.recover import status
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 
 @pytest.fixture

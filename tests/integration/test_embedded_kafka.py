@@ -19,7 +19,7 @@ from dualwrite.testing.servers.embedded import accepts_connections
 pytestmark = pytest.mark.kafka
 
 FETCH = """
-from dualwrite.testing.servers.jars import kafka_jars
+from dualwrite.testing.servers.embedded import kafka_jars
 print(len(list(kafka_jars().glob("*.jar"))))
 """
 

@@ -29,7 +29,7 @@ from sqlalchemy import create_engine, func, select, text
 
 from dualwrite import AsyncExactlyOnceConsumer, ConfigurationError, failpoints
 from dualwrite.operations import blocking_transactions
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 

@@ -17,8 +17,8 @@ from sqlalchemy import create_engine, insert, select
 from sqlalchemy.orm import sessionmaker
 
 from dualwrite import AsyncDualWriter, DualWriter, TransactionAborted, Unavailable, WriterLimits, failpoints
+from dualwrite.testing.checker import read_committed
 from dualwrite.testing.proxy import Api, KafkaProxy
-from dualwrite.testing.reading import read_committed
 from dualwrite.writing.lane_pool import Lanes
 
 pytestmark = [pytest.mark.kafka, pytest.mark.postgresql]

@@ -17,7 +17,7 @@ from harness.places import ROOT
 from sqlalchemy import insert, text
 
 from dualwrite import AsyncDualWriter, CompletionPending, ConfigurationError, recover
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 pytest.importorskip("faststream", reason="the extra 'faststream' is not installed")
 

@@ -38,7 +38,7 @@ from dualwrite.kafka.native import producer as native_instance
 from dualwrite.protocol.values import Outcome, TransactionStatus
 from dualwrite.recovery.recover import status
 from dualwrite.stores.sql.store import SqlStateStore
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 from dualwrite.writing.lane import Lane
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)

@@ -15,7 +15,7 @@ from dualwrite.operations import forget
 from dualwrite.stores.sql.ledger import Runs
 from dualwrite.stores.sql.slots import SlotPool
 from dualwrite.stores.sql.store import SqlStateStore
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 MONTH_S = 30 * 86400.0
 

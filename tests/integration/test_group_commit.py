@@ -29,8 +29,8 @@ from dualwrite import (
 )
 from dualwrite.errors import IllegalStateError
 from dualwrite.stores.sql.savepoints import _UNIT
+from dualwrite.testing.checker import read_committed
 from dualwrite.testing.proxy import PostgresProxy
-from dualwrite.testing.reading import read_committed
 
 
 class Refused(Exception):

@@ -16,8 +16,8 @@ from dualwrite.recovery.settle import settle
 from dualwrite.sinks.batches import complete_handed_over
 from dualwrite.stores.sql.slots import SlotPool
 from dualwrite.stores.sql.store import SqlStateStore
+from dualwrite.testing.checker import read_committed
 from dualwrite.testing.proxy import Api, KafkaProxy
-from dualwrite.testing.reading import read_committed
 from dualwrite.writing.dual_write import DualWrite, Ending
 from dualwrite.writing.lane import Lane
 

@@ -5,7 +5,7 @@ from sqlalchemy import text
 
 from dualwrite import DualWriter, WriterLimits
 from dualwrite.testing import InMemoryWriter
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 
 def seen_by_a_user(writer, engine, topic):

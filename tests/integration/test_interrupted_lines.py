@@ -9,7 +9,7 @@ from sqlalchemy import insert, select
 
 from dualwrite import DualWriteError, DualWriter, WriterLimits, recover
 from dualwrite.stores.sql.store import SqlStateStore
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 from dualwrite.writing.lane_pool import Lanes
 
 pytestmark = pytest.mark.parametrize("url", ["sqlite"], indirect=True)

@@ -20,7 +20,7 @@ from dualwrite.kafka.native.coordination import Group, Offset
 from dualwrite.kafka.native.error_meanings import Code
 from dualwrite.testing import EmbeddedKafka, read_committed
 from dualwrite.testing.proxy import Api, KafkaProxy
-from dualwrite.testing.servers.jars import kafka_jars
+from dualwrite.testing.servers.embedded import kafka_jars
 
 IN_EVERY_RUN = {"3.0.2", "3.9.2", "4.0.2", "4.3.1"}
 LIBRDKAFKAS = ("3.0.2", "3.1.2", "3.2.3", "3.3.2", "3.4.1", "3.5.2", "3.6.2", "3.7.2", "3.8.1", "3.9.2")

@@ -5,7 +5,7 @@ from confluent_kafka import Producer
 
 from dualwrite.clock import Deadline
 from dualwrite.state.changelog import Changelog
-from dualwrite.testing.reading import stable_ends
+from dualwrite.testing.checker import stable_ends
 from dualwrite.units.log import PartitionLogs
 from dualwrite.units.records import Offsets
 

@@ -23,8 +23,8 @@ from dualwrite.kafka.producer import LaneProducer, TransactionalProducer
 from dualwrite.protocol.lives import ProducerState
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedKafka
+from dualwrite.testing.checker import read_committed
 from dualwrite.testing.proxy import Api, KafkaProxy
-from dualwrite.testing.reading import read_committed
 
 
 @pytest.fixture

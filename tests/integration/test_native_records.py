@@ -14,7 +14,7 @@ from harness.patience import PATIENCE_S
 
 from dualwrite.kafka.native.arrow import batches
 from dualwrite.kafka.native.records import Codec, RecordsBuilder
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 CODECS = ["none", "gzip", "snappy", "lz4", "zstd"]
 """The codec of each partition."""

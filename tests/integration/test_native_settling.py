@@ -19,8 +19,8 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import LaneProducer
 from dualwrite.kafka.transaction_ends import PendingEnd, ask_for_ends, know_end
-from dualwrite.protocol.known_end import Ended, EndStep
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.settle import Ended, EndStep
 from dualwrite.protocol.values import (
     NEVER_MS,
     Decision,

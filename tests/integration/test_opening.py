@@ -22,7 +22,7 @@ from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.protocol.values import TransactionStatus
 from dualwrite.recovery.recover import status
 from dualwrite.stores.sql.store import SqlStateStore
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 pytestmark = on_postgresql
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from dualwrite.failpoints import FailpointError
 from dualwrite.protocol.outbox import PRODUCED_AT
 from dualwrite.recovery.recover import status
 from dualwrite.stores.sql.database import SqlDatabase
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 from dualwrite.writing.left_behind import send_for
 
 POINTS = ("outbox.read", "outbox.sent", "outbox.deleted", "write.prepared", "write.recorded", "write.decided")

@@ -4,7 +4,7 @@ import pytest
 from harness.engines import ENGINES
 
 from dualwrite import DualWriter, TransactionAborted
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 
 @pytest.fixture(params=ENGINES)

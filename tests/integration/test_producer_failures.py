@@ -27,8 +27,8 @@ from dualwrite.kafka.failures import Phase
 from dualwrite.kafka.producer import LaneProducer, TransactionalProducer
 from dualwrite.protocol.lives import ProducerState
 from dualwrite.protocol.values import TransactionStatus
+from dualwrite.testing.checker import read_committed
 from dualwrite.testing.proxy import Api, KafkaProxy
-from dualwrite.testing.reading import read_committed
 
 # What may have been sent twice is known after 0.8 x this. Long enough for a busy machine to initialise a producer in less.
 IMPATIENT = {"retry.backoff.ms": 3000, "retry.backoff.max.ms": 3000}

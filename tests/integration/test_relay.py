@@ -18,7 +18,7 @@ from dualwrite.protocol.outbox_table import OutboxTable, Placement
 from dualwrite.stores.sql import outbox
 from dualwrite.stores.sql.leases import read_leases
 from dualwrite.stores.sql.outbox_table import ISOLATION, OutboxTableRows
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 from dualwrite.writing.relay import Relay
 
 KINDS = ["postgresql", "mariadb", "sqlite"]

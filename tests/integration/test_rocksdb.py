@@ -25,7 +25,7 @@ from dualwrite import (
 from dualwrite.databases import RocksDatabase
 from dualwrite.errors import IllegalStateError
 from dualwrite.failpoints import FailpointError
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 rocksdict = pytest.importorskip("rocksdict", reason="the extra 'rocksdb' is not installed")
 

@@ -22,7 +22,7 @@ from harness.patience import PATIENCE_S, wait_until
 from sqlalchemy import create_engine, text
 
 from dualwrite.stores.sql.short_transactions import SCHEMA_REVISION
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from harness.places import ROOT
 from harness.schema_registry import schema_registry
 
 from dualwrite import DualWriter
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 
 def read(kafka, topic):

@@ -19,7 +19,7 @@ from dualwrite import DualWriter, WriterLimits, recover
 from dualwrite.migrations import upgrade
 from dualwrite.recovery.recover import status
 from dualwrite.stores.sql.leases import read_leases
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 

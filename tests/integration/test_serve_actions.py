@@ -16,7 +16,7 @@ from sqlalchemy import text
 
 from dualwrite import DualWriter, WriterLimits
 from dualwrite.errors import DualWriteError
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 

@@ -13,8 +13,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from dualwrite import AsyncDualWriter, ConfigurationError, DualWriter, WriterLimits
 from dualwrite.errors import IllegalStateError
+from dualwrite.testing.checker import read_committed
 from dualwrite.testing.proxy import PostgresProxy
-from dualwrite.testing.reading import read_committed
 
 pytestmark = on_postgresql
 

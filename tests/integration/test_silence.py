@@ -20,7 +20,7 @@ from dualwrite import (
     failpoints,
 )
 from dualwrite.protocol.process import Redo, redo_after
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 pytestmark = on_postgresql
 

@@ -14,7 +14,7 @@ from sqlalchemy import create_engine, text
 
 from dualwrite import ConfigurationError
 from dualwrite.sinks.spark import foreach_batch, foreach_partition, per_partition, register, write_batch
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 

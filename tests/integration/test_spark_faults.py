@@ -12,7 +12,7 @@ from harness.spark import ROWS, ArmedTask
 from harness.spark import numbers as numbered
 
 from dualwrite.sinks.spark import JobFailed, per_partition, write_batch
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,8 @@ import pytest
 from harness.spark import SparkCase
 
 from dualwrite.sinks.spark import write_batch
-from dualwrite.testing.reading import read_committed
-from dualwrite.testing.servers.jars import kafka_jars
+from dualwrite.testing.checker import read_committed
+from dualwrite.testing.servers.embedded import kafka_jars
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 

@@ -11,7 +11,7 @@ from pyspark.sql import functions
 
 from dualwrite import ConfigurationError, TransactionAborted
 from dualwrite.sinks.spark import JobFailed, foreach_batch, per_partition, register, write_batch, write_many
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 

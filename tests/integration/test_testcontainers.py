@@ -10,7 +10,7 @@ import pytest
 from harness.page_examples import example
 from sqlalchemy import make_url, text
 
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 pytest.importorskip("testcontainers", reason="testcontainers is not installed")
 

@@ -20,7 +20,7 @@ from sqlalchemy import insert, make_url, select, text
 
 from dualwrite import DualWriter, ProducerRecord, RowUnit, TransactionAborted, WriterLimits
 from dualwrite.protocol.outbox import PRODUCED_AT
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 pytestmark = on_postgresql
 LIMITS = WriterLimits(max_lanes=2, fallback_after_s=0.5, timeout_s=PATIENCE_S, lane_timeout_s=PATIENCE_S)

@@ -10,7 +10,7 @@ from dualwrite import waiting
 from dualwrite.errors import CompletionPending, TransactionAborted
 from dualwrite.waiting import Event
 
-run = pytest.importorskip("dualwrite.asyncio.greenlets").run
+run = pytest.importorskip("dualwrite.asyncio.transaction").run
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from django.db.migrations import Migration as DjangoMigration
 
-from dualwrite.django.tables import Revision
+from dualwrite.django.migrations import Revision
 
 
 class Migration(DjangoMigration):  # type: ignore[misc] # Django ships no types

@@ -36,9 +36,9 @@ from dualwrite.kafka.failures import (
     other_producer,
 )
 from dualwrite.kafka.librdkafka.handle import Handle, NoAnswer
-from dualwrite.protocol.known_end import Ended
 from dualwrite.protocol.lives import Machine, ProducerEvent, ProducerState
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.settle import Ended
 from dualwrite.protocol.values import OFFSETS_TOPIC, TransactionStatus, TransactionView
 from dualwrite.waiting import elsewhere
 

@@ -28,7 +28,6 @@ from dualwrite.kafka.librdkafka.evidence import (
 )
 from dualwrite.kafka.librdkafka.handle import MakeHandle, NoAnswer, producer_settings
 from dualwrite.kafka.transaction_ends import PendingEnd
-from dualwrite.protocol.known_end import Ended
 from dualwrite.protocol.lives import ProducerEvent, ProducerState
 from dualwrite.protocol.message import (
     ANY_PARTITION,
@@ -41,6 +40,7 @@ from dualwrite.protocol.message import (
     nameless_header,
 )
 from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
+from dualwrite.protocol.settle import Ended
 
 if TYPE_CHECKING:
     import pyarrow as pa

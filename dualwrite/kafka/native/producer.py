@@ -69,10 +69,10 @@ from dualwrite.kafka.native.produce_state import Partition, ProduceCore, Refusal
 from dualwrite.kafka.native.sender import Sender
 from dualwrite.kafka.native.settings import native_settings
 from dualwrite.kafka.transaction_ends import PendingEnd
-from dualwrite.protocol.known_end import Ended
 from dualwrite.protocol.lives import ProducerEvent, ProducerState
 from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, MessageColumns, Unsendable
 from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
+from dualwrite.protocol.settle import Ended
 from dualwrite.protocol.values import OFFSETS_TOPIC, TransactionStatus
 from dualwrite.waiting import here
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Engine, Row, insert, select, update
 
-from dualwrite.protocol.by_hand import ActionRecord, Deed, End, Ended, Intent
+from dualwrite.protocol.blocking import ActionRecord, Deed, End, Ended, Intent
 from dualwrite.stores.sql.short_transactions import ShortTransactions, dialect_of
 from dualwrite.stores.sql.tables import database_now, declare_tables, in_chunks
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast
 from sqlalchemy.util import await_only
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.protocol.savepoints import may_move
+from dualwrite.protocol.message import may_move
 from dualwrite.stores.sql.access import ended_inside, fileno_of
 from dualwrite.stores.sql.savepoint_probe import NumberInSetting, mapped, set_number
 

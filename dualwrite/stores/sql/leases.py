@@ -14,8 +14,8 @@ from sqlalchemy import ColumnElement, Connection, Engine, and_, exc, null, or_, 
 
 from dualwrite import failpoints
 from dualwrite.errors import Unavailable
-from dualwrite.protocol.leases import Lease, check_fleet, numbers_to_try, place_of
 from dualwrite.protocol.lives import LeaseState
+from dualwrite.protocol.process import Lease, check_fleet, numbers_to_try, place_of
 from dualwrite.protocol.values import member_id, writer_of
 from dualwrite.stores.sql.access import map_database_error
 from dualwrite.stores.sql.short_transactions import ShortTransactions, dialect_of

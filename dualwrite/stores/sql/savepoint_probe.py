@@ -19,7 +19,7 @@ from sqlalchemy import exc, text
 from sqlalchemy.util import await_only
 
 from dualwrite.errors import IllegalStateError, TransactionAborted
-from dualwrite.protocol.savepoints import may_move
+from dualwrite.protocol.message import may_move
 from dualwrite.stores.sql import access
 from dualwrite.stores.sql.access import number_of
 from dualwrite.stores.sql.drivers import (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from sqlalchemy import Connection, event, exc
 
 from dualwrite.errors import IllegalStateError, TransactionAborted, TransactionInDoubt, Unavailable
-from dualwrite.protocol.savepoints import Move, NotUnderstood, Savepoints, moves_of
+from dualwrite.protocol.message import Move, NotUnderstood, Savepoints, moves_of
 from dualwrite.stores.sql import dialect as committing
 from dualwrite.stores.sql.access import SAVEPOINTS, UnitConnection, begun_on, map_database_error, number_of, sqlstate_of
 from dualwrite.stores.sql.dialect import Standing

@@ -41,8 +41,8 @@ from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError
-from dualwrite.protocol.lost_decisions import contradiction
 from dualwrite.protocol.prepared_state import PreparedTxnState, stored_text
+from dualwrite.protocol.settle import contradiction
 from dualwrite.protocol.values import Decision, Outcome, StateRow, gone_back, other_cluster, parse_cluster
 
 if TYPE_CHECKING:

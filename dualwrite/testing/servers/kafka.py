@@ -31,10 +31,11 @@ from dualwrite.testing.servers.embedded import (
     ReservedPort,
     ServerProcess,
     accepts_connections,
+    java,
+    kafka_jars,
     stop_process,
     wait_until_ready,
 )
-from dualwrite.testing.servers.jars import java, kafka_jars
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

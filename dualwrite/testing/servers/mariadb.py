@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from sqlalchemy.engine import URL
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.testing.servers.embedded import LOOPBACK, EmbeddedDatabase, stop_process
-from dualwrite.testing.servers.jars import fetched_jars
+from dualwrite.testing.servers.embedded import LOOPBACK, EmbeddedDatabase, fetched_jars, stop_process
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

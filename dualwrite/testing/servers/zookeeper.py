@@ -14,10 +14,11 @@ from dualwrite.testing.servers.embedded import (
     EmbeddedCluster,
     ReservedPort,
     ServerProcess,
+    fetched_jars,
+    java,
     stop_process,
     wait_until_ready,
 )
-from dualwrite.testing.servers.jars import fetched_jars, java
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

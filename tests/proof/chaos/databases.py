@@ -34,7 +34,7 @@ from dualwrite import status
 from dualwrite.interfaces import Database
 from dualwrite.migrations import upgrade
 from dualwrite.stores.keyed.rocksdb import RocksDatabase
-from dualwrite.stores.opening import database_of
+from dualwrite.stores.sql.database import database_of
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
 
 KILLS_PER_ROUND: Final = 25

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dualwrite.testing import EmbeddedKafka
 from dualwrite.testing.servers import kafka as kafka_broker
-from dualwrite.testing.servers.jars import POM
+from dualwrite.testing.servers.embedded import POM
 
 ARCHIVE = Path(__file__).parents[3] / ".cache" / "broker.jsa"
 OPTIONS = kafka_broker.JVM_OPTIONS

@@ -19,7 +19,7 @@ from sqlalchemy import NullPool, create_engine, text
 
 from dualwrite.interfaces import Database
 from dualwrite.protocol.values import Decision
-from dualwrite.stores.opening import database_of
+from dualwrite.stores.sql.database import database_of
 from harness.databases import CLUSTER, emptied, prepare, prepare_mariadb, prepared, sqlite_url
 from harness.dictionary import DictionaryDatabase
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dualwrite.testing.servers.jars import fetched_jars, java, kafka_jars
+from dualwrite.testing.servers.embedded import fetched_jars, java, kafka_jars
 from dualwrite.testing.servers.kafka import JVM_OPTIONS
 from harness.patience import PATIENCE_S
 

@@ -20,7 +20,7 @@ from sqlalchemy import Column, Integer, MetaData, Table, Text, create_engine, in
 
 from dualwrite import AsyncExactlyOnceConsumer, ExactlyOnceConsumer, WriterLimits
 from dualwrite.state import KeyValueStore, PartitionStores
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 from harness.planting import plant_from_environment
 
 METADATA = MetaData()

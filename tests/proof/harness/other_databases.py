@@ -17,8 +17,7 @@ from typing import IO, ClassVar
 
 from dualwrite.testing import EmbeddedMariaDB, EmbeddedPostgres
 from dualwrite.testing.servers import mariadb, postgresql
-from dualwrite.testing.servers.embedded import EmbeddedDatabase, ServerProcess
-from dualwrite.testing.servers.jars import fetched_jars
+from dualwrite.testing.servers.embedded import EmbeddedDatabase, ServerProcess, fetched_jars
 
 _BESIDE = Path(__file__)
 _MYSQL = "mysql-Linux-amd64.tar.gz"

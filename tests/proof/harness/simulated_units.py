@@ -23,7 +23,7 @@ from simulator.state import create_topic, partition
 
 from dualwrite import DualWriteError, Unavailable
 from dualwrite.clock import Deadline, pause
-from dualwrite.units import UnitRecord, batch_reader, writer
+from dualwrite.units import UnitRecord, log, writer
 from dualwrite.units import writer as announcing
 from dualwrite.units.log import PartitionLogs
 from dualwrite.units.records import Offsets, Partition
@@ -280,5 +280,5 @@ def scheduled(seed: int, *, transaction_version: int = 2, forever: bool = False)
         patch.setattr(writer, "DualWriter", lambda name, **_: LaneWriter(here(), name))
         for module in (writer, announcing):
             patch.setattr(module, "PartitionLogs", lambda _: AskedLogs(simulation))
-        patch.setattr(batch_reader, "PartitionLogs", lambda _, **__: SeenLogs(simulation))
+        patch.setattr(log, "PartitionLogs", lambda _, **__: SeenLogs(simulation))
         yield Schedule(seed, servers)

@@ -22,8 +22,8 @@ from sqlalchemy import create_engine, text
 from dualwrite import failpoints
 from dualwrite.sinks.spark.partition_task import PartitionTask
 from dualwrite.stores.sql.ledger import Batch, read_batches
-from dualwrite.testing.reading import read_committed
-from dualwrite.testing.servers.jars import fetched_jars
+from dualwrite.testing.checker import read_committed
+from dualwrite.testing.servers.embedded import fetched_jars
 from harness import spark_archive
 from harness.places import PROOF, TESTS
 from harness.planting import plant_from_environment

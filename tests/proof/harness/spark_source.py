@@ -16,7 +16,7 @@ from dualwrite.sinks.spark.source import (
     DataSourceArrowWriter,
     DataSourceStreamArrowWriter,
 )  # not every PySpark has them
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 from harness.spark import attempt_number, leave_group
 
 PARTITION = 1

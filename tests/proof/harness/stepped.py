@@ -24,7 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from typing_extensions import Self
 
 from dualwrite import waiting
-from dualwrite.asyncio import greenlets
+from dualwrite.asyncio import transaction
 from dualwrite.clock import now_s, running_on
 from harness.served import ServedKafka
 
@@ -92,7 +92,7 @@ class SteppedLoop(asyncio.SelectorEventLoop):
 
         async def work() -> T:
             await asyncio.sleep(self.some_time_s())
-            return await greenlets.run(None, lambda: func(*args), interruptible=False)  # type: ignore[arg-type] # it comes back here
+            return await transaction.run(None, lambda: func(*args), interruptible=False)  # type: ignore[arg-type] # it comes back here
 
         def ended(task: asyncio.Task[T]) -> None:
             self._work.discard(task)

@@ -21,11 +21,10 @@ from simulator.requests import DescribeGroup, DescribeGroupResponse, OffsetFetch
 from simulator.store import SimulatedStore
 
 from dualwrite.clock import Deadline, pause
-from dualwrite.consumer.partitions import KafkaOffsets, Offsets, Partitions, RowOffsets
-from dualwrite.consumer.reading import Peers, Reading
-from dualwrite.consumer.working import CurrentWriter, Working
+from dualwrite.consumer.consumer import CurrentWriter, Working
+from dualwrite.consumer.partitions import KafkaOffsets, Offsets, Partitions, Peers, Reading, RowOffsets
 from dualwrite.errors import DualWriteError, Unavailable
-from dualwrite.protocol.consuming import Step, member_id, member_prefix
+from dualwrite.protocol.process import Step, consumer_member_id, member_prefix
 from dualwrite.recovery.claim import OwnerContext, claim_lanes
 from dualwrite.recovery.recover import inspect_rows, recover_rows
 from dualwrite.writing.dual_write import DualWrite
@@ -210,7 +209,7 @@ class ConsumingMember:
     ) -> None:
         self.name, self.simulation, self.told, self.plans = name, simulation, told, plans
         self.eager, self.engine, self.keeps_rows = eager, engine, keeps_rows
-        self.id = member_id(GROUP, str(number))
+        self.id = consumer_member_id(GROUP, str(number))
         self.partitions = Partitions(_UNIT, 0.0, 1)
         self.consumer: SimulatedConsumer | None = None
         self.worker: Process | None = None

@@ -1,4 +1,4 @@
-"""A COMMIT without an answer, step by step: ``dualwrite.recovery.in_doubt``, ``Transaction._resolve``."""
+"""A COMMIT without an answer, step by step: ``dualwrite.recovery.claim``, ``Transaction._resolve``."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 under transaction version 2, KIP-890), one row, an owner that may be alive, and settlers that may stop at any step.
 
 The owner has decided S, under epoch 0, in both partitions. It ends S, and may begin an undecided transaction U, under epoch 1,
-in one of them, once :mod:`dualwrite.protocol.known_end` says so. From the claim on it begins nothing. Markers go out one partition at a time, and may be forgotten
+in one of them, once :mod:`dualwrite.protocol.settle` says so. From the claim on it begins nothing. Markers go out one partition at a time, and may be forgotten
 (KAFKA-20734). Requests may be late. Every state that is reached is finished by a new settler, alone; then the late requests
 arrive, in every order; then it is judged.
 """
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations
 
 from dualwrite.protocol import settle_native
-from dualwrite.protocol.known_end import Ended, EndStep, next_native_end_step
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.settle import Ended, EndStep, next_native_end_step
 from dualwrite.protocol.settle_native import NativeKnowledge, NativeStep, to_repair
 from dualwrite.protocol.values import (
     NEVER_MS,
@@ -121,7 +121,7 @@ class Rules:
         to_repair: What is repaired, and how.
     """
 
-    next_step: Callable[[NativeKnowledge], NativeStep] = settle_native.next_step
+    next_step: Callable[[NativeKnowledge], NativeStep] = settle_native.next_native_step
     compares_fence: bool = True
     knows_end: Callable[[State, int], bool] = is_end_known
     retires: bool = False
@@ -321,11 +321,11 @@ def _asked_or_recorded(
     s: State, known: NativeKnowledge, step: NativeStep, rules: Rules
 ) -> tuple[State, NativeKnowledge]:
     if step is NativeStep.LOOK:
-        return s, settle_native.looked(known, _view(s))
+        return s, settle_native.looked_native(known, _view(s))
     if step is NativeStep.WAIT:
         return s, settle_native.acted(known)
     if step is NativeStep.PROVE:
-        return s, settle_native.proved(known, _proof(s, known.prepared))
+        return s, settle_native.proved_native(known, _proof(s, known.prepared))
     if step is NativeStep.LOOK_FOR_OPEN:
         return s, settle_native.found_open(known, _still_open(s, known))
     if step is NativeStep.READ_FENCE:
@@ -434,7 +434,7 @@ def judged(s: State, rules: Rules, state: PreparedTxnState) -> str | None:
 
 
 def _new(state: PreparedTxnState, recorded: Outcome | None) -> Settler:
-    return Settler(settle_native.initial(state, recorded))
+    return Settler(settle_native.initial_native(state, recorded))
 
 
 def explore(

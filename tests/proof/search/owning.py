@@ -6,8 +6,8 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 
 from dualwrite.errors import DualWriteError
-from dualwrite.protocol.known_end import EndStep
 from dualwrite.protocol.lives import WRITE_LIFE, ProducerEvent, WriteEvent, WriteState
+from dualwrite.protocol.settle import EndStep
 from dualwrite.protocol.values import Outcome, StateRow
 from search.stepping import Step, again, committed, recorded
 from search.values import DONE, NOTHING, Database, Lock, Process, name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dualwrite.protocol import known_end, process, settle, settle_native, values
+from dualwrite.protocol import process, settle, settle_native, values
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import Knowledge
 from dualwrite.protocol.values import Outcome, Partition
@@ -18,11 +18,11 @@ class Rules:
     sentence = ""
     next_step = staticmethod(settle.next_step)
     next_doubt_step = staticmethod(process.next_doubt_step)
-    next_end_step = staticmethod(known_end.next_end_step)
-    next_native_step = staticmethod(settle_native.next_step)
-    next_native_end_step = staticmethod(known_end.next_native_end_step)
-    rows_of = staticmethod(known_end.rows_of)
-    native_step_at_rest = staticmethod(known_end.native_step_at_rest)
+    next_end_step = staticmethod(settle.next_end_step)
+    next_native_step = staticmethod(settle_native.next_native_step)
+    next_native_end_step = staticmethod(settle.next_native_end_step)
+    rows_of = staticmethod(settle.rows_of)
+    native_step_at_rest = staticmethod(settle.native_step_at_rest)
     to_repair = staticmethod(settle_native.to_repair)
     belongs = staticmethod(values.belongs)
     is_open = staticmethod(values.is_open)

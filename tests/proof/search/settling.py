@@ -72,7 +72,7 @@ class Settling(Step):
         self.go(f"claims incarnation {mine}, and the answer is lost", unanswered, claimed, spends="claim")
 
     def fenced_renewal(self) -> None:
-        """The row has another owner. What is decided is then proved by the log: ``dualwrite.recovery.in_doubt``."""
+        """The row has another owner. What is decided is then proved by the log: ``dualwrite.recovery.claim``."""
         if self.p.write is not WriteState.DECIDED:
             self.go("finds another owner and stops", DONE)
             return

@@ -1,4 +1,4 @@
-"""Settling a decided native transaction, step by step: ``dualwrite.recovery.settle_native``."""
+"""Settling a decided native transaction, step by step: ``dualwrite.recovery.settle``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class NativeSettling(Settling):
     def settle_look(self) -> None:
         view = describe(self.broker, self.item_id, places=True)
         shown = f"the coordinator shows {view.status.value}, epoch {view.epoch}"
-        self.learned(shown, settle_native.looked(self.known, view))
+        self.learned(shown, settle_native.looked_native(self.known, view))
 
     def settle_end(self) -> None:
         state = self.known.prepared
@@ -79,7 +79,7 @@ class NativeSettling(Settling):
 
     def settle_prove(self) -> None:
         proof = self.rules.prove(self.broker, self.known.prepared)
-        self.learned(f"the log proves {proof.value}", settle_native.proved(self.known, proof))
+        self.learned(f"the log proves {proof.value}", settle_native.proved_native(self.known, proof))
 
     def settle_read_fence(self) -> None:
         db = self.db

@@ -9,7 +9,7 @@ from simulator.broker import handle
 from simulator.requests import ErrorCode
 from simulator.state import Broker
 
-from dualwrite.protocol import known_end, settle_native
+from dualwrite.protocol import settle, settle_native
 from dualwrite.protocol.lives import PRODUCER_LIFE, WRITE_LIFE, ProducerEvent, ProducerState, WriteEvent, WriteState
 from dualwrite.protocol.prepared_state import Engine
 from dualwrite.protocol.settle import Knowledge, SettleStep
@@ -116,7 +116,7 @@ class Step:
     def settle_native_item(self, p: Process) -> Process:
         prepared, completed, settled = p.row
         undecided_in = dict(p.undecided).get(p.apart, frozenset())
-        knowledge = settle_native.initial(prepared, completed, undecided_in)
+        knowledge = settle_native.initial_native(prepared, completed, undecided_in)
         return p._replace(doing="settle", item=p.apart, knowledge=knowledge, row=(NOTHING, None, settled))
 
     def settle_item(self, p: Process, item: int) -> Process:
@@ -179,7 +179,7 @@ def again(p: Process, todo: int, **more: Any) -> Process:
 
 def undecided_of(p: Process) -> tuple[tuple[int, frozenset[Partition]], ...]:
     """``TransactionalProducer.undecided_in``: the partitions in which it leaves an undecided transaction, by incarnation."""
-    left = known_end.left_undecided(p.ended, None, is_prepared=p.ours is not None, sent_to=p.sent)
+    left = settle.left_undecided(p.ended, None, is_prepared=p.ours is not None, sent_to=p.sent)
     return (*p.undecided, (p.incarnation, left)) if left else p.undecided
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dualwrite.protocol.settle_native import NativeKnowledge, NativeStep, next_step, to_repair
+from dualwrite.protocol.settle_native import NativeKnowledge, NativeStep, next_native_step, to_repair
 from dualwrite.protocol.values import EndAnswer, TransactionStatus
 from search.native import Rules, explore
 
@@ -44,22 +44,22 @@ def fence_is_not_in_the_row(known: NativeKnowledge) -> NativeStep:
     if known.is_fence_known and view is not None:
         fenced = view.status is not TransactionStatus.ONGOING and view.epoch >= known.prepared.epoch + 2
         known = replace(known, fence=view.epoch if fenced else view.epoch + 1)
-    return next_step(known)
+    return next_native_step(known)
 
 
 def aborts_although_what_is_open_is_s(known: NativeKnowledge) -> NativeStep:
     if known.view is None:
         return NativeStep.LOOK
-    return NativeStep.ABORT if known.view.status is TransactionStatus.ONGOING else next_step(known)
+    return NativeStep.ABORT if known.view.status is TransactionStatus.ONGOING else next_native_step(known)
 
 
 def timeout_taken_for_a_commit(known: NativeKnowledge) -> NativeStep:
-    step = next_step(known)
+    step = next_native_step(known)
     return NativeStep.RECORD_COMMITTED if step is NativeStep.RECORD_LOST else step
 
 
 def nothing_open_taken_for_evidence(known: NativeKnowledge) -> NativeStep:
-    step = next_step(replace(known, committed=None))
+    step = next_native_step(replace(known, committed=None))
     if step is NativeStep.PROVE and known.still_open is None:
         return NativeStep.LOOK_FOR_OPEN
     return NativeStep.RECORD_COMMITTED if step is NativeStep.PROVE and not known.still_open else step
@@ -68,27 +68,27 @@ def nothing_open_taken_for_evidence(known: NativeKnowledge) -> NativeStep:
 def success_taken_for_the_end_everywhere(known: NativeKnowledge) -> NativeStep:
     if known.is_pending and known.answer is EndAnswer.ENDED:
         return NativeStep.RECORD_COMMITTED
-    return next_step(known) if known.is_pending else NativeStep.FINISH
+    return next_native_step(known) if known.is_pending else NativeStep.FINISH
 
 
 def repairs_before_s_is_recorded_as_lost(known: NativeKnowledge) -> NativeStep:
     """The word of the coordinator on the timeout is ignored until the repair has overwritten it."""
-    return next_step(replace(known, committed=None))
+    return next_native_step(replace(known, committed=None))
 
 
 def aborts_another_settlers_repair(known: NativeKnowledge) -> NativeStep:
-    step = next_step(known)
+    step = next_native_step(known)
     return NativeStep.ABORT if step is NativeStep.JOIN else step
 
 
 def commits_every_repair_of_another_settler(known: NativeKnowledge) -> NativeStep:
-    step, view = next_step(known), known.view
+    step, view = next_native_step(known), known.view
     is_repair = known.fence is not None and view is not None and view.epoch >= known.fence
     return NativeStep.JOIN if step is NativeStep.ABORT and is_repair else step
 
 
 def repairs_although_it_could_time_out(known: NativeKnowledge) -> NativeStep:
-    step = next_step(known)
+    step = next_native_step(known)
     return NativeStep.REPAIR if step is NativeStep.STOP else step
 
 
@@ -101,7 +101,7 @@ def repair_aborts_everything(known: NativeKnowledge):
 
 
 def waits_for_what_is_forgotten(known: NativeKnowledge) -> NativeStep:
-    step = next_step(known)
+    step = next_native_step(known)
     return NativeStep.WAIT if step is NativeStep.REPAIR else step
 
 
@@ -160,5 +160,5 @@ def test_what_the_rules_need_of_others_is_needed(changed: dict[str, Any], bounds
 
 
 def test_the_repair_is_the_products() -> None:
-    assert Rules().next_step is next_step
+    assert Rules().next_step is next_native_step
     assert Rules().to_repair is to_repair

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dualwrite.protocol.known_end import Ended
 from dualwrite.protocol.lives import ProducerState, WriteState
 from dualwrite.protocol.prepared_state import Engine, FirstOffset, PreparedTxnState
 from dualwrite.protocol.process import Doubt
-from dualwrite.protocol.settle import Knowledge
+from dualwrite.protocol.settle import Ended, Knowledge
 from dualwrite.protocol.settle_native import NativeKnowledge
 from dualwrite.protocol.values import Outcome, Partition, ShownProducer
 

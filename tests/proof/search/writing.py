@@ -8,9 +8,9 @@ from functools import partial
 
 from simulator import requests as sim
 
-from dualwrite.protocol.known_end import Ended, EndStep
 from dualwrite.protocol.lives import ProducerEvent, ProducerState, WriteEvent
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.settle import Ended, EndStep
 from search.owning import Owning
 from search.stepping import LATER, OK
 from search.values import PLACES, name, prepared_state

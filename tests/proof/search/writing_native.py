@@ -12,8 +12,8 @@ from dualwrite.kafka.failures import Phase
 from dualwrite.kafka.native.error_meanings import Meaning, Request, meaning_of
 from dualwrite.kafka.native.produce_state import Refusal
 from dualwrite.kafka.native.producer import failure_of, refused
-from dualwrite.protocol.known_end import Ended, EndStep
 from dualwrite.protocol.lives import ProducerEvent, ProducerState, WriteEvent
+from dualwrite.protocol.settle import Ended, EndStep
 from dualwrite.protocol.values import ShownProducer, TransactionStatus
 from search.owning import Owning
 from search.values import PLACES, Process, name, prepared_state

@@ -13,8 +13,8 @@ from dualwrite.clock import Deadline, GrowingPause
 from dualwrite.errors import Unavailable
 from dualwrite.kafka.cluster import Place
 from dualwrite.kafka.log import Scan, combined, joined, scans_of
-from dualwrite.protocol.lost_decisions import Later
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.settle import Later
 from dualwrite.protocol.values import (
     EndAnswer,
     LogProof,

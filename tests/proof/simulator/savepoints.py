@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dualwrite.errors import TransactionAborted, Unavailable
-from dualwrite.protocol.savepoints import Move, Savepoints
+from dualwrite.protocol.message import Move, Savepoints
 
 if TYPE_CHECKING:
     from dualwrite.protocol.message import Sendable

@@ -9,8 +9,8 @@ from sqlalchemy import text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from dualwrite import CompletionPending, ConfigurationError, TransactionAborted, Unavailable, WriterLimits
-from dualwrite.asyncio import group_commit
-from dualwrite.asyncio.group_commit import _Task
+from dualwrite.asyncio import writer as module
+from dualwrite.asyncio.writer import _Task
 from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError
 from dualwrite.stores.sql.store import SqlStateStore
@@ -218,7 +218,7 @@ def test_a_task_that_is_cancelled_before_its_unit_runs_again_is_rid_of_it(in_wri
                 paused.set()
             return 3600.0 if failures else 0.0
 
-        monkeypatch.setattr(group_commit, "pause_after_s", pause_s)
+        monkeypatch.setattr(module, "pause_after_s", pause_s)
         task = asyncio.create_task(writer.submit(unit(1, error=Unavailable("away"), runs=runs), key="k"))
         await paused.wait()
         task.cancel()
@@ -325,7 +325,7 @@ def test_units_that_did_not_fit_beside_one_that_rests_run_at_once(in_writer, sho
             one.cancel()  # ends the pause
         assert await asyncio.wait_for(asyncio.gather(*resting), 30) == [None, 2]
 
-    monkeypatch.setattr(group_commit, "pause_after_s", lambda failures: 3600.0 if failures else 0.0)
+    monkeypatch.setattr(module, "pause_after_s", lambda failures: 3600.0 if failures else 0.0)
     in_writer(work, limits=WriterLimits(group_open_s=0.0))
     assert shop.messages == ["3", "4", "1", "2"]
 
@@ -351,21 +351,21 @@ def test_an_event_loop_that_cancels_all_its_tasks_leaves_none_waiting(in_writer,
             await asyncio.wait_for(task, 30)
         assert await asyncio.wait_for(writer.submit(unit(2), key="k"), 30) == 2
 
-    monkeypatch.setattr(group_commit, "pause_after_s", pause_s)
+    monkeypatch.setattr(module, "pause_after_s", pause_s)
     in_writer(work)
     assert runs == [1]
     assert shop.both_have(2)
 
 
 def test_a_cancellation_that_was_put_off_to_the_end_of_a_group_takes_no_answer(in_writer, shop, monkeypatch):  # noqa: F811
-    real = group_commit.run
+    real = module.run
 
     async def run(pool, work):
         await real(pool, work)
         raise asyncio.CancelledError
 
     async def work(writer):
-        monkeypatch.setattr(group_commit, "run", run)
+        monkeypatch.setattr(module, "run", run)
         assert await asyncio.wait_for(writer.submit(unit(1)), 30) == 1
 
     in_writer(work)

@@ -5,9 +5,9 @@ from functools import partialmethod
 from harness.served import TOPIC
 
 from dualwrite import Transaction
-from dualwrite.consumer import working
+from dualwrite.consumer import consumer
+from dualwrite.consumer.consumer import CurrentWriter, Working
 from dualwrite.consumer.partitions import PartitionLost, Partitions
-from dualwrite.consumer.working import CurrentWriter, Working
 
 from .messages import read
 
@@ -34,7 +34,7 @@ class InMemory:
 
 class Member:
     def __init__(self, shop, monkeypatch, handler, **options):
-        monkeypatch.setattr(working, "pause_s", lambda _: 0.0)
+        monkeypatch.setattr(consumer, "pause_s", lambda _: 0.0)
         monkeypatch.setattr(Transaction, "produce", partialmethod(Transaction.produce, partition=1))
         self.partitions = Partitions(100, 0.0, 1)
         self.partitions.add([("input", 0)])

@@ -8,7 +8,6 @@ from harness.served import SETTINGS, TOPIC
 
 from dualwrite import AsyncExactlyOnceConsumer, TransactionAborted
 from dualwrite.consumer import consumer as member
-from dualwrite.consumer import working
 from dualwrite.errors import IllegalStateError
 from dualwrite.writing.dual_write import DualWrite
 
@@ -77,7 +76,7 @@ class Input:
 def make(shop, monkeypatch):
     """Makes consumers of two messages."""
     monkeypatch.setattr(member, "KafkaCoordinator", Coordinator)
-    monkeypatch.setattr(working, "pause_s", lambda _: 0.0)
+    monkeypatch.setattr(member, "pause_s", lambda _: 0.0)
 
     def make(handler, **options):
         source = Input(2)

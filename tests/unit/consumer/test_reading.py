@@ -5,9 +5,8 @@ import threading
 import pytest
 from confluent_kafka import OFFSET_INVALID, KafkaError, KafkaException, TopicPartition
 
-from dualwrite.consumer import reading
-from dualwrite.consumer.partitions import Partitions
-from dualwrite.consumer.reading import Reading
+from dualwrite.consumer import partitions as module
+from dualwrite.consumer.partitions import Partitions, Reading
 from dualwrite.errors import ConfigurationError, Unavailable
 
 from .messages import Read, read
@@ -105,8 +104,8 @@ class Member:
 
 @pytest.fixture
 def member(monkeypatch):
-    monkeypatch.setattr(reading, "Consumer", Answering)
-    monkeypatch.setattr(reading, "pause_s", lambda _: 0.0)
+    monkeypatch.setattr(module, "Consumer", Answering)
+    monkeypatch.setattr(module, "pause_s", lambda _: 0.0)
     return Member
 
 
@@ -182,7 +181,7 @@ def test_a_stalled_partition_makes_the_member_look_for_dead_peers_again(member, 
     found = member()
     found.consumer.call("assign", AT)
     clock = [0.0]
-    monkeypatch.setattr(reading, "now_s", lambda: clock[0])
+    monkeypatch.setattr(module, "now_s", lambda: clock[0])
     [partition] = found.partitions.all()
     partition.read_at = 0.0
     found.reading._look_at = 0.0
@@ -273,7 +272,7 @@ def test_an_end_does_not_hide_that_another_partition_is_stalled(member, monkeypa
     found = member()
     found.consumer.call("assign", AT)
     clock = [0.0]
-    monkeypatch.setattr(reading, "now_s", lambda: clock[0])
+    monkeypatch.setattr(module, "now_s", lambda: clock[0])
     [partition] = found.partitions.all()
     partition.read_at = 0.0
     found.reading._look_at = 0.0
@@ -289,7 +288,7 @@ def test_a_partition_that_was_at_its_end_when_it_was_assigned_is_not_stalled_unt
     found = member()
     found.consumer.call("assign", AT)
     clock = [0.0]
-    monkeypatch.setattr(reading, "now_s", lambda: clock[0])
+    monkeypatch.setattr(module, "now_s", lambda: clock[0])
     [partition] = found.partitions.all()
     partition.read_at = 0.0
     found.reading._look_at = 0.0

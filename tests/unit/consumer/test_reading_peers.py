@@ -6,8 +6,8 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 from harness.served import SETTINGS
 
-from dualwrite.consumer import reading
-from dualwrite.consumer.reading import Peers
+from dualwrite.consumer import partitions
+from dualwrite.consumer.partitions import Peers
 from dualwrite.errors import ConfigurationError, DecidedTransactionLost, Unavailable
 
 
@@ -32,8 +32,8 @@ def asked(monkeypatch):
             raise found.members
         return found.members
 
-    monkeypatch.setattr(reading, "status", status)
-    monkeypatch.setattr(reading, "recover", recover)
+    monkeypatch.setattr(partitions, "status", status)
+    monkeypatch.setattr(partitions, "recover", recover)
     monkeypatch.setattr(Peers, "_members", members)
     return found
 

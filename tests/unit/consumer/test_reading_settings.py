@@ -3,7 +3,7 @@
 import pytest
 
 from dualwrite import ConfigurationError, ExactlyOnceConsumer
-from dualwrite.consumer.reading import consumer_settings, is_incremental
+from dualwrite.consumer.partitions import consumer_settings, is_incremental
 
 KAFKA = {"bootstrap.servers": "localhost:9092", "linger.ms": 5, "security.protocol": "plaintext"}
 

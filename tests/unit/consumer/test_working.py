@@ -4,9 +4,9 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from dualwrite import CompletionPending, Fenced
-from dualwrite.consumer import working
+from dualwrite.consumer import consumer
+from dualwrite.consumer.consumer import dead_letter_headers
 from dualwrite.consumer.partitions import PartitionLost
-from dualwrite.consumer.working import dead_letter_headers
 from dualwrite.errors import IllegalStateError, TransactionAborted, TransactionInDoubt, Unavailable
 
 from .members import LETTERS
@@ -177,7 +177,7 @@ def test_a_dead_letter_tells_why_the_work_failed_not_what_delayed_it(shop, membe
             raise outages.pop()
         return []
 
-    monkeypatch.setattr(working, "dead_letter_headers", note)
+    monkeypatch.setattr(consumer, "dead_letter_headers", note)
 
     def handler(tx, messages):
         raise ValueError("unreadable")

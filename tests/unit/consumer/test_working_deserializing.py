@@ -11,7 +11,7 @@ from harness.schema_registry import schema_registry
 from harness.served import TOPIC
 
 from dualwrite import ConfigurationError, TransactionAborted
-from dualwrite.consumer.working import Deserializing
+from dualwrite.consumer.consumer import Deserializing
 from dualwrite.errors import IllegalStateError
 
 from .members import LETTERS

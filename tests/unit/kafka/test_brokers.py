@@ -18,7 +18,7 @@ from harness.patience import PATIENCE_S
 from kafka.protocol.metadata import ApiVersionsResponse, MetadataRequest, MetadataResponse
 from kafka.protocol.sasl import SaslAuthenticateResponse, SaslHandshakeResponse
 
-from dualwrite.asyncio import greenlets
+from dualwrite.asyncio import transaction
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.kafka import brokers as brokers_module
@@ -622,14 +622,14 @@ def test_a_task_waits_without_its_loop_and_one_that_is_cancelled_leaves_its_answ
     broker.answers[END_TXN] = answer
 
     async def main(pool):
-        first = await greenlets.run(pool, lambda: end(connections))
-        waiting = asyncio.create_task(greenlets.run(pool, lambda: end(connections)))
+        first = await transaction.run(pool, lambda: end(connections))
+        waiting = asyncio.create_task(transaction.run(pool, lambda: end(connections)))
         await asyncio.to_thread(asked.wait, PATIENCE_S)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         held.set()
-        return first, await greenlets.run(pool, lambda: end(connections))
+        return first, await transaction.run(pool, lambda: end(connections))
 
     with ThreadPoolExecutor(1) as pool:
         first, last = asyncio.run(main(pool))

@@ -16,8 +16,8 @@ from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka import transaction_ends as producer_ends
 from dualwrite.kafka.transaction_ends import EARLY_S, EndQuestions, PendingEnd, ask_for_ends, know_end
-from dualwrite.protocol.known_end import Ended, EndStep
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.settle import Ended, EndStep
 from dualwrite.protocol.values import LogProof, ShownProducer
 from dualwrite.writing.dual_write import Ending
 

@@ -15,8 +15,8 @@ from harness.places import ROOT
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics import MeterProvider
 
+from dualwrite.serving.app import exposition
 from dualwrite.serving.configuration import parse_settings
-from dualwrite.serving.metrics import exposition
 from dualwrite.serving.supervisor import Snapshot
 from dualwrite.telemetry import names
 from dualwrite.telemetry.names import Instrument

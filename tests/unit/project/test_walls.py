@@ -15,7 +15,7 @@ PLANTED = {
     "the protocol is pure": ("protocol/settle", "sqlalchemy"),
     "the interfaces import no driver": ("interfaces", "psycopg"),
     "tasks run the protocol that threads run": ("asyncio/writer", "dualwrite.protocol.settle"),
-    "recovery: calls for people over recipes over looking": ("recovery/lost_decisions", "dualwrite.recovery.settle"),
+    "recovery: calls for people over recipes over looking": ("recovery/inspect", "dualwrite.recovery.settle"),
     "writing: the writer over one dual write over its transaction and its lane": (
         "writing/lane",
         "dualwrite.writing.writer",
@@ -27,7 +27,7 @@ PLANTED = {
         "stores/sql/dialect",
         "dualwrite.stores.sql.sqlite",
     ),
-    "images of units and entries of state stores are pure": ("units/image", "time"),
+    "images of units and entries of state stores are pure": ("units/records", "time"),
     "the decision on a batch needs no writer and no engine": ("sinks/batches", "dualwrite.writing.lane"),
     "the Spark sinks: two ways over what both share": ("sinks/spark/options", "dualwrite.sinks.spark.schema_parts"),
     "the simulated broker is pure": ("../simulator/broker", "time"),

@@ -15,8 +15,8 @@ from dualwrite.protocol.batches import (
     next_native_completion_step,
     waited,
 )
-from dualwrite.protocol.known_end import EndStep
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.settle import EndStep
 from dualwrite.protocol.values import EndAnswer, LogProof, Outcome, StateRow, TransactionStatus, TransactionView
 
 S = PreparedTxnState(42, 3, 7, (FirstOffset("events", 0, 17), FirstOffset("events", 1, 33)), 1000)

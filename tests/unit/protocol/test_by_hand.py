@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from dualwrite.protocol.by_hand import TerminateStep, step_with_row, step_without_row
+from dualwrite.protocol.blocking import TerminateStep, step_with_row, step_without_row
 from dualwrite.protocol.values import TransactionStatus
 
 BOTH = [False, True]

@@ -2,7 +2,7 @@
 
 import itertools
 
-from dualwrite.protocol.by_hand import Facts, by_writer, reason_to_keep, reasons_to_keep
+from dualwrite.protocol.blocking import Facts, by_writer, reason_to_keep, reasons_to_keep
 
 DAY_S = 86400.0
 OLD = Facts(untouched_for_s=40 * DAY_S)

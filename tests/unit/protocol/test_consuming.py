@@ -6,14 +6,14 @@ import pytest
 
 from dualwrite import errors
 from dualwrite.errors import DualWriteError, TransactionAborted
-from dualwrite.protocol.consuming import (
+from dualwrite.protocol.process import (
     Step,
     Trouble,
     around,
+    consumer_member_id,
     failures_left_over,
     halves,
     left_behind,
-    member_id,
     next_offsets,
     pause_s,
     step_after,
@@ -113,7 +113,7 @@ def test_offsets_are_those_after_the_last_message_of_each_partition():
 @pytest.mark.parametrize("member", ["", "a/b", "a#1"])
 def test_names_that_peers_would_read_otherwise_are_refused(member):
     with pytest.raises(ValueError, match="member's name"):
-        member_id("group", member)
+        consumer_member_id("group", member)
 
 
 def test_only_members_that_have_left_the_group_are_settled():

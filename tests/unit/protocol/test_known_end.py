@@ -4,7 +4,8 @@ from itertools import product
 
 import pytest
 
-from dualwrite.protocol.known_end import (
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.settle import (
     Ended,
     EndStep,
     PendingStep,
@@ -14,7 +15,6 @@ from dualwrite.protocol.known_end import (
     next_native_end_step,
     next_pending_step,
 )
-from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.values import LogProof, ShownProducer, TransactionStatus, TransactionView
 
 S = PreparedTxnState(42, 3, 7, (FirstOffset("orders", 0, 17), FirstOffset("orders", 1, 33)))

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualwrite import ConfigurationError
-from dualwrite.protocol.leases import (
+from dualwrite.protocol.lives import LeaseEvent, LeaseState
+from dualwrite.protocol.process import (
     Lease,
     LeaseTiming,
     Place,
@@ -17,7 +18,6 @@ from dualwrite.protocol.leases import (
     numbers_to_try,
     place_of,
 )
-from dualwrite.protocol.lives import LeaseEvent, LeaseState
 
 FREE, HELD, EXPIRED = (None, None), ("a member", 12.5), ("a member", -0.001)
 

@@ -4,21 +4,21 @@ from itertools import product
 
 import pytest
 
-from dualwrite.protocol.lost_decisions import (
+from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.settle import (
     CLOCKS_DIFFER_MS,
-    Known,
     Later,
     Lookup,
+    NewestKnown,
     contradiction,
     known_of,
     look_up,
     lost_decision,
 )
-from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.values import TransactionStatus, TransactionView
 
 COMMITTED = {TransactionStatus.PREPARE_COMMIT, TransactionStatus.COMPLETE_COMMIT}
-NONE = Known(None, None)
+NONE = NewestKnown(None, None)
 
 
 def state(offset=10, *, incarnation=1, started_ms=None, partition=0, epoch=0):
@@ -87,7 +87,7 @@ def histories():
 @pytest.mark.parametrize("known", [S, UNWITNESSED])
 def test_the_epochs_of_native_transactions_never_tell_a_lost_decision_that_is_none_nor_hide_one_that_logs_show(known):
     for epoch, status, fence, lost, later in histories():
-        answer = look_up(Known(known, None), view(status, epoch=epoch), fence)
+        answer = look_up(NewestKnown(known, None), view(status, epoch=epoch), fence)
         story = (epoch - E, status, fence, later)
         if answer is Lookup.LOST:
             assert lost, story
@@ -101,8 +101,8 @@ def test_the_epochs_of_native_transactions_never_tell_a_lost_decision_that_is_no
 
 def test_where_the_coordinator_knows_the_id_no_more_only_the_logs_can_tell_of_native_transactions():
     gone = TransactionView(TransactionStatus.NO_SUCH_ID)
-    assert look_up(Known(S, None), gone) is Lookup.READ
-    assert look_up(Known(UNWITNESSED, None), gone) is Lookup.NOTHING
+    assert look_up(NewestKnown(S, None), gone) is Lookup.READ
+    assert look_up(NewestKnown(UNWITNESSED, None), gone) is Lookup.NOTHING
 
 
 def native(epoch, offset=None):
@@ -125,7 +125,7 @@ def native(epoch, offset=None):
 )
 def test_the_newest_lost_native_decision(answer, later, epoch, lost):
     shown = view(epoch=epoch)
-    found = lost_decision(Known(S, None), shown, 1, answer, later)
+    found = lost_decision(NewestKnown(S, None), shown, 1, answer, later)
     assert str(found) == str(lost or "None")
     if found is not None:  # as an incident it is named by then
         assert PreparedTxnState.from_string(str(found)) == found

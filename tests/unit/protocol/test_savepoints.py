@@ -7,7 +7,7 @@ import sqlite3
 
 import pytest
 
-from dualwrite.protocol.savepoints import Move, NotUnderstood, Savepoints, moves_of
+from dualwrite.protocol.message import Move, NotUnderstood, Savepoints, moves_of
 
 OPEN, RELEASE, BACK = Move.OPEN, Move.RELEASE, Move.ROLL_BACK
 

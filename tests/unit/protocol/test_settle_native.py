@@ -15,11 +15,11 @@ from dualwrite.protocol.settle_native import (
     ended,
     fence_raised,
     found_open,
-    initial,
-    looked,
+    initial_native,
+    looked_native,
     new_fence,
-    next_step,
-    proved,
+    next_native_step,
+    proved_native,
     read_fence,
     recorded,
     to_repair,
@@ -83,7 +83,7 @@ def steps() -> list[tuple[NativeKnowledge, NativeStep]]:
             [(False, None), (True, None), (True, E + 2)],
         )
     ]
-    return [(known, next_step(known)) for known in every]
+    return [(known, next_native_step(known)) for known in every]
 
 
 def test_every_step_is_reachable(steps: list[tuple[NativeKnowledge, NativeStep]]) -> None:
@@ -187,7 +187,7 @@ SETTLED = {"recorded": Outcome.COMMITTED}
     ],
 )  # fmt: skip
 def test_the_tables_row_by_row(facts: dict[str, object], step: NativeStep) -> None:
-    assert next_step(replace(NativeKnowledge(S, suspects=S.partitions), **facts)) is step  # type: ignore[arg-type]
+    assert next_native_step(replace(NativeKnowledge(S, suspects=S.partitions), **facts)) is step  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -223,18 +223,18 @@ def test_own_partitions_are_committed_first_and_the_others_aborted_after_them(
 def test_the_coordinators_word_is_that_of_the_epoch_after_s_alone(
     shown: TransactionView, committed: bool | None
 ) -> None:
-    assert looked(initial(S, None), shown).committed is committed
+    assert looked_native(initial_native(S, None), shown).committed is committed
 
 
 def test_every_round_begins_with_the_coordinator() -> None:
-    known = initial(S, None, frozenset({ELSEWHERE}))
+    known = initial_native(S, None, frozenset({ELSEWHERE}))
     assert known.suspects == {P0, P1, ELSEWHERE}
     known = ended(known, EndAnswer.ENDED)
-    known = looked(known, view(Status.ONGOING, partitions=(("late", 0),)))
+    known = looked_native(known, view(Status.ONGOING, partitions=(("late", 0),)))
     assert ("late", 0) in known.suspects
-    known = read_fence(found_open(proved(known, LogProof.OPEN), (OWN,)), S, E + 2)
+    known = read_fence(found_open(proved_native(known, LogProof.OPEN), (OWN,)), S, E + 2)
     assert (known.fence, new_fence(known), known.confirmed) == (E + 2, E + 2, False)
-    assert proved(known, LogProof.COMMITTED).confirmed
+    assert proved_native(known, LogProof.COMMITTED).confirmed
     for after in (acted(known), fence_raised(known, written=False), recorded(known, Outcome.COMMITTED)):
         assert (after.view, after.proof, after.still_open, after.confirmed, after.is_fence_known) == (
             None,
@@ -251,5 +251,7 @@ def test_every_round_begins_with_the_coordinator() -> None:
 
 
 def test_a_row_that_names_another_transaction_was_settled_by_its_owner() -> None:
-    known = read_fence(looked(initial(S, Outcome.COMMITTED), view(Status.EMPTY)), replace(S, epoch=9), None)
-    assert next_step(known) is Step.FINISH
+    known = read_fence(
+        looked_native(initial_native(S, Outcome.COMMITTED), view(Status.EMPTY)), replace(S, epoch=9), None
+    )
+    assert next_native_step(known) is Step.FINISH

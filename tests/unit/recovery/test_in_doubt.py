@@ -14,7 +14,7 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.protocol.values import Incident, Outcome
-from dualwrite.recovery.in_doubt import note_reported, noting_reported, reporting_at_open, unreported
+from dualwrite.recovery.claim import note_reported, noting_reported, reporting_at_open, unreported
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
 STATE = prepared(1)

@@ -11,7 +11,7 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.values import Outcome
-from dualwrite.recovery.lost_decisions import lost_decisions, lost_detail
+from dualwrite.recovery.inspect import lost_decisions, lost_detail
 
 
 def looking(*, of=None, **kwargs):

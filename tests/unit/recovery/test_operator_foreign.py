@@ -5,7 +5,7 @@ from harness.simulated import TIMEOUT_S
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.protocol.by_hand import TerminateStep
+from dualwrite.protocol.blocking import TerminateStep
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.recovery import operator
 from dualwrite.recovery.operator import complete_prepared, terminate_without_row

@@ -18,7 +18,7 @@ from simulator.state import offsets_partition
 from dualwrite.clock import Deadline
 from dualwrite.errors import DecidedTransactionLost, Unavailable
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.settle_native import initial
+from dualwrite.protocol.settle_native import initial_native
 from dualwrite.protocol.values import EndAnswer, Outcome, StateRow, TransactionStatus
 from dualwrite.recovery.settle import settle
 
@@ -58,7 +58,7 @@ class SmallCoordinator:
 
     def open_transactions(self, asked, _):
         return [
-            small._still_open(self.state, replace(initial(state, None), suspects=frozenset(partitions)))
+            small._still_open(self.state, replace(initial_native(state, None), suspects=frozenset(partitions)))
             for state, partitions in asked
         ]
 

@@ -8,7 +8,7 @@ from sqlalchemy import create_engine, insert
 from starlette.testclient import TestClient
 
 from dualwrite.migrations import upgrade
-from dualwrite.protocol.by_hand import Deed, Ended
+from dualwrite.protocol.blocking import Deed, Ended
 from dualwrite.serving.app import make_app
 from dualwrite.serving.configuration import ActionRules, Target
 from dualwrite.stores.sql.actions import History

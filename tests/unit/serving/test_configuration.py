@@ -3,7 +3,7 @@
 import pytest
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.protocol.by_hand import Deed
+from dualwrite.protocol.blocking import Deed
 from dualwrite.protocol.supervision import Rule
 from dualwrite.serving.configuration import line_of, parse_settings, read_settings
 

@@ -11,17 +11,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from dualwrite.clock import now_s
-from dualwrite.protocol.blocking import Blocker, HeldPartition, StandingGroup
-from dualwrite.protocol.by_hand import ActionRecord, Deed, Ended, Intent
+from dualwrite.protocol.blocking import ActionRecord, Blocker, Deed, Ended, HeldPartition, Intent, StandingGroup
 from dualwrite.protocol.findings import CheckResult, Status
-from dualwrite.protocol.leases import Lease
 from dualwrite.protocol.lives import LeaseState
+from dualwrite.protocol.process import Lease
 from dualwrite.protocol.supervision import UNTRIED, Action, Planned, Reason, Seen
 from dualwrite.protocol.values import Incident, Outcome, TransactionStatus
 from dualwrite.serving.app import make_app
 from dualwrite.serving.page import duration, render, view
-from dualwrite.serving.rounds import Round
-from dualwrite.serving.supervisor import Snapshot
+from dualwrite.serving.supervisor import Round, Snapshot
 from dualwrite.stores.sql.ledger import Batch, UnfinishedBatch
 
 from .test_rounds import item, waits

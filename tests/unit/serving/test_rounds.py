@@ -4,13 +4,13 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from math import inf
 
-from dualwrite.protocol.leases import Lease
 from dualwrite.protocol.lives import LeaseState
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.process import Lease
 from dualwrite.protocol.settle import SettleStep
 from dualwrite.protocol.values import OutboxMode, StateRow, TransactionStatus, Waiting
 from dualwrite.recovery.recover import IdStatus
-from dualwrite.serving.rounds import every_writer
+from dualwrite.serving.supervisor import every_writer
 from dualwrite.writing.left_behind import Waits
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)

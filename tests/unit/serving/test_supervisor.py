@@ -11,14 +11,13 @@ from dualwrite.clock import now_s
 from dualwrite.databases import RocksDatabase
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.migrations import upgrade
-from dualwrite.protocol.by_hand import Ended
+from dualwrite.protocol.blocking import Ended
 from dualwrite.protocol.findings import CheckResult, Status
 from dualwrite.protocol.supervision import Reason, Rule, Seen
 from dualwrite.recovery.recover import RecoveryReport
 from dualwrite.serving import supervisor
 from dualwrite.serving.configuration import Settings, Target
-from dualwrite.serving.rounds import Round
-from dualwrite.serving.supervisor import Supervisor
+from dualwrite.serving.supervisor import Round, Supervisor
 from dualwrite.stores.sql.actions import History
 
 from .test_rounds import waits

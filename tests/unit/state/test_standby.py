@@ -11,9 +11,8 @@ from dualwrite import Unavailable, failpoints
 from dualwrite.clock import Deadline
 from dualwrite.errors import ChangelogDiffers, IllegalStateError, StoreTooOld
 from dualwrite.failpoints import FailpointError
-from dualwrite.state import KeyValueStore, changelog, standby
-from dualwrite.state.changelog import Changelog, Log
-from dualwrite.state.standby import ignore_progress, roll_forward
+from dualwrite.state import KeyValueStore, changelog
+from dualwrite.state.changelog import Changelog, Log, ignore_progress, roll_forward
 
 pytest.importorskip("rocksdict", reason="the extra 'state' is not installed")
 
@@ -56,7 +55,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(standby, "time", made)
+    monkeypatch.setattr(changelog, "time", made)
     return made
 
 

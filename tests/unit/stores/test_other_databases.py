@@ -23,7 +23,7 @@ from dualwrite import (
 )
 from dualwrite.errors import IllegalStateError
 from dualwrite.operations import forget, terminate
-from dualwrite.stores import opening
+from dualwrite.stores.sql.database import _OTHERS
 
 
 @dataclass
@@ -240,7 +240,7 @@ def test_a_url_names_a_database_that_is_closed_with_its_writer(place, monkeypatc
             made.append((url, cls()))
             return made[-1][1]
 
-    monkeypatch.setitem(opening._OTHERS, "dictionary", f"{__name__}.Named")
+    monkeypatch.setitem(_OTHERS, "dictionary", f"{__name__}.Named")
     monkeypatch.setattr(f"{__name__}.Named", Named, raising=False)
     with place.writer(database="dictionary:///here") as writer, writer.transaction() as tx:
         put(tx, "1")

@@ -5,20 +5,21 @@ import sys
 
 import pytest
 
+from dualwrite import telemetry
 from dualwrite.interfaces import NO_OBSERVER
-from dualwrite.telemetry import loaded, observer
+from dualwrite.telemetry import observer
 
 
 @pytest.fixture(autouse=True)
 def forget():
-    loaded._global_telemetry.cache_clear()
+    telemetry._global_telemetry.cache_clear()
     yield
-    loaded._global_telemetry.cache_clear()
+    telemetry._global_telemetry.cache_clear()
 
 
 def test_the_global_telemetry_observes_once_the_api_is_loaded():
-    assert isinstance(loaded.observer_if_loaded(), observer.Telemetry)
-    assert loaded.observer_if_loaded() is loaded.observer_if_loaded()
+    assert isinstance(telemetry.observer_if_loaded(), observer.Telemetry)
+    assert telemetry.observer_if_loaded() is telemetry.observer_if_loaded()
 
 
 def test_nothing_observes_before_and_a_writer_does_not_load_it():
@@ -36,5 +37,5 @@ def test_an_api_that_is_too_old_is_logged_and_nothing_observes(monkeypatch, capl
         raise TypeError("unexpected keyword argument 'explicit_bucket_boundaries_advisory'")
 
     monkeypatch.setattr(observer, "Telemetry", too_old)
-    assert loaded.observer_if_loaded() is NO_OBSERVER
+    assert telemetry.observer_if_loaded() is NO_OBSERVER
     assert "dualwrite[telemetry]" in caplog.text

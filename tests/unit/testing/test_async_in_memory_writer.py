@@ -15,7 +15,7 @@ from sqlalchemy.pool import StaticPool
 
 from dualwrite import AsyncDualWriter, ConfigurationError, DualWriteError, TransactionAborted, Unavailable, WriterLimits
 from dualwrite.testing import AsyncInMemoryWriter, InMemoryWriter
-from dualwrite.testing.memory.failures import EFFECTS, Rows
+from dualwrite.testing.memory.lane import EFFECTS, Rows
 
 pytest.importorskip("aiosqlite")
 OF_SERVERS = {"leased"}

@@ -35,7 +35,7 @@ from dualwrite import (
 from dualwrite.errors import OutcomeUnverifiable
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import InMemoryWriter, Place, TransactionState
-from dualwrite.testing.memory.failures import EFFECTS, Rows
+from dualwrite.testing.memory.lane import EFFECTS, Rows
 from dualwrite.writing import dual_write
 from dualwrite.writing.lane import Lane
 

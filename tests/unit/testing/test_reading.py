@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
-from dualwrite.testing import reading
+from dualwrite.testing import checker
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def stable_ends(monkeypatch):
         admin = SimpleNamespace(
             list_topics=lambda *_, **__: SimpleNamespace(topics={"events": topic}), list_offsets=list_offsets
         )
-        monkeypatch.setattr(reading, "AdminClient", lambda _config: admin)
-        return reading.stable_ends({}, "events", timeout_s=timeout_s)
+        monkeypatch.setattr(checker, "AdminClient", lambda _config: admin)
+        return checker.stable_ends({}, "events", timeout_s=timeout_s)
 
     return ask
 

@@ -7,7 +7,7 @@ import pytest
 
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
 from dualwrite.failpoints import FailpointError, arm
-from dualwrite.protocol.by_hand import Deed, Ended, number_ranges
+from dualwrite.protocol.blocking import Deed, Ended, number_ranges
 from dualwrite.recovery.recover import RecoveryReport
 from dualwrite.writing.by_hand import By, noted, nothing_done, recovery_words
 

@@ -10,9 +10,9 @@ from simulator.environment import time_out
 from dualwrite.clock import Deadline
 from dualwrite.errors import CompletionPending, DatabaseWentBack, DecidedTransactionLost, Fenced, Unavailable
 from dualwrite.kafka.transaction_ends import EndQuestions, PendingEnd
-from dualwrite.protocol.known_end import Ended, EndStep
 from dualwrite.protocol.lives import LaneEvent, ProducerState
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.settle import Ended, EndStep
 from dualwrite.protocol.values import LogProof, Outcome, ShownProducer
 from dualwrite.writing.dual_write import Ending
 from dualwrite.writing.lane import Lane

@@ -9,8 +9,8 @@ from harness.patience import wait_until
 from dualwrite.clock import now_s
 from dualwrite.errors import IllegalStateError, Unavailable
 from dualwrite.kafka.transaction_ends import PendingEnd
-from dualwrite.protocol.known_end import Ended
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.settle import Ended
 from dualwrite.writing import lane_pool
 from dualwrite.writing.lane_pool import Lanes
 

@@ -6,8 +6,8 @@ import pytest
 
 from dualwrite.kafka.blocking import BlockingTransaction
 from dualwrite.kafka.transaction_ends import EndQuestions, PendingEnd
-from dualwrite.protocol.known_end import Ended
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
+from dualwrite.protocol.settle import Ended
 from dualwrite.writing.writer_resources import ReaderWarnings
 
 

@@ -8,10 +8,10 @@ from confluent_kafka import TopicPartition
 from sqlalchemy import select, update
 
 from dualwrite.asyncio import consumer
-from dualwrite.consumer import partitions, working
-from dualwrite.consumer.partitions import KafkaOffsets, PartitionLost, Partitions, RowOffsets, Unit
-from dualwrite.consumer.reading import Peers
-from dualwrite.consumer.working import Deserializing
+from dualwrite.consumer import consumer as threaded
+from dualwrite.consumer import partitions
+from dualwrite.consumer.consumer import Deserializing
+from dualwrite.consumer.partitions import KafkaOffsets, PartitionLost, Partitions, Peers, RowOffsets, Unit
 from dualwrite.stores.sql.consumed import ClaimedOffset, ConsumedOffsets
 from harness.mistakes.registry import Check, mistake
 
@@ -91,7 +91,7 @@ def generation_not_sent(patch: pytest.MonkeyPatch) -> None:
 )
 def a_registry_out_of_reach_taken_for_a_bad_message(patch: pytest.MonkeyPatch) -> None:
     """A consumer sets messages aside that it cannot read while the schema registry is out of reach."""
-    patch.setattr(working, "registry_is_away", lambda _: False)
+    patch.setattr(threaded, "registry_is_away", lambda _: False)
 
 
 @mistake(

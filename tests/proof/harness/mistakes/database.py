@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import bindparam, exc, literal_column, null, update
 
 from dualwrite.protocol.process import DoubtStep
-from dualwrite.recovery import in_doubt
+from dualwrite.recovery import claim
 from dualwrite.stores.sql import commit_with_decision, postgresql, store
 from dualwrite.stores.sql.dialect import Standing
 from dualwrite.stores.sql.mariadb import MariaDB
@@ -97,12 +97,12 @@ def claim_in_doubt_taken_for_the_answer(patch: pytest.MonkeyPatch) -> None:
     """The same owner claims the row, and does not ask once more what arrived before its claim."""
 
     def verdict(*known):
-        step = in_doubt._asked(*known[:-1])
+        step = claim._asked(*known[:-1])
         if step is DoubtStep.ABORTED and (fence := known[-1]) is not None:
             fence()
         return step
 
-    patch.setattr(in_doubt, "_verdict", verdict)
+    patch.setattr(claim, "_verdict", verdict)
 
 
 @mistake(

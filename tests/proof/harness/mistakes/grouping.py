@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from dualwrite.asyncio import group_commit
+from dualwrite.asyncio import writer
 from dualwrite.errors import TransactionInDoubt
 from dualwrite.protocol import message
 from dualwrite.protocol.grouping import Fate, Unit
-from dualwrite.protocol.savepoints import Savepoints
+from dualwrite.protocol.message import Savepoints
 from dualwrite.writing import transaction, units_of_work
 from dualwrite.writing.units_of_work import GroupRun, Uses
 from harness.mistakes.registry import Check, mistake
@@ -56,11 +56,11 @@ def the_connection_of_a_unit_outlives_it(patch: pytest.MonkeyPatch) -> None:
 def the_unit_of_a_caller_who_has_gone_committed(patch: pytest.MonkeyPatch) -> None:
     """A unit whose caller has gone before it began is committed, though nobody waits for it."""
 
-    def begin(self: group_commit._Task) -> bool:
+    def begin(self: writer._Task) -> bool:
         self._runs = True
         return True
 
-    patch.setattr(group_commit._Task, "begin", begin)
+    patch.setattr(writer._Task, "begin", begin)
 
 
 @mistake(

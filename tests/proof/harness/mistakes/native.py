@@ -8,10 +8,10 @@ from dualwrite.kafka.engine import GREATEST_TIMEOUT_MS
 from dualwrite.kafka.native import coordination
 from dualwrite.kafka.native.coordination import CoordinatorRequests
 from dualwrite.kafka.transaction_ends import PostedQuestion
-from dualwrite.protocol import known_end
+from dualwrite.protocol import settle
 from dualwrite.protocol.batches import CompletionStep, next_native_completion_step
-from dualwrite.protocol.lost_decisions import Lookup
-from dualwrite.recovery import lost_decisions
+from dualwrite.protocol.settle import Lookup
+from dualwrite.recovery import inspect
 from dualwrite.sinks import batches
 from dualwrite.writing import lane
 from harness.mistakes.registry import Check, mistake
@@ -25,7 +25,7 @@ from harness.mistakes.registry import Check, mistake
 )
 def nothing_open_taken_for_the_end(patch: pytest.MonkeyPatch) -> None:
     """A native transaction counts as ended where the leader shows nothing open, whatever epoch it knows."""
-    patch.setattr(known_end, "_has_ended", lambda _, found: found is None or found.open_from is None)
+    patch.setattr(settle, "_has_ended", lambda _, found: found is None or found.open_from is None)
 
 
 @mistake(
@@ -36,7 +36,7 @@ def nothing_open_taken_for_the_end(patch: pytest.MonkeyPatch) -> None:
 )
 def a_later_epoch_taken_for_the_end(patch: pytest.MonkeyPatch) -> None:
     """A native transaction counts as ended where the leader knows a later epoch, though something is open there."""
-    patch.setattr(known_end, "_has_ended", lambda ended, found: found is None or found.epoch > ended.state.epoch)
+    patch.setattr(settle, "_has_ended", lambda ended, found: found is None or found.epoch > ended.state.epoch)
 
 
 @mistake(
@@ -113,7 +113,7 @@ def native_completed_on_the_coordinators_word(patch: pytest.MonkeyPatch) -> None
 )
 def repair_taken_for_a_lost_decision(patch: pytest.MonkeyPatch) -> None:
     """A settler looks for lost decisions by the fence as it claimed it, and another one has repaired since."""
-    patch.setattr(lost_decisions, "_fences", lambda items, *_: [row.settle_fence for row, _ in items])
+    patch.setattr(inspect, "_fences", lambda items, *_: [row.settle_fence for row, _ in items])
 
 
 @mistake(
@@ -129,8 +129,8 @@ def later_native_decisions_known_by_the_log_alone(patch: pytest.MonkeyPatch) -> 
         answer = real(known, view, fence)
         return Lookup.READ if answer is Lookup.LOST and known.newest is not None else answer
 
-    real = lost_decisions.look_up
-    patch.setattr(lost_decisions, "look_up", look_up)
+    real = inspect.look_up
+    patch.setattr(inspect, "look_up", look_up)
 
 
 @mistake(
@@ -142,7 +142,7 @@ def later_native_decisions_known_by_the_log_alone(patch: pytest.MonkeyPatch) -> 
 )
 def native_closes_without_the_proof(patch: pytest.MonkeyPatch) -> None:
     """An owner that closes or idles records a native transaction as committed because it has ended everywhere."""
-    patch.setattr(lane, "end_at_rest", lambda *_: known_end.EndStep.KNOWN)
+    patch.setattr(lane, "end_at_rest", lambda *_: settle.EndStep.KNOWN)
 
 
 @mistake(

@@ -16,7 +16,7 @@ from dualwrite.kafka.native.producer import Evidence, NativeInstance
 from dualwrite.kafka.native.sender import Sender
 from dualwrite.protocol.lives import PRODUCER_LIFE, ProducerEvent, ProducerState
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.recovery.settle_native import NativeSettling
+from dualwrite.recovery.settle import NativeSettling
 from dualwrite.writing.lane import Lane
 from harness.mistakes.registry import Check, mistake
 

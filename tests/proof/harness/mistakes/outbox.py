@@ -9,7 +9,7 @@ from sqlalchemy import delete, select, update
 from dualwrite.protocol.outbox import Way
 from dualwrite.protocol.process import DoubtStep
 from dualwrite.protocol.values import OutboxMode, outbox_id
-from dualwrite.recovery import in_doubt
+from dualwrite.recovery import claim
 from dualwrite.stores.sql import outbox
 from dualwrite.stores.sql.access import Borrowed
 from dualwrite.stores.sql.database import SqlDatabase
@@ -123,8 +123,8 @@ def pending_state_overwritten(patch: pytest.MonkeyPatch) -> None:
 @mistake(performed("commit_in_doubt_of_messages_that_wait", "told TransactionAborted, not None"))
 def count_of_decisions_not_read(patch: pytest.MonkeyPatch) -> None:
     """An owner takes a COMMIT of messages that wait for rolled back, because the row's state is as it was."""
-    real = in_doubt.next_doubt_step
-    patch.setattr(in_doubt, "next_doubt_step", lambda doubt: real(doubt) if doubt.waits is None else DoubtStep.ABORTED)
+    real = claim.next_doubt_step
+    patch.setattr(claim, "next_doubt_step", lambda doubt: real(doubt) if doubt.waits is None else DoubtStep.ABORTED)
 
 
 @mistake(

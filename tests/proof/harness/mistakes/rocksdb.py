@@ -2,8 +2,7 @@
 
 import pytest
 
-from dualwrite.stores.keyed.rocksdb import RocksKeys
-from dualwrite.stores.keyed.rocksdb_client import Client
+from dualwrite.stores.keyed.rocksdb import Client, RocksKeys
 from harness.mistakes.registry import Check, mistake
 
 UNIT = "unit/stores/keyed"

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from dualwrite.protocol import settle as rules
-from dualwrite.protocol.by_hand import TerminateStep
+from dualwrite.protocol.blocking import TerminateStep
 from dualwrite.protocol.settle import Knowledge, SettleStep
 from dualwrite.protocol.values import StateRow, TransactionStatus, is_open, others_than
-from dualwrite.recovery import claim, in_doubt, lost_decisions, operator, recover
+from dualwrite.recovery import claim, inspect, operator, recover
 from dualwrite.recovery import recover as plan
 from dualwrite.recovery import recover as servers
 from dualwrite.recovery import settle as settling
@@ -173,9 +173,9 @@ def never_looks_back(patch: pytest.MonkeyPatch) -> None:
 )
 def newest_start_alone_taken_for_a_lost_decision(patch: pytest.MonkeyPatch) -> None:
     """A settler takes every commit that began later for one with records."""
-    real = lost_decisions.lost_decision
+    real = inspect.lost_decision
     patch.setattr(
-        lost_decisions,
+        inspect,
         "lost_decision",
         lambda known, view, incarnation, answer, later: real(
             known, view, incarnation, answer, later and replace(later, idle_since_ms=None)
@@ -192,7 +192,7 @@ def newest_start_alone_taken_for_a_lost_decision(patch: pytest.MonkeyPatch) -> N
 )
 def recorded_taken_for_told(patch: pytest.MonkeyPatch) -> None:
     """A recorded loss counts as reported, though its finder may have died in between."""
-    patch.setattr(in_doubt, "unreported", lambda _: [])
+    patch.setattr(claim, "unreported", lambda _: [])
 
 
 @mistake(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualwrite.state import changelog, standby, store, task
+from dualwrite.state import changelog, store, task
 from dualwrite.state.entries import Committed, Position, as_text
 from dualwrite.state.store import KeyValueStore, Rocks, Spilled
 from dualwrite.state.task import LoggedStore
@@ -85,7 +85,7 @@ def aborted_changelog_applied(patch: pytest.MonkeyPatch) -> None:
 @mistake(Check(f"{_TASKS}test_an_old_copy_of_the_directory_is_rolled_forward", "assert 0 == 2"))
 def restored_by_the_offset_alone(patch: pytest.MonkeyPatch) -> None:
     """A state store that is behind takes over its changelog's end, and none of its records."""
-    patch.setattr(standby, "first_to_read", lambda _committed, log, _now_ms: log.end)
+    patch.setattr(changelog, "first_to_read", lambda _committed, log, _now_ms: log.end)
 
 
 @mistake(

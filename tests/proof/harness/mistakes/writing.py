@@ -12,7 +12,7 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import CompletionPending, DualWriteError, Fenced
 from dualwrite.protocol.process import Allowance, Doubt, DoubtStep, Redo
 from dualwrite.protocol.values import Outcome
-from dualwrite.recovery import claim, in_doubt, recover
+from dualwrite.recovery import claim, recover
 from dualwrite.recovery.settle import SettleReport
 from dualwrite.stores.sql import access, postgresql, savepoint_probe
 from dualwrite.stores.sql.savepoint_probe import PsycopgWitness
@@ -116,7 +116,7 @@ def doubt_left_at_the_first_error(patch: pytest.MonkeyPatch) -> None:
 
     def resolve_at_once(*given):
         *about, fence = given
-        return in_doubt._verdict(partial(in_doubt._asked, *about), fence)
+        return claim._verdict(partial(claim._asked, *about), fence)
 
     patch.setattr(dual_write, "resolve_commit", resolve_at_once)
 
@@ -149,15 +149,15 @@ def lost_commit_answer_taken_for_no(patch: pytest.MonkeyPatch) -> None:
 @mistake(performed("row_in_doubt_was_overwritten", "told TransactionAborted"))
 def overwritten_row_taken_for_aborted(patch: pytest.MonkeyPatch) -> None:
     """An owner whose COMMIT was not answered finds another's state in the row, and takes its own for rolled back."""
-    from dualwrite.recovery import in_doubt
+    from dualwrite.recovery import claim
 
-    real = in_doubt.next_doubt_step
+    real = claim.next_doubt_step
 
     def next_step(doubt: Doubt) -> DoubtStep:
         return DoubtStep.COMMITTED if doubt.row == doubt.ours else DoubtStep.ABORTED
 
     assert real is not next_step
-    patch.setattr(in_doubt, "next_doubt_step", next_step)
+    patch.setattr(claim, "next_doubt_step", next_step)
 
 
 @mistake(performed("owner_finds_its_loss", "told None, not DecidedTransactionLost"))

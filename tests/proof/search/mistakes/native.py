@@ -8,9 +8,9 @@ from simulator import broker as kafka
 from simulator import requests as sim
 from simulator.state import Broker, transaction
 
-from dualwrite.protocol import known_end, settle_native
-from dualwrite.protocol.known_end import EndStep
+from dualwrite.protocol import settle, settle_native
 from dualwrite.protocol.prepared_state import Engine
+from dualwrite.protocol.settle import EndStep
 from dualwrite.protocol.settle_native import NativeKnowledge, NativeStep
 from dualwrite.protocol.values import EndAnswer, TransactionStatus
 from search.mistakes.planting import budget, within
@@ -119,7 +119,7 @@ class NothingOpenInAFormerAnswer(Rules):
     def next_native_end_step(ended, shown, *, early: bool) -> EndStep:
         if ended.complete and shown and all(row.open_from is None for row in shown.values()):
             return EndStep.KNOWN
-        return known_end.next_native_end_step(ended, shown, early=early)
+        return settle.next_native_end_step(ended, shown, early=early)
 
 
 @within(OWNER_AND_SETTLER._replace(budgets=budget(delay=1)))
@@ -168,7 +168,7 @@ class Choosing(Rules):
     """Another choice than the product's."""
 
     def next_native_step(self, known: NativeKnowledge) -> NativeStep:
-        return self.choose(known, settle_native.next_step(known))
+        return self.choose(known, settle_native.next_native_step(known))
 
     def choose(self, _known: NativeKnowledge, step: NativeStep) -> NativeStep:
         raise NotImplementedError
@@ -197,7 +197,7 @@ class NothingOpenTakenForACommit(Choosing):
     """A settler takes a native transaction for committed because nothing is open any more."""
 
     def choose(self, known, _step):
-        step = settle_native.next_step(replace(known, committed=None))
+        step = settle_native.next_native_step(replace(known, committed=None))
         if step is NativeStep.PROVE and known.still_open is None:
             return NativeStep.LOOK_FOR_OPEN
         return NativeStep.RECORD_COMMITTED if step is NativeStep.PROVE and not known.still_open else step
@@ -265,7 +265,7 @@ class RepairsBeforeTheLossIsRecorded(Choosing):
     """A settler ignores the coordinator's word on the time-out until its own repair has overwritten it."""
 
     def choose(self, known, _step):
-        return settle_native.next_step(replace(known, committed=None))
+        return settle_native.next_native_step(replace(known, committed=None))
 
 
 @within(LIMITED)
@@ -299,7 +299,7 @@ class FenceNotWritten(Choosing):
         view = known.view
         if known.is_fence_known and view is not None:
             fenced = view.status is not TransactionStatus.ONGOING and view.epoch >= known.prepared.epoch + 2
-            return settle_native.next_step(replace(known, fence=view.epoch if fenced else view.epoch + 1))
+            return settle_native.next_native_step(replace(known, fence=view.epoch if fenced else view.epoch + 1))
         return step
 
 

@@ -10,8 +10,7 @@ import pytest
 from harness.failing_rocksdb import Failing
 
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
-from dualwrite.stores.keyed.rocksdb import RocksDatabase
-from dualwrite.stores.keyed.rocksdb_client import Client, WriteFailedError
+from dualwrite.stores.keyed.rocksdb import Client, RocksDatabase, WriteFailedError
 
 rocksdict = pytest.importorskip("rocksdict", reason="the extra 'rocksdb' is not installed")
 

@@ -23,7 +23,7 @@ def test_a_database_whose_opener_was_killed_opens_again(tmp_path, raw, left):
 def test_a_file_that_is_right_is_left_alone(tmp_path):
     RocksDatabase(tmp_path / "db").close()
     file = tmp_path / "db" / "rocksdict-config.json"
-    from dualwrite.stores.keyed.rocksdb_client import restore_config
+    from dualwrite.stores.keyed.rocksdb import restore_config
 
     before = file.stat().st_mtime_ns, file.read_text()
     restore_config(tmp_path / "db")

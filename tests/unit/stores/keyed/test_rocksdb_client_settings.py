@@ -3,8 +3,7 @@
 import pytest
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.stores.keyed.rocksdb import RocksDatabase
-from dualwrite.stores.keyed.rocksdb_client import parse, refusals
+from dualwrite.stores.keyed.rocksdb import RocksDatabase, parse, refusals
 
 rocksdict = pytest.importorskip("rocksdict", reason="the extra 'rocksdb' is not installed")
 
