@@ -246,4 +246,4 @@ jars: venv
 
 # Where Maven serves it; elsewhere its tests need an installed one.
 mariadb: venv
-	@$(PY) -c 'from dualwrite.testing.servers.mariadb import fetched_mariadb, is_fetched; is_fetched() and fetched_mariadb()'
+	@$(PY) -c 'from dualwrite.testing.servers.databases import fetched_mariadb, is_fetched; is_fetched() and fetched_mariadb()'

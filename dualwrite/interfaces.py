@@ -737,7 +737,7 @@ class Forgetting(Protocol):
 
 
 class History(Protocol):
-    """What people and services have done, with their reasons. See :class:`dualwrite.stores.sql.actions.History`."""
+    """What people and services have done, with their reasons. See :class:`dualwrite.stores.sql.database.History`."""
 
     def begin(self, intents: Sequence[Intent]) -> None:
         """Store what is about to be done: durable before anything is. One with the same id begins anew: it has no outcome yet.

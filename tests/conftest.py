@@ -30,7 +30,7 @@ from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import LaneProducer
 from dualwrite.migrations import upgrade
 from dualwrite.testing import EmbeddedKafka, EmbeddedMariaDB, EmbeddedPostgres
-from dualwrite.testing.servers.mariadb import SERVER_VARIABLE, installed_mariadb, is_fetched
+from dualwrite.testing.servers.databases import MARIADB_SERVER_VARIABLE, installed_mariadb, is_fetched
 
 MARKS = {
     "dualwrite_kafka": pytest.mark.kafka,
@@ -225,11 +225,11 @@ def _shared_servers(item: pytest.Item) -> list[bool]:
 @pytest.fixture(scope="session")
 def dualwrite_mariadb(request: pytest.FixtureRequest) -> Iterator[EmbeddedMariaDB]:
     """The server that all workers share; tests that need one of their own make it."""
-    if not (is_fetched() or installed_mariadb("mariadbd") or os.environ.get(SERVER_VARIABLE)):
+    if not (is_fetched() or installed_mariadb("mariadbd") or os.environ.get(MARIADB_SERVER_VARIABLE)):
         pytest.skip("MariaDB is not installed, and Maven serves it for Linux on x86-64 only")
     if hasattr(request.config, "workerinput"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(SERVER_VARIABLE, request.getfixturevalue("shared_mariadb_url"))
+            patch.setenv(MARIADB_SERVER_VARIABLE, request.getfixturevalue("shared_mariadb_url"))
             server = EmbeddedMariaDB()
     else:
         server = EmbeddedMariaDB()

@@ -1,4 +1,6 @@
-"""The configuration of every client: one set of settings, given once, for librdkafka and for our own connections.
+"""The configuration of every client: one set of settings, given once, for librdkafka and for our own connections: TLS, logins.
+
+The same files and options must mean the same to every client, tokens for OAUTHBEARER included.
 
 Users give librdkafka's names. What the protocol sets itself is refused, what only one client understands is kept from
 the others, and a name that no client knows is an error, not a silent difference.
@@ -10,17 +12,192 @@ refused. Most others concern the producer alone and are not looked at.
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import socket
-from collections.abc import Callable, Mapping
+import ssl
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, cast
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka import security
-from dualwrite.kafka.connection import ConnectionSettings, Sasl, server_of
+from dualwrite.kafka.connection import ConnectionSettings, Login, Sasl, server_of
 from dualwrite.kafka.messages import Client
-from dualwrite.kafka.security import CallbackTokens, TokenAnswer, logins
+
+KEYS: Final = frozenset(
+    {
+        "enable.ssl.certificate.verification",
+        "ssl.endpoint.identification.algorithm",
+        "ssl.ca.location",
+        "ssl.ca.pem",
+        "ssl.certificate.location",
+        "ssl.certificate.pem",
+        "ssl.key.location",
+        "ssl.key.pem",
+        "ssl.key.password",
+        "ssl.crl.location",
+        "ssl.cipher.suites",
+    }
+)
+
+_TRUE, _FALSE = frozenset({"true", "t", "1"}), frozenset({"false", "f", "0"})
+
+
+def check(settings: Mapping[str, str]) -> None:
+    """Refuse contradictory settings, without reading a file."""
+    for kind in ("ca", "certificate", "key"):
+        if f"ssl.{kind}.location" in settings and f"ssl.{kind}.pem" in settings:
+            raise ConfigurationError(f"Kafka settings 'ssl.{kind}.location' and 'ssl.{kind}.pem': give one of the two")
+    certificate, key = _source(settings, "certificate"), _source(settings, "key")
+    if (certificate is None) != (key is None):
+        missing = "ssl.key.location" if key is None else "ssl.certificate.location"
+        raise ConfigurationError(f"Kafka setting {missing!r} is missing: a client certificate needs its key")
+    if settings.get("ssl.endpoint.identification.algorithm", "https") not in {"https", "none"}:
+        raise ConfigurationError("Kafka setting 'ssl.endpoint.identification.algorithm' is not https or none")
+    if settings.get("enable.ssl.certificate.verification", "true").lower() not in _TRUE | _FALSE:
+        raise ConfigurationError("Kafka setting 'enable.ssl.certificate.verification' is not true or false")
+
+
+def context(settings: Mapping[str, str]) -> ssl.SSLContext:
+    """The context that verifies brokers and presents our certificate as librdkafka does with the same settings.
+
+    `ConfigurationError` if a file cannot be read, is not PEM, or a key does not match its certificate or password.
+    """
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    made.minimum_version = ssl.TLSVersion.TLSv1_2
+    verified = settings.get("enable.ssl.certificate.verification", "true").lower() in _TRUE
+    made.check_hostname = verified and settings.get("ssl.endpoint.identification.algorithm", "https") == "https"
+    made.verify_mode = ssl.CERT_REQUIRED if verified else ssl.CERT_NONE
+    _load_authorities(made, settings)
+    if "ssl.crl.location" in settings:
+        with _naming("ssl.crl.location"):
+            made.load_verify_locations(cafile=settings["ssl.crl.location"])
+        made.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
+    if "ssl.cipher.suites" in settings:
+        with _naming("ssl.cipher.suites"):
+            made.set_ciphers(settings["ssl.cipher.suites"])
+    if _source(settings, "certificate") is not None:
+        _load_own_certificate(made, settings)
+    return made
+
+
+def _source(settings: Mapping[str, str], kind: str) -> str | None:
+    return next((key for key in (f"ssl.{kind}.location", f"ssl.{kind}.pem") if key in settings), None)
+
+
+def _load_authorities(made: ssl.SSLContext, settings: Mapping[str, str]) -> None:
+    location = settings.get("ssl.ca.location", "probe")
+    if "ssl.ca.pem" in settings:
+        with _naming("ssl.ca.pem"):
+            made.load_verify_locations(cadata=settings["ssl.ca.pem"])
+    elif location == "probe":  # librdkafka's name for the system's store, and its default
+        made.load_default_certs()
+    else:
+        with _naming("ssl.ca.location"):
+            directory = Path(location).is_dir()
+            made.load_verify_locations(cafile=None if directory else location, capath=location if directory else None)
+
+
+def _load_own_certificate(made: ssl.SSLContext, settings: Mapping[str, str]) -> None:
+    def missing_password() -> str:
+        # Without a callback OpenSSL would ask for the password on the terminal.
+        raise ConfigurationError("Kafka setting 'ssl.key.password' is missing: the client's key is encrypted")
+
+    password = settings.get("ssl.key.password", missing_password)
+    with (
+        _naming(f"{_source(settings, 'certificate')}' and '{_source(settings, 'key')}"),
+        _file(settings, "certificate") as certificate,
+        _file(settings, "key") as key,
+    ):
+        made.load_cert_chain(certificate, key, password)
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    try:
+        yield
+    except ssl.SSLError as error:
+        reason = getattr(error, "reason", None) or error.args[-1]  # some errors lack the attribute
+        raise ConfigurationError(f"Kafka setting '{key}' cannot be used: {reason}") from error
+    except OSError as error:
+        raise ConfigurationError(f"Kafka setting '{key}': the file cannot be read: {error.strerror}") from error
+
+
+@contextmanager
+def _file(settings: Mapping[str, str], kind: str) -> Iterator[str]:
+    """A path to the setting's PEM: Python's ``ssl`` takes certificates and keys from files only."""
+    if f"ssl.{kind}.location" in settings:
+        yield settings[f"ssl.{kind}.location"]
+        return
+    pem = settings[f"ssl.{kind}.pem"].encode()
+    if hasattr(os, "memfd_create"):  # a key given in memory stays off the disk, even if this process is killed now
+        descriptor = os.memfd_create("pem")
+        try:
+            os.write(descriptor, pem)
+            yield f"/proc/self/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
+    else:
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(pem)
+            file.flush()
+            yield file.name
+
+
+Extensions = Mapping[str, str]
+TokenAnswer = tuple[str, float] | tuple[str, float, str, Extensions]
+"""The result of ``oauth_cb``: token, expiry in seconds since 1970, and optionally principal and extensions."""
+
+_FRESH_SHARE = 0.8  # of a token's life, as in librdkafka: after that, fetch a new one
+
+
+def logins(mechanism: str, **settings: object) -> Sasl:
+    """How to log in, by kafka-python's mechanism of that name and its settings."""
+
+    def begin(host: str) -> Login:
+        from dualwrite.kafka import kafka_python  # noqa: PLC0415 - loads kafka-python, which most connections do not need
+
+        kafka_python.take_tokens(CallbackTokens)
+        return kafka_python.begin_login(mechanism, host, settings)
+
+    return Sasl(mechanism, begin)
+
+
+class CallbackTokens:
+    """Gives kafka-python's mechanism the tokens of a confluent-kafka ``oauth_cb``.
+
+    The function gets the user's ``sasl.oauthbearer.config``, as from confluent-kafka.
+    """
+
+    def __init__(self, callback: Callable[[str], TokenAnswer], argument: str) -> None:
+        self._callback = callback
+        self._argument = argument
+        self._lock = threading.Lock()
+        self._answer: TokenAnswer | None = None
+        self._fresh_until = 0.0
+
+    def token(self) -> str:
+        """A token that has not expired. An exception of the user's function makes the connection fail."""
+        return self._current()[0]
+
+    def extensions(self) -> dict[str, str]:
+        """The SASL extensions that came with the token."""
+        answer = self._current()
+        return dict(answer[3]) if len(answer) == 4 else {}  # noqa: PLR2004 - the longer form of the answer
+
+    def _current(self) -> TokenAnswer:
+        with self._lock:
+            now = time.time()
+            if self._answer is None or now >= self._fresh_until:
+                self._answer = self._callback(self._argument)
+                self._fresh_until = now + _FRESH_SHARE * (self._answer[1] - now)
+            return self._answer
+
 
 Setting = str | int | float | Callable[..., object]
 """A value as confluent-kafka takes it. librdkafka gets True and False as ``true`` and ``false``."""
@@ -64,7 +241,7 @@ _REFUSED: Final = {
 }
 """Keys that only librdkafka understands, or that users of other clients expect, and what to do instead."""
 
-_SECURITY: Final = security.KEYS | {
+_SECURITY: Final = KEYS | {
     "security.protocol",
     "sasl.mechanism",
     "sasl.username",
@@ -146,7 +323,7 @@ def checked(kafka: Mapping[str, object], *, trusted: bool) -> dict[str, Setting]
     _check_servers(settings)
     _check_protocol(settings)
     _check_two_phase_commit(settings)
-    security.check({key: str(value) for key, value in settings.items() if key in security.KEYS})
+    check({key: str(value) for key, value in settings.items() if key in KEYS})
     return settings
 
 
@@ -241,7 +418,7 @@ def _check_protocol(settings: Mapping[str, Setting]) -> None:
 #
 # librdkafka alone fetches the Kerberos ticket; both clients then use the process's ticket cache.
 
-_SHOWN: Final = security.KEYS - {"ssl.key.password", "ssl.key.pem", "ssl.certificate.pem", "ssl.ca.pem"} | {
+_SHOWN: Final = KEYS - {"ssl.key.password", "ssl.key.pem", "ssl.certificate.pem", "ssl.ca.pem"} | {
     "bootstrap.servers",
     "client.id",
     "security.protocol",
@@ -364,9 +541,7 @@ class KafkaConfig:
             canonical_names=self.get("client.dns.lookup") == "resolve_canonical_bootstrap_servers_only",
             family=FAMILIES[self._text("broker.address.family", "any")],
             socket_options=self._socket_options(),
-            tls=security.context({k: str(v) for k, v in self._settings if k in security.KEYS})
-            if "ssl" in protocol
-            else None,
+            tls=context({k: str(v) for k, v in self._settings if k in KEYS}) if "ssl" in protocol else None,
             sasl=self._sasl() if "sasl" in protocol else None,
             request_s=min(self._number("socket.timeout.ms") or 30_000, 30_000) / 1000,
             opening_s=opening_s,

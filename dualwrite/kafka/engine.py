@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
 from dualwrite.clock import Deadline, Patience, now_s
 from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError, TransactionAborted, Unavailable
 from dualwrite.interfaces import TransactionCoordinator
-from dualwrite.kafka.failures import Failure
+from dualwrite.kafka.error_codes import Failure
 from dualwrite.kafka.transaction_ends import PendingEnd, know_end
 from dualwrite.protocol.findings import Status
 from dualwrite.protocol.kafka_requirements import time_limit

@@ -28,7 +28,7 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.interfaces import NativeCoordinator, TransactionCoordinator
 from dualwrite.kafka import engine as forks
-from dualwrite.kafka.abandoned_transaction import AbandonedTransaction, Completion
+from dualwrite.kafka.blocking import AbandonedTransaction, Completion
 from dualwrite.kafka.config import TWO_PHASE_COMMIT, KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.engine import Column, ProducerEngine, not_allowed

@@ -21,8 +21,7 @@ from dualwrite import failpoints
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.interfaces import Observer, StateStore, TransactionCoordinator, native_of
-from dualwrite.kafka.abandoned_transaction import AbandonedTransaction, Completion
-from dualwrite.kafka.blocking import BlockingTransaction
+from dualwrite.kafka.blocking import AbandonedTransaction, BlockingTransaction, Completion
 from dualwrite.kafka.cluster import internal_partition
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator

@@ -25,7 +25,7 @@ from dualwrite import failpoints
 from dualwrite.clock import Deadline
 from dualwrite.errors import ChangelogDiffers, ConfigurationError, StoreTooOld, Unavailable
 from dualwrite.kafka.coordinator import connection_settings
-from dualwrite.kafka.listed_offsets import PASSING, list_offsets
+from dualwrite.kafka.librdkafka.handle import PASSING, list_offsets
 from dualwrite.state.entries import Change, Position, position_in
 from dualwrite.state.store import KeyValueStore
 

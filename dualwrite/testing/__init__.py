@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from dualwrite.testing.memory.lane import Place, RecordedTransaction, TransactionState
     from dualwrite.testing.memory.writer import AsyncInMemoryWriter, InMemoryWriter
     from dualwrite.testing.proxy import Api, KafkaProxy, PostgresProxy
+    from dualwrite.testing.servers.databases import EmbeddedMariaDB, EmbeddedPostgres, EmbeddedZooKeeper
     from dualwrite.testing.servers.kafka import EmbeddedKafka
-    from dualwrite.testing.servers.mariadb import EmbeddedMariaDB
-    from dualwrite.testing.servers.postgresql import EmbeddedPostgres
-    from dualwrite.testing.servers.zookeeper import EmbeddedZooKeeper
 
 __all__ = [
     "Api",
@@ -61,9 +59,9 @@ _HOMES = {
     "AsyncInMemoryWriter": "dualwrite.testing.memory.writer",
     "Checker": "dualwrite.testing.checker",
     "EmbeddedKafka": "dualwrite.testing.servers.kafka",
-    "EmbeddedMariaDB": "dualwrite.testing.servers.mariadb",
-    "EmbeddedPostgres": "dualwrite.testing.servers.postgresql",
-    "EmbeddedZooKeeper": "dualwrite.testing.servers.zookeeper",
+    "EmbeddedMariaDB": "dualwrite.testing.servers.databases",
+    "EmbeddedPostgres": "dualwrite.testing.servers.databases",
+    "EmbeddedZooKeeper": "dualwrite.testing.servers.databases",
     "Finding": "dualwrite.testing.checker",
     "Follower": "dualwrite.testing.checker",
     "History": "dualwrite.testing.checker",

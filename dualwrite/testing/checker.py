@@ -23,7 +23,7 @@ from sqlalchemy import Engine, create_engine, text
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, DualWriteError, Unavailable
-from dualwrite.kafka.listed_offsets import PASSING, list_offsets
+from dualwrite.kafka.librdkafka.handle import PASSING, list_offsets
 from dualwrite.recovery.recover import RecoveryReport
 from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.writing.left_behind import recover

@@ -16,10 +16,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from dualwrite import DualWriter
+    from dualwrite.testing.servers.databases import EmbeddedMariaDB, EmbeddedPostgres, EmbeddedZooKeeper
     from dualwrite.testing.servers.kafka import EmbeddedKafka
-    from dualwrite.testing.servers.mariadb import EmbeddedMariaDB
-    from dualwrite.testing.servers.postgresql import EmbeddedPostgres
-    from dualwrite.testing.servers.zookeeper import EmbeddedZooKeeper
 
 PARTITIONS = 2
 
@@ -36,7 +34,7 @@ def dualwrite_kafka() -> Iterator[EmbeddedKafka]:
 @pytest.fixture(scope="session")
 def dualwrite_postgres() -> Iterator[EmbeddedPostgres]:
     """A PostgreSQL server for the session: embedded, or the one of ``DUALWRITE_TEST_POSTGRES``."""
-    from dualwrite.testing.servers.postgresql import EmbeddedPostgres  # noqa: PLC0415 - import only on demand
+    from dualwrite.testing.servers.databases import EmbeddedPostgres  # noqa: PLC0415 - import only on demand
 
     with EmbeddedPostgres() as server:
         yield server
@@ -45,7 +43,7 @@ def dualwrite_postgres() -> Iterator[EmbeddedPostgres]:
 @pytest.fixture(scope="session")
 def dualwrite_zookeeper() -> Iterator[EmbeddedZooKeeper]:
     """A ZooKeeper server for the session: embedded, or the ensemble of ``DUALWRITE_TEST_ZOOKEEPER``."""
-    from dualwrite.testing.servers.zookeeper import EmbeddedZooKeeper  # noqa: PLC0415 - import only on demand
+    from dualwrite.testing.servers.databases import EmbeddedZooKeeper  # noqa: PLC0415 - import only on demand
 
     with EmbeddedZooKeeper() as server:
         yield server
@@ -54,7 +52,7 @@ def dualwrite_zookeeper() -> Iterator[EmbeddedZooKeeper]:
 @pytest.fixture(scope="session")
 def dualwrite_mariadb() -> Iterator[EmbeddedMariaDB]:
     """A MariaDB server for the session: embedded, or the one of ``DUALWRITE_TEST_MARIADB``."""
-    from dualwrite.testing.servers.mariadb import EmbeddedMariaDB  # noqa: PLC0415 - import only on demand
+    from dualwrite.testing.servers.databases import EmbeddedMariaDB  # noqa: PLC0415 - import only on demand
 
     with EmbeddedMariaDB() as server:
         yield server

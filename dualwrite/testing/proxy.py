@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from dualwrite.testing.servers.databases import EmbeddedPostgres
     from dualwrite.testing.servers.kafka import EmbeddedKafka
-    from dualwrite.testing.servers.postgresql import EmbeddedPostgres
 
 # The units that a proxy forwards: requests and answers, which a codec cuts out of two byte streams.
 

@@ -22,7 +22,7 @@ from confluent_kafka.admin import AdminClient, OffsetSpec
 from dualwrite.clock import Deadline, pause
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.kafka.coordinator import connection_settings
-from dualwrite.kafka.listed_offsets import list_offsets
+from dualwrite.kafka.librdkafka.handle import list_offsets
 from dualwrite.protocol.lives import Effect, UnitEvent
 from dualwrite.units.records import BatchRange, Follower, Offsets, Partition, Snapshot, UnitImage, UnitRecord, event_of
 

@@ -72,10 +72,10 @@ if TYPE_CHECKING:
     from dualwrite.recovery.claim import OwnerContext
     from dualwrite.stores.sql.access import DjangoConnection
     from dualwrite.writing.fair_queue import Ticket
-    from dualwrite.writing.falling_back import MayWait, Outboxes
     from dualwrite.writing.health import HealthMonitor
     from dualwrite.writing.lane import Lane
     from dualwrite.writing.lane_pool import Lanes, PooledLane
+    from dualwrite.writing.outbox import MayWait, Outboxes
 
 # The ORM session of a dual write, or of one of its units: made at first use, on its connection, and on no other.
 

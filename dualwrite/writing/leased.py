@@ -28,9 +28,8 @@ from dualwrite.protocol.values import writer_of
 from dualwrite.recovery.claim import LOSSES, has_ended, lease_owner, place_of_this_process
 from dualwrite.writing import transaction
 from dualwrite.writing.left_behind import take_over
-from dualwrite.writing.opening import PATIENCE_S, Opening, with_opening
 from dualwrite.writing.writer import DualWriter
-from dualwrite.writing.writer_resources import ask_first
+from dualwrite.writing.writer_resources import PATIENCE_S, Opening, ask_first, with_opening
 
 if TYPE_CHECKING:
     from types import TracebackType

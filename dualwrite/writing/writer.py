@@ -20,16 +20,24 @@ from dualwrite.recovery.claim import LOSSES, noting_reported, unique_owner
 from dualwrite.stores.sql.database import database_of, is_made_here, sql_of
 from dualwrite.telemetry import observer_if_loaded
 from dualwrite.writing.dual_write import Ground, WriterBlock, session_of_block
-from dualwrite.writing.falling_back import Outboxes
 from dualwrite.writing.group_commit import Groups, Submitting, limits_for, runners_for
 from dualwrite.writing.health import HealthMonitor
 from dualwrite.writing.lane import Losses, OnLoss
 from dualwrite.writing.lane_pool import Lanes
-from dualwrite.writing.opening import PATIENCE_S, Opening, with_opening
 from dualwrite.writing.outbox import Outbox as News
+from dualwrite.writing.outbox import Outboxes
 from dualwrite.writing.sender import Sender, Sending, send_all
 from dualwrite.writing.transaction import Serializers, Serializing, Transaction
-from dualwrite.writing.writer_resources import Opened, ProducerSettings, ask_first, refuse_fork, require_opened
+from dualwrite.writing.writer_resources import (
+    PATIENCE_S,
+    Opened,
+    Opening,
+    ProducerSettings,
+    ask_first,
+    refuse_fork,
+    require_opened,
+    with_opening,
+)
 
 if TYPE_CHECKING:
     import psycopg

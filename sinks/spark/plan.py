@@ -39,9 +39,9 @@ from dualwrite.sinks.spark.quarantine import quarantine_target, require_checkabl
 from dualwrite.sinks.spark.targets import Target, require_all_used, require_different, tag_number
 from dualwrite.sinks.spark.worker import settle_leases
 from dualwrite.stores.sql.access import map_database_error
+from dualwrite.stores.sql.leases import SlotPool
 from dualwrite.stores.sql.ledger import Ledger, Runs, batch_in_part, newest_batch
 from dualwrite.stores.sql.short_transactions import check_schema
-from dualwrite.stores.sql.slots import SlotPool
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.stores.sql.tables import check_name
 from dualwrite.telemetry import observer_if_loaded
@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.options import SinkOptions
     from dualwrite.sinks.spark.targets import Wanted
+    from dualwrite.stores.sql.leases import SlotLease
     from dualwrite.stores.sql.ledger import Run
-    from dualwrite.stores.sql.slots import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Left:
 
     has_ended: bool
     run: Run | None
-    leases: Sequence[Lease]
+    leases: Sequence[SlotLease]
     rows: Sequence[StateRow]
     prepared: Sequence[Participant]
 

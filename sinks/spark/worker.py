@@ -23,8 +23,8 @@ from dualwrite.protocol.values import owner_prefix
 from dualwrite.recovery.claim import OwnerContext, claim_rows, default_owner, unique_owner
 from dualwrite.recovery.settle import SettleReport, settle
 from dualwrite.sinks.spark.databases.database import open_database
+from dualwrite.stores.sql.leases import SlotLease, SlotPool
 from dualwrite.stores.sql.ledger import Ledger, Runs
-from dualwrite.stores.sql.slots import Lease, SlotPool
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.telemetry import observer_if_loaded
 from dualwrite.writing.lane import Lane
@@ -327,7 +327,7 @@ class Slot:
     `rests` says that the worker will keep the lane that uses it.
     """
 
-    def __init__(self, lease: Lease, leased_at: datetime) -> None:
+    def __init__(self, lease: SlotLease, leased_at: datetime) -> None:
         self.lease = lease
         self.leased_at = leased_at
         self.kept_until: datetime | None = None
@@ -423,7 +423,7 @@ def leased_slot(
         )
 
 
-def _renew(pool: SlotPool, lease: Lease, lease_s: float, stop: threading.Event) -> None:
+def _renew(pool: SlotPool, lease: SlotLease, lease_s: float, stop: threading.Event) -> None:
     while not stop.wait(lease_s / _RENEWALS_PER_LEASE):
         try:
             pool.renew(lease, lease_s)
@@ -438,7 +438,7 @@ def _renew(pool: SlotPool, lease: Lease, lease_s: float, stop: threading.Event) 
 
 
 def settle_leases(
-    context: OwnerContext, pool: SlotPool, leases: Collection[Lease], deadline: Deadline, *, name: str, prefix: str
+    context: OwnerContext, pool: SlotPool, leases: Collection[SlotLease], deadline: Deadline, *, name: str, prefix: str
 ) -> SettleReport:
     """Take leases over, claim their slots, settle them, and free them. A task that still writes on one is fenced.
 

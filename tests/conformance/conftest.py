@@ -22,7 +22,7 @@ from sqlalchemy import Connection, make_url
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedKafka, EmbeddedMariaDB, EmbeddedPostgres
 from dualwrite.testing.checker import read_committed
-from dualwrite.testing.servers import postgresql
+from dualwrite.testing.servers import databases
 
 MARIADB_IN_THOROUGH_RUNS = (
     "test_batches.py",
@@ -108,7 +108,7 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Databas
 def postgres_16_url() -> Iterator[str]:
     """PostgreSQL 16, which the same wheel holds: the newest without ``transaction_timeout``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(postgresql, "INSTALLATION", "pginstall")
+        patch.setattr(databases, "INSTALLATION", "pginstall")
         with EmbeddedPostgres({"max_prepared_transactions": "100"}) as server:
             yield server.create_database()
 

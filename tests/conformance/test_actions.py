@@ -9,8 +9,7 @@ from harness.databases import Database
 from sqlalchemy import update
 
 from dualwrite.protocol.blocking import Deed, End, Ended, Intent
-from dualwrite.stores.sql.actions import History
-from dualwrite.stores.sql.database import Forgetting, before
+from dualwrite.stores.sql.database import Forgetting, History, before
 from dualwrite.stores.sql.tables import declare_tables
 
 FIRST = Intent(

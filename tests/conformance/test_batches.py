@@ -21,6 +21,7 @@ from dualwrite.cli.options import commands
 from dualwrite.errors import ConfigurationError
 from dualwrite.protocol.batches import Destination, Way
 from dualwrite.protocol.values import owner_prefix, pool_of_sink, stream_name
+from dualwrite.stores.sql.leases import SlotPool
 from dualwrite.stores.sql.ledger import (
     BEGUN,
     WHOLE_BATCH,
@@ -31,7 +32,6 @@ from dualwrite.stores.sql.ledger import (
     read_batches,
     read_nobody_at_work,
 )
-from dualwrite.stores.sql.slots import SlotPool
 from dualwrite.stores.sql.tables import database_now
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))

@@ -16,7 +16,7 @@ from harness.patience import PATIENCE_S
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, Unavailable
 from dualwrite.kafka import engine
-from dualwrite.kafka.abandoned_transaction import Completion
+from dualwrite.kafka.blocking import Completion
 from dualwrite.kafka.native import producer as native_instance
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.protocol.lives import ProducerState

@@ -16,7 +16,7 @@ from harness.engines import answered
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError, TransactionAborted
-from dualwrite.kafka.abandoned_transaction import Completion
+from dualwrite.kafka.blocking import Completion
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.operations import terminate
 from dualwrite.protocol.lives import ProducerState

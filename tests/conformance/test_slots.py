@@ -9,8 +9,8 @@ import pytest
 from harness.databases import Database, Thread
 
 from dualwrite.errors import ConfigurationError, Fenced, Unavailable
-from dualwrite.stores.sql import slots
-from dualwrite.stores.sql.slots import Lease, SlotPool, living_leases
+from dualwrite.stores.sql import leases as module
+from dualwrite.stores.sql.leases import SlotLease, SlotPool, living_leases
 
 
 @pytest.fixture
@@ -18,12 +18,12 @@ def pool(database: Database) -> SlotPool:
     return SlotPool(database.engine(), "job", schema=database.schema)
 
 
-def names(leases: list[Lease] | object) -> list[str]:
+def names(leases: list[SlotLease] | object) -> list[str]:
     assert isinstance(leases, (list, tuple)) or hasattr(leases, "__iter__")
     return [lease.transactional_id for lease in leases]
 
 
-def give_back(pool: SlotPool, lease: Lease, *, kept: bool = False) -> None:
+def give_back(pool: SlotPool, lease: SlotLease, *, kept: bool = False) -> None:
     pool.release({lease.transactional_id: lease.owner}, kept=kept)
 
 
@@ -69,7 +69,7 @@ def test_a_slot_that_its_worker_keeps_is_left_to_it_while_the_pool_may_grow(pool
 
 
 def test_a_slot_that_was_kept_for_long_is_anybodys(pool: SlotPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "KEPT_S", 0.0)
+    monkeypatch.setattr(module, "KEPT_S", 0.0)
     give_back(pool, pool.lease("worker", 60), kept=True)
     assert pool.lease("another", 60).transactional_id == "job#1"
 
@@ -135,7 +135,7 @@ def test_concurrent_workers_never_share_a_slot(database: Database, pool: SlotPoo
         pool.lease("dead", -1)
     together = threading.Barrier(6)
 
-    def lease(number: int) -> list[Lease]:
+    def lease(number: int) -> list[SlotLease]:
         own = SlotPool(database.url, "job", schema=database.schema)
         together.wait()
         held = [own.lease(f"worker {number}", 60) for _ in range(4)]

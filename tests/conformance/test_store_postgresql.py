@@ -24,7 +24,7 @@ from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.stores.sql.short_transactions import ShortTransactions
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedPostgres, PostgresProxy
-from dualwrite.testing.servers.postgresql import SERVER_VARIABLE
+from dualwrite.testing.servers.databases import POSTGRES_SERVER_VARIABLE
 
 pytestmark = pytest.mark.postgresql
 
@@ -263,7 +263,7 @@ def test_a_commit_whose_answer_is_lost_is_in_doubt_and_found_out() -> None:
 def test_what_is_prepared_waits_for_its_end_whatever_happens_to_the_server(
     committed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(SERVER_VARIABLE, raising=False)  # it is restarted
+    monkeypatch.delenv(POSTGRES_SERVER_VARIABLE, raising=False)  # it is restarted
     with EmbeddedPostgres() as server:
         database = prepare("postgresql", server.create_database())
         store = database.store()

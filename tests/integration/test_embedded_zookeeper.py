@@ -6,7 +6,7 @@ from kazoo.client import KazooClient
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.testing import EmbeddedZooKeeper
-from dualwrite.testing.servers.zookeeper import HOSTS_VARIABLE
+from dualwrite.testing.servers.databases import HOSTS_VARIABLE
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from sqlalchemy import make_url, text
 from dualwrite import ConfigurationError, DualWriter, WriterLimits, recover
 from dualwrite.cli.options import commands
 from dualwrite.operations import forget
+from dualwrite.stores.sql.leases import SlotPool
 from dualwrite.stores.sql.ledger import Runs
-from dualwrite.stores.sql.slots import SlotPool
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing.checker import read_committed
 

@@ -14,7 +14,7 @@ from dualwrite.protocol.values import Decision, Outcome, TransactionStatus
 from dualwrite.recovery.claim import OwnerContext, claim_rows, unique_owner
 from dualwrite.recovery.settle import settle
 from dualwrite.sinks.batches import complete_handed_over
-from dualwrite.stores.sql.slots import SlotPool
+from dualwrite.stores.sql.leases import SlotPool
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing.checker import read_committed
 from dualwrite.testing.proxy import Api, KafkaProxy

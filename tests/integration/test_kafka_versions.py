@@ -17,7 +17,7 @@ from sqlalchemy import select
 from dualwrite import DualWriter, failpoints
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.native.coordination import Group, Offset
-from dualwrite.kafka.native.error_meanings import Code
+from dualwrite.kafka.native.produce_state import Code
 from dualwrite.testing import EmbeddedKafka, read_committed
 from dualwrite.testing.proxy import Api, KafkaProxy
 from dualwrite.testing.servers.embedded import kafka_jars

@@ -12,7 +12,7 @@ from harness.spoiling import SPOILS, SpoilingProxy
 from dualwrite import DualWriter, WriterLimits
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, Unavailable
-from dualwrite.kafka.abandoned_transaction import Completion
+from dualwrite.kafka.blocking import Completion
 from dualwrite.kafka.brokers import Connections
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator

@@ -18,7 +18,7 @@ from dualwrite.kafka.brokers import Brokers
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.messages import Client, Produce, TxnOffsetCommit
 from dualwrite.kafka.native.coordination import Group, Offset, group_of
-from dualwrite.kafka.native.error_meanings import Code
+from dualwrite.kafka.native.produce_state import Code
 from dualwrite.testing import read_committed
 from dualwrite.testing.proxy import Api, KafkaProxy
 

@@ -10,8 +10,7 @@ from dualwrite.clock import Deadline, now_s
 from dualwrite.kafka.brokers import Connections
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.native.error_meanings import Code, Meaning
-from dualwrite.kafka.native.produce_state import Limits, ProduceCore, Refusal
+from dualwrite.kafka.native.produce_state import Code, Limits, Meaning, ProduceCore, Refusal
 from dualwrite.kafka.native.records import Codec, RecordsBuilder
 from dualwrite.kafka.native.sender import Sender
 from dualwrite.testing import read_committed

@@ -14,7 +14,7 @@ from harness.patience import wait_until
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.abandoned_transaction import AbandonedTransaction, Completion
+from dualwrite.kafka.blocking import AbandonedTransaction, Completion
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import LaneProducer

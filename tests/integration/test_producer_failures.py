@@ -20,10 +20,10 @@ from dualwrite.errors import (
     TransactionAborted,
     Unavailable,
 )
-from dualwrite.kafka.abandoned_transaction import Completion
+from dualwrite.kafka.blocking import Completion
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.failures import Phase
+from dualwrite.kafka.error_codes import Phase
 from dualwrite.kafka.producer import LaneProducer, TransactionalProducer
 from dualwrite.protocol.lives import ProducerState
 from dualwrite.protocol.values import TransactionStatus

@@ -21,8 +21,8 @@ from dualwrite.sinks.spark import JobFailed, foreach_batch, register, write_batc
 from dualwrite.sinks.spark import per_partition as job_module
 from dualwrite.sinks.spark.per_partition import BatchJob
 from dualwrite.sinks.spark.plan import SparkJobs
+from dualwrite.stores.sql.leases import SlotPool
 from dualwrite.stores.sql.ledger import Runs
-from dualwrite.stores.sql.slots import SlotPool
 
 
 @pytest.fixture(params=["staging", "prepared", "write_batch"])

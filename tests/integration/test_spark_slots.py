@@ -14,7 +14,7 @@ from sqlalchemy import create_engine
 from dualwrite import DecidedTransactionLost, TransactionAborted, Unavailable, failpoints
 from dualwrite.clock import Deadline
 from dualwrite.sinks.spark.worker import Attempt, leased_slot
-from dualwrite.stores.sql.slots import SlotPool
+from dualwrite.stores.sql.leases import SlotPool
 from dualwrite.stores.sql.store import SqlStateStore
 
 

@@ -19,12 +19,12 @@ from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import ConfigurationError, DualWriteError, TransactionAborted
 from dualwrite.interfaces import TransactionCoordinator
 from dualwrite.kafka.engine import OLD_S, Callbacks, ProducerEngine, Transaction
-from dualwrite.kafka.error_codes import Code
-from dualwrite.kafka.failures import (
+from dualwrite.kafka.error_codes import (
     CONNECTING,
     NO_PARTITION,
     WITHIN_A_TRANSACTION,
     Advice,
+    Code,
     Failure,
     Kind,
     Phase,

@@ -9,9 +9,11 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Final, Generic, TypeVar
 
-from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka import IsolationLevel, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from dualwrite.clock import Deadline, now_s
 from dualwrite.kafka.config import KafkaConfig, Setting
@@ -243,3 +245,40 @@ class Handle:
 
 
 MakeHandle = Callable[[Mapping[str, object], str, Deadline], Handle]
+
+
+_LEADERS_S: Final = 10.0
+PASSING: Final = frozenset(
+    {
+        KafkaError.NOT_LEADER_FOR_PARTITION,
+        KafkaError.LEADER_NOT_AVAILABLE,
+        KafkaError.FENCED_LEADER_EPOCH,
+        KafkaError.UNKNOWN_LEADER_EPOCH,
+        KafkaError.OFFSET_NOT_AVAILABLE,
+        KafkaError._NOENT,
+        KafkaError._ALL_BROKERS_DOWN,
+        KafkaError._TRANSPORT,
+        KafkaError._TIMED_OUT,
+        KafkaError._RESOLVE,
+    }
+)
+"""Transient errors: a broker is starting, moving partitions or not answering. Ask again, until a deadline."""
+
+
+def list_offsets(
+    admin: AdminClient, wanted: Mapping[TopicPartition, OffsetSpec], isolation: IsolationLevel, *, timeout_s: float
+) -> dict[TopicPartition, int]:
+    """Ask once. After an error that passes, the client's metadata is refreshed, so that it may be asked again.
+
+    librdkafka does not refresh it by itself: it repeats the leader epoch that it has cached, and the broker refuses each
+    request.
+    """
+    answers = admin.list_offsets(dict(wanted), isolation_level=isolation, request_timeout=timeout_s)
+    try:
+        return {where: int(answer.result().offset) for where, answer in answers.items()}
+    except KafkaException as refused:
+        if refused.args[0].code() in PASSING:
+            for topic in {where.topic for where in wanted}:
+                with suppress(KafkaException):
+                    admin.list_topics(topic, timeout=min(timeout_s, _LEADERS_S))
+        raise

@@ -17,7 +17,7 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import DualWriteError, Fenced, TransactionAborted, Unavailable
 from dualwrite.kafka.engine import OLD_S, SILENT_ABORT_S, agree_on_transaction_timeout_ms, asking, verb
-from dualwrite.kafka.failures import Failure, Phase, not_answered
+from dualwrite.kafka.error_codes import Failure, Phase, not_answered
 from dualwrite.kafka.librdkafka.evidence import (
     INIT_MAY_COME,
     Evidence,

@@ -4,7 +4,7 @@ The requests are built from values and answered with values; which answers are r
 place.
 
 They go over the sender's connections, in the thread that uses it. What an answer means stands in
-:mod:`dualwrite.kafka.native.error_meanings`.
+:mod:`dualwrite.kafka.native.produce_state`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dualwrite.kafka.engine import choose_transaction_timeout_ms, log_that_unlim
 from dualwrite.kafka.error_codes import Code
 from dualwrite.kafka.messages import EndTxn, Group, Message, NotOffered, Offset, Partition, TxnOffsetCommit
 from dualwrite.kafka.messages import Request as WireRequest
-from dualwrite.kafka.native.error_meanings import Meaning, Request, meaning_of
+from dualwrite.kafka.native.produce_state import Meaning, Request, meaning_of
 from dualwrite.kafka.opening_messages import CoordinatorType, InitProducerId
 from dualwrite.protocol.values import NEVER_MS
 

@@ -41,13 +41,14 @@ from dualwrite.kafka.engine import (
     verb,
     whole,
 )
-from dualwrite.kafka.error_codes import Code, code_name
-from dualwrite.kafka.failures import (
+from dualwrite.kafka.error_codes import (
     Advice,
+    Code,
     Failure,
     Kind,
     Phase,
     advice_on,
+    code_name,
     ended_by_hand,
     error_for,
     not_answered,
@@ -64,8 +65,7 @@ from dualwrite.kafka.native.coordination import (
     offsets_of,
     refusal_of_two_phase,
 )
-from dualwrite.kafka.native.error_meanings import Meaning, Request, meaning_of
-from dualwrite.kafka.native.produce_state import Partition, ProduceCore, Refusal
+from dualwrite.kafka.native.produce_state import Meaning, Partition, ProduceCore, Refusal, Request, meaning_of
 from dualwrite.kafka.native.sender import Sender
 from dualwrite.kafka.native.settings import native_settings
 from dualwrite.kafka.transaction_ends import PendingEnd

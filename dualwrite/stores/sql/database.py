@@ -8,12 +8,29 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
-from sqlalchemy import URL, ColumnElement, and_, delete, exc, func, or_, select, tuple_, union_all
+from sqlalchemy import (
+    URL,
+    ColumnElement,
+    Connection,
+    Engine,
+    Row,
+    and_,
+    delete,
+    exc,
+    func,
+    insert,
+    or_,
+    select,
+    tuple_,
+    union_all,
+    update,
+)
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.interfaces import PAUSED_OWNER_TIMEOUT_S, Database, Traits
+from dualwrite.protocol.blocking import ActionRecord, Deed, End, Ended, Intent
 from dualwrite.protocol.findings import Status
 from dualwrite.protocol.values import owner_prefix, pool_of_sink
 from dualwrite.stores.sql import dialect
@@ -33,12 +50,11 @@ from dualwrite.stores.sql.store import SqlStateStore, listen_to
 from dualwrite.stores.sql.tables import database_now, declare_tables, in_chunks
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Engine, Table
+    from sqlalchemy import Table
 
     from dualwrite.interfaces import StateStore
     from dualwrite.protocol.process import Lease
     from dualwrite.protocol.values import StateRow
-    from dualwrite.stores.sql.actions import History
     from dualwrite.stores.sql.leases import Leases
 
 
@@ -146,8 +162,7 @@ class SqlDatabase(Database):
 
     def living(self, names: Collection[str]) -> set[str]:
         """Includes slots, which the tasks of a job hold."""
-        from dualwrite.stores.sql.leases import living_members  # noqa: PLC0415 - as above
-        from dualwrite.stores.sql.slots import living_leases  # noqa: PLC0415 - a writer needs no slots
+        from dualwrite.stores.sql.leases import living_leases, living_members  # noqa: PLC0415 - as above
 
         slots = living_leases(self.engine, names, schema=self.tables_schema)
         return slots | living_members(self.engine, names, schema=self.tables_schema)
@@ -174,7 +189,6 @@ class SqlDatabase(Database):
         return Forgetting(self.engine, self.tables_schema)
 
     def history(self) -> History:
-        from dualwrite.stores.sql.actions import History  # noqa: PLC0415 - a writer needs none
 
         return History(self.engine, schema=self.tables_schema)
 
@@ -452,3 +466,106 @@ def opened(given: Engine | Database | URL | str, schema: str | None = None) -> G
     finally:
         if is_made_here(given):
             database.close()
+
+
+_KNOWN: Final = [deed.value for deed in Deed]
+"""A later version may store others, which this one could not show."""
+
+
+class History:
+    """The actions on the ids of one database. Thread-safe; every call is a short transaction of its own, durable on return.
+
+    Every call raises ``Unavailable`` if the database does not answer, and ``ConfigurationError`` if the right to the table is
+    missing, or the database is read-only.
+    """
+
+    def __init__(self, engine: Engine, *, schema: str | None = None) -> None:
+        self._dialect = dialect_of(engine)
+        self._tables = declare_tables(schema)
+        self._action = self._tables.action
+        self._own = ShortTransactions(engine, self._dialect, self._tables)
+
+    def begin(self, intents: Sequence[Intent]) -> None:
+        """Store what is about to be done. One whose id is there already begins anew: it has no outcome any more."""
+        action = self._action
+
+        def work(connection: Connection) -> None:
+            there = self._there(connection, intents)
+            for intent in intents:
+                if intent.action_id in there:
+                    connection.execute(
+                        update(action)
+                        .where(action.c.action_id == intent.action_id)
+                        .values(begun_at=database_now(), ended_at=None, outcome=None, result=None, **_values(intent))
+                    )
+            if new := [_values(intent) for intent in intents if intent.action_id not in there]:
+                connection.execute(insert(action).values(begun_at=database_now()), new)
+
+        if intents:
+            self._own.run(work)
+
+    def begin_once(self, intent: Intent) -> bool:
+        """Store one intent; False, and nothing is stored, if its id is there already: its form was sent twice."""
+        statement = self._dialect.insert_if_missing(self._action).values(begun_at=database_now(), **_values(intent))
+        return self._own.run(lambda connection: connection.execute(statement).rowcount) == 1
+
+    def _there(self, connection: Connection, intents: Sequence[Intent]) -> set[str]:
+        action = self._action
+        found: set[str] = set()
+        for some in in_chunks(sorted({intent.action_id for intent in intents})):
+            found.update(connection.scalars(select(action.c.action_id).where(action.c.action_id.in_(some))))
+        return found
+
+    def end(self, ends: Sequence[End]) -> None:
+        """Store how what was begun has ended."""
+        action = self._action
+
+        def work(connection: Connection) -> None:
+            for end in ends:
+                connection.execute(
+                    update(action)
+                    .where(action.c.action_id == end.action_id)
+                    .values(ended_at=database_now(), outcome=end.outcome.value, result=end.result)
+                )
+
+        if ends:
+            self._own.run(work)
+
+    def read(self, action_id: str) -> ActionRecord | None:
+        """One action; None if it is not there."""
+        statement = select(self._action).where(self._action.c.action_id == action_id, self._action.c.deed.in_(_KNOWN))
+        row = self._own.read(lambda connection: connection.execute(statement).one_or_none())
+        return None if row is None else _record(row)
+
+    def last(self, prefix: str, *, limit: int) -> Sequence[ActionRecord]:
+        """The last actions on ids and writers with that prefix, newest first."""
+        action = self._action
+        statement = (
+            select(action)
+            .where(self._dialect.begins_with(action.c.subject, prefix), action.c.deed.in_(_KNOWN))
+            .order_by(action.c.begun_at.desc(), action.c.action_id)
+            .limit(limit)
+        )
+        return [_record(row) for row in self._own.read(lambda connection: connection.execute(statement).all())]
+
+
+def _values(intent: Intent) -> dict[str, str]:
+    return {
+        "action_id": intent.action_id,
+        "subject": intent.subject,
+        "deed": intent.deed.value,
+        "detail": intent.detail,
+        "reason": intent.reason,
+        "actor": intent.actor,
+        "program": intent.program,
+    }
+
+
+def _record(row: Row[Any]) -> ActionRecord:
+    return ActionRecord(
+        Intent(row.action_id, row.subject, Deed(row.deed), row.detail, row.reason, row.actor, row.program),
+        row.begun_at,
+        row.ended_at,
+        None if row.outcome is None else Ended(row.outcome),
+        row.result,
+    )

@@ -74,7 +74,7 @@ def _look(connection: Connection, dialect: Dialect, schema: str | None) -> Itera
     if dialect.name == "postgresql":
         yield from _postgresql(connection, tables, found)
     elif engine.dialect.name in MYSQL:
-        from dualwrite.stores.sql.mariadb_server import facts_of  # noqa: PLC0415 - large, as in dialect_of
+        from dualwrite.stores.sql.mariadb import facts_of  # noqa: PLC0415 - large, as in dialect_of
 
         yield from judge_mariadb(facts_of(connection, tables))
     else:

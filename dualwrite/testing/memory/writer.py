@@ -37,10 +37,10 @@ from dualwrite.testing.memory.lane import (
     is_shared,
 )
 from dualwrite.writing.dual_write import Ground, WriterBlock, session_of_block
-from dualwrite.writing.falling_back import Outboxes
 from dualwrite.writing.group_commit import Groups, Submitting, runners_for
 from dualwrite.writing.health import HealthMonitor
 from dualwrite.writing.lane_pool import Lanes
+from dualwrite.writing.outbox import Outboxes
 from dualwrite.writing.transaction import Serializers, Serializing
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
+from dualwrite.testing.servers.databases import POSTGRES_SERVER_VARIABLE, EmbeddedPostgres
 from dualwrite.testing.servers.kafka import SERVERS_VARIABLE, EmbeddedKafka
-from dualwrite.testing.servers.postgresql import SERVER_VARIABLE, EmbeddedPostgres
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +54,7 @@ def hold() -> int:
         with EmbeddedKafka(properties=timeouts) as kafka, EmbeddedPostgres() as postgres:
             # From here on, wait for a signal; before, it simply ends this process, and the servers with it.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-            environment = {SERVERS_VARIABLE: kafka.bootstrap_servers, SERVER_VARIABLE: postgres.url}
+            environment = {SERVERS_VARIABLE: kafka.bootstrap_servers, POSTGRES_SERVER_VARIABLE: postgres.url}
             state = STATE / "state.json"
             partial = state.with_suffix(".partial")
             partial.touch(mode=0o600)  # it holds a password
@@ -71,7 +71,11 @@ def up() -> int:
     state, log = STATE / "state.json", STATE / "log"
     if not _held():
         state.unlink(missing_ok=True)
-        own = {name: value for name, value in os.environ.items() if name not in {SERVERS_VARIABLE, SERVER_VARIABLE}}
+        own = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in {SERVERS_VARIABLE, POSTGRES_SERVER_VARIABLE}
+        }
         with log.open("w", encoding="utf-8") as output:
             command = [sys.executable, "-m", "dualwrite.testing.servers", "hold"]
             holder = subprocess.Popen(command, env=own, stdout=output, stderr=output, start_new_session=True)

@@ -54,7 +54,7 @@ from dualwrite.stores.sql.access import (
     number_of,
     ping_idle_connections,
 )
-from dualwrite.stores.sql.mariadb_server import is_mariadb
+from dualwrite.stores.sql.mariadb import is_mariadb
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -38,9 +38,8 @@ from dualwrite.kafka.producer import LaneProducer
 from dualwrite.migrations import upgrade
 from dualwrite.protocol.lives import LeaseState
 from dualwrite.recovery.claim import OwnerContext, default_owner
-from dualwrite.stores.sql.leases import read_leases
+from dualwrite.stores.sql.leases import SlotPool, read_leases
 from dualwrite.stores.sql.ledger import Ledger
-from dualwrite.stores.sql.slots import SlotPool
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.stores.sql.tables import declare_tables
 from dualwrite.testing import Checker, Follower, Journal

@@ -6,8 +6,7 @@ from kafka.record.default_records import DefaultRecordBatch
 
 from dualwrite.kafka.cluster import Leader, Topic
 from dualwrite.kafka.native.accumulator import Filling
-from dualwrite.kafka.native.error_meanings import Code
-from dualwrite.kafka.native.produce_state import Limits, ProduceCore
+from dualwrite.kafka.native.produce_state import Code, Limits, ProduceCore
 from dualwrite.kafka.native.records import Codec, RecordsBuilder
 from dualwrite.protocol.message import Message
 

@@ -6,8 +6,7 @@ from dualwrite.clock import Deadline, now_s
 from dualwrite.kafka.brokers import Connections
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.native.coordination import CoordinatorRequests
-from dualwrite.kafka.native.error_meanings import Code
-from dualwrite.kafka.native.produce_state import Limits, ProduceCore
+from dualwrite.kafka.native.produce_state import Code, Limits, ProduceCore
 from dualwrite.kafka.native.records import Codec, RecordsBuilder
 from dualwrite.kafka.native.sender import Sender
 from harness.patience import PATIENCE_S

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, ClassVar
 
 from dualwrite.testing import EmbeddedMariaDB, EmbeddedPostgres
-from dualwrite.testing.servers import mariadb, postgresql
+from dualwrite.testing.servers import databases
 from dualwrite.testing.servers.embedded import EmbeddedDatabase, ServerProcess, fetched_jars
 
 _BESIDE = Path(__file__)
@@ -33,7 +33,7 @@ class OtherPostgres(EmbeddedPostgres):
     def _binaries(self, directory: Path) -> Path:
         pom = _BESIDE.with_name("postgresql-pom.xml")
         fetched = fetched_jars(pom, "postgresql", "PostgreSQL", _unpack(_POSTGRESQL, "r|xz"), version=self._VERSION)
-        postgresql.bring(fetched / _SERVER, directory / _SERVER)
+        databases.bring(fetched / _SERVER, directory / _SERVER)
         return directory / _SERVER / "bin"
 
 
@@ -98,13 +98,13 @@ def _of(kind: type[EmbeddedDatabase], version: str) -> type[EmbeddedDatabase]:
 
 
 SERVERS: dict[str, tuple[type[EmbeddedDatabase], str]] = {
-    "mysql": (OtherMySQL, mariadb.SERVER_VARIABLE),
+    "mysql": (OtherMySQL, databases.MARIADB_SERVER_VARIABLE),
     **{
-        f"mariadb-{version.rpartition('.')[0]}": (_of(EmbeddedMariaDB, version), mariadb.SERVER_VARIABLE)
+        f"mariadb-{version.rpartition('.')[0]}": (_of(EmbeddedMariaDB, version), databases.MARIADB_SERVER_VARIABLE)
         for version in ("10.11.5",)
     },
     **{
-        f"postgresql-{version.partition('.')[0]}": (_of(kind, version), postgresql.SERVER_VARIABLE)
+        f"postgresql-{version.partition('.')[0]}": (_of(kind, version), databases.POSTGRES_SERVER_VARIABLE)
         for kind, version in (
             (OldPostgres, "13.14.0"),
             (OldPostgres, "14.11.0"),
@@ -123,7 +123,7 @@ def main() -> int:
     if name not in SERVERS:
         sys.exit(f"usage: python -m harness.other_databases {'|'.join(SERVERS)} [arguments of pytest]")
     kind, variable = SERVERS[name]
-    tests = "postgresql" if variable == postgresql.SERVER_VARIABLE else "mariadb"
+    tests = "postgresql" if variable == databases.POSTGRES_SERVER_VARIABLE else "mariadb"
     with kind() as server:
         command = [sys.executable, "-m", "pytest", "-k", tests, *arguments]
         return subprocess.run(command, env={**os.environ, variable: server.url}, check=False).returncode

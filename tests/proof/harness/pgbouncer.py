@@ -13,8 +13,8 @@ import pytest
 from sqlalchemy import make_url
 
 from dualwrite.clock import Deadline, pause
+from dualwrite.testing.servers.databases import unprivileged_user
 from dualwrite.testing.servers.embedded import LOOPBACK
-from dualwrite.testing.servers.postgresql import unprivileged_user
 from harness.patience import PATIENCE_S
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import signal
 import psutil
 
 from dualwrite.testing import EmbeddedPostgres
+from dualwrite.testing.servers.databases import unprivileged_user
 from dualwrite.testing.servers.embedded import ServerProcess
-from dualwrite.testing.servers.postgresql import unprivileged_user
 
 
 class StandbyPostgres(EmbeddedPostgres):

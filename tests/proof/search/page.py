@@ -32,7 +32,7 @@ What decides is the product itself: `dualwrite.protocol.settle.next_step`, `dual
 tables of producers and dual writes, the scan of the log in `dualwrite.kafka.log`. Of native transactions:
 `next_native_step` in `dualwrite.protocol.settle_native`, and `next_native_end_step`, `native_step_at_rest` and
 `left_undecided` in `dualwrite.protocol.settle`; and the tables of answers in
-`dualwrite.kafka.native.error_meanings` and `dualwrite.kafka.failures`. The broker is the simulated one, which
+`dualwrite.kafka.native.produce_state` and `dualwrite.kafka.error_codes`. The broker is the simulated one, which
 `make simulator` holds against a real broker, answer for answer. The recipes around the decisions (who asks what, and in
 which order) are retold as steps, since they run on threads and servers; each step is one request or one statement.
 

@@ -8,9 +8,8 @@ from functools import cache, partial
 from simulator import requests as sim
 from simulator.requests import ErrorCode, TopicPartition
 
-from dualwrite.kafka.failures import Phase
-from dualwrite.kafka.native.error_meanings import Meaning, Request, meaning_of
-from dualwrite.kafka.native.produce_state import Refusal
+from dualwrite.kafka.error_codes import Phase
+from dualwrite.kafka.native.produce_state import Meaning, Refusal, Request, meaning_of
 from dualwrite.kafka.native.producer import failure_of, refused
 from dualwrite.protocol.lives import ProducerEvent, ProducerState, WriteEvent
 from dualwrite.protocol.settle import Ended, EndStep

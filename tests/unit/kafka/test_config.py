@@ -9,8 +9,8 @@ import pytest
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka import kafka_python
+from dualwrite.kafka.config import KEYS as TLS_KEYS
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.security import KEYS as TLS_KEYS
 
 SERVERS = {"bootstrap.servers": "one:9092,two:9093"}
 SASL = {

@@ -8,7 +8,7 @@ from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicPar
 from confluent_kafka.admin import OffsetSpec
 
 from dualwrite.clock import Deadline
-from dualwrite.kafka.listed_offsets import list_offsets
+from dualwrite.kafka.librdkafka.handle import list_offsets
 from dualwrite.state.changelog import Changelog
 from dualwrite.units.log import PartitionLogs
 from dualwrite.units.records import Offsets

@@ -29,7 +29,7 @@ PLANTED = {
     ),
     "images of units and entries of state stores are pure": ("units/records", "time"),
     "the decision on a batch needs no writer and no engine": ("sinks/batches", "dualwrite.writing.lane"),
-    "the Spark sinks: two ways over what both share": ("sinks/spark/options", "dualwrite.sinks.spark.schema_parts"),
+    "the Spark sinks: two ways over what both share": ("sinks/spark/options", "dualwrite.sinks.spark.registry"),
     "the simulated broker is pure": ("../simulator/broker", "time"),
 }
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualwrite.errors import TransactionAborted
-from dualwrite.kafka.failures import Code
+from dualwrite.kafka.error_codes import Code
 from dualwrite.protocol.message import STEPS, Message, MessageBatch, Unsendable, as_bytes, as_headers, size_of
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualwrite import ConfigurationError, Fenced, TransactionAborted, Unavailable
-from dualwrite.kafka.failures import Code, Phase, advice_on, error_for
+from dualwrite.kafka.error_codes import Code, Phase, advice_on, error_for
 from dualwrite.protocol.message import Unsendable
 from dualwrite.protocol.outbox import (
     FIRST_ROWS,

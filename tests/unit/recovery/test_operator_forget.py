@@ -8,8 +8,8 @@ from dualwrite import ConfigurationError, Fenced, Unavailable, WriterLimits, fai
 from dualwrite.protocol.values import Outcome
 from dualwrite.recovery import recover
 from dualwrite.recovery.operator import forget
+from dualwrite.stores.sql.leases import SlotPool
 from dualwrite.stores.sql.ledger import Runs
-from dualwrite.stores.sql.slots import SlotPool
 
 DAY_S = 86400.0
 

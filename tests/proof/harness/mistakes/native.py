@@ -3,7 +3,7 @@
 import pytest
 
 from dualwrite.kafka import transaction_ends
-from dualwrite.kafka.abandoned_transaction import AbandonedTransaction
+from dualwrite.kafka.blocking import AbandonedTransaction
 from dualwrite.kafka.engine import GREATEST_TIMEOUT_MS
 from dualwrite.kafka.native import coordination
 from dualwrite.kafka.native.coordination import CoordinatorRequests

@@ -10,8 +10,7 @@ from dualwrite.kafka import producer
 from dualwrite.kafka.engine import ProducerEngine
 from dualwrite.kafka.native import producer as native_producer
 from dualwrite.kafka.native.coordination import Answered, CoordinatorRequests
-from dualwrite.kafka.native.error_meanings import Code, Meaning
-from dualwrite.kafka.native.produce_state import Batch, PartitionQueue, ProduceCore
+from dualwrite.kafka.native.produce_state import Batch, Code, Meaning, PartitionQueue, ProduceCore
 from dualwrite.kafka.native.producer import Evidence, NativeInstance
 from dualwrite.kafka.native.sender import Sender
 from dualwrite.protocol.lives import PRODUCER_LIFE, ProducerEvent, ProducerState

@@ -16,7 +16,8 @@ from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.stores.sql.outbox import Floor, SqlOutbox
 from dualwrite.stores.sql.store import Claim, Decisions
 from dualwrite.stores.sql.tables import declare_tables
-from dualwrite.writing import falling_back, lane_pool, sender, writer
+from dualwrite.writing import lane_pool, sender, writer
+from dualwrite.writing import outbox as falling_back
 from dualwrite.writing.lane import Lane
 from harness.mistakes.registry import Check, mistake, performed
 

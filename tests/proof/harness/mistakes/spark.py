@@ -262,6 +262,6 @@ def run_not_checked_at_the_decision(patch: pytest.MonkeyPatch) -> None:
 )
 def lease_not_looked_at_by_a_recovery(patch: pytest.MonkeyPatch) -> None:
     """A recovery takes a task that is at work for a dead one, though its lease has not expired."""
-    from dualwrite.stores.sql import slots
+    from dualwrite.stores.sql import leases
 
-    patch.setattr(slots, "living_leases", lambda *_, **__: frozenset())
+    patch.setattr(leases, "living_leases", lambda *_, **__: frozenset())

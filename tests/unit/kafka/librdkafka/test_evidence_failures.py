@@ -7,7 +7,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from dualwrite.errors import CompletionPending, ConfigurationError, Fenced, TransactionAborted, Unavailable
-from dualwrite.kafka.failures import Phase
+from dualwrite.kafka.error_codes import Phase
 from dualwrite.kafka.librdkafka.evidence import failure_of, kafka_error, kafka_exception_behind
 from dualwrite.kafka.librdkafka.handle import ClientLog
 from dualwrite.protocol.lives import PRODUCER_LIFE, ProducerEvent, ProducerState

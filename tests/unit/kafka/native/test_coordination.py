@@ -8,7 +8,7 @@ from dualwrite.clock import Deadline, running_on
 from dualwrite.kafka.brokers import NotYet
 from dualwrite.kafka.messages import TxnOffsetCommit
 from dualwrite.kafka.native.coordination import Answered, CoordinatorRequests, Group, Offset
-from dualwrite.kafka.native.error_meanings import MEANINGS, Code, Meaning, Request
+from dualwrite.kafka.native.produce_state import MEANINGS, Code, Meaning, Request
 
 IDS, NEXT = (7, 3), (7, 4)
 SILENCE = NotYet("no answer", unreachable=True)

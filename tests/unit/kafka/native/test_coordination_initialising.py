@@ -8,7 +8,7 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka import engine
 from dualwrite.kafka.engine import GREATEST_TIMEOUT_MS
-from dualwrite.kafka.failures import Code
+from dualwrite.kafka.error_codes import Code
 from dualwrite.kafka.native.coordination import (
     Answered,
     Attempt,

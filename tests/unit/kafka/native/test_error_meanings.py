@@ -3,7 +3,7 @@
 import kafka.errors as kafka_errors
 import pytest
 
-from dualwrite.kafka.native.error_meanings import MEANINGS, Code, Meaning, Request, code_name, meaning_of
+from dualwrite.kafka.native.produce_state import MEANINGS, Code, Meaning, Request, code_name, meaning_of
 
 ENDS_THE_INCARNATION = {Code.INVALID_PRODUCER_EPOCH, Code.PRODUCER_FENCED, Code.INVALID_PRODUCER_ID_MAPPING}
 

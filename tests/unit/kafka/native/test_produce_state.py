@@ -5,8 +5,7 @@ from random import Random
 
 import pytest
 
-from dualwrite.kafka.native.error_meanings import Code, Meaning
-from dualwrite.kafka.native.produce_state import MAX_IN_FLIGHT, Limits, ProduceCore, Refusal
+from dualwrite.kafka.native.produce_state import MAX_IN_FLIGHT, Code, Limits, Meaning, ProduceCore, Refusal
 from dualwrite.kafka.native.records import Codec, RecordsBuilder
 
 HERE, THERE = ("t", 0), ("t", 1)

@@ -6,10 +6,9 @@ import pytest
 from confluent_kafka import KafkaError
 
 from dualwrite.errors import CompletionPending, ConfigurationError, Fenced, TransactionAborted, Unavailable
-from dualwrite.kafka.failures import ADVICE, WITHIN_A_TRANSACTION, Code, Kind, Phase
+from dualwrite.kafka.error_codes import ADVICE, WITHIN_A_TRANSACTION, Code, Kind, Phase
 from dualwrite.kafka.librdkafka import evidence as librdkafka
-from dualwrite.kafka.native.error_meanings import MEANINGS, Meaning, Request, meaning_of
-from dualwrite.kafka.native.produce_state import Refusal
+from dualwrite.kafka.native.produce_state import MEANINGS, Meaning, Refusal, Request, meaning_of
 from dualwrite.kafka.native.producer import failure_of, refused
 from dualwrite.protocol.lives import ProducerEvent
 

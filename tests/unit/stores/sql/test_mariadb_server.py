@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.stores.sql.mariadb_server import Server
+from dualwrite.stores.sql.mariadb import Server
 from dualwrite.stores.sql.tables import declare_tables
 
 
