@@ -297,7 +297,7 @@ class KafkaOffsets:
         self._metadata: object = None
 
     def start(self, consumer: Consumer, partitions: Sequence[Partition]) -> Mapping[Name, int] | None:
-        """See :class:`Offsets`. The consumer asks for the committed offsets, and waits until none of them is pending."""
+        """The consumer asks for the committed offsets, and waits until none of them is pending."""
         del consumer, partitions
         return None
 
@@ -362,7 +362,7 @@ class RowOffsets:
         self._coordinator = coordinator
 
     def start(self, consumer: Consumer, partitions: Sequence[Partition]) -> Mapping[Name, int] | None:
-        """See :class:`Offsets`. Refuses a row that names an offset that the log does not hold."""
+        """Refuses a row that names an offset that the log does not hold."""
         claimed = self._claim(partitions)
         for name, row in claimed.items():
             if row.next_offset != NOTHING_YET:
@@ -380,7 +380,7 @@ class RowOffsets:
         return claimed
 
     def membership(self, consumer: Consumer) -> None:
-        """See :class:`Offsets`. The row's epoch is the membership."""
+        """The row's epoch is the membership."""
 
     def move(self, tx: Transaction, unit: Unit, to: Mapping[Name, int]) -> None:
         if unit.is_lost:
@@ -397,7 +397,7 @@ class RowOffsets:
                 one.claimed = ClaimedOffset(one.claimed.epoch, to[one.name])
 
     def committed(self, consumer: Consumer, partitions: Sequence[Partition]) -> Mapping[Name, int]:
-        """See :class:`Offsets`. Claims again, which refuses an earlier transaction of ours that may still commit."""
+        """Claims again, which refuses an earlier transaction of ours that may still commit."""
         del consumer
         claimed = self._claim(partitions)
         found = {one.name: claimed[one.name].next_offset for one in partitions}

@@ -326,11 +326,6 @@ class Connections:
         self._more_lanes.clear()
         self._asked.clear()
 
-    @property
-    def is_usable(self) -> bool:
-        """Whether they are not closed."""
-        return not self._closed
-
     def _check(self) -> None:
         if self._closed:
             raise IllegalStateError("the connections to Kafka are closed")
@@ -536,7 +531,6 @@ class Brokers:
     def exchange(
         self, requests: Sequence[tuple[int, Request | Message]], deadline: Deadline, *, spread: bool = False
     ) -> list[Answer | NotYet]:
-        """See :meth:`Connections.exchange`."""
         ours = self._borrowed()
         try:
             return ours.exchange(requests, deadline, spread=spread)
@@ -544,7 +538,6 @@ class Brokers:
             self._give_back(ours)
 
     def metadata(self, topics: Collection[str], deadline: Deadline, *, node: int | None = None) -> ClusterMetadata:
-        """See :meth:`Connections.metadata`."""
         ours = self._borrowed()
         try:
             return ours.metadata(topics, deadline, node=node)
@@ -552,7 +545,6 @@ class Brokers:
             self._give_back(ours)
 
     def lookup(self, request: Callable[[], Request | Message], deadline: Deadline) -> Answer:
-        """See :meth:`Connections.lookup`."""
         ours = self._borrowed()
         try:
             return ours.lookup(request, deadline)
@@ -560,7 +552,6 @@ class Brokers:
             self._give_back(ours)
 
     def nodes(self, deadline: Deadline) -> list[int]:
-        """See :meth:`Connections.nodes`."""
         return [broker.node_id for broker in self.metadata((), deadline).brokers]
 
     def refuse(self) -> bool:

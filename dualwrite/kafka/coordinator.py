@@ -111,7 +111,6 @@ class KafkaCoordinator:
         self._brokers.close()
 
     def refuses(self) -> bool:
-        """See :meth:`dualwrite.kafka.brokers.Brokers.refuse`."""
         return self._brokers.refuse()
 
     def cluster_id(self, deadline: Deadline) -> str:
@@ -446,7 +445,7 @@ class KafkaCoordinator:
         ]
 
     def post_question(self, native: States, shared: States) -> PostedQuestion | None:
-        """See :class:`dualwrite.kafka.transaction_ends.AsksAhead`. For a coordinator of ``one_thread``."""
+        """For a coordinator of ``one_thread``."""
         assert self._posting is not None
         question = PostedQuestion(self._posting, self._topics, native, shared)
         return question if question.is_sent else None

@@ -104,7 +104,6 @@ class OfOneKind:
     __slots__ = ()
 
     def version(self, offered: Offered) -> int:
-        """See :class:`Request`."""
         return offered.highest(self.NAME, self.KEY, self.LOWEST, self.HIGHEST)
 
 
@@ -303,7 +302,6 @@ class Produce(OfOneKind):
         self._timeout_ms = timeout_ms
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
-        """See :class:`Request`."""
         parts = [
             b"",
             client.flexible_head,
@@ -390,7 +388,6 @@ class EndTxn(OfOneKind):
         self.committed = committed
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
-        """See :class:`Request`."""
         head, kafka_id = client.flexible_head, compact(self.transactional_id)
         length = _HEAD_LENGTH + len(head) + len(kafka_id) + _END.size
         end = _END.pack(self.producer_id, self.producer_epoch, self.committed, 0)
@@ -464,12 +461,10 @@ class TxnOffsetCommit(OfOneKind, Varying):
         self.topic_ids = topic_ids
 
     def version(self, offered: Offered) -> int:
-        """See :class:`Request`."""
         by_id = all(name in self.topic_ids for name, _ in self.offsets)
         return offered.highest(self.NAME, self.KEY, self.LOWEST, self.HIGHEST if by_id else _OFFSETS_BY_ID - 1)
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
-        """See :class:`Request`."""
         group, topics = self.group, by_topic(self.offsets)
         parts = [
             compact(self.transactional_id),
@@ -539,7 +534,6 @@ class DescribeProducers(OfOneKind):
         self.partitions = partitions
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
-        """See :class:`Request`."""
         topics = by_topic(self.partitions)
         parts = [b"", client.flexible_head, unsigned(len(topics) + 1)]
         for name, numbers in topics.items():
@@ -648,7 +642,6 @@ class OffsetForLeaderEpoch(OfOneKind):
         self.epochs = epochs
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
-        """See :class:`Request`."""
         topics = by_topic(self.epochs)
         parts = [b"", client.flexible_head, _AS_A_CONSUMER, unsigned(len(topics) + 1)]
         for name, numbers in topics.items():
@@ -732,7 +725,6 @@ class Rare(Varying):
         self.message = message
 
     def version(self, offered: Offered) -> int:
-        """See :class:`Request`."""
         import kafka.errors  # noqa: PLC0415 - loaded with the first rare request
 
         try:
@@ -741,7 +733,6 @@ class Rare(Varying):
             raise NotOffered(str(error)) from error
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
-        """See :class:`Request`."""
         self.message.with_header(correlation_id=correlation_id, client_id=client.name)
         return bytes(self.message.encode(version=version, header=True, framed=True))
 

@@ -82,7 +82,6 @@ class Metadata(OfOneKind):
         self.topics = topics
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
-        """See :class:`~dualwrite.kafka.messages.Request`."""
         topics = [_NO_ID + compact(name) + NO_TAGS for name in self.topics]
         body = unsigned(len(topics) + 1) + b"".join(topics) + _CREATE_NOTHING
         return framed(self.KEY, version, correlation_id, client, body)
@@ -144,7 +143,6 @@ class FindCoordinator(OfOneKind):
         self.keys = keys
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
-        """See :class:`~dualwrite.kafka.messages.Request`."""
         body = self.kind.to_bytes(1, "big") + _texts(self.keys) + NO_TAGS
         return framed(self.KEY, version, correlation_id, client, body)
 
@@ -172,7 +170,6 @@ class FinalizedFeatures(OfOneKind):
     __slots__ = ()
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
-        """See :class:`~dualwrite.kafka.messages.Request`."""
         return framed(self.KEY, version, correlation_id, client, api_versions_body())
 
     def read(self, answer: bytes, version: int) -> tuple[int, Mapping[str, int]]:  # noqa: ARG002 - all versions answer alike
@@ -224,7 +221,6 @@ class DescribeConfigs(OfOneKind):
         self.settings = settings
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
-        """See :class:`~dualwrite.kafka.messages.Request`."""
         kind, settings = self.kind.to_bytes(1, "big"), _texts(self.settings) + NO_TAGS
         resources = b"".join(kind + compact(name) + settings for name in self.names)
         body = unsigned(len(self.names) + 1) + resources + _NEITHER_SYNONYMS_NOR_DOCUMENTATION
@@ -289,7 +285,6 @@ class DescribeTransactions(OfOneKind):
         self.transactional_ids = transactional_ids
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
-        """See :class:`~dualwrite.kafka.messages.Request`."""
         return framed(self.KEY, version, correlation_id, client, _texts(self.transactional_ids) + NO_TAGS)
 
     def read(self, answer: bytes, version: int) -> Sequence[DescribedTransaction]:  # noqa: ARG002 - there is one version
@@ -342,13 +337,11 @@ class InitProducerId(OfOneKind, Varying):
         self.two_phase = two_phase
 
     def version(self, offered: Offered) -> int:
-        """See :class:`~dualwrite.kafka.messages.Request`."""
         if self.two_phase:
             return offered.highest(self.NAME, self.KEY, self.TWO_PHASE, self.TWO_PHASE)
         return super().version(offered)
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
-        """See :class:`~dualwrite.kafka.messages.Request`."""
         body = compact(self.transactional_id) + _FOR_A_NEW_PRODUCER.pack(self.timeout_ms, -1, -1)
         body += (_TWO_PHASE if self.two_phase else b"") + NO_TAGS
         return framed(self.KEY, version, correlation_id, client, body)

@@ -310,6 +310,7 @@ class UnitWriter:
 # Writes the unit of a complete batch into the unit topic, so that the batch becomes visible to its readers at one
 # moment.
 
+
 class Written(NamedTuple):
     """The producers' progress, as their database shows it.
 

@@ -365,13 +365,11 @@ class DualWrite(Work):
 
     @property
     def outbox(self) -> bool | None:
-        """See :attr:`Work.outbox`."""
         if self._machine.state is WriteState.CHECKED and self.may_wait is not None:
             return True if self.may_wait.waits else None
         return self._machine.state is WriteState.WAITING
 
     def resource(self, name: str) -> Any:
-        """See :meth:`Work.resource`."""
         self._machine.check(WriteEvent.EXECUTE)
         if name != self._traits.gives:
             raise self._traits.absent(name)
@@ -379,7 +377,6 @@ class DualWrite(Work):
 
     @property
     def connection(self) -> Connection:
-        """See :attr:`Transaction.connection`."""
         if self._machine.state is not WriteState.CHECKED or self._traits.gives != SQL.gives:
             self.resource(SQL.gives)  # says why not
         connection: Connection = self._handle
@@ -387,7 +384,6 @@ class DualWrite(Work):
 
     @property
     def session(self) -> Session:
-        """See :attr:`Transaction.session`."""
         self._machine.check(WriteEvent.EXECUTE)
         if self._traits.gives != SQL.gives:
             raise self._traits.absent("session")
@@ -408,17 +404,14 @@ class DualWrite(Work):
 
     @property
     def in_savepoint(self) -> bool:
-        """See :attr:`Work.in_savepoint`."""
         return self.savepoints is not None and self.savepoints.may_roll_back
 
     # Messages
 
     def require_open(self) -> None:
-        """See :meth:`Work.require_open`."""
         self._machine.check(WriteEvent.PRODUCE)
 
     def send(self, message: Sendable) -> None:
-        """See :meth:`Work.send`."""
         if self._machine.state is not WriteState.CHECKED:
             self._machine.check(WriteEvent.PRODUCE)
         try:

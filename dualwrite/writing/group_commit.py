@@ -97,7 +97,6 @@ class Task:
         return self._expiry.until
 
     def begin(self) -> bool:
-        """See :class:`dualwrite.writing.units_of_work.Task`."""
         if self._expiry.is_over:
             self.expire()
         with self._changing:
@@ -112,7 +111,6 @@ class Task:
         return self.future.running() or self.future.set_running_or_notify_cancel()
 
     def rest(self, error: BaseException | None) -> None:
-        """See :class:`dualwrite.writing.units_of_work.Task`."""
         with self._changing:
             self._runs = False
             self._expiry.note(error)
@@ -127,11 +125,9 @@ class Task:
             self.fail(self._expiry.error())
 
     def succeed(self, result: object) -> None:
-        """See :class:`dualwrite.writing.units_of_work.Task`."""
         self.future.set_result(result)
 
     def fail(self, error: BaseException) -> None:
-        """See :class:`dualwrite.writing.units_of_work.Task`."""
         self.future.set_exception(error)
 
 
@@ -228,7 +224,6 @@ class Groups:
         key: Hashable | None,
         within_s: float | None = None,
     ) -> Future[Any]:
-        """See :meth:`dualwrite.writing.group_commit.Submitting.submit`."""
         check_within(within_s)
         future: UnitFuture[Any] = UnitFuture(self._run_here)
         task = Task(self._name, work, future, within_s)
@@ -727,12 +722,10 @@ class UnitFuture(Future[Result]):
         self._run_here = run_here
 
     def result(self, timeout: float | None = None) -> Result:
-        """See :meth:`concurrent.futures.Future.result`."""
         self._make_progress(timeout)
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """See :meth:`concurrent.futures.Future.exception`."""
         self._make_progress(timeout)
         return super().exception(timeout)
 

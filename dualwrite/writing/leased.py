@@ -325,7 +325,7 @@ class LeasedWriter(DualWriter):
                 logger.warning("%s: cannot settle a dead member's id yet, will retry: %s", name, error)
 
     def health(self) -> Health:
-        """See :meth:`DualWriter.health`. Also says whether the lease is lost, or was not renewed in time."""
+        """Also says whether the lease is lost, or was not renewed in time."""
         writer, keeper = self._current, self._keeper
         if writer is None or keeper is None or os.getpid() != self._pid:
             known = Health(self.transactional_id, open=False)

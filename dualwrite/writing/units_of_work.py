@@ -492,49 +492,44 @@ class UnitWrite(Work):
 
     @property
     def state(self) -> WriteState:
-        """See :class:`Work`. That of its group, unless the unit was rolled back."""
+        """That of its group, unless the unit was rolled back."""
         return WriteState.ABORTED if self.dropped else self._write.state
 
     @property
     def prepared(self) -> PreparedTxnState | None:
-        """See :class:`Work`."""
         return self._write.prepared
 
     @property
     def outbox(self) -> bool | None:
-        """See :class:`Work`. That of its group, unless the unit was rolled back."""
+        """That of its group, unless the unit was rolled back."""
         return False if self.dropped else self._write.outbox
 
     def resource(self, name: str) -> Any:
-        """See :class:`Work`."""
         self.require_open()
         return self._write.resource(name)
 
     @property
     def connection(self) -> Connection:
-        """See :class:`Work`."""
         self.require_open()
         return self._connection
 
     @property
     def session(self) -> Session:
-        """See :class:`Work`."""
         self.require_open()
         self._write.expect_session()
         return self._session.session
 
     @property
     def in_savepoint(self) -> bool:
-        """See :class:`Work`. The unit itself is one."""
+        """The unit itself is one."""
         return True
 
     def require_open(self) -> None:
-        """See :class:`Work`."""
         self.uses.require()
         self._write.require_open()
 
     def send(self, message: Sendable) -> None:
-        """See :class:`Work`. An error concerns this unit alone."""
+        """An error concerns this unit alone."""
         with self.uses:
             self._write.require_open()
             try:

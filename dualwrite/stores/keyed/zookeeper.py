@@ -264,7 +264,7 @@ class ZooKeeperDatabase(KeyedDatabase):
         return cls(hosts + parts.path.rstrip("/"), auth=[("digest", unquote(login))] if login else ())
 
     def check(self) -> None:
-        """See the port. Makes the znodes that are missing."""
+        """Makes the znodes that are missing."""
         session = self._opened()
         found = session.read(self._paths.all)
         content = found.get(self._paths.root, (FORMAT, 0))[0]
@@ -336,7 +336,7 @@ class ZooKeeperDatabase(KeyedDatabase):
         return ZooKeeperForgetting(self.keys)
 
     def forked(self) -> None:
-        """See the port. A client of your own is as it was."""
+        """A client of your own is as it was."""
         self._opening = threading.Lock()
         self._session = None
         self._kazoo = self._client(self._hosts)

@@ -162,7 +162,6 @@ class NumberInSetting:
         return bool(connection.scalar(_SHOWS, {"known": str(number)}))
 
     def settle(self, connection: Connection) -> None:
-        """See :meth:`Witness.settle`."""
         raise NotImplementedError
 
 

@@ -252,7 +252,7 @@ class MemoryProducer:
             )
 
     def send(self, message: Message) -> None:
-        """See the real one. ``on_delivery`` is called when the messages are flushed."""
+        """``on_delivery`` is called when the messages are flushed."""
         self._planted.reach(Place.PRODUCE)
         self._lane.outbox.require_kafka()
         record = _record_of(message)
@@ -398,7 +398,7 @@ class MemoryLane:
 
     @property
     def refused(self) -> None:
-        """See :attr:`dualwrite.writing.lane.Lane.refused`. In memory both sides go together."""
+        """In memory both sides go together."""
 
     def settle(self, deadline: Deadline) -> None:
         """Commit what the database has committed, and abort what it has not."""
@@ -574,7 +574,6 @@ class MemoryOutbox(Outbox):
             self._note()
 
     def wake(self) -> None:
-        """See :meth:`Outbox.wake`."""
         super().wake()
         self.send()
 
@@ -616,39 +615,35 @@ class MemoryRows:
         namespace: str | None = None,
         known: StateRow | None = None,
     ) -> FirstLook:
-        """See the port."""
         incarnation = self._store.read_incarnation(connection, transactional_id, namespace=namespace, known=known)
         return FirstLook(incarnation, self.mode(connection, writer))
 
     def mode(self, connection: Connection, writer: str) -> OutboxMode:
-        """See the port."""
         del connection, writer
         return self._lane.outbox.mode
 
     def share(self, connection: Connection, writer: str, *, within_s: float) -> OutboxMode:
-        """See the port."""
         del connection, writer, within_s
         self._lane.shares = True
         return self._lane.outbox.share()
 
     def lock(self, connection: Connection, writer: str, *, within_s: float) -> OutboxMode:
-        """See the port. Nobody is kept from anything: the mode turns with the rows, after the commit."""
+        """Nobody is kept from anything: the mode turns with the rows, after the commit."""
         del within_s
         return self.mode(connection, writer)
 
     def turn(self, connection: Connection, writer: str, mode: OutboxMode) -> None:
-        """See the port. It turns after the commit."""
+        """It turns after the commit."""
 
     def decide(
         self, connection: Connection, decision: Decision, writer: str, messages: Sequence[Sendable]
     ) -> tuple[bool, str | None]:
-        """See the port."""
         del writer
         self._lane.waiting = [record for message in messages for record in _records_of(message)]
         return self._store.hold(connection, decision)
 
     def decisions_locked(self, transactional_id: str, namespace: str | None, deadline: Deadline) -> int:
-        """See the port. Asked for only after a COMMIT in doubt, which stays so: it always raises."""
+        """Asked for only after a COMMIT in doubt, which stays so: it always raises."""
         del namespace
         return self._store.read_locked(transactional_id, deadline).incarnation
 
@@ -732,7 +727,7 @@ class MemoryStore:
         namespace: str | None = None,
         known: StateRow | None = None,
     ) -> int:
-        """See the port. Another owner has raised it if a planted failure has fenced the writer."""
+        """Another owner has raised it if a planted failure has fenced the writer."""
         del namespace, known
         with self._mapped(transactional_id):
             _, *values = connection.execute(select(literal_column("1"), *self._dialect.start_columns())).one()
@@ -782,12 +777,12 @@ class MemoryStore:
         self.rollback(connection)
 
     def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:
-        """See the port. Asked for only after a COMMIT in doubt, which stays so: it always raises."""
+        """Asked for only after a COMMIT in doubt, which stays so: it always raises."""
         del deadline
         raise DualWriteError("the database does not say how the COMMIT ended", transactional_id=transactional_id)
 
     def note_reported(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
-        """See the port. There is no table of incidents."""
+        """There is no table of incidents."""
         del losses
 
     @contextmanager
@@ -802,7 +797,7 @@ class JoinedMemoryStore(MemoryStore):
     """As :class:`dualwrite.stores.sql.database.JoinedStore`: other code begins and ends the transactions."""
 
     def check_same_database(self, connection: Connection) -> None:
-        """See the port. The transaction continues."""
+        """The transaction continues."""
         self._same_database.check(connection)
 
     def begin(self, connection: Connection) -> None:

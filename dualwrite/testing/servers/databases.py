@@ -565,66 +565,6 @@ class EmbeddedZooKeeper(EmbeddedCluster["_Server"]):
             self.close()
             raise
 
-    def stop(self, timeout_s: float = 60.0, *, server: int | None = None) -> None:
-        """Stop the servers as an operator would (SIGTERM). `start` finds their data again.
-
-        Args:
-            timeout_s: Seconds that each may take.
-            server: The id of the only server to stop; if None, all that run.
-
-        Raises:
-            IllegalStateError: It is not running, or not ours.
-            Unavailable: It still runs.
-        """
-        for one in self._running(server, "stop"):
-            stop_process(one.process, self._SOFTWARE, timeout_s)
-
-    def kill(self, server: int | None = None) -> None:
-        """SIGKILL the servers, and return when they are gone. `start` finds the data that they had written.
-
-        Args:
-            server: The id of the only server to kill; if None, all that run.
-
-        Raises:
-            IllegalStateError: It is not running, or not ours.
-        """
-        for one in self._running(server, "kill"):
-            one.process.kill()
-
-    def restart(self, server: int | None = None) -> None:
-        """`stop` the running servers, then `start` them: same ports, same data.
-
-        Args:
-            server: The id of the only server; all if None.
-        """
-        if any(one.process.running for one in self._chosen(server, "restart")):
-            self.stop(server=server)
-        self.start(server)
-
-    def suspend(self, server: int | None = None) -> None:
-        """SIGSTOP: until `resume` the servers do not answer, and their connections stay open.
-
-        Args:
-            server: The id of the only server to suspend; if None, all that run.
-
-        Raises:
-            IllegalStateError: It is not running, or not ours.
-        """
-        for one in self._running(server, "suspend"):
-            one.process.signal(signal.SIGSTOP)
-
-    def resume(self, server: int | None = None) -> None:
-        """SIGCONT after `suspend`.
-
-        Args:
-            server: The id of the only server; if None, all that run.
-
-        Raises:
-            IllegalStateError: It is not running, or not ours.
-        """
-        for one in self._running(server, "resume"):
-            one.process.signal(signal.SIGCONT)
-
     def mode(self, server: int = 1) -> str:
         """The server's own word for its part: ``standalone``, ``leader`` or ``follower``; empty while it serves no requests.
 
@@ -632,14 +572,6 @@ class EmbeddedZooKeeper(EmbeddedCluster["_Server"]):
             IllegalStateError: Never started, or not ours.
         """
         return self._chosen(server, "ask")[0].mode()
-
-    def log_tail(self, lines: int = 50, *, server: int = 1) -> str:
-        """The last lines of a server's log.
-
-        Raises:
-            IllegalStateError: Never started, or not ours.
-        """
-        return self._chosen(server, "read the log of")[0].process.log_tail(lines)
 
 
 class _Server:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import secrets
-import signal
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +32,6 @@ from dualwrite.testing.servers.embedded import (
     accepts_connections,
     java,
     kafka_jars,
-    stop_process,
     wait_until_ready,
 )
 
@@ -346,11 +344,11 @@ class EmbeddedKafka(EmbeddedCluster[Broker]):
         """A configuration for confluent-kafka with all rights."""
         return self.client_config(ADMIN) if self._users else self.client_config()
 
-    def start(self, broker: int | None = None) -> None:
+    def start(self, server: int | None = None) -> None:
         """Start the brokers, the first time with new ports and empty directories, and return when they answer.
 
         Args:
-            broker: The id of the only broker to start; if None, all that do not run.
+            server: The id of the only broker to start; if None, all that do not run.
 
         Raises:
             IllegalStateError: It is running, or all of them are.
@@ -362,7 +360,7 @@ class EmbeddedKafka(EmbeddedCluster[Broker]):
         jars = kafka_jars(version=self._version)
         deadline = Deadline(self._start_timeout_s)
         if self._members:
-            self._run(self._stopped(broker), jars, deadline)
+            self._run(self._stopped(server), jars, deadline)
             return
         heap = "512m" if self._count == 1 else "384m"
         try:
@@ -403,75 +401,6 @@ class EmbeddedKafka(EmbeddedCluster[Broker]):
         admin = self._admin()
         wanted = {broker.node_id for broker in brokers}
         wait_until_ready(brokers[0].process, WHO, lambda: wanted <= _joined(admin, deadline), deadline)
-
-    def stop(self, timeout_s: float = 180.0, *, broker: int | None = None) -> None:
-        """Stop the brokers as an operator would (SIGTERM). `start` finds their data again.
-
-        Args:
-            timeout_s: Seconds that each may take.
-            broker: The id of the only broker to stop; if None, all that run. Without a quorum, the last of several
-                controllers cannot shut down cleanly, so prefer `kill` for a whole cluster.
-
-        Raises:
-            IllegalStateError: It is not running, or not ours.
-            Unavailable: It still runs.
-        """
-        for one in self._running(broker, "stop"):
-            stop_process(one.process, WHO, timeout_s)
-
-    def kill(self, broker: int | None = None) -> None:
-        """SIGKILL the brokers, and return when they are gone. `start` finds the data that they had written.
-
-        Args:
-            broker: The id of the only broker to kill; if None, all that run.
-
-        Raises:
-            IllegalStateError: It is not running, or not ours.
-        """
-        for one in self._running(broker, "kill"):
-            one.process.kill()
-
-    def restart(self, broker: int | None = None) -> None:
-        """`stop` the running brokers, then `start` them: same ports, same data.
-
-        Args:
-            broker: The id of the only broker; all if None.
-        """
-        if any(one.process.running for one in self._chosen(broker, "restart")):
-            self.stop(broker=broker)
-        self.start(broker)
-
-    def suspend(self, broker: int | None = None) -> None:
-        """SIGSTOP: until `resume` the brokers do not answer, and their connections stay open.
-
-        Args:
-            broker: The id of the only broker to suspend; if None, all that run.
-
-        Raises:
-            IllegalStateError: It is not running, or not ours.
-        """
-        for one in self._running(broker, "suspend"):
-            one.process.signal(signal.SIGSTOP)
-
-    def resume(self, broker: int | None = None) -> None:
-        """SIGCONT after `suspend`.
-
-        Args:
-            broker: The id of the only broker; if None, all that run.
-
-        Raises:
-            IllegalStateError: It is not running, or not ours.
-        """
-        for one in self._running(broker, "resume"):
-            one.process.signal(signal.SIGCONT)
-
-    def log_tail(self, lines: int = 50, *, broker: int = 1) -> str:
-        """The last lines of a broker's log.
-
-        Raises:
-            IllegalStateError: Never started, or not ours.
-        """
-        return self._chosen(broker, "read the log of")[0].process.log_tail(lines)
 
     def _admin(self) -> AdminClient:
         # Brokers that are starting, or were killed by a test, are expected: log_level silences librdkafka.
