@@ -1,6 +1,7 @@
 """Django's migrations of the library's tables: each takes the tables to a revision of ``dualwrite.migrations``.
 
 What belongs here: one file for each release that has changed the tables, and nothing that says what a table looks like.
+May use: ``dualwrite.django``, ``dualwrite.migrations``.
 
 :class:`Revision` runs on Django's connection, in Django's transaction. It makes the tables only on databases that
 ``settings.DUALWRITE`` names. Tables that ``dualwrite migrate`` has made are taken over as they are.
