@@ -25,13 +25,12 @@ from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
 from dualwrite.protocol.settle import (
     Ended,
     EndStep,
-    Partition,
     native_step_at_rest,
     next_end_step,
     next_native_end_step,
     rows_of,
 )
-from dualwrite.protocol.values import LogProof, ShownProducer
+from dualwrite.protocol.values import LogProof, Partition, ShownProducer
 
 if TYPE_CHECKING:
     from dualwrite.kafka.brokers import Connections

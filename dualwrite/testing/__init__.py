@@ -23,8 +23,9 @@ if TYPE_CHECKING:
         Verdict,
         read_committed,
     )
+    from dualwrite.testing.memory.async_writer import AsyncInMemoryWriter
     from dualwrite.testing.memory.lane import Place, RecordedTransaction, TransactionState
-    from dualwrite.testing.memory.writer import AsyncInMemoryWriter, InMemoryWriter
+    from dualwrite.testing.memory.writer import InMemoryWriter
     from dualwrite.testing.proxy import Api, KafkaProxy, PostgresProxy
     from dualwrite.testing.servers.databases import EmbeddedMariaDB, EmbeddedPostgres, EmbeddedZooKeeper
     from dualwrite.testing.servers.kafka import EmbeddedKafka
@@ -56,7 +57,7 @@ __all__ = [
 
 _HOMES = {
     "Api": "dualwrite.testing.proxy",
-    "AsyncInMemoryWriter": "dualwrite.testing.memory.writer",
+    "AsyncInMemoryWriter": "dualwrite.testing.memory.async_writer",
     "Checker": "dualwrite.testing.checker",
     "EmbeddedKafka": "dualwrite.testing.servers.kafka",
     "EmbeddedMariaDB": "dualwrite.testing.servers.databases",

@@ -7,7 +7,7 @@ from harness.spark import SPARKS_ERRORS
 from harness.spark_source import WAYS, options_of, write_by
 
 from dualwrite.sinks.spark import foreach_batch, register, write_many
-from dualwrite.testing.reading import read_committed
+from dualwrite.testing.checker import read_committed
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 

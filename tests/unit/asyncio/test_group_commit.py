@@ -359,14 +359,19 @@ def test_an_event_loop_that_cancels_all_its_tasks_leaves_none_waiting(in_writer,
 
 def test_a_cancellation_that_was_put_off_to_the_end_of_a_group_takes_no_answer(in_writer, shop, monkeypatch):  # noqa: F811
     real = module.run
+    callers = set()
 
-    async def run(pool, work):
-        await real(pool, work)
-        raise asyncio.CancelledError
+    async def run(pool, work, **given):
+        found = await real(pool, work, **given)
+        if asyncio.current_task() not in callers:
+            raise asyncio.CancelledError
+        return found
 
     async def work(writer):
+        caller = asyncio.create_task(writer.submit(unit(1)))
+        callers.update((asyncio.current_task(), caller))
         monkeypatch.setattr(module, "run", run)
-        assert await asyncio.wait_for(writer.submit(unit(1)), 30) == 1
+        assert await asyncio.wait_for(caller, 30) == 1
 
     in_writer(work)
     assert shop.both_have(1)
