@@ -1,14 +1,16 @@
 """What people see of Spark's batches: from an output back to its input, by partition, and by micro-batch."""
 
 import json
+from operator import itemgetter
 
 import pytest
 from click.testing import CliRunner
+from harness.drivers import Drivers
 from harness.one_task import ROWS as ROWS_OF_A_TASK
 from harness.one_task import OneTask
 from harness.patience import wait_until
 from harness.recorded import Recorded
-from harness.spark import PARTITIONS, ROWS
+from harness.spark import HAS_CONNECTOR, PARTITIONS, ROWS, delta_settings
 from harness.spark import numbers as numbered
 from harness.spark_source import options
 
@@ -103,6 +105,36 @@ def test_a_micro_batch_names_the_offsets_of_its_sources(numbers, stream, source,
         assert {one.pop("source") for (one,) in found.values()} == {f"FileStreamSource[file:{source}]"}
     assert found == {number: [one] for number, one in expected.items()}
     assert all(one.batch_id.startswith(f"{query.id}/") for one in numbers.batches())
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not HAS_CONNECTOR, reason="the jars of Delta are those for Spark 4.2")
+def test_a_micro_batch_names_its_versions_of_a_delta_table(numbers, tmp_path, monkeypatch):
+    events, other, path = tmp_path / "events", f"{numbers.sink}-parts", tmp_path / "delta"
+    transport = {"type": "file", "log_file_path": str(events), "append": True}
+    monkeypatch.setenv("OPENLINEAGE__TRANSPORT", json.dumps(transport))
+    numbers.execute("CREATE TABLE parts (id bigint, name text)")
+    Drivers(tmp_path).run(
+        do="delta_streams",
+        session=delta_settings(),
+        source=str(path),
+        rows=FILES * 10,
+        checkpoint=str(tmp_path / "checkpoint"),
+        settings={**numbers.settings, "sink": other, "table": "parts", "lineage_namespace": "prod"},
+        options=options(numbers),
+    )
+    assert numbers.execute("SELECT count(*), (SELECT count(*) FROM parts) FROM numbers") == [(30, 30)]
+    shown = CliRunner().invoke(commands, ["batches", "--json", "--url", numbers.url])
+    batches = sorted(json.loads(shown.output)["batches"], key=itemgetter("batch_id"))
+    for sink in (numbers.sink, other):
+        made = [one["sources"][0] for one in batches if one["sink"] == sink]
+        assert [one["start"] for one in made] == [None, *[one["end"] for one in made[:-1]]]
+        # The first trigger reads the table as it was found; the end is the version from which the next one would read.
+        assert [(one["end"]["reservoirVersion"], one["end"]["index"]) for one in made] == [(2, 0), (2, 1), (3, -1)]
+        assert {one.get("source") for one in made} == {f"DeltaSource[file:{path}]" if sink == other else None}
+    inputs = [json.loads(line)["inputs"] for line in events.read_text().splitlines()]
+    assert {(one["namespace"], one["name"]) for some in inputs for one in some} == {("file", str(path))}
+    assert len(inputs) == 2 * FILES
 
 
 def test_sources_are_not_an_option_of_a_stream(spark, numbers, source, tmp_path):

@@ -103,6 +103,17 @@ def connector_jars() -> str:
     return ",".join(str(path) for path in sorted(found.glob("*.jar")))
 
 
+def delta_settings() -> dict[str, str]:
+    """The settings of a session that knows Delta Lake, whose jars are fetched once."""
+    found = fetched_jars(Path(__file__).with_name("delta-pom.xml"), "spark-delta", "Delta Lake")
+    return {
+        "spark.jars": ",".join(str(path) for path in sorted(found.glob("*.jar"))),
+        "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
+        "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
+        "spark.databricks.delta.snapshotPartitions": "1",  # it would run fifty tasks to read a table's log
+    }
+
+
 def numbers(spark: SparkSession, rows: int = ROWS, partitions: int = PARTITIONS):
     """Rows with an id, the same rows in the same partition each time."""
     return spark.range(0, rows, 1, partitions).select("id", functions.concat(functions.lit("row "), "id").alias("name"))

@@ -45,6 +45,21 @@ def kafka_stream(spark, document):
     _write_armed(spark, document, parsed.select("found.*"), document.get("format", "armed"))
 
 
+def delta_streams(spark, document):
+    """Make a Delta table in three commits, and write it by a stream of each way, a file in a micro-batch."""
+    register(spark)
+    for first in range(0, document["rows"], document["rows"] // 3):
+        rows = spark.range(first, first + document["rows"] // 3, 1, 1)
+        rows = rows.selectExpr("id", "concat('row ', id) AS name")
+        rows.write.format("delta").mode("append").save(document["source"])
+    rows = spark.readStream.format("delta").option("maxFilesPerTrigger", "1").load(document["source"])
+    by_partition = rows.writeStream.foreachBatch(foreach_batch(**document["settings"]))
+    whole = rows.writeStream.format("dualwrite").options(**document["options"])
+    for number, stream in enumerate((by_partition, whole)):
+        checkpointed = stream.option("checkpointLocation", f"{document['checkpoint']}-{number}")
+        checkpointed.trigger(availableNow=True).start().awaitTermination()
+
+
 def _write_armed(spark, document, rows, name="armed"):
     if name == "armed":
         spark.dataSource.register(ArmedSource)
@@ -85,6 +100,7 @@ _DOES = {
     "source_stream": source_stream,
     "continuous": continuous,
     "kafka_stream": kafka_stream,
+    "delta_streams": delta_streams,
 }
 
 
