@@ -27,7 +27,8 @@ BROKERS = {
 }
 DATABASES = {
     "a database that commits lazily": {"synchronous_commit": "off", "wal_writer_delay": "10000"},
-    "a database server of its own": {},
+    # With a setting, it is one that can be killed, even if DUALWRITE_TEST_POSTGRES names a server for all other tests.
+    "a database server of its own": {"cluster_name": "of its own"},
 }
 
 
