@@ -156,7 +156,7 @@ COLUMNS_FROM: Final = 250
 _SLOW_S: Final = 2.0
 """A send that takes longer gives its place to smaller ones: the broker, and a paused owner's successor, wait for it."""
 
-_LONGEST_REST_S: Final = 0.02
+_REST_S: Final = 0.02
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 15.0
 _FIRST_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S = 0.1, 2.0
 _OF_THE_TOPIC: Final = frozenset({STEPS["UNKNOWN_TOPIC_OR_PARTITION"], STEPS["INVALID_TOPIC_EXCEPTION"]})
@@ -182,8 +182,9 @@ class Sends:
         rows: The largest number of rows of the next send.
         suspects: The refused message is among so many rows at the head; 0 if none is known.
         caught_up: Whether the last send took everything there was, and that was little.
-        rest_s: How long to let messages gather before the next send: as long as the last one took, if it took little. Each send
-            costs the servers and this process as much as a dual write, and the blocks beside it as much again in waits.
+        rest_s: How long to let messages gather before the next send: none unless blocks commit while one is under way. Each
+            send costs the servers and this process as much as a dual write, and the blocks beside it as much again in waits.
+            A message that comes alone goes at once.
         lock_failures: How often in a row the lock on the mode was not free in time.
     """
 
@@ -203,8 +204,11 @@ class Sends:
             return Round(LAST_ROWS, last=True)
         return Round(self.rows)
 
-    def sent(self, made: Round, read: int, *, seconds: float, full: bool = False) -> Self:
-        """A send has ended: it had read so many rows. ``full`` says that its bytes, not its rows, were the limit."""
+    def sent(self, made: Round, read: int, *, seconds: float, full: bool = False, news: bool = False) -> Self:
+        """A send has ended: it had read so many rows.
+
+        ``full`` says that its bytes, not its rows, were the limit; ``news`` that blocks have committed meanwhile.
+        """
         full = full or read >= made.rows
         if self.suspects:
             # Those that went are no suspects; with the last one gone there is none. Nothing is known of what comes behind.
@@ -215,7 +219,7 @@ class Sends:
         elif full and not made.last:
             rows = min(2 * rows, self.most_rows)
         little = not full and read <= LAST_ROWS
-        rest_s = min(seconds, _LONGEST_REST_S) if little else 0.0
+        rest_s = _REST_S if little and news else 0.0
         failures = 0 if made.last else self.lock_failures
         return replace(self, rows=rows, caught_up=little, rest_s=rest_s, lock_failures=failures)
 

@@ -210,7 +210,7 @@ class Sending:
         found, self._read = self._read, None
         read = 0 if found is None else len(found.numbers)
         full = found is not None and found.more
-        self._sends = self._sends.sent(made, read, seconds=seconds, full=full)
+        self._sends = self._sends.sent(made, read, seconds=seconds, full=full, news=self._outbox.has_news)
         if read:
             self._lane.heard_s = now_s() - seconds  # Kafka has acknowledged them since then
             self.sent += read

@@ -392,6 +392,15 @@ def test_a_writer_whose_threads_never_pause_goes_directly_again_as_soon_as_it_ha
             number += 1
         return number
 
+    def wait_for(condition):
+        def unless_a_thread_has_failed():
+            for one in running:
+                if one.done():
+                    one.result()
+            return condition()
+
+        wait_until(unless_a_thread_has_failed, otherwise=lambda: f"waiting: {waited}; directly: {direct}")
+
     with (
         DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS) as writer,
         ThreadPoolExecutor(8) as threads,
@@ -402,11 +411,11 @@ def test_a_writer_whose_threads_never_pause_goes_directly_again_as_soon_as_it_ha
         running = [threads.submit(load, thread) for thread in range(8)]
         started_again.callback(getattr(mortal_kafka, back))
         getattr(mortal_kafka, away)()
-        wait_until(lambda: len(waited) == 8 and sum(waited.values()) > 100)
+        wait_for(lambda: len(waited) == 8 and sum(waited.values()) > 100)
         getattr(mortal_kafka, back)()
-        wait_until(lambda: meanwhile and mode(engine) == "direct")
+        wait_for(lambda: meanwhile and mode(engine) == "direct")
         before = direct.copy()
-        wait_until(lambda: all(direct[thread] > before[thread] for thread in range(8)))
+        wait_for(lambda: all(direct[thread] > before[thread] for thread in range(8)))
         stop.set()
         started_again.pop_all()
         written = [one.result(PATIENCE_S) for one in running]

@@ -57,13 +57,15 @@ def test_the_last_send_comes_once_little_is_left():
     assert sends.sent(made, 0, seconds=0.1).next() == Round(LAST_ROWS, last=True)
 
 
-def test_after_a_small_send_messages_gather_for_as_long_as_it_took_and_not_for_long():
+def test_messages_gather_after_a_small_send_while_blocks_commit_and_one_that_comes_alone_goes_at_once():
     sends = at_work()
     assert sends.rest_s == 0
-    small = sends.sent(sends.next(), 3, seconds=0.004)
-    assert small.rest_s == 0.004
-    assert 0.004 < small.sent(sends.next(), 3, seconds=1.0).rest_s < 0.05
-    assert small.sent(sends.next(), FIRST_ROWS, seconds=0.004).rest_s == 0
+    alone = sends.sent(sends.next(), 3, seconds=0.004)
+    assert alone.rest_s == 0
+    busy = alone.sent(sends.next(), 3, seconds=0.004, news=True)
+    assert 0 < busy.rest_s < 0.05
+    assert busy.sent(sends.next(), FIRST_ROWS, seconds=0.004, news=True).rest_s == 0
+    assert busy.sent(sends.next(), 3, seconds=0.004).rest_s == 0
 
 
 def test_bytes_that_fill_a_send_count_as_a_full_one():
