@@ -483,7 +483,8 @@ class OutboxRows(Protocol):
     def share(self, connection: Handle, writer: str, *, within_s: float) -> OutboxMode:
         """Take a share of the lock on the mode, until the transaction ends, and return the mode as it is then.
 
-        Others may share it. It waits for whoever has locked it alone. SQLite's write lock is enough.
+        Others may share it. It waits for whoever has locked it alone. On PostgreSQL it does not wait for who turns it beside
+        shares, and returns the mode of before. SQLite's write lock is enough.
 
         Raises:
             TransactionAborted: A deadlock, or, at REPEATABLE READ and SERIALIZABLE, the mode has changed since the snapshot.
@@ -491,8 +492,11 @@ class OutboxRows(Protocol):
         """
         ...
 
-    def lock(self, connection: Handle, writer: str, *, within_s: float) -> OutboxMode:
+    def lock(self, connection: Handle, writer: str, *, within_s: float, beside_shares: bool = False) -> OutboxMode:
         """Lock the mode alone, until the transaction ends, and return it as it is then. Makes the row if there is none.
+
+        With ``beside_shares``, to turn it to *later*, others may hold shares of it on PostgreSQL: so of several that hold one
+        and want to turn it, each gets its turn. On MariaDB those are a deadlock.
 
         Raises:
             TransactionAborted, Unavailable: As :meth:`share`.
@@ -500,7 +504,7 @@ class OutboxRows(Protocol):
         ...
 
     def turn(self, connection: Handle, writer: str, mode: OutboxMode) -> None:
-        """Set the mode, which this transaction has locked alone."""
+        """Set the mode, which this transaction has locked, alone if it sets it to *direct*."""
         ...
 
     def decide(

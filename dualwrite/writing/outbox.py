@@ -413,7 +413,7 @@ class MayWait:
         if mode is OutboxMode.LATER:
             mode = rows.share(connection, writer, within_s=_LOCK_S)
         if mode is OutboxMode.DIRECT:
-            mode = rows.lock(connection, writer, within_s=_LOCK_S)
+            mode = rows.lock(connection, writer, within_s=_LOCK_S, beside_shares=True)
         if mode is OutboxMode.DIRECT:
             rows.turn(connection, writer, OutboxMode.LATER)
             self._turned = True

@@ -332,9 +332,34 @@ class TestMode:
             store.outbox.lock(last, "orders", within_s=WAIT_S)
             shared = Thread(lambda: store.outbox.share(connection, "orders", within_s=WAIT_S))
             store.outbox.turn(last, "orders", DIRECT)
+            with block(store) as late, pytest.raises(Unavailable):
+                store.outbox.share(late, "orders", within_s=0.1)
+            assert not shared.done
             store.commit(last)
             assert shared.result() is DIRECT
             store.rollback(connection)
+
+    def test_of_several_that_share_the_mode_each_may_turn_it(self, database: Database, store: SqlStateStore) -> None:
+        if database.kind != "postgresql":
+            pytest.skip("it has no lock beside shares")
+        database.claim(store, "orders")
+        with block(store) as first:
+            assert store.outbox.lock(first, "orders", within_s=WAIT_S) is DIRECT
+            store.commit(first)
+        with block(store) as one, block(store) as two:
+            for each in (one, two):
+                assert store.outbox.share(each, "orders", within_s=WAIT_S) is DIRECT
+            assert store.outbox.lock(one, "orders", within_s=WAIT_S, beside_shares=True) is DIRECT
+            store.outbox.turn(one, "orders", LATER)
+            second = Thread(lambda: store.outbox.lock(two, "orders", within_s=WAIT_S, beside_shares=True))
+            with block(store) as late:
+                assert store.outbox.share(late, "orders", within_s=WAIT_S) is DIRECT, "one has not committed yet"
+            assert not second.done
+            store.commit(one)
+            assert second.result() is LATER
+            with block(store) as last, pytest.raises(Unavailable):
+                store.outbox.lock(last, "orders", within_s=0.1)
+            store.rollback(two)
 
     def test_the_limit_of_the_wait_is_no_limit_of_later_waits(
         self, database: Database, store: SqlStateStore, connection: Connection

@@ -19,7 +19,7 @@ from dualwrite import DualWriter, TransactionInDoubt, Unavailable, WriterLimits,
 from dualwrite.stores.sql.outbox import SqlOutbox
 from dualwrite.testing import EmbeddedKafka, PostgresProxy, read_committed
 from dualwrite.writing import dual_write
-from dualwrite.writing.outbox import Outbox
+from dualwrite.writing.sender import Sending
 
 pytestmark = on_postgresql
 
@@ -373,17 +373,14 @@ def test_a_writer_whose_threads_never_pause_goes_directly_again_as_soon_as_it_ha
     topic = mortal_kafka.create_topic(f"never-pauses-{away}", 2)
     stop, tries, meanwhile = threading.Event(), [], []
     waited, direct = Counter(), Counter()
-    gate_closed = Outbox.gate_closed
+    lock = Sending._lock
 
-    def try_to_lock(outbox):
+    def note_lock(sending, rows, handle):
         tries.append(sum(waited.values()))
-        return gate_closed(outbox)
+        lock(sending, rows, handle)
+        meanwhile.append(sum(waited.values()) - tries[0])
 
-    def note(name):
-        if name == "outbox.locked":
-            meanwhile.append(sum(waited.values()) - tries[0])
-
-    monkeypatch.setattr(Outbox, "gate_closed", try_to_lock)
+    monkeypatch.setattr(Sending, "_lock", note_lock)
 
     def load(thread):
         number = 0
@@ -405,7 +402,6 @@ def test_a_writer_whose_threads_never_pause_goes_directly_again_as_soon_as_it_ha
         DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS) as writer,
         ThreadPoolExecutor(8) as threads,
         ExitStack() as started_again,
-        failpoints.watched(note),
     ):
         started_again.callback(stop.set)
         running = [threads.submit(load, thread) for thread in range(8)]

@@ -186,7 +186,10 @@ class SqlOutbox:
         mode = tables.mode
         named = mode.c.writer == bindparam("writer_")
         self._read_mode = CompiledOnce(select(mode.c.mode).where(named))
-        self._share = CompiledOnce(select(mode.c.mode).where(named).with_for_update(read=True))
+        # Blocks that share the lock and want to turn the mode would wait for each other, if only one could have the lock that
+        # turns it beside all shares. MariaDB has no such lock: it ends one of them.
+        self._share = CompiledOnce(select(mode.c.mode).where(named).with_for_update(read=True, key_share=True))
+        self._lock_to_turn = CompiledOnce(select(mode.c.mode).where(named).with_for_update(key_share=True))
         self._lock = CompiledOnce(select(mode.c.mode).where(named).with_for_update())
         self._turn = CompiledOnce(update(mode).where(named).values(mode=bindparam("mode_"), changed_at=database_now()))
 
@@ -222,12 +225,13 @@ class SqlOutbox:
         with self._mapped():
             return _as_mode(_only(self._dialect.ask_locked(connection, self._share, {"writer_": writer}, within_s)))
 
-    def lock(self, connection: Connection, writer: str, *, within_s: float) -> OutboxMode:
+    def lock(self, connection: Connection, writer: str, *, within_s: float, beside_shares: bool = False) -> OutboxMode:
+        statement = self._lock_to_turn if beside_shares else self._lock
         with self._mapped():
-            row = self._dialect.ask_locked(connection, self._lock, {"writer_": writer}, within_s)
+            row = self._dialect.ask_locked(connection, statement, {"writer_": writer}, within_s)
             if row is None:
                 self._insert_mode(connection, writer, OutboxMode.DIRECT)
-                row = self._dialect.ask_locked(connection, self._lock, {"writer_": writer}, within_s)
+                row = self._dialect.ask_locked(connection, statement, {"writer_": writer}, within_s)
             return _as_mode(_only(row))
 
     def _insert_mode(self, connection: Connection, writer: str, mode: OutboxMode) -> None:
@@ -343,7 +347,9 @@ class SqlOutbox:
 
         def work(connection: Connection) -> None:
             self._insert_mode(connection, writer, OutboxMode.LATER)
-            found = connection.scalar(select(mode.c.mode).where(mode.c.writer == writer).with_for_update())
+            found = connection.scalar(
+                select(mode.c.mode).where(mode.c.writer == writer).with_for_update(key_share=True)
+            )
             if found != OutboxMode.LATER.value:
                 self.turn(connection, writer, OutboxMode.LATER)
 
@@ -438,7 +444,7 @@ class SqlOutbox:
         outbox, aside = self._tables.outbox, self._tables.aside
 
         def work(connection: Connection) -> int:
-            self.lock(connection, writer, within_s=LOCK_S)
+            self.lock(connection, writer, within_s=LOCK_S, beside_shares=True)
             self.turn(connection, writer, OutboxMode.LATER)
             replayed = 0
             for chosen in self._chosen_aside(writer, numbers):

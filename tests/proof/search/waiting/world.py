@@ -254,10 +254,15 @@ class _Steps:
         return database._replace(rows=_at(database.rows, self.number, row))
 
     def free_to_share(self) -> bool:
+        """Whoever turns the mode leaves shares to others; they read it as it was before. The sender does not."""
+        alone = self.database.alone
+        return alone in {None, self.actor} or alone[1] != SENDER
+
+    def free_to_turn(self) -> bool:
         return self.database.alone in {None, self.actor}
 
     def free_alone(self) -> bool:
-        return self.free_to_share() and not self.database.shares - {self.actor}
+        return self.free_to_turn() and not self.database.shares - {self.actor}
 
     def is_locked(self) -> bool:
         """Whether a COMMIT without an answer has this row."""
@@ -453,12 +458,12 @@ class _LaneSteps(_Steps):
         turning = self.lane._replace(step="put", turns=True)
         if not self.rules.locks_to_turn:
             yield f"{self.name} turns the mode without a lock", self.after(turning)
-        elif self.free_alone():
+        elif self.free_to_turn():
             database = self.database._replace(alone=self.actor)
-            yield f"{self.name} locks the mode alone", self.after(turning, database=database)
-        else:
-            # Also the database's own end of a deadlock of two that share the lock and want it alone.
-            yield self._aborted(f"does not get the mode alone in time: {block.name} aborts")
+            yield f"{self.name} locks the mode to turn it", self.after(turning, database=database)
+        if not self.free_alone():
+            # MariaDB has one lock for both: there it is also the end of a deadlock of two that share the lock.
+            yield self._aborted(f"does not get the mode in time: {block.name} aborts")
 
     # Directly
 
