@@ -90,6 +90,8 @@ def test_it_saves_an_exchange(postgres: Database, store: SqlStateStore, dualwrit
 
 
 def test_the_session_plans_it_once(postgres: Database, store: SqlStateStore, connection: Connection) -> None:
+    if (connection.dialect.server_version_info or ()) < (14,):
+        pytest.skip("this server does not count plans")
     postgres.claim(store, "orders")
     for number in range(3):
         begin(store, connection, order=number)
