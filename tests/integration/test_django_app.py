@@ -155,14 +155,18 @@ def test_the_first_message_may_come_in_any_depth(there, put):
     assert there() == (["soup", "tea"],) * 2
 
 
+make_savepoint = getattr(transaction, "savepoint_create", None) or transaction.savepoint
+"""Django 6.1 has renamed it."""
+
+
 def test_a_savepoint_by_hand_that_is_older_than_the_first_message_aborts_if_it_is_rolled_back(there, put):
     with pytest.raises(TransactionAborted, match="lost track"), transaction.atomic():
-        mark = transaction.savepoint()
+        mark = make_savepoint()
         put("tea")
         transaction.savepoint_rollback(mark)
     with transaction.atomic():
         put("milk")
-        mark = transaction.savepoint()
+        mark = make_savepoint()
         put("soup")
         transaction.savepoint_rollback(mark)
     assert there() == (["milk"],) * 2
