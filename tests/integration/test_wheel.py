@@ -48,6 +48,11 @@ def test_the_wheel_has_every_file_of_the_source_tree_and_no_other(wheel):
     assert held == set(sources())
 
 
+def test_the_wheel_stays_small(wheel):
+    """Think before you raise it: everybody downloads what few need."""
+    assert wheel.stat().st_size < 1_200_000
+
+
 def test_every_public_name_is_importable_from_the_wheel(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     command = [
