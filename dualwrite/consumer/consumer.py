@@ -755,10 +755,11 @@ class Member:
         self._stop = threading.Event()
         self._ran = False
         self._failure: BaseException | None = None
-        # While a lane of a worker is settled, the worker takes the other one.
+        # While a lane of a worker is settled, the worker takes another one; and with two alone, each transaction would have to
+        # ask for the end of the last but one.
         given: CommonOptions = writer or {}
         check_options(given)
-        self.limits = replace(given.get("limits", DEFAULT_LIMITS), max_lanes=2 * workers)
+        self.limits = replace(given.get("limits", DEFAULT_LIMITS), max_lanes=2 * workers + 1)
         self._arguments: CommonOptions = {**given, "limits": self.limits}
         self._make_writer = make_writer
         self._working = Working(

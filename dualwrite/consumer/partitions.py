@@ -186,6 +186,7 @@ class Partitions:
             messages += [one.waiting.popleft() for _ in range(min(room, len(one.waiting)))]
             one.busy = True
             taken.append(one)
+        self._changed.notify_all()  # there is room
         return Unit(taken, messages)
 
     def give_back(self, unit: Unit, *, rewind: bool) -> None:
@@ -232,9 +233,16 @@ class Partitions:
             partition.read_at = now_s()
             self._changed.notify_all()
 
-    def to_pause(self) -> list[Partition]:
-        """Partitions that hold more than enough, and are not paused."""
-        full, found = _FULL * self._max_messages, self.all()
+    def to_pause(self, within_s: float = 0.0) -> list[Partition]:
+        """Partitions that hold more than enough, and are not paused. Waits so long for units to take of them."""
+        deadline = Deadline(within_s)
+        with self._changed:
+            while (full := self._full()) and not (self._closed or deadline.expired):
+                self._changed.wait(deadline.remaining_s())
+        return full
+
+    def _full(self) -> list[Partition]:
+        full, found = _FULL * self._max_messages, self._assigned.values()
         if sum(len(one.waiting) for one in found) >= _ALL_FULL * full:
             full = self._max_messages
         return [one for one in found if not one.paused and len(one.waiting) >= full]
@@ -412,6 +420,8 @@ logger = logging.getLogger(__name__)
 _MOST: Final = 1000
 _POLL_S: Final = 0.1
 _SHORT_POLL_S: Final = 0.01
+_ROOM_S: Final = 0.5
+"""So long reading waits for units to take what was read. Only then are partitions paused, which discards what was fetched."""
 _STALLED_S: Final = 5.0
 _LONGEST_STALLED_S: Final = 60.0
 _DEFAULT_MAX_POLL_MS: Final = 300_000
@@ -565,7 +575,7 @@ class Reading:
             logger.warning("cannot reset positions yet; retrying: %s", error)
 
     def _pause_and_resume(self) -> bool:
-        for one in self._partitions.to_pause():
+        for one in self._partitions.to_pause(_ROOM_S):
             self._consumer.pause([TopicPartition(*one.name)])
             one.paused = True
             self._paused.add(one.name)

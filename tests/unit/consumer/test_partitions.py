@@ -123,6 +123,15 @@ def test_full_partitions_pause_and_go_on_when_they_are_low():
     assert partitions.to_resume() == [partition]
 
 
+def test_no_partition_is_paused_if_a_unit_soon_takes_of_it():
+    partitions = made(max_messages=10)
+    partitions.put(read(80))
+    taking = threading.Timer(0.05, partitions.take)
+    taking.start()
+    assert partitions.to_pause(within_s=60) == []
+    taking.join()
+
+
 @pytest.mark.parametrize("busy", [False, True])
 def test_idle_is_only_what_has_written_all(busy):
     partitions = made()
