@@ -33,7 +33,9 @@ from dualwrite.protocol.message import (
 if TYPE_CHECKING:
     from dualwrite.kafka.native.settings import NativeSettings
 
-_YIELD_EVERY: Final = 256
+_LOOK_EVERY: Final = 256
+_YIELD_EVERY: Final = 2048
+"""What comes in one call goes in few requests: the first one of a transaction goes alone, and the next waits for its answer."""
 _ROWS_AT_ONCE: Final = 10_000
 _COLUMNS_FROM: Final = 250
 """Above this many messages per partition, building columns is at least twice as fast."""
@@ -128,7 +130,7 @@ class Filling:
             return
         for row, (value, key, size) in enumerate(batch.rows(self._settings.max_message_bytes), 1):
             self.append(Message(topic, value, key, None, (), created_ms, None, size), now=self._clock())
-            if row % _YIELD_EVERY == 0:
+            if row % _LOOK_EVERY == 0 and (row % _YIELD_EVERY == 0 or self.is_full):
                 yield
 
     def _as_columns(

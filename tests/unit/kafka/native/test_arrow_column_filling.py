@@ -182,6 +182,12 @@ def test_many_messages_come_out_as_if_appended(count, has_keys):
     assert flushed(made) == flushed(ones)
 
 
+@pytest.mark.parametrize(("queue_messages", "pauses"), [(100_000, 0), (300, 2)])
+def test_hundreds_of_messages_go_together_unless_there_is_no_room(queue_messages, pauses):
+    to, _ = filling(Settings(queue_messages=queue_messages))
+    assert len(list(to.append_many(MessageBatch("t", [b"v"] * 1000, [b"k"] * 1000)))) == pauses
+
+
 @pytest.mark.parametrize("count", [10, 20_000])
 def test_many_messages_are_refused_as_one_is(count):
     to, _ = filling(Settings(max_message_bytes=1000))
