@@ -16,7 +16,7 @@ from sqlalchemy import create_engine, insert
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from benchmarks.servers import Ground
-from benchmarks.threads import LANES, Measured, Window, slice_of_threads
+from benchmarks.threads import LANES, Measured, Processor, Window, slice_of_threads
 from benchmarks.ways import ENGINES, METADATA, NATIVE, QUIET, ROWS, UNSAFE, ours
 from dualwrite import AsyncDualWriter, WriterLimits
 from dualwrite.protocol.outbox import Outbox
@@ -120,6 +120,6 @@ async def slice_of_tasks(write: Write, tasks: int, seconds: float, warm_up_s: fl
                 samples.append(1000 * (time.perf_counter() - started))
         return calls, samples
 
-    processor_s = time.process_time()
+    processor = Processor()
     done = await asyncio.gather(*(work() for _ in range(tasks)))
-    measured.note(done, seconds, time.process_time() - processor_s)
+    measured.note(done, seconds, processor.used_s())

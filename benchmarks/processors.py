@@ -16,6 +16,20 @@ KINDS = (WORKERS, JVM, BROKER, POSTGRESQL, DRIVER)
 _SIGNS = {"kafka.Kafka": BROKER, "org.apache.spark.deploy": JVM, "pyspark": WORKERS}
 
 
+def servers_s(benchmark: psutil.Process) -> dict[str, float]:
+    """The seconds that the broker and PostgreSQL below this process have used, with sessions that have ended."""
+    found = {BROKER: 0.0, POSTGRESQL: 0.0}
+    for process in benchmark.children(recursive=True):
+        try:
+            kind = {"java": BROKER, "postgres": POSTGRESQL}.get(process.name())
+            times = process.cpu_times()
+        except psutil.Error:  # it has ended meanwhile
+            continue
+        if kind is not None:
+            found[kind] += times.user + times.system + times.children_user + times.children_system
+    return found
+
+
 def processor_s() -> dict[Process, tuple[str, float]]:
     """This process, its descendants and PostgreSQL's servers, each with the seconds that it has used since its start."""
     found: dict[Process, tuple[str, float]] = {}

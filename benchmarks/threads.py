@@ -16,8 +16,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 from sqlalchemy import Engine, create_engine, insert
 
+from benchmarks.processors import servers_s
 from benchmarks.servers import Ground, p50
 from benchmarks.ways import ENGINES, METADATA, ROWS, UNSAFE, Write, idempotent, ours
 
@@ -32,28 +34,29 @@ class Measured:
     Attributes:
         samples: Milliseconds of each call.
         rates: Calls per second of each slice.
-        processor: Milliseconds of the process's processor time for each call, of each slice.
+        processor: Milliseconds of processor time for each call, of each slice: of this ``process``, and of each server.
         counts: Calls of each thread, by its place among those that start.
     """
 
     samples: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
-    processor: list[float] = field(default_factory=list)
+    processor: dict[str, list[float]] = field(default_factory=dict)
     counts: Counter[int] = field(default_factory=Counter)
 
-    def note(self, done: Sequence[tuple[int, list[float]]], seconds: float, processor_s: float) -> None:
+    def note(self, done: Sequence[tuple[int, list[float]]], seconds: float, used_s: Mapping[str, float]) -> None:
         """Take what the workers have done in a slice.
 
         Args:
             done: How many calls each has made, and the milliseconds of those in the window.
             seconds: The length of the window.
-            processor_s: The processor time of all calls.
+            used_s: The processor time of all calls, by process.
         """
         took = [samples for _, samples in done]
         self.samples += [sample for mine in took for sample in mine]
         self.rates.append(sum(map(len, took)) / seconds)
         self.counts.update({number: len(mine) for number, mine in enumerate(took)})
-        self.processor.append(1000 * processor_s / sum(calls for calls, _ in done))
+        for process, used in used_s.items():
+            self.processor.setdefault(process, []).append(1000 * used / sum(calls for calls, _ in done))
 
     def figures(self) -> dict[str, float]:
         """Those of the page."""
@@ -64,8 +67,23 @@ class Measured:
             "per second": p50(self.rates),
             "fewest of a thread": min(self.counts.values()),
             "most of a thread": max(self.counts.values()),
-            "processor": p50(self.processor),
+            **{process: p50(found) for process, found in self.processor.items()},
         }
+
+
+class Processor:
+    """The processor time that this process and the servers below it use from now on."""
+
+    def __init__(self) -> None:
+        self._before = self._seconds()
+
+    @staticmethod
+    def _seconds() -> dict[str, float]:
+        return {"process": time.process_time(), **servers_s(psutil.Process())}
+
+    def used_s(self) -> dict[str, float]:
+        """The seconds so far, by process."""
+        return {process: seconds - self._before[process] for process, seconds in self._seconds().items()}
 
 
 class Window:
@@ -179,7 +197,7 @@ def slice_of_threads(write: Write, threads: int, seconds: float, warm_up_s: floa
                 samples.append(1000 * (time.perf_counter() - started))
         return calls, samples
 
-    processor_s = time.process_time()
+    processor = Processor()
     with ThreadPoolExecutor(threads) as pool:
         done = [future.result() for future in [pool.submit(work) for _ in range(threads)]]
-    measured.note(done, seconds, time.process_time() - processor_s)
+    measured.note(done, seconds, processor.used_s())
