@@ -144,7 +144,7 @@ def participant(recipe: Recipe, here: Here, slot: str) -> None:
     with suppress(DualWriteError, *OF_THE_USERS_STATEMENT):
         recipe.tell(prepare(here, lane, f"1{slot}"))
         recipe.await_command()
-        if lane.may_go_on():
+        if lane.may_go_on(next(iter(here.context.store.read([slot])), None)):
             recipe.tell("goes on")
             prepare(here, lane, f"never decided {slot}")
 
