@@ -93,9 +93,8 @@ def _write(
         partition_count = reports.getNumPartitions()
         if not options.allow_nondeterministic:
             require_deterministic(df, reports)
-        job.begin(partition_count, sources)
+        written = job.begin(partition_count, sources)
         lineage.start(task.targets, sources)
-        written = job.written_partitions()
         if warn and not stream_shown:
             what = "Spark does not show the stream's plan, and expressions such as rand() in it are not refused"
             _warn(job.name, what, partition_count, len(written))
@@ -166,9 +165,8 @@ def foreach_partition(
         if not options.allow_nondeterministic:
             require_deterministic(df, df.rdd)
         partition_count = df.rdd.getNumPartitions()
-        job.begin(partition_count, sources_of(df))
+        written = len(job.begin(partition_count, sources_of(df)))
         if not options.allow_nondeterministic:
-            written = len(job.written_partitions())
             _warn(
                 job.name, "foreach_partition compares no rows", partition_count, written, "write_batch compares them; "
             )

@@ -31,7 +31,7 @@ from dualwrite.sinks.spark.digests import Fingerprint, Fingerprinted, RowNames, 
 from dualwrite.sinks.spark.quarantine import Sieve
 from dualwrite.sinks.spark.sendable import awaited, projected_batches, row_batches
 from dualwrite.sinks.spark.targets import Target
-from dualwrite.sinks.spark.worker import Attempt, destination_of, servers
+from dualwrite.sinks.spark.worker import AlreadyWritten, Attempt, destination_of, servers
 from dualwrite.sinks.spark.writing import Progress, shown, whole_input, write_rows
 from dualwrite.writing.dual_write import DualWrite
 
@@ -198,11 +198,13 @@ class _Writing:
 
     def _run(self, batches: Iterable[pa.RecordBatch]) -> PartitionReport:
         attempt, partition = self._attempt, self._attempt.partition
-        if self._is_written():
-            logger.info("%s: already written", attempt.name)
+        if self._taken is None and self._is_written():  # otherwise the transaction that leases the slot asks for it
             return PartitionReport(partition, 0, 0, written=False)
         try:
             self._write(batches)
+        except AlreadyWritten:
+            self._is_written()
+            return PartitionReport(partition, 0, 0, written=False)
         except CompletionPending as error:
             # Decided. The slot stays leased so that the driver, or the next attempt, finds and completes it.
             if self._task.alone:
@@ -246,6 +248,7 @@ class _Writing:
         written = self._attempt.written()
         if written is None:
             return False
+        logger.info("%s: already written", self._attempt.name)
         taken = None if self._task.options.allow_nondeterministic else self._taken
         if taken is not None:
             ours, theirs = taken.take_all(), Fingerprint(written.rows, written.rows_digest)

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from dualwrite.protocol.batches import Destination
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.options import SinkOptions
-    from dualwrite.sinks.spark.plan import SparkJobs
-    from dualwrite.stores.sql.ledger import Run
+    from dualwrite.sinks.spark.plan import Left, SparkJobs
+    from dualwrite.stores.sql.ledger import Run, Written
 
 logger = logging.getLogger(__name__)
 
@@ -186,24 +186,32 @@ class BatchJob(DriverSide):
         """Let the tasks of this run write after the block, too: the caller runs them, and we do not learn when they end."""
         self._finished = True
 
-    def begin(self, partition_count: int, sources: str | None = None) -> None:
+    def begin(self, partition_count: int, sources: str | None = None) -> Sequence[int]:
         """Record the batch's destination, sources and number of partitions, before any partition is written.
 
-        It refuses a batch that was begun earlier for another destination, or with another number of partitions.
+        Returns the numbers of the partitions that are written. It refuses a batch that was begun earlier for another
+        destination, or with another number of partitions.
         """
+        written: Sequence[int] = ()
         if partition_count:
-            destination = self._destination()
-            self._ledger.begin(
-                self._engine,
-                self._options.sink,
-                self._batch_id,
-                destination,
-                partition_count=partition_count,
-                sources=sources,
-            )
+            sink, batch_id, destination = self._options.sink, self._batch_id, self._destination()
+            with self._transaction() as connection:
+                self._ledger.begin(
+                    connection, sink, batch_id, destination, partition_count=partition_count, sources=sources
+                )
+                written = list(self._ledger.partitions(connection, sink, batch_id))
             self._begun_partitions = partition_count
         logger.info("%s: writing, begun with %d partitions", self.name, partition_count)
         failpoints.hit("spark.driver_started")
+        return written
+
+    @contextmanager
+    def _transaction(self) -> Generator[Connection, None, None]:
+        try:
+            with self._engine.begin() as connection:
+                yield connection
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, self._engine, self._options.schema) from error
 
     def _destination(self) -> Destination:
         return destination_of(self.database, [Target.of(self._options, self._layout)], Way.PARTITIONS)
@@ -236,14 +244,11 @@ class BatchJob(DriverSide):
         assert self.run is not None
         sink, batch_id = self._options.sink, self._batch_id
         destination = self._destination()
-        try:
-            with self._engine.begin() as connection:
-                self._runs.require(connection, self.run)
-                self._ledger.require(connection, sink, batch_id, destination)
-                self._ledger.insert_empty(connection, sink, batch_id, empty, partition_count=partition_count)
-                self._require_empty(connection, empty)
-        except exc.SQLAlchemyError as error:
-            raise map_database_error(error, self._engine, self._options.schema) from error
+        with self._transaction() as connection:
+            self._runs.require(connection, self.run)
+            self._ledger.require(connection, sink, batch_id, destination)
+            self._ledger.insert_empty(connection, sink, batch_id, empty, partition_count=partition_count)
+            self._require_empty(connection, empty)
 
     def finish(self, partition_count: int, reports: Collection[PartitionReport]) -> BatchReport:
         """Settle, and report the result of the batch.
@@ -254,16 +259,19 @@ class BatchJob(DriverSide):
         failpoints.hit("spark.driver_done")
         logger.info("%s: decided, all %d partitions", self.name, partition_count)
         try:
-            self.settle_left(have_run=True)
+            at_once = written = self._end_at_once(partition_count)
+            if written is None:
+                self.settle_left(have_run=True)
+                written = self._ledger.written(self._engine, self._options.sink, self._batch_id)
         except Unavailable as error:
             raise pending(self.name, error) from error
-        written = self._ledger.written(self._engine, self._options.sink, self._batch_id)
         if written.partitions != partition_count:
             raise DualWriteError(
                 f"{self.name}: {written.partitions} of {partition_count} partitions are in the ledger",
                 next_step="the ledger was changed from outside while the batch ran: find out what else was changed",
             )
-        self._note_completed(BEGUN, None)
+        if at_once is None:
+            self._note_completed(BEGUN, None)
         self.announce()
         self._finished = True
         report = BatchReport(
@@ -292,6 +300,28 @@ class BatchJob(DriverSide):
             report.quarantined_rows,
         )
         return report
+
+    def _end_at_once(self, partition_count: int) -> Written | None:
+        """As :meth:`settle_left`, where tasks have left nothing; and note the completion, all in one transaction.
+
+        None if something is left to settle, or the batch is not complete.
+        """
+
+        def work(connection: Connection) -> tuple[Left, Written | None]:
+            left = self._end_run(connection, prepared=False)  # its tasks prepare nothing in the database
+            if not left.has_ended or left.leases:
+                return left, None
+            self._raise_new_incidents(connection)
+            written = self._ledger.written(connection, self._options.sink, self._batch_id)
+            if written.partitions != partition_count:
+                return left, None
+            self._ledger.complete(connection, self._options.sink, self._batch_id, BEGUN)
+            return left, written
+
+        logger.info("%s: settling what tasks have left", self.name)
+        left, written = self._store.own_transaction(work)
+        self.run = left.run
+        return written
 
     @contextmanager
     def progress(self, partition_count: int) -> Generator[None, None, None]:

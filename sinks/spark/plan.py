@@ -108,7 +108,7 @@ class DriverSide:
         self.database = open_database(options)
         self._engine = self.database.engine
         self._coordinator = KafkaCoordinator(options.kafka_config())
-        self._known_incidents: set[tuple[str, str]] = set()
+        self._known_incidents: set[tuple[str, str]] | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -119,8 +119,6 @@ class DriverSide:
             self._ledger = Ledger(options.schema, options.tables_revision)
             self._pool = SlotPool(self._engine, options.pool, schema=options.schema, max_slots=options.max_slots)
             self._runs = Runs(self._engine, options.schema)
-            if not self._is_planned:  # then the decision itself reads them
-                self._note_incidents()
         except BaseException:
             self._close()
             raise
@@ -273,6 +271,8 @@ class DriverSide:
         Until it ends, no task of an earlier run can lease a slot, or hand over what it has: what is left is then all there is.
         Without `prepared`, no task has left a transaction prepared in the database.
         """
+        if self._known_incidents is None:
+            self._note_incidents(connection)
         run = None if self._run_name is None else self._runs.replace(self._options.sink, self._run_name, connection)
         leases = self._pool.to_settle(self._lease_prefix, connection)
         found = self._store.find_with_participants(f"{self._pool.pool}#", connection) if prepared else ((), ())
@@ -286,8 +286,8 @@ class DriverSide:
         except DualWriteError as error:
             logger.warning("%s: could not record its completion in the ledger: %s", self.name, error)
 
-    def _note_incidents(self, connection: Connection | None = None) -> None:
-        """Note those that are recorded by now: others than these are raised. Perhaps in the caller's transaction."""
+    def _note_incidents(self, connection: Connection) -> None:
+        """Note those that are recorded by now, in the caller's transaction: others than these are raised."""
         self._known_incidents = {_identity(incident) for incident in self._incidents(connection)}
 
     def _incidents(self, connection: Connection | None = None) -> Sequence[Incident]:
@@ -296,9 +296,10 @@ class DriverSide:
         except exc.SQLAlchemyError as error:
             raise map_database_error(error, self._engine, self._options.schema) from error
 
-    def _raise_new_incidents(self) -> None:
-        for incident in self._incidents():
-            if _identity(incident) not in self._known_incidents:
+    def _raise_new_incidents(self, connection: Connection | None = None) -> None:
+        """Raise the first that was not noted, perhaps from the caller's transaction."""
+        for incident in self._incidents(connection):
+            if _identity(incident) not in (self._known_incidents or ()):
                 kind = DecidedTransactionLost if incident.outcome is Outcome.LOST else OutcomeUnverifiable
                 raise kind(
                     incident.detail,

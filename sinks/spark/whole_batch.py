@@ -21,12 +21,12 @@ from dualwrite.protocol.batches import Way
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.recovery.claim import OwnerContext, unique_owner
 from dualwrite.sinks.batches import Decision
-from dualwrite.sinks.spark.databases.database import STAGING_PREFIX, Staged, StagingTable
+from dualwrite.sinks.spark.databases.database import DROP_LOCK_TIMEOUT_S, STAGING_PREFIX, Staged, StagingTable
 from dualwrite.sinks.spark.digests import RowNames
 from dualwrite.sinks.spark.plan import DriverSide, connected, is_stale, uses_staging
 from dualwrite.sinks.spark.quarantine import Sieve, over_limit
 from dualwrite.sinks.spark.sendable import awaited
-from dualwrite.sinks.spark.worker import PREPARED_TOO_LONG_AGO, Attempt, destination_of, servers
+from dualwrite.sinks.spark.worker import PREPARED_TOO_LONG_AGO, AlreadyWritten, Attempt, destination_of, servers
 from dualwrite.sinks.spark.writing import Progress, shown, write_rows
 from dualwrite.stores.sql.drivers import name_of
 from dualwrite.stores.sql.ledger import WHOLE_BATCH
@@ -75,8 +75,7 @@ class WholeBatch(DriverSide):
 
     def written(self) -> WrittenPartition:
         """The ledger's record of the batch, which is written."""
-        with self._engine.connect() as connection:
-            written = self._ledger.partition(connection, self._options.sink, self._batch_id, WHOLE_BATCH)
+        written = self._ledger.partition(self._engine, self._options.sink, self._batch_id, WHOLE_BATCH)
         assert written is not None
         return written
 
@@ -175,8 +174,7 @@ class WholeBatch(DriverSide):
 
     def is_written(self) -> bool:
         """Whether the ledger names the batch."""
-        with self._engine.connect() as connection:
-            return self._ledger.seen(connection, self._options.sink, self._batch_id, WHOLE_BATCH)
+        return self._ledger.seen(self._engine, self._options.sink, self._batch_id, WHOLE_BATCH)
 
     def end_completed(
         self,
@@ -209,7 +207,7 @@ class WholeBatch(DriverSide):
 
         try:
             try:
-                ended = self._store.own_transaction(partial(work, drops=True))
+                ended = self._store.own_transaction(partial(work, drops=True), lock_timeout_s=DROP_LOCK_TIMEOUT_S)
             except Unavailable:  # a backup may read a staging table
                 ended = self._store.own_transaction(partial(work, drops=False))
         except DualWriteError as error:
@@ -323,8 +321,9 @@ class _Deciding:
             database.require_within(connection, staged, layout, empty)
         if staged:
             database.take_over(connection, staged, layout)
-            # Tasks with prepared rows have checked the types, and their locks keep them.
-            database.require_types(connection, layout.table, layout.table_types, shown_name=layout.table[1])
+            # Tasks with prepared rows have checked the types, and their locks keep them. Others leave both tables to us.
+            tables = [layout.table, *(one.table.table for one in staged)]
+            database.require_types(connection, tables, layout.table_types, shown_name=layout.table[1])
 
     def decided(self) -> None:
         self._decided_at = time.monotonic()
@@ -438,25 +437,11 @@ def prepare_partition(
         attempt = Attempt(found, batch_id, partition, number, run)
         try:
             undecided = _prepare(attempt, targets, rows, staging=staging)
-        except _AlreadyWritten:
+        except AlreadyWritten:
             logger.info("%s: the batch is already written", attempt.name)
             return None
     failpoints.hit("spark.task_done")
     return undecided
-
-
-class _AlreadyWritten(Exception):
-    """Leaves the lease when the ledger says that the batch is written."""
-
-
-def _begin(attempt: Attempt, targets: Sequence[Target], connection: Connection) -> None:
-    """Record the batch's destination, in the transaction that leases the slot.
-
-    A stream's driver cannot do this: it learns the batch's name from the tasks.
-    """
-    destination = destination_of(attempt.database, targets, Way.WHOLE)
-    if attempt.ledger.begin(connection, attempt.options.sink, attempt.batch_id, destination):
-        raise _AlreadyWritten
 
 
 def _prepare(
@@ -467,13 +452,14 @@ def _prepare(
     sieve = Sieve(options, targets, database, attempt.batch_id, attempt.partition)
     sifted = sieve.sift(batches) if options.quarantines else batches
     try:
-        with attempt.workplace(lambda connection: _begin(attempt, targets, connection)) as place:
+        with attempt.workplace(destination_of(database, targets, Way.WHOLE)) as place:
             row = place.lane.row
 
             def permit(connection: Connection) -> None:
-                attempt.require_run(connection)
                 if staging:
                     attempt.keep_in(connection, place.slot, _lifetime_s(attempt, place))
+                else:
+                    attempt.require_run(connection)
 
             with (
                 attempt.observed(place) as observer,

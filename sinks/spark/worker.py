@@ -6,11 +6,12 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 from pyspark import TaskContext
 
@@ -30,7 +31,7 @@ from dualwrite.telemetry import observer_if_loaded
 from dualwrite.writing.lane import Lane
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from sqlalchemy import Connection, Select
 
     from dualwrite.interfaces import WriteObserver
     from dualwrite.protocol.values import StateRow
@@ -47,6 +48,10 @@ PREPARED_TOO_LONG_AGO: Final = (
     "run the batch again; if this comes again, make it smaller, or raise decide_within_s and the broker's "
     "transaction.max.timeout.ms"
 )
+
+
+class AlreadyWritten(Exception):
+    """Leaves the lease when the ledger says that all is written."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +83,11 @@ class Attempt:
 
     def seen(self, partition_id: int) -> bool:
         """Whether the ledger has that partition of the batch."""
-        with self.engine.connect() as connection:
-            return self.ledger.seen(connection, self.options.sink, self.batch_id, partition_id)
+        return self.ledger.seen(self.engine, self.options.sink, self.batch_id, partition_id)
 
     def written(self) -> WrittenPartition | None:
         """The ledger's record of this partition; None if it is not written."""
-        with self.engine.connect() as connection:
-            return self.ledger.partition(connection, self.options.sink, self.batch_id, self.partition)
+        return self.ledger.partition(self.engine, self.options.sink, self.batch_id, self.partition)
 
     def seen_after(self, error: Exception, partition_id: int) -> bool:
         """Whether the ledger has that partition despite the error: another attempt may be the cause of our failure."""
@@ -133,29 +136,63 @@ class Attempt:
             yield observer
 
     def keep_in(self, connection: Connection, slot: Slot, seconds: float) -> None:
-        """As :meth:`Slot.keep_in`."""
-        slot.keep_in(connection, self._pool(), seconds)
+        """As :meth:`Slot.keep_in`, and only as :meth:`require_run` lets it: in one statement where the database can."""
+        pool, run = self._pool(), self._run
+        joined = run is not None and pool.joins_conditions
+        if not joined:
+            self.require_run(connection)
+        held = Runs(self.engine, self.options.schema).holding(run) if joined and run is not None else None
+        try:
+            slot.keep_in(connection, pool, seconds, held)
+        except Fenced:
+            self.require_run(connection)  # which says so if that is why
+            raise
+
+    def _lease_again(self, pool: SlotPool, destination: Destination | None) -> SlotLease | None:
+        """Lease a slot whose lane rests here, in one statement. None if that does not work: :meth:`SlotPool.lease` then."""
+        options, run = self.options, self._run
+        if destination is None:
+            begins = partial(self.ledger.unless_written, options.sink, self.batch_id, self.partition)
+        else:
+            begins = partial(self.ledger.beginning, self.engine, options.sink, self.batch_id, destination)
+        held = None if run is None else Runs(self.engine, options.schema).holding(run, waits=False)
+        resting = self._servers.resting_rows
+        found = pool.lease_again(self._owner, options.lease_s, resting, run=held, begins=begins)
+        if found is None:
+            return None
+        lease, row = found
+        self._servers.note_rows({row.transactional_id: row})
+        return lease
 
     @contextmanager
-    def workplace(self, begin: Callable[[Connection], None] = lambda _: None) -> Generator[Workplace, None, None]:
+    def workplace(self, destination: Destination | None = None) -> Generator[Workplace, None, None]:
         """Lease a slot, and continue with the lane that rests here for it; else claim it, and create a producer.
 
-        After a successful block, the lane rests again. After an error it is discarded. `begin` is called in the transaction
-        that leases the slot, perhaps more than once; if it raises, nothing is leased.
+        After a successful block, the lane rests again. After an error it is discarded. `destination` is that of a batch that is
+        written as a whole: the transaction that leases the slot also records it. A stream's driver cannot do this: it learns
+        the batch's name from the tasks.
 
-        `Fenced` means that the run was given up, or the slot was settled meanwhile; `TransactionAborted`, that the run has
-        prepared a partition too long ago.
+        `AlreadyWritten`, with nothing leased, says that the batch is, or without a destination the partition. `Fenced` means
+        that the run was given up, or the slot was settled meanwhile; `TransactionAborted`, that the run has prepared a
+        partition too long ago.
         """
         servers, lease_s, pool = self._servers, self.options.lease_s, self._pool()
 
         def require(connection: Connection) -> None:
             self.require_run(connection)
-            begin(connection)
+            batch = (connection, self.options.sink, self.batch_id)
+            if (
+                self.ledger.seen(*batch, self.partition)
+                if destination is None
+                else self.ledger.begin(*batch, destination)
+            ):
+                raise AlreadyWritten
 
         with leased_slot(
             pool,
             self._owner,
             lease_s,
+            again=lambda: self._lease_again(pool, destination),
             preferred=servers.resting,
             require=require,
             ended=self._require_in_time,
@@ -197,7 +234,7 @@ class WorkerCache:
         self._store = SqlStateStore(self.engine, schema=options.schema)
         self.context = OwnerContext(KafkaCoordinator(self._config), self._store, unique_owner(), observer_if_loaded())
         self._resting: dict[str, Lane] = {}
-        self._rows: dict[str, StateRow] = {}
+        self._rows: Mapping[str, StateRow | None] = {}
         self._pid = os.getpid()
 
     @property
@@ -222,8 +259,17 @@ class WorkerCache:
         in the caller's transaction.
         """
         rows = self._store.read_in(connection, self._resting) if self._resting else ()
-        self._rows = {row.transactional_id: row for row in rows}
+        self.note_rows({**dict.fromkeys(self._resting), **{row.transactional_id: row for row in rows}})
         return [name for name, lane in reversed(self._resting.items()) if self._is_ours(lane)]
+
+    @property
+    def resting_rows(self) -> Sequence[StateRow]:
+        """The rows of the lanes that rest here, as these know them, the last one used first."""
+        return [lane.row for lane in reversed(self._resting.values())]
+
+    def note_rows(self, rows: Mapping[str, StateRow | None]) -> None:
+        """Note the rows as they were read for :meth:`take`; None for one that is not there."""
+        self._rows = rows
 
     def _is_ours(self, lane: Lane) -> bool:
         row = self._rows.get(lane.transactional_id)
@@ -232,15 +278,15 @@ class WorkerCache:
     def take(self, transactional_id: str) -> Lane:
         """Take the lane that rests here if it may continue; else create a new one, which must be claimed.
 
-        The transaction that has leased the slot has read the rows (:meth:`resting`). Lanes that others have claimed are
-        discarded.
+        The transaction that has leased the slot has read its row, and perhaps those of the others (:meth:`note_rows`). Lanes
+        that others have claimed are discarded.
         """
-        for name in [name for name, lane in self._resting.items() if not self._is_ours(lane)]:
+        for name in [name for name in self._rows if name in self._resting and not self._is_ours(self._resting[name])]:
             self._resting.pop(name).discard()
         lane = self._resting.pop(transactional_id, None)
         if lane is None:
             return self._new_lane(transactional_id)
-        if lane.may_go_on(self._rows[transactional_id]):
+        if lane.may_go_on(self._rows.get(transactional_id)):
             return lane
         lane.discard()
         return self._new_lane(transactional_id)
@@ -345,15 +391,18 @@ class Slot:
         """
         self.kept_until = self.leased_at + timedelta(seconds=now_s() - self._leased_s + seconds)
 
-    def keep_in(self, connection: Connection, pool: SlotPool, seconds: float) -> None:
+    def keep_in(
+        self, connection: Connection, pool: SlotPool, seconds: float, condition: Select[Any] | None = None
+    ) -> None:
         """As :meth:`keep_for`, in the transaction that hands the part over: its COMMIT keeps the slot, too.
 
-        No transaction that ends prepared may do it: until it is resolved, the lease would stay as it was.
+        No transaction that ends prepared may do it: until it is resolved, the lease would stay as it was. The `condition` is
+        that of :meth:`SlotPool.keep`.
         """
         self.keep_for(seconds)
         assert self.kept_until is not None
         self.end_renewals()
-        pool.keep(self.lease, self.kept_until, connection)
+        pool.keep(self.lease, self.kept_until, connection, condition)
         self.is_kept = True
 
     def renew(self, pool: SlotPool, lease_s: float) -> None:
@@ -389,6 +438,7 @@ def leased_slot(
     owner: str,
     lease_s: float,
     *,
+    again: Callable[[], SlotLease | None] = lambda: None,
     preferred: Callable[[Connection], Sequence[str]] = lambda _: (),
     require: Callable[[Connection], None] = lambda _: None,
     ended: Callable[[str], None] = lambda _: None,
@@ -400,9 +450,10 @@ def leased_slot(
     driver settles what the task left behind, or the next holder of the slot does once the lease has ended. Losing the lease
     meanwhile does no harm: the next holder claims the slot's id, and that fences us.
 
-    The arguments are those of :meth:`SlotPool.lease`; `preferred` are slots that the worker could continue with.
+    `again` may lease a slot in a shorter way. The other arguments are those of :meth:`SlotPool.lease`; `preferred` are slots
+    that the worker could continue with.
     """
-    lease = pool.lease(owner, lease_s, preferred=preferred, require=require, ended=ended)
+    lease = again() or pool.lease(owner, lease_s, preferred=preferred, require=require, ended=ended)
     slot = Slot(lease, lease.until - timedelta(seconds=lease_s))
     slot.renew(pool, lease_s)
     try:

@@ -84,12 +84,13 @@ def test_of_two_attempts_at_once_one_counts(postgres: Database, level: str, firs
 
 
 def test_a_changed_number_of_partitions_is_refused(database: Database, ledger: Ledger, connection: Connection) -> None:
+    ledger.begin(connection, "sink", "batch", ORDERS, partition_count=4)
     ledger.insert(connection, "sink", "batch", 0, **COUNTS)
     connection.commit()
     assert ledger.started(connection, "sink", "batch") == 4
     assert ledger.started(connection.engine, "sink", "batch") == 4
     with pytest.raises(ConfigurationError, match="4 partitions and now has 5") as caught:
-        ledger.insert(connection, "sink", "batch", 1, row_count=0, message_count=0, partition_count=5)
+        ledger.begin(connection, "sink", "batch", ORDERS, partition_count=5)
     assert "repartition(4" in str(caught.value)
 
 

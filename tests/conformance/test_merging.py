@@ -107,6 +107,7 @@ class Case:
     @contextmanager
     def _writing(self, layout, partition, rows, staged):
         with self.database.engine.connect() as connection:
+            connection.begin()  # as a dual write does: rows go to the driver below SQLAlchemy
             made = StagingTable(layout.table[0], f"dualwrite_staging_{partition}", "slot", 1, "owner")
             if self.way == "staging":
                 self.database.drop_staging([made])  # of a test that failed

@@ -282,6 +282,6 @@ def test_a_column_that_changes_its_type_while_the_batch_is_decided_fails_it(numb
             pytest.raises(TransactionAborted, match=r"'id' .* was bigint.* decimal\(10,2\)"),
         ):
             where = connection.exec_driver_sql("SELECT database()").scalar()
-            database.require_types(connection, (where, "numbers"), planned, shown_name="numbers")
+            database.require_types(connection, [(where, "numbers")], planned, shown_name="numbers")
     finally:
         database.engine.dispose()

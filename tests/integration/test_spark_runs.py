@@ -132,7 +132,15 @@ def test_a_job_that_fails_waits_for_the_task_that_is_handing_over_and_undoes_tha
     def keep(self, *args):
         if slot_is_taken:
             failing.join(PATIENCE_S)
-        return real_keep(self, *args)
+        kept = real_keep(self, *args)
+        if job.way == "staging":  # it has looked at the run in the same statement
+            fail()
+        return kept
+
+    def fail():
+        failing.start()
+        while failing.is_alive() and not waits.wait(0.05):
+            pass
 
     def replace(self, sink, name, connection):
         run = real_replace(self, sink, name, connection)
@@ -143,9 +151,7 @@ def test_a_job_that_fails_waits_for_the_task_that_is_handing_over_and_undoes_tha
     def require(self, connection, run):
         real_require(self, connection, run)
         if passed:  # the second time: the first was for the lease
-            failing.start()
-            while failing.is_alive() and not waits.wait(0.05):
-                pass
+            fail()
         passed.append(run)
 
     passed = []
@@ -156,7 +162,7 @@ def test_a_job_that_fails_waits_for_the_task_that_is_handing_over_and_undoes_tha
         assert job.run_task() is not None
     failing.join(PATIENCE_S)
     assert not failing.is_alive()
-    assert len(passed) == 2
+    assert len(passed) == (1 if job.way == "staging" else 2)
     assert waits.is_set()
     assert numbers.rows() == numbers.messages() == []
     nothing_is_left(numbers)
@@ -221,8 +227,9 @@ def test_nothing_is_committed_after_write_batch_has_raised_though_it_could_not_s
     real_begin, real_end = BatchJob.begin, SparkJobs.end
 
     def begin(self, *arguments):
-        real_begin(self, *arguments)
+        written = real_begin(self, *arguments)
         monkeypatch.setattr(BatchJob, method, raising(Unavailable("the database does not answer")))
+        return written
 
     def end(self, *arguments):
         goes_on.touch()

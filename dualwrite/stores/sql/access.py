@@ -405,6 +405,11 @@ class Borrowed:
             self._own.close()
 
 
+def stand_alone(connection: Connection) -> None:
+    """Let each statement of a connection that has not begun be a transaction by itself, until it goes back to its pool."""
+    connection.execution_options(isolation_level="AUTOCOMMIT")
+
+
 def begin_on(
     connection: Connection, begin: Callable[[Connection, Tables], None], tables: Tables, *, own: bool | None = None
 ) -> None:

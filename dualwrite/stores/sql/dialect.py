@@ -75,7 +75,17 @@ class Dialect(Protocol):
         ...
 
     def begin_reading(self, connection: Connection) -> None:
-        """Begin a short transaction that only reads; refuse a standby, which may show old data."""
+        """Begin a short transaction that only reads; refuse a standby, which may show old data.
+
+        Or let each statement be one, on a connection that is known to lead to a primary.
+        """
+        ...
+
+    def standing_alone(self, lock_timeout_s: float) -> Sequence[ColumnElement[bool]] | None:
+        """The conditions, always true, by which an UPDATE in autocommit is like one in a transaction of :meth:`begin_own`.
+
+        None if there are none.
+        """
         ...
 
     def start_columns(self) -> Sequence[ColumnElement[object]]:

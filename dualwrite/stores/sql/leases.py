@@ -15,23 +15,27 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy import (
+    CTE,
     ColumnElement,
     Connection,
     Engine,
     Float,
+    Select,
     Update,
     and_,
     bindparam,
     case,
     exc,
+    exists,
     func,
     literal,
     null,
     or_,
     select,
+    tuple_,
     update,
 )
 
@@ -50,7 +54,12 @@ from dualwrite.stores.sql.tables import (
     database_now_plus,
     declare_tables,
     in_chunks,
+    parse_rows,
+    row_columns,
 )
+
+if TYPE_CHECKING:
+    from dualwrite.protocol.values import StateRow
 
 Result = TypeVar("Result")
 _MORE: Final = 1000
@@ -286,22 +295,19 @@ class SlotPool:
         self._owns_engine = isinstance(engine, str)
         self._engine = engine_of(engine)
         self._dialect = dialect_of(self._engine)
-        tables = declare_tables(schema)
+        self._tables = tables = declare_tables(schema)
         self._own = ShortTransactions(self._engine, self._dialect, tables)
         self._slot = slot = tables.slot
         self._is_free = and_(
             slot.c.pool == pool, or_(slot.c.lease_until.is_(None), slot.c.lease_until <= database_now())
         )
         self._is_nobodys = or_(slot.c.kept_until.is_(None), slot.c.kept_until <= database_now())
-        self._take = (
-            update(slot)
-            .where(slot.c.transactional_id == bindparam("id_"))
-            .values(
-                lease_owner=bindparam("owner_"),
-                lease_until=database_now_plus(bindparam("ttl_", type_=Float)),
-                kept_until=null(),
-            )
+        self._taking = update(slot).values(
+            lease_owner=bindparam("owner_"),
+            lease_until=database_now_plus(bindparam("ttl_", type_=Float)),
+            kept_until=null(),
         )
+        self._take = self._taking.where(slot.c.transactional_id == bindparam("id_"))
         self._found = select(slot.c.transactional_id, slot.c.lease_owner, slot.c.lease_until).where(
             slot.c.transactional_id == bindparam("id_")
         )
@@ -345,6 +351,58 @@ class SlotPool:
                 failpoints.hit("slot.leased")
                 return taken
         raise Unavailable(f"could not get a slot of pool {self.pool!r}: too many workers are asking at once")
+
+    def lease_again(
+        self,
+        owner: str,
+        ttl_s: float,
+        resting: Sequence[StateRow],
+        *,
+        run: Select[Any] | None = None,
+        begins: Callable[[CTE | None], tuple[CTE | None, ColumnElement[bool]]],
+    ) -> tuple[SlotLease, StateRow] | None:
+        """Lease a slot that is kept for its worker (:meth:`release`), and read its row, in one statement that stands alone.
+
+        That is the first of the `resting` rows, as the worker knows them, whose slot is free, and whose id nobody has claimed
+        since. `run` finds the run while it may write (:meth:`Runs.holding`); `begins` says whether the batch can go on, and
+        records that it has begun (:meth:`Ledger.beginning`). None, with nothing leased, if there is no such slot, the run is
+        over or just being replaced, the batch cannot go on, or the database cannot do it in one statement: :meth:`lease` then
+        does it, or says why not.
+        """
+        if not resting or not self._own.can_stand_alone:
+            return None
+        slot, state = self._slot, self._tables.state
+        held = None if run is None else run.cte("held")
+        names = [(row.transactional_id, row.namespace, row.incarnation) for row in resting]
+        statement = self._taking
+        free = (
+            select(slot.c.transactional_id.label("slot_"), *row_columns(self._tables))
+            .join_from(slot, state, state.c.transactional_id == slot.c.transactional_id)
+            .where(
+                self._is_free,
+                slot.c.lease_owner.is_(None),
+                tuple_(state.c.transactional_id, state.c.namespace, state.c.incarnation).in_(names),
+            )
+            .order_by(_place(slot.c.transactional_id, [row.transactional_id for row in resting]))
+            .limit(1)
+            .with_for_update(of=slot, skip_locked=True)
+        )
+        if held is not None:
+            free = free.where(exists(select(held)))
+        begun, can_go_on = begins(held)
+        if begun is not None:
+            statement = statement.add_cte(begun)
+        found = free.where(can_go_on).cte("free")
+        statement = statement.where(slot.c.transactional_id == found.c.slot_).returning(
+            slot.c.lease_owner, slot.c.lease_until, *(found.c[one.name] for one in row_columns(self._tables))
+        )
+        bound = {"owner_": owner, "ttl_": ttl_s}
+        row = self._own.run_one(statement, lambda own, alone: own.execute(alone, bound).mappings().one_or_none())
+        if row is None:
+            return None
+        failpoints.hit("slot.leased")
+        [found_row] = parse_rows(state.fullname, [row])
+        return SlotLease(found_row.transactional_id, self.pool, row["lease_owner"], row["lease_until"]), found_row
 
     def _take_free_or_new(
         self,
@@ -428,11 +486,23 @@ class SlotPool:
 
         return self._own.run(work) if bound else []
 
-    def keep(self, lease: SlotLease, until: datetime, connection: Connection | None = None) -> SlotLease:
+    @property
+    def joins_conditions(self) -> bool:
+        """Whether :meth:`keep` takes a condition."""
+        return self._own.can_stand_alone
+
+    def keep(
+        self,
+        lease: SlotLease,
+        until: datetime,
+        connection: Connection | None = None,
+        condition: Select[Any] | None = None,
+    ) -> SlotLease:
         """Let a lease end at a given time by the database's clock. If that time has passed, it ends at once.
 
         The slot then shows that its holder has left something in it for another process; see :meth:`lease`. ``Fenced`` as
-        :meth:`renew`. With a connection, in the caller's transaction.
+        :meth:`renew`, and if the ``condition`` finds no row: its locks are taken first. With a connection, in the caller's
+        transaction.
         """
         slot = self._slot
         ends = bindparam("until_", type_=slot.c.lease_until.type)
@@ -441,6 +511,8 @@ class SlotPool:
             .where(slot.c.transactional_id == bindparam("id_"), slot.c.lease_owner == bindparam("owner_"))
             .values(lease_until=ends, kept_until=ends)  # both times: the lease was kept
         )
+        if condition is not None:
+            statement = statement.where(exists(select(condition.cte("held"))))
         bound = {"id_": lease.transactional_id, "owner_": lease.owner, "until_": until}
         return self._changed(lease, statement, bound, connection)
 
@@ -448,7 +520,7 @@ class SlotPool:
         self, lease: SlotLease, statement: Update, bound: Mapping[str, object], connection: Connection | None = None
     ) -> SlotLease:
         if connection is None:
-            changed = self._own.run(lambda own: self._change(own, statement, bound))
+            changed = self._own.run_one(statement, lambda own, alone: self._change(own, alone, bound))
         else:
             try:
                 changed = self._change(connection, statement, bound)
@@ -464,23 +536,22 @@ class SlotPool:
         ``kept`` reserves them for a while for their workers, which could continue with them; see :meth:`lease`. With a
         connection, in the caller's transaction.
         """
+        if not owners:
+            return
         slot = self._slot
         statement = (
             update(slot)
-            .where(slot.c.transactional_id == bindparam("id_"), slot.c.lease_owner == bindparam("owner_"))
+            .where(tuple_(slot.c.transactional_id, slot.c.lease_owner).in_(sorted(owners.items())))
             .values(
                 lease_owner=null(),
                 lease_until=null(),
                 kept_until=database_now_plus(literal(KEPT_S, Float)) if kept else null(),
             )
         )
-        bound = [{"id_": name, "owner_": owners[name]} for name in sorted(owners)]
-        if not bound:
-            return
         if connection is not None:
-            connection.execute(statement, bound)
+            connection.execute(statement)
             return
-        self._own.run(lambda own: own.execute(statement, bound))
+        self._own.run_one(statement, lambda own, alone: own.execute(alone))
         failpoints.hit("slot.released")
 
     def expired(self) -> Sequence[SlotLease]:

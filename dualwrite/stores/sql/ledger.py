@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import (
+    CTE,
     ColumnElement,
     Connection,
     Engine,
@@ -23,6 +24,8 @@ from sqlalchemy import (
     exc,
     exists,
     func,
+    literal,
+    not_,
     or_,
     select,
     true,
@@ -34,7 +37,7 @@ from dualwrite import failpoints
 from dualwrite.errors import ConfigurationError, Fenced
 from dualwrite.protocol.batches import Destination, Entry, Recorded, Way, mismatch_of, next_entry, nobody_since
 from dualwrite.protocol.values import may_own, pool_of_sink
-from dualwrite.stores.sql.access import map_database_error
+from dualwrite.stores.sql.access import map_database_error, stand_alone
 from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.stores.sql.short_transactions import SCHEMA_REVISION, ShortTransactions, dialect_of, find_tables
 from dualwrite.stores.sql.tables import (
@@ -95,22 +98,24 @@ class Ledger:
             func.coalesce(func.sum(ledger.c.message_count), 0),
         ).where(*of_batch, ledger.c.partition_id >= 0)
 
-    def seen(self, connection: Connection, sink: str, batch_id: str, partition_id: int) -> bool:
+    def seen(self, database: Connection | Engine, sink: str, batch_id: str, partition_id: int) -> bool:
         """Whether the partition is written and committed; ``WHOLE_BATCH`` stands for a batch written as a whole."""
         bound = {"sink_": sink, "batch_": batch_id, "partition_": partition_id}
-        with self._on(connection):
+        with self._on(database, alone=True) as connection:
             seen = bool(connection.scalar(self._seen, bound))
         if not seen:
             failpoints.hit("ledger.checked")
         return seen
 
-    def partition(self, connection: Connection, sink: str, batch_id: str, partition_id: int) -> WrittenPartition | None:
+    def partition(
+        self, database: Connection | Engine, sink: str, batch_id: str, partition_id: int
+    ) -> WrittenPartition | None:
         """The record of a partition; None unless it is written and committed."""
         ledger = self._ledger
         statement = select(ledger.c.row_count, ledger.c.rows_digest, ledger.c.message_count).where(
             *self._of_batch, ledger.c.partition_id == partition_id
         )
-        with self._on(connection):
+        with self._on(database, alone=True) as connection:
             row = connection.execute(statement, {"sink_": sink, "batch_": batch_id}).one_or_none()
         if row is None:
             failpoints.hit("ledger.checked")
@@ -125,7 +130,7 @@ class Ledger:
             .where(*self._of_batch, ledger.c.partition_id >= 0)
             .order_by(ledger.c.partition_id)
         )
-        with self._on(database) as connection:
+        with self._on(database, alone=True) as connection:
             rows = connection.execute(statement, {"sink_": sink, "batch_": batch_id}).all()
         return {number: WrittenPartition(*found) for number, *found in rows}
 
@@ -163,7 +168,7 @@ class Ledger:
 
     def started(self, database: Connection | Engine, sink: str, batch_id: str) -> int | None:
         """The number of partitions that the batch was begun with; None if no part of it is committed."""
-        with self._on(database) as connection:
+        with self._on(database, alone=True) as connection:
             return connection.scalar(self._started, {"sink_": sink, "batch_": batch_id})
 
     def begin(
@@ -236,6 +241,38 @@ class Ledger:
             self._change_begun(connection, bound, failed_at=None)
         return recorded.whole_written
 
+    def beginning(
+        self, engine: Engine, sink: str, batch_id: str, destination: Destination, held: CTE | None
+    ) -> tuple[CTE | None, ColumnElement[bool]]:
+        """:meth:`begin` of a batch that is written as a whole, as parts of another statement on PostgreSQL.
+
+        One records the batch as begun, if it is not, and if `held` finds the run. The other says whether it can go on: it has
+        no other destination, is not written, and does not count as failed. Otherwise call :meth:`begin`.
+        """
+        ledger = self._ledger
+        row: dict[str, ColumnElement[Any]] = {
+            "sink": literal(sink), "batch_id": literal(batch_id), "partition_id": literal(BEGUN), "row_count": literal(0),
+            "message_count": literal(0), "written_at": database_now(), "destination": literal(destination.text()),
+            "partition_count": literal(1),
+        }  # fmt: skip
+        values = select(*row.values())
+        if held is not None:
+            values = values.select_from(held)
+        insert = dialect_of(engine).insert_if_missing(ledger)
+        begun = insert.from_select(list(row), values, include_defaults=False).cte("begun")
+        is_other = or_(ledger.c.destination.is_distinct_from(destination.text()), ledger.c.failed_at.is_not(None))
+        unfit = or_(ledger.c.partition_id == WHOLE_BATCH, and_(ledger.c.partition_id == BEGUN, is_other))
+        return begun, not_(exists().where(ledger.c.sink == sink, ledger.c.batch_id == batch_id, unfit))
+
+    def unless_written(
+        self, sink: str, batch_id: str, partition_id: int, held: CTE | None
+    ) -> tuple[CTE | None, ColumnElement[bool]]:
+        """The opposite of :meth:`seen`, as :meth:`beginning` is for a batch that is written as a whole."""
+        del held
+        ledger = self._ledger
+        is_it = and_(ledger.c.sink == sink, ledger.c.batch_id == batch_id, ledger.c.partition_id == partition_id)
+        return None, not_(exists().where(is_it))
+
     def _recorded(self, connection: Connection, bound: dict[str, str]) -> tuple[Recorded, bool]:
         """What is recorded, and whether the batch counts as failed. Locks the rows."""
         ledger = self._ledger
@@ -261,12 +298,12 @@ class Ledger:
     def fail(self, engine: Engine, sink: str, batch_id: str) -> None:
         """Record, for display only, that a run of the batch failed. The protocol never reads it."""
         bound = {"sink_": sink, "batch_": batch_id}
-        with self._on(engine) as connection:
+        with self._on(engine, alone=True) as connection:
             self._change_begun(connection, bound, failed_at=database_now())
 
     def written(self, database: Connection | Engine, sink: str, batch_id: str) -> Written:
         """The partitions, rows and messages of the batch that are committed."""
-        with self._on(database) as connection:
+        with self._on(database, alone=True) as connection:
             row = connection.execute(self._written, {"sink_": sink, "batch_": batch_id}).one()
         return Written(*map(int, row))
 
@@ -295,13 +332,10 @@ class Ledger:
             READ and SERIALIZABLE that raises ``TransactionAborted`` instead; the next attempt then finds it *seen*.
 
         Raises:
-            ConfigurationError: The batch was begun with another number of partitions; a name cannot be a key; or as all
-                methods.
+            ConfigurationError: A name cannot be a key; or as all methods.
         """
         check_name(sink, "the name of a sink")
         check_name(batch_id, "the name of a batch")
-        if partition_id != WHOLE_BATCH:
-            check_partition_count(sink, batch_id, self.started(connection, sink, batch_id), partition_count)
         row = {
             "sink": sink,
             "batch_id": batch_id,
@@ -352,7 +386,7 @@ class Ledger:
         )
         if decided_ago_s is not None:
             statement = statement.values(written_at=database_now_plus(-decided_ago_s))
-        with self._on(database) as connection:
+        with self._on(database, alone=True) as connection:
             connection.execute(statement)
 
     def _present(self, **values: object) -> dict[str, object]:
@@ -360,11 +394,18 @@ class Ledger:
         return {name: value for name, value in values.items() if name in self._columns}
 
     @contextmanager
-    def _on(self, database: Connection | Engine) -> Generator[Connection, None, None]:
-        """The caller's connection, or a new one in its own transaction. Maps database errors to ours."""
+    def _on(self, database: Connection | Engine, *, alone: bool = False) -> Generator[Connection, None, None]:
+        """The caller's connection, or a new one in its own transaction. Maps database errors to ours.
+
+        If it executes one statement `alone`, that is a transaction by itself where this saves requests.
+        """
         try:
             if isinstance(database, Connection):
                 yield database
+            elif alone and database.dialect.name == "postgresql":
+                with database.connect() as connection:
+                    stand_alone(connection)
+                    yield connection
             else:
                 with database.begin() as connection:
                     yield connection
@@ -417,7 +458,7 @@ class Runs:
         def work(connection: Connection) -> str:
             token: str | None = connection.execute(statement).scalar_one_or_none()
             if token is None:
-                self._add(connection, sink, name)
+                self._add(connection, sink, name, secrets.token_hex(16))
                 token = connection.execute(statement).scalar_one()
             return token
 
@@ -435,13 +476,17 @@ class Runs:
         free = select(run.c.token).where(*of_batch).with_for_update(skip_locked=True)
         token = secrets.token_hex(16)
 
+        changed = update(run).where(*of_batch).values(token=token, begun_at=database_now())
+
+        def change(connection: Connection) -> bool:
+            if self._dialect.name == "postgresql":
+                statement = changed.where(run.c.token.in_(select(free.cte("free"))))
+                return connection.execute(statement).rowcount == 1
+            return connection.execute(free).one_or_none() is not None and bool(connection.execute(changed).rowcount)
+
         def work(connection: Connection) -> bool:
-            if connection.execute(free).one_or_none() is None:
-                self._add(connection, sink, name)  # does nothing if it is there, and a task holds it
-                if connection.execute(free).one_or_none() is None:
-                    return False
-            connection.execute(update(run).where(*of_batch).values(token=token, begun_at=database_now()))
-            return True
+            # What is added last does nothing if it is there, and a task holds it.
+            return change(connection) or self._add(connection, sink, name, token)
 
         replaced = self._own.run(work) if connection is None else work(connection)
         return Run(sink, name, token) if replaced else None
@@ -451,14 +496,8 @@ class Runs:
 
         Call it inside the task's transaction. Until that ends, and beyond if it is prepared, the run cannot be replaced.
         """
-        table = self._run
-        statement = (
-            select(table.c.token)
-            .where(and_(table.c.sink == run.sink, table.c.name == run.name, table.c.token == run.token))
-            .with_for_update(read=True)
-        )
         try:
-            found = connection.execute(statement).one_or_none()
+            found = connection.execute(self.holding(run)).one_or_none()
         except exc.SQLAlchemyError as error:
             raise map_database_error(error, self._engine, self._schema) from error
         if found is None:
@@ -467,11 +506,18 @@ class Runs:
                 next_step="nothing of this task counts; look for the job's own error, or for another job that writes the same",
             )
 
-    def _add(self, connection: Connection, sink: str, name: str) -> None:
+    def holding(self, run: Run, *, waits: bool = True) -> Select[Any]:
+        """Finds the run while it may write, and locks it as :meth:`require` does; `waits` for one who is replacing it."""
+        table = self._run
+        is_run = and_(table.c.sink == run.sink, table.c.name == run.name, table.c.token == run.token)
+        return select(table.c.token).where(is_run).with_for_update(read=True, skip_locked=not waits)
+
+    def _add(self, connection: Connection, sink: str, name: str, token: str) -> bool:
         check_name(sink, "the name of a sink")
         check_name(name, "the name of a batch")
-        row = {"sink": sink, "name": name, "token": secrets.token_hex(16)}
-        connection.execute(self._dialect.insert_if_missing(self._run).values(begun_at=database_now()), row)
+        row = {"sink": sink, "name": name, "token": token}
+        statement = self._dialect.insert_if_missing(self._run).values(begun_at=database_now())
+        return connection.execute(statement, row).rowcount == 1
 
 
 # The ledger batch by batch, from the view `dualwrite_batch`: for people and charts. The protocol never reads it.

@@ -306,6 +306,10 @@ class MariaDB:
         connection.execution_options(isolation_level="READ COMMITTED")
         self._server.check(connection)
 
+    def standing_alone(self, lock_timeout_s: float) -> None:
+        """No statement can change settings for itself alone."""
+        del lock_timeout_s
+
     def start_columns(self) -> Sequence[ColumnElement[object]]:
         return [literal_column(fact) for fact in FACTS]
 

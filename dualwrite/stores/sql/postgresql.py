@@ -61,6 +61,7 @@ from dualwrite.stores.sql.access import (
     driver_words,
     ended_inside,
     sqlstate_of,
+    stand_alone,
     version_of,
 )
 from dualwrite.stores.sql.asyncpg_driver import NAME as ASYNCPG
@@ -213,6 +214,10 @@ def _limit(name: str, timeout_ms: int) -> str:
     return (
         f"CASE WHEN {present} = interval '0' OR {present} > {limit} THEN set_config('{name}', '{timeout_ms}', true) END"
     )
+
+
+def _set_lock_timeout(timeout_s: float) -> str:
+    return f"set_config('lock_timeout', '{max(1, int(timeout_s * 1000))}', true)"  # 0 would mean forever
 
 
 def _limit_idle(timeout_s: float | None) -> str:
@@ -707,13 +712,18 @@ class PostgreSQL:
     def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
         connection.execution_options(isolation_level="READ COMMITTED")
         self.begin(connection, tables)
-        lock_ms = max(1, int(lock_timeout_s * 1000))  # 0 would mean forever
-        self._check_server(connection, _DURABLE, f"set_config('lock_timeout', '{lock_ms}', true)", self._limit_idle)
+        self._check_server(connection, _DURABLE, _set_lock_timeout(lock_timeout_s), self._limit_idle)
 
     def begin_reading(self, connection: Connection) -> None:
+        if session_of(_driver(connection)).is_primary:
+            stand_alone(connection)
+            return
         connection.execution_options(isolation_level="READ COMMITTED")
-        if not session_of(_driver(connection)).is_primary:
-            self._check_server(connection)
+        self._check_server(connection)
+
+    def standing_alone(self, lock_timeout_s: float) -> Sequence[ColumnElement[bool]]:
+        """A scalar subquery without parameters is evaluated first, before a row is looked for; a standby refuses any UPDATE."""
+        return [literal_column(f"(SELECT {_set_lock_timeout(lock_timeout_s)} || coalesce({_DURABLE}, '')) IS NOT NULL")]
 
     def _check_server(self, connection: Connection, *settings: str) -> None:
         refuse(requirements.postgresql_version(version_of(connection)))
@@ -749,6 +759,8 @@ class PostgreSQL:
                 next_step="join the session to the dual write before its first statement: call join(session)",
             )
         begun.started = int(str(started))
+        if isinstance(begun.session, Session) and begun.session.is_direct:
+            begun.session.is_primary = True  # on a standby every transaction is read-only
 
     def is_begun(self) -> Sequence[ColumnElement[bool]]:
         """All of it can be said in SQL."""

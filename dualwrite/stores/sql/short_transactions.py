@@ -9,7 +9,6 @@ import itertools
 import logging
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -18,6 +17,7 @@ from sqlalchemy import (
     Connection,
     Engine,
     Table,
+    Update,
     column,
     exc,
     func,
@@ -40,6 +40,7 @@ from dualwrite.stores.sql.access import (
     migrate_advice,
     migrate_command,
     shown_url,
+    stand_alone,
 )
 from dualwrite.stores.sql.dialect import rollback
 from dualwrite.stores.sql.tables import MYSQL, SINCE, VERSION_TABLE
@@ -120,8 +121,24 @@ class ShortTransactions:
 
         return self._retried(begin, work, answer_s)
 
+    @property
+    def can_stand_alone(self) -> bool:
+        """Whether a statement of :meth:`run_one` is a transaction by itself."""
+        return self._dialect.standing_alone(self._lock_timeout_s) is not None
+
+    def run_one(self, statement: Update, work: Callable[[Connection, Update], Result]) -> Result:
+        """As :meth:`run`, for work that executes this statement and changes nothing else.
+
+        Where the statement can stand alone, it is a transaction by itself, which takes one request instead of four.
+        """
+        conditions = self._dialect.standing_alone(self._lock_timeout_s)
+        if conditions is None:
+            return self.run(lambda own: work(own, statement))
+        alone = statement.where(*conditions)
+        return self._retried(stand_alone, lambda own: work(own, alone))
+
     def read(self, work: Callable[[Connection], Result]) -> Result:
-        """Run work that only reads."""
+        """Run work that only reads. Each statement may see what was committed before it, and may be a transaction by itself."""
         return self._retried(self._dialect.begin_reading, work)
 
     def _retried(
@@ -234,7 +251,11 @@ def judge_tables(database: Engine | Connection, schema: str | None = None) -> tu
 
 def _find_tables(database: Engine | Connection, schema: str | None) -> FoundTables | None:
     try:
-        with nullcontext(database) if isinstance(database, Connection) else database.connect() as connection:
+        if isinstance(database, Connection):
+            return find_tables(database, schema)
+        with database.connect() as connection:
+            if connection.dialect.name == "postgresql":
+                stand_alone(connection)
             return find_tables(connection, schema)
     except exc.SQLAlchemyError as error:
         if meaning_of(error) is Meaning.SCHEMA:

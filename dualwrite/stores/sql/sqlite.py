@@ -123,6 +123,10 @@ class SQLite:
     def begin_reading(self, connection: Connection) -> None:
         connection.begin()
 
+    def standing_alone(self, lock_timeout_s: float) -> None:
+        """There are no requests to save."""
+        del lock_timeout_s
+
     def start_columns(self) -> Sequence[ColumnElement[object]]:
         return []
 

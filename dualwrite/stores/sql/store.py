@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from sqlalchemy import Integer, String, bindparam, exc, func, literal, null, or_, select, update
+from sqlalchemy import Integer, String, bindparam, exc, func, literal, null, or_, select, tuple_, update
 
 from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError
 from dualwrite.interfaces import PAUSED_OWNER_TIMEOUT_S
@@ -40,7 +41,7 @@ from dualwrite.stores.sql.tables import (
 )
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Engine, Row, Select
+    from sqlalchemy import Connection, Engine, Row, Select, Update
 
     from dualwrite.clock import Deadline
     from dualwrite.interfaces import DecisionWithCommit
@@ -213,9 +214,9 @@ class SqlStateStore:
 
     # In transactions of our own
 
-    def own_transaction(self, work: Callable[[Connection], Result]) -> Result:
+    def own_transaction(self, work: Callable[[Connection], Result], *, lock_timeout_s: float | None = None) -> Result:
         """Run work in a short transaction, perhaps more than once. Durable on return; any exception rolls it back."""
-        return self._own.run(work)
+        return self._own.run(work, lock_timeout_s=lock_timeout_s)
 
     def claim(
         self,
@@ -303,6 +304,8 @@ class SqlStateStore:
         """Perhaps in the caller's transaction."""
         if outcomes and connection is not None:
             self._records.record(connection, outcomes)
+        elif len(outcomes) == 1 and outcomes[0][1] is Outcome.COMMITTED:
+            self._own.run_one(self._records.completing(outcomes), lambda own, alone: own.execute(alone))
         elif outcomes:
             self._own.run(lambda own: self._records.record(own, outcomes))
 
@@ -366,6 +369,10 @@ class SqlStateStore:
         return self._own.read(lambda connection: self._dialect.verdict(connection, transaction))
 
 
+def _outcome_of(item: tuple[StateRow, Outcome, str]) -> str:
+    return item[1].value
+
+
 def _participants(rows: Collection[StateRow], prepared: Iterable[tuple[str, datetime]]) -> Sequence[Participant]:
     """Those of the transactions prepared in the database that belong to one of the rows."""
     by_namespace = {row.namespace: row for row in rows}
@@ -414,15 +421,6 @@ class Records:
         self._dialect = dialect
         self._state = state = tables.state
         self._incident = tables.incident
-        self._complete = (
-            update(state)
-            .where(
-                state.c.transactional_id == bindparam("id_"),
-                state.c.prepared_transaction_state == bindparam("state_"),
-                state.c.completed.is_(None),
-            )
-            .values(completed=bindparam("outcome_"), updated_at=database_now())
-        )
         self._settle = (
             update(state)
             .where(state.c.transactional_id == bindparam("id_"), state.c.settled_incarnation < bindparam("mark_"))
@@ -442,16 +440,23 @@ class Records:
     def record(self, connection: Connection, outcomes: Sequence[tuple[StateRow, Outcome, str]]) -> None:
         """Write each outcome into its row, if the row still holds that state without an outcome; record the losses."""
         ordered = sorted(outcomes, key=lambda item: item[0].transactional_id)
-        connection.execute(
-            self._complete,
-            [
-                {"id_": row.transactional_id, "state_": str(row.prepared), "outcome_": outcome.value}
-                for row, outcome, _ in ordered
-            ],
-        )
+        for _, alike in groupby(sorted(ordered, key=_outcome_of), key=_outcome_of):
+            for some in in_chunks(list(alike)):
+                connection.execute(self.completing(some))
         for row, outcome, detail in ordered:
             if outcome is not Outcome.COMMITTED and self._is_news(connection, row, outcome):
                 self._note(connection, row, outcome, detail)
+
+    def completing(self, outcomes: Sequence[tuple[StateRow, Outcome, str]]) -> Update:
+        """The statement that writes outcomes, which are all the same, into those of the rows that have none yet."""
+        state = self._state
+        known = [(row.transactional_id, str(row.prepared)) for row, _, _ in outcomes]
+        chosen = tuple_(state.c.transactional_id, state.c.prepared_transaction_state).in_(known)
+        statement = update(state).where(chosen, state.c.completed.is_(None))
+        if len(known) > 1 and self._dialect.name == "postgresql":  # InnoDB locks in the order of the key
+            locked = select(state.c.transactional_id).where(chosen).order_by(state.c.transactional_id)
+            statement = statement.where(state.c.transactional_id.in_(select(locked.with_for_update().cte("locked"))))
+        return statement.values(completed=outcomes[0][1].value, updated_at=database_now())
 
     def _is_news(self, connection: Connection, row: StateRow, outcome: Outcome) -> bool:
         """Whether to record an incident: not for UNVERIFIABLE if a settler that saw more of the log knew better."""

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _COMMENT: Final = "made by dualwrite, dropped by it: "
 STAGING_PREFIX: Final = "dualwrite_staging_"
+DROP_LOCK_TIMEOUT_S: Final = 2.0
+"""For how long a staging table that is read may keep us waiting."""
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,16 @@ class SinkDatabase(Protocol):
         ...
 
     def require_types(
-        self, connection: Connection, table: tuple[str, str], planned: Mapping[str, str], *, shown_name: str
+        self,
+        connection: Connection,
+        tables: Collection[tuple[str, str]],
+        planned: Mapping[str, str],
+        *,
+        shown_name: str,
     ) -> None:
-        """Abort unless the table's columns have the types that the rows were made for, by column as `TableColumn.shown_type`.
+        """Abort unless the tables' columns have the types that the rows were made for, by column as `TableColumn.shown_type`.
 
-        Call it in the transaction that has written the rows, which protects the table from ALTER until it ends. Before it
+        Call it in the transaction that has written the rows, which protects a table from ALTER until it ends. Before it
         began, the table could change. People do not know a staging table's name: `shown_name` is for them.
         """
         ...
@@ -129,8 +136,9 @@ class SinkDatabase(Protocol):
     ) -> AbstractContextManager[RowWriter]:
         """Write rows into the layout's staged columns of a table until the block ends; then all are there, or it raises.
 
-        It raises `TransactionAborted` also if the database left a row out, or if the table's types are no longer those of the
-        plan: leave the dual write, both sides abort. `names` names the row that the database refuses.
+        It raises `TransactionAborted` also if the database left a row out, or if the target's types are no longer those of the
+        plan: leave the dual write, both sides abort. The types of a staging table are for the deciding transaction to check.
+        `names` names the row that the database refuses.
         """
         ...
 
@@ -193,7 +201,10 @@ class SinkDatabase(Protocol):
         ...
 
     def drop_staging_in(self, connection: Connection, tables: Collection[StagingTable]) -> bool:
-        """As :meth:`drop_staging`, in the caller's transaction. False if DDL would commit that: nothing is sent then."""
+        """As :meth:`drop_staging`, in the caller's transaction, which waits for no lock longer than `DROP_LOCK_TIMEOUT_S`.
+
+        False if DDL would commit that: nothing is sent then.
+        """
         ...
 
     def drop_dead_staging(

@@ -26,6 +26,7 @@ from sqlalchemy import Connection, event, exc, text
 from dualwrite.errors import ConfigurationError, DualWriteError, TransactionAborted
 from dualwrite.sinks.spark.column_types import Table, TableColumn
 from dualwrite.sinks.spark.databases.database import (
+    DROP_LOCK_TIMEOUT_S,
     STAGING_PREFIX,
     Emptying,
     Staged,
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DROP_LOCK_TIMEOUT_S: Final = 2
 _NUMBER: Final = "dualwrite_row"
 _TEMPORARY: Final = "dualwrite_merging"
 _FIND_STAGING: Final = text(
@@ -249,7 +249,7 @@ def merging(connection: Connection, layout: Layout, names: RowNames | None) -> G
     require_all_taken(layout.table[1], sent=inserts.sent_rows, taken=inserts.taken_rows)
     part = Staged(StagingTable(*made, "", 0, ""), inserts.sent_rows, -1 if names is None else names.partition)
     merge(connection, [part], layout)
-    require_types(connection, layout.table, layout.table_types, shown_name=layout.table[1])
+    require_types(connection, [layout.table], layout.table_types, shown_name=layout.table[1])
     _drop_temporary(connection, made)
 
 
@@ -311,7 +311,7 @@ def _drop(engine: Engine, staged: StagingTable) -> bool:
     try:
         with engine.connect() as connection:
             connection.exec_driver_sql(
-                f"SET @dualwrite_waits = @@session.lock_wait_timeout, SESSION lock_wait_timeout = {_DROP_LOCK_TIMEOUT_S}"
+                f"SET @dualwrite_waits = @@session.lock_wait_timeout, SESSION lock_wait_timeout = {int(DROP_LOCK_TIMEOUT_S)}"
             )
             try:
                 execute(connection, f"DROP TABLE IF EXISTS {table_name(staged.table)}")
@@ -412,9 +412,14 @@ class MariaDB:
         return Table(schema, table, {column.name: column for column in found}, takes=attrgetter("mariadb"))
 
     def require_types(
-        self, connection: Connection, table: tuple[str, str], planned: Mapping[str, str], *, shown_name: str
+        self,
+        connection: Connection,
+        tables: Collection[tuple[str, str]],
+        planned: Mapping[str, str],
+        *,
+        shown_name: str,
     ) -> None:
-        require_types(connection, table, planned, shown_name=shown_name)
+        require_types(connection, tables, planned, shown_name=shown_name)
 
     def writing(
         self, connection: Connection, layout: Layout, table: tuple[str, str], names: RowNames | None = None
@@ -588,16 +593,17 @@ def _column(row: Sequence[object], *, is_json: bool) -> TableColumn:
 
 
 def require_types(
-    connection: Connection, table: tuple[str, str], planned: Mapping[str, str], *, shown_name: str
+    connection: Connection, tables: Collection[tuple[str, str]], planned: Mapping[str, str], *, shown_name: str
 ) -> None:
     """See :meth:`SinkDatabase.require_types`. A statement locks the table's definition until the transaction ends."""
-    try:
-        rows = connection.execute(_COLUMNS, {"schema": table[0], "table": table[1]}).all()
-    except exc.SQLAlchemyError as error:
-        raise map_database_error(error, connection.engine) from error
-    present = {str(row[0]): str(row[2]) for row in rows}
-    # A staging table has the types alone.
-    require_planned(present, {name: shown.removesuffix(NULL_REPLACED) for name, shown in planned.items()}, shown_name)
+    planned = {name: shown.removesuffix(NULL_REPLACED) for name, shown in planned.items()}
+    for schema, table in tables:
+        try:
+            rows = connection.execute(_COLUMNS, {"schema": schema, "table": table}).all()
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, connection.engine) from error
+        # A staging table has the types alone.
+        require_planned({str(row[0]): str(row[2]) for row in rows}, planned, shown_name)
 
 
 # Arrow batches into MariaDB or MySQL by INSERTs of many rows, inside the dual write's own database transaction.
@@ -702,7 +708,8 @@ def inserting(
     with closing(Inserts(connection, layout, table, names)) as inserts:
         yield inserts
     require_all_taken(layout.table[1], sent=inserts.sent_rows, taken=inserts.taken_rows)
-    require_types(connection, table, layout.table_types, shown_name=layout.table[1])
+    if table == layout.table:
+        require_types(connection, [table], layout.table_types, shown_name=table[1])
 
 
 # Which rows a table would not take, by a temporary copy of it.

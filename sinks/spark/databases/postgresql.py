@@ -28,6 +28,7 @@ from sqlalchemy import Connection, CursorResult, exc, text
 from dualwrite.errors import ConfigurationError, TransactionAborted
 from dualwrite.sinks.spark.column_types import Table, TableColumn
 from dualwrite.sinks.spark.databases.database import (
+    DROP_LOCK_TIMEOUT_S,
     STAGING_PREFIX,
     Emptying,
     Staged,
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DROP_LOCK_TIMEOUT: Final = "2s"
 _FIND_STAGING: Final = text(
     "SELECT n.nspname, c.relname, obj_description(c.oid, 'pg_class') FROM pg_class c "
     "JOIN pg_namespace n ON n.oid = c.relnamespace "
@@ -335,6 +335,8 @@ def merging(
     _create(connection, made, layout, "UNLOGGED" if prepared else "TEMPORARY")
     with copying(connection, layout, made, names) as copy:
         yield copy
+    # The table has just been made of the target, whose types it keeps from changing.
+    require_types(connection, [layout.table], layout.table_types, shown_name=layout.table[1])
     part = Staged(StagingTable(*made, "", 0, ""), copy.sent_rows, -1 if names is None else names.partition)
     connection.exec_driver_sql("SAVEPOINT dualwrite_merging")
 
@@ -350,13 +352,13 @@ def merging(
 
 def _drop_in(connection: Connection, tables: Collection[StagingTable]) -> None:
     names = sql.SQL(", ").join(sql.Identifier(*staged.table) for staged in tables)
-    connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_DROP_LOCK_TIMEOUT}'")
     _execute(connection, sql.SQL("DROP TABLE IF EXISTS {}").format(names))
 
 
 def _drop(connection: Connection, *tables: StagingTable) -> bool:
     try:
         with connection.begin():
+            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{DROP_LOCK_TIMEOUT_S:g}s'")
             _drop_in(connection, tables)
     except exc.SQLAlchemyError as error:
         shown = ", ".join(staged.name for staged in tables)
@@ -441,9 +443,14 @@ class PostgreSQL:
         return read_table(connection, name)
 
     def require_types(
-        self, connection: Connection, table: tuple[str, str], planned: Mapping[str, str], *, shown_name: str
+        self,
+        connection: Connection,
+        tables: Collection[tuple[str, str]],
+        planned: Mapping[str, str],
+        *,
+        shown_name: str,
     ) -> None:
-        require_types(connection, table, planned, shown_name=shown_name)
+        require_types(connection, tables, planned, shown_name=shown_name)
 
     def writing(
         self, connection: Connection, layout: Layout, table: tuple[str, str], names: RowNames | None = None
@@ -560,8 +567,7 @@ class PostgreSQL:
         empty(connection, table, how)
 
     def before_prepared(self, connection: Connection) -> None:
-        require_room(connection)
-        bound_waiting(connection)
+        before_prepared(connection)
 
     def require_prepared(self, connection: Connection, names: Collection[str], name: str) -> None:
         require_prepared(connection, names, name)
@@ -647,9 +653,9 @@ _BOUNDED: Final = frozenset({"varchar", "bpchar"})
 _HEADER: Final = 4
 
 _TYPES: Final = text(
-    "SELECT a.attname, format_type(a.atttypid, a.atttypmod) FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid "
-    "JOIN pg_namespace n ON n.oid = c.relnamespace "
-    "WHERE n.nspname = :schema AND c.relname = :table AND a.attnum > 0 AND NOT a.attisdropped"
+    "SELECT n.nspname, c.relname, a.attname, format_type(a.atttypid, a.atttypmod) "
+    "FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid JOIN pg_namespace n ON n.oid = c.relnamespace "
+    "WHERE n.nspname = ANY(:schemas) AND c.relname = ANY(:tables) AND a.attnum > 0 AND NOT a.attisdropped"
 )
 
 _KINDS: Final = {
@@ -705,17 +711,22 @@ def read_table(connection: Connection, name: str) -> Table:
 
 
 def require_types(
-    connection: Connection, table: tuple[str, str], planned: Mapping[str, str], *, shown_name: str
+    connection: Connection, tables: Collection[tuple[str, str]], planned: Mapping[str, str], *, shown_name: str
 ) -> None:
     """See :meth:`SinkDatabase.require_types`.
 
     Binary COPY takes a number for another one of the same width, and INSERT rounds.
     """
+    schemas, names = zip(*tables, strict=True)
+    found: dict[tuple[str, str], dict[str, str]] = {table: {} for table in tables}
     try:
-        rows = connection.execute(_TYPES, {"schema": table[0], "table": table[1]}).all()
+        for schema, table, name, shown in connection.execute(_TYPES, {"schemas": list(schemas), "tables": list(names)}):
+            if (schema, table) in found:
+                found[schema, table][name] = shown
     except exc.SQLAlchemyError as error:
         raise map_database_error(error, connection.engine) from error
-    require_planned({str(name): str(shown) for name, shown in rows}, planned, shown_name)
+    for types in found.values():
+        require_planned(types, planned, shown_name)
 
 
 def _scale(type_name: str, typmod: int) -> int | None:
@@ -760,9 +771,8 @@ def copying(
         row = names.of(line) if line is not None and names is not None else None
         raise refused(f"table {layout.table[1]!r} does not take the rows", error, row, column) from error
     require_all_taken(layout.table[1], sent=table_copy.sent_rows, taken=taken)
-    # A temporary table has just been made of the target, whose types it keeps from changing.
-    where = layout.table if table == _TEMPORARY else table
-    require_types(connection, where, layout.table_types, shown_name=layout.table[1])
+    if table == layout.table:
+        require_types(connection, [table], layout.table_types, shown_name=table[1])
 
 
 def _place(error: psycopg.Error, layout: Layout) -> tuple[int | None, str | None]:
@@ -911,7 +921,8 @@ _PRESENT: Final = text(
     "SELECT count(*) FROM pg_prepared_xacts WHERE database = current_database() AND gid = ANY(:names)"
 )
 _ROOM: Final = text(
-    "SELECT current_setting('max_prepared_transactions')::int, (SELECT count(*) FROM pg_prepared_xacts)"
+    "SELECT current_setting('max_prepared_transactions')::int, (SELECT count(*) FROM pg_prepared_xacts), "
+    "set_config('lock_timeout', :longest, true)"
 )
 _NO_ROOM: Final = "prepared transactions"
 _MORE_PREPARED: Final = (
@@ -924,21 +935,17 @@ _ALLOWED: Final = text(
 )
 
 
-def require_room(connection: Connection) -> None:
-    """Make sure, before rows are written, that the database takes one more prepared transaction.
+def before_prepared(connection: Connection) -> None:
+    """See :meth:`SinkDatabase.before_prepared`.
 
-    Another task may still take the last place before us; see :meth:`PostgreSQL.had_no_room`.
+    Another task may still take the last place before us; see :meth:`PostgreSQL.had_no_room`. The transaction's lock waits are
+    limited: another attempt's prepared rows may hold the same keys forever.
     """
-    most, present = connection.execute(_ROOM).one()
+    most, present, _ = connection.execute(_ROOM, {"longest": _LONGEST_WAIT}).one()
     if present >= most:
         raise ConfigurationError(
             f"the database takes {most} prepared transactions, and has {present}", next_step=_MORE_PREPARED
         )
-
-
-def bound_waiting(connection: Connection) -> None:
-    """Limit the lock waits of this transaction: another attempt's prepared rows may hold the same keys forever."""
-    connection.execute(text(f"SET LOCAL lock_timeout = '{_LONGEST_WAIT}'"))
 
 
 def require_prepared(connection: Connection, names: Collection[str], name: str) -> None:
