@@ -627,9 +627,9 @@ class MemoryRows:
         self._lane.shares = True
         return self._lane.outbox.share()
 
-    def lock(self, connection: Connection, writer: str, *, within_s: float) -> OutboxMode:
+    def lock(self, connection: Connection, writer: str, *, within_s: float, beside_shares: bool = False) -> OutboxMode:
         """Nobody is kept from anything: the mode turns with the rows, after the commit."""
-        del within_s
+        del within_s, beside_shares
         return self.mode(connection, writer)
 
     def turn(self, connection: Connection, writer: str, mode: OutboxMode) -> None:
