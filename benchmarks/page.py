@@ -149,14 +149,13 @@ def _latency(ways: Mapping[str, Mapping[str, float]]) -> list[str]:
         "would wait for the markers of the one before. *Overlapped* runs the database transaction while librdkafka sends; no "
         "safe way can do that with its COMMIT, which must name what was sent.",
         "",
-        "Why the aims are missed. The steps of a dual write are a chain: the broker must have the messages before the row can name "
-        "them, the row must name them before COMMIT, and Kafka's commit follows the database's. Beside the two transactions, the "
-        "protocol reads the row before the first message (`SqlStateStore.read_incarnation`, one request with BEGIN), and records the "
-        "decision before COMMIT (`SqlStateStore.decide`): one more wait for the database, and two of its own statements, which go to "
-        "psycopg below SQLAlchemy. What the native producer gains on librdkafka, one request less and no wait for another thread, pays "
-        "for them, and hardly for more. A message is visible after the last step, so no dual write shows it before it has waited for the "
-        "broker twice and for the database four times. An outbox's message waits for the poll, half of 10 ms on average, and for little "
-        "else. Of the caller's processor time, as a profile sees it, the user's INSERT and the connection take a quarter in SQLAlchemy "
+        "Why aims are missed. The steps of a dual write are a chain: the broker must have the messages before the row can name them, "
+        "the row must name them when the database commits, and Kafka's commit follows the database's. The protocol waits no more often "
+        "for the database than the unsafe way does: the row is read in one request with BEGIN (`SqlStateStore.read_incarnation`), and "
+        "the decision goes with COMMIT. It waits once more for the broker, for Kafka's commit, and both servers work for it: PostgreSQL "
+        "for two statements of ours, the broker for that commit, its markers, and the question whether they are written. A message is "
+        "visible after the last step; an outbox's message waits for the poll, half of 10 ms on average, and for little else. Of the "
+        "caller's processor time, as a profile sees it, the user's INSERT and the connection take a quarter in SQLAlchemy "
         "and an eighth in psycopg; the two statements of ours, the watch for savepoints and the bounds of their waits a sixth "
         "(`stores/sql`, most of it `_ask` and `_talk`); the batch, the wire and the known end a quarter (`kafka`, most of it "
         "`Connection.post`, `Connections.serve` and what reads the answers); the block itself (`DualWrite`) a fifteenth. So two fifths "
@@ -169,7 +168,7 @@ def _steps(ways: Mapping[str, Mapping[str, float]]) -> list[str]:
     steps = next(iter(ways.values()))
     return [
         "Where the time goes: milliseconds of each step, medians of a run of its own, the engines in turn. (Medians do not add "
-        "up to the median of the whole.)",
+        "up to the median of the whole.) Each step is watched; so the decision and COMMIT, otherwise one exchange, are two here.",
         "",
         *_table(("step", *ways), ([step, *(f"{way[step]:.2f}" for way in ways.values())] for step in steps)),
     ]
