@@ -80,12 +80,13 @@ coverage: venv ## branches of the library that the tests without servers run; fa
 	$(PY) -m coverage report --skip-covered --sort=cover
 
 # Each in a virtual environment of its own, made once for each change of what it installs.
-PYTHONS ?= 3.10 3.12 3.13
+PYTHONS ?= 3.10 3.12 3.13 3.14
 pythons: venv ## the unit tests, conformance on SQLite, Django and the quickstart with each supported Python that this machine has (PYTHONS="3.12 3.13")
 	@failed=; for version in $(PYTHONS); do \
 		python=; for one in python$$version $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$$version.*/bin/python; do \
 			if [ "$$($$one -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = $$version ]; then python=$$one; break; fi; \
 		done; \
+		python=$${python:-$$(PYTHONPATH=tests/proof $(PY) -m harness.other_python $$version)}; \
 		if [ -z "$$python" ]; then echo "Python $$version: not on this machine, left out"; continue; fi; \
 		made=.cache/python-$$version; echo "Python $$version"; \
 		if [ ! $$made/.ready -nt pyproject.toml ] || [ ! $$made/.ready -nt constraints.txt ]; then \

@@ -128,8 +128,9 @@ def _outages(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     if not with_outages:
         return []
     return [
-        "Kafka was away, all brokers at once, for 2 to 120 seconds; half of the writers fall back meanwhile, a quarter lets its "
-        "messages always wait. The checker then also holds the order: what a writer has acknowledged before another of its "
+        "Kafka was away, all brokers at once, for 2 to 120 seconds; of the writers with names of "
+        "their own half fall back meanwhile, and a quarter lets its messages always wait; members of fleets and Spark's tasks have no "
+        "outbox. The checker then also holds the order: what a writer has acknowledged before another of its "
         "operations began comes first in each partition.",
         "",
         "| run | outages (SIGKILL) | outages (SIGSTOP) | minutes away |",
