@@ -148,7 +148,7 @@ class HealthMonitor:
             used=len(used),
             waiting=lanes.waiting,
             unsettled=len(unsettled),
-            stuck=sum(pooled.failures > 0 for pooled in unsettled),
+            stuck=sum(pooled.failures > 0 and not pooled.coming for pooled in unsettled),
             unsettled_s=max((pooled.lane.unsettled_s for pooled in unsettled), default=0.0),
             open_s=max((now - since for pooled in used if (since := pooled.taken_at) is not None), default=0.0),
             time_left_s=min(left, default=None),

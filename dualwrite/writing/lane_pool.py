@@ -40,6 +40,8 @@ _CLOSE_S: Final = 5.0
 """Limits the settling while closing: the next opening settles the rest."""
 _SILENT_S: Final = 2.0
 """A step that has asked Kafka for this long counts as not answered."""
+_MAKE_S: Final = 1.0
+"""Limits one attempt to make a lane that no block waits for: others that must be claimed or settled wait for it."""
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
 _DOUBLINGS: Final = 10
 """More would not be noticed, and after a thousand failures, some hours, no number could hold them."""
@@ -53,18 +55,18 @@ class PooledLane:
 
     ``needs_settling`` and ``pending`` (its last transaction, if the end of that was not known) are as of the end of its last
     use. ``worked`` says that it was usable when it was given out, so that it will be free again soon; ``given_up``, that
-    another owner settles it. ``coming`` says that housekeeping must make it ready first, as no block has asked for it.
-    ``taken_at`` is on the clock of the process.
+    another owner settles it. ``coming`` says that housekeeping must make it ready first, as no block has asked for it;
+    ``in_care``, that housekeeping has it. ``taken_at`` is on the clock of the process.
     """
 
-    __slots__ = ("coming", "failures", "given_up", "lane", "needs_settling", "pending", "taken_at", "worked")
+    __slots__ = ("coming", "failures", "given_up", "in_care", "lane", "needs_settling", "pending", "taken_at", "worked")
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
         self.needs_settling = lane.needs_settling
         self.pending: PendingEnd | None = None
         self.worked = False
-        self.coming = False
+        self.coming = self.in_care = False
         self.failures = 0
         self.given_up = False
         self.taken_at: float | None = None
@@ -226,7 +228,7 @@ class Lanes:
         A lane whose last transaction is still ending would make the block wait, so others come first.
         """
         free = [place for place in places if place.holder is None]
-        used = len(places) - len(free)
+        used = sum(place.holder is not None and not place.thing.in_care for place in places)
         if used >= self.max_lanes:
             return None
         if self.silence is not None and not self.refuses_in_silence:
@@ -295,7 +297,7 @@ class Lanes:
 
     def _freed(self, place: Place[PooledLane], now: float) -> None:
         pooled = place.thing
-        pooled.taken_at = None
+        pooled.taken_at, pooled.in_care = None, False
         pooled.pending = pooled.lane.come_to_rest()
         pooled.needs_settling = pooled.pending is None and pooled.lane.needs_settling
         due_at = pooled.due_at(now, self._idle_after_s)
@@ -339,7 +341,7 @@ class Lanes:
         Blocks whose messages may wait need no answer of Kafka's. In the first moments of an outage, when nobody knows of it
         yet, the only lane must not be kept from them; a slow Kafka is given more time at each further attempt.
         """
-        most_s = min(self._timeout_s, _ATTEMPT_S)
+        most_s = min(self._timeout_s, _MAKE_S if pooled.coming else _ATTEMPT_S)
         return most_s if self.refuses_in_silence else min(most_s, _SILENT_S * 2.0 ** min(pooled.failures, _DOUBLINGS))
 
     def _next_due(self) -> Ticket[PooledLane] | None:
@@ -370,7 +372,7 @@ class Lanes:
         self._due_at, place = min(due, key=lambda item: item[0], default=(None, None))
         if place is None or self._due_at is None or self._due_at > now_s():
             return None
-        place.thing.worked = False
+        place.thing.worked, place.thing.in_care = False, True
         return place
 
     def close(self) -> None:

@@ -208,6 +208,26 @@ def test_a_block_waits_for_a_lane_whose_transaction_is_ending_and_not_for_one_th
     wait_until(lambda: lanes.all[1].lane is lane_of(queued(lanes)))
 
 
+def test_a_lane_that_is_being_made_takes_the_place_of_no_block(make, monkeypatch):
+    making, may_go_on = threading.Event(), threading.Event()
+    within_s = []
+
+    def ready(_, deadline):
+        within_s.append(deadline.remaining_s())
+        making.set()
+        assert may_go_on.wait(60)
+
+    monkeypatch.setattr(FakeLane, "ready", ready)
+    lanes = make(2, timeout_s=30.0)
+    for lane in [lane_of(user) for user in [queued(lanes), queued(lanes)]]:
+        lane.pending_end = PendingEnd(Ended(PreparedTxnState(), committed=True))
+    first = queued(lanes)
+    assert making.wait(60)
+    assert lane_of(queued(lanes)) not in {None, lane_of(first)}
+    assert within_s[0] <= 1.0
+    may_go_on.set()
+
+
 def test_a_lane_that_cannot_be_made_yet_is_kept_from_blocks_and_tried_again(make, monkeypatch):
     failures = [Unavailable("no answer")]
 
