@@ -156,7 +156,7 @@ COLUMNS_FROM: Final = 250
 _SLOW_S: Final = 2.0
 """A send that takes longer gives its place to smaller ones: the broker, and a paused owner's successor, wait for it."""
 
-_REST_S: Final = 0.02
+_REST_S: Final = 0.05
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 15.0
 _FIRST_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S = 0.1, 2.0
 _OF_THE_TOPIC: Final = frozenset({STEPS["UNKNOWN_TOPIC_OR_PARTITION"], STEPS["INVALID_TOPIC_EXCEPTION"]})

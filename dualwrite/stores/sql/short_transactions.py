@@ -249,12 +249,18 @@ def judge_tables(database: Engine | Connection, schema: str | None = None) -> tu
     return found, finding
 
 
+def _is_left_open(connection: Connection) -> bool:
+    """Whether other code has given a psycopg connection back to its pool inside a transaction."""
+    of_driver = getattr(connection.connection.dbapi_connection, "pgconn", None)
+    return of_driver is not None and of_driver.transaction_status != 0
+
+
 def _find_tables(database: Engine | Connection, schema: str | None) -> FoundTables | None:
     try:
         if isinstance(database, Connection):
             return find_tables(database, schema)
         with database.connect() as connection:
-            if connection.dialect.name == "postgresql":
+            if connection.dialect.name == "postgresql" and not _is_left_open(connection):
                 stand_alone(connection)
             return find_tables(connection, schema)
     except exc.SQLAlchemyError as error:

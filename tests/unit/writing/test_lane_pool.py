@@ -218,12 +218,14 @@ def test_a_lane_that_is_being_made_takes_the_place_of_no_block(make, monkeypatch
         assert may_go_on.wait(60)
 
     monkeypatch.setattr(FakeLane, "ready", ready)
-    lanes = make(2, timeout_s=30.0)
-    for lane in [lane_of(user) for user in [queued(lanes), queued(lanes)]]:
+    lanes = make(4, max_lanes=3, timeout_s=30.0)
+    for lane in [lane_of(user) for user in [queued(lanes) for _ in range(3)]]:
         lane.pending_end = PendingEnd(Ended(PreparedTxnState(), committed=True))
-    first = queued(lanes)
+    lanes.all[3].lane.pending_end = lanes.all[3].pending = PendingEnd(Ended(PreparedTxnState(), committed=True))
+    users = [queued(lanes) for _ in range(3)]
     assert making.wait(60)
-    assert lane_of(queued(lanes)) not in {None, lane_of(first)}
+    users[0].end()
+    assert lane_of(queued(lanes)) is not None
     assert within_s[0] <= 1.0
     may_go_on.set()
 
