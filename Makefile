@@ -80,7 +80,7 @@ coverage: venv ## branches of the library that the tests without servers run; fa
 	$(PY) -m coverage report --skip-covered --sort=cover
 
 # Each in a virtual environment of its own, made once for each change of what it installs.
-PYTHONS ?= 3.10 3.12 3.13 3.14
+PYTHONS ?= 3.10 3.12 3.13
 pythons: venv ## the unit tests, conformance on SQLite, Django and the quickstart with each supported Python that this machine has (PYTHONS="3.12 3.13")
 	@failed=; for version in $(PYTHONS); do \
 		python=; for one in python$$version $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$$version.*/bin/python; do \

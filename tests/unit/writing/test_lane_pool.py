@@ -219,9 +219,11 @@ def test_a_lane_that_is_being_made_takes_the_place_of_no_block(make, monkeypatch
 
     monkeypatch.setattr(FakeLane, "ready", ready)
     lanes = make(4, max_lanes=3, timeout_s=30.0)
-    for lane in [lane_of(user) for user in [queued(lanes) for _ in range(3)]]:
-        lane.pending_end = PendingEnd(Ended(PreparedTxnState(), committed=True))
-    lanes.all[3].lane.pending_end = lanes.all[3].pending = PendingEnd(Ended(PreparedTxnState(), committed=True))
+    users = [queued(lanes) for _ in range(3)]
+    for pooled in lanes.all:
+        pooled.lane.pending_end = pooled.pending = PendingEnd(Ended(PreparedTxnState(), committed=True))
+    for user in users:
+        user.end()
     users = [queued(lanes) for _ in range(3)]
     assert making.wait(60)
     users[0].end()

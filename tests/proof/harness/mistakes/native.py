@@ -74,7 +74,7 @@ def former_leader_shows_the_end(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/kafka/test_abandoned_transaction.py::test_another_native_state_aborts_it[False]",
+        "unit/kafka/test_abandoned_transaction.py::test_another_native_state_aborts_it[1-False]",
         "aborted by the broker",
     )
 )
