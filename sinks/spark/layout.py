@@ -13,7 +13,7 @@ from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.column_types import Form, check_json, wire_for
 from dualwrite.sinks.spark.merging import DELETED, ORDER, Merge
 from dualwrite.sinks.spark.options import DELETE, REGISTERED, UPSERT, Format
-from dualwrite.sinks.spark.registry import Given, Part, PartSchema, module_of
+from dualwrite.sinks.spark.schema_parts import Given, Part, PartSchema, module_of
 
 if TYPE_CHECKING:
     from dualwrite.sinks.spark.column_types import Table

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Final
 
-import pyarrow as pa
 from confluent_kafka.schema_registry import (
     RegisteredSchema,
     Schema,
@@ -21,166 +19,14 @@ from confluent_kafka.schema_registry import (
 )
 from confluent_kafka.schema_registry.error import OAuthTokenError
 from confluent_kafka.serialization import MessageField, SerializationContext
-from pyspark.sql import types as spark
 
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.sinks.spark.options import Format
+from dualwrite.sinks.spark.schema_parts import Given, module_of
 
 if TYPE_CHECKING:
     from dualwrite.sinks.spark.options import RegistrySettings
-
-
-Serialize: TypeAlias = "Callable[[object, SerializationContext], bytes | None]"
-
-
-@dataclass(frozen=True)
-class Part:
-    """A message's key or value that is written with a schema. `name` is the default name of its record.
-
-    `columns` has name and type of the DataFrame's columns that it is made of; `whole` says that its only column is the part
-    itself rather than a field of a record.
-    """
-
-    field: str
-    name: str
-    columns: tuple[tuple[str, spark.DataType], ...]
-    whole: bool
-
-
-@dataclass(frozen=True)
-class Given:
-    """The schema that the user or the registry gives for a part; empty if it is derived.
-
-    `schema` is Avro or JSON Schema. For Protobuf, `message` is a full name, and `descriptor` a serialized
-    ``FileDescriptorSet``.
-    """
-
-    schema: str | None = None
-    message: str | None = None
-    descriptor: bytes | None = None
-
-
-@dataclass(frozen=True)
-class PartSchema:
-    """A part's schema, planned on the driver and shipped to the tasks. Pickles.
-
-    `text` is Avro or JSON Schema; empty for Protobuf. `record` is the record's full name, which subjects may be named after;
-    None if it has none. The columns are cast to the types in `arrow`; a value that does not fit fails the task.
-    """
-
-    part: Part
-    format: Format
-    text: str
-    record: str | None
-    given: Given
-    arrow: tuple[pa.DataType, ...]
-
-
-class FormatModule(Protocol):
-    """The functions that every format's module has."""
-
-    def plan(self, part: Part, given: Given) -> PartSchema:
-        """Match the part's columns with its schema. Connects to nothing.
-
-        The error for a column that cannot be written with the schema names it and its type.
-        """
-        ...
-
-    def datums(self, schema: PartSchema, arrays: list[pa.Array]) -> Iterable[object]:
-        """The serializer's input, row by row."""
-        ...
-
-    def registry_schema(self, schema: PartSchema) -> Schema | None:
-        """The schema to register; None if the serializer makes it itself."""
-        ...
-
-    def serializer(self, schema: PartSchema, client: SchemaRegistryClient, conf: Mapping[str, object]) -> Serialize:
-        """One of confluent-kafka's serializers."""
-        ...
-
-
-_MODULES: Final = {
-    Format.AVRO: "avro",
-    Format.JSON_SCHEMA: "json_schema",
-    Format.PROTOBUF: "protobuf",
-}
-
-
-def module_of(part_format: Format) -> FormatModule:
-    """The module of a format that is written with a schema. Refuses one whose packages are not installed here."""
-    try:
-        found = importlib.import_module(f"dualwrite.sinks.spark.formats.{_MODULES[part_format]}")
-    except ImportError as error:
-        raise ConfigurationError(
-            f"the format {part_format} needs the package {error.name!r}, which is not installed here",
-            next_step="pip install 'dualwrite[schema-registry]', on the driver and on the executors",
-        ) from error
-    return cast("FormatModule", found)
-
-
-_NATURAL: Final[Mapping[str, pa.DataType]] = {
-    "BooleanType": pa.bool_(),
-    "ByteType": pa.int8(),
-    "ShortType": pa.int16(),
-    "IntegerType": pa.int32(),
-    "LongType": pa.int64(),
-    "FloatType": pa.float32(),
-    "DoubleType": pa.float64(),
-    "StringType": pa.string(),
-    "CharType": pa.string(),
-    "VarcharType": pa.string(),
-    "BinaryType": pa.binary(),
-    "DateType": pa.date32(),
-    "TimestampType": pa.timestamp("us", "UTC"),
-    "TimestampNTZType": pa.timestamp("us"),
-    "TimeType": pa.time64("us"),
-    "DayTimeIntervalType": pa.duration("us"),
-    "VariantType": pa.struct([("value", pa.binary()), ("metadata", pa.binary())]),
-}
-
-
-def natural_arrow(data_type: spark.DataType) -> pa.DataType:
-    """The Arrow type that holds every value of a Spark type."""
-    if isinstance(data_type, spark.DecimalType):
-        return pa.decimal128(data_type.precision, data_type.scale)
-    if isinstance(data_type, spark.ArrayType):
-        return pa.list_(natural_arrow(data_type.elementType))
-    if isinstance(data_type, spark.MapType):
-        return pa.map_(natural_arrow(data_type.keyType), natural_arrow(data_type.valueType))
-    if isinstance(data_type, spark.StructType):
-        return pa.struct([(inner.name, natural_arrow(inner.dataType)) for inner in data_type.fields])
-    return _NATURAL[type(data_type).__name__]
-
-
-def refused(
-    part: Part, column: str, data_type: spark.DataType, why: str, advice: str = "cast it"
-) -> ConfigurationError:
-    """The error for a column that cannot be written with a schema."""
-    return ConfigurationError(
-        f"column {column!r} of type {data_type.simpleString()} cannot be put into the message's {part.field}: {why}",
-        next_step=advice,
-    )
-
-
-def plain_values(array: pa.Array) -> list[object]:
-    """A column's values as Python objects."""
-    kind = array.type
-    if pa.types.is_string(kind) or (
-        not array.null_count and (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_floating(kind))
-    ):
-        # Through numpy: several times as fast as to_pylist, which creates a scalar object for each value first.
-        return cast("list[object]", array.to_numpy(zero_copy_only=False).tolist())
-    return cast("list[object]", array.to_pylist())
-
-
-def rows_of(schema: PartSchema, columns: Iterable[Iterable[object]]) -> Iterable[object]:
-    """Columns of values as datums: records by name, or the one column itself."""
-    if schema.part.whole:
-        [only] = columns
-        return only
-    names = [name for name, _ in schema.part.columns]
-    return (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
-
+    from dualwrite.sinks.spark.schema_parts import PartSchema, Serialize
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,8 @@ from pyspark.sql.types import StringType, StructField, StructType
 from dualwrite import ConfigurationError, Unavailable
 from dualwrite.sinks.spark import foreach_batch, foreach_partition, per_partition, register, write_batch
 from dualwrite.sinks.spark.options import Format, RegistrySettings
-from dualwrite.sinks.spark.registry import Given, Part, latest, module_of, registered, task_registry
+from dualwrite.sinks.spark.registry import latest, registered, task_registry
+from dualwrite.sinks.spark.schema_parts import Given, Part, module_of
 
 UTC = dt.timezone.utc
 MOMENT = dt.datetime(2013, 7, 1, 12, 0, 0, 123456, UTC)

@@ -19,7 +19,7 @@ from pyspark.sql import types as spark
 from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.column_types import row_of
 from dualwrite.sinks.spark.options import Format
-from dualwrite.sinks.spark.registry import (
+from dualwrite.sinks.spark.schema_parts import (
     Given,
     Part,
     PartSchema,

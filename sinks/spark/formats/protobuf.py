@@ -1,11 +1,10 @@
-"""Messages in Protocol Buffers: checked against the columns, built from them, and their descriptors."""
+"""Messages in Protocol Buffers: checked against the columns, and built from them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timedelta, timezone
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 import pyarrow as pa
@@ -18,7 +17,7 @@ from pyspark.sql import types as spark
 from dualwrite.errors import ConfigurationError
 from dualwrite.sinks.spark.column_types import row_of
 from dualwrite.sinks.spark.options import Format
-from dualwrite.sinks.spark.registry import (
+from dualwrite.sinks.spark.schema_parts import (
     Given,
     Part,
     PartSchema,
@@ -32,7 +31,7 @@ from dualwrite.sinks.spark.sendable import json_converter, unless_null, variant_
 
 if TYPE_CHECKING:
     from confluent_kafka.schema_registry import SchemaRegistryClient
-    from google.protobuf.descriptor import Descriptor, FileDescriptor
+    from google.protobuf.descriptor import Descriptor
     from google.protobuf.message import Message
 
 Convert: TypeAlias = Callable[[object], object]
@@ -261,48 +260,3 @@ def serializer(schema: PartSchema, client: SchemaRegistryClient, conf: Mapping[s
     message = _message(schema.given)
     made = cast("Serialize", ProtobufSerializer(cast("Message", message), client, conf=dict(conf)))
     return lambda row, context: None if row is None else made(message(**cast("dict[str, object]", row)), context)
-
-
-# Reads Protobuf descriptors as data: from a file written by protoc, or from a generated class. Loads no code.
-
-
-def descriptor_set(message: object) -> bytes:
-    """Return the descriptors of a generated message class, with their imports: for the setting ``descriptor``.
-
-    May be called anywhere; the bytes hold no code and no secret.
-
-    Args:
-        message: A class that protoc has generated.
-
-    Raises:
-        ConfigurationError: It is no such class.
-    """
-    from google.protobuf.descriptor_pb2 import FileDescriptorSet  # noqa: PLC0415 - an optional package
-
-    descriptor = getattr(message, "DESCRIPTOR", None)
-    if not hasattr(descriptor, "file"):
-        raise ConfigurationError(f"{message!r} is not a generated Protobuf message class")
-    found = FileDescriptorSet()
-    seen: set[str] = set()
-
-    def add(file: FileDescriptor) -> None:
-        if file.name not in seen:
-            seen.add(file.name)
-            for dependency in file.dependencies:
-                add(dependency)
-            file.CopyToProto(found.file.add())
-
-    add(cast("Descriptor", descriptor).file)
-    return cast("bytes", found.SerializeToString())
-
-
-def read_descriptor(descriptor: str | bytes) -> bytes:
-    """Return a descriptor set; read it from its file if a path is given."""
-    if isinstance(descriptor, bytes):
-        return descriptor
-    try:
-        return Path(descriptor).read_bytes()
-    except OSError as error:
-        raise ConfigurationError(
-            f"the descriptor set cannot be read: {error}", next_step="the driver must be able to read that path"
-        ) from error

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Final
 from confluent_kafka.serialization import SerializationError
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.sinks.spark.formats.protobuf import read_descriptor
 from dualwrite.sinks.spark.layout import Encoded
 from dualwrite.sinks.spark.options import REGISTERED, Format
-from dualwrite.sinks.spark.registry import Given, module_of
+from dualwrite.sinks.spark.schema_parts import Given, module_of, read_descriptor
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pyspark.sql import types as spark
 
 from dualwrite import ConfigurationError
-from dualwrite.sinks.spark.registry import natural_arrow
+from dualwrite.sinks.spark.schema_parts import natural_arrow
 from dualwrite.sinks.spark.sendable import json_converter, json_rows, json_texts
 
 texts = st.text(st.characters(codec="utf-8"), max_size=6) | st.sampled_from(['"', "\\", '",', "\n\x00", "\x7f", "😀"])

@@ -12,10 +12,10 @@ from pyspark.sql import types as spark
 from pyspark.sql.types import StructField, StructType
 
 from dualwrite import ConfigurationError
-from dualwrite.sinks.spark import descriptor_set, registry
+from dualwrite.sinks.spark import descriptor_set, schema_parts
 from dualwrite.sinks.spark.column_types import TYPE_TABLE, Form
 from dualwrite.sinks.spark.options import Format
-from dualwrite.sinks.spark.registry import Given, Part, module_of, natural_arrow
+from dualwrite.sinks.spark.schema_parts import Given, Part, module_of, natural_arrow
 from dualwrite.sinks.spark.sendable import converter
 
 LONG, STRING = spark.LongType(), spark.StringType()
@@ -319,7 +319,7 @@ def test_a_generated_class_is_taken_by_its_descriptors():
 
 
 def test_a_missing_package_names_the_extra(monkeypatch):
-    monkeypatch.setitem(registry._MODULES, Format.AVRO, "no_such_module")
+    monkeypatch.setitem(schema_parts._MODULES, Format.AVRO, "no_such_module")
     with pytest.raises(ConfigurationError, match=r"needs the package .*dualwrite\[schema-registry\]"):
         module_of(Format.AVRO)
 
