@@ -236,6 +236,11 @@ class OutcomeUnverifiable(DualWriteError):
         self.state = state
 
 
+def extra_missing(extra: str, error: ImportError) -> ImportError:
+    """The error for a package that is not installed. It names the extra that installs it."""
+    return ImportError(f"{error}: pip install 'dualwrite[{extra}]'", name=error.name)
+
+
 def text_of(error: BaseException) -> str:
     """The error's text. Never raises, even if the error's own ``__str__`` does: whatever users raise must be reported."""
     try:

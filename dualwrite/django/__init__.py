@@ -6,10 +6,12 @@ every package of the library. The library itself never imports it, and it is of 
 
 from __future__ import annotations
 
+from dualwrite.errors import extra_missing
+
 try:
     import django as _  # noqa: F401 - said here, once, if it is missing
 except ImportError as error:
-    raise ImportError(f"{error}: pip install 'dualwrite[django]'", name=error.name) from error
+    raise extra_missing("django", error) from error
 
 from dualwrite.django.writers import captured_messages, database_url, join, produce, writers
 

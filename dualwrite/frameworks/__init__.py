@@ -109,8 +109,3 @@ def detail_of(error: Exception) -> str | None:
     if isinstance(error, TransactionAborted) and not error.retryable:
         return None
     return f"nothing was written: {error.what if isinstance(error, DualWriteError) else ''}"
-
-
-def missing(extra: str, error: ImportError) -> ImportError:
-    """The error for a framework that is not installed."""
-    return ImportError(f"{error}: pip install 'dualwrite[{extra}]'", name=error.name)

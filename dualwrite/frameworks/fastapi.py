@@ -5,15 +5,15 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, cast
 
-from dualwrite.errors import ConfigurationError, TransactionAborted, Unavailable
-from dualwrite.frameworks import block_of, detail_of, missing, opened
+from dualwrite.errors import ConfigurationError, TransactionAborted, Unavailable, extra_missing
+from dualwrite.frameworks import block_of, detail_of, opened
 
 try:
     from fastapi import Depends, FastAPI, Request
     from fastapi.params import Depends as Dependency
     from fastapi.responses import JSONResponse
 except ImportError as error:
-    raise missing("fastapi", error) from error
+    raise extra_missing("fastapi", error) from error
 
 if TYPE_CHECKING:
     from dualwrite.frameworks import Writer

@@ -19,8 +19,9 @@ from dualwrite.errors import (
     DecidedTransactionLost,
     OutcomeUnverifiable,
     TransactionInDoubt,
+    extra_missing,
 )
-from dualwrite.frameworks import logger, missing
+from dualwrite.frameworks import logger
 from dualwrite.frameworks import opened as opened_by_asgi
 
 try:
@@ -29,7 +30,7 @@ try:
     from faststream.confluent.message import KafkaMessage
     from faststream.exceptions import AckMessage, RejectMessage, StopApplication
 except ImportError as error:
-    raise missing("faststream", error) from error
+    raise extra_missing("faststream", error) from error
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dualwrite.frameworks import block_of, detail_of, missing, opened
+from dualwrite.errors import extra_missing
+from dualwrite.frameworks import block_of, detail_of, opened
 
 try:
     from litestar import Request, Response
     from litestar.di import Provide
 except ImportError as error:
-    raise missing("litestar", error) from error
+    raise extra_missing("litestar", error) from error
 
 if TYPE_CHECKING:
     from dualwrite.frameworks import Writer

@@ -9,11 +9,12 @@ import heapq
 import json
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from sortedcontainers import SortedDict
+from dualwrite.errors import ConfigurationError, IllegalStateError, StoreUnreadable
 
-from dualwrite.errors import IllegalStateError, StoreUnreadable
+if TYPE_CHECKING:
+    from sortedcontainers import SortedDict
 
 Entry = tuple[bytes, bytes]
 Change = tuple[bytes, bytes | None]
@@ -95,6 +96,12 @@ class Uncommitted:
     """Writes and deletions since the last commit, the newest of each key. ``size_bytes`` is about what they take in memory."""
 
     def __init__(self) -> None:
+        try:
+            from sortedcontainers import SortedDict  # noqa: PLC0415 - the extra "rocksdb" alone does not install it
+        except ImportError as missing:
+            raise ConfigurationError(
+                "state stores need sortedcontainers", next_step="pip install 'dualwrite[state]'"
+            ) from missing
         self._changes: SortedDict[bytes, bytes | None] = SortedDict()
         self.size_bytes = 0
 

@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import Engine, make_url
 
-from dualwrite.errors import ConfigurationError, DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable
+from dualwrite.errors import (
+    ConfigurationError,
+    DatabaseWentBack,
+    DecidedTransactionLost,
+    OutcomeUnverifiable,
+    extra_missing,
+)
 from dualwrite.interfaces import NO_OBSERVER, Observer, OutboxNews, SettleObserver, WriteObserver
 from dualwrite.protocol.lives import Phase, WriteState
 
@@ -37,7 +43,7 @@ try:
         processing_engine_run,
     )
 except ImportError as error:
-    raise ImportError(f"{error}: pip install 'dualwrite[openlineage]'", name=error.name) from error
+    raise extra_missing("openlineage", error) from error
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -12,17 +12,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Final
 
-from opentelemetry import context as contexts
-from opentelemetry import metrics, propagate, trace
-from opentelemetry.metrics import CallbackOptions, Observation
-from opentelemetry.trace import SpanKind, Status, StatusCode
-
 from dualwrite.clock import now_s
-from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable
+from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable, extra_missing
 from dualwrite.interfaces import Observer, OutboxNews, SettleObserver, WriteObserver
 from dualwrite.protocol.lives import PHASE_FROM, Phase, WriteOutcome, WriteState, outcome_of
 from dualwrite.telemetry import names
 from dualwrite.telemetry.names import Instrument, Metric
+
+try:
+    from opentelemetry import context as contexts
+    from opentelemetry import metrics, propagate, trace
+    from opentelemetry.metrics import CallbackOptions, Observation
+    from opentelemetry.trace import SpanKind, Status, StatusCode
+except ImportError as error:
+    raise extra_missing("telemetry", error) from error
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dualwrite.errors import extra_missing
+
 if TYPE_CHECKING:
     from dualwrite.protocol.message import ProducerRecord
     from dualwrite.testing.checker import (
@@ -87,4 +89,10 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib  # noqa: PLC0415 - see above
 
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "AsyncInMemoryWriter":
+        # If greenlet is missing, the error of this package names the extra; SQLAlchemy's would come first otherwise.
+        importlib.import_module("dualwrite.asyncio")
+    try:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        raise extra_missing("testing", error) from error

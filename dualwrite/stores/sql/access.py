@@ -97,6 +97,14 @@ _BLOCKING: Final = {
     "postgresql+psycopg_async": "postgresql+psycopg",
     "postgresql+asyncpg": "postgresql+psycopg",
 }
+_EXTRAS: Final = {
+    "psycopg": "postgresql",
+    "asyncpg": "asyncpg",
+    "pymysql": "mariadb",
+    "MySQLdb": "mysqlclient",
+    "aiosqlite": "async",
+}
+"""By a driver's module, the extra that installs it."""
 _TO_LIBPQ: Final = {"ssl": "sslmode"}
 _OF_ASYNCPG: Final = frozenset({"prepared_statement_cache_size", "prepared_statement_name_func", "async_fallback"})
 """Settings in a URL that libpq does not know, and does not need."""
@@ -108,7 +116,7 @@ def engine_of(engine: Engine | URL | str) -> Engine:
         return engine
     if not isinstance(engine, (str, URL)):
         raise _no_engine(engine)
-    with _refused():
+    with url_errors_mapped():
         return new_engine(make_url(engine))
 
 
@@ -172,7 +180,7 @@ def async_engine_of(engine: object) -> AsyncEngine:
     from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine  # noqa: PLC0415 - for those that use it
 
     if isinstance(engine, (str, URL)):
-        with _refused():
+        with url_errors_mapped():
             url = _with_driver(make_url(engine), _AWAITING)
             if url.get_backend_name() in MYSQL:
                 raise _not_awaited(url.get_backend_name(), url.get_driver_name())
@@ -245,21 +253,25 @@ def _no_engine(given: object) -> ConfigurationError:
 
 def kind_of(url: URL | str) -> Dialect:
     """The kind of database that a URL names. Works without its driver."""
-    with _refused():
+    with url_errors_mapped():
         return make_url(url).get_dialect()()
 
 
 @contextmanager
-def _refused() -> Generator[None, None, None]:
+def url_errors_mapped() -> Generator[None, None, None]:
+    """Refuse a database URL that SQLAlchemy cannot use. If its driver is not installed, the error names the extra."""
     try:
         yield
     except (exc.ArgumentError, ValueError, ImportError) as error:
         absent = (error.name or "its driver") if isinstance(error, ImportError) else None
         why = f"{absent} is not installed" if absent else "it cannot be read"
+        extra = _EXTRAS.get(absent or "")
         # "from None": SQLAlchemy's message may repeat the URL, password included.
         raise ConfigurationError(
             f"the database URL cannot be used: {why}",
-            next_step="write postgresql+psycopg://user@host/name (pip install 'dualwrite[postgresql]'), "
+            next_step=f"pip install 'dualwrite[{extra}]'"
+            if extra
+            else "write postgresql+psycopg://user@host/name (pip install 'dualwrite[postgresql]'), "
             "postgresql+asyncpg://user@host/name (AsyncDualWriter; pip install 'dualwrite[asyncpg]'), "
             "mysql+pymysql://user@host/name (MariaDB and MySQL; pip install 'dualwrite[mariadb]') or sqlite:///file; in a "
             "password, @ is %40 and : is %3A",

@@ -447,7 +447,7 @@ def _end_statement(context: ExceptionContext) -> None:
 
 def _roll_back(driver: DBAPIConnection, record: object, error: BaseException | None) -> None:
     del record, error
-    if in_greenlet() or not is_awaited(driver):
+    if not is_awaited(driver) or in_greenlet():  # the latter needs the package greenlet
         with suppress(Exception):  # it is closed in any case
             driver.rollback()
 

@@ -14,7 +14,7 @@ from dualwrite.asyncio.transaction import session_of_block as async_session_of_b
 from dualwrite.asyncio.writer import AsyncDualWriter, OfTasks
 from dualwrite.errors import ConfigurationError
 from dualwrite.protocol.values import DEFAULT_LIMITS, WriterLimits
-from dualwrite.stores.sql.access import async_engine_of
+from dualwrite.stores.sql.access import async_engine_of, url_errors_mapped
 from dualwrite.stores.sql.drivers import roll_back_before_closing
 from dualwrite.testing.memory.writer import InMemoryWriter
 
@@ -167,4 +167,5 @@ class _ForTasks(OfTasks, InMemoryWriter):
 
 
 def _new_async_database() -> AsyncEngine:
-    return create_async_engine("sqlite+aiosqlite://", poolclass=StaticPool)
+    with url_errors_mapped():
+        return create_async_engine("sqlite+aiosqlite://", poolclass=StaticPool)
