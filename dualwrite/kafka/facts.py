@@ -21,7 +21,23 @@ from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.brokers import Brokers, NotYet
 from dualwrite.kafka.engine import choose_transaction_timeout_ms
 from dualwrite.kafka.error_codes import MISSING_RIGHT, RETRIABLE, Code, code_name
-from dualwrite.kafka.opening_messages import DescribeConfigs, DescribedConfig, DescribeTransactions, ResourceType
+from dualwrite.kafka.messages import (
+    DescribeProducers,
+    Message,
+    NotOffered,
+    Offered,
+    OffsetForLeaderEpoch,
+    OfOneKind,
+)
+from dualwrite.kafka.opening_messages import (
+    DescribeConfigs,
+    DescribedConfig,
+    DescribeTransactions,
+    FindCoordinator,
+    InitProducerId,
+    Metadata,
+    ResourceType,
+)
 from dualwrite.protocol.findings import Unasked
 from dualwrite.protocol.kafka_requirements import (
     BROKER_SETTINGS,
@@ -42,7 +58,6 @@ from dualwrite.protocol.values import NEVER_MS, lane_id, outbox_id
 if TYPE_CHECKING:
     from dualwrite.kafka.config import KafkaConfig
     from dualwrite.kafka.coordinator import KafkaCoordinator
-    from dualwrite.kafka.messages import Message
 
 _ONE_BROKER_S: Final = 5.0
 """Limits the questions to one broker: the others are asked nevertheless."""
@@ -50,6 +65,15 @@ _OPERATIONS: Final = {3: "Read", 4: "Write", 8: "Describe", 10: "DescribeConfigs
 _SHARED_EPOCH: Final = 4  # of EndTxn: an older form, which all brokers take
 _WITH_TWO_PHASE: Final = 6  # of InitProducerId
 _FIRST_WITH_FEATURES: Final = 3  # of ApiVersions
+_PACKED_HERE: Final[tuple[type[OfOneKind], ...]] = (
+    *(Metadata, FindCoordinator, InitProducerId),
+    *(DescribeTransactions, DescribeProducers, OffsetForLeaderEpoch),
+)
+_NEEDED: Final = (
+    *((request.NAME, request.KEY, request.LOWEST, request.HIGHEST) for request in _PACKED_HERE),
+    *(("EndTxn", 26, 0, _SHARED_EPOCH), ("AddPartitionsToTxn", 24, 0, 3), ("Fetch", 1, 0, 12)),  # by kafka-python
+)
+"""The requests that a writer and recovery need with either engine: name, key, and the versions that the library can send."""
 _QUORUM_TOPIC: Final = "__cluster_metadata"
 _TO_READ_SETTINGS: Final = "grant DescribeConfigs on the cluster"
 
@@ -121,13 +145,24 @@ def _ask_versions() -> Message:
     )
 
 
+def lacking(offered: Offered) -> frozenset[str]:
+    """The requests that every writer needs and that a broker does not offer, by name and versions."""
+    found = set()
+    for name, key, lowest, highest in _NEEDED:
+        try:
+            offered.highest(name, key, lowest, highest)
+        except NotOffered:
+            found.add(f"{name} {lowest}" + (f" to {highest}" if highest > lowest else ""))
+    return frozenset(found)
+
+
 def _versions(answer: Message | Unasked) -> BrokerFacts | Unasked:
     if isinstance(answer, Unasked):
         return answer
     known = {feature.name: feature.max_version for feature in answer.supported_features or ()}
     finalized = {feature.name: feature.max_version_level for feature in answer.finalized_features or ()}
     return BrokerFacts(
-        frozenset(api.api_key for api in answer.api_keys),
+        lacking(Offered({api.api_key: (api.min_version, api.max_version) for api in answer.api_keys})),
         known.get("metadata.version"),
         finalized.get("transaction.version", 0),
         known.get("transaction.version", 0),

@@ -16,8 +16,6 @@ from dualwrite.protocol.values import NEVER_MS, OFFSETS_TOPIC, other_cluster
 KAFKA: Final = "Kafka"
 _COMPLETE: Final = 2
 """The ``transaction.version`` from which on each transaction has an epoch of its own (KIP-890)."""
-_DESCRIBE_TRANSACTIONS: Final = 65
-"""The number of the newest request that this library cannot do without, which Kafka has since 3.0."""
 _RELEASES: Final = {
     1: (3, 0),
     2: (3, 1),
@@ -84,13 +82,13 @@ class BrokerFacts:
     """What one broker says of itself.
 
     Attributes:
-        apis: The numbers of the requests that it takes.
+        lacking: The requests that every writer needs and that it does not offer, by name and versions.
         metadata_level: The highest level of ``metadata.version`` that its program knows; None if it names none.
         transaction_version: The cluster's finalized ``transaction.version``.
         most_transaction_version: The highest one that its program knows.
     """
 
-    apis: frozenset[int]
+    lacking: frozenset[str]
     metadata_level: int | None
     transaction_version: int
     most_transaction_version: int
@@ -217,8 +215,8 @@ def versions(brokers: Sequence[BrokerFacts]) -> CheckResult:
     check = Check(
         KAFKA, "version", "settling and the proof of how a transaction ended need requests that came with 3.0"
     )
-    if any(_DESCRIBE_TRANSACTIONS not in broker.apis for broker in brokers):
-        return check.error("a broker is too old: it does not know DescribeTransactions", "use Kafka 3.0 or newer")
+    if lacking := sorted({request for broker in brokers for request in broker.lacking}):
+        return check.error(f"a broker does not offer {listed(lacking)}", "use Kafka 3.0 or newer")
     return check.ok(f"Kafka {listed(sorted({_release_words(broker) for broker in brokers}))}")
 
 

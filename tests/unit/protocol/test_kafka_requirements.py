@@ -24,7 +24,7 @@ OK, UNKNOWN, WARNING, ERROR = Status.OK, Status.UNKNOWN, Status.WARNING, Status.
 REFUSED = Unasked("it does not answer", "run it again")
 FORBIDDEN = Unasked("TOPIC_AUTHORIZATION_FAILED", "grant it", is_forbidden=True)
 
-BROKER = BrokerFacts(frozenset({0, 65}), metadata_level=25, transaction_version=2, most_transaction_version=2)
+BROKER = BrokerFacts(frozenset(), metadata_level=25, transaction_version=2, most_transaction_version=2)
 TOPIC = TopicFacts(
     partitions=(PartitionFacts(True, 3, 3), PartitionFacts(True, 3, 3)),
     rights=frozenset({"Read", "Write", "Describe", "DescribeConfigs"}),
@@ -102,7 +102,7 @@ def test_a_healthy_cluster_has_nothing_to_mend():
     ("facts", "check", "status"),
     [
         (replace(HEALTHY, brokers={"1 at a:9092": BROKER, "2 at b:9092": Unasked("refused")}), "brokers", ERROR),
-        (brokers(apis=frozenset({0})), "version", ERROR),
+        (brokers(lacking=frozenset({"DescribeProducers 0"})), "version", ERROR),
         (brokers(transaction_version=1), "transaction.version", WARNING),
         (brokers(transaction_version=0), "transaction.version", WARNING),
         (
