@@ -9,6 +9,7 @@ import pytest
 from harness.orders import on_postgresql, write
 from harness.page_examples import example
 from harness.places import ROOT
+from sqlalchemy import text
 
 from dualwrite import DualWriter, recover
 from dualwrite.protocol.batches import Destination, Way
@@ -124,6 +125,10 @@ def test_the_dag_runs_to_its_end(airflow, url, batch, tmp_path):
     assert "'written': 'success'" in found.replace("<TaskInstanceState.SUCCESS: 'success'>", "'success'")
 
 
+LOST = text(
+    "INSERT INTO dualwrite_incident (transactional_id, state_sha256, prepared_transaction_state, outcome, detail) "
+    "VALUES ('shop', 'x', '', 'lost', 'd')"
+)
 CHECK = """
 KAFKA, URL = {kafka!r}, {url!r}
 {check}
@@ -132,11 +137,13 @@ if __name__ == "__main__":
     from dagster import materialize
     done = materialize([orders, both_sides_agree], raise_on_error=False)
     (found,) = done.get_asset_check_evaluations()
-    print("RESULT", json.dumps([found.passed, found.metadata["unsettled"].value]))
+    print("RESULT", json.dumps([found.passed, found.metadata["unsettled"].value, found.metadata["lost"].value]))
 """
 
 
-def test_the_check_passes_only_if_nothing_waits_for_a_recovery(url, kafka, engine, dualwrite_topic, orders, tmp_path):
+def test_the_check_passes_only_if_nothing_waits_for_a_recovery_and_each_loss_is_acknowledged(
+    url, kafka, engine, dualwrite_topic, orders, tmp_path
+):
     python = python_of("dagster")
     (check,) = example("orchestrators.md", "Dagster: check an asset")
     code = CHECK.format(kafka=dict(kafka), url=url, check=check)
@@ -148,11 +155,17 @@ def test_the_check_passes_only_if_nothing_waits_for_a_recovery(url, kafka, engin
 
     with DualWriter("shop", kafka=kafka, database=engine) as writer:
         write(writer, dualwrite_topic, orders, 1)
-    assert checked() == [True, []]
+    assert checked() == [True, [], []]
     leave_decided(url, kafka, dualwrite_topic)
     assert checked()[0] is False
     recover("shop", kafka=kafka, database=engine)
-    assert checked() == [True, []]
+    assert checked() == [True, [], []]
+    with engine.begin() as connection:
+        connection.execute(LOST)
+    assert checked() == [False, [], ["shop"]]
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE dualwrite_incident SET acknowledged_at = now()"))
+    assert checked() == [True, [], []]
 
 
 def leave_decided(url, kafka, topic):
