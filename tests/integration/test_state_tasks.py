@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
-from confluent_kafka import Producer, TopicPartition
+from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewPartitions
 from harness.counting import TABLE
+from harness.page_examples import example, run_example
 from harness.patience import wait_until
 from harness.places import PROOF
 from sqlalchemy import create_engine, text
@@ -621,3 +623,34 @@ def test_a_changelog_that_is_not_there_is_refused(tmp_path, task_on):
         pytest.raises(ConfigurationError, match="cannot be read.*create the topic"),
     ):
         task.restore()
+
+
+# The page's examples
+
+
+def test_the_pages_task_and_its_copy_of_all_partitions(
+    kafka, migrated_database, make_changelog, dualwrite_topic, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    changelog = make_changelog(partitions=3)
+    task, copy = (code.replace('"counts-changelog"', repr(changelog)) for code in example("state-stores.md", "A task"))
+    message = SimpleNamespace(key=lambda: b"UA")
+    engine = create_engine(migrated_database)
+    with closing(Consumer({**kafka, "group.id": f"counts-{secrets.token_hex(4)}"})) as consumer:
+        run_example(
+            task, dualwrite_topic, page_topic="counts", kafka=kafka, engine=engine, consumer=consumer,
+            batches=[[message, message], [message]], next_offsets=lambda messages: [TopicPartition(dualwrite_topic, 1, len(messages))],
+        )  # fmt: skip
+    engine.dispose()
+    assert [record.value for record in read_committed(kafka, dualwrite_topic)] == [b"1", b"2", b"3"]
+    run_example(copy, dualwrite_topic, kafka=kafka, KeyValueStore=KeyValueStore, Standby=Standby)
+    assert capsys.readouterr().out == "b'3' contains partition 2 up to 0\n"
+
+
+def test_the_pages_windows(task_on, changelog, tmp_path):
+    [code] = example("state-stores.md", "Timestamps and windows")
+    now_ms = time.time_ns() // 1_000_000
+    start_ms = now_ms - now_ms % 3_600_000
+    with task_on(tmp_path / "store", changelog) as task:
+        names = run_example(code, "", store=task.store, task=task, start_ms=start_ms, now_ms=now_ms)
+        assert names["hours"].get(b"UA", start_ms) == b"17"

@@ -17,6 +17,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.pool import StaticPool
 
 from dualwrite import AsyncDualWriter, Transaction, Unavailable
+from dualwrite.state import KeyValueStore
 from dualwrite.testing import InMemoryWriter
 
 
@@ -130,3 +131,14 @@ def test_a_trace_that_a_consumer_continues(shop):
     assert f"{block.context.trace_id:032x}" == trace_id
     recorded.close()
     assert messages(shop) == ["bill"]
+
+
+def test_a_state_store_and_its_reader(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("rocksdict", reason="the extra 'state' is not installed")
+    monkeypatch.chdir(tmp_path)
+    [writes] = example("state-stores.md", "A store")
+    [reads] = example("state-stores.md", "Reads by other threads")
+    run_example(writes, TOPIC, changelog_offset=7)
+    with KeyValueStore("state/counts") as store:
+        run_example(reads, TOPIC, store=store)
+    assert capsys.readouterr().out.splitlines() == ["{b'UA': b'1'}", "b'1' at offset 7", "1 at offset 7"]
