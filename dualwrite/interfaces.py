@@ -867,7 +867,7 @@ class Database(ABC):
             ConfigurationError: This kind of database keeps none, or its tables lack what that needs, or are not durable.
             Unavailable: It does not answer.
         """
-        raise self._without("an outbox", 'use outbox="never", or a SQL database')
+        raise self._without("outbox", 'use outbox="never", or a SQL database')
 
     def forgetting(self) -> Forgetting:
         """Deletes rows that are no longer needed.

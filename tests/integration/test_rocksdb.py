@@ -168,6 +168,10 @@ def test_processes_killed_at_any_moment_leave_both_sides_equal(tmp_path, kafka, 
 def test_what_rocksdb_cannot_do_is_refused(kafka, database, writer, write):
     with pytest.raises(ConfigurationError, match="leases"):
         DualWriter.leased("fleet", kafka=kafka, database=database).open()
+    for outbox in ("fallback", "always"):
+        with pytest.raises(ConfigurationError, match="RocksDB has no outbox"):
+            DualWriter("waits", kafka=kafka, database=database, outbox=outbox).open()
+    assert database.store().find("waits") == []
     with writer.transaction() as tx:
         for call in (lambda: tx.connection, lambda: tx.session):
             with pytest.raises(IllegalStateError, match=r"tx\.batch"):

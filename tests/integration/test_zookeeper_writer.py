@@ -389,6 +389,10 @@ def test_what_only_other_databases_have_is_refused(kafka, writer, database):
             _ = tx.session
     with pytest.raises(ConfigurationError, match="ZooKeeper"):
         DualWriter.leased("fleet", kafka=kafka, database=database).open()
+    for outbox in ("fallback", "always"):
+        with pytest.raises(ConfigurationError, match="ZooKeeper has no outbox"):
+            DualWriter("waits", kafka=kafka, database=database, outbox=outbox).open()
+    assert database.store().find("waits") == []
 
 
 def test_a_chroot_is_made_with_all_its_levels(dualwrite_zookeeper, client, root):
