@@ -5,6 +5,7 @@ another block began comes first.
 """
 
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -371,14 +372,14 @@ def test_a_writer_whose_threads_never_pause_goes_directly_again_as_soon_as_it_ha
     """Shares of the lock on the mode would overlap for ever, if the sender could not hold back blocks while it takes it."""
     kafka = patient(mortal_kafka.client_config())
     topic = mortal_kafka.create_topic(f"never-pauses-{away}", 2)
-    stop, tries, meanwhile = threading.Event(), [], []
+    stop, caught_up, meanwhile = threading.Event(), [], []
     waited, direct = Counter(), Counter()
     lock = Sending._lock
 
     def note_lock(sending, rows, handle):
-        tries.append(sum(waited.values()))
+        caught_up.append((time.monotonic(), sum(waited.values())))
         lock(sending, rows, handle)
-        meanwhile.append(sum(waited.values()) - tries[0])
+        meanwhile.append(sum(waited.values()) - caught_up[0][1])
 
     monkeypatch.setattr(Sending, "_lock", note_lock)
 
@@ -410,6 +411,7 @@ def test_a_writer_whose_threads_never_pause_goes_directly_again_as_soon_as_it_ha
         wait_for(lambda: len(waited) == 8 and sum(waited.values()) > 100)
         getattr(mortal_kafka, back)()
         wait_for(lambda: meanwhile and mode(engine) == "direct")
+        seconds = time.monotonic() - caught_up[0][0]
         before = direct.copy()
         wait_for(lambda: all(direct[thread] > before[thread] for thread in range(8)))
         stop.set()
@@ -418,6 +420,7 @@ def test_a_writer_whose_threads_never_pause_goes_directly_again_as_soon_as_it_ha
     assert meanwhile[0] <= 16, (
         "once all was sent, each thread ended at most the block that it was in, and the one before"
     )
+    assert seconds < 10, f"direct again {seconds:.1f} s after it had caught up"
     found = read_committed(kafka, topic)
     for thread, count in enumerate(written):
         assert [int(record.value) for record in found if record.key == str(thread).encode()] == list(range(count))
