@@ -15,7 +15,16 @@ from harness.orders import write
 from harness.patience import PATIENCE_S
 from sqlalchemy import make_url, text
 
-from dualwrite import DecidedTransactionLost, DualWriter, Fenced, TransactionAborted, WriterLimits, recover
+from dualwrite import (
+    DecidedTransactionLost,
+    DualWriter,
+    Fenced,
+    TransactionAborted,
+    Unavailable,
+    WriterLimits,
+    failpoints,
+    recover,
+)
 from dualwrite.cli.options import commands
 from dualwrite.protocol.values import Outcome
 from dualwrite.recovery.recover import status
@@ -80,6 +89,24 @@ def test_status_shows_what_is_left_and_changes_nothing(dualwrite, left):
     assert (
         json.loads(dualwrite("status", "--json").stdout)["ids"][0]["current_incarnation"] == item["current_incarnation"]
     )
+
+
+def test_status_shows_what_waits_until_recover_has_sent_it(dualwrite, kafka, engine, dualwrite_topic, orders):
+    def fail(name):
+        if name == "outbox.read":
+            raise Unavailable("the sender does not get so far")
+
+    with failpoints.watched(fail), DualWriter("orders", kafka=kafka, database=engine, outbox="always") as writer:
+        for number in (17, 18):
+            write(writer, dualwrite_topic, orders, number)
+    table = dualwrite("status").stdout
+    shown = re.search(r"orders: mode later, 2 messages of (\d+) bytes wait, the oldest for \d+ s", table)
+    assert shown, table
+    [found] = json.loads(dualwrite("status", "--json").stdout)["outbox"]
+    assert found.pop("oldest_s") > 0
+    assert found == {"writer": "orders", "mode": "later", "rows": 2, "bytes": int(shown[1]), "aside": 0}
+    assert dualwrite("recover", "orders").exit_code == 0
+    assert json.loads(dualwrite("status", "--json").stdout)["outbox"] == []
 
 
 def test_recover_by_id_after_a_dry_run(dualwrite, left):

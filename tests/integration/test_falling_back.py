@@ -131,6 +131,18 @@ def test_blocks_before_during_and_after_an_outage_are_all_there_once_and_in_orde
     assert not {108, 110, 111, 112} & set(shop.messages)
 
 
+@one_database
+def test_a_leased_writer_falls_back_too(shop):
+    given = {"kafka": patient(shop.kafka.client_config()), "database": shop.engine, "limits": LIMITS}
+    with DualWriter.leased("fleet", outbox="fallback", **given) as writer:
+        assert shop.write(writer, 1).outbox is False
+        with shop.away():
+            for number in (2, 3):
+                assert shop.write(writer, number).outbox is True
+        wait_until(lambda: shop.write(writer, max(shop.rows) + 1).outbox is False)
+    assert shop.rows == shop.messages
+
+
 @contextmanager
 def each_answer_late(proxy, answers, pause_s):
     """Each of so many answers to Produce comes that long after the one before."""
