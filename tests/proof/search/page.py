@@ -91,6 +91,8 @@ FOOT = """\
 - Slots, their leases and Spark are not in it; nor is a database that loses commits. Lanes are only those of a batch's participants.
 - A batch has two participants with one message each. A recipe's time does not pass, except that a missing answer takes a second:
   no deadline comes before the recipe has ended. A recipe that asks the same as before its pause is taken to stand where it stood.
+- Messages that wait are searched without markers that a broker skips, and without `dualwrite relay`, which sends a table of
+  another program.
 - A tool's marker for an owner that is alive is [a limit](limits.md#people-with-rights), and left out; except for an owner with
   one native transaction, which reads the log when it closes.
 """
@@ -156,8 +158,7 @@ def render(seen: Mapping[str, Any]) -> str:
         for name in WAITING
         if name in waiting
     ]
-    lines.append("")
-    lines += _walks(seen)
+    lines += ["", *_unfinished(waiting), *_walks(seen)]
     every_run = (*runs.values(), *batches.values(), *waiting.values())
     peak_mib = max((run["peak_mib"] for run in every_run), default=0)
     total = sum(run["states"] for run in every_run)
@@ -241,6 +242,12 @@ def _waiting_bounds(bounds: WaitingBounds) -> str:
     budgets = zip(WaitingBudgets._fields, bounds.budgets, strict=True)
     words += [f"{count} x {_WORDS[what]}" for what, count in budgets if count]
     return "; ".join(words)
+
+
+def _unfinished(waiting: Mapping[str, Any]) -> list[str]:
+    """The searches of messages that wait which no run has kept."""
+    left = [f"- `{name}`: {one.sentence}" for name, one in WAITING.items() if name not in waiting]
+    return ["Not searched to their end, and so not in this table:", "", *left, ""] if left else []
 
 
 def _walks(seen: Mapping[str, Any]) -> list[str]:
