@@ -343,14 +343,10 @@ class SqlOutbox:
         return dict(sorted((topic, int(count)) for topic, count in found))
 
     def begin_later(self, writer: str) -> None:
-        mode = self._tables.mode
-
         def work(connection: Connection) -> None:
             self._insert_mode(connection, writer, OutboxMode.LATER)
-            found = connection.scalar(
-                select(mode.c.mode).where(mode.c.writer == writer).with_for_update(key_share=True)
-            )
-            if found != OutboxMode.LATER.value:
+            found = _as_mode(_only(self._lock_to_turn.execute(connection, {"writer_": writer})[0]))
+            if found is not OutboxMode.LATER:
                 self.turn(connection, writer, OutboxMode.LATER)
 
         self._own.run(work)
