@@ -18,10 +18,10 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Fenced, TransactionAborted, TransactionInDoubt, Unavailable
 from dualwrite.protocol.process import DatabaseVerdict
-from dualwrite.protocol.values import Decision, StateRow
+from dualwrite.protocol.values import Decision, Outcome, StateRow
 from dualwrite.stores.sql import access
 from dualwrite.stores.sql.database import SqlDatabase
-from dualwrite.stores.sql.short_transactions import ShortTransactions
+from dualwrite.stores.sql.short_transactions import ShortTransactions, dialect_of
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedPostgres, PostgresProxy
 from dualwrite.testing.servers.databases import POSTGRES_SERVER_VARIABLE
@@ -755,3 +755,30 @@ def test_names_and_states_arrive_as_they_are_whatever_the_session_says_of_backsl
         assert store.decide(connection, Decision(name, 1, prepared(1), namespace=row.namespace))[0]
         store.commit(connection)
     assert store.read([name])[0].prepared == prepared(1)
+
+
+def test_a_statement_that_stands_alone_waits_no_longer_for_a_table_that_somebody_has_locked(postgres: Database) -> None:
+    """The server locks the table before it evaluates anything, so that a limit in the statement itself comes too late."""
+    store = postgres.store(lock_timeout_s=0.3)
+    postgres.claim(store, "orders")
+    postgres.set_state("orders", str(prepared(1)))
+    [row] = store.read(["orders"])
+    with postgres.engines[0].begin() as other:
+        other.execute(text("LOCK TABLE kafka_transaction_state IN ACCESS EXCLUSIVE MODE"))
+        with pytest.raises(Unavailable, match="lock"):
+            Thread(lambda: store.record_outcomes([(row, Outcome.COMMITTED, "")])).result(30)
+    store.record_outcomes([(row, Outcome.COMMITTED, "")])
+    assert store.read(["orders"])[0].completed is Outcome.COMMITTED
+
+
+def test_a_statement_that_stands_alone_is_durable_and_read_committed_whatever_the_role_says(postgres: Database) -> None:
+    """Otherwise it would fail beside every other change of its row."""
+    asked = "SELECT current_setting('transaction_isolation'), current_setting('synchronous_commit')"
+    options = "-c default_transaction_isolation=serializable -c synchronous_commit=off"
+    engine = postgres.engine(connect_args={"options": options})
+    own = ShortTransactions(engine, dialect_of(engine), postgres.tables)
+    assert own.can_stand_alone
+    for _ in range(2):
+        assert own.run_one(lambda connection: tuple(connection.execute(text(asked)).one())) == ("read committed", "on")
+        with engine.connect() as connection:  # nothing outlives the statement
+            assert tuple(connection.execute(text(asked)).one()) == ("serializable", "off")

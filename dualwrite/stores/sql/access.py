@@ -72,7 +72,6 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
     from sqlalchemy.pool import ConnectionPoolEntry
 
-    from dualwrite.stores.sql.tables import Tables
 
 # Makes engines from database URLs.
 
@@ -422,9 +421,7 @@ def stand_alone(connection: Connection) -> None:
     connection.execution_options(isolation_level="AUTOCOMMIT")
 
 
-def begin_on(
-    connection: Connection, begin: Callable[[Connection, Tables], None], tables: Tables, *, own: bool | None = None
-) -> None:
+def begin_on(connection: Connection, begin: Callable[[Connection], None], *, own: bool | None = None) -> None:
     """Begin a transaction; on another connection of the pool if other code has left the engine's own one unusable.
 
     A connection is the engine's ``own``, and not the user's, if it was :class:`Borrowed`, unless the caller says otherwise.
@@ -432,7 +429,7 @@ def begin_on(
     others: int | None = None
     while True:
         try:
-            begin(connection, tables)
+            begin(connection)
         except DualWriteError as error:
             if error.what not in _LEFT or not (connection in _borrowed if own is None else own):
                 raise

@@ -81,11 +81,8 @@ class Dialect(Protocol):
         """
         ...
 
-    def standing_alone(self, lock_timeout_s: float) -> Sequence[ColumnElement[bool]] | None:
-        """The conditions, always true, by which an UPDATE in autocommit is like one in a transaction of :meth:`begin_own`.
-
-        None if there are none.
-        """
+    def standing_alone(self, lock_timeout_s: float) -> Callable[[Connection], AbstractContextManager[object]] | None:
+        """What lets an UPDATE in autocommit be like one in a transaction of :meth:`begin_own`; None where nothing does."""
         ...
 
     def start_columns(self) -> Sequence[ColumnElement[object]]:

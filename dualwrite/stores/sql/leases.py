@@ -397,7 +397,7 @@ class SlotPool:
             slot.c.lease_owner, slot.c.lease_until, *(found.c[one.name] for one in row_columns(self._tables))
         )
         bound = {"owner_": owner, "ttl_": ttl_s}
-        row = self._own.run_one(statement, lambda own, alone: own.execute(alone, bound).mappings().one_or_none())
+        row = self._own.run_one(lambda own: own.execute(statement, bound).mappings().one_or_none())
         if row is None:
             return None
         failpoints.hit("slot.leased")
@@ -520,7 +520,7 @@ class SlotPool:
         self, lease: SlotLease, statement: Update, bound: Mapping[str, object], connection: Connection | None = None
     ) -> SlotLease:
         if connection is None:
-            changed = self._own.run_one(statement, lambda own, alone: self._change(own, alone, bound))
+            changed = self._own.run_one(lambda own: self._change(own, statement, bound))
         else:
             try:
                 changed = self._change(connection, statement, bound)
@@ -551,7 +551,7 @@ class SlotPool:
         if connection is not None:
             connection.execute(statement)
             return
-        self._own.run_one(statement, lambda own, alone: own.execute(alone))
+        self._own.run_one(lambda own: own.execute(statement))
         failpoints.hit("slot.released")
 
     def expired(self) -> Sequence[SlotLease]:

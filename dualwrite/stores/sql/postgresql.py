@@ -21,12 +21,13 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol
 
-from psycopg import IsolationLevel, errors, generators
+from psycopg import ClientCursor, IsolationLevel, errors, generators
 from psycopg.rows import tuple_row
 from psycopg.types.numeric import Int8BinaryLoader
 from sqlalchemy import (
@@ -91,6 +92,7 @@ if TYPE_CHECKING:
     from psycopg import AsyncConnection
     from sqlalchemy import Connection, Insert, Table, Update
     from sqlalchemy.engine.interfaces import DBAPIConnection
+    from typing_extensions import Self
 
     from dualwrite.protocol.values import Decision, WaitingMessages
     from dualwrite.stores.sql.commit_with_decision import CommitWithDecision
@@ -135,6 +137,7 @@ IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
 _NOW_TEXT: Final = "CAST(extract(epoch FROM now()) * 1000000 AS bigint)"
 _NOW: Final[ColumnElement[Any]] = literal_column(_NOW_TEXT, BigInteger())
 IS_BEGUN: Final[ColumnElement[bool]] = bindparam("begun_", type_=BigInteger()) == _NOW
+_FRESHLY: Final = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED"
 _FRESH: Final = frozenset({"read committed", "read uncommitted"})
 _DURABLE: Final = (
     "CASE WHEN current_setting('synchronous_commit') = 'off' THEN set_config('synchronous_commit', 'on', true) END"
@@ -222,6 +225,33 @@ def _set_lock_timeout(timeout_s: float) -> str:
 
 def _limit_idle(timeout_s: float | None) -> str:
     return "NULL" if timeout_s is None else _limit("idle_in_transaction_session_timeout", max(1, int(timeout_s * 1000)))
+
+
+class _LimitedCursor(ClientCursor[Any]):
+    """Sends its limits and a statement as one text, which is one request and one transaction.
+
+    As part of the statement the limits would come too late: the server locks its tables before it evaluates anything.
+    """
+
+    def __init__(self, connection: Any, *, limits: str, row_factory: Any) -> None:
+        super().__init__(connection, row_factory=row_factory)
+        self._limits = limits
+
+    def execute(self, query: Any, params: Any = None, **given: Any) -> Self:
+        super().execute(self._limits + query, params, **given)
+        while self.nextset():
+            pass
+        return self
+
+
+@contextmanager
+def _limited(connection: Connection, limits: str) -> Iterator[None]:
+    driver: Any = _driver(connection)
+    given, driver.cursor_factory = driver.cursor_factory, partial(_LimitedCursor, limits=limits)
+    try:
+        yield
+    finally:
+        driver.cursor_factory = given
 
 
 _LOCAL: Final[ColumnElement[bool]] = literal_column("true")
@@ -721,9 +751,9 @@ class PostgreSQL:
         connection.execution_options(isolation_level="READ COMMITTED")
         self._check_server(connection)
 
-    def standing_alone(self, lock_timeout_s: float) -> Sequence[ColumnElement[bool]]:
-        """A scalar subquery without parameters is evaluated first, before a row is looked for; a standby refuses any UPDATE."""
-        return [literal_column(f"(SELECT {_set_lock_timeout(lock_timeout_s)} || coalesce({_DURABLE}, '')) IS NOT NULL")]
+    def standing_alone(self, lock_timeout_s: float) -> Callable[[Connection], AbstractContextManager[object]]:
+        """A standby refuses any UPDATE."""
+        return partial(_limited, limits=f"{_FRESHLY}; SELECT {_set_lock_timeout(lock_timeout_s)}, {_DURABLE}; ")
 
     def _check_server(self, connection: Connection, *settings: str) -> None:
         refuse(requirements.postgresql_version(version_of(connection)))

@@ -17,7 +17,6 @@ from sqlalchemy import (
     Connection,
     Engine,
     Table,
-    Update,
     column,
     exc,
     func,
@@ -126,16 +125,20 @@ class ShortTransactions:
         """Whether a statement of :meth:`run_one` is a transaction by itself."""
         return self._dialect.standing_alone(self._lock_timeout_s) is not None
 
-    def run_one(self, statement: Update, work: Callable[[Connection, Update], Result]) -> Result:
-        """As :meth:`run`, for work that executes this statement and changes nothing else.
+    def run_one(self, work: Callable[[Connection], Result]) -> Result:
+        """As :meth:`run`, for work that executes one UPDATE.
 
         Where the statement can stand alone, it is a transaction by itself, which takes one request instead of four.
         """
-        conditions = self._dialect.standing_alone(self._lock_timeout_s)
-        if conditions is None:
-            return self.run(lambda own: work(own, statement))
-        alone = statement.where(*conditions)
-        return self._retried(stand_alone, lambda own: work(own, alone))
+        standing_alone = self._dialect.standing_alone(self._lock_timeout_s)
+        if standing_alone is None:
+            return self.run(work)
+
+        def alone(connection: Connection) -> Result:
+            with standing_alone(connection):
+                return work(connection)
+
+        return self._retried(stand_alone, alone)
 
     def read(self, work: Callable[[Connection], Result]) -> Result:
         """Run work that only reads. Each statement may see what was committed before it, and may be a transaction by itself."""
@@ -167,7 +170,7 @@ class ShortTransactions:
     ) -> Result:
         with self._engine.connect() as connection, self._dialect.bounded(connection, answer_s):
             try:
-                begin_on(connection, lambda at, _: self._begin(at, begin), self._tables, own=True)
+                begin_on(connection, lambda at: self._begin(at, begin), own=True)
                 result = work(connection)
                 connection.commit()
             except BaseException:
@@ -226,7 +229,6 @@ def check_schema(database: Engine | Connection, schema: str | None = None) -> Fo
     The tables may be missing, older, newer, or unreadable to us; the message names the command. Returns where they are. Given a
     connection, it reads in the caller's transaction.
     """
-    dialect_of(database.engine)
     found, finding = judge_tables(database, schema)
     refuse(finding)
     assert found is not None, "missing tables are refused"
@@ -249,19 +251,19 @@ def judge_tables(database: Engine | Connection, schema: str | None = None) -> tu
     return found, finding
 
 
-def _is_left_open(connection: Connection) -> bool:
-    """Whether other code has given a psycopg connection back to its pool inside a transaction."""
-    of_driver = getattr(connection.connection.dbapi_connection, "pgconn", None)
-    return of_driver is not None and of_driver.transaction_status != 0
-
-
 def _find_tables(database: Engine | Connection, schema: str | None) -> FoundTables | None:
+    dialect = dialect_of(database.engine)
+
+    def begin(connection: Connection) -> None:
+        dialect.refuse_left_open(connection)
+        if dialect.name == "postgresql":
+            stand_alone(connection)
+
     try:
         if isinstance(database, Connection):
             return find_tables(database, schema)
         with database.connect() as connection:
-            if connection.dialect.name == "postgresql" and not _is_left_open(connection):
-                stand_alone(connection)
+            begin_on(connection, begin, own=True)
             return find_tables(connection, schema)
     except exc.SQLAlchemyError as error:
         if meaning_of(error) is Meaning.SCHEMA:

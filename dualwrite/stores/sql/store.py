@@ -125,7 +125,7 @@ class SqlStateStore:
     def begin(self, connection: Connection) -> None:
         refuse_transaction(connection)
         try:
-            begin_on(connection, self._dialect.begin, self._tables)
+            begin_on(connection, lambda at: self._dialect.begin(at, self._tables))
         except BaseException as error:
             if connection.in_transaction():  # otherwise the transaction was begun below SQLAlchemy, and is not ours
                 dialect.rollback(connection)
@@ -305,7 +305,7 @@ class SqlStateStore:
         if outcomes and connection is not None:
             self._records.record(connection, outcomes)
         elif len(outcomes) == 1 and outcomes[0][1] is Outcome.COMMITTED:
-            self._own.run_one(self._records.completing(outcomes), lambda own, alone: own.execute(alone))
+            self._own.run_one(lambda own: own.execute(self._records.completing(outcomes)))
         elif outcomes:
             self._own.run(lambda own: self._records.record(own, outcomes))
 
