@@ -24,6 +24,8 @@ DECIDED = {"write.decided", "write.completed", "write.waits"}
 LEFT_BY = ["write.decided", "write.recorded"]
 URLS = ["postgresql", "sqlite"]
 DATABASES = [*URLS, "mariadb", "rocksdb"]
+BY_TASKS = ("postgresql", "asyncpg")
+"""A database, and the driver by which tasks write there. Threads write by the database's usual one."""
 # One real death on each side of each decision. The search and the model put one at every step.
 WRITERS_IN_EVERY_RUN = {
     ("write.produced", "postgresql"),
@@ -34,8 +36,10 @@ WRITERS_IN_EVERY_RUN = {
     ("write.decided", "mariadb"),
     ("write.recorded", "rocksdb"),
     ("write.decided", "rocksdb"),
+    ("write.recorded", "asyncpg"),
+    ("write.decided", "asyncpg"),
 }
-SESSIONS_IN_EVERY_RUN = {("write.decided", "postgresql")}
+SESSIONS_IN_EVERY_RUN = {("write.decided", "postgresql"), ("write.decided", "asyncpg")}
 BLOCK_THAT_WAITS = ["write.turns", "write.recorded", "write.decided", "write.waits"]
 SENDER = [
     *(name for name in failpoints.FAILPOINTS if name.startswith("outbox.") and name != "outbox.moved_aside"),
@@ -57,8 +61,9 @@ SETTLERS_IN_EVERY_RUN = {
 
 
 @pytest.fixture
-def case(tmp_path, kafka, url, dualwrite_topic):
-    return Case(tmp_path, kafka, url, dualwrite_topic)
+def case(tmp_path, kafka, url, task_url, dualwrite_topic):
+    by_asyncpg = {"tasks": True, "task_url": task_url} if "asyncpg" in task_url else {}
+    return Case(tmp_path, kafka, url, dualwrite_topic, for_all=by_asyncpg)
 
 
 def aborting(point: str) -> dict:
@@ -67,13 +72,15 @@ def aborting(point: str) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("point", "url"),
+    ("point", "url", "task_url"),
     [
-        pytest.param(point, url, marks=() if (point, url) in WRITERS_IN_EVERY_RUN else pytest.mark.thorough)
+        pytest.param(
+            point, url, driver, marks=() if (point, driver or url) in WRITERS_IN_EVERY_RUN else pytest.mark.thorough
+        )
         for point in WRITE_POINTS
-        for url in DATABASES
+        for url, driver in [*((url, None) for url in DATABASES), BY_TASKS]
     ],
-    indirect=["url"],
+    indirect=["url", "task_url"],
 )
 def test_writer_killed_then_next_start_makes_both_sides_equal(case, point):
     nth = 1 if aborting(point) else 3 if point == "write.produced" else 2
@@ -87,13 +94,15 @@ def test_writer_killed_then_next_start_makes_both_sides_equal(case, point):
 
 
 @pytest.mark.parametrize(
-    ("point", "url"),
+    ("point", "url", "task_url"),
     [
-        pytest.param(point, url, marks=() if (point, url) in SESSIONS_IN_EVERY_RUN else pytest.mark.thorough)
+        pytest.param(
+            point, url, driver, marks=() if (point, driver or url) in SESSIONS_IN_EVERY_RUN else pytest.mark.thorough
+        )
         for point in WRITE_POINTS
-        for url in URLS
+        for url, driver in [*((url, None) for url in URLS), BY_TASKS]
     ],
-    indirect=["url"],
+    indirect=["url", "task_url"],
 )
 def test_a_process_killed_in_the_commit_of_a_session_then_next_start_makes_both_sides_equal(case, point):
     nth = 1 if aborting(point) else 3 if point == "write.produced" else 2

@@ -1,5 +1,6 @@
 """Behind a real PgBouncer, which gives each transaction another connection. Left out where it is not installed."""
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,10 +8,19 @@ import pytest
 from harness.checker import Case
 from harness.orders import write
 from harness.patience import PATIENCE_S
-from harness.pgbouncer import NEEDS_PGBOUNCER, PgBouncer
-from sqlalchemy import create_engine, text
+from harness.pgbouncer import KNOWS_STATEMENTS, NEEDS_PGBOUNCER, PgBouncer
+from sqlalchemy import create_engine, insert, text
+from sqlalchemy.ext.asyncio import create_async_engine
 
-from dualwrite import ConfigurationError, DualWriter, TransactionAborted, WriterLimits, failpoints, recover
+from dualwrite import (
+    AsyncDualWriter,
+    ConfigurationError,
+    DualWriter,
+    TransactionAborted,
+    WriterLimits,
+    failpoints,
+    recover,
+)
 from dualwrite.testing import PostgresProxy
 
 pytestmark = [
@@ -25,8 +35,13 @@ def bouncer(tmp_path, url):
         yield bouncer
 
 
+@pytest.fixture
+def unprepared(bouncer, engine_of):
+    return engine_of(bouncer.url, connect_args={"prepare_threshold": None})
+
+
 def test_dual_writes_share_connections_and_leave_no_setting_on_them(
-    bouncer, kafka, engine, orders, dualwrite_topic, both
+    bouncer, unprepared, kafka, engine, orders, dualwrite_topic, both
 ):
     """By URL, as the commands connect too: no statement is prepared under a name on a connection that others get next."""
     with (
@@ -35,12 +50,10 @@ def test_dual_writes_share_connections_and_leave_no_setting_on_them(
     ):
         list(threads.map(lambda number: write(writer, dualwrite_topic, orders, number), range(40)))
     assert both() == (list(range(40)), list(range(40)))
-    through = create_engine(bouncer.url, connect_args={"prepare_threshold": None})
-    with through.connect() as connection:
+    with unprepared.connect() as connection:
         for name in ("idle_in_transaction_session_timeout", "transaction_timeout"):
             assert connection.scalar(text(f"SHOW {name}")) == "0"
         assert connection.scalar(text("SELECT count(*) FROM pg_prepared_statements")) == 0
-    through.dispose()
 
 
 def test_the_librarys_own_statements_are_not_prepared_through_a_pooler_though_the_drivers_may_be(
@@ -57,10 +70,64 @@ def test_the_librarys_own_statements_are_not_prepared_through_a_pooler_though_th
     assert both() == (list(range(4)), list(range(4)))
 
 
-def test_an_owner_that_is_killed_is_recovered(bouncer, kafka, url, engine, tmp_path, dualwrite_topic):
+NOTHING_PREPARED = {
+    "statement_cache_size": 0,
+    "prepared_statement_cache_size": 0,
+    "prepared_statement_name_func": str,
+}
+"""As docs/asyncio.md has it."""
+
+
+def write_in_tasks(kafka, url, topic, orders, settings=None):
+    """Write 40 orders at once. What each has raised."""
+
+    async def main():
+        database = url if settings is None else create_async_engine(url, connect_args=settings)
+        writer = AsyncDualWriter("orders", kafka=kafka, database=database, limits=WriterLimits(max_lanes=4))
+
+        async def one(number):
+            async with writer.transaction() as tx:
+                await tx.produce(topic, value=str(number))
+                await tx.connection.execute(insert(orders).values(id=number))
+
+        try:
+            async with writer:
+                return await asyncio.gather(*map(one, range(40)), return_exceptions=True)
+        finally:
+            if settings is not None:
+                await database.dispose()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("settings", [None, NOTHING_PREPARED])
+def test_tasks_share_connections_through_asyncpg_and_prepare_nothing_on_them(
+    bouncer, unprepared, kafka, engine, orders, dualwrite_topic, both, settings
+):
+    """By URL, and with the settings that are documented for an engine."""
+    assert write_in_tasks(kafka, bouncer.by_asyncpg, dualwrite_topic, orders, settings) == [None] * 40
+    assert both() == (list(range(40)), list(range(40)))
+    with unprepared.connect() as connection:
+        assert connection.execute(text("SELECT name FROM pg_prepared_statements")).all() == []
+
+
+@pytest.mark.skipif(KNOWS_STATEMENTS, reason="this PgBouncer knows prepared statements")
+def test_the_settings_are_named_to_tasks_whose_statements_asyncpg_prepares(
+    bouncer, kafka, engine, orders, dualwrite_topic, both
+):
+    outcomes = write_in_tasks(kafka, bouncer.by_asyncpg, dualwrite_topic, orders, {})
+    [*_, named] = [one for one in outcomes if isinstance(one, ConfigurationError)]
+    assert "prepared_statement_name_func=str" in str(named)
+    written = [number for number, one in enumerate(outcomes) if one is None]
+    assert both() == (written, written)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["psycopg", "asyncpg"])
+def test_an_owner_that_is_killed_is_recovered(bouncer, kafka, url, engine, tmp_path, dualwrite_topic, asynchronous):
     directory = tmp_path / "case"
     directory.mkdir()
-    case = Case(directory, kafka, bouncer.url, dualwrite_topic)
+    tasks = {"tasks": True, "task_url": bouncer.by_asyncpg} if asynchronous else {}
+    case = Case(directory, kafka, bouncer.url, dualwrite_topic, for_all=tasks)
     case.run(failpoint="write.decided:2", killed=True)
     assert recover("case", kafka=kafka, database=bouncer.url).rolled_forward == ["case"]
     assert case.verify() == {"w1-0", "w1-1"}

@@ -221,8 +221,13 @@ def _with_driver(url: URL, drivers: Mapping[str, str]) -> URL:
     return url if name is None else url.set(drivername=name)
 
 
-def _unprepared(url: URL) -> Mapping[str, None]:
+def _unprepared(url: URL) -> Mapping[str, object]:
     """Turn off named prepared statements, which no URL can do: a pooler may switch connections between transactions."""
+    if url.get_driver_name() == "asyncpg":
+        if url.query.get("prepared_statement_cache_size", "0") != "0":
+            return {}
+        # Even without a cache, SQLAlchemy's statements would get names; two processes may choose the same.
+        return {"statement_cache_size": 0, "prepared_statement_cache_size": 0, "prepared_statement_name_func": str}
     return {"prepare_threshold": None} if url.get_driver_name().startswith("psycopg") else {}
 
 
@@ -721,6 +726,7 @@ class Meaning(Enum):
     BUSY = "a lock was not free in time"
     POOL = "the engine's pool had no free connection"
     POOLER = "a pooler between us and the database shares connections by statement"
+    UNPREPARED = "a statement that the driver has prepared is not there, or another is there under its name"
     GONE = "the connection is lost, or was not made"
     FULL = "there is no space or memory left"
     OTHER = "the database failed"
@@ -737,6 +743,8 @@ _BY_SQLSTATE: Final = {
     "3D000": Meaning.LOGIN,
     "40": Meaning.CONFLICT,
     "25P02": Meaning.FAILED_TRANSACTION,
+    "26000": Meaning.UNPREPARED,
+    "42P05": Meaning.UNPREPARED,
     "25P03": Meaning.GONE,
     "25P04": Meaning.GONE,
     "55P03": Meaning.BUSY,
@@ -976,6 +984,9 @@ _ADVICE: Final = {
     Meaning.READ_ONLY: "connect to the primary, with a role and a file that may be written to",
     Meaning.LOGIN: "check the database's address, user and password",
     Meaning.POOLER: "a transaction needs one connection to its end: use pool_mode=transaction or session (PgBouncer)",
+    Meaning.UNPREPARED: "leave DEALLOCATE and DISCARD to the driver; behind a pooler that shares connections by transaction, "
+    "give the database's URL, or an engine of asyncpg with connect_args statement_cache_size=0, "
+    "prepared_statement_cache_size=0 and prepared_statement_name_func=str",
     Meaning.REJECTED: "the tables or the values do not fit this version of the library: check them",
 }
 

@@ -284,7 +284,7 @@ class Conductor:
             "units_at_once": way.writes == "group",
             "session": way.writes == "sessions",
             "max_lanes": threads,
-            "tasks": way.writes if way.runs == "tasks" else "",
+            "tasks": way.runs == "tasks",
         }
         if outbox := self._round.outboxes.get(name):
             job["outbox"] = outbox

@@ -24,7 +24,7 @@ def write_in_tasks(job: dict, engine: Engine, opened: Callable[[], None]) -> Non
 
 
 async def _write(job: dict, engine: Engine, opened: Callable[[], None]) -> None:
-    asynchronous = async_engine_of(job["url"])
+    asynchronous = async_engine_of(job.get("task_url", job["url"]))
     make_durable(asynchronous.sync_engine)
     try:
         async with AsyncDualWriter(
@@ -48,7 +48,7 @@ class _Writing:
         self._job = job
         self._writer = writer
         self._operations = Operations(job, journal)
-        self._one = self._in_session if job["tasks"] == "sessions" else self._in_block
+        self._one = self._in_session if job.get("session") else self._in_block
         self._sessions = async_sessionmaker(engine)
         self._bound = writer.bind(self._sessions)
 
@@ -85,7 +85,7 @@ class _Writing:
             await self._both(tx, operation, abort=abort)
 
     async def _both(self, tx: AsyncTransaction, operation: str, *, abort: bool) -> None:
-        for partition in range(self._job["partitions"]):
+        for partition in range(self._job.get("partitions", 2)):
             await tx.produce(self._job["topic"], value=operation, key=str(partition), partition=partition)
         await tx.connection.execute(OPERATIONS.insert().values(id=operation))
         if abort:
@@ -94,7 +94,7 @@ class _Writing:
     async def _in_session(self, operation: str, *, abort: bool) -> None:
         async with self._sessions() as session:
             await session.execute(OPERATIONS.insert().values(id=operation))
-            for partition in range(self._job["partitions"]):
+            for partition in range(self._job.get("partitions", 2)):
                 async with session.begin_nested():
                     await self._bound.produce(
                         session, self._job["topic"], value=operation, key=str(partition), partition=partition

@@ -68,6 +68,8 @@ class Case:
     topic: str
     transactional_id: str = "case"
     workers: int = field(default=0)
+    for_all: dict = field(default_factory=dict)
+    """What every worker is told."""
 
     work = staticmethod(work)
 
@@ -131,6 +133,7 @@ class Case:
             "transactional_id": self.transactional_id,
             "operations": operations,
             "journal": str(self.journal),
+            **self.for_all,
             **job,
         }
         path = self.directory / f"{name}.json"

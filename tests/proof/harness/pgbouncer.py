@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 PROGRAM = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+KNOWS_STATEMENTS = PROGRAM is not None and b"max_prepared_statements" in Path(PROGRAM).read_bytes()
+"""Whether it follows prepared statements from one connection to another: version 1.21 and newer."""
 NEEDS_PGBOUNCER = pytest.mark.skipif(PROGRAM is None, reason="pgbouncer is not installed: apt install pgbouncer")
 
 
@@ -61,6 +63,11 @@ ignore_startup_parameters = extra_float_digits
         """The same database through PgBouncer."""
         through = self._target.set(host=LOOPBACK, port=self.port, password=None)
         return through.render_as_string(hide_password=False)
+
+    @property
+    def by_asyncpg(self) -> str:
+        """The same for asyncpg."""
+        return make_url(self.url).set(drivername="postgresql+asyncpg").render_as_string(hide_password=False)
 
     def start(self) -> None:
         """Start it, and return when it listens."""

@@ -56,6 +56,8 @@ def of_sqlite(kind: type[sqlite3.Error], text: str) -> exc.DBAPIError:
         ("40001", Meaning.CONFLICT, TransactionAborted),
         ("40P01", Meaning.CONFLICT, TransactionAborted),
         ("25P02", Meaning.FAILED_TRANSACTION, TransactionAborted),
+        ("26000", Meaning.UNPREPARED, ConfigurationError),
+        ("42P05", Meaning.UNPREPARED, ConfigurationError),
         ("55P03", Meaning.BUSY, Unavailable),
         ("57014", Meaning.BUSY, Unavailable),
         ("53300", Meaning.BUSY, Unavailable),
