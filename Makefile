@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo quick check test spent coverage pythons sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos units tasks search faults scenarios controls reason brokers databases docs pictures screenshots orchestrators servers-up servers-down clean venv source jars mariadb archive
+.PHONY: help demo quick check test spent coverage pythons sqlalchemy-oldest model simulator lint types spark-versions bench bench-spark sizing chaos chaos-spark units tasks search faults scenarios controls reason brokers databases docs pictures screenshots orchestrators servers-up servers-down clean venv source jars mariadb archive
 
 help: ## print this list
 	@echo "usage: make <target> [PYTHON=python3.12]"
@@ -171,6 +171,9 @@ ARENAS ?= 1
 BROKERS ?= 1
 chaos: archive ## kill processes and servers and compare both sides: make chaos N=500 SEED=1 BROKERS=3 ENGINE=native OUTAGES=1 CONSUMERS=300 STATE=1000 or DATABASE=rocksdb (N=10000 on one broker: about an hour)
 	cd tests/proof && $(CURDIR)/$(PY) -m chaos --kills $(N) --seed $(SEED) --arenas $(ARENAS) --brokers $(BROKERS) $(if $(DATABASE),--database $(DATABASE)) $(if $(OUTAGES),--outages) $(if $(CONSUMERS),--consumers $(CONSUMERS)) $(if $(STATE),--state $(STATE)) $(if $(ENGINE),--engine $(ENGINE)) $(if $(MISTAKE),--mistake $(MISTAKE))
+
+chaos-spark: archive ## kill Spark's workers, deciding processes and drivers in every way of the sink: make chaos-spark N=500 SEED=1 (half an hour)
+	cd tests/proof && $(CURDIR)/$(PY) -m chaos.spark --kills $(N) --seed $(SEED) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(MISTAKE),--mistake $(MISTAKE)) $(if $(KEEP),--keep)
 
 units: archive ## kill writers of units, and look at what readers see: make units N=300 SEED=1 ENGINE=native (five minutes)
 	cd tests/proof && $(CURDIR)/$(PY) -m chaos.units --kills $(N) --seed $(SEED) $(if $(ENGINE),--engine $(ENGINE)) $(if $(MISTAKE),--mistake $(MISTAKE)) $(if $(KEEP),--keep)

@@ -22,9 +22,6 @@ def main() -> int:
     parser.add_argument("--arenas", type=int, default=1, help="sets of servers that work at once (1)")
     parser.add_argument("--kills-per-round", type=int, default=KILLS_PER_ROUND, help="between two checks")
     parser.add_argument(
-        "--spark", type=int, default=0, help="so many times through the fail points of Spark, afterwards"
-    )
-    parser.add_argument(
         "--consumers", type=int, default=0, help="how many members of consumer groups to kill, afterwards"
     )
     parser.add_argument("--state", type=int, default=0, help="how many tasks with state stores to kill, afterwards")
@@ -77,8 +74,6 @@ def main() -> int:
         run.consumers(options.consumers)
     if options.state:
         run.states(options.state)
-    if options.spark:
-        run.spark(options.spark)
     sys.stdout.write(f"{len(results.findings)} findings; results: {directory / 'results.json'}\n")
     return 1 if results.findings else 0
 

@@ -31,6 +31,7 @@ from dualwrite.testing import Kind
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE, PICTURE = DOCS / "proof-chaos.md", DOCS / "proof-chaos-recovery.svg"
 FIGURES = Path(__file__).with_name("figures.json")
+SPARK_FIGURES = Path(__file__).with_name("spark.json")
 SERIES = {
     "up": "all servers up",
     "away": "a server was away meanwhile",
@@ -76,7 +77,6 @@ def summary(runs: Sequence[Results]) -> dict[str, Any]:
         "database_suspensions": total.database_suspensions,
         "operations": total.operations,
         "ended": total.ended,
-        "spark": total.spark,
         "findings": total.findings,
         "recovery": {
             key: {"count": len(values), "percentiles": _percentiles(values)} for key, values in total.recovery_s.items()
@@ -128,7 +128,7 @@ def render(figures: Mapping[str, Any]) -> str:
         *states(figures.get("states", {})),
         *units_page.section(),
         *databases({kind: figures[kind] for kind in KINDS_SHOWN}),
-        *_spark(figures["spark"]),
+        *_spark(),
         *_mended(),
         *_limits(),
     ]
@@ -227,18 +227,33 @@ def _recovery(recovery: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _spark(spark: Mapping[str, Mapping[str, int]]) -> list[str]:
-    if not spark:
+def _spark() -> list[str]:
+    if not SPARK_FIGURES.exists():
         return []
+    run: Mapping[str, Any] = json.loads(SPARK_FIGURES.read_text(encoding="utf-8"))
+    counts, killed = run["counts"], run["killed"]
+    who = {"workers": "Python workers", "deciding": "deciding processes", "drivers": "drivers"}
+    total = {key: sum(one.get(key, 0) for one in killed.values()) for key in who}
     return [
         "## Spark",
         "",
-        "Python workers of one long-lived session that die in the first attempt at a partition, and drivers that die with "
-        "their JVM; in every fifth batch of the first kind the broker dies as well, in every fifth PostgreSQL. Each batch is "
-        f"run to its end and once more: {spark.get('batches', {}).get('verified', 0)} batches had every row once on both sides. "
-        "PostgreSQL only, as the sink is.",
+        "Batches in every way that the sink writes, in one long-lived session: workers die in the first two attempts at a "
+        "partition, the process that decides on a whole batch dies there or as it gives up, and drivers die as Python processes "
+        "while the JVM and their tasks go on. Each dies at a fail point or at any moment, and notes it just before. In every "
+        "ninth batch the broker dies as well, or PostgreSQL. Each batch is run until it is written; after four of them both "
+        "sides must have every row once, as the changes leave it, and nothing may be left of any attempt.",
         "",
-        *table(["workers", "drivers"], [spark.get(who, {}) for who in ("task", "driver")]),
+        f"`{run['command']}`, {run['began']} (UTC), {run['seconds'] / 60:.0f} minutes, {run['machine']}: "
+        f"**{sum(total.values()):,} processes killed** ({', '.join(f'{total[key]:,} {name}' for key, name in who.items())}) in "
+        f"{counts['batches']:,} batches of {counts['jobs']:,} sinks, {counts['jobs on MariaDB']:,} of them on MariaDB; "
+        f"{counts.get('broker kills', 0)} broker kills, {counts.get('stops of PostgreSQL', 0)} stops of PostgreSQL; "
+        f"{len(run['findings'])} findings.",
+        "",
+        f"| way, and what it does | {' | '.join(who.values())} |",
+        f"|---|{'---|' * len(who)}",
+        *(f"| {name} | {' | '.join(str(one.get(key, 0)) for key in who)} |" for name, one in killed.items()),
+        "",
+        *table(list(who.values()), [run["points"][key] for key in who]),
         "",
     ]
 

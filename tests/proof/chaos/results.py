@@ -72,7 +72,6 @@ class Results:
         recovery_s: How long opening took after a kill: all servers up, and with a server away meanwhile,
             and where a paused former owner held the row.
         cpu_s: CPU time of the processes.
-        spark: Counts of the Spark part.
         consumers: Counts of the consumers' part.
         states: Counts of the state stores' part.
         databases: Counts of the part for one kind of database.
@@ -111,7 +110,6 @@ class Results:
     operations: Counter[str] = field(default_factory=Counter)
     recovery_s: dict[str, list[float]] = field(default_factory=lambda: {"up": [], "away": [], "paused": []})
     cpu_s: float = 0
-    spark: dict[str, Counter[str]] = field(default_factory=dict)
     consumers: dict[str, Counter[str]] = field(default_factory=dict)
     states: dict[str, Counter[str]] = field(default_factory=dict)
     databases: dict[str, Counter[str]] = field(default_factory=dict)
@@ -134,7 +132,7 @@ class Results:
     def add(self, other: Results) -> None:
         """Take in the counts of one more round, or of another run."""
         self.rounds = sorted({*self.rounds, *other.rounds})
-        for name in ("killed", "missed", "zombies", "suspended", "spark", "consumers", "states", "databases"):
+        for name in ("killed", "missed", "zombies", "suspended", "consumers", "states", "databases"):
             mine = getattr(self, name)
             for key, counter in getattr(other, name).items():
                 mine.setdefault(key, Counter()).update(counter)
@@ -153,7 +151,7 @@ class Results:
 
     @classmethod
     def from_document(cls, document: dict) -> Results:
-        for name in ("killed", "missed", "zombies", "suspended", "spark", "consumers", "states", "databases"):
+        for name in ("killed", "missed", "zombies", "suspended", "consumers", "states", "databases"):
             document[name] = {key: Counter(value) for key, value in document.get(name, {}).items()}
         for name in ("ended", "zombies_ended", "operations", "ways"):
             document[name] = Counter(document.get(name, {}))

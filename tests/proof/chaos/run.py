@@ -101,16 +101,6 @@ class Run:
             arena.join()
         return self.results
 
-    def spark(self, times: int) -> None:
-        """The Spark part, so many times through its fail points; results are saved at its end."""
-        from chaos.spark import SparkPart  # starts no JVM, but takes seconds to import
-
-        began = time.monotonic()
-        with Servers() as servers:
-            SparkPart(servers, self._directory, self.results).run(times, times)
-        self.results.seconds += time.monotonic() - began
-        self.results.save(self._file)
-
     def consumers(self, kills: int) -> None:
         """The consumers' part: kill so many members of groups; results are saved at its end."""
         began = time.monotonic()

@@ -1,170 +1,316 @@
-"""The Spark part of the run: Python workers that die at every fail point of a task, drivers at every one of theirs.
+"""Spark's Python workers, deciding processes and drivers die in every way that the sink writes: ``make chaos-spark N=500``.
 
-Slower than the rest, since a driver starts a JVM; so each point dies a few times instead of hundreds. The session of the
-tasks runs all the time, a driver that dies is a process of its own.
+One session goes on all the time, so that a death costs a task or a Python process and no JVM. A job is some batches of one sink,
+in one way, with one kind of rows (:mod:`harness.spark_deaths`). In each batch somebody dies; it is run until it is written, and
+at the job's end both sides are compared. In some batches the broker dies as well, or PostgreSQL. Exit code 0: clean; 1:
+something is wrong. ``--keep`` writes the figures into the page.
 """
 
 from __future__ import annotations
 
+import argparse
+import datetime as dt
+import json
 import os
+import random
 import secrets
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections import Counter
-from contextlib import suppress
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 
-from harness.drivers import Drivers, kill_group, paused_below
-from harness.spark import ROWS, ArmedTask, SparkCase, numbers, session
+from harness import class_archive
+from harness.databases import prepare_mariadb
+from harness.places import PROOF
+from harness.planting import ENVIRONMENT as MISTAKE
+from harness.spark import SPARKS_ERRORS, session
+from harness.spark_deaths import MOMENT, PARTITIONS, STREAMS, WAYS, Deaths, Job, MortalSource, environment_of
 from sqlalchemy import create_engine
 
-from chaos.results import Results
+from chaos import page
+from chaos.results import machine
+from chaos.run import CACHE
 from chaos.servers import Servers
-from dualwrite.failpoints import FAILPOINTS
+from dualwrite.errors import DualWriteError
+from dualwrite.failpoints import ENVIRONMENT
 from dualwrite.migrations import upgrade
-from dualwrite.sinks.spark import per_partition, write_batch
+from dualwrite.testing import EmbeddedMariaDB
 
-DRIVER = ["spark.driver_started", "spark.driver_done", "ledger.begun"]
-NOT_IN_A_TASK = {"ledger.begun", "write.before_abort", "write.rolled_back", "spark.driver_started", "spark.driver_done"}
-TASK = [
-    name
-    for name in FAILPOINTS
-    if name.startswith(("write.", "slot.", "ledger.", "spark.", "claim.")) and name not in NOT_IN_A_TASK
+# The tasks' logs would warn of each producer otherwise.
+BROKER = {"transaction.max.timeout.ms": "2147483647"}
+BATCHES = 4
+TAIL = 1500
+BOUND_S = 180
+LEFT_S = 60
+FAULT_EVERY = 9
+RUNS = 6
+"""In one of so many batches a server dies as well; a batch is run so often at most."""
+IN_A_TASK = [
+    "spark.task_started",
+    "slot.leased",
+    "claim.before",
+    "claim.row_raised",
+    "claim.initialized",
+    "write.begun",
+    "write.checked",
+    "write.produced",
+    "spark.rows_copied",
+    "write.body_done",
+    "write.prepared",
+    "spark.task_done",
+    MOMENT,
 ]
-RECOVERING = ["settle.looked", "settle.before_commit", "settle.committed", "settle.before_retire", "settle.retired"]
-"""Points that a task or a driver passes only where it finds what another has left."""
-BOUND_S = 300
-FAULT_EVERY = 5
-"""In one of so many batches the broker dies as well, in another PostgreSQL is stopped."""
+OF_A_PARTITION = [*IN_A_TASK, "ledger.inserted", "write.recorded", "write.decided", "write.completed", "slot.released"]
+OF_A_WHOLE = [*IN_A_TASK, "batch.handed_over"]
+DECIDING = [
+    "batch.prepared",
+    "batch.recorded",
+    "batch.decided",
+    "complete.before",
+    "complete.ended",
+    "complete.recorded",
+    "batch.completed",
+    MOMENT,
+]
+DRIVING = ["ledger.begun", "spark.driver_started", "spark.driver_done", MOMENT, MOMENT]
 
 
-class SparkPart:
-    """Runs batches in which something dies, each until it is written, and compares both sides.
+class Killing:
+    """Runs jobs until enough have died.
 
     Args:
         servers: Where it happens.
-        directory: For the logs of the drivers.
-        results: Where it counts.
+        mariadb: The other database; None without it.
+        directory: For notes, logs and sources.
+        seed: Draws who dies where.
     """
 
-    def __init__(self, servers: Servers, directory: Path, results: Results) -> None:
+    def __init__(self, servers: Servers, mariadb: EmbeddedMariaDB | None, directory: Path, seed: int) -> None:
         self._servers = servers
+        self._mariadb = mariadb
         self._directory = directory
-        self._drivers = Drivers(directory)
-        self._results = results
+        self._notes = directory / "notes"
+        self._notes.mkdir()
+        self._chance = random.Random(seed)
         self._number = 0
-        for who in ("task", "driver"):
-            results.spark.setdefault(who, Counter())
+        self.killed: dict[str, Counter[str]] = {}
+        self.points: dict[str, Counter[str]] = {"workers": Counter(), "deciding": Counter(), "drivers": Counter()}
+        self.counts: Counter[str] = Counter()
+        self.findings: list[str] = []
 
-    def run(self, tasks: int, drivers: int) -> None:
-        """So many times through the points of a task, and of a driver."""
-        spark = session()
+    @property
+    def deaths(self) -> int:
+        return sum(counter.total() for counter in self.points.values())
+
+    def run(self, kills: int, until: float) -> None:
+        """Kill so many, but begin no job after that time."""
+        self._spark = session()
+        self._spark.dataSource.register(MortalSource)
+        jobs: list[tuple[str, str, bool]] = []
         try:
-            for _ in range(tasks):
-                for point in TASK:
-                    self._tried(point, partial(self._task, spark))
-            for _ in range(drivers):
-                for point in [*DRIVER, *RECOVERING]:
-                    self._tried(point, partial(self._driver, spark))
+            while self.deaths < kills and time.monotonic() < until and len(self.findings) < 3:
+                if not jobs:
+                    jobs = [(way, does, False) for way, many in WAYS.items() for does in many]
+                    if self._mariadb is not None:
+                        jobs += [(way, does, True) for way, does, _ in jobs if "prepared" not in way]
+                    self._chance.shuffle(jobs)
+                self._job(*jobs.pop())
         finally:
-            spark.stop()
+            self._spark.stop()
 
-    def _tried(self, point: str, play) -> None:
-        began = time.monotonic()
+    def _job(self, way: str, does: str, on_mariadb: bool) -> None:
+        name, before, began = f"{way}, {does}", self.deaths, time.monotonic()
+        shown = f"{name}, MariaDB" if on_mariadb else name
         try:
-            play(point, self._case())
-        except Exception as error:  # noqa: BLE001 - whatever a batch ends with is a finding
-            finding = {"kind": "error", "subject": f"spark {point}", "detail": f"{error}\n{traceback.format_exc()}"}
-            self._results.findings.append(finding)
-        sys.stdout.write(f"spark {point}: {time.monotonic() - began:.1f} s, {len(self._results.findings)} findings\n")
+            job = self._made(way, does, on_mariadb)
+            for number in range(BATCHES):
+                self._batch(job, number, name)
+            self._compare(job)
+            self.counts["jobs"] += 1
+            self.counts["jobs on MariaDB"] += on_mariadb
+        except Exception as error:  # noqa: BLE001 - whatever a job ends with is a finding
+            self.findings.append(f"{shown}: {str(error)[:TAIL]}")
+            with (self._directory / "findings.log").open("a") as log:
+                log.write(f"{shown}:\n{traceback.format_exc()}\n")
+            sys.stdout.write(f"FOUND: {self.findings[-1]}\n")
+        sys.stdout.write(
+            f"{shown}: {self.deaths - before} died in {time.monotonic() - began:.0f} s; {self.deaths} in all\n"
+        )
         sys.stdout.flush()
 
-    def _case(self) -> SparkCase:
+    def _made(self, way: str, does: str, on_mariadb: bool) -> Job:
         self._number += 1
         name = f"spark_{self._number}_{secrets.token_hex(3)}"
-        url = self._servers.postgres.create_database(name)
-        engine = create_engine(url)
-        with engine.connect() as connection:
-            upgrade(connection)
-        engine.dispose()
-        topic = self._servers.kafka.create_topic(name, 2, timeout_s=120)
-        return SparkCase(self._servers.kafka.client_config(), url, topic)
+        if on_mariadb:
+            assert self._mariadb is not None
+            url = self._mariadb.create_database(name)
+            prepare_mariadb(url, own_tables=False).dispose()
+            url += "?init_command=SET+sql_mode%3Dconcat(@@sql_mode,%27,NO_AUTO_VALUE_ON_ZERO%27)"
+        else:
+            url = self._servers.postgres.create_database(name)
+            engine = create_engine(url)
+            with engine.connect() as connection:
+                upgrade(connection)
+            engine.dispose()
+        case = {"kafka": self._servers.kafka.client_config(), "url": url, "topic": name, "sink": name}
+        directory = self._directory / name
+        directory.mkdir()
+        job = Job(way, does, case, str(directory))
+        for topic in job.topics():
+            self._servers.kafka.create_topic(topic, 2, timeout_s=120)
+        job.prepare()
+        return job
 
-    def _task(self, spark, point: str, case: SparkCase) -> None:
-        """The first attempt at a partition dies; perhaps a server dies as well, and then the whole batch runs again."""
-        original = per_partition.PartitionTask
-        per_partition.PartitionTask = partial(ArmedTask, point=point)
+    def _batch(self, job: Job, number: int, name: str) -> None:
+        """One batch: somebody dies, and it is run until it is written."""
+        self.counts["batches"] += 1
         fault = self._fault()
-        try:
-            for _ in range(5):
-                try:
-                    write_batch(numbers(spark), batch_id="1", **case.settings)
-                    break
-                except Exception:  # a server died under it: the caller runs the batch again
-                    if fault is None:
-                        raise
+        who, by_partition = self._who(job)
+        if who == "driver":
+            points = DRIVING if by_partition else DECIDING
+            self._drive(job, number, self._chance.choice(points), name)
+        for run in range(RUNS):
+            deaths = Deaths(str(self._notes), *(self._points(who, by_partition=by_partition) if run == 0 else ()))
+            try:
+                job.write(self._spark, number, deaths)
+                break
+            except (DualWriteError, *SPARKS_ERRORS):
+                if run == RUNS - 1 or not (deaths.commit or fault is not None):
+                    raise
+                self.counts["run again"] += 1
+            finally:
+                self._note(name, deaths)
+                if fault is not None:
                     fault.join(BOUND_S)
-            else:
-                raise AssertionError("the batch was not written in five runs")
-        finally:
-            per_partition.PartitionTask = original
-            if fault is not None:
-                fault.join(BOUND_S)
-        self._results.spark["task"][point] += 1
-        self._written(spark, case)
+        if number == BATCHES - 1 and job.way not in STREAMS:  # once more: nothing is written twice
+            job.write(self._spark, number, Deaths(str(self._notes)))
+
+    def _who(self, job: Job) -> tuple[str, bool]:
+        """Who dies: tasks, the process that decides, or a driver; and whether each partition is decided by itself."""
+        by_partition = job.way in {"write_batch", "foreach_batch"} and job.does != "several"
+        can = ["task"] * 7 + ["driver"]
+        if job.way in {"write_batch", "foreach_batch"}:
+            # The tasks of several tables are armed as those of the Data Source: the same code runs there.
+            return self._chance.choice(can if by_partition else ["driver"]), by_partition
+        return self._chance.choice([*can, "deciding", "deciding"]), by_partition
+
+    def _points(self, who: str, *, by_partition: bool) -> tuple:
+        if who == "task":
+            points = OF_A_PARTITION if by_partition else OF_A_WHOLE
+            dying = self._chance.sample(range(PARTITIONS), self._chance.choice([3, 4]))
+            return ({partition: self._chance.sample(points, self._chance.choice([1, 2, 2])) for partition in dying},)
+        if who == "deciding":
+            # Without a death of its own, the process that gives up completes what was decided.
+            return {}, self._chance.choice(DECIDING), self._chance.choice(["", "settle.looked", "claim.before"])
+        return ()
+
+    def _note(self, name: str, deaths: Deaths) -> None:
+        for note in self._notes.iterdir():
+            point = note.name.rpartition("-")[0]
+            who = "workers" if deaths.tasks else "deciding"
+            self._count(name, who, point)
+            note.unlink()
+
+    def _count(self, name: str, who: str, point: str) -> None:
+        self.points[who][point] += 1
+        self.killed.setdefault(name, Counter())[who] += 1
+
+    def _drive(self, job: Job, number: int, point: str, name: str) -> None:
+        """A driver that dies, as a process on the JVM that goes on; its tasks work on."""
+        path = self._directory / "driver.json"
+        path.write_text(json.dumps({"job": job.document(), "number": number, "directory": str(self._notes)}))
+        armed = {} if point == MOMENT else {ENVIRONMENT: point}
+        with (self._directory / "driver.log").open("w") as log:
+            driver = subprocess.Popen(
+                [sys.executable, "-c", "from harness.spark_deaths import drive; drive()", str(path)],
+                cwd=PROOF,
+                env={**os.environ, **environment_of(self._spark), **armed},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            # At any moment: it takes some seconds until it has begun.
+            driver.wait(self._chance.uniform(2, 9) if point == MOMENT else BOUND_S)
+        except subprocess.TimeoutExpired:
+            assert point == MOMENT, f"a driver at {point} did not end: {self._log()}"
+            driver.kill()
+            driver.wait()
+        if driver.returncode == -signal.SIGKILL:
+            self._count(name, "drivers", point)
+        else:
+            self.counts["drivers that lived" if driver.returncode == 0 else "drivers that failed"] += 1
+            if driver.returncode:
+                sys.stdout.write(f"a driver at {point} has failed: {self._log()}\n")
+
+    def _log(self) -> str:
+        return (self._directory / "driver.log").read_text()[-TAIL:]
 
     def _fault(self) -> threading.Thread | None:
-        faults = {0: ("broker_kills", self._servers.kill_broker), 1: ("database_stops", self._servers.stop_database)}
-        if (found := faults.get(self._number % FAULT_EVERY)) is None:
+        turn, rest = divmod(self.counts["batches"], FAULT_EVERY)
+        if rest:
             return None
-        name, disturb = found
-        setattr(self._results, name, getattr(self._results, name) + 1)
+        name, disturb = (
+            ("broker kills", self._servers.kill_broker),
+            ("stops of PostgreSQL", self._servers.stop_database),
+        )[turn % 2]
+        self.counts[name] += 1
         thread = threading.Thread(target=disturb)
         thread.start()
         return thread
 
-    def _driver(self, spark, point: str, case: SparkCase) -> None:
-        """A driver dies with its JVM; where the point is one of settling, another has left something before."""
-        if point in RECOVERING:
-            self._kill(case, "", worker_point="write.decided:1:stop")
-            self._results.spark["driver"]["any moment"] += 1
-        code = self._kill(case, point)
-        if code == -signal.SIGKILL:
-            self._results.spark["driver"][point] += 1
-        else:
-            self._results.spark["driver"][f"missed: {point}"] += 1
-        self._written(spark, case)
+    def _compare(self, job: Job) -> None:
+        end = time.monotonic() + LEFT_S
+        while True:
+            try:
+                return job.verify(BATCHES)
+            except AssertionError as error:
+                # A task of a driver that has died may still be at its end; what it leaves goes with it.
+                if not str(error).startswith("left: ") or time.monotonic() > end:
+                    raise
+                time.sleep(1)
 
-    def _kill(self, case: SparkCase, failpoint: str, worker_point: str = "") -> int:
-        """One driver in a process group of its own; killed as a whole once a worker of it is paused, or when it is over."""
-        self._number += 1
-        pid_file = self._directory / f"spark-{self._number}.pid"
-        document = {"point": worker_point, "pid_file": str(pid_file)} if worker_point else {}
-        driver = self._drivers.start(failpoint=failpoint, do="batch", settings=case.settings, **document)
 
-        def runs() -> None:
-            assert driver.poll() is None, "the driver has ended, and no worker was paused"
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m chaos.spark", description=__doc__)
+    parser.add_argument("--kills", type=int, default=500, help="how many processes are to die (500)")
+    parser.add_argument("--seed", type=int, default=1, help="draws the plan (1)")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no job after that time")
+    parser.add_argument("--mistake", default="", help="a mistake of harness.mistakes, planted into the product")
+    parser.add_argument("--no-mariadb", action="store_true", help="PostgreSQL alone")
+    parser.add_argument("--keep", action="store_true", help="keep the figures for docs/proof-chaos.md")
+    options = parser.parse_args()
+    os.environ[MISTAKE] = options.mistake
+    directory = CACHE / f"spark-{options.seed}"
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    class_archive.use()
+    began, clock = dt.datetime.now(dt.timezone.utc), time.monotonic()
+    with Servers(properties=BROKER) as servers, ExitStack() as later:
+        mariadb = None if options.no_mariadb else later.enter_context(EmbeddedMariaDB())
+        killing = Killing(servers, mariadb, directory, options.seed)
+        killing.run(options.kills, clock + 60 * options.minutes)
+    figures = {
+        "command": f"make chaos-spark N={options.kills} SEED={options.seed}",
+        "began": f"{began:%Y-%m-%d %H:%M}",
+        "machine": machine(),
+        "seconds": round(time.monotonic() - clock),
+        "killed": {name: dict(sorted(counter.items())) for name, counter in sorted(killing.killed.items())},
+        "points": {who: dict(sorted(counter.items())) for who, counter in killing.points.items()},
+        "counts": dict(sorted(killing.counts.items())),
+        "findings": killing.findings,
+    }
+    print(json.dumps(figures, indent=1))
+    if options.keep:
+        page.SPARK_FIGURES.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        page.main([])
+    return 1 if killing.findings else 0
 
-        try:
-            if worker_point:
-                paused_below(driver.pid, check=runs)
-            else:
-                driver.wait(BOUND_S)
-        finally:
-            kill_group(driver)
-            if pid_file.exists():  # the worker to pause is in a process group of its own
-                with suppress(ProcessLookupError):
-                    os.kill(int(pid_file.read_text()), signal.SIGKILL)
-        return driver.returncode
 
-    def _written(self, spark, case: SparkCase) -> None:
-        """The batch is run to its end, and once more; both sides have every row once."""
-        for _ in range(2):
-            report = write_batch(numbers(spark), batch_id="1", **case.settings)
-        assert (report.rows, report.written_rows) == (ROWS, 0)
-        case.verify()
-        self._results.spark.setdefault("batches", Counter())["verified"] += 1
+if __name__ == "__main__":
+    sys.exit(main())
