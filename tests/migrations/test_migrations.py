@@ -100,15 +100,17 @@ def reflected(connection: Connection, schema: str | None) -> dict[str, Any]:
 @in_each
 class TestEverySchema:
     def test_alembic_sees_no_difference_from_what_is_declared(self, connection: Connection, schema: str | None) -> None:
+        def include_name(name: str | None, type_: str, parent_names: Any) -> bool:
+            # On MariaDB a schema is a database, and those of other tests have our tables too.
+            return name == schema if type_ == "schema" else migrations.include_own_name(name, type_, parent_names)
+
         migrations.upgrade(connection, schema=schema)
-        context = MigrationContext.configure(
-            connection,
-            opts={
-                "compare_server_default": True,
-                "include_schemas": schema is not None,
-                "include_name": migrations.include_own_name,
-            },
-        )
+        options = {
+            "compare_server_default": True,
+            "include_schemas": schema is not None,
+            "include_name": include_name,
+        }
+        context = MigrationContext.configure(connection, opts=options)
         found = compare_metadata(context, declare_tables(schema).metadata)
         assert without_counting(context, found) == []
 
