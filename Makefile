@@ -104,14 +104,15 @@ spent: venv ## where the processor time of the last `make test` went, by file an
 sqlalchemy-oldest: venv archive $(OLDEST) ## the store, migrations and sessions with the oldest supported SQLAlchemy (a minute; THOROUGH=1: every store, and dual writes)
 	$(WITH_OLDEST)
 
+# Both need other versions of what constraints.txt names.
+ORCHESTRATORS := apache-airflow==3.3.2 dagster==1.13.29
 orchestrators: venv ## the recipes for Airflow and Dagster, each in a virtual environment of its own (ten minutes the first time)
-	@for name in dagster airflow; do \
-		made=.cache/$$name; \
-		if [ ! -x $$made/.ready ]; then \
-			package=$$( [ $$name = airflow ] && echo "apache-airflow>=3" || echo dagster ); \
+	@for package in $(ORCHESTRATORS); do \
+		name=$${package%==*}; made=.cache/$${name#apache-}; \
+		if [ "$$(cat $$made/.ready 2>/dev/null)" != $$package ]; then \
 			$(PYTHON) -m venv --clear $$made && \
-			$$made/bin/python -m pip install --quiet --disable-pip-version-check "$$package" "psycopg[binary]" -e . && \
-			install -m 755 /dev/null $$made/.ready || exit; \
+			$$made/bin/python -m pip install --quiet --disable-pip-version-check $$package "psycopg[binary]" -e . && \
+			echo $$package >$$made/.ready || exit; \
 		fi; \
 	done
 	@AIRFLOW_HOME=$(CURDIR)/.cache/airflow-home AIRFLOW__CORE__LOAD_EXAMPLES=False .cache/airflow/bin/airflow db migrate >.cache/airflow.log 2>&1 || \

@@ -15,7 +15,7 @@ author = "The dualwrite authors"
 project_copyright = "The dualwrite authors, Apache-2.0"
 version = release = installed("dualwrite")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinxcontrib.mermaid"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build", "_templates"]
 
 html_theme = "furo"
@@ -35,7 +35,6 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 
 myst_heading_anchors = 3
-myst_fence_as_directive = ["mermaid"]  # the same pictures show on a code host and here
 
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True

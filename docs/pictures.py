@@ -1,13 +1,22 @@
 """The pictures of the documentation, as plain SVG for a dark and a light page: ``make pictures`` writes them beside this file.
 
 A picture is 480 units wide with letters of 15, so that it can be read on a telephone. Its colours follow
-``prefers-color-scheme``, which a browser takes from the ``color-scheme`` of the page that shows it.
+``prefers-color-scheme``, which a browser takes from the ``color-scheme`` of the page that shows it. The state diagrams are laid
+out by Graphviz (``apt-get install graphviz``); without its program ``dot`` they stay as they are.
 """
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from enum import Enum
 from html import escape
 from pathlib import Path
+from typing import Any
+
+from dualwrite.protocol import lives
 
 WIDTH = 480
 STYLE = """<style>
@@ -20,9 +29,13 @@ text { font: 15px system-ui, sans-serif; fill: #1f2328; }
 .bad { fill: #ffe2e0; stroke: #cf222e; stroke-width: 1.5; }
 .wait { fill: #fff2c5; stroke: #9a6700; stroke-width: 1.5; }
 .line { stroke: #57606a; stroke-width: 1.5; fill: none; }
+.ground { fill: #ffffff; }
 .point { fill: #57606a; }
 .cut { stroke: #0969da; stroke-width: 2.5; stroke-dasharray: 7 5; }
 .decision { fill: #0969da; }
+.node path { fill: #f6f8fa; stroke: #8c959f; }
+.edge path, .edge polygon { stroke: #57606a; }
+.first ellipse, .edge polygon { fill: #57606a; }
 text.on { fill: #ffffff; font-weight: 600; }
 @media (prefers-color-scheme: dark) {
 text { fill: #e6edf3; }
@@ -32,9 +45,13 @@ text { fill: #e6edf3; }
 .bad { fill: #4c1a1a; stroke: #f85149; }
 .wait { fill: #41310a; stroke: #d29922; }
 .line { stroke: #9ea7b3; }
+.ground { fill: #131416; }
 .point { fill: #9ea7b3; }
 .cut { stroke: #58a6ff; }
 .decision { fill: #1f6feb; }
+.node path { fill: #1c2430; stroke: #768390; }
+.edge path, .edge polygon { stroke: #9ea7b3; }
+.first ellipse, .edge polygon { fill: #9ea7b3; }
 }
 </style>"""
 
@@ -241,14 +258,150 @@ def spark() -> str:
     return picture.svg(472)
 
 
+def sequence(title: str, lanes: dict[str, tuple[float, str]], steps: list[tuple[str, list[str]]]) -> str:
+    """What passes between lanes, downwards.
+
+    A step is the lanes of an arrow, as ``"ab"``, or ``"!"`` for the decision, or ``""`` for words alone.
+    """
+    picture = Picture(title)
+    y = 62.0
+    for way, lines in steps:
+        if way == "!":
+            picture.box(60, y, WIDTH - 120, lines, "decision")
+            y += 48
+            continue
+        # Words that a line of a lane would cross stand on a ground of their own.
+        middle = sum(lanes[one][0] for one in way) / 2 if way else WIDTH / 2
+        for number, line in enumerate(lines):
+            half = 4 + 4.1 * len(line)
+            x = min(max(middle, half), WIDTH - half)
+            picture.parts.append(
+                f'<rect x="{x - half:g}" y="{y + 20 * number:g}" width="{2 * half:g}" height="20" class="ground"/>'
+            )
+            picture.text(x, y + 15 + 20 * number, line, "middle" if way else "middle soft")
+        y += 20 * len(lines) + 6
+        if way:
+            picture.arrow(lanes[way[0]][0], y, lanes[way[1]][0], y)
+            y += 12
+    behind = Picture(title)
+    for x, name in lanes.values():
+        behind.parts.append(f'<line x1="{x:g}" y1="42" x2="{x:g}" y2="{y:g}" class="line"/>')
+        behind.box(x - 4.5 * len(name) - 8, 8, 9 * len(name) + 16, [name])
+    picture.parts[:0] = behind.parts
+    return picture.svg(y + 8)
+
+
+def steps() -> str:
+    """One dual write, step by step."""
+    return sequence(
+        "One dual write: BEGIN, messages, your statements, flush, the state, COMMIT, which decides, and Kafka's commit",
+        {"a": (70, "your process"), "d": (252, "database"), "k": (420, "Kafka")},
+        [
+            ("ad", ["BEGIN, am I still the", "owner of this id?"]),
+            ("ak", ["messages, in a Kafka transaction"]),
+            ("ad", ["your statements"]),
+            ("ak", ["flush: every message is acknowledged"]),
+            ("ad", ["UPDATE kafka_transaction_state", "SET prepared = S WHERE I am still the owner"]),
+            ("ad", ["COMMIT"]),
+            ("!", ["the decision"]),
+            ("ak", ["commit"]),
+            ("", ["A crash before the decision: recovery aborts.", "A crash after it: recovery commits."]),
+        ],
+    )
+
+
+def waiting() -> str:
+    """A block while Kafka is silent, and what its messages become."""
+    return sequence(
+        "Kafka is silent: a block's messages become rows, and the sender sends them when Kafka answers again",
+        {"a": (48, "a block"), "d": (180, "database"), "s": (310, "the sender"), "k": (432, "Kafka")},
+        [
+            ("ak", ["messages"]),
+            ("", ["no answer for fallback_after_s"]),
+            ("ad", ["mode = later, INSERT the messages,", "count the decision WHERE I am still the owner"]),
+            ("ad", ["COMMIT"]),
+            ("!", ["the decision: rows and messages"]),
+            ("", ["Kafka answers again"]),
+            ("sd", ["BEGIN, read what waits, in order"]),
+            ("sk", ["the messages, in a Kafka transaction"]),
+            ("sd", ["DELETE them, record the transaction, COMMIT"]),
+            ("sk", ["commit"]),
+            ("", ["The last send locks the mode, sends", "what is left, and makes it direct again."]),
+        ],
+    )
+
+
+def states(table: Mapping[Any, Mapping[Any, Enum]], first: Enum) -> str:
+    """A state machine for Graphviz: one arrow for each pair of states, with all its events.
+
+    An event that leads from every state, or from every one but the last, to one state has a single arrow.
+    """
+    arrows: dict[tuple[str, str], list[str]] = {}
+    for event in dict.fromkeys(event for moves in table.values() for event in moves):
+        moves = {state.value: moves[event].value for state, moves in table.items() if event in moves}
+        [target, *others] = set(moves.values())
+        left_out = [state.value for state in table if state.value not in moves]
+        if not others and (not left_out or (len(left_out) == 1 and left_out[0] == [*table][-1].value)):
+            moves = {" but ".join(["any state", *left_out]): target}
+        for state, following in moves.items():
+            arrows.setdefault((state, following), []).append(event.value)
+    lines = [
+        "digraph {",
+        'graph [bgcolor=transparent, ranksep=0.35, nodesep=0.3, pad="0.05,0.05"];',
+        'node [shape=box, style=rounded, fontname=Helvetica, fontsize=15, height=0.4, margin="0.16,0.05"];',
+        "edge [fontname=Helvetica, fontsize=15, arrowsize=0.8];",
+        'first [shape=point, width=0.14, class=first, label=""];',
+        f'first -> "{first.value}";',
+        *(f'"{one}" [shape=plaintext];' for one, _ in arrows if one.startswith("any state")),
+        *('"{}" -> "{}" [label=" {}"];'.format(*pair, " \\n ".join(events)) for pair, events in arrows.items()),
+        "}",
+    ]
+    return "\n".join(lines)
+
+
+def laid_out(graph: str, title: str) -> str:
+    """The graph as Graphviz lays it out, in the colours of the other pictures. The file begins with what it was made from."""
+    dot = [shutil.which("dot") or "dot", "-Tsvg"]
+    done = subprocess.run(dot, input=graph, capture_output=True, text=True, check=True)  # noqa: S603 - our own words
+    text = re.sub(r"<!--.*?-->\n?", "", done.stdout[done.stdout.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r'(<svg [^>]*?) xmlns:xlink="[^"]*"', r'\1 role="img"', text).replace('pt"', '"')
+    text = re.sub(r' (?:font-family|font-size)="[^"]*"', "", text)
+    text = re.sub("<title>.*?</title>", lambda _: f"<title>{escape(title)}</title>\n{STYLE}", text, count=1)
+    return f"<!--\n{graph}\n-->\n{text}"
+
+
 PICTURES = {
     "picture-dual-write": dual_write,
     "picture-crash": crash,
     "picture-outage": outage,
     "picture-fleet": fleet,
     "picture-spark": spark,
+    "picture-steps": steps,
+    "picture-waiting": waiting,
+}
+
+STATES: dict[str, tuple[str, Mapping[Any, Mapping[Any, Enum]], Enum]] = {
+    "states-write": ("One dual write", lives.WRITE_LIFE, lives.WriteState.BEGUN),
+    "states-producer": ("One producer", lives.PRODUCER_LIFE, lives.ProducerState.CREATED),
+    "states-lane": ("One lane", lives.LANE_LIFE, lives.LaneState.UNCLAIMED),
+    "states-lease": ("One lease of a numbered id, as its holder knows it", lives.LEASE_LIFE, lives.LeaseState.FREE),
+    "states-batch": (
+        "One batch that many participants write, and that is decided at once",
+        lives.BATCH_LIFE,
+        lives.BatchState.PREPARED,
+    ),
+    "states-unit": ("Units, as a reader of their partition sees them", lives.UNIT_LIFE, lives.UnitState.START),
+    "states-unit-writer": (
+        "Units, as the writer of their partition sees them",
+        lives.UNIT_WRITER_LIFE,
+        lives.UnitWriterState.CLAIMED,
+    ),
 }
 
 if __name__ == "__main__":
+    here = Path(__file__).parent
     for name, draw in PICTURES.items():
-        (Path(__file__).parent / f"{name}.svg").write_text(draw(), encoding="utf-8")
+        (here / f"{name}.svg").write_text(draw(), encoding="utf-8")
+    if shutil.which("dot"):
+        for name, (title, table, first) in STATES.items():
+            (here / f"{name}.svg").write_text(laid_out(states(table, first), title), encoding="utf-8")

@@ -1,8 +1,8 @@
-"""The state machines of the protocol as transition tables, their interpreter, and the diagrams drawn from them.
+"""The state machines of the protocol as transition tables, and their interpreter.
 
 Each life (of a producer, a dual write, a lane, a lease, a batch, a unit) is an enumeration of states, one of events,
 and a table. No other place assigns a state. An event that the table does not know raises an error and changes nothing.
-``python -m dualwrite.protocol.lives`` prints the diagrams of the documentation.
+``make pictures`` draws the tables for docs/state-diagrams.md.
 """
 
 from __future__ import annotations
@@ -689,82 +689,3 @@ def found_at_the_end(last: UnitEvent | None) -> UnitWriterEvent:
     """
     unfinished = last in {UnitEvent.BEGIN, UnitEvent.PART}
     return UnitWriterEvent.FIND_UNFINISHED if unfinished else UnitWriterEvent.FIND_ENDED
-
-
-# Diagrams of the transition tables, in Mermaid's text form. `python -m dualwrite.protocol.lives` prints them.
-
-
-def draw(table: Mapping[State, Mapping[Event, State]], initial: State) -> str:
-    """The table as a Mermaid state diagram: one arrow for each pair of states, with all its events."""
-    arrows: dict[tuple[State, State], list[str]] = {}
-    for state, moves in table.items():
-        for event, target in moves.items():
-            arrows.setdefault((state, target), []).append(str(event.value))
-    lines = ["stateDiagram-v2", f"    [*] --> {_name(initial)}"]
-    lines += [
-        f"    {_name(state)} --> {_name(target)}: {', '.join(events)}" for (state, target), events in arrows.items()
-    ]
-    lines += [f"    {_name(state)} --> [*]" for state, moves in table.items() if not moves]
-    return "\n".join(lines)
-
-
-def _name(state: Enum) -> str:
-    return str(state.value).replace(" ", "_")
-
-
-def page() -> str:
-    """The documentation page that shows all tables."""
-    return "\n".join(
-        [
-            "# State diagrams",
-            "",
-            "Drawn from the tables by `python -m dualwrite.protocol.lives`; a test compares this page with them.",
-            "",
-            "## One dual write",
-            "",
-            "```mermaid",
-            draw(WRITE_LIFE, WriteState.BEGUN),
-            "```",
-            "",
-            "## One producer",
-            "",
-            "```mermaid",
-            draw(PRODUCER_LIFE, ProducerState.CREATED),
-            "```",
-            "",
-            "## One lane",
-            "",
-            "```mermaid",
-            draw(LANE_LIFE, LaneState.UNCLAIMED),
-            "```",
-            "",
-            "## One lease of a numbered id, as its holder knows it",
-            "",
-            "```mermaid",
-            draw(LEASE_LIFE, LeaseState.FREE),
-            "```",
-            "",
-            "## One batch that many participants write, and that is decided at once",
-            "",
-            "```mermaid",
-            draw(BATCH_LIFE, BatchState.PREPARED),
-            "```",
-            "",
-            "## Units, as a reader of their partition sees them",
-            "",
-            "```mermaid",
-            draw(UNIT_LIFE, UnitState.START),
-            "```",
-            "",
-            "## Units, as the writer of their partition sees them",
-            "",
-            "```mermaid",
-            draw(UNIT_WRITER_LIFE, UnitWriterState.CLAIMED),
-            "```",
-            "",
-        ]
-    )
-
-
-if __name__ == "__main__":
-    print(page(), end="")  # noqa: T201 - this is what the command is for

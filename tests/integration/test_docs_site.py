@@ -26,20 +26,32 @@ WIDEST = "return Math.max(document.documentElement.scrollWidth, document.querySe
 ALONE = "position: fixed; left: 0; top: 0; width: 320px; height: 240px; z-index: 9999; background: #808080"
 
 
+def loads(text):
+    """What a style sheet, a script or a drawing names for a browser to load."""
+    named = r"""(?:@import|\bimport|\bfrom|import\(|href=|\.src *=)\s*["'`]([^"'`]+)"""
+    return {*re.findall(r"""url\(\s*["']?([^"')]+)""", text), *re.findall(named, text)}
+
+
 class Page(HTMLParser):
-    """The links and the anchors of a page."""
+    """The links and the anchors of a page, and what a browser loads to show it."""
 
     def __init__(self, text):
         super().__init__()
-        self.links, self.anchors = set(), set()
+        self.links, self.anchors, self.loaded = set(), set(), set()
         self.feed(text)
 
-    def handle_starttag(self, _tag, attrs):
+    def handle_starttag(self, tag, attrs):
         for name, value in attrs:
             if name in {"href", "src"} and value:
                 self.links.add(value)
+                if tag != "a":
+                    self.loaded.add(value)
             elif name == "id":
                 self.anchors.add(value)
+
+    def handle_data(self, data):
+        if self.lasttag in {"script", "style"}:
+            self.loaded |= loads(data)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +82,16 @@ def test_every_link_of_the_site_leads_somewhere(site):
             if not target.is_file() or (anchor and target in pages and anchor not in pages[target].anchors):
                 broken.append(f"{path.name}: {link}")
     assert broken == []
+
+
+def test_the_site_loads_nothing_from_elsewhere(site):
+    """No script, style, font or picture, neither of a page nor of a style sheet, a script or a drawing."""
+    loaded = {path.name: Page(path.read_text(encoding="utf-8")).loaded for path in html_pages(site)}
+    for path in [*site.rglob("*.css"), *site.rglob("*.svg"), *site.rglob("*.js")]:
+        loaded[path.name] = loads(path.read_text(encoding="utf-8"))
+    assert sum(map(len, loaded.values())) > 500
+    elsewhere = {name: [one for one in found if re.match("https?:|//", one)] for name, found in loaded.items()}
+    assert {name: found for name, found in elsewhere.items() if found} == {}
 
 
 def test_every_page_is_there_as_markdown_with_links_that_lead_somewhere(site):

@@ -173,6 +173,16 @@ def test_the_pictures_are_those_that_are_drawn():
     assert {path.name: path.read_text(encoding="utf-8") for path in DOCS.glob("picture-*.svg")} == drawn
 
 
+def test_the_state_diagrams_are_made_from_the_tables():
+    """Without Graphviz: a drawing begins with what it was made from."""
+    drawing = runpy.run_path(str(DOCS / "pictures.py"))
+    made_from = {
+        f"{name}.svg": drawing["states"](table, first) for name, (_, table, first) in drawing["STATES"].items()
+    }
+    found = {path.name: path.read_text(encoding="utf-8").split("\n-->")[0] for path in DOCS.glob("states-*.svg")}
+    assert found == {name: f"<!--\n{graph}" for name, graph in made_from.items()}
+
+
 def test_the_classifiers_name_the_pythons_that_are_tested():
     """The usual one, 3.11, and those of `make pythons`."""
     named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text("utf-8"))

@@ -1,10 +1,8 @@
 """The tables and their interpreter: the whole matrix of states and events, the illegal ones included."""
 
 import pytest
-from harness.places import ROOT
 
 from dualwrite.errors import IllegalStateError
-from dualwrite.protocol import lives
 from dualwrite.protocol.lives import (
     BATCH_LIFE,
     LANE_LIFE,
@@ -179,8 +177,3 @@ def test_every_state_has_a_row_and_cannot_be_changed(table, states):
     assert set(table) == set(states)
     with pytest.raises(TypeError):
         table[next(iter(states))] = {}
-
-
-def test_the_documented_diagrams_are_those_of_the_tables():
-    documented = (ROOT / "docs" / "state-diagrams.md").read_text()
-    assert documented == lives.page()
