@@ -1,13 +1,15 @@
-"""docs/from-an-outbox.md as it stands: an outbox table gives way to dual writes while orders are placed, and comes back."""
+"""docs/from-an-outbox.md as it stands: an outbox table gives way to dual writes while orders are placed, and comes back.
+
+Each version of the program is a process of its own; two of them place orders of the same customers at the same time.
+"""
 
 import json
 import os
-import random
 import re
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,46 @@ from harness.patience import PATIENCE_S, wait_until
 from harness.places import ROOT
 from sqlalchemy import create_engine, inspect, text
 
-from dualwrite import DualWriter
 from dualwrite.testing import read_committed
 
 PAGE = (ROOT / "docs" / "from-an-outbox.md").read_text(encoding="utf-8")
 CUSTOMERS = ("anna", "bert", "cleo")
+PROGRAM = """
+import json, os, random, sys
+from sqlalchemy import create_engine, text
+from dualwrite import DualWriter
+
+{code}
+
+engine = create_engine(os.environ["URL"])
+customers, draws = {customers}, random.Random({version})
+
+
+def place_one(writes):
+    # A customer places the next order when the last one has been placed, by whichever process.
+    customer = draws.choice(customers)
+    with engine.begin() as counting:
+        numbers = counting.execute(
+            text("UPDATE customers SET placed = placed + 1 WHERE name = :name RETURNING placed, nextval('orders_placed')"),
+            {{"name": customer}},
+        ).one()
+        place_order(writes, numbers[1], customer, json.dumps({{"number": numbers[0], "by": {version}}}))
+
+
+def serve(writes):
+    print("ready", flush=True)
+    for count in sys.stdin:
+        for _ in range(int(count)):
+            place_one(writes)
+        print("placed", flush=True)
+
+
+if {version} == 0:
+    serve(engine)
+else:
+    with DualWriter("orders-{version}", kafka={{"bootstrap.servers": os.environ["BROKERS"]}}, database=engine) as writer:
+        serve(writer)
+"""
 
 
 def blocks(language):
@@ -42,13 +79,9 @@ class Reader:
             "URL": url,
             "BROKERS": kafka["bootstrap.servers"],
         }
-        names = {}
-        self.versions = []
-        for code in blocks("python"):
-            exec(compile(code.replace('"orders"', f'"{topic}"'), "the page", "exec"), names)
-            self.versions.append(names["place_order"])
-        self.placed = dict.fromkeys(CUSTOMERS, 0)
-        self.number = 0
+        code = [code.replace('"orders"', f'"{topic}"') for code in blocks("python")]
+        self.versions = ["\n".join(code[: number + 1]) for number in range(3)]
+        self.placed = 0
 
     def starts(self, command):
         ours = command.replace("--topic orders", f"--topic {self.topic}")
@@ -82,29 +115,52 @@ class Reader:
             for statement in filter(str.strip, block.split(";")):
                 connection.execute(text(statement))
 
-    def places(self, count, *versions, writer=None):
-        """Place orders, one after the other, each by one of these versions of the program."""
-        chosen = random.Random(count)
-        for _ in range(count):
-            customer = chosen.choice(CUSTOMERS)
-            version = chosen.choice(versions)
-            event = json.dumps({"number": self.placed[customer]})
-            version(self.engine if version is self.versions[0] else writer, self.number, customer, event)
-            self.placed[customer] += 1
-            self.number += 1
+    @contextmanager
+    def program(self, version):
+        """A process of this version of the program, which places so many orders at a time as it reads."""
+        code = PROGRAM.format(code=self.versions[version], customers=CUSTOMERS, version=version)
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert process.stdout.readline() == "ready\n"
+            yield process
+            process.communicate(timeout=PATIENCE_S)
+            assert process.returncode == 0
+        finally:
+            process.kill()
+            process.communicate()
+
+    def places(self, count, *programs):
+        """Let each of these programs place so many orders, all at the same time."""
+        for process in programs:
+            process.stdin.write(f"{count}\n")
+            process.stdin.flush()
+        for process in programs:
+            assert process.stdout.readline() == "placed\n"
+            self.placed += count
 
     def waiting(self):
         with self.engine.connect() as connection:
             return connection.scalar(text("SELECT count(*) FROM outbox_events"))
 
     def is_whole(self):
-        """Every order has one event, and those of a customer stand in their order."""
+        """Every order has one event, and those of a customer stand in their order. Returns which versions placed them."""
         found = {customer: [] for customer in CUSTOMERS}
+        versions = set()
         for record in read_committed(self.kafka, self.topic):
-            found[record.key.decode()].append(json.loads(record.value)["number"])
-        assert found == {customer: list(range(count)) for customer, count in self.placed.items()}
+            event = json.loads(record.value)
+            found[record.key.decode()].append(event["number"])
+            versions.add(event["by"])
         with self.engine.connect() as connection:
-            assert connection.scalar(text("SELECT count(*) FROM orders")) == self.number
+            counts = dict(connection.execute(text("SELECT name, placed FROM customers")).all())
+            assert connection.scalar(text("SELECT count(*) FROM orders")) == self.placed == sum(counts.values())
+        assert found == {customer: list(range(1, count + 1)) for customer, count in counts.items()}
+        return versions
 
 
 @pytest.mark.postgresql
@@ -114,32 +170,42 @@ def test_the_page_as_it_stands(tmp_path, dualwrite_kafka_config, dualwrite_datab
     export, migrate, relay, last_rows, recover, status, leave = commands()
     assert export.startswith("export BROKERS=")
     table, columns = blocks("sql")
-    before, between, after = reader.versions
+    reader.sql("CREATE TABLE orders (id integer PRIMARY KEY); CREATE SEQUENCE orders_placed")
+    reader.sql("CREATE TABLE customers (name text PRIMARY KEY, placed integer DEFAULT 0)")
+    reader.sql(f"INSERT INTO customers VALUES {', '.join(f'({name!r})' for name in CUSTOMERS)}")
 
-    reader.sql("CREATE TABLE orders (id integer PRIMARY KEY)")
     reader.sql(table)
-    reader.places(5, before)
-    reader.runs(migrate)
-    reader.sql(columns)
-    reader.places(5, before)
-    with DualWriter("orders", kafka=reader.kafka, database=reader.engine) as writer:
-        with reader.relay(relay):
-            reader.places(20, before)
-            wait_until(lambda: reader.waiting() == 0)
-            reader.places(120, before, between, writer=writer)
-            reader.places(20, between, writer=writer)
-        reader.places(1, before)
+    with ExitStack() as newer:
+        with reader.program(0) as before:
+            reader.places(5, before)
+            reader.runs(migrate)
+            reader.sql(columns)
+            reader.places(5, before)
+            with reader.relay(relay):
+                reader.places(20, before)
+                wait_until(lambda: reader.waiting() == 0)
+                between = newer.enter_context(reader.program(1))
+                reader.places(60, before, between)
+                reader.places(20, between)
+            reader.places(1, before)
         reader.runs(last_rows)
         assert reader.waiting() == 0
-        reader.places(20, after, writer=writer)
-        reader.is_whole()
+        with reader.program(2) as after:
+            reader.places(10, between, after)
+        assert reader.is_whole() == {0, 1, 2}
 
-        with reader.relay(relay):
-            reader.places(60, between, before, writer=writer)
+        with reader.relay(relay), reader.program(0) as before:
+            reader.places(30, between, before)
+            newer.close()
             reader.places(10, before)
             wait_until(lambda: reader.waiting() == 0)
     reader.is_whole()
     for command in (recover, status, leave):
         reader.runs(command)
-    assert set(inspect(reader.engine).get_table_names()) == {"orders", "outbox_events", "dualwrite_version"}
+    assert set(inspect(reader.engine).get_table_names()) == {
+        "orders",
+        "customers",
+        "outbox_events",
+        "dualwrite_version",
+    }
     reader.engine.dispose()
