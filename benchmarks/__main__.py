@@ -82,7 +82,7 @@ PARTS = {
     "settled": Part(settled.run, {"deaths": 2}),
     "records": Part(records.run, {"rows": 20_000, "rounds": 1}),
     "memory": Part(spark_memory.measure, {"millions": (1,)}),
-    "outage": Part(outage.run, {"slice_s": 3.0, "slices": 1, "away_s": 6.0}),
+    "outage": Part(outage.run, {"slice_s": 3.0, "slices": 1, "away_s": dict.fromkeys(outage.AWAY, 6.0)}),
     "outbox": Part(
         outbox.run,
         {
@@ -91,6 +91,7 @@ PARTS = {
             "few": 100,
             "messages_by_few": 500,
             "of_rivals": 0,
+            "rounds": 1,
             "small": {"rounds": 1, "operations": 5, "visible": 10, "slices": 1, "slice_s": 1.0},
         },
     ),

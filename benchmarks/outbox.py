@@ -1,24 +1,29 @@
 """Messages that wait in the database: what a call costs that always lets them wait, and how fast a backlog of them is sent.
 
-The backlog is sent by a writer from its own table, and by ``dualwrite relay`` from a table of the user's; beside them, other
-relays. ``PYTHONPATH=tests/proof python -m benchmarks.outbox [messages] [bytes of each ...]`` measures the writer's alone.
+The backlog is sent by a writer from its own table, by ``dualwrite relay`` from a table of the user's, and by other relays, in
+turn, round after round, on the same servers, with messages that compression makes no shorter. Each is sent in a process of its
+own, whose memory is measured.
+``PYTHONPATH=tests/proof python -m benchmarks.outbox [--messages N] [--of-rivals N] [--rounds N]`` measures the backlogs alone
+(with the defaults half an hour).
 """
 
 from __future__ import annotations
 
-import resource
+import argparse
 import secrets
-import sys
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 from unittest import mock
 
 from sqlalchemy import create_engine, text
 
 from benchmarks import always, relay
+from benchmarks.calls import in_new_process
 from benchmarks.rivals import measure as rivals
-from benchmarks.servers import Ground, servers
+from benchmarks.servers import Ground, noise, peak_mib, servers
 from dualwrite.clock import Deadline, now_s
 from dualwrite.protocol import outbox as rules
 from dualwrite.stores.sql.database import SqlDatabase
@@ -29,13 +34,25 @@ from dualwrite.writing.left_behind import send_for
 PARTITIONS = 4
 SMALL: Final = 100
 FILL = (
-    "INSERT INTO dualwrite_outbox (writer, transactional_id, topic, key, value) SELECT :writer, :writer, :topic,"
-    " convert_to((i % 1000)::text, 'UTF8'), convert_to(repeat('a', :size), 'UTF8') FROM generate_series(1, :rows) i"
+    "WITH {noise} INSERT INTO dualwrite_outbox (writer, transactional_id, topic, key, value) SELECT :writer, :writer, :topic,"
+    " convert_to((i % 1000)::text, 'UTF8'), convert_to(value, 'UTF8')"
+    " FROM generate_series(1, :rows) i JOIN noise ON n = i % 20000"
 )
 LATER = "INSERT INTO dualwrite_outbox_mode (writer, mode) VALUES (:writer, 'later')"
+WRITER, RELAY = "a writer", "`dualwrite relay`"
+DEBEZIUM: Final = "Debezium engine"
+_OF_OURS: Final = (("a second", ",.0f"), ("processor us", ".1f"), ("peak MiB", ".0f"))
+PROPERTIES: Final = {"transaction.max.timeout.ms": "2147483647"}
 
 
-def run(
+def run(ground: Ground, *, small: Mapping[str, Any] | None = None, **given: Any) -> dict[str, Any]:
+    """Measure the calls, with ``small`` arguments if given, and the backlogs of :func:`backlogs`, on servers of their own."""
+    calls = always.run(ground, **(small or {}))
+    with servers(PROPERTIES, database=rivals.LOGICAL) as own:
+        return {"calls": calls, "backlogs": backlogs(own, **given)}
+
+
+def backlogs(
     ground: Ground,
     *,
     messages: int = 1_000_000,
@@ -43,32 +60,57 @@ def run(
     few: int = 500,
     messages_by_few: int = 100_000,
     of_rivals: int = 100_000,
-    small: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Measure the calls, with ``small`` arguments if given, and backlogs. Of rivals, which are installed first, so many messages."""
+    rounds: int = 3,
+) -> dict[str, dict[str, float]]:
+    """Send a backlog in each way in turn, and that round after round.
+
+    Returns:
+        By way the medians over the rounds. Rivals, if so many messages of theirs are not none, have a rate alone.
+    """
+    most = rules.MOST_ROWS
+    writer, by_relay = partial(_measured, ground, by_writer), partial(_measured, ground, relay.send)
+    ways: dict[str, Callable[[], dict[str, float]]] = {}
+    for size in sizes:
+        ways[f"{WRITER}, {size} bytes"] = partial(writer, messages, size, most)
+        ways[f"{RELAY}, {size} bytes, with the id's header"] = partial(by_relay, messages, size, header="id")
+        ways[f"{RELAY}, {size} bytes, no header"] = partial(by_relay, messages, size)
+        ways[f"{WRITER}, {size} bytes, a tenth of them"] = partial(writer, messages // 10, size, most)
+        ways[f"{RELAY}, {size} bytes, a tenth of them"] = partial(by_relay, messages // 10, size)
+    ways[f"{WRITER}, {SMALL} bytes, {few} a send"] = partial(writer, messages_by_few, SMALL, few)
+    for rival in rivals.RIVALS if of_rivals else ():
+        ways[rival.name] = partial(_rival, ground, rival, of_rivals)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, send in ways.items():
+            found[name].append(send())
+            print(name, ", ".join(f"{figure}: {value:,.1f}" for figure, value in found[name][-1].items()), flush=True)
     return {
-        "calls": always.run(ground, **(small or {})),
-        "backlog": backlog(ground, messages=messages, sizes=sizes, few=few, messages_by_few=messages_by_few),
-        "relay": relay.run(ground, messages=messages, sizes=tuple(sizes)),
-        "rivals": rivals.run(of_rivals, SMALL) if of_rivals else {},
+        name: {figure: statistics.median(one[figure] for one in all_rounds) for figure in all_rounds[0]}
+        for name, all_rounds in found.items()
     }
 
 
-def backlog(
-    ground: Ground, *, messages: int, sizes: Sequence[int], few: int = 500, messages_by_few: int = 100_000
-) -> dict[str, dict[str, float]]:
-    """Send a backlog of each size, as large sends as the sender makes; and one of 100 bytes with few messages in each send."""
-    found = {f"{size} bytes": _send(ground, messages, size, rules.MOST_ROWS) for size in sizes}
-    found[f"{SMALL} bytes, {few} a send"] = _send(ground, messages_by_few, SMALL, few)
-    return found
+def _measured(ground: Ground, send: Callable[..., dict[str, float]], *given: Any, **named: Any) -> dict[str, float]:
+    topic = ground.topic(PARTITIONS)
+    try:
+        return in_new_process(partial(send, ground.kafka, ground.url, topic, *given, **named))
+    finally:
+        ground.kafka_server.delete_topic(topic)
 
 
-def _send(ground: Ground, messages: int, size: int, most_rows: int) -> dict[str, float]:
-    engine = create_engine(ground.url)
-    topic, writer = ground.topic(PARTITIONS), f"drain-{secrets.token_hex(4)}"
+def _rival(ground: Ground, rival: rivals.Rival, rows: int) -> dict[str, float]:
+    return {"a second": rivals.per_second(rival, ground.kafka_server, ground.postgres, rows=rows, size=SMALL)}
+
+
+def by_writer(
+    kafka: Mapping[str, str], url: str, topic: str, messages: int, size: int, most_rows: int
+) -> dict[str, float]:
+    """Fill the library's own table, and send it as a writer's sender does, at most so many rows at a time."""
+    engine = create_engine(url)
+    writer = f"drain-{secrets.token_hex(4)}"
     with engine.begin() as connection:
-        given = {"writer": writer, "topic": topic, "size": size, "rows": messages}
-        connection.execute(text(FILL), given)
+        given = {"writer": writer, "topic": topic, "rows": messages}
+        connection.execute(text(FILL.format(noise=noise(size))), given)
         connection.execute(text(LATER), {"writer": writer})
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.execute(text("VACUUM ANALYZE dualwrite_outbox"))
@@ -76,24 +118,20 @@ def _send(ground: Ground, messages: int, size: int, most_rows: int) -> dict[str,
     with mock.patch.object(sender, "MOST_ROWS", most_rows):
         sent = send_for(
             writer,
-            kafka={**ground.kafka, "compression.type": "lz4"},
+            kafka={**kafka, "compression.type": "lz4"},
             database=SqlDatabase(engine),
             deadline=Deadline(3600.0),
         )
     took, spent = now_s() - began, time.process_time() - spent
     engine.dispose()
     assert sent == messages
-    assert sum(stable_ends(ground.kafka, topic).values()) >= messages
-    return {
-        "a second": messages / took,
-        "processor us": spent / messages * 1e6,
-        "peak MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }
+    assert sum(stable_ends(kafka, topic).values()) >= messages
+    return {"a second": messages / took, "processor us": spent / messages * 1e6, "peak MiB": peak_mib()}
 
 
 def section(figures: Mapping[str, Any], *, table: Callable[[Sequence[str], Any], list[str]]) -> list[str]:
     """The section of the page."""
-    calls, backlogs, relays, others = (figures[name] for name in ("calls", "backlog", "relay", "rivals"))
+    calls, sent = figures["calls"], figures.get("backlogs")
     mine, unsafe, polled = (calls[name] for name in (always.ALWAYS, always.UNSAFE, always.OUTBOX))
 
     def aim(words: str, other: Mapping[str, float], figure: str, most: str) -> str:
@@ -116,33 +154,55 @@ def section(figures: Mapping[str, Any], *, table: Callable[[Sequence[str], Any],
         aim(f"{always.THREADS} threads, calls a second, to the unsafe way", unsafe, "threads a second", "at least 0.6"),
         aim(f"{always.TASKS} tasks, calls a second, to the unsafe way", unsafe, "tasks a second", "at least 0.8"),
         "",
-        "A backlog is sent in dual writes of up to 20,000 messages, each once and in order, with lz4:",
+        "A message is visible after a chain of which no link can be left out: the call, the commit that wakes the sender, its read "
+        "of the rows, Kafka's acknowledgement of the messages, the decision that deletes the rows, and Kafka's commit. A relay "
+        "that may send a message twice does not wait for the last two. They take what is saved by not waiting for a poll. A block "
+        "that goes directly is visible sooner.",
+        "",
+    ]
+    if sent is None:
+        return lines
+    lines += [
+        "A backlog is sent in dual writes of up to 20,000 messages, each once and in order, with lz4. The text of the messages is "
+        "random, so that lz4 saves nothing. All ways take turns on the same servers, each in a process of its own; medians of the "
+        "rounds (`python -m benchmarks.outbox`):",
         "",
         *table(
             ("backlog", "messages a second", "processor, us a message", "peak memory, MiB"),
             (
-                [f"{who}, {case}", f"{one['a second']:,.0f}", f"{one['processor us']:.1f}", f"{one['peak MiB']:.0f}"]
-                for who, cases in (("a writer", backlogs), ("`dualwrite relay`", relays))
-                for case, one in cases.items()
+                [name, *(f"{one[figure]:{form}}" for figure, form in _OF_OURS)]
+                for name, one in sent.items()
+                if "peak MiB" in one
             ),
         ),
-        "Aims: 150,000 a second of 100 bytes, 70,000 of 1,000 bytes, and 30,000 with 500 messages in a send.",
+        "Aims: 150,000 a second of 100 bytes, 70,000 of 1,000 bytes, and 30,000 with 500 messages in a send. Memory is bounded if a "
+        "tenth of the messages takes about as much.",
         "",
     ]
+    others = {name: one["a second"] for name, one in sent.items() if "peak MiB" not in one}
     if others:
+        best = max(rate for name, rate in others.items() if name != DEBEZIUM)
         lines += [
             "Other relays, each on a full table of its own, with messages of 100 bytes. They deliver at least once: after a crash "
-            "some messages are there twice. (`python -m benchmarks.rivals.measure`)",
+            "some messages are there twice.",
             "",
             *table(("relay", "messages a second"), ([name, f"{rate:,.0f}"] for name, rate in others.items())),
         ]
+        for ours in (f"{WRITER}, {SMALL} bytes", f"{RELAY}, {SMALL} bytes, with the id's header"):
+            rate = sent[ours]["a second"]
+            lines.append(
+                f"- {ours}: **{rate / best:.1f}** times the best relay in Python (aim: at least 8), "
+                f"**{rate / others[DEBEZIUM]:.1f}** times {DEBEZIUM} (aim: more than 1)."
+            )
+        lines.append("")
     return lines
 
 
 if __name__ == "__main__":
-    asked = [int(one) for one in sys.argv[1:]]
-    with servers({"transaction.max.timeout.ms": "2147483647"}) as started:
-        for case, measured in backlog(
-            started, messages=(asked or [1_000_000])[0], sizes=asked[1:] or (SMALL, 1000)
-        ).items():
-            print(case, ", ".join(f"{name}: {figure:,.1f}" for name, figure in measured.items()), flush=True)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--messages", type=int, default=1_000_000)
+    parser.add_argument("--of-rivals", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    asked = parser.parse_args()
+    with servers(PROPERTIES, database=rivals.LOGICAL) as started:
+        backlogs(started, messages=asked.messages, of_rivals=asked.of_rivals, rounds=asked.rounds)

@@ -81,7 +81,7 @@ def render(figures: Mapping[str, Any]) -> str:
         "units": units.section,
         "known_end": _known_end,
         "outbox": partial(outbox.section, table=_table),
-        "outage": outage.section,
+        "outage": partial(outage.section, table=_table),
         "telemetry": partial(_telemetry, alone=figures.get("latency", {})),
         "first": _first,
         "serve": serving.section,

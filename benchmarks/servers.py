@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from sqlalchemy import create_engine
 
@@ -35,21 +36,43 @@ class Ground:
 
 
 @contextmanager
-def servers(properties: Mapping[str, str] | None = None, *, brokers: int = 1) -> Iterator[Ground]:
+def servers(
+    properties: Mapping[str, str] | None = None, *, brokers: int = 1, database: Mapping[str, str] | None = None
+) -> Iterator[Ground]:
     """Start the servers and make a migrated database.
 
     Args:
         properties: Of the brokers, beside or instead of those that tests have.
         brokers: How many.
+        database: Settings of PostgreSQL.
     """
     kafka_broker.JVM_OPTIONS = KAFKAS_OWN_JVM
-    with EmbeddedKafka(properties, brokers=brokers) as kafka, EmbeddedPostgres() as postgres:
+    with EmbeddedKafka(properties, brokers=brokers) as kafka, EmbeddedPostgres(database) as postgres:
         url = postgres.create_database("bench")
         engine = create_engine(url)
         with engine.connect() as connection:
             upgrade(connection)
         engine.dispose()
         yield Ground(kafka, postgres, dict(kafka.client_config()), url)
+
+
+def noise(size: int) -> str:
+    """A CTE of so many bytes of text that lz4 cannot make shorter, as ``value``, by ``n`` from 0 to 19,999.
+
+    A backlog repeats them, at distances that are beyond lz4's window of 64 KiB.
+    """
+    one = "left(translate(encode(sha512(convert_to(n || '.' || m, 'UTF8')), 'base64'), E'\\n', ''), 86)"
+    value = f"SELECT left(string_agg({one}, ''), {size}) FROM generate_series(0, {size // 86}) m"
+    return f"noise AS MATERIALIZED (SELECT n, ({value}) AS value FROM generate_series(0, 19999) n)"
+
+
+def peak_mib() -> float:
+    """The most memory that this process has had.
+
+    Not by ``getrusage``: a process that was started by a large one shows the size of that one.
+    """
+    [line] = [one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmHWM:")]
+    return int(line.split()[1]) / 1024
 
 
 def machine() -> str:

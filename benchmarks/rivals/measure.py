@@ -1,9 +1,9 @@
-"""Other relays of an outbox table, beside which ``benchmarks.outbox`` sets this library: each in a process of its own.
+"""Other relays of an outbox table, which ``benchmarks.outbox`` measures in turn with this library: each in a process of its own.
 
 ``txoutbox`` and ``faststream-outbox`` run in an environment of their own below ``.cache``, since their requirements are not this
 project's; Debezium's engine with its outbox event router runs in a JVM. Each begins on a table that is already full and sends
 it to its end; what is counted is the time from its first message in the topic to its last, seen by the brokers' offsets, so that
-no start-up counts. All of them deliver at least once. ``python -m benchmarks.rivals.measure [rows] [size]``
+no start-up counts. All of them deliver at least once.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import psycopg
 from confluent_kafka import Consumer, TopicPartition
 from sqlalchemy import make_url
 
+from benchmarks.servers import noise
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
 from dualwrite.testing.servers.embedded import fetched_jars, java
 
@@ -35,7 +36,7 @@ LOGICAL: Final = {"wal_level": "logical"}
 
 @dataclass(frozen=True)
 class Rival:
-    """One relay: how its table is made and filled with ``rows`` payloads of ``size`` bytes, and the command that sends them."""
+    """One relay: how its table is made, what an INSERT takes from numbered payloads, and the command that sends the rows."""
 
     name: str
     make: Sequence[str]
@@ -73,13 +74,11 @@ TXOUTBOX_TABLE: Final = (
     "CREATE INDEX outbox_key_pending_idx ON outbox (key, id) WHERE status = 'pending'",
 )
 _TXOUTBOX_ROWS: Final = (
-    "INSERT INTO outbox (topic, key, payload) SELECT %(topic)s, (i %% 1000)::text, "
-    "convert_to(repeat('a', %(size)s), 'UTF8') FROM generate_series(1, %(rows)s) i"
+    "INSERT INTO outbox (topic, key, payload) SELECT %(topic)s, (i %% 1000)::text, convert_to(value, 'UTF8')"
 )
 _FASTSTREAM_ROWS: Final = (
-    "INSERT INTO outbox (queue, payload, headers) SELECT 'events', convert_to(repeat('a', %(size)s), 'UTF8'), "
-    """jsonb_build_object('content-type', 'text/plain', 'correlation_id', i::text) """
-    "FROM generate_series(1, %(rows)s) i WHERE %(topic)s::text IS NOT NULL"
+    "INSERT INTO outbox (queue, payload, headers) SELECT 'events', convert_to(value, 'UTF8'), "
+    "jsonb_build_object('content-type', 'text/plain', 'correlation_id', i::text)"
 )
 _DEBEZIUM_TABLE: Final = (
     "CREATE TABLE outbox (id uuid PRIMARY KEY, aggregatetype text NOT NULL, aggregateid text NOT NULL, "
@@ -87,10 +86,8 @@ _DEBEZIUM_TABLE: Final = (
     "CREATE PUBLICATION rival FOR TABLE outbox",
     "SELECT pg_create_logical_replication_slot('rival', 'pgoutput')",
 )
-_DEBEZIUM_ROWS: Final = (
-    "INSERT INTO outbox SELECT gen_random_uuid(), %(topic)s, (i %% 1000)::text, 'made', repeat('a', %(size)s) "
-    "FROM generate_series(1, %(rows)s) i"
-)
+_DEBEZIUM_ROWS: Final = "INSERT INTO outbox SELECT gen_random_uuid(), %(topic)s, (i %% 1000)::text, 'made', value"
+_NUMBERED: Final = " FROM generate_series(1, %(rows)s) i JOIN noise ON n = i %% 20000"
 
 RIVALS: Final = (
     Rival("txoutbox, aiokafka", TXOUTBOX_TABLE, _TXOUTBOX_ROWS, lambda: _python("txoutbox_relay.py", "50", "10")),
@@ -122,10 +119,25 @@ def per_second(rival: Rival, kafka: EmbeddedKafka, postgres: EmbeddedPostgres, *
             subprocess.run([*command, "--make"], env={**os.environ, **settings}, check=True)
         for statement in rival.make:
             connection.execute(statement)
-        connection.execute(rival.fill, {"topic": topic, "size": size, "rows": rows})
+        fill = f"WITH {noise(size)} {rival.fill}{_NUMBERED}"
+        psycopg.ClientCursor(connection).execute(fill, {"topic": topic, "rows": rows})
         connection.execute("ANALYZE outbox")
-    with _counting(kafka, topic) as written, _running(command, settings) as process:
-        return _rate(written, rows, process)
+    try:
+        with _counting(kafka, topic) as written, _running(command, settings) as process:
+            return _rate(written, rows, process)
+    finally:
+        _drop_slots(dsn)
+        postgres.drop_database(url.database)
+        kafka.delete_topic(topic)
+
+
+def _drop_slots(dsn: str) -> None:
+    """The server would keep its write-ahead log for a slot that nobody reads."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        here = "FROM pg_replication_slots WHERE database = current_database()"
+        while connection.execute(f"SELECT 1 {here} AND active").fetchone():
+            time.sleep(0.1)  # the server has not noticed yet that the relay is gone
+        connection.execute(f"SELECT pg_drop_replication_slot(slot_name) {here}")
 
 
 @contextmanager
@@ -167,18 +179,3 @@ def _rate(written: Callable[[], int], rows: int, process: subprocess.Popen[bytes
             raise RuntimeError(f"the relay ended with {process.returncode} after {count} of {rows} messages")
         time.sleep(0.02)
     raise RuntimeError(f"the relay has sent {written()} of {rows} messages in {limit_s:g} s")
-
-
-def run(rows: int, size: int) -> dict[str, float]:
-    """Measure each rival once, on servers of their own; messages a second, by name."""
-    found = {}
-    with EmbeddedKafka() as kafka, EmbeddedPostgres(LOGICAL) as postgres:
-        for rival in RIVALS:
-            found[rival.name] = per_second(rival, kafka, postgres, rows=rows, size=size)
-            print(f"{rival.name}: {found[rival.name]:,.0f} a second", flush=True)
-    return found
-
-
-if __name__ == "__main__":
-    asked = [*sys.argv[1:], "20000", "100"]
-    run(int(asked[0]), int(asked[1]))
