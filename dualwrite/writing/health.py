@@ -250,7 +250,8 @@ class HealthMonitor:
             since_s, what = breaker.asked
             since = datetime.now(timezone.utc) - timedelta(seconds=now - since_s)
             self.silence = Silence(self._kafka_at, since, since_s, what)
-            logger.warning("%s: %s: dual writes are refused until it answers", self._name, self.silence)
+            meanwhile = "dual writes are refused" if self._knock is None else "messages wait in the database"
+            logger.warning("%s: %s: %s until it answers", self._name, self.silence, meanwhile)
         elif (former := self.silence) is not None:
             self.silence = None
             logger.warning("%s: Kafka answers again, after %.1f s", self._name, now - former.since_s)

@@ -9,7 +9,7 @@ import pytest
 from harness.engines import ENGINES
 from harness.orders import on_postgresql, write
 from harness.patience import PATIENCE_S, patient, wait_until
-from sqlalchemy import insert, text, update
+from sqlalchemy import insert, select, text, update
 
 from dualwrite import (
     CompletionPending,
@@ -209,3 +209,54 @@ def test_a_block_whose_lane_asks_kafka_in_vain_is_refused_as_soon_as_that_is_kno
         assert isinstance(error, Unavailable)
         assert error.silent
         assert [one.exception() for one in others] == [None] * 3
+
+
+def test_a_service_with_few_threads_answers_every_request_and_does_nothing_for_clients_that_have_gone(
+    mortal_kafka, engine, orders, topic
+):
+    """With the default times, of which the page says that every request is answered within ten seconds."""
+
+    def block(number):
+        write(writer, topic, orders, number)
+
+    def unit(number):
+        def work(tx):
+            tx.produce(topic, value=str(number))
+            tx.connection.execute(insert(orders).values(id=number))
+
+        writer.submit(work, within_s=1).result()
+
+    def noop(_):
+        with engine.connect() as connection:
+            connection.execute(text("SELECT 1"))
+
+    def serve(handler, number, due):
+        error = None
+        try:
+            handler(number)
+        except (Unavailable, TransactionAborted) as raised:
+            error = raised
+        return handler, time.monotonic() - due, error
+
+    with DualWriter("silent", kafka=patient(mortal_kafka.client_config()), database=engine) as writer:
+        for number, handler in enumerate((block, unit)):
+            handler(number)
+        with ThreadPoolExecutor(8) as threads, suspended(mortal_kafka):
+            answers = []
+            for number in range(2, 34):
+                handlers = (unit if number % 2 else block, noop)
+                answers += [threads.submit(serve, handler, number, time.monotonic()) for handler in handlers]
+                time.sleep(0.25)
+            answered = [one.result(PATIENCE_S) for one in answers]
+            assert not writer.ready
+        assert max(seconds for _, seconds, _ in answered) < 20
+        assert [error for handler, _, error in answered if handler is noop] == [None] * 32
+        refused = [error for handler, _, error in answered if handler is not noop]
+        assert None not in refused
+        assert refused[-1].silent
+        hold_soon(lambda: writer.ready, "Kafka was back, and the writer ready")
+        block(34)
+    with engine.connect() as connection:
+        assert sorted(connection.scalars(select(orders.c.id))) == [0, 1, 34]
+    messages = [int(message.value) for message in read_committed(mortal_kafka.client_config(), topic)]
+    assert sorted(messages) == [0, 1, 34]

@@ -265,7 +265,7 @@ def health_of(watched, **given):
     return watched.monitor.health(watched.lanes, is_open=True, unreported_losses=0, **given)
 
 
-def test_a_dual_write_that_waits_while_nobody_answers_shows_that_kafka_is_silent(watched):
+def test_a_dual_write_that_waits_while_nobody_answers_shows_that_kafka_is_silent(watched, caplog):
     watched.lane.ask()
     assert watched.look_after(0.1)
     assert watched.probes.empty()
@@ -278,9 +278,10 @@ def test_a_dual_write_that_waits_while_nobody_answers_shows_that_kafka_is_silent
     assert silence.since_s == watched.lane.asking_since
     assert watched.turned == [silence]
     assert health_of(watched).problems == (str(silence),)
+    assert caplog.messages == [f"orders: {silence}: dual writes are refused until it answers"]
 
 
-def test_brokers_that_refuse_connections_show_it_within_half_a_second(monkeypatch):
+def test_brokers_that_refuse_connections_show_it_within_half_a_second(monkeypatch, caplog):
     knocked = queue.SimpleQueue()
     watched = Watched(monkeypatch, knock=lambda: knocked.put(None) or True)
 
@@ -297,6 +298,7 @@ def test_brokers_that_refuse_connections_show_it_within_half_a_second(monkeypatc
     watched.look_after(0.1)
     assert watched.monitor.silence is not None
     assert watched.probes.empty()
+    assert "messages wait in the database until it answers" in caplog.text
 
 
 def test_a_knock_that_fails_shows_nothing(monkeypatch):
