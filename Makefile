@@ -209,7 +209,7 @@ SITE ?= docs/_build/site
 docs: venv ## the documentation, into docs/_build/site/<version> beside other versions (SITE=directory), with Markdown of each page and llms.txt
 	$(PY) docs/versions.py $(SITE) -W --keep-going
 
-pictures: venv ## the drawings of the documentation, by docs/pictures.py
+pictures: venv ## the drawings of the documentation, by docs/pictures.py (the state diagrams with Graphviz)
 	$(PY) docs/pictures.py
 
 screenshots: venv ## the pictures of the page in docs/serve.md, taken in a headless Chromium (a minute)
