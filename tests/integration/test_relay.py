@@ -612,12 +612,12 @@ def test_a_trigger_tells_of_rows_long_before_the_poll(kafka, database, table, ur
 
 
 @on_postgresql
-def test_others_stand_by_and_take_over(kafka, database, table, dualwrite_topic):
-    first, second = make(kafka, database), make(kafka, database)
+def test_others_stand_by_and_one_takes_over(kafka, database, table, dualwrite_topic):
+    first, *others = (make(kafka, database) for _ in range(3))
     with running(first) as thread:
         wait_until(lambda: first.report.state == "waiting for rows")
-        with running(second):
-            wait_until(lambda: second.report.state == "standing by")
+        with running(others[0]), running(others[1]):
+            wait_until(lambda: {one.report.state for one in others} == {"standing by"})
             found = make(kafka, database).run(once=True)
             assert found.other_active
             assert found.messages == 0
@@ -626,7 +626,8 @@ def test_others_stand_by_and_take_over(kafka, database, table, dualwrite_topic):
             first.stop()
             thread.join(PATIENCE_S)
             put(database, dualwrite_topic, "k", "2")
-            wait_until(lambda: second.report.messages == 1)
+            wait_until(lambda: sum(one.report.messages for one in others) == 1)
+            assert "standing by" in {one.report.state for one in others}
     assert [record.value for record in read_committed(kafka, dualwrite_topic)] == [b"1", b"2"]
     assert [lease.owner for lease in read_leases(database)] == [None]
 
