@@ -80,8 +80,11 @@ coverage: venv ## branches of the library that the tests without servers run; fa
 	$(PY) -m coverage report --skip-covered --sort=cover
 
 # Each in a virtual environment of its own, made once for each change of what it installs.
-PYTHONS ?= 3.10 3.12 3.13
-pythons: venv ## the unit tests, conformance on SQLite, Django and the quickstart with each supported Python that this machine has (PYTHONS="3.12 3.13")
+PYTHONS ?= 3.10 3.12 3.13 3.14
+UNIT ?= tests/unit
+# Of the integration tests, what a user chooses together with a Python: a framework, and asyncpg.
+WITH_PYTHON = $(patsubst %,tests/integration/test_%.py,quickstart asyncpg django django_app fastapi asgi_dependencies faststream)
+pythons: venv ## the unit tests, conformance on SQLite and through asyncpg, the frameworks and the quickstart with each other supported Python (PYTHONS="3.12 3.14"; UNIT= without the unit tests)
 	@failed=; for version in $(PYTHONS); do \
 		python=; for one in python$$version $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$$version.*/bin/python; do \
 			if [ "$$($$one -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = $$version ]; then python=$$one; break; fi; \
@@ -93,9 +96,9 @@ pythons: venv ## the unit tests, conformance on SQLite, Django and the quickstar
 			$$python -m venv --clear $$made && \
 			$$made/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' && touch $$made/.ready || exit; \
 		fi; \
-		$$made/bin/python -m pytest -q -p no:cacheprovider -n $(PROCESSORS) --dist worksteal tests/unit && \
-		$$made/bin/python -m pytest -q -p no:cacheprovider -m "not mariadb and not postgresql" -k sqlite tests/conformance && \
-		$$made/bin/python -m pytest -q -p no:cacheprovider tests/integration/test_quickstart.py tests/integration/test_django*.py || failed="$$failed $$version"; \
+		$(if $(UNIT),$$made/bin/python -m pytest -q -p no:cacheprovider -n $(PROCESSORS) --dist worksteal $(UNIT) &&) \
+		$$made/bin/python -m pytest -q -p no:cacheprovider -m "not mariadb" -k "sqlite or asyncpg" tests/conformance && \
+		$$made/bin/python -m pytest -q -p no:cacheprovider $(WITH_PYTHON) || failed="$$failed $$version"; \
 	done; if [ -n "$$failed" ]; then echo "failed with Python$$failed"; exit 1; fi
 
 spent: venv ## where the processor time of the last `make test` went, by file and by test

@@ -153,6 +153,19 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
+def engine_of():
+    """Makes engines that are disposed of after the test."""
+    with ExitStack() as later:
+
+        def make(url, **options):
+            made = create_engine(url, **options)
+            later.callback(made.dispose)
+            return made
+
+        yield make
+
+
+@pytest.fixture
 def collects_itself() -> Iterator[None]:
     """Only the test collects garbage. If another thread was collecting just then, its own call would do nothing."""
     gc.disable()

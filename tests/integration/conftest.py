@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from contextlib import ExitStack, closing
+from contextlib import closing
 
 import pytest
 from click.testing import CliRunner
@@ -78,19 +78,6 @@ def orders():
 def writer(kafka, engine):
     with DualWriter("orders", kafka=kafka, database=engine) as writer:
         yield writer
-
-
-@pytest.fixture
-def engine_of():
-    """Makes engines that are disposed of after the test."""
-    with ExitStack() as later:
-
-        def make(url, **options):
-            made = create_engine(url, **options)
-            later.callback(made.dispose)
-            return made
-
-        yield make
 
 
 @pytest.fixture

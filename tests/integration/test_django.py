@@ -49,11 +49,11 @@ def there(engine, kafka, dualwrite_topic):
 
 
 @pytest.fixture
-def django(url, engine):
+def django(url, engine, tmp_path):
     """Django's default connection leads to this database."""
     databases = {
         "default": database(url),
-        "lite": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"},
+        "lite": {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "lite.db")},
     }
     with using(databases):
         yield connections["default"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,13 @@ def waiting_process() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
         yield process
         process.kill()
+
+
+@pytest.fixture
+def sqlite() -> Iterator[sqlite3.Connection]:
+    """A database in memory, in autocommit."""
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        yield connection
 
 
 @pytest.fixture

@@ -65,21 +65,20 @@ STEPS = ["message", *itertools.product((OPEN, RELEASE, BACK), "ab")]
 
 
 @pytest.mark.parametrize("length", [4, pytest.param(6, marks=pytest.mark.thorough)])
-def test_messages_go_with_savepoints_as_rows_do_in_every_sequence(length: int) -> None:
-    database = sqlite3.connect(":memory:", isolation_level=None)
-    database.execute("CREATE TABLE row (number INTEGER)")
+def test_messages_go_with_savepoints_as_rows_do_in_every_sequence(sqlite: sqlite3.Connection, length: int) -> None:
+    sqlite.execute("CREATE TABLE row (number INTEGER)")
     for steps in itertools.product(STEPS, repeat=length):
         savepoints: Savepoints[int] = Savepoints()
         sent: list[int] = []
-        database.execute("BEGIN")
+        sqlite.execute("BEGIN")
         for number, step in enumerate(steps):
             if step == "message":
                 savepoints.add(number)
-                database.execute("INSERT INTO row VALUES (?)", (number,))
+                sqlite.execute("INSERT INTO row VALUES (?)", (number,))
             else:
                 move, name = step
                 try:
-                    database.execute(f"{move.value} {name}")
+                    sqlite.execute(f"{move.value} {name}")
                 except sqlite3.OperationalError:  # no such savepoint
                     with pytest.raises(NotUnderstood):
                         savepoints.apply(move, name)
@@ -90,9 +89,9 @@ def test_messages_go_with_savepoints_as_rows_do_in_every_sequence(length: int) -
                 assert sent == sorted(sent)
         savepoints.end()
         sent += savepoints.take()
-        assert sent == [number for (number,) in database.execute("SELECT number FROM row ORDER BY number")], steps
+        assert sent == [number for (number,) in sqlite.execute("SELECT number FROM row ORDER BY number")], steps
         assert savepoints.idle
-        database.execute("ROLLBACK")
+        sqlite.execute("ROLLBACK")
 
 
 def test_what_is_done_after_sqlalchemy_rolled_back_cannot_be_rolled_back_again_unlike_after_a_text() -> None:

@@ -8,7 +8,7 @@ import itertools
 import threading
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import text
 from sqlalchemy.orm import sessionmaker
 
 from dualwrite import ProducerRecord, RowUnit, WriterLimits
@@ -32,11 +32,11 @@ class Broken(Exception):
 
 
 @pytest.fixture
-def make(tmp_path):
+def make(tmp_path, engine_of):
     writers = []
 
     def make(outbox="fallback", **settings):
-        engine = create_engine(f"sqlite:///{tmp_path}/shop.db")
+        engine = engine_of(f"sqlite:///{tmp_path}/shop.db")
         with engine.begin() as connection:
             connection.execute(text("CREATE TABLE IF NOT EXISTS orders (id INTEGER PRIMARY KEY)"))
         writer = InMemoryWriter("shop", database=engine, outbox=outbox, **settings)

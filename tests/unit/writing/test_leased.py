@@ -73,6 +73,11 @@ def die(shop, writer):
     """End a member as SIGKILL does: nothing is closed or settled, and its lease expires."""
     writer._keeper._stopped.set()
     writer._closing.set()
+    # Its thread would go on with the database after the test.
+    lanes = writer._current._lanes
+    lanes._queue.close()
+    lanes.look_again()
+    lanes._housekeeper.join()
     writer._pid = writer._current._pid = -1
     expire(shop, writer.transactional_id)
 

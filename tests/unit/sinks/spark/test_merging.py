@@ -1,7 +1,6 @@
 """Which row of a key counts, what a deleted row leaves, and what is refused before anything runs."""
 
 import random
-import sqlite3
 
 import pyarrow as pa
 import pytest
@@ -192,7 +191,7 @@ def test_a_record_tells_that_its_row_is_deleted():
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("newer_by", [None, "at"])
-def test_the_newest_row_of_each_key_decides_about_the_table(seed, newer_by):
+def test_the_newest_row_of_each_key_decides_about_the_table(sqlite, seed, newer_by):
     """The statements with ``ON CONFLICT``, in SQLite; that PostgreSQL and MariaDB do the same, their own test shows."""
     chance = random.Random(seed)
     parts = [[(chance.randrange(5), number, chance.randrange(9), chance.random() < 0.4) for number in range(part, 30, 3)]
@@ -206,22 +205,21 @@ def test_the_newest_row_of_each_key_decides_about_the_table(seed, newer_by):
         if not deleted:
             expected[key] = (key, name, at)
 
-    database = sqlite3.connect(":memory:")
-    database.execute("CREATE TABLE target (id PRIMARY KEY, name, at)")
-    database.executemany("INSERT INTO target VALUES (?, ?, ?)", [(key, -1, 7) for key in range(3)])
+    sqlite.execute("CREATE TABLE target (id PRIMARY KEY, name, at)")
+    sqlite.executemany("INSERT INTO target VALUES (?, ?, ?)", [(key, -1, 7) for key in range(3)])
     for number, rows in enumerate(parts):
-        database.execute(f"CREATE TABLE s{number} (id, name, at, {ORDER}, {DELETED})")
+        sqlite.execute(f"CREATE TABLE s{number} (id, name, at, {ORDER}, {DELETED})")
         given = [(key, name, at, at, deleted) for key, name, at, deleted in rows]
-        database.executemany(f"INSERT INTO s{number} VALUES (?, ?, ?, ?, ?)", given)
+        sqlite.executemany(f"INSERT INTO s{number} VALUES (?, ?, ?, ?, ?)", given)
     merge = Merge(("id",), ("name", "at"), newer_by, order=0, op=0)
     columns, staged = ("id", "name", "at"), ["s0", "s1", "s2"]
     statements = MergeStatements(merge, columns, "target", staged, quote='"{}"'.format, place="rowid")
     gone = [row[0] for row in newest.values() if row[3]]
-    assert database.execute(statements.newest_count()).fetchone() == (len(newest) - len(gone),)
+    assert sqlite.execute(statements.newest_count()).fetchone() == (len(newest) - len(gone),)
     # SQLite has no DELETE ... USING.
     deleting = (
         statements.delete_using().partition(" USING ")[2].replace(" WHERE newest", ", target AS present WHERE newest")
     )
-    database.execute(f"DELETE FROM target WHERE id IN (SELECT present.id FROM {deleting})")
-    database.execute(statements.insert_or_update())
-    assert sorted(database.execute("SELECT * FROM target")) == sorted(expected.values())
+    sqlite.execute(f"DELETE FROM target WHERE id IN (SELECT present.id FROM {deleting})")
+    sqlite.execute(statements.insert_or_update())
+    assert sorted(sqlite.execute("SELECT * FROM target")) == sorted(expected.values())

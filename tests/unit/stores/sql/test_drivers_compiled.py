@@ -2,7 +2,7 @@
 
 import pytest
 from sqlalchemy import Integer, String, bindparam, create_engine, event, exc, literal, select, text
-from sqlalchemy.pool import StaticPool
+from sqlalchemy.pool import NullPool
 
 from dualwrite.stores.sql import drivers
 from dualwrite.stores.sql.drivers import CompiledOnce, execute_below
@@ -12,7 +12,7 @@ STATE = declare_tables(None).state
 
 
 def connect():
-    return create_engine("sqlite://", poolclass=StaticPool).connect()
+    return create_engine("sqlite://", poolclass=NullPool).connect()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Listeners are called once for each event, however a connection came about."""
 
 import pytest
-from sqlalchemy import create_engine
 
 from dualwrite.stores.sql.drivers import Listeners
 
@@ -25,8 +24,8 @@ def heard():
 
 
 @pytest.fixture
-def engine():
-    return create_engine("sqlite://")
+def engine(engine_of):
+    return engine_of("sqlite://")
 
 
 def test_an_engine_that_is_expected_needs_no_listener_on_its_connections(heard, engine):
