@@ -37,7 +37,7 @@ from dualwrite.protocol.lives import BATCH_LIFE, BatchEvent, BatchState, Machine
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import Ended
 from dualwrite.protocol.values import Decision as RowDecision
-from dualwrite.protocol.values import Outcome, StateRow
+from dualwrite.protocol.values import Outcome, Participant, StateRow
 from dualwrite.recovery.settle import end_participants
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Batch(Protocol):
         ...
 
     def bring(self, connection: Connection) -> None:
-        """Move the parts' rows to where they belong."""
+        """Move the parts' rows to where they belong, and run what they would leave to COMMIT (`StateStore.run_deferred`)."""
         ...
 
     def decided(self) -> None:
@@ -121,16 +121,16 @@ P = TypeVar("P", bound=Part)
 
 
 Record: TypeAlias = Callable[[Sequence[tuple[StateRow, Outcome, str]]], None]
+Participants: TypeAlias = Callable[[Sequence[StateRow]], Sequence[Participant]]
 
 
 class Decision(Generic[P]):
     """One attempt to decide on a batch. Use it once.
 
     `connect` opens the connection of the deciding transaction, and closes it. `timeout_s` limits the wait for COMMIT's answer,
-    and for Kafka; `idle_s` is how long the database lets a paused decider keep its transaction. `participating` says that parts
-    have left transactions prepared in the database, too, which the decision ends. `completed` are the parts
-    whose transactions were committed and recorded without a claim: their owners may continue. `record` is that of
-    :func:`complete_handed_over`: with it, :meth:`Batch.settle` records them.
+    and for Kafka; `idle_s` is how long the database lets a paused decider keep its transaction. `completed` are the parts
+    whose transactions were committed and recorded without a claim: their owners may continue. `participants` and `record` are
+    those of :func:`complete_handed_over`: with the latter, :meth:`Batch.settle` records them.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Decision(Generic[P]):
         connect: Callable[[], AbstractContextManager[Connection]],
         timeout_s: float,
         idle_s: float,
-        participating: bool = True,
+        participants: Participants | None = None,
         record: Record | None = None,
     ) -> None:
         self._batch = batch
@@ -151,7 +151,7 @@ class Decision(Generic[P]):
         self._connect = connect
         self._timeout_s = timeout_s
         self._idle_s = idle_s
-        self._participating = participating
+        self._participants = participants
         self._record = record
         self._machine = Machine("batch", BATCH_LIFE, BatchState.PREPARED)
         self.completed: Sequence[P] = ()
@@ -221,7 +221,6 @@ class Decision(Generic[P]):
                 for part in self._parts:
                     self._decide_on(connection, part)
                 self._batch.bring(connection)
-                store.run_deferred(connection)
                 # Moving many rows may take long, and once the leases have ended, the broker aborts even what is decided.
                 self._batch.require_held(connection)
                 failpoints.hit("batch.recorded")
@@ -266,7 +265,7 @@ class Decision(Generic[P]):
                 coordinator=self._context.coordinator,
                 store=store,
                 deadline=Deadline(self._timeout_s),
-                participating=self._participating,
+                participants=self._participants,
                 record=self._record,
             )
         except DualWriteError as error:
@@ -291,19 +290,19 @@ def complete_handed_over(
     coordinator: TransactionCoordinator,
     store: StateStore,
     deadline: Deadline,
-    participating: bool = True,
+    participants: Participants | None = None,
     record: Record | None = None,
 ) -> Sequence[StateRow]:
     """Commit in Kafka what this caller has decided for waiting owners, and tell them through the row.
 
     The decider calls this once for each decision, before it has sent anything of it. The rows, as they are now, may be of both
     engines; their ``prepared`` is what was decided. The returned rows are durably completed on both sides. Nothing is known of
-    the others, nor of any after an error: claim and settle them. `participating` is False if none of the owners has left a
-    transaction prepared in the database. `record` takes the outcomes instead of the store, in a transaction that has other
-    work, too: the owners may continue once it has committed.
+    the others, nor of any after an error: claim and settle them. `participants` names what the owners have left prepared in the
+    database, which is committed first; without it the store looks for that. `record` takes the outcomes instead of the store,
+    in a transaction that has other work, too: the owners may continue once it has committed.
     """
-    if participating:
-        end_participants(store, [found for found in store.participants(rows) if found.decided])
+    prepared = (participants or store.participants)(rows)
+    end_participants(store, [found for found in prepared if found.decided])
     failpoints.hit("complete.before")
     named = {row.kafka_id(row.incarnation): row.prepared for row in rows}
     native = {kafka_id: state for kafka_id, state in named.items() if state.is_native}

@@ -203,6 +203,7 @@ class DualWrite(Work):
         timeout_s: float,
         ending: Ending = Ending.COMMIT,
         permit: Callable[[Handle], None] | None = None,
+        defers: bool = True,
         savepoints: bool = True,
         observer: WriteObserver | None = None,
         serializing: Serializing = NO_SERIALIZERS,
@@ -229,6 +230,7 @@ class DualWrite(Work):
         self._timeout_s = timeout_s
         self._ending = ending
         self._permit = permit
+        self._defers = defers
         self._uses_savepoints = savepoints
         self._serializing = serializing
         self._machine = Machine(
@@ -629,7 +631,8 @@ class DualWrite(Work):
         self._machine.check(WriteEvent.PREPARE)
         failpoints.hit("write.body_done")
         try:
-            state = self._prepare(run_deferred=prepared)  # no constraint is on tables that nobody reads
+            # No constraint is on tables that nobody reads.
+            state = self._prepare(run_deferred=prepared and self._defers)
             if self._permit is not None:
                 self._permit(self._handle)
             answer_s = self._timeout_s / 2

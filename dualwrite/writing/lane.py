@@ -545,6 +545,16 @@ class Lane:
             self._context.store.record_outcomes([(self._unrecorded, Outcome.COMMITTED, "committed by its owner")])
             self._unrecorded = None
 
+    def take_completed(self) -> StateRow | None:
+        """As :meth:`record_completed`, for an owner that records the row's outcome itself, and gives the lane up if it fails.
+
+        None if there is nothing to record.
+        """
+        if self._unrecorded is None or not self.prove_end(Deadline(_KNOW_END_S)):
+            return None
+        row, self._unrecorded = self._unrecorded, None
+        return row
+
     def compare_with_row(self) -> None:
         """Check whether the database has lost our newest decision, and report it if so. For owners that close or idle."""
         if self._row is not None:

@@ -433,10 +433,12 @@ class TableColumn:
 class Table:
     """A table: its exact names, and its columns by name.
 
-    `takes` says by :attr:`TableColumn.type_name` how values of a Spark type travel into columns of its database.
+    `takes` says by :attr:`TableColumn.type_name` how values of a Spark type travel into columns of its database; `defers`,
+    whether a row may leave something to be done at COMMIT.
     """
 
     schema: str
     name: str
     columns: Mapping[str, TableColumn]
     takes: Callable[[TypeRow], Mapping[str, Wire]] = attrgetter("postgresql")
+    defers: bool = False

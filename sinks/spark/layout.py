@@ -88,7 +88,7 @@ class Layout:
 
     `cluster_id` is the Kafka cluster that the driver has found; empty before that. `merge` says how rows meet those of the same
     key; None if rows are only added. `whole_row` is the position of the row's JSON among the projected columns if rows may be
-    put aside; their batches then end in one more column, with what is wrong with a row, or null.
+    put aside; their batches then end in one more column, with what is wrong with a row, or null. `defers` is that of the table.
     """
 
     projected: tuple[Projected, ...]
@@ -99,6 +99,7 @@ class Layout:
     cluster_id: str = ""
     merge: Merge | None = None
     whole_row: int | None = None
+    defers: bool = False
 
     @property
     def arrow_schema(self) -> pa.Schema:
@@ -197,6 +198,7 @@ class _Planning:
                 timestamp=timestamp,
             ),
             table=(self._table.schema, self._table.name),
+            defers=self._table.defers,
             table_columns=table_columns,
             merge=merge,
             whole_row=whole_row,

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
     from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.options import SinkOptions
+    from dualwrite.sinks.spark.worker import Workplace
     from dualwrite.stores.sql.ledger import Run
-    from dualwrite.writing.lane import Lane
     from dualwrite.writing.transaction import Transaction
 
 logger = logging.getLogger(__name__)
@@ -188,6 +188,8 @@ class _Writing:
         self._started_s = now_s()
         self._first_offsets: Mapping[str, int] = {}
         self._targets = task.targets
+        self._destination = destination_of(attempt.database, self._targets, Way.PARTITIONS)
+        self._filled: set[int] = set()
         self._sieve = Sieve(task.options, self._targets, attempt.database, attempt.batch_id, attempt.partition)
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> PartitionReport:
@@ -267,11 +269,23 @@ class _Writing:
         """Record a partition without rows in the ledger: it needs no slot and no producer."""
         with self._attempt.engine.begin() as connection:
             self._attempt.require_run(connection)
-            self._record(connection, None)
+            sink, batch_id = self._task.options.sink, self._task.batch_id
+            begun = self._attempt.ledger.require(connection, sink, batch_id, self._destination)
+            self._record(connection, begun, None)
 
     def _write_rows(self, batches: Iterable[pa.RecordBatch]) -> None:
         attempt, options = self._attempt, self._task.options
         with attempt.workplace() as place:
+
+            def permit(connection: Connection) -> None:
+                layouts = [self._targets[number].layout for number in self._filled if self._targets[number].in_table]
+                sink, batch_id, ledger = options.sink, self._task.batch_id, attempt.ledger
+                # A merge has checked its target itself.
+                checked = [layout for layout in layouts if layout.merge is None]
+                found = attempt.require_written(connection, checked, ledger.begun(sink, batch_id))
+                begun = ledger.require_begun(sink, batch_id, self._destination, *found)
+                self._record(connection, begun, place.slot.leased_at)
+
             with (
                 attempt.observed(place) as observer,
                 attempt.engine.connect() as connection,
@@ -282,21 +296,21 @@ class _Writing:
                     margin_s=options.margin_s,
                     timeout_s=options.timeout_s,
                     savepoints=False,
-                    permit=attempt.require_run,
+                    permit=permit,
                     observer=observer,
                 ) as transaction,
             ):
                 self._fill(transaction, batches)
                 failpoints.hit("spark.rows_copied")
-                self._record(transaction.connection, place.slot.leased_at)
             if (sent := transaction.prepared) is not None:
                 self._first_offsets = {f"{one.topic}-{one.partition}": one.offset for one in sent.first_offsets}
-            self._record_completed(place.lane)
+            self._note_completed(place)
 
     def _fill(self, transaction: Transaction, batches: Iterable[pa.RecordBatch]) -> None:
         routed = ((0, batch) for batch in batches)
         sifted = routed if self._task.quarantine is None else self._sieve.sift(routed)
         for number, rows in groupby(sifted, key=itemgetter(0)):
+            self._filled.add(number)
             target = self._targets[number]
             write_rows(
                 transaction,
@@ -309,10 +323,9 @@ class _Writing:
                 progress=self._progress,
             )
 
-    def _record(self, connection: Connection, started_at: datetime | None) -> None:
+    def _record(self, connection: Connection, partition_count: int | None, started_at: datetime | None) -> None:
+        """Record the partition as written; `partition_count` is what the batch was begun with."""
         attempt, sink, batch_id = self._attempt, self._task.options.sink, self._task.batch_id
-        destination = destination_of(attempt.database, self._targets, Way.PARTITIONS)
-        partition_count = attempt.ledger.require(connection, sink, batch_id, destination)
         if partition_count is None or attempt.partition >= partition_count:
             raise IllegalStateError(f"{attempt.name}: the batch was begun with {partition_count} partitions")
         if not attempt.ledger.insert(
@@ -329,9 +342,10 @@ class _Writing:
         ):
             raise _WrittenByOther
 
-    def _record_completed(self, lane: Lane) -> None:
+    def _note_completed(self, place: Workplace) -> None:
+        lane = place.lane
         try:
-            lane.record_completed()
+            place.slot.completed = lane.take_completed()
             if lane.unrecorded is not None and lane.needs_settling:
                 # Some partitions do not show the end yet. Their readers wait, and this slot may not be used again for a long
                 # time.

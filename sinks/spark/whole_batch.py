@@ -19,6 +19,7 @@ from dualwrite.clock import now_s
 from dualwrite.errors import DualWriteError, TransactionAborted, Unavailable
 from dualwrite.protocol.batches import Way
 from dualwrite.protocol.prepared_state import PreparedTxnState
+from dualwrite.protocol.values import Participant
 from dualwrite.recovery.claim import OwnerContext, unique_owner
 from dualwrite.sinks.batches import Decision
 from dualwrite.sinks.spark.databases.database import DROP_LOCK_TIMEOUT_S, STAGING_PREFIX, Staged, StagingTable
@@ -111,7 +112,7 @@ class WholeBatch(DriverSide):
             connect=self._engine.connect,
             timeout_s=self._options.timeout_s,
             idle_s=self._options.margin_s / 2,  # leaves the other half for COMMIT and for Kafka
-            participating=any(one.in_targets for one in prepared),
+            participants=deciding.participants,
             record=deciding.outcomes.extend,
         )
         written = decision.run()
@@ -159,6 +160,10 @@ class WholeBatch(DriverSide):
             byte_count=sum(one.bytes for one in prepared),
             sources=sources,
         )
+
+    def run_deferred(self, connection: Connection) -> None:
+        """Run what the rows have left to COMMIT."""
+        self._store.run_deferred(connection)
 
     def require_leases(self, connection: Connection, prepared: Sequence[PreparedPartition]) -> None:
         """Lock every part's lease until the transaction ends. Raise TransactionAborted if one has ended."""
@@ -310,6 +315,8 @@ class _Deciding:
                 if part.target == number and part.staged is not None
             ]
             self._bring_into(connection, target.layout, staged, None if target.is_quarantine else self._empty)
+        if self._empty is not None or not all(one.in_targets for one in self._prepared):  # else no row was moved
+            self._driver.run_deferred(connection)
 
     def _bring_into(
         self, connection: Connection, layout: Layout, staged: Sequence[Staged], empty: Emptying | None
@@ -324,6 +331,17 @@ class _Deciding:
             # Tasks with prepared rows have checked the types, and their locks keep them. Others leave both tables to us.
             tables = [layout.table, *(one.table.table for one in staged)]
             database.require_types(connection, tables, layout.table_types, shown_name=layout.table[1])
+
+    def participants(self, rows: Sequence[StateRow]) -> Sequence[Participant]:
+        """What the tasks have prepared in the database: each has told its name, so that nobody has to look for it."""
+        prepared = {one.transactional_id for one in self._prepared if one.in_targets}
+        return [
+            Participant(
+                row, row.incarnation, name_of(row.namespace, row.prepared), decided=True, prepared_at=row.updated_at
+            )
+            for row in rows
+            if row.transactional_id in prepared
+        ]
 
     def decided(self) -> None:
         self._decided_at = time.monotonic()
@@ -459,7 +477,7 @@ def _prepare(
                 if staging:
                     attempt.keep_in(connection, place.slot, _lifetime_s(attempt, place))
                 else:
-                    attempt.require_run(connection)
+                    attempt.require_written(connection, filling.targets_written())
 
             with (
                 attempt.observed(place) as observer,
@@ -473,6 +491,7 @@ def _prepare(
                     savepoints=False,
                     ending=Ending.HAND_OVER if staging else Ending.PREPARE,
                     permit=permit,
+                    defers=any(target.layout.defers for target in targets),
                     observer=observer,
                 ) as transaction,
             ):
@@ -552,6 +571,11 @@ class _Filling:
             prepared=staged is None,
         )
         self._rows[number] += self._progress.rows - before
+
+    def targets_written(self) -> Sequence[Layout]:
+        """The layouts of the targets that have rows by now. A merge has checked its target itself."""
+        layouts = [self._targets[number].layout for number in self._rows if self._targets[number].in_table]
+        return [layout for layout in layouts if layout.merge is None]
 
     def parts(self) -> tuple[TargetPart, ...]:
         """What was written, by target."""

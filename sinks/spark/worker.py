@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from pyspark import TaskContext
 
 from dualwrite.clock import Deadline, now_s
-from dualwrite.errors import DualWriteError, Fenced, TransactionAborted, Unavailable
+from dualwrite.errors import DualWriteError, Fenced, IllegalStateError, TransactionAborted, Unavailable
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import LaneProducer
 from dualwrite.protocol.batches import Destination, Way
@@ -31,11 +31,12 @@ from dualwrite.telemetry import observer_if_loaded
 from dualwrite.writing.lane import Lane
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Select
+    from sqlalchemy import Connection, Select, Update
 
     from dualwrite.interfaces import WriteObserver
     from dualwrite.protocol.values import StateRow
     from dualwrite.sinks.spark.databases.database import SinkDatabase
+    from dualwrite.sinks.spark.layout import Layout
     from dualwrite.sinks.spark.options import SinkOptions
     from dualwrite.sinks.spark.targets import Target
     from dualwrite.stores.sql.ledger import Run, WrittenPartition
@@ -104,6 +105,32 @@ class Attempt:
         """Continue only while the run has not been given up, which raises `Fenced`; see :meth:`Runs.require`."""
         if self._run is not None:
             Runs(self.engine, self.options.schema).require(connection, self._run)
+
+    def require_written(
+        self, connection: Connection, layouts: Sequence[Layout], beside: Sequence[Select[Any]] = ()
+    ) -> Sequence[object]:
+        """:meth:`require_run`, and abort unless the tables still have the types that the rows were made for.
+
+        Returns what the queries `beside` find, each one value or None: in one statement, where the database can, for the last
+        table.
+        """
+        held = [] if self._run is None else [Runs(self.engine, self.options.schema).holding(self._run)]
+        asked, values = [*held, *beside], cast("Sequence[object]", ())
+        if not layouts:
+            self.require_run(connection)
+            return [connection.scalar(one) for one in beside]
+        for place, layout in enumerate(layouts, 1):
+            values = self.database.require_types(
+                connection,
+                [layout.table],
+                layout.table_types,
+                shown_name=layout.table[1],
+                beside=asked if place == len(layouts) else (),
+            )
+        if held and values[0] is None:
+            self.require_run(connection)  # which says why
+            raise IllegalStateError(f"{self.name}: its run was not found, and then it was")
+        return values[len(held) :]
 
     def _require_in_time(self, former: str) -> None:
         """Fail at once if the slot that we would take holds another partition that this run has prepared.
@@ -196,6 +223,7 @@ class Attempt:
             preferred=servers.resting,
             require=require,
             ended=self._require_in_time,
+            recording=servers.recording,
         ) as slot:
             lane = servers.take(slot.lease.transactional_id)
             slot.rests = servers.has_room
@@ -291,6 +319,10 @@ class WorkerCache:
         lane.discard()
         return self._new_lane(transactional_id)
 
+    def recording(self, slot: Slot) -> Update | None:
+        """What records the outcome that an attempt has left to the slot, if it has."""
+        return None if slot.completed is None else self._store.completing(slot.completed, "committed by its owner")
+
     def keep(self, lane: Lane) -> None:
         """Let a lane rest here if there is room; else discard it."""
         if self.has_room:
@@ -370,7 +402,8 @@ _RENEWALS_PER_LEASE = 3
 class Slot:
     """A slot in use. The lease's id is its transactional id; `leased_at` is by the database's clock.
 
-    `rests` says that the worker will keep the lane that uses it.
+    `rests` says that the worker will keep the lane that uses it. `completed` is the lane's row if its outcome is to be recorded
+    as the slot is given back.
     """
 
     def __init__(self, lease: SlotLease, leased_at: datetime) -> None:
@@ -379,6 +412,7 @@ class Slot:
         self.kept_until: datetime | None = None
         self.rests = False
         self.is_kept = False
+        self.completed: StateRow | None = None
         self._leased_s = now_s()
         self._stop = threading.Event()
         self._renewer: threading.Thread | None = None
@@ -442,6 +476,7 @@ def leased_slot(
     preferred: Callable[[Connection], Sequence[str]] = lambda _: (),
     require: Callable[[Connection], None] = lambda _: None,
     ended: Callable[[str], None] = lambda _: None,
+    recording: Callable[[Slot], Update | None] = lambda _: None,
 ) -> Generator[Slot, None, None]:
     """Lease a slot and keep the lease alive until the block ends.
 
@@ -450,8 +485,8 @@ def leased_slot(
     driver settles what the task left behind, or the next holder of the slot does once the lease has ended. Losing the lease
     meanwhile does no harm: the next holder claims the slot's id, and that fences us.
 
-    `again` may lease a slot in a shorter way. The other arguments are those of :meth:`SlotPool.lease`; `preferred` are slots
-    that the worker could continue with.
+    `again` may lease a slot in a shorter way; `recording` makes what is recorded as the slot is returned. The other arguments
+    are those of :meth:`SlotPool.lease`; `preferred` are slots that the worker could continue with.
     """
     lease = again() or pool.lease(owner, lease_s, preferred=preferred, require=require, ended=ended)
     slot = Slot(lease, lease.until - timedelta(seconds=lease_s))
@@ -467,7 +502,7 @@ def leased_slot(
         pool.keep(lease, slot.kept_until)
         return
     try:
-        pool.release({lease.transactional_id: lease.owner}, kept=slot.rests)
+        pool.release({lease.transactional_id: lease.owner}, kept=slot.rests, beside=recording(slot))
     except DualWriteError as error:
         logger.warning(
             "%s: the slot was not given back; its lease will end by itself: %s", lease.transactional_id, error

@@ -19,7 +19,8 @@ from sqlalchemy import create_engine, text
 from dualwrite import recover
 from dualwrite.errors import TransactionAborted
 from dualwrite.recovery.recover import status
-from dualwrite.sinks.spark import register
+from dualwrite.sinks.spark import SinkOptions, register
+from dualwrite.sinks.spark.databases.database import open_database
 from dualwrite.sinks.spark.databases.postgresql import require_prepared
 from dualwrite.stores.sql.store import SqlStateStore
 
@@ -168,3 +169,37 @@ def test_what_cannot_be_prepared_is_refused(spark, numbers, write):
     with pytest.raises(SPARKS_ERRORS, match="need staging tables"):
         write(numbered(spark), mode="overwrite", batchId="1")
     assert numbers.rows() == numbers.messages() == []
+
+
+@pytest.mark.parametrize(
+    ("more", "defers"),
+    [
+        ("", False),
+        ("ALTER TABLE numbers ADD UNIQUE (id)", False),
+        ("ALTER TABLE numbers ADD UNIQUE (id) DEFERRABLE", True),
+        (
+            "CREATE TABLE others (id bigint PRIMARY KEY); ALTER TABLE numbers ADD FOREIGN KEY (id) REFERENCES others",
+            False,
+        ),
+        (
+            "CREATE TABLE others (id bigint PRIMARY KEY); ALTER TABLE numbers ADD FOREIGN KEY (id) REFERENCES others "
+            "DEFERRABLE INITIALLY DEFERRED",
+            True,
+        ),
+        (
+            "CREATE FUNCTION nothing() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END'; "
+            "CREATE TRIGGER before_it BEFORE INSERT ON numbers FOR EACH ROW EXECUTE FUNCTION nothing()",
+            True,
+        ),
+    ],
+)
+def test_a_table_defers_something_to_commit_by_a_deferrable_constraint_or_a_trigger_of_a_user(numbers, more, defers):
+    """Only then a task runs it before PREPARE TRANSACTION, where nothing would bound its time."""
+    if more:
+        numbers.execute(more)
+    database = open_database(SinkOptions(**numbers.settings))
+    try:
+        with database.engine.connect() as connection:
+            assert database.read_table(connection, "numbers").defers is defers
+    finally:
+        database.engine.dispose()

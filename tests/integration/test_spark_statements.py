@@ -16,6 +16,7 @@ import pytest
 from harness.one_task import SCHEMA
 from harness.spark_source import nothing_is_left, options
 from pyspark import TaskContext
+from sqlalchemy import create_engine, make_url, text
 
 from dualwrite.sinks.spark import DualWriteDataSource, SinkOptions, source, worker, writing
 from dualwrite.sinks.spark.partition_task import PartitionReport
@@ -30,9 +31,10 @@ class Asked:
     """What came to the servers.
 
     Attributes:
-        statements: Those that PostgreSQL was sent.
-        transactions: Of PostgreSQL, also those of statements that stood alone.
-        requests: To PostgreSQL, for each of which a client waits: statements that are sent together are one, a ping is one, too.
+        statements: Those that the database was sent. Limits of a transaction that go in the request of its only statement are no
+            statements of their own.
+        transactions: Of the database, also those of statements that stood alone.
+        requests: To the database, for each of which a client waits: statements that are sent together are one, a ping is one, too.
         kafka: Requests to the broker.
     """
 
@@ -58,12 +60,66 @@ class Servers:
         """What came since the last call; `statements` has the texts."""
         before, self._seen = self._seen, (len(self._database.requests), len(self._broker.requests))
         requests = self._database.requests[before[0] : self._seen[0]]
-        statements = self.statements = [one for request in requests for one in request.statements]
+        statements = self.statements = [one for request in requests for one in without_limits(request.statements)]
         return Asked(len(statements), transactions_of(statements), len(requests), self._seen[1] - before[1])
 
 
+class GeneralLog:
+    """What MariaDB is asked by those who have connected to one database: its own log. Nothing stands between."""
+
+    def __init__(self, url):
+        self._engine = create_engine(url, isolation_level="AUTOCOMMIT")
+        self._database = make_url(url).database
+
+    def __enter__(self):
+        self._run("SET GLOBAL log_output = 'TABLE'")
+        self._run("TRUNCATE mysql.general_log")
+        self._run("SET GLOBAL general_log = ON")
+        return self
+
+    def __exit__(self, *_):
+        self._run("SET GLOBAL general_log = OFF")
+        self._run("SET GLOBAL log_output = DEFAULT")
+        self._engine.dispose()
+
+    def _run(self, statement, **values):
+        with self._engine.connect() as connection:
+            found = connection.execute(text(statement), values)
+            return found.all() if found.returns_rows else []
+
+    def url(self, url):
+        return url
+
+    @property
+    def requests(self):
+        found = self._run(
+            "SELECT command_type, convert(argument USING utf8mb4) FROM mysql.general_log "
+            "WHERE command_type IN ('Query', 'Ping') AND thread_id <> connection_id() AND thread_id IN (SELECT thread_id "
+            "FROM mysql.general_log WHERE command_type = 'Connect' AND argument LIKE :ours) ORDER BY event_time",
+            ours=f"%on {self._database} %",
+        )
+        return [Sent(() if kind == "Ping" else (" ".join(asked.split()).upper(),)) for kind, asked in found]
+
+
+@dataclass
+class Sent:
+    """What a client has sent at once."""
+
+    statements: tuple
+
+
+def without_limits(statements):
+    """The statements of a request without those that set limits for the last one, which then stands alone."""
+    return statements[-1:] if statements[:1] == ("SET TRANSACTION ISOLATION LEVEL READ COMMITTED",) else statements
+
+
 def transactions_of(statements):
-    """How many transactions there were: those that were begun, and the statements that stood alone."""
+    """How many transactions there were: those that were begun, and the statements that stood alone.
+
+    MariaDB's drivers begin without a word. Each transaction ends, and DDL stands alone.
+    """
+    if not any(one.startswith("BEGIN") for one in statements):
+        return sum(one.startswith(("COMMIT", "ROLLBACK", "CREATE", "DROP")) for one in statements)
     found, inside = 0, False
     for one in statements:
         if not inside:
@@ -155,17 +211,22 @@ class Stream:
 
 
 @pytest.mark.parametrize(
-    ("way", "one", "further"),
+    ("numbers", "way", "one", "further"),
     [
-        ("staging", Asked(40, 6, 39, 30), Asked(10, 2, 10, 12)),
-        ("prepared", Asked(44, 9, 43, 30), Asked(12, 4, 12, 12)),
-        ("foreach_batch", Asked(40, 9, 39, 20), Asked(13, 4, 13, 12)),
+        pytest.param("postgresql", "staging", Asked(40, 6, 39, 30), Asked(10, 2, 10, 12), id="staging"),
+        pytest.param("postgresql", "prepared", Asked(40, 8, 39, 30), Asked(10, 4, 10, 12), id="prepared"),
+        pytest.param("postgresql", "foreach_batch", Asked(37, 8, 36, 20), Asked(10, 3, 10, 12), id="foreach_batch"),
+        pytest.param("mariadb", "staging", Asked(114, 26, 114, 30), Asked(40, 11, 40, 12), id="staging-mariadb",
+                     marks=pytest.mark.mariadb),
+        pytest.param("mariadb", "foreach_batch", Asked(104, 25, 104, 20), Asked(46, 10, 46, 12), id="foreach_batch-mariadb",
+                     marks=pytest.mark.mariadb),
     ],
-)
-def test_a_micro_batch_of_one_row_asks_no_more_than_this(
-    numbers, dualwrite_postgres, dualwrite_kafka, way, one, further
-):
-    with PostgresProxy(dualwrite_postgres) as database, KafkaProxy(dualwrite_kafka) as broker:
+    indirect=["numbers"],
+)  # fmt: skip
+def test_a_micro_batch_of_one_row_asks_no_more_than_this(request, numbers, dualwrite_kafka, way, one, further):
+    on_postgresql = None if numbers.on_mariadb else request.getfixturevalue("dualwrite_postgres")
+    watched = GeneralLog(numbers.url) if on_postgresql is None else PostgresProxy(on_postgresql)
+    with watched as database, KafkaProxy(dualwrite_kafka) as broker:
         kafka = {**numbers.kafka, "bootstrap.servers": broker.client_config()["bootstrap.servers"]}
         stream = Stream(replace(numbers, url=database.url(numbers.url), kafka=kafka), way)
         servers = Servers(database, broker)

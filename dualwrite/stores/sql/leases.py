@@ -530,11 +530,18 @@ class SlotPool:
             raise Fenced(f"{lease.owner} no longer holds the slot", transactional_id=lease.transactional_id)
         return changed
 
-    def release(self, owners: Mapping[str, str], *, kept: bool = False, connection: Connection | None = None) -> None:
+    def release(
+        self,
+        owners: Mapping[str, str],
+        *,
+        kept: bool = False,
+        connection: Connection | None = None,
+        beside: Update | None = None,
+    ) -> None:
         """Give back slots, given with their holders. Does nothing for a slot whose holder has changed.
 
         ``kept`` reserves them for a while for their workers, which could continue with them; see :meth:`lease`. With a
-        connection, in the caller's transaction.
+        connection, in the caller's transaction; without one, another change may go ``beside``, with it or not at all.
         """
         if not owners:
             return
@@ -551,7 +558,13 @@ class SlotPool:
         if connection is not None:
             connection.execute(statement)
             return
-        self._own.run_one(lambda own: own.execute(statement))
+        if beside is None:
+            self._own.run_one(lambda own: own.execute(statement))
+        elif self.joins_conditions:
+            both = statement.add_cte(beside.cte("beside"))
+            self._own.run_one(lambda own: own.execute(both))
+        else:
+            self._own.run(lambda own: (own.execute(beside), own.execute(statement)))
         failpoints.hit("slot.released")
 
     def expired(self) -> Sequence[SlotLease]:

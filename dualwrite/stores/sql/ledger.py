@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from sqlalchemy import (
     CTE,
@@ -151,20 +151,28 @@ class Ledger:
 
         Returns the number of partitions that the batch was begun with; None if it was not begun.
         """
-        ledger = self._ledger
-        statement = select(ledger.c.partition_count, ledger.c.destination).where(
-            *self._of_batch, ledger.c.partition_id == BEGUN
-        )
         with self._on(connection):
-            begun = connection.execute(statement, {"sink_": sink, "batch_": batch_id}).one_or_none()
-        if begun is None:
+            count, recorded = (connection.scalar(one) for one in self.begun(sink, batch_id))
+        return self.require_begun(sink, batch_id, destination, count, recorded)
+
+    def begun(self, sink: str, batch_id: str) -> Sequence[Select[Any]]:
+        """What finds the arguments of :meth:`require_begun`, for another statement."""
+        ledger = self._ledger
+        is_it = and_(ledger.c.sink == sink, ledger.c.batch_id == batch_id, ledger.c.partition_id == BEGUN)
+        return [select(column).where(is_it) for column in (ledger.c.partition_count, ledger.c.destination)]
+
+    def require_begun(
+        self, sink: str, batch_id: str, destination: Destination, partition_count: object, recorded: object
+    ) -> int | None:
+        """As :meth:`require`, by what :meth:`begun` has found in the transaction that writes the partition."""
+        if partition_count is None:
             return None
-        former = None if begun.destination is None else Destination.parse(begun.destination)
+        former = None if recorded is None else Destination.parse(str(recorded))
         if former not in {None, destination}:
             raise other_destination(
                 sink, batch_id, Recorded(begun=True, destination=former, whole_written=False), destination
             )
-        return int(begun.partition_count)
+        return cast("int", partition_count)
 
     def started(self, database: Connection | Engine, sink: str, batch_id: str) -> int | None:
         """The number of partitions that the batch was begun with; None if no part of it is committed."""

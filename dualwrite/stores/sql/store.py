@@ -309,6 +309,10 @@ class SqlStateStore:
         elif outcomes:
             self._own.run(lambda own: self._records.record(own, outcomes))
 
+    def completing(self, row: StateRow, detail: str) -> Update:
+        """:meth:`record_outcomes` for one transaction that Kafka has committed, as a statement to go with another one."""
+        return self._records.completing([(row, Outcome.COMMITTED, detail)])
+
     def mark_settled(self, incarnations: Mapping[str, int]) -> None:
         if incarnations:
             self._own.run(lambda connection: self._records.mark_settled(connection, incarnations))

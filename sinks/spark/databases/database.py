@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import pyarrow.compute as pc
 
@@ -14,7 +14,7 @@ from dualwrite.errors import ConfigurationError, TransactionAborted
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from sqlalchemy import URL, Connection, Engine
+    from sqlalchemy import URL, Connection, Engine, Select
 
     from dualwrite.sinks.spark.column_types import Table
     from dualwrite.sinks.spark.digests import RowNames
@@ -123,11 +123,13 @@ class SinkDatabase(Protocol):
         planned: Mapping[str, str],
         *,
         shown_name: str,
-    ) -> None:
+        beside: Sequence[Select[Any]] = (),
+    ) -> Sequence[object]:
         """Abort unless the tables' columns have the types that the rows were made for, by column as `TableColumn.shown_type`.
 
         Call it in the transaction that has written the rows, which protects a table from ALTER until it ends. Before it
-        began, the table could change. People do not know a staging table's name: `shown_name` is for them.
+        began, the table could change. People do not know a staging table's name: `shown_name` is for them. Returns what the
+        queries `beside` find, each one value or None; they go in the same statement where the database can.
         """
         ...
 
@@ -136,8 +138,8 @@ class SinkDatabase(Protocol):
     ) -> AbstractContextManager[RowWriter]:
         """Write rows into the layout's staged columns of a table until the block ends; then all are there, or it raises.
 
-        It raises `TransactionAborted` also if the database left a row out, or if the target's types are no longer those of the
-        plan: leave the dual write, both sides abort. The types of a staging table are for the deciding transaction to check.
+        It raises `TransactionAborted` also if the database left a row out: leave the dual write, both sides abort. Check the
+        types by :meth:`require_types` afterwards; those of a staging table are for the deciding transaction to check.
         `names` names the row that the database refuses.
         """
         ...

@@ -60,7 +60,7 @@ from dualwrite.stores.sql.mariadb import is_mariadb
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from sqlalchemy import URL, CursorResult, Engine
+    from sqlalchemy import URL, CursorResult, Engine, Select
 
     from dualwrite.sinks.spark.digests import RowNames
     from dualwrite.sinks.spark.layout import Copied, Layout
@@ -418,8 +418,13 @@ class MariaDB:
         planned: Mapping[str, str],
         *,
         shown_name: str,
-    ) -> None:
+        beside: Sequence[Select[Any]] = (),
+    ) -> Sequence[object]:
         require_types(connection, tables, planned, shown_name=shown_name)
+        try:
+            return [connection.scalar(one) for one in beside]
+        except exc.SQLAlchemyError as error:
+            raise map_database_error(error, self.engine) from error
 
     def writing(
         self, connection: Connection, layout: Layout, table: tuple[str, str], names: RowNames | None = None
@@ -708,8 +713,6 @@ def inserting(
     with closing(Inserts(connection, layout, table, names)) as inserts:
         yield inserts
     require_all_taken(layout.table[1], sent=inserts.sent_rows, taken=inserts.taken_rows)
-    if table == layout.table:
-        require_types(connection, [table], layout.table_types, shown_name=table[1])
 
 
 # Which rows a table would not take, by a temporary copy of it.

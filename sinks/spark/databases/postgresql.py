@@ -23,7 +23,7 @@ import psycopg
 import psycopg.errors
 import pyarrow as pa
 from psycopg import sql
-from sqlalchemy import Connection, CursorResult, exc, text
+from sqlalchemy import Connection, CursorResult, String, exc, select, text
 
 from dualwrite.errors import ConfigurationError, TransactionAborted
 from dualwrite.sinks.spark.column_types import Table, TableColumn
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from psycopg import Cursor
-    from sqlalchemy import URL, Engine, RowMapping
+    from sqlalchemy import URL, Engine, RowMapping, Select
 
     from dualwrite.sinks.spark.digests import RowNames
     from dualwrite.sinks.spark.layout import Layout
@@ -449,8 +449,9 @@ class PostgreSQL:
         planned: Mapping[str, str],
         *,
         shown_name: str,
-    ) -> None:
-        require_types(connection, tables, planned, shown_name=shown_name)
+        beside: Sequence[Select[Any]] = (),
+    ) -> Sequence[object]:
+        return require_types(connection, tables, planned, shown_name=shown_name, beside=beside)
 
     def writing(
         self, connection: Connection, layout: Layout, table: tuple[str, str], names: RowNames | None = None
@@ -622,7 +623,9 @@ def _take_reported_facts(engine: Engine) -> None:
 _BAD_NAME: Final = frozenset({"42601", "42602", "22023", "0A000", "42939"})
 
 _FIND_TARGET: Final = text(
-    "SELECT c.oid, n.nspname, c.relname, c.relkind::text, has_any_column_privilege(c.oid, 'INSERT') "
+    # Also a trigger of a user's may defer something, anywhere, and so may those of partitions.
+    "SELECT c.oid, n.nspname, c.relname, c.relkind::text, has_any_column_privilege(c.oid, 'INSERT'), c.relkind = 'p' OR EXISTS "
+    "(SELECT 1 FROM pg_trigger t WHERE t.tgrelid = c.oid AND (t.tgdeferrable OR NOT t.tgisinternal)) "
     "FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = to_regclass(:name)"
 )
 # A domain has the binary form of its base type, which may be a domain itself.
@@ -653,7 +656,7 @@ _BOUNDED: Final = frozenset({"varchar", "bpchar"})
 _HEADER: Final = 4
 
 _TYPES: Final = text(
-    "SELECT n.nspname, c.relname, a.attname, format_type(a.atttypid, a.atttypmod) "
+    "SELECT n.nspname, c.relname, a.attname, format_type(a.atttypid, a.atttypmod) AS shown "
     "FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid JOIN pg_namespace n ON n.oid = c.relnamespace "
     "WHERE n.nspname = ANY(:schemas) AND c.relname = ANY(:tables) AND a.attnum > 0 AND NOT a.attisdropped"
 )
@@ -677,7 +680,7 @@ def read_table(connection: Connection, name: str) -> Table:
                 f"there is no table {name!r}",
                 next_step="create it, or check its schema and search path; a name with upper case needs double quotes",
             )
-        oid, schema, table, kind, may_insert = found
+        oid, schema, table, kind, may_insert, defers = found
         rows = connection.execute(_COLUMNS, {"table": oid}).all()
     except exc.SQLAlchemyError as error:
         if sqlstate_of(getattr(error, "orig", None)) in _BAD_NAME:
@@ -707,26 +710,37 @@ def read_table(connection: Connection, name: str) -> Table:
         )
         for column, type_name, is_enum, shown, typmod, element, must_be_given, generated in rows
     ]
-    return Table(schema, table, {column.name: column for column in columns})
+    return Table(schema, table, {column.name: column for column in columns}, defers=defers)
 
 
 def require_types(
-    connection: Connection, tables: Collection[tuple[str, str]], planned: Mapping[str, str], *, shown_name: str
-) -> None:
+    connection: Connection,
+    tables: Collection[tuple[str, str]],
+    planned: Mapping[str, str],
+    *,
+    shown_name: str,
+    beside: Sequence[Select[Any]] = (),
+) -> Sequence[object]:
     """See :meth:`SinkDatabase.require_types`.
 
     Binary COPY takes a number for another one of the same width, and INSERT rounds.
     """
     schemas, names = zip(*tables, strict=True)
     found: dict[tuple[str, str], dict[str, str]] = {table: {} for table in tables}
+    values: Sequence[object] = [None] * len(beside)
+    types = _TYPES.columns(nspname=String, relname=String, attname=String, shown=String).subquery()
+    statement = select(types, *(one.scalar_subquery() for one in beside))
     try:
-        for schema, table, name, shown in connection.execute(_TYPES, {"schemas": list(schemas), "tables": list(names)}):
+        bound = {"schemas": list(schemas), "tables": list(names)}
+        for schema, table, name, shown, *beside_it in connection.execute(statement, bound):
+            values = beside_it
             if (schema, table) in found:
                 found[schema, table][name] = shown
     except exc.SQLAlchemyError as error:
         raise map_database_error(error, connection.engine) from error
-    for types in found.values():
-        require_planned(types, planned, shown_name)
+    for columns in found.values():
+        require_planned(columns, planned, shown_name)
+    return values
 
 
 def _scale(type_name: str, typmod: int) -> int | None:
@@ -771,8 +785,6 @@ def copying(
         row = names.of(line) if line is not None and names is not None else None
         raise refused(f"table {layout.table[1]!r} does not take the rows", error, row, column) from error
     require_all_taken(layout.table[1], sent=table_copy.sent_rows, taken=taken)
-    if table == layout.table:
-        require_types(connection, [table], layout.table_types, shown_name=table[1])
 
 
 def _place(error: psycopg.Error, layout: Layout) -> tuple[int | None, str | None]:

@@ -46,9 +46,6 @@ class Store:
         self.done.append(f"decide {decision.transactional_id}")
         return self.ours, None
 
-    def run_deferred(self, _connection):
-        self.done.append("run deferred")
-
     def commit(self, _connection, **_):
         self.done.append("commit")
         if self.commit_raises is not None:
@@ -119,7 +116,7 @@ def decision(store, batch, monkeypatch):
 def test_all_parts_are_decided_in_one_transaction_in_the_order_of_their_ids(decision, batch, store):
     assert decision.run() is True
     assert store.done == [
-        *("begin", "read a", "record", "decide a", "decide b", "bring", "run deferred", "require held"),
+        *("begin", "read a", "record", "decide a", "decide b", "bring", "require held"),
         *("commit", "decided"),
     ]
     assert batch.settled == [{"a"}]
