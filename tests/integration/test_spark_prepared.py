@@ -171,26 +171,22 @@ def test_what_cannot_be_prepared_is_refused(spark, numbers, write):
     assert numbers.rows() == numbers.messages() == []
 
 
+REFERS = "CREATE TABLE others (id bigint PRIMARY KEY); ALTER TABLE numbers ADD FOREIGN KEY (id) REFERENCES others"
+TRIGGER = """
+CREATE FUNCTION nothing() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END';
+CREATE TRIGGER before_it BEFORE INSERT ON numbers FOR EACH ROW EXECUTE FUNCTION nothing()
+"""
+
+
 @pytest.mark.parametrize(
     ("more", "defers"),
     [
         ("", False),
         ("ALTER TABLE numbers ADD UNIQUE (id)", False),
         ("ALTER TABLE numbers ADD UNIQUE (id) DEFERRABLE", True),
-        (
-            "CREATE TABLE others (id bigint PRIMARY KEY); ALTER TABLE numbers ADD FOREIGN KEY (id) REFERENCES others",
-            False,
-        ),
-        (
-            "CREATE TABLE others (id bigint PRIMARY KEY); ALTER TABLE numbers ADD FOREIGN KEY (id) REFERENCES others "
-            "DEFERRABLE INITIALLY DEFERRED",
-            True,
-        ),
-        (
-            "CREATE FUNCTION nothing() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END'; "
-            "CREATE TRIGGER before_it BEFORE INSERT ON numbers FOR EACH ROW EXECUTE FUNCTION nothing()",
-            True,
-        ),
+        (REFERS, False),
+        (f"{REFERS} DEFERRABLE INITIALLY DEFERRED", True),
+        (TRIGGER, True),
     ],
 )
 def test_a_table_defers_something_to_commit_by_a_deferrable_constraint_or_a_trigger_of_a_user(numbers, more, defers):

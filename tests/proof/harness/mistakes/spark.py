@@ -16,9 +16,9 @@ def ledger_outside_the_transaction(patch: pytest.MonkeyPatch) -> None:
 
     real = _Writing._record
 
-    def record(self, _, started_at):
+    def record(self, _, partition_count, started_at):
         with self._attempt.engine.begin() as own:
-            real(self, own, started_at)
+            real(self, own, partition_count, started_at)
 
     patch.setattr(_Writing, "_record", record)
 
@@ -178,14 +178,14 @@ def run_replaced_while_a_task_hands_over(patch: pytest.MonkeyPatch) -> None:
 
     from dualwrite.stores.sql.ledger import Runs
 
-    real = Runs.require
+    real = Runs.holding
 
-    def require(self, connection, run):
+    def holding(self, run, **_):
         with patch.context() as unlocked:
             unlocked.setattr(Select, "with_for_update", lambda statement, **_: statement)
-            real(self, connection, run)
+            return real(self, run)
 
-    patch.setattr(Runs, "require", require)
+    patch.setattr(Runs, "holding", holding)
 
 
 @mistake(
@@ -249,9 +249,18 @@ def tasks_not_awaited_where_settling_fails(patch: pytest.MonkeyPatch) -> None:
 )
 def run_not_checked_at_the_decision(patch: pytest.MonkeyPatch) -> None:
     """A task decides without a look whether its run was given up meanwhile."""
-    from dualwrite.sinks.spark import partition_task
+    from dualwrite.sinks.spark.worker import Attempt
 
-    patch.setattr(partition_task, "DualWrite", partial(_without, "permit", partition_task.DualWrite))
+    real = Attempt.require_written
+
+    def require_written(self, *arguments):
+        run, self._run = self._run, None
+        try:
+            return real(self, *arguments)
+        finally:
+            self._run = run
+
+    patch.setattr(Attempt, "require_written", require_written)
 
 
 @mistake(
