@@ -21,6 +21,7 @@ from dualwrite.sinks.spark import JobFailed, foreach_batch, register, write_batc
 from dualwrite.sinks.spark import per_partition as job_module
 from dualwrite.sinks.spark.per_partition import BatchJob
 from dualwrite.sinks.spark.plan import SparkJobs
+from dualwrite.sinks.spark.worker import Attempt
 from dualwrite.stores.sql.leases import SlotPool
 from dualwrite.stores.sql.ledger import Runs
 
@@ -126,7 +127,8 @@ def test_a_job_that_fails_waits_for_the_task_that_is_handing_over_and_undoes_tha
     A prepared task keeps its slot for the driver after that, and the job may have taken it already. A staged one keeps it in the
     same transaction.
     """
-    waits, real_replace, real_require, real_keep = threading.Event(), Runs.replace, Runs.require, SlotPool.keep
+    waits, real_replace, real_written = threading.Event(), Runs.replace, Attempt.require_written
+    real_keep = SlotPool.keep
     failing = threading.Thread(target=job.fail)
 
     def keep(self, *args):
@@ -148,21 +150,21 @@ def test_a_job_that_fails_waits_for_the_task_that_is_handing_over_and_undoes_tha
             waits.set()
         return run
 
-    def require(self, connection, run):
-        real_require(self, connection, run)
-        if passed:  # the second time: the first was for the lease
-            fail()
-        passed.append(run)
+    def require_written(self, *args):
+        found = real_written(self, *args)
+        passed.append(self.partition)
+        fail()
+        return found
 
     passed = []
     monkeypatch.setattr(Runs, "replace", replace)
-    monkeypatch.setattr(Runs, "require", require)
+    monkeypatch.setattr(Attempt, "require_written", require_written)
     monkeypatch.setattr(SlotPool, "keep", keep)
     with pytest.raises(Fenced, match="no longer holds the slot") if slot_is_taken else suppress(Fenced):
         assert job.run_task() is not None
     failing.join(PATIENCE_S)
     assert not failing.is_alive()
-    assert len(passed) == (1 if job.way == "staging" else 2)
+    assert len(passed) == (0 if job.way == "staging" else 1)
     assert waits.is_set()
     assert numbers.rows() == numbers.messages() == []
     nothing_is_left(numbers)
