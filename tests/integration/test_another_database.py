@@ -1,12 +1,15 @@
 """One dual write is decided in one database: connections and sessions that lead elsewhere are refused before anything is begun."""
 
+from dataclasses import replace
+
 import pytest
 from harness.orders import Order, on_both, on_postgresql
 from sqlalchemy import event, insert, make_url, select, text
 from sqlalchemy.orm import Session, sessionmaker
 
-from dualwrite import ConfigurationError, DualWriter, TransactionAborted, WriterLimits
+from dualwrite import ConfigurationError, DualWriter, TransactionAborted, Unavailable, WriterLimits
 from dualwrite.errors import IllegalStateError
+from dualwrite.stores.sql.postgresql import PostgreSQL
 from dualwrite.testing.checker import read_committed
 
 
@@ -65,6 +68,30 @@ def test_a_connection_of_another_engine_of_the_same_database_works_and_is_asked_
         assert len(asked) == 1, "the one of the dual write"
     assert rows(engine, orders) == [1, 2, 3]
     assert messages(kafka, dualwrite_topic) == [1, 2, 3]
+
+
+@on_postgresql
+def test_a_server_that_is_restarted_between_the_two_questions_is_no_other_database(
+    engine, url, writer, engine_of, orders, dualwrite_topic, monkeypatch
+):
+    other = engine_of(url)
+    identity = PostgreSQL.identity
+
+    def restarted(self, connection, tables):
+        found = identity(self, connection, tables)
+        if connection.engine is other:
+            return found
+        with engine.begin() as own:
+            own.execute(text("SELECT pg_terminate_backend(:pid)"), {"pid": pid})
+        return replace(found, database=("started later", found.database[1]))
+
+    monkeypatch.setattr(PostgreSQL, "identity", restarted)
+    with other.connect() as connection:
+        pid = connection.scalar(text("SELECT pg_backend_pid()"))
+        connection.rollback()
+        with pytest.raises(Unavailable):
+            write(writer, connection, dualwrite_topic, orders, 1)
+    assert rows(engine, orders) == []
 
 
 @on_postgresql

@@ -309,9 +309,12 @@ class SameDatabase:
             if connection.info.get(_COMPARED) is self._engine.pool:
                 return
             given = self._identity_of(connection)
+            found = self._own.read(lambda own: self._dialect.identity(own, self._tables))
+            if given != found:
+                # The server may have been restarted meanwhile, and is another process now. Then this connection has ended.
+                given = self._identity_of(connection)
         except exc.SQLAlchemyError as error:
             raise map_database_error(error, connection.engine) from error
-        found = self._own.read(lambda own: self._dialect.identity(own, self._tables))
         if given == found:
             connection.info[_COMPARED] = self._engine.pool
             return
