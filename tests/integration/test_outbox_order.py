@@ -16,7 +16,9 @@ from harness.orders import on_postgresql
 from harness.patience import PATIENCE_S, patient, wait_until
 from sqlalchemy import create_engine, insert, text
 
-from dualwrite import DualWriter, TransactionInDoubt, Unavailable, WriterLimits, failpoints, recover
+from dualwrite import DualWriter, Fenced, TransactionInDoubt, Unavailable, WriterLimits, failpoints, recover
+from dualwrite.clock import Deadline
+from dualwrite.errors import DatabaseWentBack
 from dualwrite.stores.sql.outbox import SqlOutbox
 from dualwrite.testing import EmbeddedKafka, PostgresProxy, read_committed
 from dualwrite.writing import dual_write
@@ -79,6 +81,11 @@ def mode(engine):
 def waiting(engine):
     with engine.connect() as connection:
         return connection.scalar(text("SELECT count(*) FROM dualwrite_outbox"))
+
+
+def execute(engine, statement):
+    with engine.begin() as connection:
+        connection.execute(text(statement))
 
 
 def somebody_waits_for_a_lock(engine):
@@ -193,20 +200,90 @@ def test_the_mode_of_a_writer_of_always_stays_until_its_next_owner_has_sent_all(
 
 
 def test_a_writer_of_never_sends_first_what_another_setting_has_left(kafka, engine, orders, dualwrite_topic):
-    def fail(name):
-        if name == "outbox.read":
-            raise Unavailable("the sender does not get so far")
+    """Also what a block of the former owner decides while it opens, until it has claimed."""
+    claims, claimed = threading.Event(), threading.Event()
 
-    with (
-        failpoints.watched(fail),
-        DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS) as writer,
-    ):
-        put(writer, dualwrite_topic, orders, 1, outbox="always")
-    assert waiting(engine) == 1
-    with DualWriter("orders", kafka=kafka, database=engine, limits=LIMITS) as writer:
+    def wait_or_fail(name):
+        thread = threading.current_thread().name
+        if name == "outbox.read" and thread.endswith(" outbox"):
+            raise Unavailable("the former owner's sender does not get so far")
+        if name == "claim.before" and thread.startswith("next"):
+            claims.set()
+            assert claimed.wait(PATIENCE_S)
+
+    former = DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS)
+    with failpoints.watched(wait_or_fail), ThreadPoolExecutor(1, "next") as threads, ExitStack() as closed_later:
+        closed_later.callback(claimed.set)
+        former.open()
+        closed_later.callback(former.close)
+        writer = DualWriter("orders", kafka=kafka, database=engine, limits=LIMITS)
+        opening = threads.submit(writer.open)
+        assert claims.wait(PATIENCE_S)
+        put(former, dualwrite_topic, orders, 1, outbox="always")
+        claimed.set()
+        opening.result(PATIENCE_S)
+        closed_later.callback(writer.close)
         put(writer, dualwrite_topic, orders, 2)
     recover("orders", kafka=kafka, database=engine)
     assert values(kafka, dualwrite_topic) == [1, 2]
+
+
+def test_a_block_that_turns_the_mode_has_it_alone_until_its_commit(kafka, engine, orders, dualwrite_topic):
+    with (
+        DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS) as writer,
+        ThreadPoolExecutor(2, "block") as threads,
+    ):
+        with held("write.turns", "write.waits", threads="block_0") as gates:
+            first = threads.submit(put, writer, dualwrite_topic, orders, 1, outbox="always")
+            arrived, turns = gates["write.turns"]
+            assert arrived.wait(PATIENCE_S)
+            second = threads.submit(put, writer, dualwrite_topic, orders, 2, outbox="always")
+            wait_until(lambda: somebody_waits_for_a_lock(engine) or (second.done() and mode(engine) == "direct"))
+            turns.set()
+            assert gates["write.waits"][0].wait(PATIENCE_S)  # it has committed, and wakes nobody yet
+            second.result(PATIENCE_S)
+            wait_until(lambda: mode(engine) == "direct")
+            assert not waiting(engine)
+        first.result(PATIENCE_S)
+        assert not put(writer, dualwrite_topic, orders, 3)
+    assert values(kafka, dualwrite_topic) == [1, 2, 3]
+
+
+def test_a_sender_whose_owner_was_replaced_cannot_claim_its_id_anew(kafka, engine, orders, dualwrite_topic):
+    """As it does when a send was not answered. The next owner, whose setting is another one, counts on its mode."""
+    former = DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS)
+    former.open()
+    put(former, dualwrite_topic, orders, 1, outbox="always")
+    wait_until(lambda: is_direct(engine))
+    with DualWriter("orders", kafka=kafka, database=engine, outbox="always", limits=LIMITS) as writer:
+        with pytest.raises(Fenced):
+            former._connected.outbox_lane.settle(Deadline(PATIENCE_S))
+        former.close()
+        put(writer, dualwrite_topic, orders, 2)
+        wait_until(lambda: not waiting(engine))
+    assert values(kafka, dualwrite_topic) == [1, 2]
+
+
+def test_a_database_that_was_put_back_is_noticed_before_its_rows_are_sent_again(
+    kafka, engine, orders, backup, dualwrite_topic
+):
+    """The rows of the writer's lanes show nothing of it: no block has decided anything since."""
+    with DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS) as writer:
+        with held("outbox.read") as gates:
+            put(writer, dualwrite_topic, orders, 1, outbox="always")
+            arrived, released = gates["outbox.read"]
+            assert arrived.wait(PATIENCE_S)
+            restore = backup()
+            execute(engine, "CREATE TABLE copied AS SELECT * FROM dualwrite_outbox")
+            released.set()
+        wait_until(lambda: is_direct(engine))
+    restore()
+    execute(engine, "INSERT INTO dualwrite_outbox OVERRIDING SYSTEM VALUE SELECT * FROM copied")
+    execute(engine, "UPDATE dualwrite_outbox_mode SET mode = 'later'")
+    with pytest.raises(DatabaseWentBack):
+        DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS).open()
+    assert values(kafka, dualwrite_topic) == [1]
+    assert waiting(engine) == 1
 
 
 @pytest.mark.parametrize("point", ["outbox.sent", "write.prepared"])
@@ -221,9 +298,9 @@ def test_a_sender_whose_owner_was_replaced_sends_nothing(kafka, engine, orders, 
             # What the former one has deleted, the next one waits for.
             wait_until(lambda: is_direct(engine) or somebody_waits_for_a_lock(engine))
             released.set()
+            former.close()  # raises what it has lost
             put(writer, dualwrite_topic, orders, 2)
             wait_until(lambda: is_direct(engine))
-            former.close()
     assert recover("orders", kafka=kafka, database=engine).losses == []
     assert values(kafka, dualwrite_topic) == [1, 2]
 

@@ -6,18 +6,21 @@ from typing import Final
 import pytest
 from sqlalchemy import delete, select, update
 
+from dualwrite.kafka.librdkafka.producer import ProducerInstance
 from dualwrite.protocol.outbox import Way
+from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.process import DoubtStep
-from dualwrite.protocol.values import OutboxMode, outbox_id
-from dualwrite.recovery import claim
+from dualwrite.protocol.values import OutboxMode, TransactionStatus, WaitingMessages, outbox_id
+from dualwrite.recovery import claim, settle
 from dualwrite.stores.sql import outbox
 from dualwrite.stores.sql.access import Borrowed
 from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.stores.sql.outbox import Floor, SqlOutbox
-from dualwrite.stores.sql.store import Claim, Decisions
+from dualwrite.stores.sql.store import Claim, Decisions, SqlStateStore
 from dualwrite.stores.sql.tables import declare_tables
-from dualwrite.writing import lane_pool, sender, writer
+from dualwrite.writing import lane, lane_pool, sender, writer
 from dualwrite.writing import outbox as falling_back
+from dualwrite.writing.dual_write import DualWrite
 from dualwrite.writing.lane import Lane
 from harness.mistakes.registry import Check, mistake, performed
 
@@ -25,6 +28,10 @@ _ORDER: Final = "integration/test_outbox_order.py::"
 _LAST: Final = f"{_ORDER}test_the_last_send_waits_for_a_block_whose_messages_wait_and_then_sends_them[postgresql]"
 _LOOKS_AGAIN: Final = f"{_ORDER}test_a_block_that_waits_for_the_last_send_looks_again_and_goes_directly[postgresql]"
 _OUT_OF_ORDER: Final = "assert not 1"
+_LOWER: Final = f"{_ORDER}test_a_message_with_a_lower_number_that_is_committed_later_is_not_left_behind[postgresql]"
+_NEVER: Final = f"{_ORDER}test_a_writer_of_never_sends_first_what_another_setting_has_left[postgresql]"
+_OF_SENDERS: Final = outbox_id("")
+"""The end of the ids under which senders send."""
 
 
 @mistake(Check(f"{_ORDER}test_a_block_does_not_overtake_what_waits[postgresql]", r"assert \[2, 1"))
@@ -77,12 +84,7 @@ def last_send_reads_an_older_snapshot(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sender, "_LOCK_S", 10.0)  # the block ends while it waits for the lock
 
 
-@mistake(
-    Check(
-        f"{_ORDER}test_a_writer_of_never_sends_first_what_another_setting_has_left[postgresql]",
-        r"assert \[2, 1\]",
-    )
-)
+@mistake(Check(_NEVER, r"assert \[2, 1\]"))
 def never_does_not_look(patch: pytest.MonkeyPatch) -> None:
     """A writer of *never* sends directly although a former owner has left messages that wait."""
     real = writer.DualWriter._prepare_sending
@@ -94,7 +96,62 @@ def never_does_not_look(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(writer.DualWriter, "_prepare_sending", prepare_sending)
 
 
+@mistake(Check(_NEVER, r"assert \[2, 1\]"))
+def never_looks_before_its_claim(patch: pytest.MonkeyPatch) -> None:
+    """A writer of *never* looks at the mode before it claims: a block of the former owner may decide in between."""
+    real = writer.DualWriter._claim
+
+    def claim_(self, opened):
+        if self._outbox == "never":
+            seen = sender.mode_of(self.transactional_id, self._database, opened.context.store)
+            patch.setattr(sender.Sending, "mode", lambda _: seen)
+        return real(self, opened)
+
+    patch.setattr(writer.DualWriter, "_claim", claim_)
+
+
+@mistake(Check(f"{_ORDER}test_a_block_that_turns_the_mode_has_it_alone_until_its_commit[postgresql]", _OUT_OF_ORDER))
+def turned_without_a_lock(patch: pytest.MonkeyPatch) -> None:
+    """A block turns the mode to *later* in a transaction of its own, and so does not have it alone until its COMMIT."""
+    real = SqlOutbox.turn
+
+    def turn(self, connection, writer, mode):
+        if mode is OutboxMode.LATER:
+            self._own.run(lambda own: real(self, own, writer, mode))
+        else:
+            real(self, connection, writer, mode)
+
+    def lock(self, connection, writer, *, within_s, beside_shares=False):
+        if not beside_shares:
+            return locked(self, connection, writer, within_s=within_s)
+        return self._own.run(lambda own: locked(self, own, writer, within_s=within_s))
+
+    locked = SqlOutbox.lock
+    patch.setattr(SqlOutbox, "turn", turn)
+    patch.setattr(SqlOutbox, "lock", lock)
+
+
 # Blocks
+
+
+@mistake(
+    Check(
+        "integration/test_waiting_messages.py::test_units_of_a_group_wait_without_those_that_have_failed[postgresql]",
+        r"assert \[0, 1, 2, 3, 4, ",
+    )
+)
+def rows_outlive_their_savepoint(patch: pytest.MonkeyPatch) -> None:
+    """Messages of a savepoint that was rolled back become rows."""
+    real = DualWrite.hold
+
+    def hold(self, message):
+        if self.may_wait is None or not self.may_wait.waits:
+            return real(self, message)
+        message = self.kept(message)
+        self.may_wait.keep(message)
+        return message.payload
+
+    patch.setattr(DualWrite, "hold", hold)
 
 
 @mistake(performed("owner_replaced_while_messages_wait", "told None, not Fenced"))
@@ -130,6 +187,23 @@ def count_of_decisions_not_read(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
+        "conformance/test_outbox.py::test_a_commit_in_doubt_is_known_by_the_number[postgresql-False]",
+        r"assert <DoubtStep.COMMITTED.* is <DoubtStep.ABORTED",
+    )
+)
+def count_of_another_owner_believed(patch: pytest.MonkeyPatch) -> None:
+    """An owner whose COMMIT was not answered believes the row's count although another has claimed the row, and raised it."""
+    real = claim.next_doubt_step
+
+    def next_doubt_step(doubt):
+        overtaken = doubt.waits is not None and doubt.counted > doubt.waits
+        return DoubtStep.COMMITTED if overtaken else real(doubt)
+
+    patch.setattr(claim, "next_doubt_step", next_doubt_step)
+
+
+@mistake(
+    Check(
         f"{_ORDER}test_after_a_commit_in_doubt_the_next_block_waits_for_it_and_decides_under_another_number[postgresql]",
         r"assert \[4294967297, 4294967297\] == \[4294967297\]",
     )
@@ -145,23 +219,150 @@ def lane_kept_while_kafka_is_silent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lane_pool.Lanes, "_attempt_s", lambda *_: 30.0)
 
 
-# Their sender
+# What blocks leave open in Kafka
 
 
 @mistake(
     Check(
-        f"{_ORDER}test_a_message_with_a_lower_number_that_is_committed_later_is_not_left_behind[postgresql]",
-        r"assert \[2, 3, 4\] == ",
+        f"{_ORDER}test_a_decision_that_is_pending_in_kafka_outlives_blocks_whose_messages_wait[postgresql]",
+        r"\[2, 3\] == \[1, 2, 3\]|stays open|DatabaseWentBack|Lost",
     )
 )
+def sends_on_in_an_open_transaction(patch: pytest.MonkeyPatch) -> None:
+    """A lane sends again without an end to what it has left open, though that may be decided."""
+    real = lane.settle
+    patch.setattr(lane, "settle", lambda rows, **known: real([row for row in rows if row.incarnation == 1], **known))
+
+
+@mistake(performed("silence_in_the_middle_of_a_block", r"shows \['m1', 'm2', 'm2'"))
+def settler_commits_whatever_is_open(patch: pytest.MonkeyPatch) -> None:
+    """A settler commits what is open, though no row names it: messages that wait as rows, too, come twice."""
+    real = settle._Settling._make_unusable
+
+    def make_unusable(self, items):
+        for item in items:
+            if item.known.view.status is TransactionStatus.ONGOING:
+                shown = PreparedTxnState(item.known.view.producer_id, item.known.view.epoch)
+                self._coordinator.end({item.kafka_id: shown}, committed=True, deadline=self._deadline)
+        real(self, items)
+
+    patch.setattr(settle._Settling, "_make_unusable", make_unusable)
+
+
+# Their sender
+
+
+@mistake(Check(_LOWER, r"assert \[2, 3, 4\] == "))
 def looks_only_above_what_was_sent(patch: pytest.MonkeyPatch) -> None:
-    """A sender raises the floor of its reads to what it has sent, and does not look who holds lower numbers uncommitted."""
+    """A sender looks only above the highest number that it has sent."""
     real = Floor.look
-    patch.setattr(outbox, "_WORTH", 0)
-    patch.setattr(outbox, "_AGAIN_S", 0.0)
+
+    def look(self, transaction, last, seen):
+        real(self, transaction, last, seen)
+        self.number = last
+
+    _look_at_once(patch)
+    patch.setattr(Floor, "look", look)
+
+
+@mistake(Check(_LOWER, r"assert \[2, 3, 4\] == "))
+def floor_without_a_proof(patch: pytest.MonkeyPatch) -> None:
+    """A sender raises the floor of its reads without a look who holds lower numbers uncommitted."""
+    real = Floor.look
+    _look_at_once(patch)
     patch.setattr(
         Floor, "look", lambda self, read_in, last, seen: real(self, read_in, last, seen._replace(free=[*seen.counts]))
     )
+
+
+def _look_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(outbox, "_WORTH", 0)
+    patch.setattr(outbox, "_AGAIN_S", 0.0)
+
+
+@mistake(Check(_LAST, _OUT_OF_ORDER))
+def direct_before_all_is_sent(patch: pytest.MonkeyPatch) -> None:
+    """The last send sets the mode to direct without a look at what has come to wait until it had the lock."""
+    real = sender.Sending._read_next
+
+    def read_next(self, rows, handle, made):
+        if not made.last:
+            return real(self, rows, handle, made)
+        self._read = WaitingMessages([], [], [], [], None, None, None, [], 0, more=False)
+        return self._read
+
+    patch.setattr(sender.Sending, "_read_next", read_next)
+
+
+@mistake(
+    Check(
+        f"{_ORDER}test_a_sender_whose_owner_was_replaced_sends_nothing[write.prepared-postgresql]",
+        "DecidedTransactionLost",
+    )
+)
+def sender_without_a_fence(patch: pytest.MonkeyPatch) -> None:
+    """A sender looks neither in its row nor in Kafka whether its owner was replaced: it decides on what that one has aborted."""
+    state = declare_tables(None).state
+    real = Decisions.decide
+
+    def decide(self, connection, decision, *rest):
+        if decision.transactional_id.endswith(_OF_SENDERS):
+            decision = _as_of_now(connection, state, decision)
+        return real(self, connection, decision, *rest)
+
+    patch.setattr(ProducerInstance, "require_still_open", lambda *_: None)
+    patch.setattr(SqlStateStore, "with_commit", None)
+    patch.setattr(Decisions, "decide", decide)
+
+
+@mistake(
+    Check(
+        f"{_ORDER}test_a_sender_whose_owner_was_replaced_cannot_claim_its_id_anew[postgresql]",
+        "DID NOT RAISE",
+    )
+)
+def sender_claimed_without_a_guard(patch: pytest.MonkeyPatch) -> None:
+    """A sender claims its id anew although the writer has another owner, who is fenced by that."""
+    real = lane.claim_rows
+
+    def claim_rows(context, ids, deadline, *, guard=None, **known):
+        return real(context, ids, deadline, guard=None if ids[0].endswith(_OF_SENDERS) else guard, **known)
+
+    patch.setattr(lane, "claim_rows", claim_rows)
+
+
+@mistake(
+    Check(
+        "integration/test_kill_at_failpoints.py::"
+        "test_a_sender_killed_then_what_waits_is_sent_once_and_in_order[write.decided:2-postgresql-fallback]",
+        "stays open",
+    )
+)
+def sender_goes_on_unsettled(patch: pytest.MonkeyPatch) -> None:
+    """A sender goes on without an end to what was sent before, though that may be decided."""
+    real = settle.settle
+
+    def settle_others(rows, **known):
+        return real([row for row in rows if not row.transactional_id.endswith(_OF_SENDERS)], **known)
+
+    for module in (claim, lane):
+        patch.setattr(module, "settle", settle_others)
+
+
+@mistake(
+    Check(
+        f"{_ORDER}test_a_database_that_was_put_back_is_noticed_before_its_rows_are_sent_again[postgresql]",
+        "DID NOT RAISE",
+    )
+)
+def restored_rows_sent_again(patch: pytest.MonkeyPatch) -> None:
+    """A sender does not find out that the database was put back, and has rows again that are sent."""
+    real = settle.lost_decisions
+
+    def lost_decisions(rows, **known):
+        return real([row for row in rows if not row.transactional_id.endswith(_OF_SENDERS)], **known)
+
+    patch.setattr(settle, "lost_decisions", lost_decisions)
 
 
 @mistake(
@@ -199,7 +400,7 @@ def empty_last_send_without_a_fence(patch: pytest.MonkeyPatch) -> None:
     real = Decisions.hold
 
     def hold(self, connection, decision):
-        if decision.transactional_id.endswith(outbox_id("")):
+        if decision.transactional_id.endswith(_OF_SENDERS):
             decision = _as_of_now(connection, state, decision)
         return real(self, connection, decision)
 
