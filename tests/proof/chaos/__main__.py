@@ -20,7 +20,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=500, help="how many processes to kill (500)")
     parser.add_argument("--seed", type=int, default=1, help="draws the plan (1)")
     parser.add_argument("--arenas", type=int, default=1, help="sets of servers that work at once (1)")
-    parser.add_argument("--kills-per-round", type=int, default=KILLS_PER_ROUND, help="between two checks")
+    parser.add_argument("--kills-per-round", type=int, default=KILLS_PER_ROUND, help="between two checks (240, or all)")
     parser.add_argument(
         "--consumers", type=int, default=0, help="how many members of consumer groups to kill, afterwards"
     )
@@ -55,7 +55,7 @@ def main() -> int:
         kills=options.kills,
         seed=options.seed,
         arenas=options.arenas,
-        kills_per_round=options.kills_per_round,
+        kills_per_round=min(options.kills_per_round, max(1, options.kills)),
         mistake=options.mistake,
         brokers=options.brokers,
         engine=options.engine,

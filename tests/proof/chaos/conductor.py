@@ -11,16 +11,21 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from harness.worker import FENCED, LOST, UNAVAILABLE
+from sqlalchemy import NullPool, create_engine, select
+from sqlalchemy.exc import OperationalError
 
-from chaos.plan import Episode, Round, Step, Way
+from chaos.plan import Episode, Outage, Round, Step, Way, outage_id
 from chaos.processes import Forks, Process
 from chaos.results import Results
 from chaos.servers import Servers
 from chaos.tables import MOMENT
+from dualwrite.protocol.values import OutboxMode
+from dualwrite.stores.sql.tables import declare_tables
 
 BOUND_S = 300.0
 """A process that has not ended by then hangs: every call in it is bounded by less, outages included."""
@@ -32,7 +37,7 @@ LEASE_S = 5.0
 MEMBER_LEASE_S = 3.0
 """Shorter than a paused member of a fleet is paused."""
 BETWEEN_S = 0.1
-"""A member of a fleet rests between two operations: it has to live for some heartbeats."""
+"""Rests between two operations: a member of a fleet, which has to live for some heartbeats; who has to meet an outage."""
 EXITS = {0: "done", UNAVAILABLE: "a server did not answer", FENCED: "fenced", LOST: "told of a loss"}
 TAIL = 4000
 OF_A_FLEET = {"member", "last member"}
@@ -130,10 +135,8 @@ class Conductor:
 
     def _disturb(self, after: Iterable[int], disturb: Callable[[], None], name: str) -> None:
         for threshold in after:
-            with self._changed:
-                self._changed.wait_for(lambda due=threshold: self._over or self._kills >= due)
-                if self._over:
-                    return
+            if not self._is_due(threshold):
+                return
             try:
                 disturb()
             except Exception as error:  # noqa: BLE001 - a server that does not come back ends the round as a finding
@@ -142,19 +145,48 @@ class Conductor:
             with self._changed:
                 setattr(self._results, name, getattr(self._results, name) + 1)
 
+    def _is_due(self, kills: int) -> bool:
+        """Wait until so many processes are killed. Whether the round still goes on then."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or self._kills >= kills)
+            return not self._over
+
     def _leave(self) -> None:
         """Take Kafka away as the plan says. The counts of killed processes go on: that is what this is about."""
+        name = outage_id(self._round.number)
         for outage in self._round.outages:
-            began = time.monotonic()
-            self._disturb(
-                [outage.after_kills],
-                lambda now=outage: self._servers.leave(now.seconds, killed=now.how == "killed"),
-                f"outages_{outage.how}",
-            )
-            if self._over:
+            if not self._is_due(outage.after_kills):
                 return
-            with self._changed:
-                self._results.away_s += time.monotonic() - began
+            meets = self._start(name, outage.meets)
+            meets.wait_opened(BOUND_S)
+            self._wait_until_direct(name, meets)
+            away = _thread(self._leave_once, outage)
+            self._end(name, meets, outage.meets)
+            self._play(name, Step())  # opens while Kafka is away, and leaves messages
+            away.join()
+            self._life(name, [outage.sends])
+
+    def _wait_until_direct(self, name: str, meets: Process) -> None:
+        """Wait until it writes to Kafka directly, and so will be the first to find Kafka silent; or until it has ended."""
+        engine = create_engine(self._job["url"], poolclass=NullPool)
+        mode = declare_tables(None).mode
+        question = select(mode.c.mode).where(mode.c.writer == name)
+        while not meets.wait(BETWEEN_S):
+            # Where the database was stopped just now, it does not matter how the outage begins.
+            with suppress(OperationalError), engine.connect() as connection:
+                if connection.scalar(question) == OutboxMode.LATER.value:
+                    continue
+            return
+
+    def _leave_once(self, outage: Outage) -> None:
+        began = time.monotonic()
+        self._disturb(
+            [outage.after_kills],
+            lambda: self._servers.leave(outage.seconds, killed=outage.how == "killed"),
+            f"outages_{outage.how}",
+        )
+        with self._changed:
+            self._results.away_s += time.monotonic() - began
 
     def _life(self, name: str, episodes: list[Episode]) -> None:
         play = {
@@ -267,7 +299,7 @@ class Conductor:
         with self._changed:
             self._started[name] += 1
             label = f"{name}.{self._started[name]}"
-        threads = self._round.threads[name]
+        threads = self._round.threads.get(name, 1)
         way = self._round.ways.get(name, Way())
         job = {
             **self._job,
@@ -288,6 +320,8 @@ class Conductor:
         }
         if outbox := self._round.outboxes.get(name):
             job["outbox"] = outbox
+        if name == outage_id(self._round.number):
+            job["between_s"] = BETWEEN_S
         if step.do in OF_A_FLEET:
             job |= {"leased": True, "lease_timeout_s": MEMBER_LEASE_S, "between_s": BETWEEN_S, "stream": label}
         with (self._directory / "processes").open("a", encoding="utf-8") as file:
@@ -368,6 +402,8 @@ class Conductor:
         document = json.loads(verdict.read_text(encoding="utf-8"))
         for finding in document.pop("findings"):
             self._find(**finding)
+        if self._results.outages and not document["waited"]:
+            self._find("error", "outages", "Kafka was away, and no message has waited: the round shows nothing of that")
         self._results.hanging += document.pop("hanging")
         self._results.operations.update(document)
 

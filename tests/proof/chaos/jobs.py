@@ -37,12 +37,14 @@ from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import LaneProducer
 from dualwrite.migrations import upgrade
 from dualwrite.protocol.lives import LeaseState
+from dualwrite.protocol.outbox import PRODUCED_AT
 from dualwrite.recovery.claim import OwnerContext, default_owner
 from dualwrite.stores.sql.leases import SlotPool, read_leases
 from dualwrite.stores.sql.ledger import Ledger
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.stores.sql.tables import declare_tables
 from dualwrite.testing import Checker, Follower, Journal
+from dualwrite.testing.checker import Record, value_as_text
 from dualwrite.writing.dual_write import DualWrite
 from dualwrite.writing.lane import Lane
 
@@ -180,12 +182,20 @@ def _producer_maker(job: dict, context: OwnerContext):
 
 def check(job: dict, engine: Engine, tell: Tell) -> int:
     """Follow the topic from now on; check on command; leave the verdict in a file."""
+    waited = set()
+
+    def operation_of(record: Record) -> str:
+        if any(name == PRODUCED_AT for name, _ in record.headers):
+            waited.add((record.partition, record.offset))
+        return value_as_text(record)
+
     checker = Checker(
         journal=job["journal"],
         kafka=job["kafka"],
         topics=[job["topic"]],
         database=engine,
         query=QUERY,
+        operation_of=operation_of,
         messages_per_operation=job["partitions"],
         prefix=job["prefix"],
         timeout_s=job["timeout_s"],
@@ -204,6 +214,7 @@ def check(job: dict, engine: Engine, tell: Tell) -> int:
         "acknowledged": verdict.acknowledged,
         "aborted": verdict.aborted,
         "present": verdict.present,
+        "waited": len(waited),
         "hanging": hanging,
         "decided_by_members": chaos.fleets.decided(engine),
         "findings": [

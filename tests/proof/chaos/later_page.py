@@ -131,12 +131,16 @@ def _outages(runs: Sequence[Mapping[str, Any]]) -> list[str]:
         "Kafka was away, all brokers at once, for 2 to 120 seconds; of the writers with names of "
         "their own half fall back meanwhile, and a quarter lets its messages always wait; members of fleets and Spark's tasks have no "
         "outbox. The checker then also holds the order: what a writer has acknowledged before another of its "
-        "operations began comes first in each partition.",
+        "operations began comes first in each partition. Where the messages that waited are counted, by the header that they "
+        "have, one process dies at the beginning of each outage, as its messages come to wait; another one opens meanwhile; and "
+        "a third one dies, or is paused and replaced, as it sends what they have left. A round with outages in which no message "
+        "waited is a finding.",
         "",
-        "| run | outages (SIGKILL) | outages (SIGSTOP) | minutes away |",
-        "|---|---|---|---|",
+        "| run | outages (SIGKILL) | outages (SIGSTOP) | minutes away | messages that waited |",
+        "|---|---|---|---|---|",
         *(
-            f"| `{run['command']}` | {run['outages_killed']:,} | {run['outages_suspended']:,} | {run['away_s'] / 60:.0f} |"
+            f"| `{run['command']}` | {run['outages_killed']:,} | {run['outages_suspended']:,} | {run['away_s'] / 60:.0f} | "
+            f"{_count(run['operations'], 'waited')} |"
             for run in with_outages
         ),
         "",

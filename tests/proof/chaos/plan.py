@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 
 from dualwrite.failpoints import FAILPOINTS
 
-OF_WAITING = {"write.falls_back", "write.turns", "write.waits"}
-"""Passed only while Kafka is away: a process armed there would wait for the next outage."""
-WRITING = [name for name in FAILPOINTS if name.startswith("write.") and name not in OF_WAITING]
+WAITING = ["write.falls_back", "write.turns", "write.waits"]
+"""Passed only while Kafka is away: each outage has a process of its own that is armed there."""
+SENDING = [name for name in FAILPOINTS if name.startswith("outbox.") and name != "outbox.moved_aside"]
+"""Passed once Kafka is back. No message of the run is refused, so none is moved aside."""
+WRITING = [name for name in FAILPOINTS if name.startswith("write.") and name not in WAITING]
 SETTLING = [name for name in FAILPOINTS if name.startswith(("claim.", "settle."))]
 TASK = [name for name in FAILPOINTS if name.startswith(("slot.", "ledger."))]
 # The units of the run are functions. Units of rows are killed in tests/integration/test_group_commit.py.
@@ -55,6 +57,8 @@ OUTBOXES = ("fallback", "always", "fallback", "never")
 OUTAGES_PER_ROUND = 24
 SECONDS_AWAY = {2: 8, 6: 8, 15: 4, 45: 2, 120: 1}
 """How long an outage lasts, in seconds, with its weight."""
+OUTAGE_OPERATIONS = 200
+"""So many operations has a process that is to meet an outage, or the sending after it."""
 
 KILLS_PER_ROUND = 240
 SQLITE_EVERY = 3
@@ -111,11 +115,15 @@ class Outage:
         after_kills: It begins after so many killed processes.
         seconds: How long it lasts.
         how: The brokers are ``killed``, and started again at its end; or ``suspended``: no connection breaks.
+        meets: A process that is at work when it begins, and is armed where messages come to wait.
+        sends: What becomes of the processes that send these messages afterwards.
     """
 
     after_kills: int
     seconds: int
     how: str
+    meets: Step
+    sends: Episode
 
 
 @dataclass(frozen=True)
@@ -201,14 +209,21 @@ def make_round(
     return _with_outages(round_, random.Random(f"{seed}/{number}/outages"), kills, names) if outages else round_
 
 
+def outage_id(number: int) -> str:
+    """The id of the processes that meet the outages of a round."""
+    return f"r{number}-outage"
+
+
 def _with_outages(round_: Round, random_: random.Random, kills: int, names: list[str]) -> Round:
     """The same round, whose Kafka is away now and then. What is drawn besides stays as it is."""
     seconds, weights = list(SECONDS_AWAY), list(SECONDS_AWAY.values())
+    draw = _Draw(random_, round_.database)
     outages = [
-        Outage(after, random_.choices(seconds, weights)[0], random_.choice(["killed", "suspended"]))
+        Outage(after, random_.choices(seconds, weights)[0], random_.choice(["killed", "suspended"]), *draw.waiting())
         for after in _spread(random_, kills, max(1, kills * OUTAGES_PER_ROUND // 240))
     ]
     outboxes = {name: OUTBOXES[(round_.number + index) % len(OUTBOXES)] for index, name in enumerate(names)}
+    outboxes[outage_id(round_.number)] = "fallback"
     return replace(round_, outboxes=outboxes, outages=outages)
 
 
@@ -310,6 +325,17 @@ class _Draw:
         nth = self._random.randint(1, 4 if second == "lease.heartbeat" else 2 if second.startswith("claim.") else 1)
         operations = 4 if second in CLOSING else MEMBER_OPERATIONS
         return Episode("members", (killed, Step("member", f"{second}:{nth}", operations=operations), living))
+
+    def waiting(self) -> tuple[Step, Episode]:
+        """A process that dies as its messages come to wait, and one that dies, or is paused and replaced, as it sends them."""
+        meets = Step(failpoint=f"{self._next('waiting', WAITING)}:1", operations=OUTAGE_OPERATIONS)
+        # At these points a paused process holds SQLite's lock.
+        zombie = self._database == "postgresql" and self._random.random() < 0.5
+        point = self._next(f"sending {zombie}", SENDING)
+        sender = Step(failpoint=f"{point}:1{':stop' if zombie else ''}", operations=OUTAGE_OPERATIONS)
+        if zombie:
+            return meets, Episode("zombie", (sender, Step(failpoint="write.completed:2", operations=OUTAGE_OPERATIONS)))
+        return meets, Episode("killed", (sender,))
 
     def _write(self) -> Episode:
         return Episode("killed", (self._dying(self._next(f"write {self._grouped}", self._of_writing)),))

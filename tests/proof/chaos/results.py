@@ -124,6 +124,10 @@ class Results:
         return sum(counter.total() for counter in self.zombies.values())
 
     @property
+    def outages(self) -> int:
+        return self.outages_killed + self.outages_suspended
+
+    @property
     def suspended_count(self) -> int:
         return sum(counter.total() for counter in self.suspended.values()) + (
             self.broker_suspensions + self.database_suspensions

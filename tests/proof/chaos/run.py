@@ -166,8 +166,9 @@ class Run:
         total = self.results
         sys.stdout.write(
             f"round {own.rounds[0]} ({database}): {own.kills} killed, {own.zombie_count} zombies, "
-            f"{own.broker_kills} broker kills, {own.outages_killed + own.outages_suspended} outages, {own.database_stops} database stops, {own.suspended_count} suspensions, "
+            f"{own.broker_kills} broker kills, {own.outages} outages, {own.database_stops} database stops, {own.suspended_count} suspensions, "
             f"{own.operations['present']} of {own.operations['operations']} operations present, "
+            f"{own.operations['waited']} messages waited, "
             f"{len(own.findings)} findings, {seconds:.0f} s; "
             f"in all {total.kills} of {self._kills} killed, {total.zombie_count} zombies, {total.broker_kills} + "
             f"{total.database_stops}, {len(total.findings)} findings, {total.seconds / 60:.1f} min\n"

@@ -6,7 +6,20 @@ from dataclasses import replace
 
 import pytest
 from chaos.conductor import MEMBER_LEASE_S
-from chaos.plan import FLEETS, GROUPING, LEASING, SETTLING, SQLITE_EVERY, TASK, WRITING, Way, make_round
+from chaos.plan import (
+    FLEETS,
+    GROUPING,
+    LEASING,
+    SENDING,
+    SETTLING,
+    SQLITE_EVERY,
+    TASK,
+    WAITING,
+    WRITING,
+    Way,
+    make_round,
+    outage_id,
+)
 
 
 def armed(numbers, seed=1):
@@ -58,6 +71,16 @@ def test_outages_are_of_both_kinds_and_of_seconds_to_minutes_and_leave_the_rest_
     assert max(outage.seconds for outage in outages) > 60
     assert {setting for round_ in rounds for setting in round_.outboxes.values()} == {"fallback", "always", "never"}
     assert [replace(round_, outages=[], outboxes={}) for round_ in rounds] == [make_round(1, n) for n in range(6)]
+
+
+@pytest.mark.parametrize("number", [0, SQLITE_EVERY - 1], ids=["postgresql", "sqlite"])
+def test_in_outages_processes_die_at_every_fail_point_of_messages_that_wait_and_of_their_sending(number):
+    round_ = make_round(1, number, outages=True)
+    assert {outage.meets.failpoint.partition(":")[0] for outage in round_.outages} == {*WAITING}
+    senders = [(outage.sends.kind, outage.sends.steps[0].failpoint.partition(":")[0]) for outage in round_.outages]
+    kinds = {"killed", "zombie"} if round_.database == "postgresql" else {"killed"}
+    assert {*senders} == {(kind, point) for kind in kinds for point in SENDING}
+    assert round_.outboxes[outage_id(number)] == "fallback"
 
 
 def test_members_of_a_fleet_are_killed_and_paused_beyond_their_lease_and_a_last_one_settles():
