@@ -5,11 +5,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 import pytest
+from harness.members import METADATA, copies, fill, make_member, numbers
 from harness.orders import on_postgresql
 from harness.patience import PATIENCE_S, patient, wait_until
 from sqlalchemy import insert, select, text
@@ -23,6 +26,7 @@ from dualwrite.protocol.values import TransactionStatus
 from dualwrite.recovery.recover import status
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing.checker import read_committed
+from dualwrite.units import UnitWriter
 
 pytestmark = on_postgresql
 ROOT = Path(__file__).parents[2]
@@ -213,6 +217,47 @@ def test_of_two_that_open_in_silence_the_database_fences_the_first(mortal_kafka,
         first.close()
         second.close()
     assert both_have(2)
+
+
+@pytest.mark.parametrize(
+    ("away", "back"), [("suspend", "resume"), pytest.param("kill", "start", marks=pytest.mark.thorough)]
+)
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_a_consumer_and_a_writer_of_units_raise_within_their_time_and_work_once_they_are_started_again(
+    mortal_kafka, settings, url, engine, topic, away, back, asynchronous
+):
+    METADATA.create_all(engine)
+    target, log = (mortal_kafka.create_topic(f"{topic}-{name}", 1) for name in ("copies", "units"))
+    fill(settings, topic, 3)
+
+    def copy(timeout_s, **ends):
+        place = {"kafka": settings, "url": url, "source": topic, "target": target, "protocol": "cooperative"}
+        limits = {"timeout_s": timeout_s}
+        make_member("0", topic, asynchronous=asynchronous, limits=limits, **place).run(**ends)
+
+    def write_unit(timeout_s):
+        with UnitWriter(log, kafka=settings, database=url, timeout_s=timeout_s) as writer, writer.unit() as unit:
+            unit.produce(b"1", b"k")
+
+    threads = set(threading.enumerate())
+    getattr(mortal_kafka, away)()
+    try:
+        for start in (copy, write_unit):
+            began_s = time.monotonic()
+            with pytest.raises(Unavailable, match="Kafka could not report its cluster id in time"):
+                start(timeout_s=2)
+            assert time.monotonic() - began_s >= 2, "Kafka may answer again so soon"
+        wait_until(
+            lambda: set(threading.enumerate()) <= threads,
+            30,
+            otherwise=lambda: f"{set(threading.enumerate()) - threads} go on",
+        )
+    finally:
+        getattr(mortal_kafka, back)()
+    copy(PATIENCE_S, max_messages=3)
+    write_unit(PATIENCE_S)
+    assert copies(settings, url, target) == (numbers(3), numbers(3))
+    assert b"1" in [record.value for record in read_committed(settings, log)], "between the markers of its unit"
 
 
 def test_status_shows_rows_that_no_kafka_has_seen(mortal_kafka, settings, engine, that_falls_back):
