@@ -643,8 +643,8 @@ class ExactlyOnceConsumer:
 
         Raises:
             ConfigurationError: A setting or a right is missing, or a topic cannot be read.
-            Unavailable: Kafka did not answer within ``timeout_s`` as it started, or the database does not. It has joined no group and
-                begun nothing: make another one, and run that.
+            Unavailable: Kafka did not answer within ``timeout_s`` as it started, or the database does not. It has joined no
+                group and begun nothing: make another one, and run that.
             Fenced: Another process runs under this member's name.
             DecidedTransactionLost, OutcomeUnverifiable, DatabaseWentBack: A person must look. The offsets are where the last
                 committed transaction has left them.

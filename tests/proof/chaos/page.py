@@ -290,6 +290,9 @@ def _mended() -> list[str]:
         "Now their metadata is refreshed before they ask again.",
         "- A block that waited for a lane while its member of a fleet took another id was told that the writer is closed, as if "
         "its caller had done wrong. Now it is told to run again. Nothing had begun.",
+        "- A writer that was paused while it opened, and PostgreSQL restarted meanwhile, took it for another database, as its start "
+        "time had changed between two questions. Now the older connection is asked again, and shows that it has ended. Nothing "
+        "had begun.",
         "",
         "The run with outages and seed 42 has six more findings, and all are waits: five members did not end in five minutes, and "
         "the consumer that runs beside them did not come to the end of its topic in time. Up to a hundred other programs shared "
