@@ -769,8 +769,22 @@ class History(Protocol):
         ...
 
 
-class Database(ABC):
-    """The database that decides. Used by many threads at once.
+class Closing(ABC):
+    """What a ``with`` block closes at its end."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what it holds."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class Database(Closing):
+    """The database that decides. Used by many threads at once. A writer closes only one that it has made, from a URL.
 
     What a subclass does not override, it refuses with an error that names it.
     """
@@ -818,10 +832,6 @@ class Database(ABC):
         """
         return self.connect()
 
-    @abstractmethod
-    def close(self) -> None:
-        """Disconnect. May be called more than once. A writer calls it only if it has made the database, from a URL."""
-
     def adopt(self, given: object, store: StateStore) -> AbstractContextManager[Handle]:
         """A handle over a connection of the user's own, which stays open.
 
@@ -835,7 +845,7 @@ class Database(ABC):
             next_step=f"call it without an argument, and use tx.{self.traits.gives}",
         )
 
-    def forked(self) -> None:  # noqa: B027 - most have nothing to do
+    def forked(self) -> None:
         """Forget the connections of the process that this one was forked from, and leave them open for it."""
 
     def leases(self, fleet: str) -> Leases:
@@ -1085,7 +1095,17 @@ class Settled(Protocol):
         ...
 
 
-class WriteObserver:
+class _Observer:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """The block has ended, with this error if any."""
+
+
+class WriteObserver(_Observer):
     """Observes one dual write, inside whose ``with`` block everything happens."""
 
     def lane(self, transactional_id: str) -> None:
@@ -1105,28 +1125,12 @@ class WriteObserver:
     def sent(self, topic: str, count: int) -> None:
         """Messages were handed to the producer, those of released savepoints included."""
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """The block has ended, with this error if any."""
-
-
-class SettleObserver:
+class SettleObserver(_Observer):
     """Observes one settling, inside whose ``with`` block everything happens."""
 
     def settled(self, report: Settled) -> None:
         """It has ended with this report."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """The block has ended, with this error if any."""
 
 
 class OutboxNews(Enum):

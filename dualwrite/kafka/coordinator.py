@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
-from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
+from dualwrite.interfaces import Closing
 from dualwrite.kafka import log
 from dualwrite.kafka.blocking import BlockingTransaction, OpenTransactions, find_blocking, look_at_open
 from dualwrite.kafka.brokers import Brokers, Connections, NotYet, until_answered, verdict
@@ -64,11 +64,8 @@ from dualwrite.protocol.values import (
     TransactionView,
 )
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
-
-class KafkaCoordinator:
+class KafkaCoordinator(Closing):
     """:class:`~dualwrite.interfaces.TransactionCoordinator` over the wire. Connects on the first call; thread-safe.
 
     A call on many ids sends one request per broker where Kafka has a batched request, otherwise one per id, all at once.
@@ -90,14 +87,6 @@ class KafkaCoordinator:
         self._coordinators = Coordinators(self._brokers)
         self._topics: Topics = like._topics if like is not None and one_thread else Topics(self._brokers)  # noqa: SLF001 - its own class
         self._held_back = HeldBack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def brokers(self) -> Brokers:

@@ -21,12 +21,11 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, NoReturn, TypeAlias, get_args
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.interfaces import NativeCoordinator, TransactionCoordinator
+from dualwrite.interfaces import Closing, NativeCoordinator, TransactionCoordinator
 from dualwrite.kafka import engine as forks
 from dualwrite.kafka.blocking import AbandonedTransaction, Completion
 from dualwrite.kafka.config import TWO_PHASE_COMMIT, KafkaConfig
@@ -42,14 +41,13 @@ from dualwrite.protocol.values import NEVER_MS
 
 if TYPE_CHECKING:
     from confluent_kafka import TopicPartition
-    from typing_extensions import Self
 
     from dualwrite.kafka.librdkafka.handle import MakeHandle
     from dualwrite.kafka.native.producer import MakeWire
     from dualwrite.protocol.message import Content, DeliveryCallback, Headers
 
 
-class TransactionalProducer:
+class TransactionalProducer(Closing):
     """One transactional producer: one transaction at a time, used by one thread at a time.
 
     Makes no connection until :meth:`init_transactions`. Whenever a request may have been sent twice, or its answer is
@@ -482,14 +480,6 @@ class TransactionalProducer:
             self._machine.apply(ProducerEvent.CLOSE)
         if self._own_coordinator:
             self._coordinator.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<TransactionalProducer {self._id} {self.state.value}>"

@@ -9,10 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 from dualwrite.errors import IllegalStateError, Unavailable
+from dualwrite.interfaces import Closing
 from dualwrite.state.entries import UNCHANGED, Change, Committed, Entry, Scan, end_of_prefix, merged
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from rocksdict import RdictIter
     from rocksdict import Snapshot as RocksSnapshot
-    from typing_extensions import Self
 
 Isolation: TypeAlias = Literal["read_committed", "read_uncommitted"]
 """What a reader sees, by the names of Kafka's ``isolation.level``."""
@@ -230,7 +229,7 @@ class Reader:
         return Snapshot(self._current())
 
 
-class Snapshot:
+class Snapshot(Closing):
     """A store as one of its commits left it, for any number of threads. Made by :meth:`Reader.snapshot`.
 
     It stays whole while the store goes on, until it is closed or the store is. Use it as a context manager.
@@ -277,14 +276,6 @@ class Snapshot:
     def close(self) -> None:
         """Give it up. Its scans continue. Closing it twice does nothing."""
         self._view = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _require_bytes(*given: object) -> None:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 from weakref import WeakSet
 
@@ -33,6 +32,7 @@ from dualwrite.errors import (
     StoreUnreadable,
     Unavailable,
 )
+from dualwrite.interfaces import Closing
 from dualwrite.state.entries import (
     UNCHANGED,
     Change,
@@ -56,13 +56,12 @@ from dualwrite.stores.keyed.rocksdb import is_open_elsewhere, opener_of, rocksdi
 
 if TYPE_CHECKING:
     from rocksdict import Options, Rdict, RdictIter, Snapshot, WriteBatch
-    from typing_extensions import Self
 
 
 _COPIED_AT_ONCE_BYTES: Final = 4 << 20
 
 
-class KeyValueStore:
+class KeyValueStore(Closing):
     """A persistent key-value store of bytes with one open transaction.
 
     Reads see the transaction's own writes. `commit` makes all of them durable, together with the changelog's offset that they
@@ -536,14 +535,6 @@ class KeyValueStore:
         if self._rocks is None or os.getpid() != self._pid:
             raise IllegalStateError(f"the state store {self.path} is closed, or was opened by another process")
         return self._rocks
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         offsets = ", ".join(str(position.offset) for position in self._committed.positions)

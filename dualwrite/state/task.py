@@ -10,11 +10,11 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from dualwrite import failpoints, waiting
 from dualwrite.errors import DualWriteError, IllegalStateError, Unavailable
+from dualwrite.interfaces import Closing
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.protocol.lives import ProducerState
 from dualwrite.state.changelog import Changelog, OnProgress, do_not_ask, ignore_progress, roll_forward
@@ -24,7 +24,6 @@ from dualwrite.writing.transaction import Transaction, write_of
 
 if TYPE_CHECKING:
     from confluent_kafka import KafkaError, Message
-    from typing_extensions import Self
 
 Tx = TypeVar("Tx", Transaction, TransactionalProducer)
 Tx_co = TypeVar("Tx_co", covariant=True)
@@ -180,7 +179,7 @@ class _Assigned:
     assignment: object
 
 
-class PartitionStores:
+class PartitionStores(Closing):
     """The state of a member of a consumer group: a `KeyValueStore` for each partition of the topic that it reads.
 
     Give it to `ExactlyOnceConsumer` or `AsyncExactlyOnceConsumer` as ``state``. Before the first messages of a partition are
@@ -310,14 +309,6 @@ class PartitionStores:
             assigned, self._assigned = self._assigned, {}
         for one in assigned.values():
             one.logged.store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<PartitionStores {self._directory} of {sorted(self._assigned)}>"

@@ -23,6 +23,7 @@ from sqlalchemy import Engine, create_engine, text
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, DualWriteError, Unavailable
+from dualwrite.interfaces import Closing
 from dualwrite.kafka.librdkafka.handle import PASSING, list_offsets
 from dualwrite.recovery.recover import RecoveryReport
 from dualwrite.stores.sql.database import SqlDatabase
@@ -30,9 +31,6 @@ from dualwrite.writing.left_behind import recover
 
 if TYPE_CHECKING:
     from collections.abc import Generator
-    from types import TracebackType
-
-    from typing_extensions import Self
 
     from dualwrite.protocol.values import Incident, StateRow
 
@@ -566,7 +564,7 @@ class History:
             sets[word].add(operation)
 
 
-class Journal:
+class Journal(Closing):
     """Records each operation's beginning and the answer that its writer got.
 
     Threads may share one; processes share it by its path.
@@ -581,17 +579,6 @@ class Journal:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def begun(self, operation: str, *, stream: str = "", writer: str = "") -> None:
         """Record that an operation begins, before any part of it is done.
@@ -694,7 +681,7 @@ class Journal:
 AT_ONCE = 1_000
 
 
-class Follower:
+class Follower(Closing):
     """Follows topics from their beginning, in its own thread. A context manager.
 
     Kafka cannot take back a message that a consumer has seen: a later reader must see the same, offset by offset.
@@ -732,17 +719,6 @@ class Follower:
         )
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _run(self) -> None:
         while not self._stopping.is_set():

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from confluent_kafka import (
     OFFSET_BEGINNING,
@@ -21,14 +20,11 @@ from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from dualwrite.clock import Deadline, pause
 from dualwrite.errors import ConfigurationError, Unavailable
+from dualwrite.interfaces import Closing
 from dualwrite.kafka.coordinator import connection_settings
 from dualwrite.kafka.librdkafka.handle import list_offsets
 from dualwrite.protocol.lives import Effect, UnitEvent
 from dualwrite.units.records import BatchRange, Follower, Offsets, Partition, Snapshot, UnitImage, UnitRecord, event_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +264,7 @@ Contents = TypeVar("Contents")
 _SHOWN: Final = frozenset({Effect.SHOW, Effect.PUBLISH})
 
 
-class UnitReader(Generic[Contents]):
+class UnitReader(Closing, Generic[Contents]):
     """Reads a partition into an image, which shows whole units only. A context manager.
 
     It applies records as it reads them, publishes at the end of a unit and reverts at an abort: it needs memory for the image,
@@ -353,14 +349,6 @@ class UnitReader(Generic[Contents]):
         """Disconnect."""
         self._logs.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 class BatchRecord(NamedTuple):
     """One message of a batch.
@@ -435,7 +423,7 @@ class _Ranges:
         return self.shown
 
 
-class BatchReader:
+class BatchReader(Closing):
     """Reads the batches that a Spark sink announces in its unit topic: each becomes visible whole, at one moment.
 
     A context manager; it joins no consumer group. Keep `VisibleBatch.position` with the results of the batch, in the same
@@ -497,11 +485,3 @@ class BatchReader:
         """Disconnect. Batches that were handed out cannot be read any more."""
         self._units.close()
         self._data.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()

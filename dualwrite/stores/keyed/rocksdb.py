@@ -16,7 +16,6 @@ from collections.abc import Collection, Generator, Hashable, Iterable, Iterator,
 from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 from urllib.parse import unquote, urlsplit
 from weakref import WeakValueDictionary
@@ -531,14 +530,6 @@ class RocksDatabase(KeyedDatabase):
     def close(self) -> None:
         """Close it if this object has opened it. Call it when no writer uses it any more. Idempotent."""
         self._client.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<RocksDatabase {self._client.path}>"

@@ -350,12 +350,6 @@ class ZooKeeperDatabase(KeyedDatabase):
                 self._kazoo.stop()
                 self._kazoo.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         hosts = ",".join(f"{host}:{port}" for host, port in self._kazoo.hosts)
         return f"<ZooKeeperDatabase {hosts}{self._kazoo.chroot}{self._paths.root}>"

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import xml.etree.ElementTree as ET
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, Generic, Protocol, TypeVar
@@ -25,10 +25,10 @@ from sqlalchemy.engine import make_url
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
+from dualwrite.interfaces import Closing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from types import TracebackType
 
     from sqlalchemy.engine import URL
     from typing_extensions import Self
@@ -275,7 +275,7 @@ class ServerProcess:
         self.pid = None
 
 
-class Embedded(ABC):
+class Embedded(Closing):
     """A server that runs as long as a ``with`` block."""
 
     @abstractmethod
@@ -289,14 +289,6 @@ class Embedded(ABC):
     def __enter__(self) -> Self:
         self.start()
         return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class EmbeddedDatabase(Embedded):
