@@ -10,7 +10,7 @@ import pytest
 from harness.checker import Case
 from harness.failing_rocksdb import Failing
 
-import dualwrite
+import dualwrite.operations
 from dualwrite import (
     ConfigurationError,
     DualWriter,
