@@ -5,13 +5,16 @@ from dataclasses import replace
 
 import psycopg
 import pytest
-from harness.one_task import ROWS, OneTask
+from harness.one_task import ROWS, SCHEMA, OneTask
 from harness.spark import SparkCase
 from harness.spark_source import nothing_is_left
+from pyspark.sql.types import StructType
 from sqlalchemy import create_engine
 
 from dualwrite import CompletionPending, ConfigurationError, TransactionAborted, TransactionInDoubt, failpoints
 from dualwrite.migrations import upgrade
+from dualwrite.sinks.spark import SinkOptions
+from dualwrite.sinks.spark.per_partition import BatchJob
 from dualwrite.testing import EmbeddedPostgres
 
 
@@ -177,3 +180,42 @@ def test_a_partition_without_rows_needs_no_slot(numbers, way):
     assert numbers.execute("SELECT count(*) FROM dualwrite_slot") == [(0,)]
     [batch] = numbers.batches()
     assert (batch.written_partitions, batch.row_count) == (1, 0)
+
+
+UPSERT = {"upsert_keys": ["id"]}
+CHANGED = StructType().add("op", "string").add("lsn", "long")
+CHANGES = {**UPSERT, "op_column": "op", "order_column": "lsn"}
+
+
+@pytest.mark.parametrize(
+    ("more", "missing", "words"),
+    [
+        ({}, "INSERT ON numbers", "rows may not be inserted into 'numbers'"),
+        (UPSERT, "SELECT ON numbers", "the right to SELECT is missing on table 'numbers'"),
+        (UPSERT, "UPDATE ON numbers", "the right to UPDATE is missing on table 'numbers'"),
+        (CHANGES, "DELETE ON numbers", "the right to DELETE is missing on table 'numbers'"),
+        (UPSERT, "TEMPORARY ON DATABASE here", "the right to TEMPORARY is missing on the database"),
+    ],
+)
+def test_a_missing_right_is_refused_before_a_task_and_granted_by_what_the_error_says(numbers, more, missing, words):
+    numbers.execute("ALTER TABLE numbers ADD PRIMARY KEY (id)")
+    role = f"clerk_{numbers.sink.replace('-', '_')}"
+    [(here,)] = numbers.execute("SELECT current_database()")
+    numbers.execute(f"REVOKE TEMPORARY ON DATABASE {here} FROM PUBLIC; CREATE ROLE {role} LOGIN PASSWORD 'secret'")
+    try:
+        numbers.execute(
+            f"GRANT ALL ON ALL TABLES IN SCHEMA public TO {role}; GRANT TEMPORARY ON DATABASE {here} TO {role}"
+        )
+        numbers.execute(f"REVOKE {missing.replace('here', here)} FROM {role}")
+        before, _, after = numbers.url.partition("://")
+        settings = {**numbers.settings, **more, "url": f"{before}://{role}:secret@{after.rpartition('@')[2]}"}
+        schema = SCHEMA if "op_column" not in more else StructType([*SCHEMA, *CHANGED])
+        with BatchJob(SinkOptions(**settings), "1") as job:
+            with pytest.raises(ConfigurationError) as refused:
+                job.plan(schema)
+            assert words in str(refused.value)
+            numbers.execute(refused.value.next_step.removeprefix("as its owner: "))
+            job.plan(schema)
+        assert numbers.execute("SELECT count(*) FROM dualwrite_slot") == [(0,)]
+    finally:
+        numbers.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
