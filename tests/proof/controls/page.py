@@ -28,6 +28,26 @@ chance rarely draws.
 """
 
 
+TRAPS = """\
+## What outboxes and relays are known to get wrong
+
+Where this one has a line that could be wrong in that way, a mistake is planted there:
+
+| trap | planted as |
+|---|---|
+| rows count as sent before the broker has them | `delivery_failures_ignored`: sends are dual writes, and have no flush of their own |
+| a relay stops for good after an exception, or sends only after a restart | not planted: a test could only wait in vain, for ten minutes |
+| retention deletes what has waited, by its old timestamp | `sent_with_the_time_of_its_block` |
+| a lease is shorter than a send | no lease: `sender_without_a_fence`, `deletes_not_counted` |
+| ids are taken for the order of commits | `looks_only_above_what_was_sent`, `floor_without_a_proof` |
+| half a batch is sent again, behind the other half | a send is one transaction: `sender_goes_on_unsettled` |
+| direct sends overtake the backlog | `sends_although_messages_wait` and the other mistakes of the mode |
+| an open breaker counts as a failed delivery | no row has a count of tries, so there is no such line |
+| an alert watches the backlog, and not what was moved aside | not planted: `dualwrite outbox list` counts both, and an alert is the user's |
+| what waits fills the disk | not planted: `test_a_full_outbox_refuses_blocks_and_is_a_problem_until_it_is_sent` |
+"""
+
+
 def render(
     seen: Mapping[str, Mapping[str, Any]],
     searched: Mapping[str, Mapping[str, Any]],
@@ -57,6 +77,7 @@ def render(
         "|---|---|---|---|---|",
         *(_row(name, seen.get(name, {}), searched.get(name), modelled.get(name)) for name in sorted(MISTAKES)),
         "",
+        TRAPS,
     ]
     return "\n".join(lines)
 
