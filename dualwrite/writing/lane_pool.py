@@ -227,8 +227,12 @@ class Lanes:
 
         A lane whose last transaction is still ending would make the block wait, so others come first.
         """
-        free = [place for place in places if place.holder is None]
-        used = sum(place.holder is not None and not place.thing.in_care for place in places)
+        free, used = [], 0
+        for place in places:
+            if place.holder is None:
+                free.append(place)
+            elif not place.thing.in_care:
+                used += 1
         if used >= self.max_lanes:
             return None
         if self.silence is not None and not self.refuses_in_silence:
