@@ -227,12 +227,7 @@ class Lanes:
 
         A lane whose last transaction is still ending would make the block wait, so others come first.
         """
-        free, used = [], 0
-        for place in places:
-            if place.holder is None:
-                free.append(place)
-            elif not place.thing.in_care:
-                used += 1
+        free, used = _free_and_used(places)
         if used >= self.max_lanes:
             return None
         if self.silence is not None and not self.refuses_in_silence:
@@ -411,6 +406,17 @@ def _attempt(lanes: Iterable[Lane], do: Callable[[Lane], object]) -> None:
             do(lane)
         except DualWriteError as error:
             logger.warning("%s: left to the next settler: %s", lane.transactional_id, error)
+
+
+def _free_and_used(places: Sequence[Place[PooledLane]]) -> tuple[list[Place[PooledLane]], int]:
+    """The places that are free, and how many blocks use others: housekeeping counts for none."""
+    free, used = [], 0
+    for place in places:
+        if place.holder is None:
+            free.append(place)
+        elif not place.thing.in_care:
+            used += 1
+    return free, used
 
 
 def _see_to(lane: Lane, deadline: Deadline, *, idles: bool) -> None:
