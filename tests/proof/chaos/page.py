@@ -250,7 +250,7 @@ def _spark() -> list[str]:
         "",
         *(_spark_run(run) for run in runs),
         "",
-        "Both runs were made before the statements of a micro-batch were cut. Their four findings are refusals that the sink is "
+        "The first two runs were made before the statements of a micro-batch were cut. Their four findings are refusals that the sink is "
         "to give, and that these runs did not follow by the next run of the batch: three times the last attempt that Spark makes "
         "waited in vain for keys that one before it had prepared (2 s here, 30 s elsewhere), and once what a killed driver had "
         "asked of the JVM began when the next driver was at work, which was fenced. Those four sinks were not compared; now the "
