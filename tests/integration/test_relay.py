@@ -763,22 +763,27 @@ def test_each_row_is_sent_once_and_in_order_though_kafka_goes_away_and_comes_bac
     until, written = threading.Event(), []
     writer = threading.Thread(target=lambda: written.append(fill(url, topic, "a", until)))
     relay = make(mortal_kafka.client_config(), database, poll_interval_s=0.1)
-    with running(relay):
+    with running(relay) as thread:
+
+        def relays_until(condition):
+            wait_until(lambda: condition() or not thread.is_alive())
+            assert thread.is_alive(), "the relay has ended by itself"
+
         writer.start()
         try:
-            wait_until(lambda: relay.report.messages > 0)
+            relays_until(lambda: relay.report.messages > 0)
             gone()
             try:
-                wait_until(lambda: relay.report.failures > 1)
+                relays_until(lambda: relay.report.failures > 1)
                 left = count(database)
-                wait_until(lambda: count(database) > left)
+                relays_until(lambda: count(database) > left)
             finally:
                 back()
-            wait_until(lambda: relay.report.failures == 0)
+            relays_until(lambda: relay.report.failures == 0)
         finally:
             until.set()
             writer.join()
-        wait_until(lambda: count(database) == 0)
+        relays_until(lambda: count(database) == 0)
     assert relay.report.refused == []
     sent = {}
     for record in read_committed(mortal_kafka.client_config(), topic):

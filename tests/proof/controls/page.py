@@ -36,7 +36,7 @@ Where this one has a line that could be wrong in that way, a mistake is planted 
 | trap | planted as |
 |---|---|
 | rows count as sent before the broker has them | `delivery_failures_ignored`: sends are dual writes, and have no flush of their own |
-| a relay stops for good after an exception, or sends only after a restart | not planted: a test could only wait in vain, for ten minutes |
+| a relay stops for good after an exception, or sends only after a restart | `relay_ends_with_an_error` |
 | retention deletes what has waited, by its old timestamp | `sent_with_the_time_of_its_block` |
 | a lease is shorter than a send | no lease: `sender_without_a_fence`, `deletes_not_counted` |
 | ids are taken for the order of commits | `looks_only_above_what_was_sent`, `floor_without_a_proof` |
