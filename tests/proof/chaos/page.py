@@ -108,7 +108,8 @@ def render(figures: Mapping[str, Any]) -> str:
         f"{operations['operations']:,} operations were begun, {operations['acknowledged']:,} acknowledged, "
         f"{operations['present']:,} are on both sides.",
         "",
-        f"What was wrong: {wrong}, **{kinds.get('error', 0)}** unexpected errors.",
+        f"What was wrong in the {len(figures['runs'])} runs of this table: {wrong}, **{kinds.get('error', 0)}** unexpected errors. "
+        "The sections on other runs have their own findings.",
         "",
         "| run | date (UTC) | seed | engine | brokers | minutes | rounds | killed | machine |",
         "|---|---|---|---|---|---|---|---|---|",

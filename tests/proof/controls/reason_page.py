@@ -29,11 +29,10 @@ Where it happens, by the step after which the process was killed:
 NOTES = """\
 Only the order of the two steps connects the sides. An outbox table does connect them, through the database; it costs a
 relay, a second write of everything, the delay of the relay's poll ([benchmarks](benchmarks.md)), and duplicates when the relay
-crashes. What it gives, to go on while Kafka is away, a writer has as well: [`outbox="fallback"`](outbox.md), without a relay process
-and without duplicates. Plain KIP-939 connects
-them too, and is what this library is built on; with today's clients all transactions of a producer share the
-producer id and epoch that it compares, so a crash in the middle of a transaction publishes half of it
-([why](safety.md)).
+crashes. What it gives, to go on [while Kafka is away](outage.md), a writer has as well: [`outbox="fallback"`](outbox.md), without a
+relay process and without duplicates. Plain KIP-939 connects them too, and is what this library is built on;
+with today's clients all transactions of a producer share the producer id and epoch that it compares, so a crash in the
+middle of a transaction publishes half of it ([why](safety.md)).
 """
 
 

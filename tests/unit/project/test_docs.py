@@ -21,6 +21,7 @@ import dualwrite.types
 import dualwrite.units
 from dualwrite import DualWriteError, failpoints
 from dualwrite.cli.options import COMMANDS
+from dualwrite.stores.sql.tables import BATCH_VIEW, OWN_TABLES
 
 PUBLIC_MODULES = (
     *(dualwrite, dualwrite.databases, dualwrite.errors, dualwrite.operations, dualwrite.sinks, dualwrite.sinks.spark),
@@ -110,6 +111,13 @@ def test_every_error_says_in_the_operating_page_what_to_do():
 def test_every_command_is_in_the_operating_page():
     text = text_of("operating.md")
     assert [name for name in COMMANDS if f"### `dualwrite {name}`" not in text] == []
+
+
+def test_every_table_is_in_the_page_of_databases():
+    listed = re.findall(
+        r"^\| `(\w+)` \|", text_of("databases.md").partition("## Tables")[2].partition("## Grants")[0], re.MULTILINE
+    )
+    assert sorted(listed) == sorted({*OWN_TABLES, BATCH_VIEW})
 
 
 def test_every_environment_variable_is_in_the_configuration_page():
