@@ -14,7 +14,7 @@ from simulator.database import Database
 from simulator.environment import time_out
 from simulator.handle import make_handle
 from simulator.outside import SimulatedCoordinator
-from simulator.partition import committed_values, last_stable_offset
+from simulator.partition import Partition, committed_values, last_stable_offset
 from simulator.process import Unanswered
 from simulator.requests import Request, Response
 from simulator.scheduler import Simulation
@@ -69,9 +69,17 @@ class ServedKafka(Simulation):
 
     def visible(self, partition: int = 0) -> list[object]:
         """The messages that a reader of committed ones sees; asserts that no open transaction holds it back."""
+        assert not self.holds_back(partition), "readers are held back"
+        return list(committed_values(self._partition(partition)))
+
+    def holds_back(self, partition: int = 0) -> bool:
+        """Whether an open transaction holds readers back."""
+        found = self._partition(partition)
+        return last_stable_offset(found) != found.log_end
+
+    def _partition(self, partition: int) -> Partition:
         [found] = [one for one in self.broker.partitions if one.topic_partition == (TOPIC, partition)]
-        assert last_stable_offset(found) == found.log_end, "readers are held back"
-        return list(committed_values(found))
+        return found
 
     def plant(self, patch: pytest.MonkeyPatch) -> None:
         """Let every writer and every recovery of this process use this Kafka."""

@@ -274,7 +274,7 @@ def test_a_writer_whose_messages_may_wait_opens_without_kafka(away, falls_back):
         away.kafka.away = False
         with writer.transaction() as tx:
             away.put(tx, 1)
-        wait_until(lambda: away.both_have(1))
+        wait_until(lambda: not away.kafka.holds_back() and away.both_have(1))
         wait_until(lambda: away.state().cluster_id == away.kafka.broker.cluster_id)
 
 
