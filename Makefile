@@ -59,7 +59,7 @@ test: venv mariadb $(OLDEST) ## all checks: lint, types, tests on real servers (
 	$(BESIDE) archive & archive=$$!; $(PY) -m pytest -qq --collect-only >.cache/collected.log 2>&1; wait $$archive || exit; \
 	$(BESIDE) lint types >.cache/lint.log 2>&1 & lint=$$!; \
 	$(WITH_OLDEST) >.cache/sqlalchemy-oldest.log 2>&1 & oldest=$$!; trap 'kill $$lint $$oldest' INT TERM; \
-	DUALWRITE_LAST_WORDS=$(LAST_WORDS) $(PY) -m pytest -n $(WORKERS) --dist worksteal --spent $(SPENT) $(if $(THOROUGH),--thorough); all=$$?; \
+	DUALWRITE_LAST_WORDS=$(LAST_WORDS) $(PY) -m pytest -n $(WORKERS) --dist worksteal --spent=$(SPENT) $(if $(THOROUGH),--thorough); all=$$?; \
 	if [ $$all = 1 ] && $(FEW_FAILED); then echo "what failed beside $(WORKERS) workers runs once more, alone:"; \
 	DUALWRITE_LAST_WORDS=$(LAST_WORDS) $(PY) -m pytest -v --last-failed --last-failed-no-failures none $(if $(THOROUGH),--thorough); all=$$?; fi; \
 	wait $$oldest; oldest=$$?; cat .cache/sqlalchemy-oldest.log; \

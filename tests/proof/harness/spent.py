@@ -1,6 +1,6 @@
 """Where the processor time of a run of the tests goes: on two cores it is what a run's length depends on, since most tests wait.
 
-``pytest --spent FILE`` keeps it, by test, for all workers; ``python -m harness.spent FILE`` shows the files and tests that
+``pytest --spent=FILE`` keeps it, by test, for all workers; ``python -m harness.spent FILE`` shows the files and tests that
 take most. The time of a process that a test has started counts once it has ended and been waited for; the servers that
 several tests share are in the total alone.
 """
