@@ -213,7 +213,7 @@ class Connections:
             while not box:
                 seconds = deadline.remaining_s()
                 if not seconds:
-                    raise NotYet("no answer", unreachable=True)
+                    raise self._no_answer(node)
                 self.serve(seconds)
         finally:
             if not box and connection is not None:  # out of time, or interrupted
@@ -395,11 +395,11 @@ class Connections:
                 boxes.append(box)
                 ours = request if hasattr(request, "frame") else Rare(request)
                 used.append(self.post(node, ours, box.append, patience_s, lane=number % lanes))
-            for box in boxes:
+            for (node, _), box in zip(requests, boxes, strict=True):
                 while not box:
                     seconds = deadline.remaining_s()
                     if not seconds:
-                        raise NotYet("no answer", unreachable=True)
+                        raise self._no_answer(node)
                     self.serve(seconds)
             all_answered = True
         finally:
@@ -408,6 +408,10 @@ class Connections:
                     if not box and connection is not None:
                         connection.withdraw(box.append)
         return [self._judged(box[0]) for box in boxes]
+
+    def _no_answer(self, node: Node) -> NotYet:
+        host, port = self.addresses.of(node) or ("broker", node)
+        return NotYet(f"no answer from {host}:{port}", unreachable=True)
 
     def _judged(self, answer: Answer | Exception) -> Answer | NotYet:
         if not isinstance(answer, Exception):
