@@ -266,9 +266,9 @@ def section(figures: Mapping[str, Any], *, table: Callable[[Sequence[str], Any],
                 for way, one in figures.items()
             ),
         ),
-        "The requests of the first moment wait until the writer knows that Kafka is silent, and they alone set the p99 of a short "
-        f"outage: {killed['per second']:g} a second are one in a hundred of those of a hundred times as long. So the requests from "
-        f"{2 * killed['fallback after']:g} s on have a column of their own.",
+        "The requests of the first second wait until the writer knows that Kafka is silent. In an outage of less than 100 s they "
+        "are more than one in a hundred, and set its p99; so those that are due "
+        f"{2 * killed['fallback after']:g} s after its beginning or later have a column of their own.",
         "",
         f"Aims: no errors; the first success within {killed['fallback after'] + 0.1:.1f} s; p99 once the silence is known at most "
         f"1.5 of the unsafe way's before it ({unsafe:.1f} ms when the broker was killed); all sent and blocks direct again "

@@ -96,6 +96,7 @@ def send(
     assert last == messages
     assert sum(stable_ends(kafka, topic).values()) >= messages
     return {
+        "messages": messages,
         "a second": (last - first) / (ended - began),
         "processor us": spent / messages * 1e6,
         "peak MiB": peak_mib(),
