@@ -774,7 +774,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it holds."""
+        """Give back what it holds. May be called more than once."""
 
     def __enter__(self) -> Self:
         return self

@@ -546,9 +546,10 @@ class Lane:
             self._unrecorded = None
 
     def take_completed(self) -> StateRow | None:
-        """As :meth:`record_completed`, for an owner that records the row's outcome itself, and gives the lane up if it fails.
+        """As :meth:`record_completed`, for an owner that records the row's outcome itself.
 
-        None if there is nothing to record.
+        If that fails, the outcome is not recorded before the next claim, which proves the end again. None if there is nothing
+        to record.
         """
         if self._unrecorded is None or not self.prove_end(Deadline(_KNOW_END_S)):
             return None

@@ -88,7 +88,8 @@ class Layout:
 
     `cluster_id` is the Kafka cluster that the driver has found; empty before that. `merge` says how rows meet those of the same
     key; None if rows are only added. `whole_row` is the position of the row's JSON among the projected columns if rows may be
-    put aside; their batches then end in one more column, with what is wrong with a row, or null. `defers` is that of the table.
+    put aside; their batches then end in one more column, with what is wrong with a row, or null. `defers` says
+    that constraints may be deferred: of the table, or of others, into which what a merge changes or deletes may cascade.
     """
 
     projected: tuple[Projected, ...]
@@ -198,7 +199,7 @@ class _Planning:
                 timestamp=timestamp,
             ),
             table=(self._table.schema, self._table.name),
-            defers=self._table.defers,
+            defers=self._table.defers or merge is not None,
             table_columns=table_columns,
             merge=merge,
             whole_row=whole_row,

@@ -391,8 +391,10 @@ class TargetPart:
 class PreparedPartition:
     """The part of a batch that one task has prepared. Pickles; holds no secret.
 
-    `started_at` is by the database's clock. `incarnation` and `namespace` are of the slot's row, which with `prepared`
-    names the transaction that is prepared in the database, if one is (:func:`name_of`). `parts` are the rows by target.
+    `started_at` is by the database's clock. `in_targets` says that no staging tables were used: then a transaction is prepared
+    in the database, with the rows in their targets, or without any, if all were put aside into a topic. `incarnation` and
+    `namespace` are of the slot's row, which with `prepared` names that transaction (:func:`name_of`). `parts` are the rows by
+    target.
     `rests` says that the worker could continue with the slot's lane. `quarantined` of the rows were put aside, `seconds` is how
     long the task took.
     """
@@ -406,15 +408,11 @@ class PreparedPartition:
     incarnation: int
     namespace: str
     prepared: PreparedTxnState
+    in_targets: bool
     parts: tuple[TargetPart, ...]
     rests: bool
     quarantined: int = 0
     seconds: float = 0.0
-
-    @property
-    def in_targets(self) -> bool:
-        """Whether the rows wait in the targets themselves, in a prepared transaction."""
-        return any(part.staged is None for part in self.parts)
 
 
 def rows_by_target(targets: Sequence[Target], prepared: Iterable[PreparedPartition]) -> dict[int, int]:
@@ -523,6 +521,7 @@ def _prepare(
         incarnation=row.incarnation,
         namespace=row.namespace,
         prepared=transaction.prepared,
+        in_targets=not staging,
         parts=filling.parts(),
         rests=place.slot.rests,
         quarantined=sieve.count,

@@ -23,7 +23,7 @@ from dualwrite.protocol.batches import Destination, Way
 from dualwrite.protocol.values import owner_prefix
 from dualwrite.recovery.claim import OwnerContext, claim_rows, default_owner, unique_owner
 from dualwrite.recovery.settle import SettleReport, settle
-from dualwrite.sinks.spark.databases.database import open_database
+from dualwrite.sinks.spark.databases.database import open_database, values_of
 from dualwrite.stores.sql.leases import SlotLease, SlotPool
 from dualwrite.stores.sql.ledger import Ledger, Runs
 from dualwrite.stores.sql.store import SqlStateStore
@@ -118,7 +118,7 @@ class Attempt:
         asked, values = [*held, *beside], cast("Sequence[object]", ())
         if not layouts:
             self.require_run(connection)
-            return [connection.scalar(one) for one in beside]
+            return values_of(connection, beside)
         for place, layout in enumerate(layouts, 1):
             values = self.database.require_types(
                 connection,

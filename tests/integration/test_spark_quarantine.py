@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 from harness.spark import SPARKS_ERRORS, ArmedTask, stopped_at
-from harness.spark_source import LEGS, ArmedSource, nothing_is_left, options_of, write_by
+from harness.spark_source import LEGS, ArmedSource, nothing_is_left, options_of, prepared_transactions, write_by
 from pyspark.sql import functions
 
 from dualwrite import ConfigurationError, TransactionAborted
@@ -20,6 +20,7 @@ ROWS, PARTITIONS, EVERY = 60, 3, 20
 WRONG = {3: "name", 5: "name|too long", 7: "check|CONSTRAINT", 9: "level", 11: "amount|overflow", 13: "mood|enum"}
 BAD = [number for number in range(ROWS) if number % EVERY in WRONG]
 GOOD = [number for number in range(ROWS) if number % EVERY not in WRONG]
+LISTED = ", ".join(map(str, WRONG))
 BOTH_DATABASES = pytest.mark.parametrize(
     "numbers", ["postgresql", pytest.param("mariadb", marks=pytest.mark.mariadb)], indirect=True
 )
@@ -144,6 +145,17 @@ def test_a_table_alone_or_a_topic_alone_takes_them(spark, shop, way, to):
     assert shop.counts() == [len(GOOD), aside[0], len(GOOD), aside[1]]
     [(rows, messages)] = shop.case.execute("SELECT row_count, message_count FROM dualwrite_batch")
     assert (rows, messages) == (ROWS, len(GOOD) + aside[1])
+    nothing_is_left(shop.case)
+
+
+@pytest.mark.parametrize("good", [[], GOOD], ids=["the whole batch", "one partition of two"])
+def test_a_prepared_partition_whose_rows_are_all_put_aside_into_a_topic_is_ended(spark, shop, good):
+    """Its transaction has no row, but a lock on the run, which would never end beside it."""
+    by_partition = readings(spark, 1).repartitionByRange(2, functions.expr(f"id % {EVERY} IN ({LISTED})"))
+    df = by_partition.where(f"id IN ({', '.join(map(str, [*good, *BAD]))})")
+    write_by(shop.case, df, "prepared", quarantine_topic=shop.aside)
+    assert shop.counts() == [len(good), 0, len(good), len(BAD)]
+    assert prepared_transactions(shop.case) == []
     nothing_is_left(shop.case)
 
 

@@ -970,6 +970,8 @@ def map_database_error(
         )
     if meaning is Meaning.POOL:
         return Unavailable(what, transactional_id=transactional_id, next_step=_POOL_STEP)
+    if meaning is Meaning.UNPREPARED:  # it may be over with this connection, as after a failover behind a pooler
+        return Unavailable(what, transactional_id=transactional_id, next_step=_PREPARED_STEP)
     if isinstance(error, exc.ResourceClosedError):
         return IllegalStateError("the connection is closed", transactional_id=transactional_id)
     return Unavailable(what, transactional_id=transactional_id)
@@ -980,13 +982,15 @@ _POOL_STEP: Final = (
     "when it settles; or find the code that keeps connections"
 )
 
+_PREPARED_STEP: Final = (
+    "leave DEALLOCATE and DISCARD to the driver; behind a pooler that shares connections by transaction, give the database's "
+    "URL, or an engine of asyncpg with connect_args statement_cache_size=0, prepared_statement_cache_size=0 and "
+    "prepared_statement_name_func=str"
+)
 _ADVICE: Final = {
     Meaning.READ_ONLY: "connect to the primary, with a role and a file that may be written to",
     Meaning.LOGIN: "check the database's address, user and password",
     Meaning.POOLER: "a transaction needs one connection to its end: use pool_mode=transaction or session (PgBouncer)",
-    Meaning.UNPREPARED: "leave DEALLOCATE and DISCARD to the driver; behind a pooler that shares connections by transaction, "
-    "give the database's URL, or an engine of asyncpg with connect_args statement_cache_size=0, "
-    "prepared_statement_cache_size=0 and prepared_statement_name_func=str",
     Meaning.REJECTED: "the tables or the values do not fit this version of the library: check them",
 }
 

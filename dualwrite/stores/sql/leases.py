@@ -488,7 +488,7 @@ class SlotPool:
 
     @property
     def joins_conditions(self) -> bool:
-        """Whether :meth:`keep` takes a condition."""
+        """Whether :meth:`keep` takes a condition, and :meth:`release` executes what is given ``beside`` it in its statement."""
         return self._own.can_stand_alone
 
     def keep(

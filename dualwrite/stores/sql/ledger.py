@@ -151,15 +151,21 @@ class Ledger:
 
         Returns the number of partitions that the batch was begun with; None if it was not begun.
         """
+        ledger = self._ledger
+        statement = select(ledger.c.partition_count, ledger.c.destination).where(self._is_begun(sink, batch_id))
         with self._on(connection):
-            count, recorded = (connection.scalar(one) for one in self.begun(sink, batch_id))
+            found = connection.execute(statement).one_or_none()
+        count, recorded = (None, None) if found is None else found
         return self.require_begun(sink, batch_id, destination, count, recorded)
 
     def begun(self, sink: str, batch_id: str) -> Sequence[Select[Any]]:
         """What finds the arguments of :meth:`require_begun`, for another statement."""
+        columns = (self._ledger.c.partition_count, self._ledger.c.destination)
+        return [select(column).where(self._is_begun(sink, batch_id)) for column in columns]
+
+    def _is_begun(self, sink: str, batch_id: str) -> ColumnElement[bool]:
         ledger = self._ledger
-        is_it = and_(ledger.c.sink == sink, ledger.c.batch_id == batch_id, ledger.c.partition_id == BEGUN)
-        return [select(column).where(is_it) for column in (ledger.c.partition_count, ledger.c.destination)]
+        return and_(ledger.c.sink == sink, ledger.c.batch_id == batch_id, ledger.c.partition_id == BEGUN)
 
     def require_begun(
         self, sink: str, batch_id: str, destination: Destination, partition_count: object, recorded: object

@@ -126,9 +126,10 @@ class ShortTransactions:
         return self._dialect.standing_alone(self._lock_timeout_s) is not None
 
     def run_one(self, work: Callable[[Connection], Result]) -> Result:
-        """As :meth:`run`, for work that executes one UPDATE.
+        """As :meth:`run`, for work that executes one UPDATE, perhaps with others in it, and no second statement.
 
-        Where the statement can stand alone, it is a transaction by itself, which takes one request instead of four.
+        Where the statement can stand alone, it is a transaction by itself, which takes one request instead of four. A second
+        statement would be another transaction.
         """
         standing_alone = self._dialect.standing_alone(self._lock_timeout_s)
         if standing_alone is None:
@@ -255,8 +256,8 @@ def _find_tables(database: Engine | Connection, schema: str | None) -> FoundTabl
     dialect = dialect_of(database.engine)
 
     def begin(connection: Connection) -> None:
-        dialect.refuse_left_open(connection)
         if dialect.name == "postgresql":
+            dialect.refuse_left_open(connection)
             stand_alone(connection)
 
     try:
@@ -311,7 +312,8 @@ class SameDatabase:
             given = self._identity_of(connection)
             found = self._own.read(lambda own: self._dialect.identity(own, self._tables))
             if given != found:
-                # The server may have been restarted meanwhile, and is another process now. Then this connection has ended.
+                # The server may have been restarted meanwhile, and is another process now. Then this connection has ended, or
+                # leads to that process through a pooler.
                 given = self._identity_of(connection)
         except exc.SQLAlchemyError as error:
             raise map_database_error(error, connection.engine) from error

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import pyarrow.compute as pc
+from sqlalchemy import exc
 
 from dualwrite.errors import ConfigurationError, TransactionAborted
+from dualwrite.stores.sql.access import map_database_error
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -147,7 +149,7 @@ class SinkDatabase(Protocol):
     def merging(
         self, connection: Connection, layout: Layout, names: RowNames | None = None, *, prepared: bool
     ) -> AbstractContextManager[RowWriter]:
-        """As :meth:`writing`, into the target, by the layout's `merge`: at the end of the block.
+        """As :meth:`writing`, into the target, by the layout's `merge`: at the end of the block. It checks the types itself.
 
         Until then the rows wait in a table of this transaction alone. `prepared` says that the transaction will be prepared.
         """
@@ -379,6 +381,14 @@ def require_planned(present: Mapping[str, str], planned: Mapping[str, str], show
 
 
 # The sink's database: connected the same way on the driver and in the tasks.
+
+
+def values_of(connection: Connection, queries: Iterable[Select[Any]]) -> list[object]:
+    """The value that each query finds, or None, in the caller's transaction."""
+    try:
+        return [connection.scalar(one) for one in queries]
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, connection.engine) from error
 
 
 def open_database(options: SinkOptions) -> SinkDatabase:

@@ -43,6 +43,7 @@ from dualwrite.sinks.spark.databases.database import (
     require_planned,
     rows_lost,
     still_referred_to,
+    values_of,
 )
 from dualwrite.sinks.spark.digests import row_name, table_key
 from dualwrite.sinks.spark.merging import DELETED, MergeStatements, staged_arrays
@@ -421,10 +422,7 @@ class MariaDB:
         beside: Sequence[Select[Any]] = (),
     ) -> Sequence[object]:
         require_types(connection, tables, planned, shown_name=shown_name)
-        try:
-            return [connection.scalar(one) for one in beside]
-        except exc.SQLAlchemyError as error:
-            raise map_database_error(error, self.engine) from error
+        return values_of(connection, beside)
 
     def writing(
         self, connection: Connection, layout: Layout, table: tuple[str, str], names: RowNames | None = None
