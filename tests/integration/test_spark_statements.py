@@ -92,13 +92,11 @@ class GeneralLog:
 
     @property
     def requests(self):
-        found = self._run(
-            "SELECT command_type, convert(argument USING utf8mb4) FROM mysql.general_log "
-            "WHERE command_type IN ('Query', 'Ping') AND thread_id <> connection_id() AND thread_id IN (SELECT thread_id "
-            "FROM mysql.general_log WHERE command_type = 'Connect' AND argument LIKE :ours) ORDER BY event_time",
-            ours=f"%on {self._database} %",
-        )
-        return [Sent(() if kind == "Ping" else (" ".join(asked.split()).upper(),)) for kind, asked in found]
+        """In the order of the log. The times in it are of no use: each session writes them in its own time zone."""
+        log = self._run("SELECT thread_id, command_type, convert(argument USING utf8mb4) FROM mysql.general_log")
+        ours = {thread for thread, kind, asked in log if kind == "Connect" and f"on {self._database} " in asked}
+        asked = [(kind, asked) for thread, kind, asked in log if thread in ours and kind in {"Query", "Ping"}]
+        return [Sent(() if kind == "Ping" else (" ".join(one.split()).upper(),)) for kind, one in asked]
 
 
 @dataclass
