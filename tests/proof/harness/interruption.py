@@ -55,11 +55,16 @@ class Interruption:
         return self._count
 
 
+# The arguments of ``__exit__`` at the end of a block without an error.
+_NO_ERROR = [("LOAD_CONST", None)] * 3
+_NO_ERROR_BEFORE_3_11 = [("LOAD_CONST", None), ("DUP_TOP", None), ("DUP_TOP", None)]
+
+
 def _leaves_a_with_block(frame: FrameType) -> bool:
     """Whether the next thing to run is the ``__exit__`` of a ``with`` block that has come to its end.
 
     Python handles no signal there, so a lock is always released. A trace function could keep it locked for ever.
     """
     following = [one for one in dis.get_instructions(frame.f_code) if one.offset >= frame.f_lasti]
-    names = [(one.opname, one.argval) for one in following if one.opname not in {"CACHE", "SWAP", "NOP"}]
-    return names[:3] == [("LOAD_CONST", None)] * 3
+    names = [(one.opname, one.argval) for one in following if one.opname not in {"CACHE", "SWAP", "NOP", "POP_BLOCK"}]
+    return names[:3] in (_NO_ERROR, _NO_ERROR_BEFORE_3_11)
