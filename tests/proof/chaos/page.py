@@ -316,7 +316,8 @@ def _mended() -> list[str]:
         "The run with outages and seed 42 has six more findings, and all are waits: five members did not end in five minutes, and "
         "the consumer that runs beside them did not come to the end of its topic in time. Up to a hundred other programs shared "
         "the two processors then. The stacks show each member at work, in a statement or at SQLite's lock; what they had done is "
-        "whole, and one that reads afterwards has found all of it. A run on a machine of its own must show that nothing hangs.",
+        "whole, and one that reads afterwards has found all of it. The runs with seeds 7 and 43 had few programs beside them: in "
+        "their 751 kills and 40 outages nothing hung.",
         "",
     ]
 

@@ -111,9 +111,11 @@ class AsyncMember:
         return self._consumer.progress
 
     def run(self, **ends) -> None:
-        self._loop.run_until_complete(self._consumer.run(**ends))
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.close()
+        try:
+            self._loop.run_until_complete(self._consumer.run(**ends))
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
 
     def stop(self) -> None:
         if not self._loop.is_closed():
