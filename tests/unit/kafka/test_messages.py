@@ -7,7 +7,7 @@ import uuid
 
 import pytest
 from harness.places import ROOT
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from kafka.protocol.admin.transactions import DescribeProducersRequest, DescribeProducersResponse
 from kafka.protocol.consumer.offsets import OffsetForLeaderEpochRequest, OffsetForLeaderEpochResponse
@@ -289,6 +289,7 @@ def test_consumed_offsets_by_name(kafka_id, producer_id, epoch, group, committed
 def test_consumed_offsets_by_id(kafka_id, producer_id, epoch, group, committed, number, client):
     request = theirs(committing(kafka_id, (producer_id, epoch), group, committed), BY_NAME, number, client)
     topic_ids = {name: id_of(name) for name, _ in committed}
+    assume(all(request.count(compact(name)) == 1 for name in topic_ids))  # no group or metadata has a topic's name
     ours = TxnOffsetCommit(kafka_id, (producer_id, epoch), group, committed, topic_ids).frame(BY_ID, number, client)
     assert ours == by_id(request[:6] + struct.pack(">h", BY_ID) + request[8:], topic_ids)
 

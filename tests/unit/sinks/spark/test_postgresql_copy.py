@@ -26,7 +26,7 @@ UTC = dt.timezone.utc
         (pa.binary(), b"\x00\xff", "\\x00ff"),
         (pa.binary(16), bytes(range(16)), "000102030405060708090a0b0c0d0e0f"),
         (pa.date32(), dt.date(1970, 1, 2), "J2440589"),
-        (pa.timestamp("us"), dt.datetime.fromisoformat("1969-12-31T23:59:59.5"), "J2440587 23:59:59.500000"),
+        (pa.timestamp("us"), dt.datetime.fromisoformat("1969-12-31T23:59:59.500000"), "J2440587 23:59:59.500000"),
         (pa.timestamp("us", "UTC"), dt.datetime(1970, 1, 1, tzinfo=UTC), "J2440588 00:00:00.000000+00"),
         (pa.time64("us"), dt.time(1, 2, 3), "01:02:03.000000"),
         (pa.duration("us"), dt.timedelta(days=-1), "-86400000000 microseconds"),

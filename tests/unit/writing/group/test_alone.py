@@ -4,6 +4,7 @@ import asyncio
 import contextvars
 import itertools
 import threading
+from concurrent.futures import TimeoutError as OutOfTime  # before Python 3.11 another than the built-in one
 from concurrent.futures import wait
 from contextlib import contextmanager
 
@@ -79,7 +80,7 @@ def refusals(writer, shop):
     """The reasons for which a thread does not run the unit of a future itself."""
 
     def with_a_time_out(future):
-        with pytest.raises(TimeoutError):
+        with pytest.raises(OutOfTime):
             future.result(0.01)
 
     yield "a time-out", with_a_time_out
