@@ -220,6 +220,7 @@ def test_keys_that_do_not_name_one_row_are_refused(spark, numbers, write, unique
     [
         ({}, "cannot be emptied: rows of table 'notes' refer to its rows.*delete those first"),
         ({"truncate": "true"}, "the option truncate is not for MariaDB and MySQL"),
+        ({"replaceWhere": "nowhere > 0"}, "not a condition on the columns.*nowhere"),
     ],
 )
 def test_an_overwrite_that_would_fail_is_refused_before_a_task_runs(spark, numbers, write, given, says):

@@ -184,6 +184,7 @@ def test_two_batches_that_overwrite_a_table_at_once_leave_the_rows_of_one(number
             {"mode": "overwrite", "truncate": "true"},
             "cannot be truncated: the foreign key.*leave the option truncate out",
         ),
+        ({"mode": "overwrite", "replaceWhere": "nowhere > 0"}, "not a condition on the columns.*nowhere"),
         ({"upsertKeys": "nowhere"}, "upsert_keys names the column 'nowhere', which table 'numbers' does not have"),
         ({"upsertKeys": "name"}, "no unique key of just the columns name"),
     ],

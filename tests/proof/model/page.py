@@ -50,7 +50,8 @@ What is found is made shorter, and is then a text that can be run again: `tests/
 HANDED_OVER = """\
 In the schedules from seed 1,000,000,000,000 on, workers hand over what they have prepared, on one to three slots, and drivers
 decide on several of them at once, as the Spark sink does with a whole batch; a worker goes on with its producer where the row
-says that it may. What nobody has decided must not be seen, not even a part of it.
+says that it may. What nobody has decided must not be seen, not even a part of it. A batch of several tables has no schedules of its
+own: `write_many` takes over the rows of every table inside the one transaction whose COMMIT decides, and adds no step.
 """
 
 NATIVE = """\

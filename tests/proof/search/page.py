@@ -38,7 +38,9 @@ which order) are retold as steps, since they run on threads and servers; each st
 
 Of batches that a driver decides for several participants, nothing is retold. The product's own recipes run:
 `dualwrite.sinks.batches.Decision` with all that it calls, claims and settling, the participants' lanes and producers. They are
-stopped before each request and each statement, and go on from there with every answer that there can be.
+stopped before each request and each statement, and go on from there with every answer that there can be. A batch of several
+tables (Spark's `write_many`) needs no search of its own: it adds rows to the same transactions and no step to the protocol, because
+`Batch.bring` takes over the rows of every table inside the one transaction whose COMMIT decides.
 
 A process may stop anywhere and for ever: that is a crash, and also a pause, if it goes on later. **Every state** is held
 against the same demands as the real runs: it is settled to the end by a fresh process, then settled again, then everything
