@@ -368,9 +368,7 @@ def uses_staging(
         if not target.in_table:
             continue
         merges, empties = layout.merge is not None, empty is not None and not target.is_quarantine
-        staging = database.choose_staging(
-            connection, options.database_leg, layout.table[0], empties=empties, merges=merges
-        )
+        staging = database.choose_staging(connection, options.database_leg, layout, empties=empties)
         if merges and not staging and target.tag is not None:
             raise ConfigurationError(
                 f"upserts into table {layout.table[1]!r}, one of several by a tag column, need staging tables",

@@ -15,6 +15,8 @@ from dualwrite import CompletionPending, ConfigurationError, TransactionAborted,
 from dualwrite.migrations import upgrade
 from dualwrite.sinks.spark import SinkOptions
 from dualwrite.sinks.spark.per_partition import BatchJob
+from dualwrite.sinks.spark.plan import plan_stream
+from dualwrite.sinks.spark.targets import Wanted
 from dualwrite.testing import EmbeddedPostgres
 
 
@@ -188,34 +190,56 @@ CHANGES = {**UPSERT, "op_column": "op", "order_column": "lsn"}
 
 
 @pytest.mark.parametrize(
-    ("more", "missing", "words"),
+    ("way", "more", "missing", "words"),
     [
-        ({}, "INSERT ON numbers", "rows may not be inserted into 'numbers'"),
-        (UPSERT, "SELECT ON numbers", "the right to SELECT is missing on table 'numbers'"),
-        (UPSERT, "UPDATE ON numbers", "the right to UPDATE is missing on table 'numbers'"),
-        (CHANGES, "DELETE ON numbers", "the right to DELETE is missing on table 'numbers'"),
-        (UPSERT, "TEMPORARY ON DATABASE here", "the right to TEMPORARY is missing on the database"),
+        ("write_batch", {}, "INSERT ON numbers", "rows may not be inserted into 'numbers'"),
+        ("write_batch", UPSERT, "SELECT ON numbers", "the right to SELECT is missing on table 'numbers'"),
+        ("write_batch", UPSERT, "UPDATE ON numbers", "the right to UPDATE is missing on table 'numbers'"),
+        ("write_batch", CHANGES, "DELETE ON numbers", "the right to DELETE is missing on table 'numbers'"),
+        ("write_batch", UPSERT, "TEMPORARY ON DATABASE here", "the right to TEMPORARY is missing on the database"),
+        (
+            "staging",
+            {},
+            "CREATE ON SCHEMA public",
+            "the right to CREATE is missing on the schema 'public', for staging",
+        ),
+        ("staging", {}, "SELECT ON numbers", "the right to SELECT is missing on table 'numbers'"),
+        ("staging", CHANGES, "DELETE ON numbers", "the right to DELETE is missing on table 'numbers'"),
+        ("auto", {}, "SELECT ON numbers", "the right to SELECT is missing on table 'numbers'"),
+        ("prepared", UPSERT, "SELECT ON numbers", "the right to SELECT is missing on table 'numbers'"),
     ],
 )
-def test_a_missing_right_is_refused_before_a_task_and_granted_by_what_the_error_says(numbers, more, missing, words):
+def test_a_missing_right_is_refused_before_a_task_and_granted_by_what_the_error_says(
+    numbers, way, more, missing, words
+):
     numbers.execute("ALTER TABLE numbers ADD PRIMARY KEY (id)")
     role = f"clerk_{numbers.sink.replace('-', '_')}"
     [(here,)] = numbers.execute("SELECT current_database()")
     numbers.execute(f"REVOKE TEMPORARY ON DATABASE {here} FROM PUBLIC; CREATE ROLE {role} LOGIN PASSWORD 'secret'")
     try:
         numbers.execute(
-            f"GRANT ALL ON ALL TABLES IN SCHEMA public TO {role}; GRANT TEMPORARY ON DATABASE {here} TO {role}"
+            f"GRANT ALL ON ALL TABLES IN SCHEMA public TO {role}; GRANT TEMPORARY ON DATABASE {here} TO {role}; "
+            f"GRANT CREATE ON SCHEMA public TO {role}"
         )
         numbers.execute(f"REVOKE {missing.replace('here', here)} FROM {role}")
         before, _, after = numbers.url.partition("://")
         settings = {**numbers.settings, **more, "url": f"{before}://{role}:secret@{after.rpartition('@')[2]}"}
         schema = SCHEMA if "op_column" not in more else StructType([*SCHEMA, *CHANGED])
-        with BatchJob(SinkOptions(**settings), "1") as job:
-            with pytest.raises(ConfigurationError) as refused:
-                job.plan(schema)
-            assert words in str(refused.value)
-            numbers.execute(refused.value.next_step.removeprefix("as its owner: "))
-            job.plan(schema)
+        with pytest.raises(ConfigurationError) as refused:
+            plan(settings, way, schema)
+        assert words in str(refused.value)
+        numbers.execute(refused.value.next_step.removeprefix("as its owner: "))
+        plan(settings, way, schema)
         assert numbers.execute("SELECT count(*) FROM dualwrite_slot") == [(0,)]
     finally:
         numbers.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
+
+
+def plan(settings, way, schema):
+    """Plan a batch as its driver does, by partition or by a database leg as a whole."""
+    if way == "write_batch":
+        with BatchJob(SinkOptions(**settings), "1") as job:
+            job.plan(schema)
+    else:
+        options = SinkOptions(**settings, database_leg=way)
+        plan_stream(options, [Wanted(options, schema)], None, stream=None)

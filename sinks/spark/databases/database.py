@@ -155,11 +155,11 @@ class SinkDatabase(Protocol):
         """
         ...
 
-    def choose_staging(self, connection: Connection, wanted: str, schema: str, *, empties: bool, merges: bool) -> bool:
-        """Whether the tasks of a batch decided as a whole bring rows in through staging tables.
+    def choose_staging(self, connection: Connection, wanted: str, layout: Layout, *, empties: bool) -> bool:
+        """Whether the tasks of a batch decided as a whole bring rows in through staging tables, in the target's schema.
 
-        `wanted` is the setting ``database_leg``, `schema` the place of the staging tables. `empties` says that the table is
-        emptied first, `merges` that rows meet those of the same key.
+        `wanted` is the setting ``database_leg``; `empties` says that the table is emptied first. A right that staging tables
+        need is a `ConfigurationError` with its GRANT, where the database's catalog says what the user may do.
         """
         ...
 

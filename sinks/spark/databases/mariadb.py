@@ -435,9 +435,9 @@ class MariaDB:
         del prepared  # never
         return merging(connection, layout, names)
 
-    def choose_staging(self, connection: Connection, wanted: str, schema: str, *, empties: bool, merges: bool) -> bool:
+    def choose_staging(self, connection: Connection, wanted: str, layout: Layout, *, empties: bool) -> bool:
         """See the protocol. Always: there is no other way."""
-        del connection, schema, empties, merges
+        del connection, layout, empties
         if wanted == "prepared":
             raise _not_prepared()
         return True

@@ -99,6 +99,15 @@ _REFERRING: Final = text(
 )
 
 
+def _require_right(connection: Connection, right: str, given: object, shown: str, on: str) -> None:
+    """Refuse a right that is not `given` to the connection's user; `on` is what it is granted on, as SQL."""
+    if not given:
+        raise ConfigurationError(
+            f"the right to {right} is missing on {shown}",
+            next_step=f'as its owner: GRANT {right} ON {on} TO "{connection.engine.url.username}"',
+        )
+
+
 def _require_unreferred(connection: Connection, table: str, empty: Emptying, referring: RowMapping) -> None:
     """Refuse to empty a table that a foreign key refers to: by TRUNCATE always, by DELETE if a row of the other table does."""
     key, by = referring["conname"], referring["relname"]
@@ -463,14 +472,19 @@ class PostgreSQL:
     ) -> AbstractContextManager[TableCopy]:
         return merging(connection, layout, names, prepared=prepared)
 
-    def choose_staging(self, connection: Connection, wanted: str, schema: str, *, empties: bool, merges: bool) -> bool:
+    def choose_staging(self, connection: Connection, wanted: str, layout: Layout, *, empties: bool) -> bool:
+        schema, table = layout.table
+        named = {"schema": schema, "table": table, "columns": list(layout.table_column_names)}
         try:
-            may_create, most_prepared = connection.execute(_ALLOWED, {"schema": schema}).one()
+            may_create, may_select, most_prepared = connection.execute(_ALLOWED, named).one()
         except exc.SQLAlchemyError as error:
             raise map_database_error(error, self.engine) from error
         if wanted == "staging" or (wanted == "auto" and may_create):
+            place = f"SCHEMA {sql.Identifier(schema).as_string()}"
+            _require_right(connection, "CREATE", may_create, f"the schema {schema!r}, for staging tables", place)
+            _require_right(connection, "SELECT", may_select, f"table {table!r}", self.quoted(layout.table))
             return True
-        if empties or (merges and not may_create):
+        if empties or (layout.merge is not None and not may_create):
             raise ConfigurationError(
                 "rows that replace others, and a table that is emptied first, need staging tables",
                 next_step=f'set databaseLeg to "staging"; the user needs CREATE on the schema {schema!r}',
@@ -546,14 +560,10 @@ class PostgreSQL:
         try:
             found = connection.execute(_RIGHTS, {"schema": target[0], "table": target[1]}).mappings().one()
             table = {"table": found["oid"]}
-            user, where = connection.engine.url.username, sql.Identifier(*target).as_string()
+            places = {"TEMPORARY": ("the database", f"DATABASE {sql.Identifier(found['place']).as_string()}")}
+            where = (f"table {target[1]!r}", self.quoted(target))
             for right in needed:
-                if not found[right]:
-                    on = where if right != "TEMPORARY" else f"DATABASE {sql.Identifier(found['place']).as_string()}"
-                    raise ConfigurationError(
-                        f"the right to {right} is missing on {f'table {target[1]!r}' if on == where else 'the database'}",
-                        next_step=f'as its owner: GRANT {right} ON {on} TO "{user}"',
-                    )
+                _require_right(connection, right, found[right], *places.get(right, where))
             if plan is not None:
                 require_key(target[1], [*map(frozenset, connection.execute(_UNIQUE, table).scalars())], plan.keys)
             if empty is not None and empty.where is not None:
@@ -943,7 +953,11 @@ _MORE_PREPARED: Final = (
     '"staging"'
 )
 _ALLOWED: Final = text(
-    "SELECT has_schema_privilege(:schema, 'CREATE'), current_setting('max_prepared_transactions')::int"
+    # A staging table is made by a SELECT of the columns that are written, which an INSERT into them does not need.
+    "SELECT has_schema_privilege(:schema, 'CREATE'), (SELECT bool_and(has_column_privilege(c.oid, a.attnum, 'SELECT')) "
+    "FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace JOIN pg_attribute a ON a.attrelid = c.oid "
+    "WHERE n.nspname = :schema AND c.relname = :table AND a.attname = ANY (:columns)), "
+    "current_setting('max_prepared_transactions')::int"
 )
 
 
