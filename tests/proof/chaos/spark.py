@@ -78,6 +78,8 @@ DECIDING = [
     "batch.completed",
     MOMENT,
 ]
+OF_A_DRIVER = {"write_batch", "foreach_batch"}
+"""The ways in which the driver itself decides, on each partition or on all."""
 DRIVING = ["ledger.begun", "spark.driver_started", "spark.driver_done", MOMENT, MOMENT]
 
 
@@ -125,8 +127,7 @@ class Killing:
             self._spark.stop()
 
     def _job(self, way: str, does: str, on_mariadb: bool) -> None:
-        name, before, began = f"{way}, {does}", self.deaths, time.monotonic()
-        shown = f"{name}, MariaDB" if on_mariadb else name
+        name, before, began = f"{way}, {does}{', MariaDB' if on_mariadb else ''}", self.deaths, time.monotonic()
         try:
             job = self._made(way, does, on_mariadb)
             for number in range(BATCHES):
@@ -135,12 +136,12 @@ class Killing:
             self.counts["jobs"] += 1
             self.counts["jobs on MariaDB"] += on_mariadb
         except Exception as error:  # noqa: BLE001 - whatever a job ends with is a finding
-            self.findings.append(f"{shown}: {' '.join(str(error).split())[:SHOWN]}")
+            self.findings.append(f"{name}: {' '.join(str(error).split())[:SHOWN]}")
             with (self._directory / "findings.log").open("a") as log:
-                log.write(f"{shown}:\n{traceback.format_exc()}\n")
+                log.write(f"{name}:\n{traceback.format_exc()}\n")
             sys.stdout.write(f"FOUND: {self.findings[-1]}\n")
         sys.stdout.write(
-            f"{shown}: {self.deaths - before} died in {time.monotonic() - began:.0f} s; {self.deaths} in all\n"
+            f"{name}: {self.deaths - before} died in {time.monotonic() - began:.0f} s; {self.deaths} in all\n"
         )
         sys.stdout.flush()
 
@@ -173,7 +174,8 @@ class Killing:
         fault = self._fault()
         who, by_partition = self._who(job)
         if who == "driver":
-            points = DRIVING if by_partition else DECIDING
+            # The Data Source decides in a process of Spark's, which none of a driver's fail points reaches.
+            points = DRIVING if by_partition else DECIDING if job.way in OF_A_DRIVER else [MOMENT]
             self._drive(job, number, self._chance.choice(points), name)
         for run in range(RUNS):
             deaths = Deaths(str(self._notes), *(self._points(who, by_partition=by_partition) if run == 0 else ()))
@@ -197,12 +199,11 @@ class Killing:
 
     def _who(self, job: Job) -> tuple[str, bool]:
         """Who dies: tasks, the process that decides, or a driver; and whether each partition is decided by itself."""
-        by_partition = job.way in {"write_batch", "foreach_batch"} and job.does != "several"
-        can = ["task"] * 7 + ["driver"]
-        if job.way in {"write_batch", "foreach_batch"}:
+        by_partition = job.way in OF_A_DRIVER and job.does != "several"
+        if job.way in OF_A_DRIVER:
             # The tasks of several tables are armed as those of the Data Source: the same code runs there.
-            return self._chance.choice(can if by_partition else ["driver"]), by_partition
-        return self._chance.choice([*can, "deciding", "deciding"]), by_partition
+            return self._chance.choice(["task", "driver"] if by_partition else ["driver"]), by_partition
+        return self._chance.choice(["task", "deciding", "deciding", "deciding", "driver"]), by_partition
 
     def _points(self, who: str, *, by_partition: bool) -> tuple:
         if who == "task":

@@ -157,10 +157,10 @@ STREAMS = ["stream staging", "stream prepared", "foreach_batch"]
 WAYS = {
     "write_batch": ["append", "upsert", "changes", "several", "quarantine"],
     "staging": ["append", "upsert", "changes", "several", "replace", "quarantine"],
-    "prepared": ["append", "upsert", "changes", "quarantine"],
+    "prepared": ["append", "upsert", "changes", "several", "quarantine"],
     "foreach_batch": ["append", "upsert", "changes", "several", "quarantine"],
     "stream staging": ["append", "upsert", "changes", "several", "quarantine"],
-    "stream prepared": ["append", "upsert", "changes", "quarantine"],
+    "stream prepared": ["append", "upsert", "changes", "several", "quarantine"],
 }
 """Each way to write, with what it does with the rows."""
 NEW_ROWS = {"append", "several", "quarantine"}
