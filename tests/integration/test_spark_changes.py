@@ -7,13 +7,15 @@ from unittest import mock
 
 import pytest
 from confluent_kafka import Producer
+from harness.databases import by_way_on_both_databases
 from harness.spark import HAS_CONNECTOR, ArmedTask, connector_jars
 from harness.spark_source import WAYS, ArmedSource, nothing_is_left, options, options_of, write_by
 from pyspark.errors import StreamingQueryException
+from pyspark.sql import functions
 from sqlalchemy import create_engine, text
 
 from dualwrite import ConfigurationError
-from dualwrite.sinks.spark import foreach_batch, foreach_partition, per_partition, register, write_batch
+from dualwrite.sinks.spark import foreach_partition, per_partition, register, write_batch
 from dualwrite.testing.checker import read_committed
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
@@ -50,6 +52,9 @@ class Source:
         engine, chance = create_engine(url), random.Random(7)
         with engine.begin() as connection:
             connection.execute(text(SOURCE))
+            # A row that is there when a connector begins, and that never changes: its snapshot alone tells of it.
+            connection.execute(text(f"INSERT INTO source VALUES ({KEYS}, 'there before')"))
+            connection.execute(text("""UPDATE history SET change = jsonb_set(change, '{op}', '"r"')"""))
             for number in range(length):
                 key = chance.randrange(KEYS)
                 if chance.random() < 0.3:
@@ -91,14 +96,20 @@ def target(spark, numbers):
     return numbers
 
 
-def verify(target, source):
-    """The table equals its source; the topic has each change once, in order for each key, and a tombstone for a deletion."""
+def verify(target, source, deletes_by=None):
+    """The table equals its source; the topic has each change once, in order for each key.
+
+    A deletion is a tombstone, or a record with the operation `deletes_by`.
+    """
     assert target.rows() == source.rows
     found = {}
     for message in read_committed(target.kafka, target.topic):
-        value = None if message.value is None else json.loads(message.value)
-        assert value is None or message.key == str(value["id"]).encode()
-        found.setdefault(int(message.key), []).append(None if value is None else value["name"])
+        value = {} if message.value is None else json.loads(message.value)
+        assert not value or message.key == str(value["id"]).encode()
+        name = value.get("name")
+        if name is None:
+            assert (value["op"] if value else None) == deletes_by
+        found.setdefault(int(message.key), []).append(name)
     assert found == source.by_key()
     nothing_is_left(target)
 
@@ -111,26 +122,7 @@ def changes(spark, source):
     return parsed.selectExpr(*ROW)
 
 
-MARIADB = [
-    pytest.param("mariadb", way, marks=[pytest.mark.mariadb, *more], id=f"{way}-mariadb")
-    for way, more in (
-        ("write_batch", ()),
-        ("staging", ()),
-        ("foreach_partition", [pytest.mark.thorough]),
-        ("foreach_batch", [pytest.mark.thorough]),
-    )
-]
-
-
-@pytest.mark.parametrize(
-    ("numbers", "way"),
-    [
-        *(pytest.param("postgresql", way, id=way) for way in WAYS),
-        pytest.param("postgresql", "foreach_batch", id="foreach_batch", marks=pytest.mark.thorough),
-        *MARIADB,
-    ],
-    indirect=["numbers"],
-)
+@by_way_on_both_databases([*WAYS, "foreach_batch"], quick=[*WAYS, "write_batch-mariadb", "staging-mariadb"])
 def test_a_table_and_a_topic_follow_their_source_over_the_death_of_a_task(spark, source, target, way):
     df = changes(spark, source)
     if way in {"staging", "prepared"}:
@@ -138,13 +130,17 @@ def test_a_table_and_a_topic_follow_their_source_over_the_death_of_a_task(spark,
         df.write.format("armed").mode("append").options(**given, batchId="1").save()
     else:
         with mock.patch.object(per_partition, "PartitionTask", partial(ArmedTask, point="spark.rows_copied")):
-            if way == "foreach_batch":
-                foreach_batch(**target.settings, **SETTINGS)(df, 1)
-            else:
-                write_by(target, df, way, **SETTINGS)
+            write_by(target, df, way, **SETTINGS)
         if way == "foreach_partition":  # nothing settles what a dead task leaves, but the next run
             foreach_partition(df, batch_id="1", **target.settings, **SETTINGS)
     verify(target, source)
+
+
+def test_a_deletion_may_be_a_record_and_operations_have_names_of_their_own(spark, source, target):
+    df = changes(spark, source).withColumn("op", functions.expr("if(op = 'd', 'D', 'I')"))
+    settings = {**SETTINGS, "op_values": {"I": "upsert", "D": "delete"}, "on_delete": "record"}
+    write_by(target, df, "staging", **settings)
+    verify(target, source, deletes_by="D")
 
 
 LAST = ["batch.decided"]

@@ -1,7 +1,9 @@
 """Every type on both sides, by both ways; names that need care; what the catalog and Kafka lack is reported before a task runs."""
 
+import base64
 import datetime as dt
 import json
+import random
 import uuid
 from decimal import Decimal
 
@@ -9,7 +11,7 @@ import pytest
 from harness.messages import consume
 from harness.spark import ROWS, SPARKS_ERRORS, SparkCase
 from harness.spark import numbers as numbered
-from harness.spark_source import options_of
+from harness.spark_source import options_of, write_by
 from pyspark.sql import types
 from sqlalchemy import create_engine
 
@@ -215,6 +217,30 @@ def test_names_that_need_quotes(spark, numbers, write):
     [message] = consume(numbers.kafka, numbers.topic)
     assert message.key() == b"2"
     assert json.loads(message.value()) == {"select": 1, "a.b": 2, "A": 3, "a": 4, 'say "hi"': "x", "ä`": "y"}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "way"),
+    [
+        *(("postgresql", way) for way in ("write_batch", "staging")),
+        *(pytest.param("postgresql", way, marks=pytest.mark.thorough) for way in ("foreach_partition", "prepared")),
+        pytest.param("mariadb", "write_batch", marks=pytest.mark.mariadb),
+    ],
+    indirect=["numbers"],
+)
+def test_a_row_of_two_megabytes_that_do_not_compress(spark, numbers, dualwrite_kafka, way):
+    """Its message is larger: JSON has binary values as base64."""
+    body = random.Random(7).randbytes(2_000_000)
+    numbers.execute(f"CREATE TABLE large (id bigint, body {'longblob' if numbers.on_mariadb else 'bytea'})")
+    most = {"max.message.bytes": "4000000"}
+    topic = dualwrite_kafka.create_topic(f"{numbers.topic}-large", 1, most)
+    kafka = {**numbers.kafka, "message.max.bytes": "4000000"}
+    df = spark.createDataFrame([(7, body)], "id bigint, body binary").coalesce(1)
+    write_by(numbers, df, way, kafka=kafka, table="large", topic=topic)
+    assert numbers.execute("SELECT id, body FROM large") == [(7, body)]
+    [message] = consume(numbers.kafka, topic)
+    value = json.loads(message.value())
+    assert (value["id"], base64.b64decode(value["body"])) == (7, body)
 
 
 @staged

@@ -5,6 +5,7 @@ import signal
 from functools import partial
 
 import pytest
+from harness.databases import BOTH_DATABASES, by_way_on_both_databases
 from harness.drivers import Drivers
 from harness.spark import SPARKS_ERRORS, stopped_at
 from harness.spark_source import LEGS, ArmedSource, nothing_is_left, options_of
@@ -19,9 +20,6 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow]
 ORDERS = 40
 ITEMS = 3 * ORDERS
 TAG = {"tag_column": "kind"}
-BOTH_DATABASES = pytest.mark.parametrize(
-    "numbers", ["postgresql", pytest.param("mariadb", marks=pytest.mark.mariadb)], indirect=True
-)
 
 
 class Shop:
@@ -203,7 +201,7 @@ def test_a_driver_of_write_many_is_killed(spark, shop, tmp_path, point):
     shop.verify()
 
 
-@pytest.mark.parametrize("way", ["tagged", "split", "format"])
+@by_way_on_both_databases(["tagged", "split", "format"], quick=["tagged", "split", "format", "format-mariadb"])
 def test_a_stream_over_two_targets_killed_on_the_way_writes_each_row_once(spark, shop, tmp_path, way):
     tagged(spark, partitions=4).write.parquet(str(tmp_path / "source"))
     rows = tagged(spark)

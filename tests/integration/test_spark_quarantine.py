@@ -5,8 +5,9 @@ import re
 from functools import partial
 
 import pytest
+from harness.databases import BOTH_DATABASES, by_way_on_both_databases
 from harness.spark import SPARKS_ERRORS, ArmedTask, stopped_at
-from harness.spark_source import LEGS, ArmedSource, nothing_is_left, options_of, prepared_transactions, write_by
+from harness.spark_source import LEGS, WAYS, ArmedSource, nothing_is_left, options_of, prepared_transactions, write_by
 from pyspark.sql import functions
 
 from dualwrite import ConfigurationError, TransactionAborted
@@ -21,10 +22,6 @@ WRONG = {3: "name", 5: "name|too long", 7: "check|CONSTRAINT", 9: "level", 11: "
 BAD = [number for number in range(ROWS) if number % EVERY in WRONG]
 GOOD = [number for number in range(ROWS) if number % EVERY not in WRONG]
 LISTED = ", ".join(map(str, WRONG))
-BOTH_DATABASES = pytest.mark.parametrize(
-    "numbers", ["postgresql", pytest.param("mariadb", marks=pytest.mark.mariadb)], indirect=True
-)
-WAYS = ["write_batch", "foreach_partition", *LEGS]
 
 
 class Readings:
@@ -253,7 +250,7 @@ def test_a_killed_task_of_write_batch_puts_each_row_aside_once(spark, shop, monk
     shop.verify()
 
 
-@pytest.mark.parametrize("way", ["format", "foreach_batch"])
+@by_way_on_both_databases(["format", "foreach_batch"], quick=["format", "foreach_batch", "foreach_batch-mariadb"])
 def test_a_stream_that_is_stopped_on_the_way_puts_each_row_aside_once(spark, shop, tmp_path, way):
     readings(spark, 4).write.parquet(str(tmp_path / "source"))
     schema = readings(spark).schema

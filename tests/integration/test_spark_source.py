@@ -6,10 +6,11 @@ from functools import partial
 
 import psycopg
 import pytest
+from harness.databases import by_way_on_both_databases
 from harness.drivers import Drivers, as_installed, phases_of
 from harness.spark import HAS_CONNECTOR, PARTITIONS, ROWS, SPARKS_ERRORS, newest_job
 from harness.spark import numbers as numbered
-from harness.spark_source import ArmedSource, nothing_is_left, options, write_with
+from harness.spark_source import WAYS, ArmedSource, nothing_is_left, options, write_by, write_with
 from pyspark.sql import functions
 from sqlalchemy import create_engine
 
@@ -205,6 +206,24 @@ def test_rows_replace_those_of_the_same_key(spark, numbers, write):
     numbers.execute("INSERT INTO numbers VALUES (0, 'old'), (999, 'old')")
     write(numbered(spark), batchId="1", upsertKeys="id")
     numbers.verify()
+
+
+@by_way_on_both_databases([*WAYS, "foreach_batch"], quick=["write_batch", "staging", "staging-mariadb"])
+def test_of_rows_of_one_key_the_newest_counts_if_it_is_newer_than_the_present_one(spark, numbers, way):
+    numbers.execute("ALTER TABLE numbers ADD PRIMARY KEY (id), ADD COLUMN age bigint")
+    numbers.execute("INSERT INTO numbers VALUES (1, 'old', 5), (2, 'newer than all', 9), (3, 'of no age', NULL)")
+    rows = [(1, "newest", 7), (1, "older", 6), (2, "newest", 8), (2, "older", 7), (3, "newest", 2), (3, "older", 1)]
+    rows += [(4, "older", 1), (4, "newest", 2)]
+    df = spark.createDataFrame(rows, "id bigint, name string, age bigint").repartition(2, "id")
+    write_by(numbers, df, way, upsert_keys=["id"], order_column="age", on_conflict="newer")
+    assert numbers.execute("SELECT * FROM numbers ORDER BY id") == [
+        (1, "newest", 7),
+        (2, "newer than all", 9),
+        (3, "newest", 2),
+        (4, "newest", 2),
+    ]
+    assert numbers.messages() == sorted((number, name) for number, name, _ in rows)
+    nothing_is_left(numbers)
 
 
 @pytest.mark.parametrize("partitions", [pytest.param(1, marks=pytest.mark.thorough), 2])

@@ -1,10 +1,10 @@
-"""Fresh databases for the stores, a thread whose result is awaited, and waiting for sessions of PostgreSQL."""
+"""Fresh databases for the stores, tests of a sink on both databases, a thread whose result is awaited, and waiting for sessions."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,8 +27,26 @@ from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.stores.sql.tables import BATCH_VIEW, OWN_TABLES, VERSION_TABLE, Tables, declare_tables
 from harness import patience
 
+BOTH_DATABASES = pytest.mark.parametrize(
+    "numbers", ["postgresql", pytest.param("mariadb", marks=pytest.mark.mariadb)], indirect=True
+)
+"""Runs a test of the fixture `numbers` on each database."""
 CLUSTER = "cluster-one"
 ODD_SCHEMA = 'My "own" schema'
+
+
+def by_way_on_both_databases(ways: Sequence[str], quick: Collection[str]) -> pytest.MarkDecorator:
+    """Parametrizes `numbers` and `way`: each way on PostgreSQL, and on MariaDB where it can do it, named "way-mariadb".
+
+    Those that are not `quick`, by name, are thorough.
+    """
+    cases = [("postgresql", way, way, []) for way in ways]
+    cases += [("mariadb", way, f"{way}-mariadb", [pytest.mark.mariadb]) for way in ways if way != "prepared"]
+    params = [
+        pytest.param(database, way, id=name, marks=[*marks, *([] if name in quick else [pytest.mark.thorough])])
+        for database, way, name, marks in cases
+    ]
+    return pytest.mark.parametrize(("numbers", "way"), params, indirect=["numbers"])
 
 
 def prepared(incarnation: int, number: int = 0, **kwargs: Any) -> PreparedTxnState:

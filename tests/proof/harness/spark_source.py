@@ -9,7 +9,7 @@ from unittest import mock
 from pyspark import TaskContext
 
 from dualwrite import failpoints
-from dualwrite.sinks.spark import DualWriteDataSource, foreach_partition, register, write_batch
+from dualwrite.sinks.spark import DualWriteDataSource, foreach_batch, foreach_partition, register, write_batch
 from dualwrite.sinks.spark.databases import postgresql
 from dualwrite.sinks.spark.options import OPTION_NAMES
 from dualwrite.sinks.spark.source import (
@@ -48,12 +48,17 @@ WAYS = ["write_batch", "foreach_partition", *LEGS]
 
 
 def write_by(case, df, way, batch_id="1", **more):
-    """Write a DataFrame in one of the ways: partition by partition, or as a whole over a database leg of the Data Source."""
+    """Write a DataFrame in one of the ways, or as micro-batch 1 of "foreach_batch".
+
+    That is partition by partition, or as a whole over a database leg of the Data Source.
+    """
     settings = {**case.settings, **more}
     if way == "write_batch":
         write_batch(df, batch_id=batch_id, **settings)
     elif way == "foreach_partition":
         df.foreachPartition(foreach_partition(df, batch_id=batch_id, **settings))
+    elif way == "foreach_batch":
+        foreach_batch(**settings)(df, 1)
     else:
         register(df.sparkSession)
         given = {**options_of(settings), "batchId": batch_id, "databaseLeg": way}
