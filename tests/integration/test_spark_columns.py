@@ -11,7 +11,7 @@ import pytest
 from harness.messages import consume
 from harness.spark import ROWS, SPARKS_ERRORS, SparkCase
 from harness.spark import numbers as numbered
-from harness.spark_source import options_of, write_by
+from harness.spark_source import WAYS, options_of, write_by
 from pyspark.sql import types
 from sqlalchemy import create_engine
 
@@ -221,11 +221,7 @@ def test_names_that_need_quotes(spark, numbers, write):
 
 @pytest.mark.parametrize(
     ("numbers", "way"),
-    [
-        *(("postgresql", way) for way in ("write_batch", "staging")),
-        *(pytest.param("postgresql", way, marks=pytest.mark.thorough) for way in ("foreach_partition", "prepared")),
-        pytest.param("mariadb", "write_batch", marks=pytest.mark.mariadb),
-    ],
+    [*(("postgresql", way) for way in WAYS), pytest.param("mariadb", "write_batch", marks=pytest.mark.mariadb)],
     indirect=["numbers"],
 )
 def test_a_row_of_two_megabytes_that_do_not_compress(spark, numbers, dualwrite_kafka, way):
