@@ -173,6 +173,7 @@ class Killing:
         self.counts["batches"] += 1
         fault = self._fault()
         who, by_partition = self._who(job)
+        job.feed(self._spark, number)
         if who == "driver":
             # The Data Source decides in a process of Spark's, which none of a driver's fail points reaches.
             points = DRIVING if by_partition else DECIDING if job.way in OF_A_DRIVER else [MOMENT]
@@ -241,7 +242,7 @@ class Killing:
             )
         try:
             # At any moment: it takes some seconds until it has begun.
-            driver.wait(self._chance.uniform(2, 9) if point == MOMENT else BOUND_S)
+            driver.wait(self._chance.uniform(1.5, 4.5) if point == MOMENT else BOUND_S)
         except subprocess.TimeoutExpired:
             assert point == MOMENT, f"a driver at {point} did not end: {self._log()}"
             driver.kill()

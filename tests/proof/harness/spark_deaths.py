@@ -255,6 +255,15 @@ class Job:
         names = ["id", "name", *{"changes": ["op", "lsn"], "several": ["kind"]}.get(self.does, [])]
         return made.select(*names).repartition(PARTITIONS, "id")
 
+    @property
+    def _source(self) -> str:
+        return f"{self.directory}/source"
+
+    def feed(self, spark: SparkSession, number: int) -> None:
+        """Give a stream its next rows, before anybody dies: a driver that does so may be followed by one that does it again."""
+        if self.way in STREAMS:
+            self.frame(spark, number).coalesce(1).write.parquet(f"{self._source}/{number}")
+
     def write(self, spark: SparkSession, number: int, deaths: Deaths) -> None:
         """Write a batch, or have the stream read what is new of its source."""
         if self.way in STREAMS:
@@ -273,11 +282,7 @@ class Job:
             yield
 
     def _stream(self, spark: SparkSession, number: int, deaths: Deaths) -> None:
-        source = f"{self.directory}/source"
-        frame = self.frame(spark, number)
-        if not Path(f"{source}/{number}").exists():
-            frame.coalesce(1).write.parquet(f"{source}/{number}")
-        read = spark.readStream.schema(frame.schema).parquet(f"{source}/*")
+        read = spark.readStream.schema(self.frame(spark, number).schema).parquet(f"{self._source}/*")
         stream = read.repartition(PARTITIONS, "id").writeStream
         if self.way == "foreach_batch":
             _take_callbacks(spark)
