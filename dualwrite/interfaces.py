@@ -713,7 +713,7 @@ class Leases(Protocol):
 
 
 class Forgetting(Protocol):
-    """Deletes rows that are no longer needed. See :class:`dualwrite.stores.sql.database.Forgetting`."""
+    """Deletes rows that are no longer needed. See :class:`dualwrite.stores.sql.operators.Forgetting`."""
 
     def now(self) -> datetime:
         """The database's time."""
@@ -741,7 +741,7 @@ class Forgetting(Protocol):
 
 
 class History(Protocol):
-    """What people and services have done, with their reasons. See :class:`dualwrite.stores.sql.database.History`."""
+    """What people and services have done, with their reasons. See :class:`dualwrite.stores.sql.operators.History`."""
 
     def begin(self, intents: Sequence[Intent]) -> None:
         """Store what is about to be done: durable before anything is. One with the same id begins anew: it has no outcome yet.

@@ -43,7 +43,6 @@ from dualwrite.waiting import elsewhere, here
 from dualwrite.writing import transaction as entered
 from dualwrite.writing.group_commit import full_error, run_group
 from dualwrite.writing.leased import LeasedWriter
-from dualwrite.writing.retry import Attempts, Patience, pause_after_s
 from dualwrite.writing.units_of_work import (
     Answer,
     Expiry,
@@ -53,6 +52,7 @@ from dualwrite.writing.units_of_work import (
     closed_error,
     fail_left,
 )
+from dualwrite.writing.work import Attempts, Patience, pause_after_s
 from dualwrite.writing.writer import DualWriter
 
 if TYPE_CHECKING:

@@ -51,8 +51,8 @@ from dualwrite.stores.sql.consumed import ConsumedOffsets
 from dualwrite.stores.sql.database import database_of, is_made_here, sql_of
 from dualwrite.waiting import elsewhere
 from dualwrite.writing.fair_queue import FairQueue
-from dualwrite.writing.retry import is_not_run, refuse_not_run
 from dualwrite.writing.transaction import CommonOptions, check_callable, check_options, for_topic, key_and_value
+from dualwrite.writing.work import is_not_run, refuse_not_run
 from dualwrite.writing.writer import DualWriter
 
 if TYPE_CHECKING:

@@ -11,13 +11,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.interfaces import Closing
 from dualwrite.kafka import log
-from dualwrite.kafka.blocking import BlockingTransaction, OpenTransactions, find_blocking, look_at_open
 from dualwrite.kafka.brokers import Brokers, Connections, NotYet, until_answered, verdict
 from dualwrite.kafka.cluster import (
     Coordinators,
@@ -63,6 +62,9 @@ from dualwrite.protocol.values import (
     TransactionStatus,
     TransactionView,
 )
+
+if TYPE_CHECKING:
+    from dualwrite.kafka.blocking import BlockingTransaction, OpenTransactions
 
 
 class KafkaCoordinator(Closing):
@@ -296,6 +298,8 @@ class KafkaCoordinator(Closing):
 
     def what_blocks(self, opened: Mapping[str, TransactionView], deadline: Deadline) -> OpenTransactions:
         """What open transactions block; see :func:`dualwrite.kafka.blocking.look_at_open`."""
+        from dualwrite.kafka.blocking import look_at_open  # noqa: PLC0415 - writers look when something withholds, if at all
+
         return look_at_open(self._brokers, self._topics, opened, deadline)
 
     def longest_open_s(self, deadline: Deadline) -> float:
@@ -453,6 +457,8 @@ class KafkaCoordinator(Closing):
         self, partitions: Collection[Partition], deadline: Deadline, *, open_for_s: float
     ) -> Sequence[BlockingTransaction]:
         """Transactions that hold back readers; see :func:`~dualwrite.kafka.blocking.find_blocking`."""
+        from dualwrite.kafka.blocking import find_blocking  # noqa: PLC0415 - as above
+
         return find_blocking(
             [Place(*key) for key in partitions],
             open_in=lambda places: open_offsets(self._brokers, self._topics, places, deadline, fresh=True),

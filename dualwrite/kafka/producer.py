@@ -27,11 +27,10 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.interfaces import Closing, NativeCoordinator, TransactionCoordinator
 from dualwrite.kafka import engine as forks
-from dualwrite.kafka.blocking import AbandonedTransaction, Completion
 from dualwrite.kafka.config import TWO_PHASE_COMMIT, KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.engine import Column, ProducerEngine, not_allowed
-from dualwrite.kafka.transaction_ends import PendingEnd
+from dualwrite.kafka.transaction_ends import AbandonedTransaction, Completion, PendingEnd
 from dualwrite.protocol.lives import PRODUCER_LIFE, WAY_ON, Machine, ProducerEvent, ProducerState
 from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, MessageColumns, Unsendable
 from dualwrite.protocol.prepared_state import Engine, PreparedTxnState

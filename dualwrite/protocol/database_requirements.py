@@ -1,6 +1,6 @@
 """What this library requires of a database: its tables and grants, and how PostgreSQL, MariaDB and MySQL are set.
 
-Each rule judges facts; :mod:`dualwrite.stores.sql.facts` gathers them. Some are judged at start-up and in dual writes, too.
+Each rule judges facts; :mod:`dualwrite.stores.sql.operators` gathers them. Some are judged at start-up and in dual writes, too.
 """
 
 from __future__ import annotations

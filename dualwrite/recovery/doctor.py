@@ -128,7 +128,7 @@ def _database(
 def _sql(
     engine: Engine, schema: str | None, writer: str | None, timeout_s: float, seen: _Seen
 ) -> Iterator[CheckResult]:
-    from dualwrite.stores.sql.facts import clusters_of, look  # noqa: PLC0415 - writers do not need it
+    from dualwrite.stores.sql.operators import clusters_of, look  # noqa: PLC0415 - writers do not need it
 
     seen.driver = engine.dialect.driver
     yield from look(engine, schema, timeout_s)

@@ -21,11 +21,12 @@ from dualwrite import failpoints
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.interfaces import Observer, StateStore, TransactionCoordinator, native_of
-from dualwrite.kafka.blocking import AbandonedTransaction, BlockingTransaction, Completion
+from dualwrite.kafka.blocking import BlockingTransaction
 from dualwrite.kafka.cluster import internal_partition
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.log import HELD_BACK_S
+from dualwrite.kafka.transaction_ends import AbandonedTransaction, Completion
 from dualwrite.protocol.blocking import (
     Facts,
     TerminateStep,
@@ -49,7 +50,8 @@ from dualwrite.recovery.recover import (
     whole_writers,
 )
 from dualwrite.recovery.settle import Loss, settle
-from dualwrite.stores.sql.database import before, opened
+from dualwrite.stores.sql.database import opened
+from dualwrite.stores.sql.operators import before
 from dualwrite.telemetry import observer_if_loaded
 
 if TYPE_CHECKING:

@@ -17,18 +17,17 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from dualwrite import failpoints, waiting
 from dualwrite.clock import Deadline, now_s
-from dualwrite.errors import IllegalStateError, Unavailable
-from dualwrite.interfaces import SQL, Traits
+from dualwrite.errors import Unavailable
+from dualwrite.interfaces import Traits
 from dualwrite.protocol.grouping import Unit, Units, takes_no_more
 from dualwrite.protocol.lives import WriteState
 from dualwrite.protocol.values import WriterLimits
 from dualwrite.writing import transaction
 from dualwrite.writing import transaction as entered
-from dualwrite.writing.retry import Patience, pause_after_s, refuse_not_run, run_again
 from dualwrite.writing.transaction import write_of
 from dualwrite.writing.units_of_work import (
     Answer,
@@ -43,27 +42,15 @@ from dualwrite.writing.units_of_work import (
     fail_left,
     named,
 )
+from dualwrite.writing.work import RUNNERS, pause_after_s, refuse_not_run
 
 if TYPE_CHECKING:
-    import psycopg
-    from sqlalchemy import Connection
-
-    from dualwrite.protocol.outbox import Outbox
-    from dualwrite.stores.sql.access import DjangoConnection
     from dualwrite.writing.dual_write import DualWrite
-    from dualwrite.writing.lane_pool import Lanes
     from dualwrite.writing.transaction import Transaction
 
 logger = logging.getLogger(__name__)
 
 _FEW: Final = 1000
-RUNNERS: Final = 2
-"""While one group commits, the next one runs."""
-
-
-def runners_for(traits: Traits, max_lanes: int) -> int:
-    """How many groups a writer may have at a time: on SQLite one, because there is one write lock."""
-    return min(RUNNERS, max_lanes, traits.blocks or RUNNERS)
 
 
 def limits_for(traits: Traits, limits: WriterLimits) -> WriterLimits:
@@ -424,137 +411,6 @@ class Groups:
         return task.context.copy().run(call)
 
 
-# `run` and `submit`: the ways to give a writer work, besides its blocks.
-
-Result = TypeVar("Result")
-
-
-class Submitting:
-    """The part of a writer that runs work. The writer sets its attributes."""
-
-    transactional_id: str
-    _lanes: Lanes
-    _groups: Groups
-    _traits: Traits = SQL
-
-    def run(
-        self,
-        work: Callable[[Transaction], Result],
-        *,
-        attempts: int = 5,
-        within_s: float | None = None,
-        longest_pause_s: float = 5.0,
-        connection: Connection | psycopg.Connection[object] | DjangoConnection | None = None,
-        outbox: Outbox | None = None,
-    ) -> Result:
-        """Run the work in a dual write, and again in a new one after an error that left nothing behind on either side.
-
-        It runs again after `TransactionAborted` with ``retryable`` (which includes deadlocks and serialization failures of
-        the work's own statements and of COMMIT) and after `Unavailable` while nothing was decided; never after an error that
-        leaves a side in doubt or committed, nor after an exception of the work itself. The pauses between attempts are random
-        and grow. The log names each attempt with its outcome.
-
-        Args:
-            work: Called with the transaction, once for each attempt. It repeats all that it does, its reads too; what it does
-                elsewhere happens once for each attempt.
-            attempts: The maximum number of attempts.
-            within_s: No attempt begins later than this after the call; None sets no limit. In seconds.
-            longest_pause_s: The longest pause between two attempts, in seconds.
-            connection: As for :meth:`transaction`.
-            outbox: As for :meth:`transaction`.
-
-        Returns:
-            The result of the attempt that has committed. Both sides are durable, as after :meth:`transaction`.
-
-        Raises:
-            DualWriteError: As :meth:`transaction`, from the last attempt. Notes on the error name the earlier attempts.
-            ConfigurationError: An argument cannot work.
-            IllegalStateError: Also if the work is asynchronous, or a generator.
-
-        Every exception of the work is passed on unchanged, after the abort of both sides.
-        """
-        patience = Patience(attempts, within_s, longest_pause_s)
-        return run_again(lambda: self.transaction(connection, outbox=outbox), work, self.transactional_id, patience)
-
-    @overload
-    def submit(self, work: RowUnit, *, key: Hashable | None = None, within_s: float | None = None) -> Future[None]: ...
-
-    @overload
-    def submit(
-        self, work: Callable[[Transaction], Result], *, key: Hashable | None = None, within_s: float | None = None
-    ) -> Future[Result]: ...
-
-    def submit(
-        self,
-        work: Callable[[Transaction], Result] | RowUnit,
-        *,
-        key: Hashable | None = None,
-        within_s: float | None = None,
-    ) -> Future[Result] | Future[None]:
-        """Run the work as one unit of a group: many callers' units commit in one dual write. Returns at once.
-
-        Only if as many units wait as `WriterLimits.waiting_units`, it waits for a place, first come, first served.
-
-        A group begins as soon as the one before has run its units, with those that wait then. So a single caller waits for
-        nobody, and many callers share the cost of a commit. Each unit runs in a savepoint of its own, in a thread of the
-        writer, with the context variables of its caller; one that is alone runs without a savepoint, and in the thread that
-        waits for its result without a timeout, if there is one. A unit that raises is rolled back alone: its rows are gone,
-        its messages are never sent, and the others commit.
-
-        A unit may run more than once, by the rule of :meth:`run`: after a conflict of its own, and when its group was aborted
-        on both sides, up to five times. What it does elsewhere happens in each run. It never runs again after an error that
-        leaves a side in doubt or committed.
-
-        A group is one block, and all its units go one way, by the ``outbox`` of the writer: a unit has none of its own.
-
-        Args:
-            work: Called with a transaction, as the body of a block of :meth:`transaction`. It may neither commit nor roll back
-                the transaction of its group. Or a `RowUnit`: rows and messages as data, which is several times as fast with
-                many callers; its result is None.
-            key: Units with the same key run and commit in the order of the calls; by default those of one thread do.
-            within_s: No run of it begins later than this after the call: the future then fails at once, with `Unavailable` or
-                the error of its last run. A run that has begun ends with its group. None sets no limit. In seconds.
-
-        Returns:
-            The future of the result. It is done once both sides are durable, or nothing of the unit will ever be. ``cancel()``
-            works until the unit begins. A unit that was cancelled never runs; one whose caller has only stopped waiting
-            (``result(timeout=...)``) still runs: cancel it, or give ``within_s``.
-
-            Its exception is what the work has raised; or, for every unit of a group that has failed, the error that
-            :meth:`transaction` would raise: after `TransactionInDoubt` and `CompletionPending` do not submit the work again.
-            If a unit has lost the database's connection, or has rolled back the transaction, it fails, and the others run
-            again.
-
-        Raises:
-            IllegalStateError: The writer is not open; or this thread is inside a transaction or a unit of this writer, which
-                would wait for itself; or the work is a `RowUnit`, and the database has no SQL.
-            Unavailable: There was no place for ``lane_timeout_s``; or there is none, and the caller must not wait, because its
-                thread runs an event loop, or calls back from a future of this writer. The work will not run.
-            ConfigurationError: ``within_s`` is not positive, or longer than a hundred years.
-        """
-        self._require_open()
-        entered.refuse_nested(self._lanes, self.transactional_id)
-        if isinstance(work, RowUnit) and self._traits.gives != SQL.gives:
-            raise IllegalStateError(
-                f"a RowUnit writes rows of SQL, and this writer's database is {self._traits.name}",
-                transactional_id=self.transactional_id,
-                next_step=f"submit a function instead, which has tx.{self._traits.gives}",
-            )
-        return self._groups.submit(work, key, within_s)
-
-    def transaction(
-        self,
-        connection: Connection | psycopg.Connection[object] | DjangoConnection | None = None,
-        *,
-        outbox: Outbox | None = None,
-    ) -> AbstractContextManager[Transaction]:
-        """A block around one dual write."""
-        raise NotImplementedError
-
-    def _require_open(self) -> None:
-        raise NotImplementedError
-
-
 # Runs one group: its block, and its units one after the other, each in a savepoint unless it is the only one.
 
 Call = Callable[[Any, "Transaction"], object]
@@ -676,6 +532,9 @@ class _Division:
 def _go_together(unit: Unit[Any], other: Unit[Any]) -> bool:
     mine, others = unit.work.rows, other.work.rows
     return mine is not None and others is not None and (unit is other or mine.goes_with(others))
+
+
+Result = TypeVar("Result")
 
 
 # Waiting for a place among the units that wait: which callers may, and the error of those that get none.

@@ -350,7 +350,7 @@ class LeasedWriter(DualWriter):
         if self._helper is not None:
             self._helper.join(2 * self._limits.timeout_s)
         settled = False
-        self._groups.close(self._limits.timeout_s)
+        self._close_groups(self._limits.timeout_s)
         writer, self._current = self._current, None
         try:
             if writer is not None:

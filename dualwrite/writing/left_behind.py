@@ -37,7 +37,7 @@ from dualwrite.stores.sql.database import opened
 from dualwrite.telemetry import observer_if_loaded
 from dualwrite.writing.lane import Lane, Losses
 from dualwrite.writing.outbox import Outbox
-from dualwrite.writing.sender import Sending, mode_of, send_all
+from dualwrite.writing.sender import Sending, send_all
 from dualwrite.writing.writer_resources import ProducerSettings, lane_producer
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def recover(
         }  # by us, just now: their rows are young, and show no owner
         for name in sorted({writer_of(row.transactional_id) for row in rows}):
             waiting = store.outbox.waiting(name).rows
-            if not waiting and (transactional_id is None or mode_of(name, used, store) is OutboxMode.DIRECT):
+            if not waiting and (transactional_id is None or store.outbox.mode_of(name) is OutboxMode.DIRECT):
                 continue
             if name in report.skipped or any(name == one.transactional_id for one in report.went_back):
                 continue
@@ -158,7 +158,7 @@ def what_waits(database: Database, writers: Collection[str]) -> Sequence[Waits]:
     found = []
     for name in sorted(writers):
         waiting, aside = store.outbox.waiting(name), store.outbox.count_aside(name)
-        mode = mode_of(name, database, store)
+        mode = store.outbox.mode_of(name)
         if waiting.rows or aside or mode is OutboxMode.LATER:
             found.append(Waits(name, mode, waiting, aside))
     return found
@@ -194,7 +194,8 @@ def take_over(
     report = operator.take_over(
         transactional_id, kafka=kafka, database=database, deadline=deadline, owner=owner, observer=observer
     )
-    if not report.went_back and mode_of(transactional_id, database, database.store()) is OutboxMode.LATER:
+    rows = database.store().outbox
+    if not report.went_back and rows is not None and rows.mode_of(transactional_id) is OutboxMode.LATER:
         report.sent[transactional_id] = send_for(
             transactional_id,
             kafka=kafka,

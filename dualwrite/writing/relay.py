@@ -60,7 +60,6 @@ from dualwrite.stores.sql.access import map_database_error
 from dualwrite.stores.sql.database import SqlDatabase, database_of, is_made_here
 from dualwrite.stores.sql.outbox_table import ISOLATION, Listener, OutboxTableRows, Rows, driver_error
 from dualwrite.writing.leased import LeaseKeeper
-from dualwrite.writing.sender import mode_of
 from dualwrite.writing.writer import DualWriter
 
 if TYPE_CHECKING:
@@ -327,7 +326,7 @@ class Relay:
                 if once:
                     return True
                 if now_s() >= look_at:
-                    if mode_of(writer.transactional_id, self._database, self._database.store()) is OutboxMode.LATER:
+                    if self._database.store().outbox.mode_of(writer.transactional_id) is OutboxMode.LATER:
                         return None
                     look_at = now_s() + _LOOK_EVERY_S
                 self._now("waiting for rows")

@@ -88,14 +88,6 @@ def _looking(store: StateStore, handle: Handle) -> Generator[None, None, None]:
         store.rollback(handle)
 
 
-def mode_of(writer: str, database: Database, store: StateStore) -> OutboxMode:
-    """A writer's mode, by a transaction of its own; *direct* where the database keeps no messages that wait."""
-    if store.outbox is None:
-        return OutboxMode.DIRECT
-    with database.connect_to_send() as handle, _looking(store, handle):
-        return store.outbox.mode(handle, writer)
-
-
 class NotLocked(Exception):
     """The lock on the mode was not free in time."""
 
@@ -146,7 +138,7 @@ class Sending:
 
     def mode(self) -> OutboxMode:
         """The writer's mode, by a transaction of its own."""
-        return mode_of(self._writer, self._database, self._context.store)
+        return self._rows.mode_of(self._writer)
 
     @property
     def needs_settling(self) -> bool:

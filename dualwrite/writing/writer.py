@@ -14,20 +14,17 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.producer import EngineName, wanted_engine
-from dualwrite.protocol.outbox import Outbox, check_setting
+from dualwrite.protocol.outbox import NO_OUTBOX, Outbox, check_setting
 from dualwrite.protocol.values import DEFAULT_LIMITS, OutboxMode, WriterLimits, check_writer_name
 from dualwrite.recovery.claim import LOSSES, noting_reported, unique_owner
 from dualwrite.stores.sql.database import database_of, is_made_here, sql_of
 from dualwrite.telemetry import observer_if_loaded
 from dualwrite.writing.dual_write import Ground, WriterBlock, session_of_block
-from dualwrite.writing.group_commit import Groups, Submitting, limits_for, runners_for
 from dualwrite.writing.health import HealthMonitor
 from dualwrite.writing.lane import Losses, OnLoss
 from dualwrite.writing.lane_pool import Lanes
-from dualwrite.writing.outbox import Outbox as News
-from dualwrite.writing.outbox import Outboxes
-from dualwrite.writing.sender import Sender, Sending, send_all
 from dualwrite.writing.transaction import Serializers, Serializing, Transaction
+from dualwrite.writing.work import Submitting, runners_for
 from dualwrite.writing.writer_resources import (
     PATIENCE_S,
     Opened,
@@ -49,7 +46,11 @@ if TYPE_CHECKING:
     from dualwrite.protocol.process import Health, Silence
     from dualwrite.recovery.claim import OwnerContext
     from dualwrite.stores.sql.access import DjangoConnection
+    from dualwrite.writing.group_commit import Groups
     from dualwrite.writing.lane import Lane
+    from dualwrite.writing.outbox import Outbox as News
+    from dualwrite.writing.outbox import Outboxes
+    from dualwrite.writing.sender import Sender
     from dualwrite.writing.sessions import Block, BoundSessions
     from dualwrite.writing.transaction import WriterSettings
 
@@ -150,7 +151,7 @@ class DualWriter(Submitting):
             knock=None if outbox == "never" else lambda: self._opened().knock(),
             turned=self._note_silence,
         )
-        self._signals = News(transactional_id, self._observer)
+        self._signals: News | None = None
         self._sender: Sender | None = None
         self._unobserve: Callable[[], None] | None = None
         self._falls_back_after_s = None if outbox == "never" else limits.fallback_after_s
@@ -171,13 +172,6 @@ class DualWriter(Submitting):
             self._outboxes(),
         )
         self._group_runners = runners_for(traits, limits.max_lanes)
-        self._groups = Groups(
-            transactional_id,
-            self.transaction,
-            limits_for(traits, limits),
-            runners=self._group_runners,
-            grouped=self._note_group,
-        )
 
     @classmethod
     def leased(
@@ -320,32 +314,38 @@ class DualWriter(Submitting):
         A writer of ``never`` looks at no mode in its blocks, and they would overtake what another setting has left waiting: so
         that is sent here. The blocks of ``always`` count on the mode.
         """
-        rows, name = opened.context.store.outbox, self.transactional_id
-        if rows is None:
+        store, name = opened.context.store, self.transactional_id
+        if store.outbox is None:
             return
+        if self._outbox == "never" and store.outbox.mode_of(name) is OutboxMode.DIRECT:
+            return
+        # Loaded where messages wait: most writers have none.
+        from dualwrite.writing.outbox import Outbox as News  # noqa: PLC0415 - as above
+        from dualwrite.writing.sender import Sender, Sending, send_all  # noqa: PLC0415 - as above
+
+        signals = self._signals = self._signals or News(name, self._observer)
         sending = Sending(
             name,
             opened.lane_to_send(first),
             opened.context,
             self._database,
-            self._signals,
+            signals,
             turns_back=self._outbox != "always",
             when_refused=self._limits.outbox_refused,
             margin_s=self._limits.margin_s,
             timeout_s=self._limits.timeout_s,
         )
         if self._outbox == "never":
-            if sending.mode() is OutboxMode.LATER:
-                try:
-                    send_all(sending, name, deadline)
-                finally:
-                    sending.close()
+            try:
+                send_all(sending, name, deadline)
+            finally:
+                sending.close()
             return
         if self._outbox == "always":
-            rows.begin_later(name)
+            store.outbox.begin_later(name)
         self._sender = Sender(
             name,
-            self._signals,
+            signals,
             sending,
             always=self._outbox == "always",
             monitor=self._monitor,
@@ -356,6 +356,10 @@ class DualWriter(Submitting):
     def _outboxes(self) -> Outboxes | None:
         if self._outbox == "never":
             return None
+        from dualwrite.writing.outbox import Outbox as News  # noqa: PLC0415 - as in _prepare_sending
+        from dualwrite.writing.outbox import Outboxes  # noqa: PLC0415 - as in _prepare_sending
+
+        self._signals = News(self.transactional_id, self._observer)
         return Outboxes(
             self.transactional_id,
             self._outbox,
@@ -476,7 +480,7 @@ class DualWriter(Submitting):
             is_open=is_open,
             unreported_losses=self._losses.unreported,
             setting=self._outbox,
-            outbox=self._signals.state,
+            outbox=NO_OUTBOX if self._signals is None else self._signals.state,
             full=None if (outboxes := self._ground.outboxes) is None else outboxes.full,
         )
         return known if is_open or self._opening is None else with_opening(known, self._opening)
@@ -504,7 +508,7 @@ class DualWriter(Submitting):
         opened = self._connected
         try:
             with noting_reported(opened.context.store) if opened is not None else nullcontext():
-                self._groups.close(self._limits.timeout_s)
+                self._close_groups(self._limits.timeout_s)
                 self._monitor.close()
                 self._lanes.close()
                 if self._sender is not None:  # after the last block, which may have put something
@@ -518,6 +522,17 @@ class DualWriter(Submitting):
                 self._connected = None
             if self._owns_database:
                 self._database.close()
+
+    def _make_groups(self) -> Groups:
+        from dualwrite.writing.group_commit import Groups, limits_for  # noqa: PLC0415 - loaded with the first unit
+
+        return Groups(
+            self.transactional_id,
+            self.transaction,
+            limits_for(self._traits, self._limits),
+            runners=self._group_runners,
+            grouped=self._note_group,
+        )
 
     def _note_group(self, units: int) -> None:
         self._observer.grouped(self.transactional_id, units)

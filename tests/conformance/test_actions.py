@@ -9,7 +9,7 @@ from harness.databases import Database
 from sqlalchemy import update
 
 from dualwrite.protocol.blocking import Deed, End, Ended, Intent
-from dualwrite.stores.sql.database import Forgetting, History, before
+from dualwrite.stores.sql.operators import Forgetting, History, before
 from dualwrite.stores.sql.tables import declare_tables
 
 FIRST = Intent(

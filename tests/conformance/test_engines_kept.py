@@ -12,7 +12,7 @@ from harness.patience import PATIENCE_S
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import DecidedTransactionLost, Fenced, IllegalStateError, OutcomeUnverifiable
-from dualwrite.kafka.blocking import AbandonedTransaction, Completion
+from dualwrite.kafka.transaction_ends import AbandonedTransaction, Completion
 from dualwrite.protocol.lives import ProducerState
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.values import TransactionStatus

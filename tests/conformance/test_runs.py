@@ -7,9 +7,9 @@ from harness.databases import Database
 
 from dualwrite.errors import Fenced
 from dualwrite.protocol.values import owner_prefix, pool_of_sink
-from dualwrite.stores.sql.database import Forgetting, before
 from dualwrite.stores.sql.leases import SlotPool
 from dualwrite.stores.sql.ledger import Run, Runs
+from dualwrite.stores.sql.operators import Forgetting, before
 
 
 @pytest.fixture

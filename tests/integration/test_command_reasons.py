@@ -13,7 +13,7 @@ from sqlalchemy import text
 from dualwrite.cli.options import commands
 from dualwrite.failpoints import ENVIRONMENT
 from dualwrite.protocol.blocking import Deed, Ended
-from dualwrite.stores.sql.database import History
+from dualwrite.stores.sql.operators import History
 
 WHY = "its host is gone, ticket 4711"
 

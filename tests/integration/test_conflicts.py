@@ -36,7 +36,7 @@ def appended(orders, number, letter):
 @pytest.fixture
 def survived(caplog):
     """The attempts of ``writer.run`` that failed and were followed by another one, as the log tells them."""
-    caplog.set_level(logging.INFO, "dualwrite.writing.retry")
+    caplog.set_level(logging.INFO, "dualwrite.writing.work")
     return lambda: [one.getMessage() for one in caplog.records if "run again in" in one.getMessage()]
 
 

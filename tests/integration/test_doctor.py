@@ -31,7 +31,7 @@ from dualwrite.migrations import downgrade, upgrade
 from dualwrite.operations import Status, doctor
 from dualwrite.protocol import database_requirements
 from dualwrite.stores.keyed.rocksdb import RocksDatabase
-from dualwrite.stores.sql.facts import look
+from dualwrite.stores.sql.operators import look
 from dualwrite.testing import EmbeddedKafka, EmbeddedMariaDB, EmbeddedPostgres
 
 OK, UNKNOWN, WARNING, ERROR = Status.OK, Status.UNKNOWN, Status.WARNING, Status.ERROR

@@ -159,7 +159,7 @@ def test_no_statement_decides_without_its_rows_or_leaves_the_writer_unusable(one
 def test_a_deadlock_of_two_dual_writes_is_survived_by_running_one_again(
     kafka, engine, write, dualwrite_topic, both, caplog
 ):
-    caplog.set_level("INFO", "dualwrite.writing.retry")
+    caplog.set_level("INFO", "dualwrite.writing.work")
     with engine.begin() as connection:
         connection.execute(insert(Order.__table__), [{"id": -1}, {"id": -2}])
     both_hold_one = threading.Barrier(2)

@@ -15,7 +15,7 @@ from harness.patience import wait_until
 from harness.service import replicas, serve_file
 from sqlalchemy import text
 
-from dualwrite.stores.sql.database import History
+from dualwrite.stores.sql.operators import History
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 SCREENSHOTS = os.environ.get("DUALWRITE_SCREENSHOTS")

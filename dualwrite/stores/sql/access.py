@@ -87,7 +87,9 @@ LIVENESS: Final[Mapping[str, int]] = {
 
 _TCP: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
 
-_AWAITED: Final = {("postgresql", "psycopg"), ("postgresql", "asyncpg"), ("sqlite", "aiosqlite")}
+ASYNCPG: Final = "asyncpg"
+"""SQLAlchemy's name of the driver."""
+_AWAITED: Final = {("postgresql", "psycopg"), ("postgresql", ASYNCPG), ("sqlite", "aiosqlite")}
 _AWAITING: Final = {"sqlite": "sqlite+aiosqlite", "sqlite+pysqlite": "sqlite+aiosqlite"}
 _CLIENTS: Final = {"Rdict": "RocksDatabase", "KazooClient": "ZooKeeperDatabase"}
 """By the class of another database's client, what a writer takes in its place."""
@@ -184,7 +186,7 @@ def async_engine_of(engine: object) -> AsyncEngine:
             if url.get_backend_name() in MYSQL:
                 raise _not_awaited(url.get_backend_name(), url.get_driver_name())
             engine = create_async_engine(url, connect_args={**liveness_of(url), **_unprepared(url)})
-            if url.get_driver_name() == "asyncpg":
+            if url.get_driver_name() == ASYNCPG:
                 event.listen(engine.sync_engine, "connect", _keep_alive)
     if not isinstance(engine, AsyncEngine):
         kind = type(engine).__name__
@@ -210,7 +212,7 @@ def _not_awaited(database: str, driver: str) -> ConfigurationError:
 def blocking_twin(engine: AsyncEngine) -> Engine:
     """An engine for threads, which connects to the same URL. The caller disposes of it."""
     url = engine.url
-    if url.get_driver_name() == "asyncpg":
+    if url.get_driver_name() == ASYNCPG:
         query = {_TO_LIBPQ.get(name, name): value for name, value in url.query.items() if name not in _OF_ASYNCPG}
         url = url.set(query=query)
     return engine_of(_with_driver(url, _BLOCKING))
@@ -223,7 +225,7 @@ def _with_driver(url: URL, drivers: Mapping[str, str]) -> URL:
 
 def _unprepared(url: URL) -> Mapping[str, object]:
     """Turn off named prepared statements, which no URL can do: a pooler may switch connections between transactions."""
-    if url.get_driver_name() == "asyncpg":
+    if url.get_driver_name() == ASYNCPG:
         if url.query.get("prepared_statement_cache_size", "0") != "0":
             return {}
         # Even without a cache, SQLAlchemy's statements would get names; two processes may choose the same.
@@ -233,7 +235,7 @@ def _unprepared(url: URL) -> Mapping[str, object]:
 
 def liveness_of(url: URL) -> Mapping[str, int]:
     """The :data:`LIVENESS` settings that the URL does not set. Empty if it names a service, whose file may set them."""
-    if url.get_driver_name() == "asyncpg":
+    if url.get_driver_name() == ASYNCPG:
         return {"timeout": LIVENESS["connect_timeout"]}
     if url.get_backend_name() != "postgresql" or "service" in url.query:
         return {}
@@ -407,7 +409,7 @@ class Borrowed:
         except exc.SQLAlchemyError as error:
             raise map_database_error(error, self._engine) from error
         except Exception as error:
-            if self._engine.dialect.driver != "asyncpg" or isinstance(error, DualWriteError):
+            if self._engine.dialect.driver != ASYNCPG or isinstance(error, DualWriteError):
                 raise
             # SQLAlchemy passes on what asyncpg raises as it connects.
             raise map_database_error(exc.OperationalError("connect", None, error), self._engine) from error

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-NAME: Final = "asyncpg"
 # Numbers of libpq's PQtransactionStatus, as psycopg has them.
 _IDLE, _ACTIVE, _IN_TRANSACTION, _IN_ERROR, _UNKNOWN = range(5)
 _NO_TRANSACTION: Final = "25P01"

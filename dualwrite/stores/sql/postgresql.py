@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol, cast
 
 from psycopg import ClientCursor, IsolationLevel, errors, generators
 from psycopg.rows import tuple_row
@@ -55,6 +55,7 @@ from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.protocol.values import PackedColumn
 from dualwrite.stores.sql import dialect
 from dualwrite.stores.sql.access import (
+    ASYNCPG,
     LEFT_IN_AUTOCOMMIT,
     LEFT_OPEN,
     Begun,
@@ -65,11 +66,8 @@ from dualwrite.stores.sql.access import (
     stand_alone,
     version_of,
 )
-from dualwrite.stores.sql.asyncpg_driver import NAME as ASYNCPG
-from dualwrite.stores.sql.asyncpg_driver import AsyncpgWitness, Exchanges, exchanges_of
 from dualwrite.stores.sql.dialect import Identity, Standing
 from dualwrite.stores.sql.drivers import PREFIX, WATCHDOG, Watch, line_of, own_connection
-from dualwrite.stores.sql.savepoint_probe import PsycopgWitness
 from dualwrite.stores.sql.waiting_rows import (
     ARRAY_TYPES,
     NOTHING,
@@ -95,6 +93,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from dualwrite.protocol.values import Decision, WaitingMessages
+    from dualwrite.stores.sql.asyncpg_driver import Exchanges
     from dualwrite.stores.sql.commit_with_decision import CommitWithDecision
     from dualwrite.stores.sql.drivers import CompiledOnce, OwnText
     from dualwrite.stores.sql.savepoint_probe import Follower, Witness
@@ -183,8 +182,14 @@ def _driver(connection: Connection) -> _Driver:
 
 def _watched(dbapi: DBAPIConnection) -> _Driver:
     own: Any = own_connection(dbapi)
-    driver: _Driver = own if hasattr(own, "pgconn") else exchanges_of(own)
+    driver: _Driver = own if hasattr(own, "pgconn") else _exchanges_of(own)
     return driver
+
+
+def _exchanges_of(driver: Any) -> Exchanges:
+    from dualwrite.stores.sql.asyncpg_driver import exchanges_of  # noqa: PLC0415 - only blocks of AsyncDualWriter use it
+
+    return exchanges_of(driver)
 
 
 def _begun(connection: Connection) -> Begun:
@@ -197,13 +202,14 @@ def _begun(connection: Connection) -> Begun:
 def _usable_driver(connection: Connection) -> _Driver:
     """The driver's connection, which commits by COMMIT alone and may write."""
     driver = _driver(connection)
-    given: Any = connection.connection.dbapi_connection if isinstance(driver, Exchanges) else driver
+    is_adapted = connection.dialect.driver == ASYNCPG
+    given: Any = connection.connection.dbapi_connection if is_adapted else driver
     if given.autocommit:
         raise ConfigurationError(
             LEFT_IN_AUTOCOMMIT,
             next_step="use an engine without isolation_level='AUTOCOMMIT', or a psycopg connection with autocommit=False",
         )
-    if given.readonly if isinstance(driver, Exchanges) else given.read_only:
+    if given.readonly if is_adapted else given.read_only:
         raise ConfigurationError(
             "the connection is set to read-only", next_step="use a connection without postgresql_readonly"
         )
@@ -419,7 +425,7 @@ def session_of(driver: Any) -> Session:
 
 def _session(driver: Any) -> Session | Exchanges:
     """Where it is noted that a COMMIT has found no transaction."""
-    return session_of(driver) if hasattr(driver, "pgconn") else exchanges_of(driver)
+    return session_of(driver) if hasattr(driver, "pgconn") else _exchanges_of(driver)
 
 
 _begins: Final[dict[tuple[int | None, bool | None, bool | None], str]] = {}
@@ -843,8 +849,8 @@ class PostgreSQL:
         begun.limits = _Limits(
             None if idle_ms is None else int(str(idle_ms)), None if left_ms is None else int(str(left_ms)), asked_at
         )
-        if isinstance(begun.session, Exchanges):
-            begun.session.in_block = True
+        if connection.dialect.driver == ASYNCPG:
+            cast("Exchanges", begun.session).in_block = True
         return row
 
     def ask_last(
@@ -947,7 +953,7 @@ class PostgreSQL:
     def restore(self, connection: Connection) -> None:
         """No setting outlives the transaction."""
         if connection.dialect.driver == ASYNCPG and (driver := dialect.driver_of(connection)) is not None:
-            exchanges_of(own_connection(driver)).in_block = False
+            _exchanges_of(own_connection(driver)).in_block = False
 
     def run_deferred(self, connection: Connection) -> None:
         """No ``statement_timeout`` would limit them during COMMIT."""
@@ -980,8 +986,13 @@ class PostgreSQL:
         return Identity((started, database), table)
 
     def witness(self, connection: Connection, follower: Follower) -> Witness:
-        made = AsyncpgWitness if connection.dialect.driver == ASYNCPG else PsycopgWitness
-        return made(connection, follower, begun_on(connection))
+        if connection.dialect.driver == ASYNCPG:
+            from dualwrite.stores.sql.asyncpg_driver import AsyncpgWitness  # noqa: PLC0415 - as in _exchanges_of
+
+            return AsyncpgWitness(connection, follower, begun_on(connection))
+        from dualwrite.stores.sql.savepoint_probe import PsycopgWitness  # noqa: PLC0415 - only for blocks with savepoints
+
+        return PsycopgWitness(connection, follower, begun_on(connection))
 
     def insert_if_missing(self, table: Table) -> Insert:
         return postgresql.insert(table).on_conflict_do_nothing().execution_options(preserve_rowcount=True)

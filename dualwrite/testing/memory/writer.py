@@ -32,11 +32,12 @@ from dualwrite.testing.memory.lane import (
     is_shared,
 )
 from dualwrite.writing.dual_write import Ground, WriterBlock, session_of_block
-from dualwrite.writing.group_commit import Groups, Submitting, runners_for
+from dualwrite.writing.group_commit import Groups
 from dualwrite.writing.health import HealthMonitor
 from dualwrite.writing.lane_pool import Lanes
 from dualwrite.writing.outbox import Outboxes
 from dualwrite.writing.transaction import Serializers, Serializing
+from dualwrite.writing.work import Submitting, runners_for
 
 if TYPE_CHECKING:
     import psycopg
@@ -139,14 +140,8 @@ class InMemoryWriter(Submitting):
             if outbox == "never"
             else Outboxes(transactional_id, outbox, self._outbox, limits, max_message_bytes, bulk),
         )
+        self._limits = limits
         self._group_runners = 1 if is_shared(self._engine) else runners_for(rows.traits, limits.max_lanes)
-        self._groups = Groups(
-            transactional_id,
-            self.transaction,
-            limits,
-            runners=self._group_runners,
-            grouped=self._note_group,
-        )
 
     @property
     def engine(self) -> Engine:
@@ -324,6 +319,11 @@ class InMemoryWriter(Submitting):
         first = cast("MemoryLane", self._lanes.first)
         return first.context if joined is None else first.joined
 
+    def _make_groups(self) -> Groups:
+        return Groups(
+            self.transactional_id, self.transaction, self._limits, runners=self._group_runners, grouped=self._note_group
+        )
+
     def _note_group(self, units: int) -> None:
         self._observer.grouped(self.transactional_id, units)
 
@@ -359,7 +359,7 @@ class InMemoryWriter(Submitting):
         Raises:
             AssertionError: A failure was planted that no dual write has reached, so the test has not tested it. Raised once.
         """
-        self._groups.close(_TIMEOUT_S)
+        self._close_groups(_TIMEOUT_S)
         self._lanes.close()
         self._open = False
         if self._unobserve is not None:

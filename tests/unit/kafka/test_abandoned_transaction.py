@@ -13,7 +13,7 @@ from simulator.environment import time_out
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import DecidedTransactionLost
-from dualwrite.kafka.blocking import AbandonedTransaction, Completion
+from dualwrite.kafka.transaction_ends import AbandonedTransaction, Completion
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.values import TransactionStatus
 

@@ -11,7 +11,7 @@ from dualwrite.migrations import upgrade
 from dualwrite.protocol.blocking import Deed, Ended
 from dualwrite.serving.app import make_app
 from dualwrite.serving.configuration import ActionRules, Target
-from dualwrite.stores.sql.database import History
+from dualwrite.stores.sql.operators import History
 from dualwrite.stores.sql.tables import declare_tables
 
 from .test_page import CALM, Stub, waits, with_round

@@ -18,7 +18,7 @@ from dualwrite.recovery.recover import RecoveryReport
 from dualwrite.serving import supervisor
 from dualwrite.serving.configuration import Settings, Target
 from dualwrite.serving.supervisor import Round, Supervisor
-from dualwrite.stores.sql.database import History
+from dualwrite.stores.sql.operators import History
 
 from .test_rounds import waits
 

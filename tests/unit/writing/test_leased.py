@@ -27,8 +27,8 @@ from dualwrite.asyncio.writer import AsyncDualWriter
 from dualwrite.errors import IllegalStateError
 from dualwrite.failpoints import FailpointError
 from dualwrite.recovery.operator import forget
-from dualwrite.stores.sql.database import Forgetting
 from dualwrite.stores.sql.leases import read_leases
+from dualwrite.stores.sql.operators import Forgetting
 from dualwrite.writing import lane_pool, leased
 from dualwrite.writing import leased as lease_keeper
 from dualwrite.writing.lane import Lane

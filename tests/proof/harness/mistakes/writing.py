@@ -18,7 +18,7 @@ from dualwrite.stores.sql import access, postgresql, savepoint_probe
 from dualwrite.stores.sql.savepoint_probe import PsycopgWitness
 from dualwrite.stores.sql.savepoints import SavepointWatch
 from dualwrite.stores.sql.store import SqlStateStore
-from dualwrite.writing import dual_write, lane, retry, sessions, transaction
+from dualwrite.writing import dual_write, lane, sessions, transaction, work
 from dualwrite.writing.dual_write import DualWrite
 from dualwrite.writing.fair_queue import FairQueue
 from dualwrite.writing.lane import Lane, Losses
@@ -377,17 +377,17 @@ def last_come_first_served(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "unit/writing/test_retry.py::test_work_is_not_run_again_while_its_commit_is_in_doubt",
+        "unit/writing/test_work.py::test_work_is_not_run_again_while_its_commit_is_in_doubt",
         "it ran twice",
     ),
     Check(
-        "unit/writing/test_retry.py::test_work_is_not_run_again_while_its_completion_is_pending",
+        "unit/writing/test_work.py::test_work_is_not_run_again_while_its_completion_is_pending",
         "it ran twice",
     ),
 )
 def redone_after_any_error(patch: pytest.MonkeyPatch) -> None:
     """A writer runs work again after each error of its own, also while its commit is in doubt or its completion is pending."""
-    patch.setattr(retry, "redo_after", lambda error: Redo.AGAIN if isinstance(error, DualWriteError) else Redo.FOREIGN)
+    patch.setattr(work, "redo_after", lambda error: Redo.AGAIN if isinstance(error, DualWriteError) else Redo.FOREIGN)
 
 
 @mistake(

@@ -233,3 +233,10 @@ def test_the_writer_in_memory_refuses_likewise():
         writer.submit(lambda _: None)
         with pytest.raises(Unavailable, match=r"full \(limit 1\)"):
             writer.submit(lambda _: None)
+
+
+def test_the_first_unit_is_refused_once_the_writer_closes(shop):
+    with shop.writer() as writer:
+        writer._close_groups(0.0)
+        with pytest.raises(IllegalStateError, match="closed"):
+            writer.submit(lambda _: None)

@@ -68,7 +68,7 @@ def no_pauses():
 
 def test_work_that_fails_twice_is_written_once_and_its_result_returned(shop, writer, caplog):
     work = Work(shop, TransactionAborted("a conflict"), Unavailable("no answer"))
-    with caplog.at_level(logging.INFO, "dualwrite.writing.retry"):
+    with caplog.at_level(logging.INFO, "dualwrite.writing.work"):
         assert writer.run(work) == "done"
     assert work.runs == 3
     assert shop.both_have(1)
@@ -141,7 +141,7 @@ def test_work_is_not_run_again_while_its_completion_is_pending(shop, writer, mon
 
 def test_the_last_error_is_raised_with_the_earlier_ones_as_notes(shop, writer, caplog):
     errors = [TransactionAborted(f"conflict {number}") for number in range(3)]
-    with caplog.at_level(logging.WARNING, "dualwrite.writing.retry"), pytest.raises(TransactionAborted) as raised:
+    with caplog.at_level(logging.WARNING, "dualwrite.writing.work"), pytest.raises(TransactionAborted) as raised:
         writer.run(Work(shop, *errors), attempts=3)
     assert raised.value is errors[2]
     assert [note.partition(" (")[0] for note in raised.value.__notes__] == [
@@ -155,7 +155,7 @@ def test_the_last_error_is_raised_with_the_earlier_ones_as_notes(shop, writer, c
 
 def test_no_attempt_begins_after_the_deadline(shop, writer, caplog):
     work = Work(shop, *[TransactionAborted("a conflict")] * 3)
-    with caplog.at_level(logging.WARNING, "dualwrite.writing.retry"), pytest.raises(TransactionAborted):
+    with caplog.at_level(logging.WARNING, "dualwrite.writing.work"), pytest.raises(TransactionAborted):
         writer.run(work, within_s=0)
     assert work.runs == 1
     assert "later than 0 s" in caplog.text
