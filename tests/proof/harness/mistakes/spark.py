@@ -1,5 +1,7 @@
 """Mistakes of the Spark sink. PySpark is imported where one is planted: most processes have no use for it."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -274,3 +276,188 @@ def lease_not_looked_at_by_a_recovery(patch: pytest.MonkeyPatch) -> None:
     from dualwrite.stores.sql import leases
 
     patch.setattr(leases, "living_leases", lambda *_, **__: frozenset())
+
+
+# Rows that meet others of the same key.
+
+_MERGING = "conformance/test_merging.py::"
+_FOLLOWS = f"{_MERGING}test_the_table_is_what_its_changes_make_of_it[postgresql-staging]"
+
+
+@mistake(Check(_FOLLOWS, "assert"))
+def older_row_of_a_key_wins(patch: pytest.MonkeyPatch) -> None:
+    """Of several rows of a key in a batch, the one with the smallest number in its order column counts."""
+    from dualwrite.sinks.spark.merging import MergeStatements
+
+    real = MergeStatements.newest
+    patch.setattr(MergeStatements, "newest", lambda self: real(self).replace(" DESC", "", 1))
+
+
+@mistake(Check(f"{_MERGING}test_a_row_meets_one_of_its_key_as_it_is_told[postgresql-direct]", "'newer'"))
+def late_older_row_overwrites(patch: pytest.MonkeyPatch) -> None:
+    """With on_conflict "newer", a row that comes late overwrites a newer one that the table has."""
+    from dualwrite.sinks.spark.merging import MergeStatements
+
+    patch.setattr(MergeStatements, "_is_newer", lambda *_: "")
+
+
+@mistake(
+    Check(f"{_MERGING}test_without_an_order_a_key_twice_is_refused_by_name[postgresql-staging]", "DID NOT RAISE|match")
+)
+def key_twice_not_looked_for(patch: pytest.MonkeyPatch) -> None:
+    """A decision does not look whether a key occurs twice in a batch that has no order."""
+    from dualwrite.sinks.spark.merging import MergeStatements
+
+    patch.setattr(MergeStatements, "key_twice", lambda _: "SELECT 1 WHERE 1 = 0")
+
+
+@mistake(Check(_FOLLOWS, "assert"))
+def deleted_row_stays(patch: pytest.MonkeyPatch) -> None:
+    """Change data inserts and updates, and leaves the row of a deletion in the table."""
+    from dualwrite.sinks.spark.merging import MergeStatements
+
+    real = MergeStatements.delete_using
+    patch.setattr(MergeStatements, "delete_using", lambda self: f"{real(self)} AND 1 = 0")
+
+
+@mistake(
+    Check(
+        "integration/test_spark_changes.py::"
+        "test_a_table_and_a_topic_follow_their_source_over_the_death_of_a_task[write_batch]",
+        "assert",
+    )
+)
+def deletion_without_a_tombstone(patch: pytest.MonkeyPatch) -> None:
+    """A deletion sends the row's last values to its topic, where compaction then keeps them."""
+    from dualwrite.sinks.spark import per_partition, writing
+    from harness.spark import SameTask
+
+    patch.setattr(writing, "produce_batch", partial(_without, "deleted", writing.produce_batch))
+    patch.setattr(per_partition, "PartitionTask", SameTask)
+
+
+# Rows that are put aside.
+
+_ASIDE = "integration/test_spark_quarantine.py::"
+_ASIDE_ONCE = f"{_ASIDE}test_a_killed_task_of_write_batch_puts_each_row_aside_once[spark.rows_copied-postgresql]"
+
+
+@mistake(Check(_ASIDE_ONCE, "assert"))
+def put_aside_in_a_transaction_of_its_own(patch: pytest.MonkeyPatch) -> None:
+    """A task writes the rows that it puts aside before the decision; its next attempt writes them again."""
+    from dualwrite.sinks.spark import partition_task
+
+    real = partition_task.write_rows
+
+    def write_rows(transaction, batches, target, table, options, *, database, names, **more):
+        if target.is_quarantine:
+            batches = list(batches)
+            with database.engine.connect() as own:
+                own.begin()
+                with database.writing(own, target.layout, table) as into:
+                    for batch in batches:
+                        into.write(batch)
+                own.commit()
+            target = replace(target, in_table=False)
+        real(transaction, iter(batches), target, table, options, database=database, names=names, **more)
+
+    patch.setattr(partition_task, "write_rows", write_rows)
+
+
+@mistake(Check(_ASIDE_ONCE, "assert"))
+def put_aside_by_the_first_attempt_alone(patch: pytest.MonkeyPatch) -> None:
+    """A task that is run again takes the rows that its former self has put aside for written."""
+    from pyspark import TaskContext
+
+    from dualwrite.sinks.spark.quarantine import Sieve
+
+    real = Sieve.sift
+
+    def sift(self, routed):
+        for number, batch in real(self, routed):
+            if number < len(self._targets) - 1 or TaskContext.get().attemptNumber() == 0:
+                yield number, batch
+
+    patch.setattr(Sieve, "sift", sift)
+
+
+@mistake(Check(f"{_ASIDE}test_more_rows_than_the_limit_fail_the_whole_batch_at_its_decision[staging]", "DID NOT RAISE"))
+def limit_of_each_task_alone(patch: pytest.MonkeyPatch) -> None:
+    """The limit of rows that are put aside holds for each task, and nobody adds them up."""
+    from dualwrite.sinks.spark.whole_batch import WholeBatch
+
+    real = WholeBatch.record
+
+    def record(self, connection, targets, prepared, sources):
+        return real(self, connection, targets, [replace(one, quarantined=0) for one in prepared], sources)
+
+    patch.setattr(WholeBatch, "record", record)
+
+
+# The deciding transaction: several tables, and rows that make room for others.
+
+
+@mistake(
+    Check(
+        "integration/test_spark_many.py::test_the_process_that_decides_is_killed[batch.recorded-False-staging]",
+        r"\[40, 0\]",
+    )
+)
+def first_table_decided_apart(patch: pytest.MonkeyPatch) -> None:
+    """Of a batch of two tables, the first one takes its rows over in a transaction of its own."""
+    from dualwrite.sinks.spark.whole_batch import _Deciding
+
+    real = _Deciding._bring_into
+
+    def bring_into(self, connection, layout, *arguments):
+        is_first = len(self._targets) > 1 and layout is self._targets[0].layout
+        with self._driver.database.engine.begin() if is_first else nullcontext(connection) as used:
+            real(self, used, layout, *arguments)
+
+    patch.setattr(_Deciding, "_bring_into", bring_into)
+
+
+_REPLACED = "integration/test_spark_source.py::test_a_part_of_the_table_is_replaced"
+
+
+@mistake(Check(_REPLACED, r"assert \["))
+def rows_replaced_before_the_decision(patch: pytest.MonkeyPatch) -> None:
+    """The rows that a batch replaces are deleted in a transaction of their own, before it is decided."""
+    from dualwrite.sinks.spark.databases.postgresql import PostgreSQL
+
+    real = PostgreSQL.empty
+
+    def empty(self, _, *arguments):
+        with self.engine.begin() as own:
+            real(self, own, *arguments)
+
+    patch.setattr(PostgreSQL, "empty", empty)
+
+
+@mistake(Check(_REPLACED, "1000 missing"))
+def new_rows_deleted_by_replacing(patch: pytest.MonkeyPatch) -> None:
+    """The rows that a batch replaces are deleted when its own rows are in the table already."""
+    from dualwrite.sinks.spark.whole_batch import _Deciding
+
+    real = _Deciding._bring_into
+
+    def bring_into(self, connection, layout, staged, empty):
+        database = self._driver.database
+        with pytest.MonkeyPatch.context() as later:
+            later.setattr(database, "empty", lambda *_: None)
+            real(self, connection, layout, staged, empty)
+        if empty is not None:
+            database.empty(connection, layout.table, empty)
+
+    patch.setattr(_Deciding, "_bring_into", bring_into)
+
+
+@mistake(
+    Check("integration/test_spark_observing.py::test_a_micro_batch_names_the_offsets_of_its_sources[staging]", "assert")
+)
+def sources_of_the_micro_batch_before(patch: pytest.MonkeyPatch) -> None:
+    """The ledger says of a micro-batch that it was made of what the one before it was made of."""
+    from dualwrite.sinks.spark import source
+
+    real = source.sources_of_checkpoint
+    patch.setattr(source, "sources_of_checkpoint", lambda checkpoint, number: real(checkpoint, max(0, number - 1)))
