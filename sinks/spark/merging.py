@@ -106,15 +106,16 @@ def _shown(value: object) -> str:
 
 
 def staged_arrays(layout: Layout, batch: pa.RecordBatch, deleted: pa.Array | None) -> list[pa.Array]:
-    """The values of the layout's `staged_columns`. A row that deletes keeps those of its key alone."""
+    """The values of the layout's `staged_columns`. A row that deletes keeps those of its key, and how new it is."""
     arrays = [batch.column(column.source) for column in layout.table_columns]
     merge = layout.merge
     if merge is None:
         return arrays
     if deleted is not None:
         # What a deleted row was like matters to nobody, and a null may stand where the table takes none.
+        kept = {*merge.keys, merge.newer_by}
         arrays = [
-            array if column.name in merge.keys else pc.if_else(deleted, pa.scalar(None, array.type), array)
+            array if column.name in kept else pc.if_else(deleted, pa.scalar(None, array.type), array)
             for column, array in zip(layout.table_columns, arrays, strict=True)
         ]
     if merge.order is not None:

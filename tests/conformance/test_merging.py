@@ -163,14 +163,20 @@ def history(seed, ops="crud", keys=6, length=60):
     return rows
 
 
+def keys(rows):
+    return {row[0] for row in rows}
+
+
 @pytest.mark.parametrize("case", KINDS, indirect=True)
 def test_the_table_is_what_its_changes_make_of_it(case):
-    parts = [history(1), history(2), history(3)] if case.way == "staging" else [history(1)]
+    parts = [history(7), history(8), history(9)] if case.way == "staging" else [history(7)]
     case.write(parts, **CHANGES)
     first = case.rows()
     assert first == expected(OLD, parts)
-    case.write([history(4)], **CHANGES, on_conflict="newer")
-    assert case.rows() == expected(first, [history(4)], newer=True)
+    case.write([history(11)], **CHANGES, on_conflict="newer")
+    second = case.rows()
+    assert second == expected(first, [history(11)], newer=True)
+    assert all(keys(before) - keys(after) for before, after in ((OLD, first), (first, second))), "none is deleted"
 
 
 @pytest.mark.parametrize("case", KINDS, indirect=True)

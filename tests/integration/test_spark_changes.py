@@ -108,7 +108,8 @@ def verify(target, source, deletes_by=None):
         assert not value or message.key == str(value["id"]).encode()
         name = value.get("name")
         if name is None:
-            assert (value["op"] if value else None) == deletes_by
+            assert (message.value is None) is (deletes_by is None), f"of a deletion: {message.value}"
+            assert deletes_by is None or value["op"] == deletes_by
         found.setdefault(int(message.key), []).append(name)
     assert found == source.by_key()
     nothing_is_left(target)

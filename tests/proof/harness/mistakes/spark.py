@@ -324,7 +324,7 @@ def deleted_row_stays(patch: pytest.MonkeyPatch) -> None:
     Check(
         "integration/test_spark_changes.py::"
         "test_a_table_and_a_topic_follow_their_source_over_the_death_of_a_task[write_batch]",
-        "assert",
+        "of a deletion",
     )
 )
 def deletion_without_a_tombstone(patch: pytest.MonkeyPatch) -> None:
