@@ -27,6 +27,7 @@ Read = Callable[[list[str], Message], Iterator[tuple[str, "Answer | NotYet"]]]
 _NO_TOPIC_ID: Final = bytes(16)
 _MOST_COORDINATORS: Final = 100_000
 _SIGN_BIT: Final = 0x8000_0000
+OPERATIONS: Final = {3: "Read", 4: "Write", 8: "Describe", 10: "DescribeConfigs"}
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,12 @@ class Topic:
     """A topic that exists.
 
     ``topic_id`` is as Kafka prints it; None from a broker without topic ids. A partition has None while it has no
-    leader.
+    leader. ``rights`` are the operations that this user may do there; None if the broker does not tell.
     """
 
     topic_id: str | None
     leaders: Mapping[int, Leader | None]
+    rights: frozenset[str] | None = None
 
 
 def internal_partition(key: str, partitions: int) -> int:
@@ -160,6 +162,7 @@ class Topics:
         self._brokers = brokers
         self._lock = threading.Lock()
         self._known: Mapping[str, Topic] = {}
+        self.cluster_id: str | None = None  # as the last answer has told it
 
     def known(self, topic: str) -> Topic | None:
         """The topic as it was last looked up; None if it has not been, or was not found. Asks no broker."""
@@ -182,7 +185,9 @@ class Topics:
             self._known = {name: topic for name, topic in self._known.items() if name not in gone}
 
     def _asked(self, topics: Collection[str], deadline: Deadline) -> dict[str, Topic | NotYet | None]:
-        answers = read_topics(self._brokers.metadata(topics, deadline))
+        described = self._brokers.metadata(topics, deadline)
+        self.cluster_id = described.cluster_id
+        answers = read_topics(described)
         absent = {name for name, topic in answers.items() if topic is None}
         if absent:
             # A broker that lags behind the controller may not know a new topic. It is absent if no broker knows it.
@@ -224,7 +229,15 @@ def _read_topic(topic: DescribedTopic) -> Topic:
             else None
             for partition in topic.partitions
         },
+        rights=rights_of(topic.operations),
     )
+
+
+def rights_of(operations: int) -> frozenset[str] | None:
+    """The operations of a topic that concern us, from a bit for each; None if the broker has not told any."""
+    if operations <= 0:
+        return None
+    return frozenset(name for number, name in OPERATIONS.items() if operations >> number & 1)
 
 
 # Requests to partition leaders: the transactions open in a partition, and where its log ends.

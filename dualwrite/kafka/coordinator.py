@@ -36,7 +36,7 @@ from dualwrite.kafka.cluster import (
 from dualwrite.kafka.config import CONNECTING, KERBEROS_TICKETS, KafkaConfig
 from dualwrite.kafka.error_codes import Code, code_name
 from dualwrite.kafka.log import HELD_BACK_S, HeldBack
-from dualwrite.kafka.messages import EndTxn, Message, Request
+from dualwrite.kafka.messages import EndTxn, Message, NotOffered, Request, TransactionEnded
 from dualwrite.kafka.opening_messages import (
     ClusterMetadata,
     DescribeConfigs,
@@ -316,6 +316,32 @@ class KafkaCoordinator(Closing):
         return {
             name: topic.topic_id for name, topic in found.items() if topic is not None and topic.topic_id is not None
         }
+
+    def cluster_and_topics(self, topics: Collection[str], deadline: Deadline) -> tuple[str, Mapping[str, Topic]]:
+        """The cluster's id, and each topic that exists, as they are now; in one request if there are topics."""
+        found = self._find_topics(topics, deadline, fresh=True)
+        cluster_id = self._topics.cluster_id if topics else None
+        return cluster_id or self.cluster_id(deadline), {
+            name: topic for name, topic in found.items() if topic is not None
+        }
+
+    def may_write_as(self, kafka_id: str, deadline: Deadline) -> bool:
+        """Whether this user may write under a transactional id that nobody uses. True if the brokers do not tell it.
+
+        No request lists such rights. So a broker, which need not be the id's coordinator, is asked to end its transaction: it
+        looks at the rights first, and finds nothing to end.
+        """
+
+        def ask(_: list[None]) -> dict[None, bool]:
+            ended: TransactionEnded = self._brokers.lookup(lambda: EndTxn(kafka_id, (0, 0), committed=False), deadline)
+            return {None: ended.error_code != Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED}
+
+        try:
+            return until_answered([None], ask, deadline, "tell the rights on transactional ids")[None]
+        except ConfigurationError as error:
+            if isinstance(error.__cause__, NotOffered):  # by brokers before 4.0
+                return True
+            raise
 
     def open_offsets(
         self, states: Sequence[PreparedTxnState], deadline: Deadline

@@ -19,6 +19,7 @@ from kafka.protocol.producer.transaction import EndTxnRequest, InitProducerIdReq
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.brokers import Brokers, NotYet
+from dualwrite.kafka.cluster import OPERATIONS
 from dualwrite.kafka.engine import choose_transaction_timeout_ms
 from dualwrite.kafka.error_codes import MISSING_RIGHT, RETRIABLE, Code, code_name
 from dualwrite.kafka.messages import (
@@ -61,7 +62,6 @@ if TYPE_CHECKING:
 
 _ONE_BROKER_S: Final = 5.0
 """Limits the questions to one broker: the others are asked nevertheless."""
-_OPERATIONS: Final = {3: "Read", 4: "Write", 8: "Describe", 10: "DescribeConfigs"}
 _SHARED_EPOCH: Final = 4  # of EndTxn: an older form, which all brokers take
 _WITH_TWO_PHASE: Final = 6  # of InitProducerId
 _FIRST_WITH_FEATURES: Final = 3  # of ApiVersions
@@ -239,7 +239,7 @@ def _topic(topic: Message, settings: Mapping[str, str] | Unasked) -> TopicFacts 
     rights = (
         Unasked("the broker does not tell the rights on a topic")
         if not operations  # who may not even describe it is not shown it
-        else frozenset(name for number, name in _OPERATIONS.items() if number in operations)
+        else frozenset(name for number, name in OPERATIONS.items() if number in operations)
     )
     return TopicFacts(partitions, rights, settings)
 

@@ -56,12 +56,16 @@ class DescribedPartition(NamedTuple):
 
 
 class DescribedTopic(NamedTuple):
-    """A topic as a broker knows it. ``topic_id`` is 16 bytes, zeros if it has none."""
+    """A topic as a broker knows it. ``topic_id`` is 16 bytes, zeros if it has none.
+
+    ``operations`` has a bit for each operation that this user may do there; none but the sign if the broker does not tell them.
+    """
 
     error_code: int
     name: str
     topic_id: bytes
     partitions: Sequence[DescribedPartition]
+    operations: int
 
 
 class ClusterMetadata(NamedTuple):
@@ -73,7 +77,7 @@ class ClusterMetadata(NamedTuple):
 
 
 class Metadata(OfOneKind):
-    """The brokers, the cluster's id, and these topics. Creates no topic."""
+    """The brokers, the cluster's id, and these topics, with this user's rights on them. Creates no topic."""
 
     NAME, KEY, LOWEST, HIGHEST = "Metadata", 3, 11, 13
     __slots__ = ("topics",)
@@ -83,7 +87,7 @@ class Metadata(OfOneKind):
 
     def frame(self, version: int, correlation_id: int, client: Client) -> bytes:
         topics = [_NO_ID + compact(name) + NO_TAGS for name in self.topics]
-        body = unsigned(len(topics) + 1) + b"".join(topics) + _CREATE_NOTHING
+        body = unsigned(len(topics) + 1) + b"".join(topics) + _CREATE_NOTHING_TELL_RIGHTS
         return framed(self.KEY, version, correlation_id, client, body)
 
     def read(self, answer: bytes, version: int) -> ClusterMetadata:
@@ -106,7 +110,7 @@ class Metadata(OfOneKind):
 
 
 _NO_ID: Final = bytes(16)
-_CREATE_NOTHING: Final = b"\0\0" + NO_TAGS  # creates no topic, and asks for no rights
+_CREATE_NOTHING_TELL_RIGHTS: Final = b"\0\1" + NO_TAGS
 _WITH_ONE_ERROR: Final = 13
 
 
@@ -120,9 +124,9 @@ def _topic(read: Cursor) -> DescribedTopic:
         for _ in range(3):  # the replicas: all, those in sync, and those that are offline
             read.raw(4 * read.count())
         read.skip_tags()
-    read.int32()  # the user's rights
+    operations = read.int32()
     read.skip_tags()
-    return DescribedTopic(code, name, topic_id, partitions)
+    return DescribedTopic(code, name, topic_id, partitions, operations)
 
 
 class CoordinatorType(IntEnum):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dualwrite.errors import ConfigurationError, DualWriteError
-from dualwrite.protocol.findings import Check, CheckResult, Unasked, clock, listed
+from dualwrite.protocol.findings import Check, CheckResult, Status, Unasked, clock, listed
 from dualwrite.protocol.values import NEVER_MS, OFFSETS_TOPIC, other_cluster
 
 KAFKA: Final = "Kafka"
@@ -541,6 +541,17 @@ def id_rights(writer: str, rights: Mapping[str, bool | Unasked]) -> CheckResult:
                 _acl("Write", f"--transactional-id {writer} --resource-pattern-type prefixed"),
             )
     return check.ok("Write and Describe")
+
+
+def require_rights(
+    writer: str, *, may_write: bool = True, topics: Mapping[str, frozenset[str] | None] | None = None
+) -> None:
+    """Refuse what a writer may not do with its transactional ids, or with its topics; rights that are None are not known."""
+    checks = [id_rights(writer, {"Describe": True, "Write": may_write})]
+    checks += [topic_rights(name, rights) for name, rights in (topics or {}).items() if rights is not None]
+    for one in checks:
+        if one.status is Status.ERROR:
+            raise ConfigurationError(f"{one.check}: {one}", next_step=one.remedy)
 
 
 def rights_after_a_restore(topic: TopicFacts | Unasked | None, *, probes: bool | Unasked) -> CheckResult:

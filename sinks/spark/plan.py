@@ -28,6 +28,7 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.protocol.kafka_requirements import require_rights
 from dualwrite.protocol.values import Outcome, owner_prefix
 from dualwrite.recovery.claim import OwnerContext, unique_owner
 from dualwrite.recovery.settle import end_participants
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
     from typing_extensions import Self
 
-    from dualwrite.interfaces import TransactionCoordinator
     from dualwrite.protocol.values import Incident, Participant, StateRow
     from dualwrite.sinks.spark.databases.database import Emptying, SinkDatabase
     from dualwrite.sinks.spark.layout import Layout
@@ -159,6 +159,7 @@ class DriverSide:
     def layout(self, schema: spark.StructType) -> Layout:
         """Check topic, table and every column, and register the messages' schemas; writes nothing else."""
         with connected(self._engine, self._options) as connection:
+            _require_ids(self._options, self._coordinator)
             return _read_layout(connection, self._options, schema, self.database, self._coordinator)
 
     def targets(self, wanted: Sequence[Wanted], tag_column: str | None = None) -> tuple[Target, ...]:
@@ -385,8 +386,9 @@ def _plan_targets(
     wanted: Sequence[Wanted],
     tag_column: str | None,
     database: SinkDatabase,
-    coordinator: TransactionCoordinator,
+    coordinator: KafkaCoordinator,
 ) -> tuple[Target, ...]:
+    _require_ids(wanted[0].options, coordinator)
     if tag_column is not None:
         tag_number(wanted[0].schema, tag_column)
     found = []
@@ -404,23 +406,33 @@ def planned_quarantine(
     connection: Connection,
     options: SinkOptions,
     database: SinkDatabase,
-    coordinator: TransactionCoordinator,
+    coordinator: KafkaCoordinator,
     targets: Sequence[Target],
 ) -> list[Target]:
     """The target of rows that the others do not take, if there is one. Refuses it if it could not take them."""
     target = quarantine_target(connection, options, database)
     if target is None:
         return []
-    _require_topics([target.topic] if target.topic is not None else [], options, coordinator)
+    if target.topic is not None:
+        _require_topics([target.topic], options, coordinator)
     require_checkable(database, targets)
     return [target]
 
 
-def _require_topics(names: Sequence[str], options: SinkOptions, coordinator: TransactionCoordinator) -> None:
-    found = coordinator.topic_ids(names, Deadline(options.timeout_s)) if names else {}
+def _require_ids(options: SinkOptions, coordinator: KafkaCoordinator) -> None:
+    """Refuse a user who may not write under the ids of the sink's slots."""
+    may_write = coordinator.may_write_as(f"{options.pool}#0.plan", Deadline(options.timeout_s))
+    require_rights(options.pool, may_write=may_write)
+
+
+def _require_topics(names: Sequence[str], options: SinkOptions, coordinator: KafkaCoordinator) -> str:
+    """Refuse topics that are not there, or that this user may not write to. Returns the cluster's id."""
+    cluster_id, found = coordinator.cluster_and_topics(names, Deadline(options.timeout_s))
     for name in names:
         if name not in found:
             raise ConfigurationError(f"there is no topic {name!r}", next_step="create it")
+    require_rights(options.pool, topics={name: found[name].rights for name in names})
+    return cluster_id
 
 
 @contextmanager
@@ -448,15 +460,15 @@ def _read_layout(
     options: SinkOptions,
     schema: spark.StructType,
     database: SinkDatabase,
-    coordinator: TransactionCoordinator,
+    coordinator: KafkaCoordinator,
     *,
     shared: bool = False,
 ) -> Layout:
     named = [name for name in (options.topic, options.unit_topic) if name is not None]
-    _require_topics(named, options, coordinator)
+    cluster_id = _require_topics(named, options, coordinator)
     table = database.read_table(connection, options.table)
     planned = registered_layout(options, plan_layout(schema, options, table, given_schemas(options), shared=shared))
-    return replace(planned, cluster_id=coordinator.cluster_id(Deadline(options.timeout_s)))
+    return replace(planned, cluster_id=cluster_id)
 
 
 def is_stale(participant: Participant) -> bool:

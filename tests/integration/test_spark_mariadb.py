@@ -2,6 +2,7 @@
 
 import datetime as dt
 import json
+import secrets
 import signal
 from decimal import Decimal
 
@@ -167,6 +168,71 @@ def test_a_prepared_leg_is_refused_and_nothing_is_written(spark, numbers):
     with pytest.raises(SPARKS_ERRORS, match='no PREPARE TRANSACTION.*XA.*set it to "staging"'):
         write_by(numbers, numbered(spark, 10), "prepared")
     assert numbers.rows() == numbers.messages() == []
+
+
+UPSERT = {"upsert_keys": ["id"]}
+CHANGES = {**UPSERT, "op_column": "op", "order_column": "id"}
+STAGING = "CREATE, DROP, SELECT, INSERT"
+
+
+def test_a_missing_right_is_refused_before_a_task_runs(spark, numbers):
+    numbers.execute("ALTER TABLE numbers ADD PRIMARY KEY (id)")
+    numbers.execute("INSERT INTO numbers VALUES (-1, 'old')")
+    user, database = f"clerk_{secrets.token_hex(4)}", make_url(numbers.url).database
+    url = make_url(numbers.url).set(username=user, password="secret").render_as_string(hide_password=False)
+    numbers.execute(f"CREATE USER {user} IDENTIFIED BY 'secret'")
+    ours = (
+        "SELECT table_name FROM information_schema.tables WHERE table_schema = database() AND table_name <> 'numbers'"
+    )
+    try:
+        for (table,) in numbers.execute(ours):
+            numbers.execute(f"GRANT SELECT, INSERT, UPDATE, DELETE ON `{table}` TO {user}")
+        for way, settings, of_database, of_table, words in (
+            (
+                "staging",
+                {},
+                "SELECT, INSERT",
+                "SELECT",
+                "no staging table can be made in database .* CREATE command denied",
+            ),
+            ("staging", {}, "CREATE, DROP", "INSERT", "no staging table can be made .* denied .*"),
+            ("staging", {}, STAGING, "SELECT", ""),
+            ("staging", UPSERT, STAGING, "DELETE", "the right to UPDATE is missing on table 'numbers'"),
+            ("staging", CHANGES, STAGING, "UPDATE", "the right to DELETE is missing on table 'numbers'"),
+            (
+                "write_batch",
+                UPSERT,
+                "CREATE TEMPORARY TABLES",
+                "SELECT, INSERT",
+                "the right to UPDATE is missing on table",
+            ),
+            ("write_batch", UPSERT, "SELECT", "SELECT, INSERT, UPDATE", "no temporary table can be made"),
+            (
+                "write_batch",
+                CHANGES,
+                "CREATE TEMPORARY TABLES",
+                "SELECT, INSERT, UPDATE",
+                "the right to DELETE is missing",
+            ),
+            ("write_batch", {}, "CREATE TEMPORARY TABLES", "SELECT", "rows may not be inserted into 'numbers'"),
+        ):
+            numbers.execute(f"GRANT {of_database} ON `{database}`.* TO {user}")
+            numbers.execute(f"GRANT {of_table} ON numbers TO {user}")
+            df = (
+                numbered(spark, 10, 1).selectExpr("*", "'u' AS op")
+                if "op_column" in settings
+                else numbered(spark, 10, 1)
+            )
+            if words:
+                with pytest.raises(ANY, match=words) as refused:
+                    write_by(numbers, df, way, url=url, **settings)
+                assert "GRANT" in str(refused.value)
+                assert numbers.execute("SELECT count(*) FROM dualwrite_slot") == [(0,)]
+                assert (numbers.rows(), numbers.messages()) == ([(-1, "old")], [])
+            numbers.execute(f"REVOKE {of_database} ON `{database}`.* FROM {user}")
+            numbers.execute(f"REVOKE {of_table} ON numbers FROM {user}")
+    finally:
+        numbers.execute(f"DROP USER {user}")
 
 
 def test_a_row_of_number_0_stays_number_0_and_a_null_is_not_given_a_number(spark, numbers):

@@ -1,5 +1,7 @@
 """Batches that would tear or lose rows in silence are refused, before anything of them is written."""
 
+from dataclasses import replace
+
 import psycopg
 import pytest
 from harness.spark import ROWS, SPARKS_ERRORS
@@ -10,6 +12,7 @@ from pyspark.sql import functions
 
 from dualwrite import ConfigurationError
 from dualwrite.sinks.spark import JobFailed, foreach_partition, register, write_batch
+from dualwrite.testing.checker import read_committed
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
@@ -126,6 +129,36 @@ def test_a_dataframe_that_gives_other_rows_each_time_is_refused_unless_it_is_all
     write_batch(random, batch_id="1", **numbers.settings, allow_nondeterministic=True)
     assert len(numbers.rows()) == 10
     assert numbers.rows() == numbers.messages()
+
+
+def test_a_right_that_is_missing_in_kafka_is_refused_before_a_task_runs(spark, numbers, guarded_kafka):
+    """By what is asked of the brokers: Write on the ids, and the rights on the topic."""
+    topic = guarded_kafka.create_topic(f"{numbers.topic}-guarded", 1)
+    case = replace(numbers, kafka=guarded_kafka.client_config("spark"), topic=topic)
+    pool = f"{case.sink}.spark"
+    ids, of_topic = f"--transactional-id {pool} --resource-pattern-type prefixed", f"--topic {topic}"
+    for granted, words, cure in (
+        (None, f"rights on ids of {pool}: missing: Write on some of", f"--operation Write {ids}"),
+        (("write", "transactional_id", case.sink), f"Describe on the topic '{topic}'", "Describe"),
+        (
+            ("describe", "topic", topic),
+            f"rights on {topic}: missing: Write, Read",
+            f"Write --operation Read {of_topic}",
+        ),
+        (("write", "topic", topic), f"rights on {topic}: missing: Read", f"--operation Read {of_topic}"),
+    ):
+        if granted is not None:
+            guarded_kafka.allow("spark", *granted, prefixed=granted[1] == "transactional_id")
+        for way in ("write_batch", "staging"):
+            with pytest.raises((ConfigurationError, *SPARKS_ERRORS)) as refused:
+                write_by(case, numbered(spark, 10, 1), way)
+            assert words in str(refused.value)
+            assert cure in str(refused.value)
+        assert numbers.execute("SELECT count(*) FROM dualwrite_slot") == [(0,)]
+    guarded_kafka.allow("spark", "read", "topic", topic)
+    write_by(case, numbered(spark, 10, 1), "staging")
+    assert len(numbers.rows()) == 10
+    assert len(list(read_committed(guarded_kafka.admin_config(), topic))) == 10
 
 
 def test_sql_is_refused_in_words_and_writes_nothing(spark, numbers):

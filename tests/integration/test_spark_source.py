@@ -131,9 +131,9 @@ def test_a_part_of_the_table_is_replaced(spark, numbers, write):
     numbers.execute("INSERT INTO numbers VALUES (-1, 'old'), (7, 'old'), (999, 'old')")
     old = numbers.rows()
     with pytest.raises(SPARKS_ERRORS, match="replaceWhere is not true for a row .*row 1 of partition 0, key '0'"):
-        write(numbered(spark), mode="overwrite", batchId="1", replaceWhere="id > 0")
+        write(numbered(spark), mode="overwrite", source="armed", batchId="1", replaceWhere="id > 0")
     assert numbers.rows() == old
-    write(numbered(spark), mode="overwrite", batchId="1", replaceWhere="id >= 0")
+    write(numbered(spark), mode="overwrite", source="armed", batchId="1", replaceWhere="id >= 0")
     assert numbers.rows()[0] == (-1, "old")
     numbers.execute("DELETE FROM numbers WHERE id < 0")
     numbers.verify()

@@ -95,6 +95,48 @@ _REFERRING: Final = text(
 )
 
 
+# What a user may do, the catalog does not say simply: there are roles, and grants to all. The server itself is asked by
+# statements that it checks, and does not run.
+
+_STAGING_RIGHTS: Final = "CREATE, DROP, SELECT, INSERT"
+_may_stage: set[tuple[str, tuple[str, str]]] = set()
+"""Who was found to have the rights for staging tables of which table: asked once, and not with each micro-batch of a stream."""
+
+
+def _require_staging(connection: Connection, layout: Layout) -> None:
+    """Refuse a user who may not create the staging tables of the layout's target."""
+    engine = connection.engine
+    who = str(engine.url), layout.table  # the text of a URL hides its password
+    if who in _may_stage:
+        return
+    creation = _creation((layout.table[0], f"{STAGING_PREFIX}asked"), layout, comment="")
+    try:
+        execute(connection, f"PREPARE dualwrite_asked FROM {text_literal(creation)}")
+    except exc.SQLAlchemyError as error:
+        raise _not_made(error, engine, "staging", schema=layout.table[0], rights=_STAGING_RIGHTS) from error
+    _may_stage.add(who)
+
+
+def _require_changes(connection: Connection, layout: Layout, *, empties: bool) -> None:
+    """Refuse a user who may not change the rows of the layout's target that the batch's rows meet."""
+    plan, target = layout.merge, table_name(layout.table)
+    changes = {}
+    if plan is not None and plan.updated:
+        changes["UPDATE"] = f"UPDATE {target} SET " + ", ".join(f"{one} = {one}" for one in map(quoted, plan.updated))
+    if empties or (plan is not None and plan.op is not None):
+        changes["DELETE"] = f"DELETE FROM {target}"
+    for right, change in changes.items():
+        try:
+            execute(connection, f"EXPLAIN {change} WHERE 1 = 0")
+        except exc.DBAPIError as error:
+            if meaning_of(error) is not Meaning.PRIVILEGE:
+                raise
+            raise ConfigurationError(
+                f"the right to {right} is missing on table {layout.table[1]!r}: {driver_words(error)}",
+                next_step=f"as its owner: GRANT SELECT, {right} ON {target} TO the user {connection.engine.url.username!r}",
+            ) from error
+
+
 def create_staging(engine: Engine, made: StagingTable, layout: Layout) -> None:
     """See :meth:`SinkDatabase.create_staging`. On a connection of its own."""
     try:
@@ -102,7 +144,7 @@ def create_staging(engine: Engine, made: StagingTable, layout: Layout) -> None:
             execute(connection, _creation(made.table, layout, comment=made.comment))
             connection.rollback()
     except exc.SQLAlchemyError as error:
-        raise _not_made(error, engine, "staging", schema=made.schema, rights="CREATE, DROP, SELECT, INSERT") from error
+        raise _not_made(error, engine, "staging", schema=made.schema, rights=_STAGING_RIGHTS) from error
 
 
 def _not_made(
@@ -437,9 +479,10 @@ class MariaDB:
 
     def choose_staging(self, connection: Connection, wanted: str, layout: Layout, *, empties: bool) -> bool:
         """See the protocol. Always: there is no other way."""
-        del connection, layout, empties
+        del empties
         if wanted == "prepared":
             raise _not_prepared()
+        _require_staging(connection, layout)
         return True
 
     def create_staging(self, connection: Connection, made: StagingTable, layout: Layout) -> None:
@@ -496,9 +539,10 @@ class MariaDB:
                 next_step="leave it out: the rows are then deleted",
             )
         try:
+            _require_changes(connection, layout, empties=empty is not None)
             if layout.merge is not None:
                 _require_unique(connection, target, layout.merge.keys)
-                if direct:  # the catalog does not say simply what a user may do
+                if direct:
                     _drop_temporary(connection, _create_temporary(connection, layout))
             if empty is not None and empty.where is not None:
                 _require_condition(connection, layout, empty)

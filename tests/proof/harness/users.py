@@ -10,4 +10,5 @@ USERS = {
     "other": "other-password",
     "clinic": "clinic-password",
     "service": "service-password",
+    "spark": "spark-password",
 }

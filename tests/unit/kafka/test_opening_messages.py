@@ -101,13 +101,15 @@ def test_the_newest_versions_are_those_of_kafka_python():
 @given(many_names, numbers, clients)
 def test_metadata(version, topics, number, client):
     request = MetadataRequest(
-        topics=[MetadataRequest.MetadataRequestTopic(name=name) for name in topics], allow_auto_topic_creation=False
+        topics=[MetadataRequest.MetadataRequestTopic(name=name) for name in topics],
+        allow_auto_topic_creation=False,
+        include_topic_authorized_operations=True,
     )
     assert Metadata(topics).frame(version, number, client) == theirs(request, version, number, client)
 
 
 partitions = st.builds(DescribedPartition, numbers, int32, int32)
-topics = st.builds(DescribedTopic, int16, names, ids, st.lists(partitions, max_size=3))
+topics = st.builds(DescribedTopic, int16, names, ids, st.lists(partitions, max_size=3), numbers)
 
 
 @versions(Metadata)
@@ -146,6 +148,7 @@ def test_the_answer_to_metadata(version, brokers, cluster_id, described, replica
                     )
                     for one in topic.partitions
                 ],
+                authorized_operations={bit for bit in range(31) if topic.operations >> bit & 1},
             )
             for topic in described
         ],
