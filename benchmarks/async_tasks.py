@@ -34,7 +34,7 @@ async def ours_in_tasks(
     name = f"async {outbox} {way} {topic}".replace(" ", "-")
     limits = WriterLimits(max_lanes=LANES, lane_timeout_s=120.0)
     async with AsyncDualWriter(
-        name, kafka=kafka, database=engine, limits=limits, producer_engine=ENGINES[way], outbox=outbox
+        name, kafka={**kafka, "dualwrite.engine": ENGINES[way]}, database=engine, limits=limits, outbox=outbox
     ) as writer:
 
         async def write() -> None:

@@ -28,7 +28,7 @@ name, kafka, url, topic, table, producer_engine = json.loads(sys.argv[1])
 at, began = [time.perf_counter()], time.process_time()
 from dualwrite import DualWriter
 at.append(time.perf_counter())
-writer = DualWriter(name, kafka=kafka, database=url, producer_engine=producer_engine)
+writer = DualWriter(name, kafka={**kafka, "dualwrite.engine": producer_engine}, database=url)
 at.append(time.perf_counter())
 writer.open()
 at.append(time.perf_counter())

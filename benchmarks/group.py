@@ -87,10 +87,9 @@ def grouped(
     name = f"group-{topic}-{as_text}"
     with DualWriter(
         name,
-        kafka=kafka,
+        kafka={**kafka, "dualwrite.engine": "native"},
         database=engine,
         limits=WriterLimits(max_lanes=LANES),
-        producer_engine="native",
         telemetry=sizes,
     ) as writer:
 
@@ -114,10 +113,9 @@ def grouped_rows(kafka: Mapping[str, str], engine: Engine, topic: str, sizes: Si
     name = f"group-of-rows-{topic}"
     with DualWriter(
         name,
-        kafka=kafka,
+        kafka={**kafka, "dualwrite.engine": "native"},
         database=engine,
         limits=WriterLimits(max_lanes=LANES),
-        producer_engine="native",
         telemetry=sizes,
     ) as writer:
         yield lambda notes: writer.submit(_row_unit(topic, notes)).result()
@@ -135,10 +133,11 @@ async def grouped_in_tasks(
     name = f"group-of-tasks-{topic}-{of_rows}"
     settings: dict[str, Any] = {
         "limits": WriterLimits(max_lanes=LANES),
-        "producer_engine": "native",
         "telemetry": sizes,
     }
-    async with AsyncDualWriter(name, kafka=kafka, database=engine, **settings) as writer:
+    async with AsyncDualWriter(
+        name, kafka={**kafka, "dualwrite.engine": "native"}, database=engine, **settings
+    ) as writer:
 
         async def unit(tx: AsyncTransaction) -> None:
             await tx.produce(topic, value="x")

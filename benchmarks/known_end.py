@@ -56,10 +56,9 @@ def run(
                         patch.setattr("dualwrite.writing.writer_resources.Lane", BelievingLane)
                     writer = DualWriter(
                         name.replace(" ", "-"),
-                        kafka=ground.kafka,
+                        kafka={**ground.kafka, "dualwrite.engine": producer_engine},
                         database=engine,
                         limits=WriterLimits(max_lanes=THREADS),
-                        producer_engine=producer_engine,
                     )
                     writer.open()
                     stack.enter_context(closing(writer))

@@ -130,7 +130,7 @@ def _latency(ways: Mapping[str, Mapping[str, float]]) -> list[str]:
         "## One caller, one message and one row",
         "",
         "Milliseconds from the start of the call until it returns, and until a `read_committed` consumer has the message. "
-        '*Dual write* is this library with its own producer (`producer_engine="native"`); the other ways send through '
+        "*Dual write* is this library with its own producer (the native engine); the other ways send through "
         "librdkafka.",
         "",
         *_table(

@@ -22,9 +22,10 @@ import pyarrow as pa
 from kafka.record.default_records import DefaultRecordBatchBuilder
 
 from benchmarks.servers import Ground, machine, p50
+from dualwrite.kafka.config import EngineName
 from dualwrite.kafka.native.arrow import batches, partition_rows
 from dualwrite.kafka.native.records import Codec, RecordsBody, RecordsBuilder, partitioner
-from dualwrite.kafka.producer import EngineName, TransactionalProducer
+from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.testing import EmbeddedKafka, read_committed
 
 PARTITIONS = 4
@@ -59,7 +60,9 @@ def _committed(
 ) -> float:
     config = {**kafka.client_config(), "partitioner": MURMUR2.name}
     name = f"bench-{secrets.token_hex(4)}"
-    with closing(TransactionalProducer(config, name, bulk=True, engine=engine)) as producer:
+    with closing(
+        TransactionalProducer({**config, "dualwrite.bulk": True, "dualwrite.engine": engine}, name)
+    ) as producer:
         producer.init_transactions()
         started = time.process_time()
         producer.begin_transaction()

@@ -22,7 +22,8 @@ from sqlalchemy import create_engine, make_url, text
 
 from benchmarks.processors import KINDS, processor_s, used
 from benchmarks.servers import Ground, p50
-from dualwrite.kafka.producer import EngineName, TransactionalProducer
+from dualwrite.kafka.config import EngineName
+from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.sinks.spark import write_batch
 from dualwrite.sinks.spark.databases.database import open_database
 from dualwrite.sinks.spark.formats.serializing import serializing
@@ -210,7 +211,7 @@ def by_kafka_leg(job: Job) -> None:
         name = f"leg-{secrets.token_hex(8)}"
         with (
             TransactionalProducer(
-                options.kafka_settings(), name, bulk=True, engine=options.producer_engine
+                {**options.kafka_settings(), "dualwrite.bulk": True, "dualwrite.engine": options.producer_engine}, name
             ) as producer,
             serializing(options, layout) as serializers,
         ):

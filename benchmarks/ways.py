@@ -13,7 +13,7 @@ from confluent_kafka import Producer
 from sqlalchemy import Column, Engine, Integer, MetaData, Table, Text, create_engine, delete, insert, select
 
 from dualwrite import DualWriter, WriterLimits
-from dualwrite.kafka.producer import EngineName
+from dualwrite.kafka.config import EngineName
 from dualwrite.protocol.outbox import Outbox
 
 NATIVE = "dual write"
@@ -54,7 +54,7 @@ def ours(
     name = f"{outbox} {way} {topic}".replace(" ", "-")
     limits = WriterLimits(max_lanes=lanes, lane_timeout_s=lane_timeout_s)
     with DualWriter(
-        name, kafka=kafka, database=engine, limits=limits, producer_engine=ENGINES[way], outbox=outbox
+        name, kafka={**kafka, "dualwrite.engine": ENGINES[way]}, database=engine, limits=limits, outbox=outbox
     ) as writer:
         yield writing(writer, topic)
 

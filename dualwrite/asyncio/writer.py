@@ -62,7 +62,6 @@ if TYPE_CHECKING:
 
     from dualwrite.clock import Deadline
     from dualwrite.interfaces import Observer, StateStore
-    from dualwrite.kafka.producer import EngineName
     from dualwrite.protocol.outbox import Outbox
     from dualwrite.protocol.process import Health
     from dualwrite.writing.lane import OnLoss
@@ -330,7 +329,7 @@ class AsyncDualWriter:
             instance because ``database`` was made with ``connect_args``. It must lead to the same database, which is checked.
         session_factory: Makes the ORM session of ``tx.session``, called with ``bind=connection``; an ``async_sessionmaker``,
             say.
-        schema, outbox, limits, bulk, producer_engine: As for :class:`DualWriter`.
+        schema, outbox, limits: As for :class:`DualWriter`.
         on_loss: As for :class:`DualWriter`. Called in the event loop's thread, or in one of the writer's.
         serializers: As for :class:`DualWriter`. Called in the event loop's thread, which they block while they ask a registry.
         telemetry: As for :class:`DualWriter`.
@@ -351,8 +350,6 @@ class AsyncDualWriter:
         limits: WriterLimits = DEFAULT_LIMITS,
         session_factory: Callable[..., AsyncSession] = session_of_block,
         serializers: Serializers | None = None,
-        bulk: bool = False,
-        producer_engine: EngineName = "auto",
         on_loss: OnLoss | None = None,
         telemetry: Observer | None = None,
     ) -> None:
@@ -368,8 +365,6 @@ class AsyncDualWriter:
             "outbox": outbox,
             "limits": limits,
             "serializers": serializers,
-            "bulk": bulk,
-            "producer_engine": producer_engine,
             "on_loss": on_loss,
             "telemetry": telemetry,
         }

@@ -38,6 +38,7 @@ from dualwrite.cli.report import (
     report_console,
 )
 from dualwrite.clock import now_s
+from dualwrite.kafka.config import ENGINE
 from dualwrite.migrations import BASE, HEAD, Direction, current_revision, sql_script
 from dualwrite.migrations import downgrade as go_down
 from dualwrite.migrations import upgrade as go_up
@@ -54,7 +55,6 @@ from dualwrite.writing.relay import Relay, RelayReport
 
 if TYPE_CHECKING:
     from dualwrite.interfaces import OutboxRows, StateStore
-    from dualwrite.kafka.producer import EngineName
     from dualwrite.protocol.values import WhenRefused
 
 
@@ -340,7 +340,7 @@ def relay(
     shown = _Lines(quiet=as_json)
     running = Relay(
         table,
-        kafka=kafka,
+        kafka={**kafka, ENGINE: engine_name},
         database=url,
         name=relay_id,
         schema=schema,
@@ -348,7 +348,6 @@ def relay(
         lease_timeout_s=lease_s,
         most_rows=most_rows,
         most_bytes=most_bytes,
-        producer_engine=cast("EngineName", engine_name),
         on_refused=cast("WhenRefused", on_refused),
         progress=shown.show,
     )

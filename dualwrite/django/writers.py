@@ -214,12 +214,14 @@ def _open(using: str) -> tuple[Writer, Engine]:
     found = settings_of(using)
     options = dict(found.get("OPTIONS", {}))
     if found.get("IN_MEMORY"):
+        from dualwrite.kafka.config import BULK  # noqa: PLC0415 - a client of Kafka's
         from dualwrite.testing.memory.writer import InMemoryWriter  # noqa: PLC0415 - for tests
 
         engine = new_engine(database_url(using), poolclass=NullPool)  # nothing is left in the way of DROP DATABASE
         name = found.get("FLEET") or found.get("WRITER") or "in-memory"
         kept: dict[str, Any] = {key: options[key] for key in _OF_MEMORY if key in options}
-        memory = InMemoryWriter(name, database=engine, **kept)
+        bulk = str(found.get("KAFKA", {}).get(BULK, "false")).lower() == "true"
+        memory = InMemoryWriter(name, database=engine, bulk=bulk, **kept)
         memory.open()
         return memory, engine
     from dualwrite.writing.writer import DualWriter  # noqa: PLC0415 - loads the clients of Kafka
@@ -231,7 +233,7 @@ def _open(using: str) -> tuple[Writer, Engine]:
     return writer, engine
 
 
-_OF_MEMORY: Final = ("outbox", "limits", "bulk", "serializers")
+_OF_MEMORY: Final = ("outbox", "limits", "serializers")
 
 writers: Final = Writers()
 """The writers of this process, by alias of ``DATABASES``."""

@@ -23,11 +23,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, cast
+from typing import Final, Literal, TypeAlias, cast, get_args
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.connection import ConnectionSettings, Login, Sasl, server_of
 from dualwrite.kafka.messages import Client
+from dualwrite.protocol.prepared_state import Engine
 
 KEYS: Final = frozenset(
     {
@@ -290,6 +291,12 @@ _EXECUTABLE: Final = frozenset(
     }
 )
 
+EngineName: TypeAlias = Literal["auto", "native", "librdkafka"]
+"""The engines that a user may ask for; ``auto`` is native wherever the cluster allows it."""
+ENGINE: Final = "dualwrite.engine"
+"""Which engine sends the messages: see `TransactionalProducer`."""
+BULK: Final = "dualwrite.bulk"
+"""Whether transactions are large: less work for each message, and no ``on_delivery``."""
 TWO_PHASE_COMMIT: Final = "transaction.two.phase.commit.enable"
 """KIP-939's setting of clients, under the name that Java's have. librdkafka does not know it."""
 MAX_INT: Final = 2**31 - 1
@@ -308,6 +315,13 @@ _NUMBERS: Final = {
     "reconnect.backoff.max.ms": (0, 3_600_000),
 }
 """Numbers that this library reads, with librdkafka's bounds."""
+
+
+def wanted_engine(name: str) -> Engine | None:
+    """The engine of that name; None for ``auto``."""
+    if name not in get_args(EngineName):
+        raise ConfigurationError(f"there is no producer engine {name!r}", next_step="choose auto, native or librdkafka")
+    return None if name == "auto" else Engine(name)
 
 
 def checked(kafka: Mapping[str, object], *, trusted: bool) -> dict[str, Setting]:
@@ -442,21 +456,31 @@ class KafkaConfig:
     """
 
     _settings: tuple[tuple[str, Setting], ...]
+    engine: EngineName = "auto"
+    bulk: bool = False
 
     @classmethod
     def parse(cls, kafka: Mapping[str, object], *, trusted: bool = True) -> KafkaConfig:
-        """Check a dictionary such as confluent-kafka's ``Producer`` takes. Makes no connection and reads no file.
+        """Check a dictionary such as confluent-kafka's ``Producer`` takes, and this library's own two settings in it.
+
+        Makes no connection and reads no file.
 
         ``trusted`` accepts keys that load or execute code: pass False for the options of a job.
 
         `ConfigurationError` if a key is missing, unknown, contradicts another key or the protocol, or cannot mean the same
         to both clients. It names the key and shows no value.
         """
-        settings = checked(kafka, trusted=trusted)
-        return cls(tuple(sorted(settings.items(), key=lambda item: item[0])))
+        settings = checked({key: kafka[key] for key in kafka if key not in {ENGINE, BULK}}, trusted=trusted)
+        engine, bulk = str(kafka.get(ENGINE, "auto")), str(kafka.get(BULK, "false")).lower()
+        wanted_engine(engine)
+        if bulk not in {"true", "false"}:
+            raise ConfigurationError(f"Kafka setting {BULK!r} is not true or false")
+        in_order = tuple(sorted(settings.items(), key=lambda item: item[0]))
+        return cls(in_order, cast("EngineName", engine), bulk == "true")
 
     def __repr__(self) -> str:
-        shown = (f"{key}={value!r}" if key in _SHOWN else f"{key}=***" for key, value in self._settings)
+        shown = [f"{key}={value!r}" if key in _SHOWN else f"{key}=***" for key, value in self._settings]
+        shown += [f"{ENGINE}={self.engine!r}"] * (self.engine != "auto") + [f"{BULK}=True"] * self.bulk
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def get(self, key: str) -> Setting | None:

@@ -21,13 +21,13 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal, NoReturn, TypeAlias, get_args
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.interfaces import Closing, NativeCoordinator, TransactionCoordinator
 from dualwrite.kafka import engine as forks
-from dualwrite.kafka.config import TWO_PHASE_COMMIT, KafkaConfig
+from dualwrite.kafka.config import TWO_PHASE_COMMIT, EngineName, KafkaConfig, wanted_engine
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.engine import Column, ProducerEngine, not_allowed
 from dualwrite.kafka.transaction_ends import AbandonedTransaction, Completion, PendingEnd
@@ -54,15 +54,15 @@ class TransactionalProducer(Closing):
     would end (KAFKA-17754).
 
     Args:
-        kafka: librdkafka's configuration, for both Kafka clients.
+        kafka: librdkafka's configuration, for both Kafka clients, and two settings of this library.
+            ``dualwrite.engine``: ``native`` sends native transactions (transaction version 2), each of which has an epoch of
+            its own; ``librdkafka`` sends through confluent-kafka; ``auto``, the default, is native where the cluster has
+            finalized transaction version 2. `init_transactions` chooses it.
+            ``dualwrite.bulk``: True for many messages in a transaction: delivery reports cover failures only, and
+            ``prepare_transaction`` asks the partitions for the first offsets. ``on_delivery`` is not available then.
         transactional_id: Kafka's ``transactional.id``, used exactly as given.
         transaction_timeout_ms: Overrides ``transaction.timeout.ms``; the greatest that works if neither is given.
         call_timeout_s: Seconds that each call may take.
-        bulk: For many messages in a transaction: delivery reports cover failures only, and ``prepare_transaction`` asks
-            the partitions for the first offsets. ``on_delivery`` is not available then.
-        engine: ``native`` sends native transactions (transaction version 2), each of which has an epoch of its own;
-            ``librdkafka`` sends through confluent-kafka; ``auto`` is native where the cluster has finalized transaction
-            version 2. Chosen by `init_transactions`.
 
     Raises:
         ConfigurationError: A setting is missing, unknown or unsafe.
@@ -75,16 +75,15 @@ class TransactionalProducer(Closing):
         *,
         transaction_timeout_ms: int | None = None,
         call_timeout_s: float = 30.0,
-        bulk: bool = False,
-        engine: EngineName = "auto",
     ) -> None:
+        config = KafkaConfig.parse(kafka)
         self._set_up(
-            KafkaConfig.parse(kafka),
+            config,
             transactional_id,
             transaction_timeout_ms=transaction_timeout_ms,
             call_timeout_s=call_timeout_s,
-            bulk=bulk,
-            engine=engine,
+            bulk=config.bulk,
+            engine=config.engine,
         )
 
     def _set_up(
@@ -681,19 +680,9 @@ class LaneProducer(TransactionalProducer):
 
 logger = logging.getLogger("dualwrite.kafka.producer")
 
-EngineName: TypeAlias = Literal["auto", "native", "librdkafka"]
-"""The engines that a user may ask for; ``auto`` is native wherever the cluster allows it."""
-
 _VARIABLE: Final = "DUALWRITE_PRODUCER_ENGINE"
 _NATIVE_FROM: Final = 2
 _logged: Final[set[str]] = set()
-
-
-def wanted_engine(name: str) -> Engine | None:
-    """The engine of that name; None for ``auto``."""
-    if name not in get_args(EngineName):
-        raise ConfigurationError(f"there is no producer engine {name!r}", next_step="choose auto, native or librdkafka")
-    return None if name == "auto" else Engine(name)
 
 
 def choose_engine(

@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from dualwrite.interfaces import Database
-    from dualwrite.kafka.producer import EngineName
     from dualwrite.writing.transaction import Transaction
 
 logger = logging.getLogger(__name__)
@@ -144,7 +143,6 @@ class UnitWriter:
         schema: The database schema of the library's tables, if it is not the default one.
         part_records: The most records in a part, which are held in memory. A part is also full at 16 MiB.
         timeout_s: Limits opening, and the end of each part, in seconds.
-        producer_engine: ``auto``, ``native`` or ``librdkafka``; see `TransactionalProducer`.
 
     Raises:
         ConfigurationError: A setting cannot work.
@@ -162,7 +160,6 @@ class UnitWriter:
         schema: str | None = None,
         part_records: int = 10_000,
         timeout_s: float = 60.0,
-        producer_engine: EngineName = "auto",
     ) -> None:
         if part_records < 1:
             raise ConfigurationError(
@@ -182,7 +179,6 @@ class UnitWriter:
             schema=schema,
             # One lane: each part waits until the one before is complete, so their order in the log is that of the unit.
             limits=WriterLimits(max_lanes=1, timeout_s=timeout_s),
-            producer_engine=producer_engine,
         )
 
     @property
@@ -331,7 +327,6 @@ def announce_batch(
     database: Engine,
     schema: str | None,
     timeout_s: float,
-    producer_engine: EngineName,
     written: Callable[[], Written],
 ) -> bool:
     """Write the unit of a batch, all of whose transactions are complete: which offsets it has in each partition of the topic.
@@ -356,7 +351,6 @@ def announce_batch(
             database=database,
             schema=schema,
             timeout_s=timeout_s,
-            producer_engine=producer_engine,
         ) as writer,
         closing(PartitionLogs(kafka)) as logs,
     ):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from dualwrite.clock import Deadline
@@ -223,7 +224,7 @@ def send_for(
     Returns how many messages were sent. `Unavailable` says that something still waits: Kafka, or the time, was missing.
     """
     config = KafkaConfig.parse(kafka)
-    settings = ProducerSettings(config, DEFAULT_LIMITS.timeout_s, bulk=True, engine="auto")
+    settings = ProducerSettings(replace(config, bulk=True), DEFAULT_LIMITS.timeout_s)
     with connected_coordinator(kafka) as coordinator:
         context = OwnerContext(coordinator, database.store(), unique_owner(owner or config.client_id), observer)
         rows = claim_every_lane(context, writer, 1, deadline, outbox=True)

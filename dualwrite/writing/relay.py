@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from dualwrite.interfaces import Observer
-    from dualwrite.kafka.producer import EngineName
     from dualwrite.protocol.outbox_table import Messages
     from dualwrite.writing.transaction import Transaction
 
@@ -123,7 +122,6 @@ class Relay:
         lease_timeout_s: After this time without a sign of life from the sender, another process takes over, in seconds.
         most_rows: The maximum number of rows in a round.
         most_bytes: The maximum bytes of a round, which the process holds in memory several times over.
-        producer_engine: ``auto``, ``native`` or ``librdkafka``; see `TransactionalProducer`.
         on_refused: What becomes of a row that Kafka refuses for good, or that makes no message: with ``stop`` everything waits
             for it, with ``aside`` it is moved aside (``dualwrite outbox list``), and what comes behind it is sent.
         progress: Called with the `RelayReport` after each round and each change of state, in the thread of :meth:`run`.
@@ -145,7 +143,6 @@ class Relay:
         lease_timeout_s: float = 10.0,
         most_rows: int = MOST_ROWS,
         most_bytes: int = MOST_BYTES,
-        producer_engine: EngineName = "auto",
         on_refused: WhenRefused = "stop",
         progress: Callable[[RelayReport], object] = lambda _: None,
         telemetry: Observer | None = None,
@@ -174,7 +171,6 @@ class Relay:
         self._most_bytes = most_bytes
         alone = found.traits.blocks == 1
         self._first = Sends(turns_back=False, most_rows=min(most_rows, MOST_ROWS_ALONE) if alone else most_rows)
-        self._engine_name = producer_engine
         if on_refused not in get_args(WhenRefused):
             raise ConfigurationError(f"on_refused is {on_refused!r}", next_step="give 'stop' or 'aside'")
         self._aside = on_refused == "aside"
@@ -276,7 +272,6 @@ class Relay:
                 kafka=self._kafka,
                 database=self._database,
                 limits=WriterLimits(max_lanes=2, timeout_s=30.0),
-                producer_engine=self._engine_name,
                 on_loss=self._note_loss,
                 telemetry=self._telemetry,
             )

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from dualwrite.interfaces import Database, Observer, WriteObserver
     from dualwrite.interfaces import Headers as ObservedHeaders
     from dualwrite.kafka.engine import Column, ProducerEngine
-    from dualwrite.kafka.producer import EngineName
     from dualwrite.protocol.lives import WriteState
     from dualwrite.protocol.message import Content, Sendable
     from dualwrite.protocol.outbox import Outbox
@@ -588,8 +587,6 @@ class CommonOptions(TypedDict, total=False):
     outbox: Outbox
     limits: WriterLimits
     serializers: Serializers | None
-    bulk: bool
-    producer_engine: EngineName
     on_loss: OnLoss | None
     telemetry: Observer | None
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TypeVar
 from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.producer import EngineName, wanted_engine
 from dualwrite.protocol.outbox import NO_OUTBOX, Outbox, check_setting
 from dualwrite.protocol.values import DEFAULT_LIMITS, OutboxMode, WriterLimits, check_writer_name
 from dualwrite.recovery.claim import LOSSES, noting_reported, unique_owner
@@ -72,7 +71,9 @@ class DualWriter(Submitting):
         transactional_id: Name of this sequence of dual writes: stable over restarts, unique among writers that run at the
             same time. At most 240 characters, without ``#``.
         kafka: librdkafka configuration; ``bootstrap.servers`` at least. Its ``client.id`` names the owner to people who read
-            the row; without one, ``user@host:pid`` does.
+            the row; without one, ``user@host:pid`` does. Two settings are this library's: ``dualwrite.engine`` (``auto``,
+            ``native`` or ``librdkafka``; see `TransactionalProducer`), and ``dualwrite.bulk``, which is for large
+            transactions: less work for each message, and no ``on_delivery``.
         database: A SQLAlchemy engine or a database URL. The tables must exist: ``dualwrite migrate``.
         schema: The database schema of the library's tables, if it is not the default one.
         outbox: What a block does while Kafka does not answer. ``never``: it is refused, with `Unavailable`. ``fallback``: after
@@ -85,8 +86,6 @@ class DualWriter(Submitting):
         serializers: Make the keys and values of ``tx.produce``: ``{"key": ..., "value": ...}``, each ``(object,
             SerializationContext) -> bytes``, as those of confluent-kafka; or a dictionary with one for each topic that has one.
             Many threads use them at once.
-        bulk: For large transactions: less work per message, no ``on_delivery``.
-        producer_engine: ``auto``, ``native`` or ``librdkafka``; see `TransactionalProducer`.
         on_loss: Called with a `DecidedTransactionLost`, `OutcomeUnverifiable` or `DatabaseWentBack` that is found after its
             block has ended in another way, for instance with `CompletionPending`; in the thread that found it, which may be
             about to begin a block. Without it, or if it has raised, which is logged, :meth:`close` raises such a loss.
@@ -110,8 +109,6 @@ class DualWriter(Submitting):
         limits: WriterLimits = DEFAULT_LIMITS,
         session_factory: Callable[..., Session] = session_of_block,
         serializers: Serializers | None = None,
-        bulk: bool = False,
-        producer_engine: EngineName = "auto",
         on_loss: OnLoss | None = None,
         telemetry: Observer | None = None,
     ) -> None:
@@ -120,10 +117,7 @@ class DualWriter(Submitting):
         self._owns_database = is_made_here(database)
         self._database = database_of(database, schema)
         self._limits = limits
-        self._producers = ProducerSettings(
-            KafkaConfig.parse(kafka), limits.timeout_s, bulk, producer_engine, limits.flush_timeout_s
-        )
-        wanted_engine(producer_engine)
+        self._producers = ProducerSettings(KafkaConfig.parse(kafka), limits.timeout_s, limits.flush_timeout_s)
         check_setting(outbox)
         self._outbox: Outbox = outbox
         self._owner = unique_owner(self._producers.config.client_id)
@@ -366,7 +360,7 @@ class DualWriter(Submitting):
             self._signals,
             self._limits,
             self._producers.config.max_message_bytes,
-            self._producers.bulk,
+            self._producers.config.bulk,
         )
 
     def transaction(

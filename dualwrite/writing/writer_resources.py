@@ -49,7 +49,6 @@ from dualwrite.writing.lane import FoundLoss, Lane
 if TYPE_CHECKING:
     from dualwrite.interfaces import Observer, StateStore
     from dualwrite.kafka.config import KafkaConfig
-    from dualwrite.kafka.producer import EngineName
     from dualwrite.protocol.values import StateRow
     from dualwrite.writing.lane import Losses
     from dualwrite.writing.lane_pool import Lanes
@@ -78,8 +77,6 @@ class ProducerSettings:
 
     config: KafkaConfig
     timeout_s: float
-    bulk: bool
-    engine: EngineName
     flush_timeout_s: float = DEFAULT_LIMITS.flush_timeout_s
 
 
@@ -93,8 +90,8 @@ def lane_producer(settings: ProducerSettings, context: OwnerContext, row: StateR
         # The other half is for settling, if the producer gets no answer.
         call_timeout_s=settings.timeout_s / 2,
         flush_timeout_s=settings.flush_timeout_s,
-        bulk=settings.bulk,
-        engine=settings.engine,
+        bulk=settings.config.bulk,
+        engine=settings.config.engine,
     )
 
 

@@ -23,8 +23,7 @@ from sqlalchemy import exc, make_url
 from sqlalchemy.exc import ArgumentError
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.producer import EngineName, wanted_engine
+from dualwrite.kafka.config import ENGINE, EngineName, KafkaConfig, wanted_engine
 from dualwrite.protocol.values import check_seconds, pool_of_sink, stream_name
 from dualwrite.stores.sql.access import shown_url
 from dualwrite.stores.sql.tables import check_name
@@ -450,7 +449,7 @@ class SinkOptions:
         Raises:
             ConfigurationError: A key is refused, or a variable is not set.
         """
-        return KafkaConfig.parse({**_DEFAULTS, **_resolved_values(self.kafka)}, trusted=False)
+        return KafkaConfig.parse(self._kafka(), trusted=False)
 
     def kafka_settings(self) -> Mapping[str, object]:
         """The dictionary of :meth:`kafka_config`, for a writer of this process.
@@ -459,7 +458,11 @@ class SinkOptions:
             ConfigurationError: As :meth:`kafka_config`.
         """
         self.kafka_config()
-        return {**_DEFAULTS, **_resolved_values(self.kafka)}
+        return self._kafka()
+
+    def _kafka(self) -> dict[str, object]:
+        engine = {} if self.producer_engine == "auto" else {ENGINE: self.producer_engine}
+        return {**_DEFAULTS, **_resolved_values(self.kafka), **engine}
 
     def database_url(self) -> URL:
         """The URL, references replaced by this process's environment.

@@ -194,7 +194,6 @@ class DriverSide:
                 database=self._engine,
                 schema=options.schema,
                 timeout_s=options.timeout_s,
-                producer_engine=options.producer_engine,
                 written=lambda: self._written_to(topic),
             )
         except (CompletionPending, TransactionInDoubt) as error:

@@ -349,7 +349,7 @@ class WorkerCache:
             incarnation=row.incarnation,
             call_timeout_s=self.options.timeout_s,
             bulk=True,
-            engine=self.options.producer_engine,
+            engine=self._config.engine,
         )
 
 

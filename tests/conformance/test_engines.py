@@ -116,7 +116,7 @@ def test_nothing_works_before_init_and_after_close(make_producer, dualwrite_topi
 
 
 def test_the_coordinator_that_a_producer_made_for_itself_is_closed_with_it(kafka, kafka_id, producer_engine):
-    with TransactionalProducer(kafka, kafka_id, engine=producer_engine) as producer:
+    with TransactionalProducer({**kafka, "dualwrite.engine": producer_engine}, kafka_id) as producer:
         producer.init_transactions()
         coordinator = producer._coordinator
     with pytest.raises(IllegalStateError):
@@ -172,14 +172,16 @@ def test_a_setting_that_the_engine_refuses_is_a_configuration_error(make_produce
 
 def test_settings_are_checked_before_anything_connects(kafka, producer_engine):
     with pytest.raises(ConfigurationError):
-        TransactionalProducer({}, "tx", engine=producer_engine)
+        TransactionalProducer({"dualwrite.engine": producer_engine}, "tx")
     with pytest.raises(ConfigurationError, match="empty"):
-        TransactionalProducer(kafka, "", engine=producer_engine)
+        TransactionalProducer({**kafka, "dualwrite.engine": producer_engine}, "")
 
 
 def test_a_broker_that_is_not_there_is_unavailable_at_the_deadline(kafka_id, producer_engine):
     nowhere = {"bootstrap.servers": "127.0.0.1:1"}
-    with TransactionalProducer(nowhere, kafka_id, call_timeout_s=0.5, engine=producer_engine) as producer:
+    with TransactionalProducer(
+        {**nowhere, "dualwrite.engine": producer_engine}, kafka_id, call_timeout_s=0.5
+    ) as producer:
         with pytest.raises(Unavailable):
             producer.init_transactions()
         assert producer.state is ProducerState.CREATED
@@ -194,7 +196,7 @@ def test_a_producer_shows_no_setting_and_is_not_pickled(kafka, producer_engine):
         "sasl.username": "u",
         "sasl.password": secret,
     }
-    with TransactionalProducer(settings, "tx", engine=producer_engine) as producer:
+    with TransactionalProducer({**settings, "dualwrite.engine": producer_engine}, "tx") as producer:
         assert repr(producer) == "<TransactionalProducer tx created>"
         with pytest.raises(TypeError, match="cannot be pickled"):
             pickle.dumps(producer)
@@ -202,12 +204,13 @@ def test_a_producer_shows_no_setting_and_is_not_pickled(kafka, producer_engine):
 
 
 def test_a_forked_process_is_refused_and_the_parent_goes_on(kafka, dualwrite_topic, kafka_id, values, producer_engine):
+    settings = {**kafka, "dualwrite.engine": producer_engine}
     script = textwrap.dedent(f"""
         import os, sys
         from dualwrite.errors import IllegalStateError
         from dualwrite.kafka.producer import TransactionalProducer
 
-        producer = TransactionalProducer({kafka!r}, {kafka_id!r}, engine={producer_engine!r})
+        producer = TransactionalProducer({settings!r}, {kafka_id!r})
         producer.init_transactions()
         producer.begin_transaction()
         producer.produce({dualwrite_topic!r}, b"1")
@@ -216,7 +219,7 @@ def test_a_forked_process_is_refused_and_the_parent_goes_on(kafka, dualwrite_top
             calls = [
                 producer.begin_transaction, lambda: producer.produce({dualwrite_topic!r}, b"2"), producer.prepare_transaction,
                 producer.commit_transaction, producer.abort_transaction, producer.poll, producer.close,
-                lambda: TransactionalProducer({kafka!r}, {kafka_id!r}).close(),
+                lambda: TransactionalProducer({settings!r}, {kafka_id!r}).close(),
             ]
             refused = 0
             for call in calls:

@@ -468,7 +468,9 @@ def with_two_phase(two_phase_kafka, producer_engine):
 
     def make(**settings):
         config = {**two_phase_kafka.admin_config(), TWO_PHASE: "true", **settings}
-        made.append(TransactionalProducer(config, f"kip-{secrets.token_hex(4)}", engine=producer_engine))
+        made.append(
+            TransactionalProducer({**config, "dualwrite.engine": producer_engine}, f"kip-{secrets.token_hex(4)}")
+        )
         made[-1].init_transactions()
         return made[-1]
 
@@ -519,7 +521,8 @@ def test_brokers_that_know_two_phase_commit_and_have_it_switched_off_refuse_it(p
     with EmbeddedKafka({"unstable.api.versions.enable": "true", TWO_PHASE: "false"}) as kafka:
         for settings, refused in ({TWO_PHASE: "true"}, said), ({}, None):
             producer = TransactionalProducer(
-                {**kafka.client_config(), **settings}, f"kip-{secrets.token_hex(4)}", engine=producer_engine
+                {**kafka.client_config(), **settings, "dualwrite.engine": producer_engine},
+                f"kip-{secrets.token_hex(4)}",
             )
             if refused is None:
                 producer.init_transactions()

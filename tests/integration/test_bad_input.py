@@ -84,7 +84,7 @@ def test_missing_grant_is_named(kafka, engine, url):
 @on_each_engine
 def test_unknown_topic_aborts_both_and_says_so(kafka, engine, orders, producer_engine):
     settings = {**kafka, "topic.metadata.propagation.max.ms": "200"}  # it waits for the topic so long
-    with DualWriter("orders", kafka=settings, database=engine, producer_engine=producer_engine) as writer:
+    with DualWriter("orders", kafka={**settings, "dualwrite.engine": producer_engine}, database=engine) as writer:
         with pytest.raises(TransactionAborted, match="no-such-topic") as caught, writer.transaction() as tx:
             tx.connection.execute(orders.insert().values(id=1))
             tx.produce("no-such-topic", value="1")
@@ -98,7 +98,7 @@ def test_message_larger_than_the_topic_takes_aborts_both(dualwrite_kafka, kafka,
     topic = dualwrite_kafka.create_topic(
         f"small-{engine.dialect.name}-{producer_engine}", 1, {"max.message.bytes": "2000"}
     )
-    with DualWriter("orders", kafka=kafka, database=engine, producer_engine=producer_engine) as writer:
+    with DualWriter("orders", kafka={**kafka, "dualwrite.engine": producer_engine}, database=engine) as writer:
         with pytest.raises(TransactionAborted, match="(?i)large") as caught, writer.transaction() as tx:
             tx.connection.execute(orders.insert().values(id=1))
             tx.produce(topic, value=b"x" * 5000)
@@ -161,12 +161,12 @@ def test_unauthorised_id_names_the_right_and_claims_nothing(guarded, engine, ord
     for operation in ("write", "describe"):
         guarded.allow("shop", operation, "topic", topic)
     with pytest.raises(ConfigurationError, match="(?i)transactional.?id"):
-        DualWriter(name, kafka=kafka, database=engine, producer_engine=producer_engine).open()
+        DualWriter(name, kafka={**kafka, "dualwrite.engine": producer_engine}, database=engine).open()
     assert SqlStateStore(engine).read([name]) == []
     for operation in ("write", "describe"):
         guarded.allow("shop", operation, "transactional_id", name, prefixed=True)
     guarded.allow("shop", "read", "topic", topic)
-    with DualWriter(name, kafka=kafka, database=engine, producer_engine=producer_engine) as writer:
+    with DualWriter(name, kafka={**kafka, "dualwrite.engine": producer_engine}, database=engine) as writer:
         for number in (1, 2):
             with writer.transaction() as tx:
                 tx.connection.execute(orders.insert().values(id=number))
@@ -189,7 +189,7 @@ def test_no_secret_shows_in_any_log_error_repr_row_or_pickle(guarded, url, engin
     wrong = make_url(url).set(password=SECRET, username="nobody")
     try:
         kafka = guarded.client_config("shop")
-        writer = DualWriter("canary", kafka=kafka, database=url, producer_engine=producer_engine)
+        writer = DualWriter("canary", kafka={**kafka, "dualwrite.engine": producer_engine}, database=url)
         shown += [repr(writer), str(writer), repr(vars(writer)["_producers"])]
         for attempt in (
             lambda: trying({**kafka, "sasl.mechanism": "SCRAM-SHA-512", "sasl.username": "eve"}, engine, timeout_s=5),

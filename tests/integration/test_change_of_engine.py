@@ -33,7 +33,7 @@ ORDERS = Order.__table__
 def leave_two_lanes(kafka, url, producer_engine, topic):
     """In a process of its own: completed are 1 and 2, decided is 3 alone, prepared and not decided is 4 at the kill."""
     engine = create_engine(url)
-    writer = DualWriter("orders", kafka=kafka, database=engine, producer_engine=producer_engine)
+    writer = DualWriter("orders", kafka={**kafka, "dualwrite.engine": producer_engine}, database=engine)
     writer.open()
     thread = ThreadPoolExecutor(1)  # one thread has one dual write at a time
     with writer.transaction() as outer:
@@ -68,7 +68,7 @@ def test_a_writer_of_the_other_engine_settles_all_lanes_of_a_dead_one_and_writes
     assert {row.transactional_id for row in left} >= {"orders", "orders#1", "orders#2"}
     assert {row.prepared.engine.value for row in left if row.prepared.has_transaction} == {former}
     with (
-        DualWriter("orders", kafka=kafka, database=engine, producer_engine=latter) as writer,
+        DualWriter("orders", kafka={**kafka, "dualwrite.engine": latter}, database=engine) as writer,
         writer.transaction() as tx,
     ):
         tx.produce(dualwrite_topic, value="5")
@@ -86,14 +86,14 @@ def test_an_owner_that_lives_on_is_fenced_by_a_writer_of_the_other_engine(
     kafka, engine, orders, both, dualwrite_topic, former, latter
 ):
     with DualWriter(
-        "orders", kafka=kafka, database=engine, producer_engine=former, limits=WriterLimits(max_lanes=1)
+        "orders", kafka={**kafka, "dualwrite.engine": former}, database=engine, limits=WriterLimits(max_lanes=1)
     ) as old:
         write(old, dualwrite_topic, orders, 1)
         with pytest.raises((Fenced, TransactionAborted)), old.transaction() as tx:
             tx.produce(dualwrite_topic, value="2", partition=0)
             tx.connection.execute(insert(orders).values(id=2))
             with DualWriter(
-                "orders", kafka=kafka, database=engine, producer_engine=latter, limits=WriterLimits(max_lanes=1)
+                "orders", kafka={**kafka, "dualwrite.engine": latter}, database=engine, limits=WriterLimits(max_lanes=1)
             ) as new:
                 write(new, dualwrite_topic, orders, 3)
         with pytest.raises((Fenced, TransactionAborted)):

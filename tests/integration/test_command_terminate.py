@@ -86,7 +86,7 @@ def test_the_transaction_of_another_program_is_aborted_without_a_database(
 def test_the_transaction_of_another_program_is_completed_by_its_state_in_kips_form(
     dualwrite, kafka, kafka_id, dualwrite_topic, visible, engine_name, named
 ):
-    with closing(TransactionalProducer(kafka, kafka_id, engine=engine_name)) as producer:
+    with closing(TransactionalProducer({**kafka, "dualwrite.engine": engine_name}, kafka_id)) as producer:
         producer.init_transactions()
         producer.begin_transaction()
         producer.produce(dualwrite_topic, b"prepared")

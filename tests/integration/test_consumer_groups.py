@@ -26,7 +26,7 @@ consumer = Consumer({"bootstrap.servers": servers, "group.id": group, "session.t
 consumer.subscribe([topic])
 while (message := consumer.poll(1.0)) is None or message.error() is not None:
     pass
-settings = {"kafka": {"bootstrap.servers": servers}, "database": url, "producer_engine": engine}
+settings = {"kafka": {"bootstrap.servers": servers, "dualwrite.engine": engine}, "database": url}
 with DualWriter(f"{group}-0", **settings) as writer, writer.transaction() as tx:
     tx.produce(topic, value="receipt")
     tx.send_offsets_to_transaction([TopicPartition(topic, 0, message.offset() + 1)], consumer.consumer_group_metadata())
@@ -40,7 +40,7 @@ def expect_a_warning_of_a_writer(kafka, engine, topic, group, caplog, producer_e
         return [line for line in caplog.messages if "consumers are held back" in line]
 
     deadline = time.monotonic() + 120
-    with DualWriter(f"other-{topic}", kafka=kafka, database=engine, producer_engine=producer_engine) as writer:
+    with DualWriter(f"other-{topic}", kafka={**kafka, "dualwrite.engine": producer_engine}, database=engine) as writer:
         while not warnings():
             assert time.monotonic() < deadline
             for partition in (0, 1):

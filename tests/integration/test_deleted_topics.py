@@ -45,7 +45,10 @@ def left(kafka, engine, topics, orders, producer_engine):
             tx.connection.execute(insert(orders).values(id=number))
 
     with DualWriter(
-        "orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1), producer_engine=producer_engine
+        "orders",
+        kafka={**kafka, "dualwrite.engine": producer_engine},
+        database=engine,
+        limits=WriterLimits(max_lanes=1),
     ) as writer:
         write(writer, 1)
         mortal(writer)

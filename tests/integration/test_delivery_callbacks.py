@@ -24,7 +24,7 @@ def producer_engine(request):
 @pytest.fixture
 def writer(kafka, engine, producer_engine):
     settings = {**kafka, "linger.ms": 5, "topic.metadata.propagation.max.ms": 300}
-    with DualWriter("orders", kafka=settings, database=engine, producer_engine=producer_engine) as writer:
+    with DualWriter("orders", kafka={**settings, "dualwrite.engine": producer_engine}, database=engine) as writer:
         yield writer
 
 

@@ -183,7 +183,7 @@ def test_what_the_producer_would_refuse_is_refused_inside_the_savepoint(writer, 
 @on_postgresql
 def test_bulk_mode_refuses_on_delivery_inside_a_savepoint_too(kafka, engine, dualwrite_topic):
     with (
-        DualWriter("orders", kafka=kafka, database=engine, bulk=True) as writer,
+        DualWriter("orders", kafka={**kafka, "dualwrite.bulk": True}, database=engine) as writer,
         writer.transaction() as tx,
         tx.connection.begin_nested(),
         pytest.raises(IllegalStateError, match="on_delivery"),

@@ -42,11 +42,11 @@ class Shop:
     def __init__(self, kafka, engine, orders, topic):
         self.kafka, self.engine, self.orders, self.topic = kafka, engine, orders, topic
 
-    def writer(self, outbox="fallback", **settings):
+    def writer(self, outbox="fallback", engine_name="auto", **settings):
         return DualWriter(
             "shop",
             **{
-                "kafka": patient(self.kafka.client_config()),
+                "kafka": {**patient(self.kafka.client_config()), "dualwrite.engine": engine_name},
                 "database": self.engine,
                 "outbox": outbox,
                 "limits": LIMITS,
@@ -98,7 +98,7 @@ def url(request, tmp_path):
 
 @pytest.mark.parametrize("engine_name", ENGINES)
 def test_blocks_before_during_and_after_an_outage_are_all_there_once_and_in_order(shop, engine_name):
-    with shop.writer(producer_engine=engine_name) as writer:
+    with shop.writer(engine_name=engine_name) as writer:
         assert shop.write(writer, 1).outbox is False
         with writer.transaction() as middle:
             shop.put(middle, 2)
@@ -175,8 +175,8 @@ def test_a_large_block_does_not_fall_back_while_a_slow_kafka_answers(
     limits = WriterLimits(max_lanes=1, fallback_after_s=2.0, timeout_s=120.0)
     with KafkaProxy(dualwrite_kafka) as proxy:
         kafka = patient({**proxy.client_config(), "batch.size": "16384", "linger.ms": "0"}, engine_name)
-        given = {"kafka": kafka, "database": engine, "outbox": "fallback", "limits": limits}
-        with DualWriter("shop", producer_engine=engine_name, **given) as writer:
+        kafka["dualwrite.engine"] = engine_name
+        with DualWriter("shop", kafka=kafka, database=engine, outbox="fallback", limits=limits) as writer:
             with writer.transaction() as tx:  # the topic is known from here on
                 tx.produce(topic, "small")
             assert tx.outbox is False
@@ -221,7 +221,7 @@ def test_a_block_waits_no_longer_for_a_new_producer_of_its_lane(shop, engine_nam
             shop.kafka.suspend()
 
     numbers = itertools.count()
-    with shop.writer(limits=limits, producer_engine=engine_name) as writer, ThreadPoolExecutor(1) as threads:
+    with shop.writer(limits=limits, engine_name=engine_name) as writer, ThreadPoolExecutor(1) as threads:
         wait_until(lambda: shop.write(writer, next(numbers)).outbox is False)
         writer._lanes.first.producer._instance.doubt("for the test")
         with failpoints.watched(suspend):

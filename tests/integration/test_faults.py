@@ -294,7 +294,9 @@ def test_what_a_tool_aborts_between_two_messages_in_bulk_mode_aborts_both_sides(
     kafka, engine, orders, dualwrite_topic, both
 ):
     """The later message hides the marker: only the gap in the sequence numbers shows that there was an earlier one."""
-    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1), bulk=True) as writer:
+    with DualWriter(
+        "orders", kafka={**kafka, "dualwrite.bulk": True}, database=engine, limits=WriterLimits(max_lanes=1)
+    ) as writer:
         for number in (1, 2):
             write_order(writer, dualwrite_topic, orders, number)
         with pytest.raises(TransactionAborted, match="ended there by hand"):
@@ -361,7 +363,9 @@ def test_what_somebody_has_aborted_is_not_decided_if_there_is_time_to_look(
         if name == "write.recorded":
             abort()
 
-    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1), bulk=bulk) as writer:
+    with DualWriter(
+        "orders", kafka={**kafka, "dualwrite.bulk": bulk}, database=engine, limits=WriterLimits(max_lanes=1)
+    ) as writer:
         with failpoints.watched(at), pytest.raises((TransactionAborted, Fenced)) as caught:
             write(writer, dualwrite_topic, orders, 1)
         assert caught.value.outcome == "aborted"

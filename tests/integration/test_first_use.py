@@ -10,7 +10,7 @@ FIRST_USE = """
 import json, sys
 from dualwrite import DualWriter
 url, topic, name, engine = sys.argv[1:5]
-with DualWriter(name, kafka=json.loads(sys.argv[5]), database=url, producer_engine=engine) as writer:
+with DualWriter(name, kafka={**json.loads(sys.argv[5]), "dualwrite.engine": engine}, database=url) as writer:
     with writer.transaction() as tx:
         tx.connection.exec_driver_sql("INSERT INTO orders (id, note) VALUES (1, 'first')")
         tx.produce(topic, b"first", key=b"1")

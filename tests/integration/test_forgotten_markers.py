@@ -69,10 +69,9 @@ class Stage:
             self.name = self.topic = f"{name}-{time.monotonic_ns()}"
             self.writer = DualWriter(
                 self.name,
-                kafka=self.kafka,
+                kafka={**self.kafka, "dualwrite.engine": ENGINE},
                 database=self.engine,
                 limits=WriterLimits(max_lanes=1),
-                producer_engine=ENGINE,
             )
             self.writer.__enter__()
             self.kafka_id = self.row.kafka_id(self.row.incarnation)

@@ -370,7 +370,7 @@ def test_a_message_that_waits_has_the_headers_of_its_call(kafka, engine, dualwri
         with tx.connection.begin_nested():
             produced(tx, 20)
 
-    with DualWriter("orders", kafka=kafka, database=engine, producer_engine=producer_engine) as writer:
+    with DualWriter("orders", kafka={**kafka, "dualwrite.engine": producer_engine}, database=engine) as writer:
         with writer.transaction() as tx:
             in_savepoint(tx)
         headers = [("seq", "")]

@@ -49,14 +49,14 @@ def crash_and_settle(broker, changes, engine, orders):
     kafka = broker.client_config()
     for first, (wrote, settles) in enumerate(changes):
         name = f"{wrote}-to-{settles}"
-        writer = DualWriter(name, kafka=kafka, database=engine, producer_engine=wrote)
+        writer = DualWriter(name, kafka={**kafka, "dualwrite.engine": wrote}, database=engine)
         writer.open()
         write(writer, topic, orders, 10 * first)
         failpoints.arm("write.decided:1:raise")
         with pytest.raises(failpoints.FailpointError):
             write(writer, topic, orders, 10 * first + 1)
         failpoints.arm("")
-        with DualWriter(name, kafka=kafka, database=engine, producer_engine=settles) as successor:
+        with DualWriter(name, kafka={**kafka, "dualwrite.engine": settles}, database=engine) as successor:
             write(successor, topic, orders, 10 * first + 2)
         numbers += [10 * first + number for number in range(3)]
     messages = sorted(int(record.value) for record in read_committed(kafka, topic))
@@ -75,7 +75,7 @@ def test_both_engines_write_and_settle(broker, url, engine, orders):
 def test_before_4_0_librdkafka_writes_and_settles_and_is_chosen_by_itself(broker, url, engine, orders):
     kafka = broker.client_config()
     with pytest.raises(ConfigurationError, match="native transactions need 2"):
-        DualWriter("native", kafka=kafka, database=engine, producer_engine="native").open()
+        DualWriter("native", kafka={**kafka, "dualwrite.engine": "native"}, database=engine).open()
     crash_and_settle(broker, [("librdkafka", "auto"), ("auto", "librdkafka")], engine, orders)
 
 

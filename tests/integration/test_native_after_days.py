@@ -71,7 +71,7 @@ class Left:
         return recover(self.name, kafka=self.config, database=self.engine)
 
     def writer(self):
-        return DualWriter(self.name, kafka=self.config, database=self.engine, producer_engine="native")
+        return DualWriter(self.name, kafka={**self.config, "dualwrite.engine": "native"}, database=self.engine)
 
     def bounds(self):
         """By partition, the first offset, and the one that committed readers cannot pass."""

@@ -145,7 +145,7 @@ def test_a_writer_goes_on_with_another_incarnation_before_its_epochs_end(
 ):
     monkeypatch.setattr(instance, "_EPOCHS", 3)
     with DualWriter(
-        "orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1), producer_engine="native"
+        "orders", kafka={**kafka, "dualwrite.engine": "native"}, database=engine, limits=WriterLimits(max_lanes=1)
     ) as writer:
         for number in range(10):
             write(writer, dualwrite_topic, orders, number)
@@ -233,7 +233,9 @@ def test_a_leader_that_moves_in_the_middle_costs_nothing(kafka_id):
             return admin.list_topics(topic, timeout=60).topics[topic].partitions.values()
 
         expected = [b"first"]
-        with TransactionalProducer(kafka, kafka_id, engine="native", call_timeout_s=PATIENCE_S) as producer:
+        with TransactionalProducer(
+            {**kafka, "dualwrite.engine": "native"}, kafka_id, call_timeout_s=PATIENCE_S
+        ) as producer:
             producer.init_transactions()
             commit_one(producer, topic, b"first")
             for turn in range(3):

@@ -35,7 +35,7 @@ def initialised():
     made = []
 
     def make(config, kafka_id=None, **settings):
-        producer = TransactionalProducer({**config, **settings}, kafka_id or fresh_id(), engine="native")
+        producer = TransactionalProducer({**config, **settings, "dualwrite.engine": "native"}, kafka_id or fresh_id())
         made.append(producer)
         producer.init_transactions()
         return producer
@@ -97,10 +97,9 @@ def test_status_shows_whether_two_phase_commit_is_used(two_phase_kafka, tmp_path
     for name, settings in (("with", {}), ("without", {"transaction.two.phase.commit.enable": "false"})):
         with DualWriter(
             name,
-            kafka={**config, **settings},
+            kafka={**config, **settings, "dualwrite.engine": "native"},
             database=engine,
             limits=WriterLimits(max_lanes=1),
-            producer_engine="native",
         ):
             [shown[name]] = [one.has_no_time_limit for one in status(name, kafka=config, database=engine)]
     engine.dispose()

@@ -39,7 +39,9 @@ def layout(**parts):
 def written(config, topic, name, parts):
     """By partition, the messages that one engine makes of the rows, in the order of the log."""
     settings = {**patient(config, name), "partitioner": "murmur2_random"}
-    with closing(TransactionalProducer(settings, f"{topic}-{name}", engine=name, bulk=True)) as producer:
+    with closing(
+        TransactionalProducer({**settings, "dualwrite.engine": name, "dualwrite.bulk": True}, f"{topic}-{name}")
+    ) as producer:
         producer.init_transactions()
         producer.begin_transaction()
         produce_batch(producer, BATCH, layout(**parts), topic, None)

@@ -14,7 +14,9 @@ def producer_engine(request):
 
 @pytest.fixture
 def writer(kafka, engine, kafka_id, producer_engine):
-    with DualWriter(kafka_id, kafka=kafka, database=engine, bulk=True, producer_engine=producer_engine) as writer:
+    with DualWriter(
+        kafka_id, kafka={**kafka, "dualwrite.bulk": True, "dualwrite.engine": producer_engine}, database=engine
+    ) as writer:
         yield writer
 
 
@@ -40,8 +42,8 @@ def test_one_message_that_is_refused_aborts_all(writer, kafka, engine, orders, d
 
 
 def test_more_messages_than_the_queue_holds_wait_for_room(kafka, engine, kafka_id, dualwrite_topic, producer_engine):
-    small = {**kafka, "queue.buffering.max.messages": 100}
-    settings = {"kafka": small, "database": engine, "producer_engine": producer_engine}
-    with DualWriter(kafka_id, bulk=True, **settings) as writer, writer.transaction() as tx:
+    own = {"dualwrite.bulk": True, "dualwrite.engine": producer_engine}
+    small = {**kafka, "queue.buffering.max.messages": 100, **own}
+    with DualWriter(kafka_id, kafka=small, database=engine) as writer, writer.transaction() as tx:
         tx.produce_many(dualwrite_topic, [str(number) for number in range(5000)])
     assert len(read_committed(kafka, dualwrite_topic)) == 5000

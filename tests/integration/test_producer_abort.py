@@ -14,10 +14,11 @@ from dualwrite.errors import Unavailable
 from dualwrite.kafka.producer import TransactionalProducer
 
 kafka, transactional_id, topic = json.loads(sys.argv[1])
+kafka["dualwrite.engine"] = "librdkafka"
 patient = {"retry.backoff.ms": 20000, "retry.backoff.max.ms": 20000}
 # Asked again, and not sent again yet, when librdkafka has aborted.
 hasty = {"retry.backoff.ms": 3000, "retry.backoff.max.ms": 3000, "socket.timeout.ms": 700}
-with TransactionalProducer({**kafka, **hasty}, transactional_id, engine="librdkafka") as producer:
+with TransactionalProducer({**kafka, **hasty}, transactional_id) as producer:
     producer.init_transactions()
     print("ready", flush=True)
     sys.stdin.readline()
@@ -27,7 +28,7 @@ with TransactionalProducer({**kafka, **hasty}, transactional_id, engine="librdka
         producer.abort_transaction()
     except Unavailable:
         print("discarded", flush=True)
-with TransactionalProducer({**kafka, **patient}, transactional_id, engine="librdkafka") as producer:
+with TransactionalProducer({**kafka, **patient}, transactional_id) as producer:
     producer.init_transactions()
     producer.begin_transaction()
     producer.produce(topic, b"committed", partition=0)

@@ -263,7 +263,10 @@ def test_a_session_that_is_dropped_after_a_refused_message_keeps_nothing(
         bound.produce(session, dualwrite_topic, b"x" * 2_000_000)
 
     with DualWriter(
-        "orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=1), producer_engine=producer_engine
+        "orders",
+        kafka={**kafka, "dualwrite.engine": producer_engine},
+        database=engine,
+        limits=WriterLimits(max_lanes=1),
     ) as writer:
         bound = writer.bind(factory)
         with factory() as session:

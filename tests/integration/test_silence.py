@@ -68,7 +68,9 @@ def test_once_kafka_is_known_to_be_silent_blocks_are_refused_at_once_and_told_of
             inside.release()
             assert is_away.wait(PATIENCE_S)
 
-    with DualWriter("silent", kafka=settings, database=engine, limits=limits, producer_engine=engine_name) as writer:
+    with DualWriter(
+        "silent", kafka={**settings, "dualwrite.engine": engine_name}, database=engine, limits=limits
+    ) as writer:
         inside = threading.Semaphore(0)
         with ThreadPoolExecutor(2) as threads:
             under_way = [threads.submit(block, number) for number in range(2)]
@@ -98,7 +100,9 @@ def test_once_kafka_is_known_to_be_silent_blocks_are_refused_at_once_and_told_of
 def writer(mortal_kafka, engine, engine_name):
     settings = patient(mortal_kafka.client_config())
     limits = WriterLimits(max_lanes=2, flush_timeout_s=1.0, timeout_s=120, lane_timeout_s=5)
-    with DualWriter("silent", kafka=settings, database=engine, limits=limits, producer_engine=engine_name) as writer:
+    with DualWriter(
+        "silent", kafka={**settings, "dualwrite.engine": engine_name}, database=engine, limits=limits
+    ) as writer:
         yield writer
 
 
@@ -169,7 +173,9 @@ def test_a_decided_block_is_told_as_soon_as_kafka_is_known_to_be_silent_and_is_c
         if name == "write.decided":
             mortal_kafka.suspend()
 
-    with DualWriter("silent", kafka=settings, database=engine, limits=FOREVER, producer_engine=engine_name) as writer:
+    with DualWriter(
+        "silent", kafka={**settings, "dualwrite.engine": engine_name}, database=engine, limits=FOREVER
+    ) as writer:
         with failpoints.watched(suspend), ThreadPoolExecutor(1) as threads:
             decided = threads.submit(write, writer, topic, orders, 1)
             try:

@@ -211,7 +211,7 @@ def test_a_writers_serializers_leave_the_changelog_alone(tmp_path, kafka, migrat
 
 def test_a_writer_in_bulk_mode_is_refused(tmp_path, kafka, migrated_database, changelog):
     with (
-        DualWriter("count", kafka=kafka, database=migrated_database, bulk=True) as writer,
+        DualWriter("count", kafka={**kafka, "dualwrite.bulk": True}, database=migrated_database) as writer,
         KeyValueStore(tmp_path / "store") as store,
     ):
         task = StateTask(writer, store, kafka=kafka, changelog=changelog, partition=0)

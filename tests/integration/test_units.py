@@ -415,7 +415,7 @@ def test_a_batch_is_announced_unless_another_one_was_written_meanwhile(
     def announce():
         return announce_batch(
             "a", dualwrite_topic, unit_topic=unit_topic, kafka=kafka, database=engine, schema=None, timeout_s=PATIENCE_S,
-            producer_engine="auto", written=lambda: Written("a", decisions()),
+            written=lambda: Written("a", decisions()),
         )  # fmt: skip
 
     with BatchReader(unit_topic, kafka=kafka) as reader:

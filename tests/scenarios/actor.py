@@ -20,7 +20,7 @@ from sqlalchemy import create_engine, insert, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from dualwrite import DualWriter, WriterLimits, failpoints, recover
-from dualwrite.kafka.producer import EngineName
+from dualwrite.kafka.config import EngineName
 from dualwrite.units import UnitWriter
 from scenarios.rows import ROWS
 
@@ -100,10 +100,9 @@ class _Actor:
     def opens(self, lanes: int, *, outbox: bool) -> None:
         writer = DualWriter(
             TRANSACTIONAL_ID,
-            kafka=self._settings.kafka,
+            kafka={**self._settings.kafka, "dualwrite.engine": self._settings.producer_engine},
             database=self._engine,
             limits=WriterLimits(max_lanes=lanes, **self._settings.limits),
-            producer_engine=self._settings.producer_engine,
             outbox="fallback" if outbox else "never",
         )
         self._writer = writer
@@ -131,10 +130,9 @@ class _Actor:
     def opens_units(self) -> None:
         self._units = UnitWriter(
             self._settings.topic,
-            kafka=self._settings.kafka,
+            kafka={**self._settings.kafka, "dualwrite.engine": self._settings.producer_engine},
             database=self._engine,
             part_records=RECORDS_OF_A_UNIT - 1,
-            producer_engine=self._settings.producer_engine,
         )
         self._units.open()
 

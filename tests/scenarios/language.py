@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from dualwrite.kafka.producer import EngineName
+from dualwrite.kafka.config import EngineName
 
 _ACTOR: Final = r"(?P<actor>[A-Z])"
 _LABELS: Final = r"(?P<labels>nothing|[a-z]\w*(?: [a-z]\w*)*)"

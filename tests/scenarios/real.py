@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from dualwrite.kafka.producer import EngineName
+    from dualwrite.kafka.config import EngineName
     from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
     from dualwrite.testing.proxy import Rule
 

@@ -95,7 +95,7 @@ _MESSAGE_TIMEOUT_MS: Final = 300_000
 _STICKY_MS: Final = 10
 _LONGEST_STICKY_MS: Final = 900_000
 
-OTHER_ENGINE: Final = 'or choose engine="librdkafka" (producer_engine in the writer and in Spark)'
+OTHER_ENGINE: Final = "or choose librdkafka: 'dualwrite.engine' among the Kafka settings, producerEngine in Spark"
 """The way on for the user of a setting that only librdkafka has."""
 
 

@@ -77,7 +77,7 @@ class InMemoryWriter(Submitting):
         outbox: As for `DualWriter`. What waits is sent when the outage ends that :meth:`outage` makes; without one at once.
         limits: As for `DualWriter`. Its times count only where a caller waits: for a lane, and for a place.
         session_factory: As for `DualWriter`.
-        bulk: As for `DualWriter`.
+        bulk: As ``dualwrite.bulk`` among the Kafka settings of a `DualWriter`.
         serializers: As for `DualWriter`.
         telemetry: As for `DualWriter`; without one nothing is recorded, whatever the application has imported.
         max_message_bytes: The greatest size of key and value together in one message.

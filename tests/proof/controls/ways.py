@@ -139,7 +139,7 @@ class PlainKip939(Way):
 
     def __init__(self, context: OwnerContext) -> None:
         super().__init__(context)
-        self._producer = TransactionalProducer(context.kafka, context.name, engine="librdkafka")
+        self._producer = TransactionalProducer({**context.kafka, "dualwrite.engine": "librdkafka"}, context.name)
         self._producer.init_transactions(keep_prepared_txn=True)
         with context.engine.connect() as connection:
             found = connection.execute(select(STATE)).one_or_none()

@@ -7,7 +7,7 @@ import itertools
 import random
 from dataclasses import dataclass
 
-from dualwrite.kafka.producer import EngineName
+from dualwrite.kafka.config import EngineName
 from dualwrite.testing import Api
 from faults.work import BOTH, MESSAGES, OFFSETS, Operation
 

@@ -25,7 +25,7 @@ from harness.hanging import abort_hanging
 from dualwrite import DualWriter, WriterLimits, recover
 from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.producer import EngineName
+from dualwrite.kafka.config import EngineName
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import Api, EmbeddedKafka, EmbeddedPostgres, KafkaProxy
 from faults.run import keep_line, owners_can_import, show_story

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dualwrite.kafka.producer import EngineName
+from dualwrite.kafka.config import EngineName
 from faults.cells import COMMIT, Fault, Phase, Series, cells_of, requests_of
 from faults.silence import POINTS
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from harness.places import PROOF
 
 from dualwrite import DualWriter
-from dualwrite.kafka.producer import EngineName
+from dualwrite.kafka.config import EngineName
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
 from faults.case import run_case
 from faults.cells import TWO_PHASE, Cell, Series

@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from confluent_kafka.admin import AdminClient
 from sqlalchemy import Engine, create_engine
 
-from dualwrite.kafka.producer import EngineName
+from dualwrite.kafka.config import EngineName
 from dualwrite.migrations import upgrade
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres, KafkaProxy, PostgresProxy
 from faults.sent import by_version, not_native

@@ -28,7 +28,8 @@ from dualwrite import (
     failpoints,
 )
 from dualwrite.errors import Unavailable
-from dualwrite.kafka.producer import EngineName, TransactionalProducer
+from dualwrite.kafka.config import EngineName
+from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.protocol.lives import ProducerState
 
 OPERATIONS = Table(
@@ -137,10 +138,9 @@ def _write_all(job: Job, told: Connection, now: _Now) -> None:
     for opening in itertools.count(1):
         writer = DualWriter(
             job.transactional_id,
-            kafka=job.kafka,
+            kafka={**job.kafka, "dualwrite.engine": job.engine},
             database=engine,
             limits=WriterLimits(max_lanes=1, timeout_s=job.patience_s, paused_owner_timeout_s=None),
-            producer_engine=job.engine,
             outbox=job.outbox,
         )
         try:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from dualwrite.clock import Deadline
+from dualwrite.kafka.config import EngineName
 from dualwrite.kafka.librdkafka.producer import ProducerInstance
 from dualwrite.kafka.native.producer import NativeInstance
-from dualwrite.kafka.producer import EngineName, TransactionalProducer
+from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.protocol.message import Message
 from harness.patience import PATIENCE_S
 
@@ -64,7 +65,7 @@ def prepare_and_die(
     kafka: Mapping[str, object], kafka_id: str, engine: EngineName, topic: str, told: Connection, *, bulk: bool
 ) -> None:
     """Prepare a message for each of two partitions, tell the state, and kill this process."""
-    producer = TransactionalProducer(kafka, kafka_id, engine=engine, bulk=bulk)
+    producer = TransactionalProducer({**kafka, "dualwrite.engine": engine, "dualwrite.bulk": bulk}, kafka_id)
     producer.init_transactions()
     producer.begin_transaction()
     for partition in (0, 1):

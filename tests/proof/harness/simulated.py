@@ -17,7 +17,7 @@ from simulator.state import new_broker
 from simulator.store import SimulatedStore
 
 from dualwrite.clock import Deadline
-from dualwrite.kafka.producer import EngineName
+from dualwrite.kafka.config import EngineName
 from dualwrite.protocol.values import Outcome, StateRow
 from dualwrite.recovery.claim import OwnerContext
 from dualwrite.writing.dual_write import DualWrite, Ending

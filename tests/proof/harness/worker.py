@@ -135,13 +135,12 @@ def settings_of(job: dict) -> dict[str, Any]:
     more = {"outbox": job["outbox"]} if "outbox" in job else {}
     return {
         **more,
-        "kafka": job["kafka"],
+        "kafka": {**job["kafka"], "dualwrite.engine": job.get("producer_engine", "auto")},
         "limits": WriterLimits(
             max_lanes=job.get("max_lanes", 1),
             paused_owner_timeout_s=job.get("paused_owner_timeout_s", 60),
             timeout_s=job.get("timeout_s", 60),
         ),
-        "producer_engine": job.get("producer_engine", "auto"),
     }
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from simulator.process import Process
 
-    from dualwrite.kafka.producer import EngineName
+    from dualwrite.kafka.config import EngineName
 
 HANDED_OVER_FROM = 1_000_000_000_000
 NATIVE_FROM = 2 * HANDED_OVER_FROM

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from simulator.process import Process
     from simulator.scheduler import Simulation
 
-    from dualwrite.kafka.producer import EngineName
+    from dualwrite.kafka.config import EngineName
     from dualwrite.recovery.recover import IdStatus, RecoveryReport
     from dualwrite.writing.transaction import Transaction
 

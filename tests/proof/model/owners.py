@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from simulator.process import Process
     from simulator.scheduler import Simulation
 
-    from dualwrite.kafka.producer import EngineName
+    from dualwrite.kafka.config import EngineName
     from dualwrite.protocol.values import StateRow
 
 NAME = "orders"

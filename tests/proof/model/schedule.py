@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from simulator.requests import TopicPartition
     from simulator.scheduler import Held
 
-    from dualwrite.kafka.producer import EngineName
+    from dualwrite.kafka.config import EngineName
 
 _FAILING = {said: fails for fails, said in FAILING.items()}
 _ENDINGS = {said: ending for ending, said in ENDINGS.items()}

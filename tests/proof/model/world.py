@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from simulator.partition import Partition, ProducerEntry
     from simulator.state import Broker
 
-    from dualwrite.kafka.producer import EngineName
+    from dualwrite.kafka.config import EngineName
 
 PARTITIONS = 2
 ENDINGS = {Ending.COMMIT: "", Ending.HAND_OVER: ", to hand over", Ending.PREPARE: ", to hand over prepared"}

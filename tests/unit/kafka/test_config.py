@@ -414,3 +414,14 @@ def test_two_phase_commit_has_kips_name_and_excludes_a_time_limit():
         parse({key: "yes"})
     with pytest.raises(ConfigurationError, match="no effect beside"):
         parse({key: "true", "transaction.timeout.ms": 60_000})
+
+
+def test_the_two_settings_of_this_library_go_to_no_client():
+    config = parse({"dualwrite.engine": "native", "dualwrite.bulk": "TRUE"})
+    assert (config.engine, config.bulk) == ("native", True)
+    assert (config.names, config.librdkafka()) == (parse().names, parse().librdkafka())
+    assert "dualwrite.engine='native'" in repr(config)
+    assert "dualwrite.bulk=True" in repr(config)
+    assert [(one.engine, one.bulk) for one in (parse(), parse({"dualwrite.bulk": False}))] == [("auto", False)] * 2
+    assert "'dualwrite.bulk' is not true or false" in refusal({**SERVERS, "dualwrite.bulk": "yes"})
+    assert "no producer engine 'java'" in refusal({**SERVERS, "dualwrite.engine": "java"})

@@ -10,8 +10,8 @@ from simulator.outside import SimulatedCoordinator
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka import producer
-from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.producer import choose_engine, wanted_engine
+from dualwrite.kafka.config import KafkaConfig, wanted_engine
+from dualwrite.kafka.producer import choose_engine
 from dualwrite.protocol.prepared_state import Engine
 
 SERVERS = {"bootstrap.servers": "nowhere:1"}

@@ -316,7 +316,7 @@ def test_another_use_of_the_one_connection_inside_a_block_is_found_out(engine):
 
 OF_SERVERS = {"leased"}
 """What makes a writer of servers, and needs one that keeps its leases."""
-OF_SETTINGS = {"kafka", "schema", "producer_engine", "on_loss"}
+OF_SETTINGS = {"kafka", "schema", "on_loss"}
 """Arguments that name servers, or answer for a process that has died."""
 
 
@@ -337,7 +337,7 @@ def test_it_takes_every_setting_of_the_real_writer_but_those_of_servers():
         return set(inspect.signature(kind).parameters)
 
     assert arguments(DualWriter) - arguments(InMemoryWriter) == OF_SETTINGS
-    assert arguments(InMemoryWriter) - arguments(DualWriter) == {"max_message_bytes"}
+    assert arguments(InMemoryWriter) - arguments(DualWriter) == {"bulk", "max_message_bytes"}, "of the Kafka settings"
 
 
 def test_it_loads_no_client_of_kafka_and_no_driver():

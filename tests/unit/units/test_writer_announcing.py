@@ -39,7 +39,7 @@ class Job:
                 tasks.close()
             announce_batch(
                 str(number), TOPIC, unit_topic=UNIT_TOPIC, kafka={}, database="", schema=None, timeout_s=60.0,
-                producer_engine="auto", written=lambda number=number: self.written(number),
+                written=lambda number=number: self.written(number),
             )  # fmt: skip
             self.noted = max(self.noted, number + 1)
 
@@ -152,7 +152,7 @@ def test_a_driver_that_announces_before_all_tasks_have_written_is_found(monkeypa
     def early(self, here):
         announce_batch(
             "early", TOPIC, unit_topic=UNIT_TOPIC, kafka={}, database="", schema=None, timeout_s=60.0,
-            producer_engine="auto", written=lambda: Written("early", None),
+            written=lambda: Written("early", None),
         )  # fmt: skip
         real(self, here)
 

@@ -25,7 +25,7 @@ from dualwrite.kafka.native.settings import (
 )
 
 NOWHERE = {"bootstrap.servers": "127.0.0.1:1"}
-OTHER_ENGINE = 'choose engine="librdkafka" (producer_engine in the writer and in Spark)'
+OTHER_ENGINE = "choose librdkafka: 'dualwrite.engine' among the Kafka settings, producerEngine in Spark"
 BOUNDED = [
     (name, row.takes)
     for row in SETTINGS
