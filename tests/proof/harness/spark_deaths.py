@@ -155,15 +155,16 @@ class MortalStreamWriter(_Mortal, DataSourceStreamArrowWriter):
 
 STREAMS = ["stream staging", "stream prepared", "foreach_batch"]
 WAYS = {
-    "write_batch": ["append", "upsert", "changes", "several", "quarantine"],
-    "staging": ["append", "upsert", "changes", "several", "replace", "quarantine"],
+    "write_batch": ["append", "upsert", "changes", "newer changes", "several", "quarantine"],
+    "staging": ["append", "upsert", "changes", "newer changes", "several", "replace", "quarantine"],
     "prepared": ["append", "upsert", "changes", "several", "quarantine"],
     "foreach_batch": ["append", "upsert", "changes", "several", "quarantine"],
-    "stream staging": ["append", "upsert", "changes", "several", "quarantine"],
+    "stream staging": ["append", "upsert", "changes", "newer changes", "several", "quarantine"],
     "stream prepared": ["append", "upsert", "changes", "several", "quarantine"],
 }
 """Each way to write, with what it does with the rows."""
 NEW_ROWS = {"append", "several", "quarantine"}
+CHANGES = {"changes", "newer changes"}
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,8 @@ class Job:
         """Make the tables."""
         case = self.of_case()
         case.execute("DROP TABLE IF EXISTS numbers")
-        case.execute("CREATE TABLE numbers (id bigint PRIMARY KEY, name varchar(99) NOT NULL)")
+        age = ", lsn bigint" if self.does == "newer changes" else ""
+        case.execute(f"CREATE TABLE numbers (id bigint PRIMARY KEY, name varchar(99) NOT NULL{age})")
         case.execute("CREATE TABLE second (id bigint PRIMARY KEY, name varchar(99) NOT NULL)")
         row = "`row`" if case.on_mariadb else '"row"'
         case.execute(f"CREATE TABLE aside (reason text NOT NULL, {row} text NOT NULL)")
@@ -207,10 +209,12 @@ class Job:
     def settings(self) -> dict:
         """The sink's settings."""
         found = {**self.case, "table": "numbers", "key": "id"}
-        if self.does in {"upsert", "changes"}:
+        if self.does in {"upsert", *CHANGES}:
             found |= {"upsert_keys": ["id"]}
-        if self.does == "changes":
+        if self.does in CHANGES:
             found |= {"op_column": "op", "order_column": "lsn"}
+        if self.does == "newer changes":
+            found |= {"on_conflict": "newer"}
         if self.does == "quarantine":
             found |= {"quarantine_table": "aside", "quarantine_topic": self.topics()[1]}
         if self.does == "several":
@@ -238,7 +242,7 @@ class Job:
     def rows(self, number: int) -> list[tuple[int, str | None, str]]:
         """Id, name and operation of each row of a batch; what a table does not take has no name."""
         first = ROWS * number if self.does in NEW_ROWS else 0
-        bad, gone = self.does == "quarantine", self.does == "changes"
+        bad, gone = self.does == "quarantine", self.does in CHANGES
         return [
             (
                 first + one,
@@ -252,7 +256,8 @@ class Job:
         """The same rows as a DataFrame, each time in the same partitions."""
         rows = [(*row, number, "ab"[row[0] % 2]) for row in self.rows(number)]
         made = spark.createDataFrame(rows, "id bigint, name string, op string, lsn bigint, kind string")
-        names = ["id", "name", *{"changes": ["op", "lsn"], "several": ["kind"]}.get(self.does, [])]
+        more = ["op", "lsn"] if self.does in CHANGES else ["kind"] if self.does == "several" else []
+        names = ["id", "name", *more]
         return made.select(*names).repartition(PARTITIONS, "id")
 
     @property
