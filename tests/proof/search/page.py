@@ -59,8 +59,10 @@ Blocks of several owners, of which each goes on after the next has claimed: dire
 and those whose messages always wait; with the senders of all owners. Each statement and each request is a step, so numbers are not
 drawn in the order of commits; Kafka goes away and comes back at any step. Besides being whole and there once, messages keep their
 order: *if X was decided before Y began, X comes before Y in every partition*, whichever way each took. Which way a
-block goes, which send may be the last one, from which number on it reads, and whether a COMMIT that was not answered has happened are
-the product's own decisions; the rest is retold."""
+block goes, which send may be the last one, from which number on it reads, whether a COMMIT that was not answered has happened, whether a
+producer goes on after a transaction, and how what lacks a marker is repaired are the product's own decisions; the rest is retold. The broker
+may skip a marker in one partition, when an owner, its sender or a settler ends a transaction: what is committed must then come to have
+one in each partition, and no later marker may end it otherwise."""
 
 TOGETHER = """\
 ## What is taken together
@@ -93,8 +95,8 @@ FOOT = """\
 - Slots, their leases and Spark are not in it; nor is a database that loses commits. Lanes are only those of a batch's participants.
 - A batch has two participants with one message each. A recipe's time does not pass, except that a missing answer takes a second:
   no deadline comes before the recipe has ended. A recipe that asks the same as before its pause is taken to stand where it stood.
-- Messages that wait are searched without markers that a broker skips, and without `dualwrite relay`, which sends a table of
-  another program.
+- Where messages wait, settling is one step, and a marker is there at once or never: the search of native transactions takes both
+  apart. `dualwrite relay`, which sends a table of another program, is not in it.
 - A tool's marker for an owner that is alive is [a limit](limits.md#people-with-rights), and left out; except for an owner with
   one native transaction, which reads the log when it closes.
 """
@@ -260,7 +262,7 @@ def _walks(seen: Mapping[str, Any]) -> list[str]:
     found = sorted(ways for ways in mistakes["found"].values() if ways is not None)
     lines = [
         "Beyond these bounds, by random walks: a seed draws two to four owners of any setting with up to eight blocks each, of up to three "
-        "messages, savepoints and settings of their own; up to three outages, lost answers and aborts, a death, a database that is put "
+        "messages, savepoints and settings of their own; up to three outages, lost answers and aborts, two skipped markers, a death, a database that is put "
         "back; then one step after the other until nothing more can happen. "
         f"**{sum(run['ways'] for run in walks.values()):,} walks**:"
     ]

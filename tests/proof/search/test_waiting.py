@@ -41,7 +41,14 @@ def test_random_ways_beyond_the_bounds_are_right_and_end():
 
 
 @pytest.mark.parametrize(
-    "name", ["sends_on_in_an_open_transaction", "pending_state_overwritten", "sender_goes_on_unsettled", "always_ends"]
+    "name",
+    [
+        "sends_on_in_an_open_transaction",
+        "pending_state_overwritten",
+        "sender_goes_on_unsettled",
+        "sender_goes_on_without_a_marker",
+        "always_ends",
+    ],
 )
 def test_random_ways_find_a_mistake(name):
     assert until_caught(name, 100) is not None

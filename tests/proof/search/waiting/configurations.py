@@ -78,6 +78,37 @@ WAITING = {
         Bounds((owner("P", (A,)), owner("Q")), Budgets(outage=0, restore=1), later=True),
         quick=True,
     ),
+    "waiting_marker_skipped": Configuration(
+        "the broker skips a marker in one of two partitions; messages wait already, and the owner has two sends",
+        Bounds(
+            (owner("P", (Block("a", (0, 1)), Block("c", (1,))), sends=2),),
+            Budgets(outage=0, abort=1, forgotten=1),
+            later=True,
+        ),
+        quick=True,
+    ),
+    "waiting_marker_skipped_directly": Configuration(
+        "the same for blocks that go directly, and fall back while Kafka is away",
+        Bounds(
+            (owner("P", (Block("a", (0, 1)), Block("c", (1,)), Block("d", (0,)))),),
+            Budgets(outage=1, abort=1, forgotten=1),
+        ),
+    ),
+    "waiting_marker_skipped_new_owner": Configuration(
+        "the same with an owner that goes on after a new one has claimed, each with a block and a sender",
+        Bounds(
+            (owner("P", (Block("a", (0, 1)),)), owner("Q", (Block("e", (1,)),))),
+            Budgets(outage=1, forgotten=1),
+        ),
+    ),
+    "waiting_marker_skipped_always": Configuration(
+        "the same with an owner of `always` and three sends; a COMMIT is not answered",
+        Bounds(
+            (owner("P", (Block("a", (0, 1)), Block("c", (1,))), sends=3, outbox="always"),),
+            Budgets(outage=0, answer=1, forgotten=1),
+        ),
+        quick=True,
+    ),
     "waiting_one_owner": Configuration(
         "an owner of `fallback` with three blocks on two lanes", Bounds((owner("P", (A, C), (B,), sends=2),))
     ),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from dualwrite.protocol.process import Doubt, DoubtStep
+from dualwrite.protocol.settle import Ended
+from dualwrite.protocol.settle_native import NativeKnowledge, NativeStep, next_native_step, to_repair
+from dualwrite.protocol.values import Partition, ShownProducer
+from search import native
 from search.waiting.configurations import WAITING, A, B, C, D, E, owner
-from search.waiting.rules import Rules
+from search.waiting.rules import Rules, knows_end
 from search.waiting.values import Block, Budgets
 from search.waiting.world import Bounds, World
 
@@ -28,6 +33,25 @@ def _any_count(doubt: Doubt) -> DoubtStep:
     return DoubtStep.COMMITTED if doubt.counted >= doubt.waits else DoubtStep.ABORTED
 
 
+def _one_marker_is_enough(ended: Ended, shown: Mapping[Partition, ShownProducer]) -> bool:
+    return any(found.epoch > ended.state.epoch for found in shown.values())
+
+
+def _aborts_need_no_marker(ended: Ended, shown: Mapping[Partition, ShownProducer]) -> bool:
+    return not ended.committed or knows_end(ended, shown)
+
+
+def _takes_for_complete(known: NativeKnowledge) -> NativeStep:
+    step = next_native_step(known)
+    if known.committed and step is NativeStep.LOOK_FOR_OPEN:
+        return NativeStep.RECORD_COMMITTED if known.is_pending else NativeStep.FINISH
+    return step
+
+
+def _with_abort(known: NativeKnowledge) -> tuple[frozenset[Partition], bool]:
+    return to_repair(known)[0], False
+
+
 _TWO_LANES = Bounds((owner("P", (A, C), (B,), sends=1),))
 _ONE_LANE = Bounds((owner("P", (A, C), sends=1),))
 _TWO_SENDERS = Bounds((owner("P", (A, C), sends=1), owner("Q", (E,), sends=1)))
@@ -37,6 +61,10 @@ _ALWAYS_BETWEEN = Bounds(
     later=True,
 )
 _NEVER_NEXT = Bounds((owner("P", (A,), sends=0), owner("Q", (E,), sends=0, outbox="never")))
+_SENT_IN_TWO = Bounds(
+    (owner("P", (Block("a", (0, 1)), Block("c", (1,))), sends=2, outbox="always"),),
+    Budgets(outage=0, abort=1, forgotten=1),
+)
 _COPIED = Bounds((owner("P", (A,), sends=1), owner("Q", (E,), sends=1)), Budgets(outage=0, restore=1), later=True)
 
 WAITING_MISTAKES = {
@@ -139,6 +167,26 @@ WAITING_MISTAKES = {
         "A sender goes on without an end to what was sent before.",
         Bounds((owner("P", (A, C), sends=2),), Budgets(outage=0), later=True),
         {"settles_the_sender": False},
+    ),
+    "sender_goes_on_without_a_marker": Mistake(
+        "A sender goes on although one partition lacks the marker of what it has sent before.",
+        _SENT_IN_TWO,
+        {"knows_end": staticmethod(_one_marker_is_enough)},
+    ),
+    "lane_goes_on_after_an_abort_without_a_marker": Mistake(
+        "A lane goes on after an abort without a look for its markers.",
+        WAITING["waiting_marker_skipped_directly"].bounds,
+        {"knows_end": staticmethod(_aborts_need_no_marker)},
+    ),
+    "sent_without_a_marker_taken_for_complete": Mistake(
+        "Settling takes for complete what lacks its marker in one partition.",
+        _SENT_IN_TWO,
+        {"settling": native.Rules(next_step=_takes_for_complete)},
+    ),
+    "sent_without_a_marker_repaired_with_abort": Mistake(
+        "Settling ends with an abort what lacks its marker in one partition.",
+        _SENT_IN_TWO,
+        {"settling": native.Rules(to_repair=_with_abort)},
     ),
     "restored_rows_sent_again": Mistake(
         "A sender does not find out that the database was put back, and has rows again that are sent.",

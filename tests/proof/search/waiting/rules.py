@@ -5,7 +5,17 @@ Each attribute says what the product does at that step; `dualwrite.protocol.outb
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from dualwrite.protocol import outbox, process
+from dualwrite.protocol.settle import Ended, EndStep, next_native_end_step
+from dualwrite.protocol.values import Partition, ShownProducer
+from search import native
+
+
+def knows_end(ended: Ended, shown: Mapping[Partition, ShownProducer]) -> bool:
+    """The product's decision once waiting for a marker no longer helps: if it is not there by then, the producer is discarded."""
+    return next_native_end_step(ended, shown, early=False) is EndStep.KNOWN
 
 
 class Rules:
@@ -30,6 +40,10 @@ class Rules:
 
     claims_after_a_doubt = True  # also on a lane without a producer
     next_doubt_step = staticmethod(process.next_doubt_step)  # about a COMMIT whose messages wait
+
+    # Markers
+    knows_end = staticmethod(knows_end)  # a producer goes on once its last transaction has ended in every partition
+    settling = native.Rules()  # how a settler repairs a decided transaction
 
     # The sender
     fences_sender = True

@@ -68,12 +68,18 @@ class Database(NamedTuple):
 
 
 class Kafka(NamedTuple):
-    """Its partitions, and how transactions have ended: True is committed. ``known`` are the ids that have sent anything."""
+    """Its partitions, and how transactions have ended: True is committed. ``known`` are the ids that have sent anything.
+
+    ``skipped`` are transactions that have ended, and lack their marker in a partition; ``otherwise`` those that a later marker has ended
+    there, and not as the coordinator says.
+    """
 
     up: bool = True
     log: tuple[tuple[tuple[Message, Tx], ...], ...] = ((), ())
     ended: frozenset[tuple[Tx, bool]] = frozenset()
     known: frozenset[tuple[int, int]] = frozenset()
+    skipped: frozenset[tuple[Tx, int]] = frozenset()
+    otherwise: frozenset[tuple[Tx, int, bool]] = frozenset()
 
 
 class Late(NamedTuple):
@@ -167,6 +173,7 @@ class Budgets(NamedTuple):
         abort: A block fails in the user's code.
         death: An owner dies, and the database ends its sessions.
         restore: The database is put back to a copy, which may be made at any moment.
+        forgotten: The broker skips a marker in one partition.
     """
 
     outage: int = 1
@@ -174,6 +181,7 @@ class Budgets(NamedTuple):
     abort: int = 0
     death: int = 0
     restore: int = 0
+    forgotten: int = 0
 
 
 class State(NamedTuple):

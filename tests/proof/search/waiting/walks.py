@@ -24,7 +24,7 @@ from search.waiting.world import Bounds, World
 
 _SETTINGS = ("fallback", "fallback", "fallback", "always", "never")
 _MOST_STEPS = 2_000
-_RARE = ("goes away", "no answer", "fails", "dies", "copied", "put back", "in doubt")
+_RARE = ("goes away", "no answer", "fails", "dies", "copied", "put back", "in doubt", "skipped")
 """Words of misfortunes: drawn as often as anything else, most of them would be over before much has waited."""
 _PART = 1_000
 
@@ -39,7 +39,7 @@ class Walked(NamedTuple):
 
 
 def bounds_of(random: Random) -> Bounds:
-    """Two to four owners of one to four blocks on each lane, with up to three misfortunes of each kind."""
+    """Two to four owners of one to four blocks on each lane, with up to three misfortunes of each kind, and two skipped markers."""
     names = iter("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
 
     def block(setting: str) -> Block:
@@ -57,6 +57,7 @@ def bounds_of(random: Random) -> Bounds:
     budgets = Budgets(*(random.randint(0, 3) for _ in range(3)), death=random.choice((0, 0, 1)))
     if random.random() < 0.1:
         budgets = budgets._replace(restore=1)
+    budgets = budgets._replace(forgotten=random.randint(0, 2))
     owners = tuple(owner(name) for name in "PQRS"[: random.randint(2, 4)])
     return Bounds(owners, budgets, later=random.random() < 0.3, floors=random.random() < 0.3)
 
@@ -88,7 +89,8 @@ def walk(seed: int, rules: Rules = PRODUCT) -> Walked:
 def _judged(state: State) -> tuple[object, ...]:
     """All that the judge looks at."""
     database, kafka = state.database, state.kafka
-    return database.rows, database.waiting, kafka.log, kafka.ended, state.written, state.restored, state.fault
+    of_kafka = kafka.log, kafka.ended, kafka.skipped, kafka.otherwise
+    return database.rows, database.waiting, *of_kafka, state.written, state.restored, state.fault
 
 
 def _weight(step: str) -> float:

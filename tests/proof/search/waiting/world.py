@@ -15,6 +15,7 @@ from dualwrite.protocol.process import DatabaseVerdict, Doubt, DoubtStep
 from dualwrite.protocol.values import FirstLook, OutboxMode
 from dualwrite.stores.sql.outbox import Floor, Seen
 from search.values import NOTHING
+from search.waiting import markers
 from search.waiting.judge import wrong
 from search.waiting.rules import PRODUCT, Rules
 from search.waiting.values import (
@@ -271,13 +272,14 @@ class _Steps:
         return any(process.lanes[self.number].late is not None for process in self.state.processes)
 
     def outcome(self, transaction: Tx) -> bool | None:
-        return next((how for what, how in self.kafka.ended if what == transaction), None)
+        return markers.outcome(self.kafka, transaction)
 
-    def with_end(self, transaction: Tx, *, committed: bool, kafka: Kafka | None = None) -> Kafka:
-        kafka = self.kafka if kafka is None else kafka
-        if any(what == transaction for what, _ in kafka.ended):
-            return kafka
-        return kafka._replace(ended=kafka.ended | {(transaction, committed)})
+    def ends(self, transaction: Tx, *, committed: bool, budgets: Budgets | None = None) -> Iterator[markers.End]:
+        return markers.ends(self.kafka, budgets or self.state.budgets, transaction, committed=committed)
+
+    def knows_end(self, mine: Lane | Sender) -> bool:
+        """Whether the lane's producer may go on. If not, waiting for the marker is in vain: the producer is discarded."""
+        return markers.is_end_known(self.kafka, self.number, mine.incarnation, self.rules)
 
     def sent(self, messages: tuple[Message, ...], transaction: Tx) -> Kafka:
         log = list(self.kafka.log)
@@ -314,15 +316,26 @@ class _Steps:
             newest = max(committed, default=None)
             if self.rules.finds_lost_decisions and newest is not None and (row.state is None or newest > row.state):
                 return
-            kafka = self.kafka
-            settles = self.rules.settles_the_sender if self.number == SENDER else self.rules.ends_what_is_open
-            if settles:
-                for transaction in self.left_open():
-                    named = transaction == row.state
-                    kafka = self.with_end(
-                        transaction, committed=named or not self.rules.ends_only_what_is_not_named, kafka=kafka
-                    )
-            yield f"{self.name} settles", self.after(mine._replace(readiness="ready"), kafka=kafka)
+            for words, kafka, budgets in self._settlings():
+                ready = mine._replace(readiness="ready")
+                yield f"{self.name} settles{words}", self.after(ready, kafka=kafka, budgets=budgets)
+        elif mine.readiness == "ready" and not self.knows_end(mine):
+            yield f"{self.name} misses a marker", self.after(mine._replace(readiness="discarded"))
+
+    def _settlings(self) -> list[markers.End]:
+        """End what was left open, and then repair what lacks its marker, as settling does one after the other."""
+        found: list[markers.End] = [("", self.kafka, self.state.budgets)]
+        if not (self.rules.settles_the_sender if self.number == SENDER else self.rules.ends_what_is_open):
+            return found
+        named = self.row.state
+        for transaction in self.left_open():
+            committed = transaction == named or not self.rules.ends_only_what_is_not_named
+            found = [
+                (words + more, after, left)
+                for words, kafka, budgets in found
+                for more, after, left in markers.ends(kafka, budgets, transaction, committed=committed)
+            ]
+        return [(words, markers.settled(kafka, named, self.rules), budgets) for words, kafka, budgets in found]
 
 
 class _LaneSteps(_Steps):
@@ -364,11 +377,14 @@ class _LaneSteps(_Steps):
             yield from self._begun(block, "put", "its messages will wait")
         elif way is Way.SHARE:
             yield from self._begun(block, "share", "later?")
-        elif way is Way.DIRECT and lane.readiness == "ready":
+        elif way is Way.DIRECT and self._can_send():
             yield from self._begun(block, "direct", "directly")
         elif way is Way.TURN and (self._setting(block) == "always" or not self.kafka.up):
             yield from self._begun(block, "anew", "its messages will wait")
         # Else it makes its lane ready first.
+
+    def _can_send(self) -> bool:
+        return self.lane.readiness == "ready" and self.knows_end(self.lane)
 
     def _setting(self, block: Block) -> str:
         return setting_of_block(self.owner.outbox, block.outbox)
@@ -381,7 +397,7 @@ class _LaneSteps(_Steps):
         return rules.way_of(
             self._setting(block),
             OutboxMode.LATER if later or (shared and not rules.looks_again) else OutboxMode.DIRECT,
-            can_send=self.lane.readiness == "ready",
+            can_send=self._can_send(),
             shared=shared,
             always=self.owner.outbox == "always" and not rules.always_takes_shares,
         )
@@ -512,11 +528,11 @@ class _LaneSteps(_Steps):
         if budgets.abort:
             less = budgets._replace(abort=budgets.abort - 1)
             if self.kafka.up:
-                ended = self.with_end(lane.transaction, committed=False)
-                yield (
-                    f"{self.name}: {block.name} fails, and aborts",
-                    self.after(self._next(), database=self.released(), kafka=ended, budgets=less),
-                )
+                for words, ended, left in self.ends(lane.transaction, committed=False, budgets=less):
+                    yield (
+                        f"{self.name}: {block.name} fails, and aborts{words}",
+                        self.after(self._next(), database=self.released(), kafka=ended, budgets=left),
+                    )
             yield (
                 f"{self.name}: {block.name} fails; Kafka is not told",
                 self.after(self._next("discarded"), database=self.released(), budgets=less),
@@ -529,8 +545,11 @@ class _LaneSteps(_Steps):
         lane = self.lane
         assert lane.transaction is not None
         if self.kafka.up and self.outcome(lane.transaction) is not False:
-            ended = self.with_end(lane.transaction, committed=True)
-            yield f"{self.name} commits {block.name} in Kafka", self.after(self._next(), kafka=ended)
+            for words, ended, budgets in self.ends(lane.transaction, committed=True):
+                yield (
+                    f"{self.name} commits {block.name} in Kafka{words}",
+                    self.after(self._next(), kafka=ended, budgets=budgets),
+                )
         yield f"{self.name}: no answer to the commit of {block.name} in Kafka", self.after(self._next("discarded"))
 
     # As rows
@@ -649,7 +668,8 @@ class _SenderSteps(_Steps):
                 yield f"{self.name} reads {_names(took)}", self.after(read)
         turns_back = self.owner.outbox != "always" or not rules.keeps_always
         caught_up = rules.sends(turns_back=turns_back, caught_up=True)
-        if caught_up.next().last and sender.readiness == "ready" and not self._fenced():
+        ready = sender.readiness == "ready" and self.knows_end(sender)
+        if caught_up.next().last and ready and not self._fenced():
             if rules.locks_the_last:
                 looked = sender._replace(step="lock", last=True, took=() if rules.reads_under_the_lock else waiting)
                 yield f"{self.name} wants the mode alone, to end later", self.after(looked)
@@ -694,7 +714,7 @@ class _SenderSteps(_Steps):
         """Make the lane ready, and begin."""
         yield from self._look_at_lanes()
         sender = self.sender
-        if sender.readiness != "ready":
+        if sender.readiness != "ready" or not self.knows_end(sender):
             yield from self.readying(sender)
         elif self._fenced():
             yield self._given_up("is fenced", None, "discarded")
@@ -806,8 +826,8 @@ class _SenderSteps(_Steps):
         assert sender.transaction is not None
         less = sender._replace(step="idle", left=sender.left - 1, transaction=None)
         if self.kafka.up and self.outcome(sender.transaction) is not False:
-            ended = self.with_end(sender.transaction, committed=True)
-            yield f"{self.name} commits in Kafka", self.after(less, kafka=ended)
+            for words, ended, budgets in self.ends(sender.transaction, committed=True):
+                yield f"{self.name} commits in Kafka{words}", self.after(less, kafka=ended, budgets=budgets)
         yield f"{self.name}: no answer to its commit in Kafka", self.after(less._replace(readiness="discarded"))
 
 
