@@ -80,12 +80,18 @@ _TRIES: Final = 5
 
 @contextmanager
 def _looking(store: StateStore, handle: Handle) -> Generator[None, None, None]:
-    """A transaction of the block's own in which the outbox is only read."""
+    """A transaction of the block's own in which the outbox is only read.
+
+    It ends with COMMIT: at a ROLLBACK psycopg lets the session forget its prepared statements, and each send would prepare
+    them again.
+    """
     store.begin(handle)
     try:
         yield
-    finally:
+    except BaseException:
         store.rollback(handle)
+        raise
+    store.commit(handle, answer_s=_SETTLE_S)
 
 
 class NotLocked(Exception):

@@ -17,6 +17,7 @@ from dualwrite.failpoints import FailpointError
 from dualwrite.protocol.outbox import PRODUCED_AT
 from dualwrite.recovery.recover import status
 from dualwrite.stores.sql.database import SqlDatabase
+from dualwrite.testing import PostgresProxy
 from dualwrite.testing.checker import read_committed
 from dualwrite.writing.left_behind import send_for
 
@@ -273,6 +274,18 @@ def test_a_writer_of_never_that_cannot_send_what_waits_does_not_open(kafka, engi
     with pytest.raises(Unavailable, match="messages that wait"):
         writer.open()
     assert left(engine) == 1
+
+
+@on_postgresql
+def test_a_session_that_sends_prepares_its_statements_once(kafka, url, engine, dualwrite_postgres, dualwrite_topic):
+    """At a ROLLBACK psycopg would let the session forget them, and each send would prepare its read and its decision again."""
+    put(engine, dualwrite_topic, range(1200))
+    with PostgresProxy(dualwrite_postgres) as proxy:
+        through = create_engine(proxy.url(url))
+        assert send(through, kafka) == 1200
+        through.dispose()
+        statements = [statement for request in proxy.requests for statement in request.statements]
+    assert not [statement for statement in statements if statement.startswith("DEALLOCATE")]
 
 
 @on_postgresql

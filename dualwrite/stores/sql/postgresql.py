@@ -665,7 +665,7 @@ def _ask_by_sqlalchemy(
 
 _BY_INDEX: Final = (
     "SELECT set_config('enable_seqscan', 'off', true), set_config('enable_bitmapscan', 'off', true), "
-    "set_config('enable_sort', 'off', true)"
+    "set_config('enable_sort', 'off', true), set_config('plan_cache_mode', 'force_generic_plan', true)"
 )
 """Statistics are of a moment at which the table was full or empty; and a look through the whole table would meet dead rows."""
 _FIRST: Final = f"""
@@ -703,12 +703,13 @@ _EPOCH_MS: Final = 946_684_800_000  # 2000-01-01, from which PostgreSQL counts m
 def _fetch_binary(
     connection: Connection, statement: str, values: Mapping[str, object] | None
 ) -> Sequence[Sequence[Any]]:
+    """Fetch by a prepared statement, unless the connection prepares none: to plan a read may take longer than the read."""
     driver: Any = _driver(connection)
     try:
         with driver.cursor(binary=True, row_factory=tuple_row) as cursor:
             # As the number that it is: a moment with a time zone takes longer to make than all else of its row.
             cursor.adapters.register_loader(_TIMESTAMP, Int8BinaryLoader)
-            rows: Sequence[Sequence[Any]] = cursor.execute(statement, values).fetchall()
+            rows: Sequence[Sequence[Any]] = cursor.execute(statement, values, prepare=True).fetchall()
             return rows
     except BaseException as error:  # noqa: BLE001 - an interruption too, which SQLAlchemy passes on
         connection._handle_dbapi_exception(error, statement, None, None, None)  # noqa: SLF001 - as above
