@@ -1,4 +1,4 @@
-"""One message and one row with ``outbox="always"``: beside the unsafe way, and an outbox that a relay of its own polls.
+"""One message and one row with ``outbox="always"``: beside a direct block, the unsafe way, and an outbox that a relay polls.
 
 ``PYTHONPATH=tests/proof python -m benchmarks.always`` (two minutes)
 """
@@ -23,6 +23,7 @@ from benchmarks.ways import METADATA, NATIVE, OUTBOX, UNSAFE, Write, ours, outbo
 ALWAYS = 'outbox="always"'
 THREADS, TASKS = 8, 64
 always = partial(ours, way=NATIVE, lanes=threads.LANES, outbox="always")
+direct = partial(ours, way=NATIVE, lanes=threads.LANES)
 OF_ONE_CALLER = ("call p50", "call p95", "processor", "visible p50", "visible p95")
 
 
@@ -52,7 +53,7 @@ def _one_caller(
     with ExitStack() as stack:
         ways = {
             name: stack.enter_context(way(kafka, engine, topic))
-            for name, way in ((ALWAYS, always), (UNSAFE, unsafe), (OUTBOX, outbox))
+            for name, way in ((ALWAYS, always), (NATIVE, direct), (UNSAFE, unsafe), (OUTBOX, outbox))
         }
         samples: dict[str, list[float]] = {name: [] for name in ways}
         processor: dict[str, list[float]] = {name: [] for name in ways}

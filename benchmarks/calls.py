@@ -45,7 +45,10 @@ from benchmarks.ways import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from dualwrite.protocol.outbox import Outbox
+
 FoundT = TypeVar("FoundT")
+RUNS: Final = 3
 OWN, STANDARD = "dualwrite", "the standard library"
 _OWN: Final = str(Path(dualwrite.__file__).parent)
 _SITE: Final = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
@@ -182,18 +185,31 @@ def in_new_process(measure: Callable[..., FoundT], *arguments: object) -> FoundT
 
 
 def run(ground: Ground, *, operations: int = 100, warm_up: int = 100) -> dict[str, Any]:
-    """Count the calls of a steady dual write, and profile it, in a new process."""
+    """Count the calls of a steady dual write, and of one whose messages always wait, and profile the first, in new processes."""
     given = (ground.kafka, ground.url, ground.topic(1), operations, warm_up)
-    calls = in_new_process(count, *given)
+    calls, waiting = in_new_process(count, *given), in_new_process(count, *given, RUNS, "always")
     own = {name: round(times, 1) for name, times in calls.functions.items() if name.startswith(f"{OWN}/")}
     functions = {name: times for name, times in own.items() if times >= LEAST_CHANGE}
-    return {**asdict(calls), "functions": functions, "microseconds": in_new_process(profile, *given)}
+    return {
+        **asdict(calls),
+        "functions": functions,
+        "always": {name: asdict(waiting)[name] for name in ("own", "python", "background", "own_background")},
+        "microseconds": in_new_process(profile, *given),
+    }
 
 
 def count(
-    kafka: Mapping[str, str], url: str, topic: str, operations: int = 100, warm_up: int = 100, runs: int = 3
+    kafka: Mapping[str, str],
+    url: str,
+    topic: str,
+    operations: int = 100,
+    warm_up: int = 100,
+    runs: int = RUNS,
+    outbox: Outbox = "never",
 ) -> Calls:
     """Count the calls of a steady dual write with the default engine and psycopg, one message and one row.
+
+    With ``outbox="always"`` those of the sender are in the background. It sends what several writes have put.
 
     Returns:
         Of the runs, the one in which the caller's thread made the fewest: a wait that the machine cuts into two parts, and a
@@ -201,7 +217,7 @@ def count(
     """
     engine = create_engine(url)
     METADATA.create_all(engine)
-    with Counting() as counting, ours(kafka, engine, topic, NATIVE) as write:
+    with Counting() as counting, ours(kafka, engine, topic, NATIVE, outbox=outbox) as write:
         for _ in range(warm_up):
             write(["x"])
         found = [counting.of(lambda: write(["x"]), operations) for _ in range(runs)]
@@ -306,7 +322,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def section(figures: Mapping[str, Any], *, table: Callable[[Sequence[str], Any], list[str]]) -> list[str]:
     """The section of ``docs/benchmarks.md`` on the calls."""
-    functions = list(figures["functions"].items())
+    functions, always = list(figures["functions"].items()), figures["always"]
     return [
         "## The calls of a dual write",
         "",
@@ -317,6 +333,8 @@ def section(figures: Mapping[str, Any], *, table: Callable[[Sequence[str], Any],
         f"- All functions written in Python: **{figures['python']:.0f}** (aim: at most 1,200), of which "
         f"{figures['background']:.0f} in threads other than the caller's, most of them to know how the transaction has ended.",
         f"- Functions written in C, called by them: {figures['built_in']:.0f}.",
+        f"- With `outbox=\"always\"`: {always['own'] - always['own_background']:.0f} of this library's own in the caller's thread, and "
+        f"{always['own_background']:.0f} in the sender's; of all, {always['python'] - always['background']:.0f} and {always['background']:.0f}.",
         "",
         *table(("package", "calls"), ([name, f"{calls:.0f}"] for name, calls in figures["packages"].items())),
         f"This library's functions with the most calls, of {len(functions)}:",
