@@ -27,6 +27,7 @@ from dualwrite.kafka import opening_messages
 from dualwrite.kafka.brokers import Brokers, Connections, NotYet
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.connection import Connection, ConnectionBroken
+from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.messages import EndTxn, NotOffered, OffsetForLeaderEpoch, TransactionEnded
 
 LENGTH = struct.Struct(">i")
@@ -454,6 +455,12 @@ def test_a_broker_that_is_too_old_is_a_matter_of_configuration(connections, brok
     broker.answers[API_VERSIONS] = lambda _: versions(KEYS | {END_TXN: (0, 4)})
     with pytest.raises(ConfigurationError, match=r"too old.*EndTxn 5"):
         end(connections)
+
+
+def test_a_broker_that_cannot_be_asked_for_a_right_refuses_nothing(broker):
+    broker.answers[API_VERSIONS] = lambda _: versions(KEYS | {END_TXN: (0, 4)})
+    with KafkaCoordinator(config(broker)) as coordinator:
+        assert coordinator.may_write_as("sink#0.plan", Deadline(PATIENCE_S))
 
 
 # Logins.

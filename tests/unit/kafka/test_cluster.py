@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualwrite.kafka.cluster import internal_partition
+from dualwrite.kafka.cluster import internal_partition, rights_of
 
 
 @pytest.mark.parametrize(
@@ -16,3 +16,8 @@ def test_a_key_belongs_to_the_partition_that_java_hashes_it_to(key, hashed):
 @pytest.mark.parametrize(("key", "partition"), [("polygenelubricants", 0), ("polygenelubricantt", (2**31 - 1) % 50)])
 def test_a_negative_hash_counts_by_its_absolute_value_and_the_least_one_as_zero(key, partition):
     assert internal_partition(key, 50) == partition
+
+
+def test_a_broker_tells_rights_by_bits_or_none():
+    assert rights_of(1 << 4 | 1 << 8) == {"Write", "Describe"}
+    assert rights_of(-(2**31)) is rights_of(0) is None
