@@ -31,7 +31,7 @@ from dualwrite.sinks.spark.digests import Fingerprint, Fingerprinted, RowNames, 
 from dualwrite.sinks.spark.quarantine import Sieve
 from dualwrite.sinks.spark.sendable import awaited, projected_batches, row_batches
 from dualwrite.sinks.spark.targets import Target
-from dualwrite.sinks.spark.worker import AlreadyWritten, Attempt, destination_of, servers
+from dualwrite.sinks.spark.worker import AlreadyWritten, Attempt, destination_of, servers, spare_collections
 from dualwrite.sinks.spark.writing import Progress, shown, whole_input, write_rows
 from dualwrite.writing.dual_write import DualWrite
 
@@ -129,6 +129,7 @@ class PartitionTask:
         context = TaskContext.get()
         if context is None:
             raise IllegalStateError("this function runs in a Spark task only")
+        spare_collections()
         return write_partition(self, context.partitionId(), context.attemptNumber(), batches, taken)
 
 

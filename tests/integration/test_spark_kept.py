@@ -1,8 +1,10 @@
 """Workers that Spark uses again keep their slots and producers: no claim and no new producer from the second batch on."""
 
+import gc
 import json
 from functools import partial
 
+import pyarrow as pa
 import pytest
 from click.testing import CliRunner
 from harness.spark import ROWS, SPARKS_ERRORS
@@ -55,6 +57,15 @@ def shifted(spark, batch):
     )
 
 
+def frozen_objects(spark):
+    """The objects that no garbage collection looks at any more, in some of the workers."""
+
+    def counted(batches):
+        yield from (pa.record_batch({"objects": pa.array([gc.get_freeze_count()], pa.int64())}) for _ in batches)
+
+    return [row.objects for row in spark.range(0, 8, 1, 8).mapInArrow(counted, "objects bigint").collect()]
+
+
 # In every run micro-batches show it, which are whole batches.
 @pytest.mark.thorough
 @pytest.mark.parametrize("leg", ["staging", "prepared"])
@@ -74,6 +85,7 @@ def test_partition_by_partition_nothing_is_claimed_after_the_first_batch_either(
     nothing_is_left(numbers)
     assert_each_was_claimed_once(numbers, batches=4)
     assert_idle_slots_are_settled(numbers)
+    assert max(frozen_objects(spark)) > 10_000  # the imported modules: Spark collects garbage after each task
 
 
 @pytest.mark.parametrize("how", ["whole", pytest.param("by partition", marks=pytest.mark.thorough)])
