@@ -127,7 +127,26 @@ def new_engine(url: URL, *, connect_args: Mapping[str, Any] | None = None, **opt
     made = create_engine(url, connect_args=given, **options)
     if url.get_backend_name() in MYSQL:
         event.listen(made, "connect", _keep_alive)
+    if options.get("isolation_level") == _READ_COMMITTED:
+        event.listen(made, "connect", _note_read_committed)
     return made
+
+
+_READ_COMMITTED: Final = "READ COMMITTED"
+
+
+def _note_read_committed(_: object, record: ConnectionPoolEntry) -> None:
+    record.info[_READ_COMMITTED] = True
+
+
+def at_read_committed(connection: Connection) -> None:
+    """Let the connection's transactions run at READ COMMITTED until it goes back to its pool.
+
+    One of an engine that was made for that level stays as it is: MySQL's drivers would set the level by two statements, and
+    again as the connection goes back.
+    """
+    if not connection.info.get(_READ_COMMITTED):
+        connection.execution_options(isolation_level=_READ_COMMITTED)
 
 
 _IDLE_S: Final = 1.0

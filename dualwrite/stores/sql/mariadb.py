@@ -27,6 +27,7 @@ from dualwrite.stores.sql.access import (
     LEFT_IN_AUTOCOMMIT,
     LEFT_OPEN,
     Meaning,
+    at_read_committed,
     driver_words,
     fileno_of,
     meaning_of,
@@ -295,7 +296,7 @@ class MariaDB:
             _change(connection, {name: _at_most(name, limit) for name in _IDLE})
 
     def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
-        connection.execution_options(isolation_level="READ COMMITTED")
+        at_read_committed(connection)
         queries_of(_usable_driver(connection)).begin()
         connection.begin()
         self._server.check(connection, tables)
@@ -303,7 +304,7 @@ class MariaDB:
         self._limit_idle(connection, self._idle_s)
 
     def begin_reading(self, connection: Connection) -> None:
-        connection.execution_options(isolation_level="READ COMMITTED")
+        at_read_committed(connection)
         self._server.check(connection)
 
     def standing_alone(self, lock_timeout_s: float) -> None:
