@@ -85,7 +85,8 @@ class SimulatedBrokers:
     def metadata(self, topics: Collection[str], deadline: Deadline, *, node: int | None = None) -> Message:
         """The topics with their leaders. A suspended leader is still shown as one."""
         del deadline, node
-        return SimpleNamespace(topics=[self._described(name) for name in topics])
+        described = [self._described(name) for name in topics]
+        return SimpleNamespace(cluster_id=self._simulation.broker.cluster_id, topics=described)
 
     def _described(self, name: str) -> Message:
         known = topic_id(self._simulation.broker, name)
@@ -96,7 +97,9 @@ class SimulatedBrokers:
             for topic, number in (found.topic_partition for found in self._simulation.broker.partitions)
             if topic == name
         ]
-        return SimpleNamespace(name=name, error_code=ErrorCode.NONE, topic_id=_bytes(known), partitions=partitions)
+        return SimpleNamespace(
+            name=name, error_code=ErrorCode.NONE, topic_id=_bytes(known), partitions=partitions, operations=0
+        )
 
     def nodes(self, deadline: Deadline) -> list[int]:
         """The brokers that may know a topic: one."""
