@@ -16,7 +16,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from dualwrite.protocol import lives
+from dualwrite.protocol import batches, lives, members
+from dualwrite.units import records
 
 WIDTH = 480
 STYLE = """<style>
@@ -384,17 +385,17 @@ STATES: dict[str, tuple[str, Mapping[Any, Mapping[Any, Enum]], Enum]] = {
     "states-write": ("One dual write", lives.WRITE_LIFE, lives.WriteState.BEGUN),
     "states-producer": ("One producer", lives.PRODUCER_LIFE, lives.ProducerState.CREATED),
     "states-lane": ("One lane", lives.LANE_LIFE, lives.LaneState.UNCLAIMED),
-    "states-lease": ("One lease of a numbered id, as its holder knows it", lives.LEASE_LIFE, lives.LeaseState.FREE),
+    "states-lease": ("One lease of a numbered id, as its holder knows it", members.LEASE_LIFE, members.LeaseState.FREE),
     "states-batch": (
         "One batch that many participants write, and that is decided at once",
-        lives.BATCH_LIFE,
-        lives.BatchState.PREPARED,
+        batches.BATCH_LIFE,
+        batches.BatchState.PREPARED,
     ),
-    "states-unit": ("Units, as a reader of their partition sees them", lives.UNIT_LIFE, lives.UnitState.START),
+    "states-unit": ("Units, as a reader of their partition sees them", records.UNIT_LIFE, records.UnitState.START),
     "states-unit-writer": (
         "Units, as the writer of their partition sees them",
-        lives.UNIT_WRITER_LIFE,
-        lives.UnitWriterState.CLAIMED,
+        records.UNIT_WRITER_LIFE,
+        records.UnitWriterState.CLAIMED,
     ),
 }
 

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from dualwrite.clock import Deadline
     from dualwrite.errors import DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable
     from dualwrite.protocol.blocking import ActionRecord, End, Intent
+    from dualwrite.protocol.members import Lease
     from dualwrite.protocol.message import Sendable
     from dualwrite.protocol.prepared_state import PreparedTxnState
-    from dualwrite.protocol.process import DatabaseVerdict, Lease
+    from dualwrite.protocol.process import DatabaseVerdict
     from dualwrite.protocol.settle import Later
     from dualwrite.protocol.values import (
         AsideMessage,

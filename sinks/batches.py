@@ -1,6 +1,6 @@
 """One database commit decides on every part of a batch, whichever engine writes it; and completes what was decided.
 
-:data:`~dualwrite.protocol.lives.BATCH_LIFE` is the order; an engine says through :class:`Batch` what its batch is.
+:data:`~dualwrite.protocol.batches.BATCH_LIFE` is the order; an engine says through :class:`Batch` what its batch is.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from dualwrite.errors import (
 from dualwrite.interfaces import StateStore, TransactionCoordinator, native_of
 from dualwrite.kafka.transaction_ends import PendingEnd, ask_for_ends
 from dualwrite.protocol.batches import (
+    BATCH_LIFE,
+    BatchEvent,
+    BatchState,
     CompletionStep,
     HandedOver,
     NativeHandedOver,
@@ -33,7 +36,7 @@ from dualwrite.protocol.batches import (
     next_native_completion_step,
     waited,
 )
-from dualwrite.protocol.lives import BATCH_LIFE, BatchEvent, BatchState, Machine
+from dualwrite.protocol.lives import Machine
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import Ended
 from dualwrite.protocol.values import Decision as RowDecision

@@ -34,7 +34,7 @@ from dualwrite.asyncio.transaction import (
 from dualwrite.clock import now_s
 from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.grouping import Unit, Units
-from dualwrite.protocol.process import LeaseTiming
+from dualwrite.protocol.members import LeaseTiming
 from dualwrite.protocol.values import DEFAULT_LIMITS, WriterLimits
 from dualwrite.stores.sql.access import async_engine_of, blocking_twin, engine_of
 from dualwrite.stores.sql.database import SqlDatabase, database_of, sql_of

@@ -44,8 +44,8 @@ from dualwrite.cli.report import (
 from dualwrite.errors import DatabaseWentBack, IllegalStateError
 from dualwrite.protocol.blocking import Blocker
 from dualwrite.protocol.findings import CheckResult, Status, worst
+from dualwrite.protocol.members import Lease
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.process import Lease
 from dualwrite.protocol.values import Incident, writer_of
 from dualwrite.recovery import doctor as diagnosis
 from dualwrite.recovery import operator

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from dualwrite.protocol.batches import outlook
 from dualwrite.protocol.blocking import Blocker, counted, number_ranges
+from dualwrite.protocol.members import Lease, place_of
 from dualwrite.protocol.prepared_state import Engine
-from dualwrite.protocol.process import Lease, place_of
 from dualwrite.protocol.settle import SettleStep
 from dualwrite.protocol.values import (
     AsideMessage,

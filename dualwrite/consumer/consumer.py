@@ -33,7 +33,7 @@ from dualwrite.consumer.partitions import (
 from dualwrite.errors import ConfigurationError, DualWriteError, Fenced, IllegalStateError, encoded, text_of
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.protocol.process import (
+from dualwrite.protocol.members import (
     Step,
     Trouble,
     around,

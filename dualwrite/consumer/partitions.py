@@ -22,7 +22,7 @@ from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import ConfigurationError, Fenced, TransactionAborted, Unavailable
 from dualwrite.kafka.coordinator import connection_settings
 from dualwrite.kafka.native.coordination import group_of
-from dualwrite.protocol.process import left_behind, member_prefix, pause_s
+from dualwrite.protocol.members import left_behind, member_prefix, pause_s
 from dualwrite.recovery.recover import status
 from dualwrite.stores.sql.consumed import NOTHING_YET, ClaimedOffset, ConsumedOffsets
 from dualwrite.waiting import Condition

@@ -50,7 +50,7 @@ from dualwrite.kafka.opening_messages import (
     ResourceType,
 )
 from dualwrite.kafka.transaction_ends import PostedQuestion, States
-from dualwrite.protocol.kafka_requirements import PROBES, TIME_LIMIT, TRANSACTION_STATE
+from dualwrite.protocol.findings import PROBES, TIME_LIMIT, TRANSACTION_STATE
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import Later
 from dualwrite.protocol.values import (

@@ -23,8 +23,7 @@ from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError, Tran
 from dualwrite.interfaces import TransactionCoordinator
 from dualwrite.kafka.error_codes import Failure
 from dualwrite.kafka.transaction_ends import PendingEnd, know_end
-from dualwrite.protocol.findings import Status
-from dualwrite.protocol.kafka_requirements import time_limit
+from dualwrite.protocol.findings import Status, time_limit
 from dualwrite.protocol.lives import WAY_ON, ProducerEvent, ProducerState
 from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch
 from dualwrite.protocol.settle import EndStep, left_undecided

@@ -39,12 +39,10 @@ from dualwrite.kafka.opening_messages import (
     Metadata,
     ResourceType,
 )
-from dualwrite.protocol.findings import Unasked
+from dualwrite.protocol.findings import PROBES, TIME_LIMIT, Unasked
 from dualwrite.protocol.kafka_requirements import (
     BROKER_SETTINGS,
     INTERNAL_TOPICS,
-    PROBES,
-    TIME_LIMIT,
     TOPIC_SETTINGS,
     BrokerFacts,
     KafkaFacts,

@@ -44,10 +44,11 @@ completed. A decided transaction is not enough: the decider's ``EndTxn`` may sti
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from enum import Enum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.protocol.settle import EndStep
@@ -287,3 +288,58 @@ def nobody_since(changes: Collection[datetime], lease_ends: Collection[datetime]
         return None
     last = max((*changes, *lease_ends), default=None)
     return None if last is None or now - last < timedelta(seconds=QUIET_S) else last
+
+
+# The life of one batch that is decided at once: many participants have prepared, and one database commit decides on
+# all.
+#
+# A failure before the commit leaves the batch undecided, and nothing of it is visible on either side. After it, Kafka
+# must follow for every participant. If the answer to the commit is missing, the batch is *in doubt* until a claim of
+# the participants' ids has ended the old session and the batch's own row has been read.
+
+
+class BatchState(Enum):
+    """The states of one batch."""
+
+    PREPARED = "prepared"
+    IN_DOUBT = "in doubt"
+    DECIDED = "decided"
+    FOLLOWING = "following"
+    WRITTEN = "written"
+    UNDECIDED = "undecided"
+
+
+class BatchEvent(Enum):
+    """The events of one batch.
+
+    ``COMMIT``: the database has committed the decision on every participant. ``FIND``: the batch's own row is there, so a
+    decision was committed. ``LOSE_ANSWER``: the answer to COMMIT is missing. ``ABORT``: the database has certainly rolled back.
+    ``COMPLETE``: the participants' transactions that need no claim are committed in Kafka and recorded. ``SETTLE``: all others
+    were claimed and settled.
+    """
+
+    COMMIT = "commit"
+    FIND = "find it written"
+    LOSE_ANSWER = "lose the answer"
+    ABORT = "abort"
+    COMPLETE = "complete"
+    SETTLE = "settle"
+
+
+_BATCH, _OF_BATCH = BatchState, BatchEvent
+
+BATCH_LIFE: Mapping[BatchState, Mapping[BatchEvent, BatchState]] = MappingProxyType(
+    {
+        _BATCH.PREPARED: {
+            _OF_BATCH.COMMIT: _BATCH.DECIDED,
+            _OF_BATCH.FIND: _BATCH.FOLLOWING,
+            _OF_BATCH.LOSE_ANSWER: _BATCH.IN_DOUBT,
+            _OF_BATCH.ABORT: _BATCH.UNDECIDED,
+        },
+        _BATCH.IN_DOUBT: {_OF_BATCH.FIND: _BATCH.WRITTEN, _OF_BATCH.ABORT: _BATCH.UNDECIDED},
+        _BATCH.DECIDED: {_OF_BATCH.COMPLETE: _BATCH.FOLLOWING},
+        _BATCH.FOLLOWING: {_OF_BATCH.SETTLE: _BATCH.WRITTEN},
+        _BATCH.WRITTEN: {},
+        _BATCH.UNDECIDED: {},
+    }
+)

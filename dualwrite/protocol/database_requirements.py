@@ -11,17 +11,18 @@ from functools import lru_cache
 from typing import Final
 
 from dualwrite.errors import DualWriteError
-from dualwrite.protocol.findings import Check, CheckResult, Status, Unasked, listed
-from dualwrite.protocol.values import TableFit, table_fit
-
-DATABASE: Final = "database"
-
-
-def refuse(*findings: CheckResult) -> None:
-    """Raise the first that is an error, as start-up and each dual write do."""
-    for finding in findings:
-        if finding.status is Status.ERROR:
-            raise finding.as_error()
+from dualwrite.protocol.findings import (
+    DATABASE,
+    Check,
+    CheckResult,
+    Unasked,
+    fsync,
+    listed,
+    postgresql_version,
+    read_only,
+    standby,
+    unlogged,
+)
 
 
 @dataclass(frozen=True)
@@ -48,42 +49,6 @@ def database_is_away(error: DualWriteError) -> CheckResult:
     return Check(DATABASE, "connection", "the database's commit is the decision of each dual write").refused(error)
 
 
-def tables_fit(found: str | None, own: str, *, where: str, migrate: str, go_back: str) -> CheckResult:
-    """Whether this library may work with the tables.
-
-    Args:
-        found: Their version; None if they are not there.
-        own: The version that this library was made for.
-        where: The database or schema, in words.
-        migrate: How to make or upgrade them.
-        go_back: The command with which a newer library brings them back.
-    """
-    check = Check(
-        DATABASE,
-        "tables",
-        "a writer works with tables of its own version, of the one before, and of the one after if that only adds",
-    )
-    if found is None:
-        return check.error(f"dualwrite's tables are not in {where}", migrate)
-    fit = table_fit(found, own)
-    shown = f"dualwrite's tables in {where} are of version {found}"
-    if fit is TableFit.SAME:
-        return check.ok(f"version {found}")
-    if fit is TableFit.NEWER:
-        return check.ok(f"version {found}; this library was made for {own}, and works with them")
-    if fit is TableFit.OLDER:
-        return check.warning(f"{shown}; this library, of version {own}, works without what that adds", migrate)
-    if fit is TableFit.TOO_OLD:
-        return check.error(
-            f"{shown}; they are older than this library, which needs {own}, or the version before", migrate
-        )
-    lacks = "they lack what it uses" if fit is TableFit.CONTRACTED else "it takes those of the next version at most"
-    return check.error(
-        f"{shown}; this library is older, it knows only {own}: {lacks}",
-        f"install the library's newer version; or go back with the newer one: {go_back}",
-    )
-
-
 def grants(facts: GrantFacts) -> CheckResult:
     """Whether the role may do what one purpose needs. Rights that nobody has given are not missed, unless all writers do."""
     check = Check(
@@ -101,7 +66,6 @@ def grants(facts: GrantFacts) -> CheckResult:
 
 # PostgreSQL.
 
-_OLDEST_POSTGRESQL: Final = (13,)
 _OLD_S: Final = 300.0
 """From this age on, what is open in the database is taken for forgotten."""
 _MANY_VERSIONS: Final = 1000
@@ -174,44 +138,6 @@ def judge_postgresql(facts: PostgresFacts) -> Iterator[CheckResult]:
         yield unlogged(table)
     if facts.outbox is not None:
         yield bloat(*facts.outbox)
-
-
-def postgresql_version(version: Sequence[int]) -> CheckResult:
-    """The oldest server that has what the library's statements use."""
-    shown = ".".join(map(str, version))
-    check = Check(DATABASE, "version", "the statements that decide use what came with PostgreSQL 13")
-    if tuple(version) < _OLDEST_POSTGRESQL:
-        return check.error(f"PostgreSQL {shown} is too old", "use PostgreSQL 13 or newer")
-    return check.ok(f"PostgreSQL {shown}")
-
-
-def standby(*, is_standby: bool) -> CheckResult:
-    """Only a primary can decide."""
-    check = Check(DATABASE, "primary", "a standby cannot decide, and may show old data")
-    if is_standby:
-        return check.error("the database is a standby", "connect to the primary (target_session_attrs=read-write)")
-    return check.ok("the database is a primary")
-
-
-def read_only(value: str) -> CheckResult:
-    """Whether transactions are read-only unless they say otherwise. ``value`` is ``on`` or ``off``."""
-    check = Check(DATABASE, "read-only", "a decision is a write")
-    if value == "on":
-        return check.error(
-            "the transaction is read-only",
-            "connect to the primary, with a role whose default_transaction_read_only is off",
-        )
-    return check.ok("transactions may write")
-
-
-def fsync(value: str) -> CheckResult:
-    """Whether the server forces its log to disk."""
-    check = Check(
-        DATABASE, "fsync", "committed data may be lost when its machine crashes, and then the messages have no rows"
-    )
-    if value == "off":
-        return check.warning("PostgreSQL runs with fsync=off", "set fsync=on in postgresql.conf, and reload it")
-    return check.ok(f"fsync={value}")
 
 
 def full_page_writes(value: str) -> CheckResult:
@@ -306,12 +232,6 @@ def pooler(facts: PoolerFacts | Unasked) -> CheckResult:
             "max_prepared_statements",
         )
     return check.ok("one that shares sessions by transaction; the driver prepares no statements under names")
-
-
-def unlogged(table: str) -> CheckResult:
-    """A table that the server does not log."""
-    check = Check(DATABASE, f"logging of {table}", "the server empties it after a crash, with what was committed in it")
-    return check.error(f"the table {table} is unlogged", f"ALTER TABLE {table} SET LOGGED")
 
 
 def old_versions(table: str, kept: int, oldest: Callable[[], str]) -> CheckResult:

@@ -1,7 +1,8 @@
-"""Findings: what a check has seen, why it matters, and how to mend it; and the rules for clocks, clients and the process.
+"""Findings: what a check has seen, why it matters, and how to mend it; and the rules that every writer applies.
 
 A rule takes what was seen, and says whether that is good enough, why it matters, and how to mend it. Start-up and ``dualwrite
-doctor`` apply the same rules, here and in the chapters on Kafka and on databases:
+doctor`` apply the same rules. Here are those of start-up, and of clocks, clients and the process; those that only the doctor
+applies are in the chapters on Kafka and on databases:
 
 =========  =======================================================================================================
 status     meaning
@@ -18,12 +19,13 @@ Whoever gathers facts gives :class:`Unasked` in the place of one that it could n
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
 from dualwrite.errors import ConfigurationError, DualWriteError
+from dualwrite.protocol.values import NEVER_MS, TableFit, table_fit
 
 
 class Status(Enum):
@@ -225,3 +227,126 @@ def worst(findings: Collection[CheckResult]) -> Status:
     """The worst status among findings; ``OK`` of none."""
     order = list(Status)
     return max((finding.status for finding in findings), key=order.index, default=Status.OK)
+
+
+# The rules that start-up and dual writes apply: of the database, and of the brokers' time limit.
+
+DATABASE: Final = "database"
+_OLDEST_POSTGRESQL: Final = (13,)
+KAFKA: Final = "Kafka"
+TIME_LIMIT: Final = "transaction.max.timeout.ms"
+TRANSACTION_STATE: Final = "__transaction_state"
+"""Kafka's own topic of transactional ids."""
+PROBES: Final = "dualwrite-probe."
+"""How the ids begin that are described as evidence that a list of ids is complete. No transaction uses them."""
+
+
+def refuse(*findings: CheckResult) -> None:
+    """Raise the first that is an error, as start-up and each dual write do."""
+    for finding in findings:
+        if finding.status is Status.ERROR:
+            raise finding.as_error()
+
+
+def tables_fit(found: str | None, own: str, *, where: str, migrate: str, go_back: str) -> CheckResult:
+    """Whether this library may work with the tables.
+
+    Args:
+        found: Their version; None if they are not there.
+        own: The version that this library was made for.
+        where: The database or schema, in words.
+        migrate: How to make or upgrade them.
+        go_back: The command with which a newer library brings them back.
+    """
+    check = Check(
+        DATABASE,
+        "tables",
+        "a writer works with tables of its own version, of the one before, and of the one after if that only adds",
+    )
+    if found is None:
+        return check.error(f"dualwrite's tables are not in {where}", migrate)
+    fit = table_fit(found, own)
+    shown = f"dualwrite's tables in {where} are of version {found}"
+    if fit is TableFit.SAME:
+        return check.ok(f"version {found}")
+    if fit is TableFit.NEWER:
+        return check.ok(f"version {found}; this library was made for {own}, and works with them")
+    if fit is TableFit.OLDER:
+        return check.warning(f"{shown}; this library, of version {own}, works without what that adds", migrate)
+    if fit is TableFit.TOO_OLD:
+        return check.error(
+            f"{shown}; they are older than this library, which needs {own}, or the version before", migrate
+        )
+    lacks = "they lack what it uses" if fit is TableFit.CONTRACTED else "it takes those of the next version at most"
+    return check.error(
+        f"{shown}; this library is older, it knows only {own}: {lacks}",
+        f"install the library's newer version; or go back with the newer one: {go_back}",
+    )
+
+
+def postgresql_version(version: Sequence[int]) -> CheckResult:
+    """The oldest server that has what the library's statements use."""
+    shown = ".".join(map(str, version))
+    check = Check(DATABASE, "version", "the statements that decide use what came with PostgreSQL 13")
+    if tuple(version) < _OLDEST_POSTGRESQL:
+        return check.error(f"PostgreSQL {shown} is too old", "use PostgreSQL 13 or newer")
+    return check.ok(f"PostgreSQL {shown}")
+
+
+def standby(*, is_standby: bool) -> CheckResult:
+    """Only a primary can decide."""
+    check = Check(DATABASE, "primary", "a standby cannot decide, and may show old data")
+    if is_standby:
+        return check.error("the database is a standby", "connect to the primary (target_session_attrs=read-write)")
+    return check.ok("the database is a primary")
+
+
+def read_only(value: str) -> CheckResult:
+    """Whether transactions are read-only unless they say otherwise. ``value`` is ``on`` or ``off``."""
+    check = Check(DATABASE, "read-only", "a decision is a write")
+    if value == "on":
+        return check.error(
+            "the transaction is read-only",
+            "connect to the primary, with a role whose default_transaction_read_only is off",
+        )
+    return check.ok("transactions may write")
+
+
+def fsync(value: str) -> CheckResult:
+    """Whether the server forces its log to disk."""
+    check = Check(
+        DATABASE, "fsync", "committed data may be lost when its machine crashes, and then the messages have no rows"
+    )
+    if value == "off":
+        return check.warning("PostgreSQL runs with fsync=off", "set fsync=on in postgresql.conf, and reload it")
+    return check.ok(f"fsync={value}")
+
+
+def unlogged(table: str) -> CheckResult:
+    """A table that the server does not log."""
+    check = Check(DATABASE, f"logging of {table}", "the server empties it after a crash, with what was committed in it")
+    return check.error(f"the table {table} is unlogged", f"ALTER TABLE {table} SET LOGGED")
+
+
+def time_limit(requested_ms: int | None, maximum_ms: int | None, chosen_ms: int, *, greatest_ms: int) -> CheckResult:
+    """Whether the brokers, and not the user, limit how long a decided transaction may wait for its completion.
+
+    ``maximum_ms`` is the brokers' setting, None if it cannot be read; ``greatest_ms`` the most that the client can ask for.
+    """
+    check = Check(
+        KAFKA,
+        TIME_LIMIT,
+        f"if a decided transaction is not completed within {chosen_ms / 1000:.0f} s (owner dead, no recovery run), the "
+        "broker aborts it and it is LOST",
+    )
+    if requested_ms is not None:
+        return check.ok(f"the settings ask for {requested_ms} ms themselves")
+    if chosen_ms >= greatest_ms:
+        return check.ok(str(maximum_ms))
+    remedy = f"set {TIME_LIMIT}={NEVER_MS} on the brokers"
+    if maximum_ms is None:
+        return check.warning(
+            f"The brokers' {TIME_LIMIT} cannot be read, so their default of {chosen_ms} is assumed",
+            f"{remedy}, and grant DescribeConfigs on the cluster",
+        )
+    return check.warning(f"The brokers' {TIME_LIMIT} is {maximum_ms}", remedy)

@@ -10,10 +10,21 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dualwrite.errors import ConfigurationError, DualWriteError
-from dualwrite.protocol.findings import Check, CheckResult, Status, Unasked, clock, listed
+from dualwrite.protocol.findings import (
+    KAFKA,
+    PROBES,
+    TIME_LIMIT,
+    TRANSACTION_STATE,
+    Check,
+    CheckResult,
+    Status,
+    Unasked,
+    clock,
+    listed,
+    time_limit,
+)
 from dualwrite.protocol.values import NEVER_MS, OFFSETS_TOPIC, other_cluster
 
-KAFKA: Final = "Kafka"
 _COMPLETE: Final = 2
 """The ``transaction.version`` from which on each transaction has an epoch of its own (KIP-890)."""
 _RELEASES: Final = {
@@ -40,13 +51,8 @@ _FORGETS_FROM: Final = (4, 3)
 _SAFE_REPLICAS: Final = 3
 _SAFE_IN_SYNC: Final = 2
 _LEAST_RETENTION_MS: Final = 86_400_000
-TIME_LIMIT: Final = "transaction.max.timeout.ms"
 TWO_PHASE_COMMIT: Final = "transaction.two.phase.commit.enable"
 UNSTABLE_VERSIONS: Final = "unstable.api.versions.enable"
-TRANSACTION_STATE: Final = "__transaction_state"
-"""Kafka's own topic of transactional ids."""
-PROBES: Final = "dualwrite-probe."
-"""How the ids begin that are described as evidence that a list of ids is complete. No transaction uses them."""
 
 
 TOPIC_SETTINGS: Final = (
@@ -294,30 +300,6 @@ def _may_forget(broker: BrokerFacts) -> bool:
 def _in_sync_of(topic: TopicFacts) -> int:
     """The topic's ``min.insync.replicas``. One that may not be read counts as enough: its own check says so."""
     return _SAFE_IN_SYNC if isinstance(topic.settings, Unasked) else int(topic.settings.get("min.insync.replicas", "1"))
-
-
-def time_limit(requested_ms: int | None, maximum_ms: int | None, chosen_ms: int, *, greatest_ms: int) -> CheckResult:
-    """Whether the brokers, and not the user, limit how long a decided transaction may wait for its completion.
-
-    ``maximum_ms`` is the brokers' setting, None if it cannot be read; ``greatest_ms`` the most that the client can ask for.
-    """
-    check = Check(
-        KAFKA,
-        TIME_LIMIT,
-        f"if a decided transaction is not completed within {chosen_ms / 1000:.0f} s (owner dead, no recovery run), the "
-        "broker aborts it and it is LOST",
-    )
-    if requested_ms is not None:
-        return check.ok(f"the settings ask for {requested_ms} ms themselves")
-    if chosen_ms >= greatest_ms:
-        return check.ok(str(maximum_ms))
-    remedy = f"set {TIME_LIMIT}={NEVER_MS} on the brokers"
-    if maximum_ms is None:
-        return check.warning(
-            f"The brokers' {TIME_LIMIT} cannot be read, so their default of {chosen_ms} is assumed",
-            f"{remedy}, and grant DescribeConfigs on the cluster",
-        )
-    return check.warning(f"The brokers' {TIME_LIMIT} is {maximum_ms}", remedy)
 
 
 def _time_limit(facts: KafkaFacts) -> CheckResult:

@@ -20,7 +20,7 @@ from enum import Enum
 from math import inf
 from typing import Final, TypeAlias
 
-from dualwrite.protocol.lives import LeaseState
+from dualwrite.protocol.members import LeaseState
 from dualwrite.protocol.outbox import growing_pause_s
 
 URGENT_S: Final = 5.0

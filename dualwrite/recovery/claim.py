@@ -52,7 +52,7 @@ from dualwrite.recovery.settle import settle
 if TYPE_CHECKING:
     from tenacity import RetryCallState
 
-    from dualwrite.protocol.process import Place
+    from dualwrite.protocol.members import Place
     from dualwrite.protocol.values import Decision, Incident
 
 
@@ -97,7 +97,7 @@ def place_of_this_process() -> Place | None:
         namespace = Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
         return None
-    from dualwrite.protocol.process import Place  # noqa: PLC0415 - most writers have no lease
+    from dualwrite.protocol.members import Place  # noqa: PLC0415 - most writers have no lease
 
     return Place(f"{boot}/{namespace}", os.getpid())
 

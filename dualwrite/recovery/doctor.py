@@ -19,9 +19,9 @@ from dualwrite.kafka.brokers import inherited, was_forked
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.protocol import findings
-from dualwrite.protocol.database_requirements import DATABASE, database_is_away
-from dualwrite.protocol.findings import CLIENTS, CLOCKS, PROCESS, Check, CheckResult, Unasked
-from dualwrite.protocol.kafka_requirements import KAFKA, Named, judge_kafka, kafka_is_away, same_cluster
+from dualwrite.protocol.database_requirements import database_is_away
+from dualwrite.protocol.findings import CLIENTS, CLOCKS, DATABASE, KAFKA, PROCESS, Check, CheckResult, Unasked
+from dualwrite.protocol.kafka_requirements import Named, judge_kafka, kafka_is_away, same_cluster
 from dualwrite.protocol.values import check_not_empty, check_seconds
 from dualwrite.stores.sql.database import SqlDatabase, database_of, is_made_here
 

@@ -33,7 +33,7 @@ from dualwrite.cli.report import partitions_words, will_do
 from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError
 from dualwrite.protocol.blocking import Deed
-from dualwrite.protocol.lives import LeaseState
+from dualwrite.protocol.members import LeaseState
 from dualwrite.protocol.supervision import Reason, View, plan, why_not_by_hand
 from dualwrite.protocol.values import TransactionStatus
 from dualwrite.recovery.claim import default_owner

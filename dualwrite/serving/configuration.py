@@ -19,7 +19,7 @@ from typing import Final, TypeAlias
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.protocol.blocking import Deed
-from dualwrite.protocol.process import check_fleet
+from dualwrite.protocol.members import check_fleet
 from dualwrite.protocol.supervision import Rule
 from dualwrite.protocol.values import check_seconds
 

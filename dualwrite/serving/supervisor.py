@@ -23,8 +23,8 @@ from dualwrite.clock import now_s
 from dualwrite.errors import ConfigurationError, DualWriteError, Unavailable
 from dualwrite.protocol.blocking import Deed, End, Ended, Intent
 from dualwrite.protocol.findings import CheckResult, Status
+from dualwrite.protocol.members import LeaseTiming
 from dualwrite.protocol.outbox import growing_pause_s
-from dualwrite.protocol.process import LeaseTiming
 from dualwrite.protocol.supervision import UNTRIED, Action, Planned, Seen, Tries, View, plan
 from dualwrite.protocol.values import member_id, writer_of
 from dualwrite.recovery.claim import default_owner, lease_owner
@@ -40,7 +40,7 @@ from dualwrite.writing.left_behind import Waits, recover, what_waits
 if TYPE_CHECKING:
     from dualwrite.interfaces import Database, History
     from dualwrite.protocol.blocking import ActionRecord, Blocker
-    from dualwrite.protocol.process import Lease
+    from dualwrite.protocol.members import Lease
     from dualwrite.protocol.values import Incident, StateRow
     from dualwrite.recovery.recover import IdStatus, RecoveryReport
     from dualwrite.serving.configuration import Settings, Target

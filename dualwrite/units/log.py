@@ -23,8 +23,18 @@ from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.interfaces import Closing
 from dualwrite.kafka.coordinator import connection_settings
 from dualwrite.kafka.librdkafka.handle import list_offsets
-from dualwrite.protocol.lives import Effect, UnitEvent
-from dualwrite.units.records import BatchRange, Follower, Offsets, Partition, Snapshot, UnitImage, UnitRecord, event_of
+from dualwrite.units.records import (
+    BatchRange,
+    Effect,
+    Follower,
+    Offsets,
+    Partition,
+    Snapshot,
+    UnitEvent,
+    UnitImage,
+    UnitRecord,
+    event_of,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,13 @@ import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
 from typing import Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.errors import encoded as encoded_text
-from dualwrite.protocol.lives import EFFECTS, UNIT_LIFE, Effect, Machine, UnitEvent, UnitState
+from dualwrite.protocol.lives import Machine
 
 HEADER: Final = "dualwrite.unit"
 LONGEST_TEXT: Final = 255
@@ -25,6 +27,155 @@ Headers: TypeAlias = Sequence[tuple[str, bytes | None]]
 _FRAME_VERSION: Final = 1
 _MESSAGE_VERSION: Final = 0
 _TEXT_TAG: Final = 0
+
+
+# The life of the units in one partition, as its readers and its one writer see them (KIP-868).
+#
+# A unit is a begin marker, any number of records in any number of Kafka transactions, and an end or abort marker. Three
+# rules keep it whole: one unit at a time, nothing between its records, no marker inside it. Every record of a unit says
+# that it is one, so that a reader that begins in the middle of a unit, because retention has deleted its begin, knows
+# that it does.
+
+
+class UnitState(Enum):
+    """Where a reader stands.
+
+    ``START``: at the beginning of the log, or of what retention has left; nothing is read. ``CUT``: in a unit whose begin is
+    deleted. ``OUTSIDE``: in no unit. ``INSIDE``: in a unit that may yet end or abort.
+    """
+
+    START = "start"
+    CUT = "cut"
+    OUTSIDE = "outside"
+    INSIDE = "inside"
+
+
+class UnitEvent(Enum):
+    """The records that a reader may find.
+
+    ``RECORD``: a record that belongs to no unit. ``BEGIN``, ``END``, ``ABORT``: the markers. ``PART``: a record of a unit.
+    """
+
+    RECORD = "record"
+    BEGIN = "begin"
+    PART = "part"
+    END = "end"
+    ABORT = "abort"
+
+
+class Effect(Enum):
+    """The effect of a record on what a reader shows.
+
+    ``HOLD``: apply it where nobody sees it yet. ``SHOW``: apply it and publish. ``PUBLISH``: publish what was held. ``REVERT``:
+    forget what was held. ``SKIP``: nothing.
+    """
+
+    HOLD = "hold"
+    SHOW = "show"
+    PUBLISH = "publish"
+    REVERT = "revert"
+    SKIP = "skip"
+
+
+_UNIT, _OF_UNIT, _EFFECT = UnitState, UnitEvent, Effect
+
+UNIT_LIFE: Mapping[UnitState, Mapping[UnitEvent, UnitState]] = MappingProxyType(
+    {
+        _UNIT.START: {
+            _OF_UNIT.RECORD: _UNIT.OUTSIDE,
+            _OF_UNIT.BEGIN: _UNIT.INSIDE,
+            _OF_UNIT.PART: _UNIT.CUT,
+            _OF_UNIT.END: _UNIT.OUTSIDE,
+            _OF_UNIT.ABORT: _UNIT.OUTSIDE,
+        },
+        _UNIT.CUT: {_OF_UNIT.PART: _UNIT.CUT, _OF_UNIT.END: _UNIT.OUTSIDE, _OF_UNIT.ABORT: _UNIT.OUTSIDE},
+        _UNIT.OUTSIDE: {_OF_UNIT.RECORD: _UNIT.OUTSIDE, _OF_UNIT.BEGIN: _UNIT.INSIDE},
+        _UNIT.INSIDE: {_OF_UNIT.PART: _UNIT.INSIDE, _OF_UNIT.END: _UNIT.OUTSIDE, _OF_UNIT.ABORT: _UNIT.OUTSIDE},
+    }
+)
+
+EFFECTS: Mapping[UnitState, Mapping[UnitEvent, Effect]] = MappingProxyType(
+    {
+        _UNIT.START: {
+            _OF_UNIT.RECORD: _EFFECT.SHOW,
+            _OF_UNIT.BEGIN: _EFFECT.SKIP,
+            _OF_UNIT.PART: _EFFECT.SKIP,
+            _OF_UNIT.END: _EFFECT.SKIP,
+            _OF_UNIT.ABORT: _EFFECT.SKIP,
+        },
+        _UNIT.CUT: {_OF_UNIT.PART: _EFFECT.SKIP, _OF_UNIT.END: _EFFECT.SKIP, _OF_UNIT.ABORT: _EFFECT.SKIP},
+        _UNIT.OUTSIDE: {_OF_UNIT.RECORD: _EFFECT.SHOW, _OF_UNIT.BEGIN: _EFFECT.SKIP},
+        _UNIT.INSIDE: {_OF_UNIT.PART: _EFFECT.HOLD, _OF_UNIT.END: _EFFECT.PUBLISH, _OF_UNIT.ABORT: _EFFECT.REVERT},
+    }
+)
+"""The visibility rule, for every event that `UNIT_LIFE` allows."""
+
+
+class UnitWriterState(Enum):
+    """Where the writer of a partition stands.
+
+    ``CLAIMED``: it owns the partition, and has not looked at the end of the log. ``BETWEEN``: no unit is unfinished.
+    ``WITHIN``: a unit is begun in the log. ``BROKEN``: it does not know what the log holds.
+    """
+
+    CLAIMED = "claimed"
+    BETWEEN = "between"
+    WITHIN = "within"
+    BROKEN = "broken"
+
+
+class UnitWriterEvent(Enum):
+    """The steps of a writer: its own records count once their Kafka transaction is complete.
+
+    ``FIND_ENDED``, ``FIND_UNFINISHED``: what the last record of the log says. ``WHOLE``: a whole unit in one transaction.
+    ``FAIL``: a transaction may or may not be in the log.
+    """
+
+    FIND_ENDED = "find ended"
+    FIND_UNFINISHED = "find unfinished"
+    BEGIN = "begin"
+    PART = "part"
+    END = "end"
+    WHOLE = "whole unit"
+    ABORT = "abort"
+    FAIL = "fail"
+
+
+_UNIT_WRITER, _OF_UNIT_WRITER = UnitWriterState, UnitWriterEvent
+
+UNIT_WRITER_LIFE: Mapping[UnitWriterState, Mapping[UnitWriterEvent, UnitWriterState]] = MappingProxyType(
+    {
+        _UNIT_WRITER.CLAIMED: {
+            _OF_UNIT_WRITER.FIND_ENDED: _UNIT_WRITER.BETWEEN,
+            _OF_UNIT_WRITER.FIND_UNFINISHED: _UNIT_WRITER.WITHIN,
+            _OF_UNIT_WRITER.FAIL: _UNIT_WRITER.BROKEN,
+        },
+        _UNIT_WRITER.BETWEEN: {
+            _OF_UNIT_WRITER.BEGIN: _UNIT_WRITER.WITHIN,
+            _OF_UNIT_WRITER.WHOLE: _UNIT_WRITER.BETWEEN,
+            _OF_UNIT_WRITER.FAIL: _UNIT_WRITER.BROKEN,
+        },
+        _UNIT_WRITER.WITHIN: {
+            _OF_UNIT_WRITER.PART: _UNIT_WRITER.WITHIN,
+            _OF_UNIT_WRITER.END: _UNIT_WRITER.BETWEEN,
+            _OF_UNIT_WRITER.ABORT: _UNIT_WRITER.BETWEEN,
+            _OF_UNIT_WRITER.FAIL: _UNIT_WRITER.BROKEN,
+        },
+        _UNIT_WRITER.BROKEN: {_OF_UNIT_WRITER.FAIL: _UNIT_WRITER.BROKEN},
+    }
+)
+
+
+def found_at_the_end(last: UnitEvent | None) -> UnitWriterEvent:
+    """The failover rule: what the last record of the log, or None, tells its next writer. An unfinished unit must be aborted.
+
+    Only the end of the log can hold an unfinished unit, since a writer begins none before the last one has ended.
+    """
+    unfinished = last in {UnitEvent.BEGIN, UnitEvent.PART}
+    return UnitWriterEvent.FIND_UNFINISHED if unfinished else UnitWriterEvent.FIND_ENDED
+
+
+# The records of units, and the image that they make.
 
 
 class UnitRecord(NamedTuple):

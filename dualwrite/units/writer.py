@@ -23,26 +23,23 @@ from dualwrite.errors import (
     Unavailable,
     text_of,
 )
-from dualwrite.protocol.lives import (
-    UNIT_WRITER_LIFE,
-    Machine,
-    UnitEvent,
-    UnitWriterEvent,
-    UnitWriterState,
-    WriteState,
-    found_at_the_end,
-)
+from dualwrite.protocol.lives import Machine, WriteState
 from dualwrite.protocol.values import WriterLimits
 from dualwrite.units.log import UNIT_PARTITION, PartitionLogs
 from dualwrite.units.records import (
+    UNIT_WRITER_LIFE,
     AbortTransaction,
     BatchRange,
     BeginTransaction,
     EndTransaction,
     Headers,
+    UnitEvent,
     UnitRecord,
+    UnitWriterEvent,
+    UnitWriterState,
     event_of,
     following,
+    found_at_the_end,
     marker_record,
     part_of_unit,
     shortened,

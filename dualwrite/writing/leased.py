@@ -22,8 +22,18 @@ from dualwrite import failpoints
 from dualwrite.clock import now_s
 from dualwrite.errors import DualWriteError, Fenced, IllegalStateError, TransactionAborted
 from dualwrite.interfaces import Leases
-from dualwrite.protocol.lives import LEASE_LIFE, LeaseEvent, LeaseState, Machine
-from dualwrite.protocol.process import Health, Lease, LeaseTiming, check_fleet, heard, holder_has_died
+from dualwrite.protocol.lives import Machine
+from dualwrite.protocol.members import (
+    LEASE_LIFE,
+    Lease,
+    LeaseEvent,
+    LeaseState,
+    LeaseTiming,
+    check_fleet,
+    heard,
+    holder_has_died,
+)
+from dualwrite.protocol.process import Health
 from dualwrite.protocol.values import writer_of
 from dualwrite.recovery.claim import LOSSES, has_ended, lease_owner, place_of_this_process
 from dualwrite.writing import transaction

@@ -40,6 +40,7 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.kafka.config import KafkaConfig
+from dualwrite.protocol.members import LeaseTiming, check_fleet
 from dualwrite.protocol.outbox import (
     COLUMNS_FROM,
     MOST_BYTES,
@@ -53,7 +54,6 @@ from dualwrite.protocol.outbox import (
 )
 from dualwrite.protocol.outbox_table import BadRow, OutboxTable, channel, relay_id
 from dualwrite.protocol.outbox_table import Mapping as RowMapping
-from dualwrite.protocol.process import LeaseTiming, check_fleet
 from dualwrite.protocol.values import OutboxMode, WhenRefused, WriterLimits, check_count, check_seconds
 from dualwrite.recovery.claim import LOSSES, lease_owner
 from dualwrite.stores.sql.access import map_database_error

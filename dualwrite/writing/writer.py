@@ -192,7 +192,7 @@ class DualWriter(Submitting):
         Raises:
             ConfigurationError: A setting cannot work.
         """
-        from dualwrite.protocol.process import LeaseTiming  # noqa: PLC0415 - most writers have no lease
+        from dualwrite.protocol.members import LeaseTiming  # noqa: PLC0415 - most writers have no lease
         from dualwrite.writing.leased import LeasedWriter  # noqa: PLC0415 - it is made of this class
 
         return LeasedWriter(fleet, LeaseTiming(lease_timeout_s, heartbeat_s), **settings)

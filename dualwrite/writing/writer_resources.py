@@ -37,7 +37,6 @@ from dualwrite.errors import (
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import LaneProducer
 from dualwrite.kafka.transaction_ends import EndQuestions, look_again
-from dualwrite.protocol.kafka_requirements import compaction
 from dualwrite.protocol.process import Health, OpeningStep, after_failed_opening
 from dualwrite.protocol.values import DEFAULT_LIMITS, Partition, lane_id, lane_number, outbox_id
 from dualwrite.recovery.claim import OwnerContext, claim_every_lane, claim_lanes, reporting_at_open, settle_lanes
@@ -130,6 +129,8 @@ class ReaderWarnings:
         self._looked_up |= new
         try:
             for topic in sorted(self._coordinator.compacted(new, Deadline(_LOOK_S))):
+                from dualwrite.protocol.kafka_requirements import compaction  # noqa: PLC0415 - the doctor's rules
+
                 logger.warning("%s: %s", self._name, compaction(topic, "compact"))
         except Exception as error:  # noqa: BLE001 - it is only a warning
             logger.debug("could not find out whether topics are compacted: %s", error)

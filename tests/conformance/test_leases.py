@@ -13,8 +13,7 @@ from sqlalchemy import event
 from dualwrite import failpoints
 from dualwrite.errors import ConfigurationError
 from dualwrite.failpoints import FailpointError
-from dualwrite.protocol.lives import LeaseState
-from dualwrite.protocol.process import Lease
+from dualwrite.protocol.members import Lease, LeaseState
 from dualwrite.stores.sql import leases as module
 from dualwrite.stores.sql.leases import Leases, living_members, read_leases
 from dualwrite.stores.sql.tables import database_now_plus

@@ -22,10 +22,9 @@ from dualwrite import ConfigurationError, DualWriter, Fenced, TransactionAborted
 from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError
 from dualwrite.failpoints import FailpointError
-from dualwrite.protocol.lives import UnitState, UnitWriterState
 from dualwrite.units import BatchReader, KeyedImage, UnitReader, UnitWriter
 from dualwrite.units.log import PartitionLogs
-from dualwrite.units.records import HEADER, AbortTransaction, decoded
+from dualwrite.units.records import HEADER, AbortTransaction, UnitState, UnitWriterState, decoded
 from dualwrite.units.writer import Written, announce_batch
 
 pytestmark = on_postgresql

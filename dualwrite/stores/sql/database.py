@@ -33,7 +33,7 @@ from dualwrite.stores.sql.tables import declare_tables
 
 if TYPE_CHECKING:
     from dualwrite.interfaces import StateStore
-    from dualwrite.protocol.process import Lease
+    from dualwrite.protocol.members import Lease
     from dualwrite.stores.sql.leases import Leases
     from dualwrite.stores.sql.operators import Forgetting, History
 
@@ -156,7 +156,7 @@ class SqlDatabase(Database):
         """Only PostgreSQL keeps old versions where look-ups meet them."""
         if self.engine.dialect.name != "postgresql":
             return ()
-        from dualwrite.stores.sql.postgresql import kept_versions  # noqa: PLC0415 - large, as in dialect_of
+        from dualwrite.stores.sql.operators import kept_versions  # noqa: PLC0415 - writers do not need it
 
         try:
             with self.engine.connect() as connection:

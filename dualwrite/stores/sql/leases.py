@@ -41,8 +41,7 @@ from sqlalchemy import (
 
 from dualwrite import failpoints
 from dualwrite.errors import ConfigurationError, Fenced, Unavailable
-from dualwrite.protocol.lives import LeaseState
-from dualwrite.protocol.process import Lease, check_fleet, numbers_to_try, place_of
+from dualwrite.protocol.members import Lease, LeaseState, check_fleet, numbers_to_try, place_of
 from dualwrite.protocol.values import member_id, writer_of
 from dualwrite.stores.sql.access import engine_of, map_database_error
 from dualwrite.stores.sql.short_transactions import ShortTransactions, dialect_of

@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from sqlalchemy import (
     Column,
@@ -25,8 +25,10 @@ from sqlalchemy import (
     false,
     func,
     insert,
+    literal_column,
     or_,
     select,
+    text,
     tuple_,
     union_all,
     update,
@@ -36,14 +38,16 @@ from sqlalchemy import table as any_table
 from dualwrite.errors import ConfigurationError, DualWriteError, Unavailable
 from dualwrite.protocol.blocking import ActionRecord, Deed, End, Ended, Intent
 from dualwrite.protocol.database_requirements import (
-    DATABASE,
     GrantFacts,
+    PoolerFacts,
+    PostgresFacts,
     database_is_away,
     grants,
     judge_mariadb,
     judge_postgresql,
+    old_versions,
 )
-from dualwrite.protocol.findings import Check, CheckResult, Status, Unasked, clock
+from dualwrite.protocol.findings import DATABASE, Check, CheckResult, Status, Unasked, clock
 from dualwrite.protocol.values import lane_id, owner_prefix, parse_cluster, pool_of_sink
 from dualwrite.stores.sql.access import (
     PURPOSES,
@@ -54,12 +58,15 @@ from dualwrite.stores.sql.access import (
     grants_to_work,
     map_database_error,
     meaning_of,
+    version_of,
 )
+from dualwrite.stores.sql.drivers import own_connection
 from dualwrite.stores.sql.short_transactions import FoundTables, ShortTransactions, dialect_of, judge_tables
 from dualwrite.stores.sql.tables import MYSQL, VERSION_TABLE, columns_at, database_now, declare_tables, in_chunks
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine, FromClause
+    from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from dualwrite.protocol.values import StateRow
     from dualwrite.stores.sql.dialect import Dialect
@@ -111,9 +118,7 @@ def _look(connection: Connection, dialect: Dialect, schema: str | None) -> Itera
 
 
 def _postgresql(connection: Connection, tables: Tables, found: FoundTables | None) -> Iterator[CheckResult]:
-    from dualwrite.stores.sql.postgresql import facts_of, kept_versions  # noqa: PLC0415 - large, as in dialect_of
-
-    yield from judge_postgresql(facts_of(connection, None if found is None else tables))
+    yield from judge_postgresql(_postgresql_facts(connection, None if found is None else tables))
     if found is not None:
         yield kept_versions(connection, tables)
 
@@ -495,3 +500,97 @@ def _record(row: Row[Any]) -> ActionRecord:
         None if row.outcome is None else Ended(row.outcome),
         row.result,
     )
+
+
+# What shows of PostgreSQL: its settings, a pooler, and old versions of rows.
+
+_DEAD: Final = text("SELECT n_dead_tup FROM pg_stat_all_tables WHERE relid = to_regclass(:name)")
+_OLDEST_SNAPSHOT: Final = text(
+    "SELECT pid, coalesce(nullif(application_name, ''), backend_type), coalesce(state, 'unknown') FROM pg_stat_activity "
+    "WHERE backend_xmin IS NOT NULL AND pid <> pg_backend_pid() ORDER BY age(backend_xmin) DESC, pid LIMIT 1"
+)
+
+
+def kept_versions(connection: Connection, tables: Tables) -> CheckResult:
+    """What was found about old versions of rows that cannot be removed.
+
+    While any snapshot in the database is older, PostgreSQL keeps a version of each update, and each look-up reads past all of
+    them.
+    """
+    name = connection.dialect.identifier_preparer.format_table(tables.state)
+    kept = connection.scalar(_DEAD, {"name": name}) or 0
+    return old_versions(name, kept, lambda: _oldest_snapshot(connection))
+
+
+def _oldest_snapshot(connection: Connection) -> str:
+    oldest = connection.execute(_OLDEST_SNAPSHOT).one_or_none()
+    if oldest is None:
+        return "this role may see no session that holds them"
+    return f"of the sessions that this role may see, {oldest[0]} ({oldest[1]}, {oldest[2]}) has the oldest snapshot"
+
+
+# What shows of the server and of a pooler, for the rules about both.
+
+_SETTINGS: Final = (
+    "default_transaction_read_only",
+    "fsync",
+    "full_page_writes",
+    "max_prepared_transactions",
+    "synchronous_commit",
+    "synchronous_standby_names",
+)
+_ALL_PREPARED: Final = text(
+    "SELECT gid, extract(epoch FROM clock_timestamp() - prepared)::float FROM pg_prepared_xacts "
+    "WHERE database = current_database() ORDER BY prepared"
+)
+_IDLE_SESSIONS: Final = text(
+    "SELECT pid || ' (' || coalesce(nullif(application_name, ''), usename) || ')', "
+    "extract(epoch FROM clock_timestamp() - xact_start)::float FROM pg_stat_activity "
+    "WHERE datname = current_database() AND state LIKE 'idle in transaction%' AND pid <> pg_backend_pid() "
+    "ORDER BY xact_start"
+)
+_OUTBOX_SIZE: Final = text(
+    "SELECT n_dead_tup, n_live_tup, pg_total_relation_size(relid) FROM pg_stat_all_tables WHERE relid = to_regclass(:name)"
+)
+
+
+def _postgresql_facts(connection: Connection, tables: Tables | None) -> PostgresFacts:
+    """What shows of the server to this role. ``tables`` is None if they are not there."""
+    from dualwrite.stores.sql.postgresql import unlogged_tables  # noqa: PLC0415 - large, as in dialect_of
+
+    settings = text(", ".join(f"current_setting('{name}')" for name in _SETTINGS))
+    *values, is_standby = connection.execute(select(settings, literal_column("pg_is_in_recovery()"))).one()
+    outbox = None
+    if tables is not None:
+        name = connection.dialect.identifier_preparer.format_table(tables.outbox)
+        outbox = connection.execute(_OUTBOX_SIZE, {"name": name}).one_or_none()
+    return PostgresFacts(
+        version=version_of(connection),
+        is_standby=bool(is_standby),
+        settings=dict(zip(_SETTINGS, map(str, values), strict=True)),
+        pooler=_pooler(connection),
+        prepared=[(gid, age_s) for gid, age_s in connection.execute(_ALL_PREPARED)],
+        idle=[(who, age_s) for who, age_s in connection.execute(_IDLE_SESSIONS)],
+        unlogged=() if tables is None else tuple(unlogged_tables(connection, tables)),
+        outbox=None if outbox is None else (outbox[0], outbox[1], outbox[2]),
+    )
+
+
+def _pooler(connection: Connection) -> PoolerFacts | Unasked:
+    """What shows of a pooler.
+
+    It tells each connection a process id of its own, and where it shares sessions, the next connection gets ours.
+    """
+    from dualwrite.stores.sql.postgresql import WHICH_SERVER  # noqa: PLC0415 - large, as in dialect_of
+
+    driver: Any = own_connection(cast("DBAPIConnection", connection.connection.dbapi_connection))
+    ours = connection.exec_driver_sql(WHICH_SERVER).scalar()
+    if ours == driver.pgconn.backend_pid:
+        return PoolerFacts(is_between=False, shares=False, prepares=False)
+    connection.commit()  # a pooler by transaction now gives the session to the next connection that needs one
+    try:
+        with connection.engine.connect() as other:
+            theirs = other.exec_driver_sql(WHICH_SERVER).scalar()
+    except exc.SQLAlchemyError as error:
+        return Unasked(f"a pooler is there, and a second connection could not be made: {driver_words(error)}")
+    return PoolerFacts(is_between=True, shares=theirs == ours, prepares=driver.prepare_threshold is not None)

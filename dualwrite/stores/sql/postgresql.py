@@ -48,9 +48,8 @@ from sqlalchemy.util import await_only
 
 from dualwrite.clock import now_s
 from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError
-from dualwrite.protocol import database_requirements as requirements
-from dualwrite.protocol.database_requirements import refuse
-from dualwrite.protocol.findings import CheckResult, Status, Unasked
+from dualwrite.protocol import findings
+from dualwrite.protocol.findings import Status, refuse
 from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.protocol.values import PackedColumn
 from dualwrite.stores.sql import dialect
@@ -60,7 +59,6 @@ from dualwrite.stores.sql.access import (
     LEFT_OPEN,
     Begun,
     begun_on,
-    driver_words,
     ended_inside,
     sqlstate_of,
     stand_alone,
@@ -68,6 +66,7 @@ from dualwrite.stores.sql.access import (
 )
 from dualwrite.stores.sql.dialect import Identity, Standing
 from dualwrite.stores.sql.drivers import PREFIX, WATCHDOG, Watch, line_of, own_connection
+from dualwrite.stores.sql.savepoint_probe import PsycopgWitness
 from dualwrite.stores.sql.waiting_rows import (
     ARRAY_TYPES,
     NOTHING,
@@ -763,14 +762,14 @@ class PostgreSQL:
         return partial(_limited, limits=f"{_FRESHLY}; SELECT {_set_lock_timeout(lock_timeout_s)}, {_DURABLE}; ")
 
     def _check_server(self, connection: Connection, *settings: str) -> None:
-        refuse(requirements.postgresql_version(version_of(connection)))
+        refuse(findings.postgresql_version(version_of(connection)))
         facts = ("pg_is_in_recovery()", "current_setting('fsync')", "pg_backend_pid()")
         row: Sequence[object] = connection.execute(select(*map(literal_column, [*facts, *settings]))).one()
         if row[0]:
-            refuse(requirements.standby(is_standby=True))
+            refuse(findings.standby(is_standby=True))
         driver: Any = _driver(connection)
         session_of(driver).is_primary = row[2] == driver.pgconn.backend_pid
-        if not self._warned and (finding := requirements.fsync(str(row[1]))).status is Status.WARNING:
+        if not self._warned and (finding := findings.fsync(str(row[1]))).status is Status.WARNING:
             self._warned = True
             logger.warning("%s; %s", finding, finding.remedy)
 
@@ -788,7 +787,7 @@ class PostgreSQL:
         read_only, isolation, started, _, _ = values
         begun = begun_on(connection) or _begun(connection)
         if read_only == "on":
-            refuse(requirements.read_only("on"))
+            refuse(findings.read_only("on"))
         if begun.joined_late and isolation not in _FRESH:
             # A claim since the transaction's snapshot would not be seen: the owner could produce while it is settled.
             raise IllegalStateError(
@@ -991,8 +990,6 @@ class PostgreSQL:
             from dualwrite.stores.sql.asyncpg_driver import AsyncpgWitness  # noqa: PLC0415 - as in _exchanges_of
 
             return AsyncpgWitness(connection, follower, begun_on(connection))
-        from dualwrite.stores.sql.savepoint_probe import PsycopgWitness  # noqa: PLC0415 - only for blocks with savepoints
-
         return PsycopgWitness(connection, follower, begun_on(connection))
 
     def insert_if_missing(self, table: Table) -> Insert:
@@ -1036,102 +1033,13 @@ _UNLOGGED: Final = text("SELECT relpersistence <> 'p' FROM pg_class WHERE oid = 
 
 def refuse_unlogged(connection: Connection, tables: Tables) -> None:
     """Refuse tables for messages that wait which the server would empty after a crash, with what was committed in them."""
-    for name in _unlogged(connection, tables):
-        refuse(requirements.unlogged(name))
+    for name in unlogged_tables(connection, tables):
+        refuse(findings.unlogged(name))
 
 
-def _unlogged(connection: Connection, tables: Tables) -> Iterator[str]:
+def unlogged_tables(connection: Connection, tables: Tables) -> Iterator[str]:
+    """Those of these tables that the server empties after a crash."""
     for table in (tables.state, tables.outbox, tables.aside, tables.mode):
         name = connection.dialect.identifier_preparer.format_table(table)
         if connection.scalar(_UNLOGGED, {"name": name}):
             yield name
-
-
-_KEPT: Final = text("SELECT n_dead_tup FROM pg_stat_all_tables WHERE relid = to_regclass(:name)")
-_OLDEST_SNAPSHOT: Final = text(
-    "SELECT pid, coalesce(nullif(application_name, ''), backend_type), coalesce(state, 'unknown') FROM pg_stat_activity "
-    "WHERE backend_xmin IS NOT NULL AND pid <> pg_backend_pid() ORDER BY age(backend_xmin) DESC, pid LIMIT 1"
-)
-
-
-def kept_versions(connection: Connection, tables: Tables) -> CheckResult:
-    """What was found about old versions of rows that cannot be removed.
-
-    While any snapshot in the database is older, PostgreSQL keeps a version of each update, and each look-up reads past all of
-    them.
-    """
-    name = connection.dialect.identifier_preparer.format_table(tables.state)
-    kept = connection.scalar(_KEPT, {"name": name}) or 0
-    return requirements.old_versions(name, kept, lambda: _oldest_snapshot(connection))
-
-
-def _oldest_snapshot(connection: Connection) -> str:
-    oldest = connection.execute(_OLDEST_SNAPSHOT).one_or_none()
-    if oldest is None:
-        return "this role may see no session that holds them"
-    return f"of the sessions that this role may see, {oldest[0]} ({oldest[1]}, {oldest[2]}) has the oldest snapshot"
-
-
-# What shows of the server and of a pooler, for the rules about both.
-
-_SETTINGS: Final = (
-    "default_transaction_read_only",
-    "fsync",
-    "full_page_writes",
-    "max_prepared_transactions",
-    "synchronous_commit",
-    "synchronous_standby_names",
-)
-_ALL_PREPARED: Final = text(
-    "SELECT gid, extract(epoch FROM clock_timestamp() - prepared)::float FROM pg_prepared_xacts "
-    "WHERE database = current_database() ORDER BY prepared"
-)
-_IDLE_SESSIONS: Final = text(
-    "SELECT pid || ' (' || coalesce(nullif(application_name, ''), usename) || ')', "
-    "extract(epoch FROM clock_timestamp() - xact_start)::float FROM pg_stat_activity "
-    "WHERE datname = current_database() AND state LIKE 'idle in transaction%' AND pid <> pg_backend_pid() "
-    "ORDER BY xact_start"
-)
-_OUTBOX_SIZE: Final = text(
-    "SELECT n_dead_tup, n_live_tup, pg_total_relation_size(relid) FROM pg_stat_all_tables WHERE relid = to_regclass(:name)"
-)
-
-
-def facts_of(connection: Connection, tables: Tables | None) -> requirements.PostgresFacts:
-    """What shows of the server to this role. ``tables`` is None if they are not there."""
-    settings = text(", ".join(f"current_setting('{name}')" for name in _SETTINGS))
-    *values, is_standby = connection.execute(select(settings, literal_column("pg_is_in_recovery()"))).one()
-    outbox = None
-    if tables is not None:
-        name = connection.dialect.identifier_preparer.format_table(tables.outbox)
-        outbox = connection.execute(_OUTBOX_SIZE, {"name": name}).one_or_none()
-    return requirements.PostgresFacts(
-        version=version_of(connection),
-        is_standby=bool(is_standby),
-        settings=dict(zip(_SETTINGS, map(str, values), strict=True)),
-        pooler=_pooler(connection),
-        prepared=[(gid, age_s) for gid, age_s in connection.execute(_ALL_PREPARED)],
-        idle=[(who, age_s) for who, age_s in connection.execute(_IDLE_SESSIONS)],
-        unlogged=() if tables is None else tuple(_unlogged(connection, tables)),
-        outbox=None if outbox is None else (outbox[0], outbox[1], outbox[2]),
-    )
-
-
-def _pooler(connection: Connection) -> requirements.PoolerFacts | Unasked:
-    """What shows of a pooler.
-
-    It tells each connection a process id of its own, and where it shares sessions, the next connection gets ours.
-    """
-    driver: Any = _driver(connection)
-    ours = connection.exec_driver_sql(WHICH_SERVER).scalar()
-    if ours == driver.pgconn.backend_pid:
-        return requirements.PoolerFacts(is_between=False, shares=False, prepares=False)
-    connection.commit()  # a pooler by transaction now gives the session to the next connection that needs one
-    try:
-        with connection.engine.connect() as other:
-            theirs = other.exec_driver_sql(WHICH_SERVER).scalar()
-    except exc.SQLAlchemyError as error:
-        return Unasked(f"a pooler is there, and a second connection could not be made: {driver_words(error)}")
-    return requirements.PoolerFacts(
-        is_between=True, shares=theirs == ours, prepares=driver.prepare_threshold is not None
-    )

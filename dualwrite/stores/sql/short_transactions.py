@@ -29,8 +29,7 @@ from sqlalchemy import (
 from dualwrite.clock import pause
 from dualwrite.errors import ConfigurationError, DualWriteError, Unavailable
 from dualwrite.interfaces import PAUSED_OWNER_TIMEOUT_S
-from dualwrite.protocol.database_requirements import refuse, tables_fit
-from dualwrite.protocol.findings import Status
+from dualwrite.protocol.findings import Status, refuse, tables_fit
 from dualwrite.stores.sql.access import (
     Meaning,
     begin_on,

@@ -8,6 +8,7 @@ one might read an old row and fail at its first write.
 from __future__ import annotations
 
 import re
+import secrets
 import sqlite3
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -23,7 +24,7 @@ from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, ended_inside
 from dualwrite.stores.sql.dialect import Identity, Standing
 from dualwrite.stores.sql.drivers import ask, execute_below, is_awaited, own_connection
-from dualwrite.stores.sql.savepoint_probe import SqliteWitness
+from dualwrite.stores.sql.savepoint_probe import mapped
 from dualwrite.stores.sql.waiting_rows import delete_by_number, insert_of, put_by_driver, read_in_two
 
 if TYPE_CHECKING:
@@ -364,3 +365,65 @@ def _in_autocommit() -> ConfigurationError:
         LEFT_IN_AUTOCOMMIT,
         next_step="use an engine without isolation_level='AUTOCOMMIT' and without autocommit=True",
     )
+
+
+# Which savepoints still exist: see :mod:`dualwrite.stores.sql.savepoint_probe`.
+
+_MAKE_WITNESS: Final = "CREATE TEMPORARY TABLE IF NOT EXISTS dualwrite_witness (id INTEGER PRIMARY KEY, number INTEGER)"
+_BEGIN_WITNESS: Final = "INSERT OR REPLACE INTO temp.dualwrite_witness VALUES (1, ?)"
+_RENEW_WITNESS: Final = "UPDATE temp.dualwrite_witness SET number = ? WHERE id = 1 AND number = ?"
+_FIND_WITNESS: Final = "SELECT 1 FROM temp.dualwrite_witness WHERE id = 1 AND number = ?"
+
+
+class SqliteWitness:
+    """The witness is a row of a temporary table. The driver does not reveal its statements, so each message renews it.
+
+    That costs microseconds: the database is in this process.
+    """
+
+    shown_all = False
+
+    def __init__(self, connection: Connection) -> None:
+        self.doubtful = True
+        # A rollback may bring back the row of an earlier transaction: no two of them use the same numbers.
+        self._first = secrets.randbits(40) << 20
+        self._cursor = cast("sqlite3.Connection", connection.connection.dbapi_connection).cursor()
+
+    def keep(self, connection: Connection, known: int, number: int) -> bool:
+        del connection
+        if not known:
+            self._cursor.execute(_MAKE_WITNESS)
+            self._cursor.execute(_BEGIN_WITNESS, (self._first + number,))
+            return True
+        try:
+            self._cursor.execute(_RENEW_WITNESS, (self._first + number, self._first + known))
+        except sqlite3.OperationalError:  # the rollback also removed the table
+            return False
+        return self._cursor.rowcount == 1
+
+    def shows(self, connection: Connection, number: int) -> bool:
+        del connection
+        try:
+            self._cursor.execute(_FIND_WITNESS, (self._first + number,))
+            return self._cursor.fetchone() is not None
+        except sqlite3.OperationalError:
+            return False
+
+    def settle(self, connection: Connection) -> None:
+        del connection
+
+    def execute(
+        self, connection: Connection, statements: Sequence[str], number: int | None, *, later: bool = False
+    ) -> None:
+        del later
+        with mapped(connection):
+            for statement in statements:
+                self._cursor.execute(statement)
+            if number is not None:
+                self._cursor.execute(_MAKE_WITNESS)
+                self._cursor.execute(_BEGIN_WITNESS, (self._first + number,))
+
+    def stop(self) -> None:
+        # An interrupted statement has closed the connection; ValueError is aiosqlite's.
+        with suppress(sqlite3.ProgrammingError, ValueError):
+            self._cursor.close()

@@ -36,7 +36,7 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import LaneProducer
 from dualwrite.migrations import upgrade
-from dualwrite.protocol.lives import LeaseState
+from dualwrite.protocol.members import LeaseState
 from dualwrite.protocol.outbox import PRODUCED_AT
 from dualwrite.recovery.claim import OwnerContext, default_owner
 from dualwrite.stores.sql.leases import SlotPool, read_leases

@@ -38,8 +38,8 @@ from chaos.tables import MOMENT
 from chaos.units_page import FIGURES
 from dualwrite import Unavailable
 from dualwrite.failpoints import FAILPOINTS
-from dualwrite.protocol.lives import UnitState
 from dualwrite.units import UnitReader
+from dualwrite.units.records import UnitState
 
 TOPIC = "units"
 PARTITIONS = 4

@@ -24,7 +24,7 @@ from dualwrite.clock import Deadline, pause
 from dualwrite.consumer.consumer import CurrentWriter, Working
 from dualwrite.consumer.partitions import KafkaOffsets, Offsets, Partitions, Peers, Reading, RowOffsets
 from dualwrite.errors import DualWriteError, Unavailable
-from dualwrite.protocol.process import Step, consumer_member_id, member_prefix
+from dualwrite.protocol.members import Step, consumer_member_id, member_prefix
 from dualwrite.recovery.claim import OwnerContext, claim_lanes
 from dualwrite.recovery.recover import inspect_rows, recover_rows
 from dualwrite.writing.dual_write import DualWrite

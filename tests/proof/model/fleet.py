@@ -15,8 +15,7 @@ from simulator.leases import SimulatedLeases
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError
-from dualwrite.protocol.lives import LeaseState
-from dualwrite.protocol.process import LeaseTiming, Place, holder_has_died
+from dualwrite.protocol.members import LeaseState, LeaseTiming, Place, holder_has_died
 from dualwrite.protocol.values import writer_of
 from dualwrite.recovery.recover import recover_rows
 from dualwrite.writing.leased import LeaseKeeper
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from simulator.connection import SimulatedConnection
     from simulator.process import Process
 
-    from dualwrite.protocol.process import Lease
+    from dualwrite.protocol.members import Lease
     from dualwrite.recovery.claim import OwnerContext
 
 FLEET: Final = "fleet"

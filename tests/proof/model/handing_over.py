@@ -17,7 +17,7 @@ from simulator.store import SimulatedStore
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError, TransactionAborted, Unavailable
-from dualwrite.protocol.lives import BatchState
+from dualwrite.protocol.batches import BatchState
 from dualwrite.recovery.claim import OwnerContext, claim_rows
 from dualwrite.recovery.settle import settle
 from dualwrite.sinks.batches import Decision

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 from dualwrite import failpoints
 from dualwrite.errors import Unavailable
-from dualwrite.protocol.lives import LeaseState
-from dualwrite.protocol.process import Lease, numbers_to_try, place_of
+from dualwrite.protocol.members import Lease, LeaseState, numbers_to_try, place_of
 from dualwrite.protocol.values import member_id
 from simulator.database import ConnectionLost
 

@@ -8,8 +8,8 @@ from datetime import datetime, timezone
 from rich.console import Console
 
 from dualwrite.cli.report import lease_json, lease_table, status_json, status_table, summary
+from dualwrite.protocol.members import Lease
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.process import Lease
 from dualwrite.protocol.settle import SettleStep
 from dualwrite.protocol.values import StateRow, TransactionStatus
 from dualwrite.recovery.recover import IdStatus, longest_open_s

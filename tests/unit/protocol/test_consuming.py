@@ -6,7 +6,7 @@ import pytest
 
 from dualwrite import errors
 from dualwrite.errors import DualWriteError, TransactionAborted
-from dualwrite.protocol.process import (
+from dualwrite.protocol.members import (
     Step,
     Trouble,
     around,

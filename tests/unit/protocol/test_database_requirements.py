@@ -15,10 +15,8 @@ from dualwrite.protocol.database_requirements import (
     judge_mariadb,
     judge_postgresql,
     old_versions,
-    refuse,
-    tables_fit,
 )
-from dualwrite.protocol.findings import Check, Status, Unasked
+from dualwrite.protocol.findings import Check, Status, Unasked, refuse, tables_fit
 
 OK, UNKNOWN, WARNING, ERROR = Status.OK, Status.UNKNOWN, Status.WARNING, Status.ERROR
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.protocol.findings import Status, Unasked
+from dualwrite.protocol.findings import Status, Unasked, time_limit
 from dualwrite.protocol.kafka_requirements import (
     BrokerFacts,
     KafkaFacts,
@@ -15,7 +15,6 @@ from dualwrite.protocol.kafka_requirements import (
     kafka_is_away,
     release_of,
     same_cluster,
-    time_limit,
     worst_settings,
 )
 from dualwrite.protocol.values import NEVER_MS

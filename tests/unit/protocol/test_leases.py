@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualwrite import ConfigurationError
-from dualwrite.protocol.lives import LeaseEvent, LeaseState
-from dualwrite.protocol.process import (
+from dualwrite.protocol.members import (
     Lease,
+    LeaseEvent,
+    LeaseState,
     LeaseTiming,
     Place,
     check_fleet,

@@ -3,24 +3,20 @@
 import pytest
 
 from dualwrite.errors import IllegalStateError
+from dualwrite.protocol.batches import BATCH_LIFE, BatchEvent, BatchState
 from dualwrite.protocol.lives import (
-    BATCH_LIFE,
     LANE_LIFE,
-    LEASE_LIFE,
     PRODUCER_LIFE,
     WRITE_LIFE,
-    BatchEvent,
-    BatchState,
     LaneEvent,
     LaneState,
-    LeaseEvent,
-    LeaseState,
     Machine,
     ProducerEvent,
     ProducerState,
     WriteEvent,
     WriteState,
 )
+from dualwrite.protocol.members import LEASE_LIFE, LeaseEvent, LeaseState
 
 W, E = WriteState, WriteEvent
 WRITE_ARROWS = {

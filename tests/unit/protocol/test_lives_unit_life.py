@@ -5,12 +5,12 @@ import itertools
 import pytest
 
 from dualwrite.errors import IllegalStateError
-from dualwrite.protocol.lives import (
+from dualwrite.protocol.lives import Machine
+from dualwrite.units.records import (
     EFFECTS,
     UNIT_LIFE,
     UNIT_WRITER_LIFE,
     Effect,
-    Machine,
     UnitEvent,
     UnitState,
     UnitWriterEvent,

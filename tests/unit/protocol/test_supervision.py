@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualwrite.protocol.lives import LeaseState
+from dualwrite.protocol.members import LeaseState
 from dualwrite.protocol.supervision import URGENT_S, Action, Reason, Rule, Seen, Tries, View, plan, why_not_by_hand
 
 RULE = Rule(settle_after_s=60.0)

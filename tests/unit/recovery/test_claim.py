@@ -12,7 +12,7 @@ from simulator.environment import time_out
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, DatabaseWentBack, DecidedTransactionLost, Fenced, Unavailable
-from dualwrite.protocol.process import place_of
+from dualwrite.protocol.members import place_of
 from dualwrite.protocol.values import Outcome
 from dualwrite.recovery import claim as module
 from dualwrite.recovery.claim import (

@@ -13,8 +13,7 @@ from starlette.testclient import TestClient
 from dualwrite.clock import now_s
 from dualwrite.protocol.blocking import ActionRecord, Blocker, Deed, Ended, HeldPartition, Intent, StandingGroup
 from dualwrite.protocol.findings import CheckResult, Status
-from dualwrite.protocol.lives import LeaseState
-from dualwrite.protocol.process import Lease
+from dualwrite.protocol.members import Lease, LeaseState
 from dualwrite.protocol.supervision import UNTRIED, Action, Planned, Reason, Seen
 from dualwrite.protocol.values import Incident, Outcome, TransactionStatus
 from dualwrite.serving.app import make_app

@@ -4,9 +4,8 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from math import inf
 
-from dualwrite.protocol.lives import LeaseState
+from dualwrite.protocol.members import Lease, LeaseState
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.process import Lease
 from dualwrite.protocol.settle import SettleStep
 from dualwrite.protocol.values import OutboxMode, StateRow, TransactionStatus, Waiting
 from dualwrite.recovery.recover import IdStatus

@@ -15,7 +15,7 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
-from dualwrite.protocol.lives import BatchState
+from dualwrite.protocol.batches import BatchState
 from dualwrite.sinks import batches
 
 

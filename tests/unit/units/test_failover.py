@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from dualwrite import ConfigurationError, TransactionAborted
-from dualwrite.protocol.lives import UNIT_WRITER_LIFE, Machine, UnitState, UnitWriterEvent, UnitWriterState
+from dualwrite.protocol.lives import Machine
 from dualwrite.units import Follower, UnitWriter, writer
-from dualwrite.units.records import Offsets
+from dualwrite.units.records import UNIT_WRITER_LIFE, Offsets, UnitState, UnitWriterEvent, UnitWriterState
 
 LONGEST = 7
 

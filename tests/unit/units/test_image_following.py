@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from dualwrite import ConfigurationError
-from dualwrite.protocol.lives import Effect, UnitState
 from dualwrite.units import AbortTransaction, BeginTransaction, EndTransaction, Follower, KeyedImage, UnitRecord
-from dualwrite.units.records import marker_record, part_of_unit
+from dualwrite.units.records import Effect, UnitState, marker_record, part_of_unit
 
 BEGIN, END, ABORT = (marker_record(kind()) for kind in (BeginTransaction, EndTransaction, AbortTransaction))
 

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from dualwrite import ConfigurationError
-from dualwrite.protocol.lives import UnitEvent
 from dualwrite.units import AbortTransaction, BeginTransaction, EndTransaction
 from dualwrite.units.records import (
     HEADER,
+    UnitEvent,
     UnitRecord,
     decoded,
     encoded,

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dualwrite import CompletionPending, DualWriteError, Fenced, TransactionAborted, TransactionInDoubt, Unavailable
 from dualwrite.errors import IllegalStateError
-from dualwrite.protocol.lives import UnitWriterState, WriteState
+from dualwrite.protocol.lives import WriteState
 from dualwrite.units import Follower, KeyedImage, UnitRecord, UnitWriter, writer
-from dualwrite.units.records import event_of
+from dualwrite.units.records import UnitWriterState, event_of
 
 FATES = {
     # What a dual write leaves in the log, the state that it shows, and its error.

@@ -8,8 +8,7 @@ import pytest
 from harness.databases import prepare, sqlite_url
 
 from dualwrite import Unavailable
-from dualwrite.protocol.lives import LeaseState
-from dualwrite.protocol.process import LeaseTiming, Place
+from dualwrite.protocol.members import LeaseState, LeaseTiming, Place
 from dualwrite.recovery.claim import lease_owner, place_of_this_process
 from dualwrite.stores.sql.leases import Leases, read_leases
 from dualwrite.writing import leased

@@ -7,8 +7,7 @@ import psutil
 import pytest
 from sqlalchemy import Connection, null, select, true, update
 
-from dualwrite.protocol.lives import LeaseEvent, LeaseState
-from dualwrite.protocol.process import Lease, place_of
+from dualwrite.protocol.members import Lease, LeaseEvent, LeaseState, place_of
 from dualwrite.recovery import operator
 from dualwrite.stores.sql import leases
 from dualwrite.stores.sql.leases import Leases

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dualwrite.protocol.lives import UnitWriterEvent
 from dualwrite.units import writer
 from dualwrite.units import writer as announcing
 from dualwrite.units.log import PartitionLogs
-from dualwrite.units.records import Follower
+from dualwrite.units.records import Follower, UnitWriterEvent
 from dualwrite.units.writer import Written
 from harness.mistakes.registry import Check, mistake
 

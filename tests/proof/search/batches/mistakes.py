@@ -13,7 +13,7 @@ from harness.mistakes import MISTAKES as SAID
 from harness.mistakes.handing_over import claiming_nothing_decided, gone_on_when_decided
 from model.counterparts import end_of_the_decider_repeated
 
-from dualwrite.protocol.lives import BatchEvent
+from dualwrite.protocol.batches import BatchEvent
 from dualwrite.protocol.values import Decision as RowDecision
 from dualwrite.sinks.batches import Decision
 from search.batches import programs

@@ -19,7 +19,7 @@ from simulator.database import Session
 from dualwrite.clock import Deadline
 from dualwrite.errors import DualWriteError
 from dualwrite.kafka.config import EngineName
-from dualwrite.protocol.lives import BatchState
+from dualwrite.protocol.batches import BatchState
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.recovery.claim import claim_rows
 from dualwrite.recovery.settle import settle
