@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from enum import Enum
@@ -413,25 +413,45 @@ class DualWrite(Work):
     def require_open(self) -> None:
         self._machine.check(WriteEvent.PRODUCE)
 
-    def send(self, message: Sendable) -> None:
+    def send(self, message: Sendable) -> None:  # noqa: C901 - the whole way of a message, in one frame
         if self._machine.state is not WriteState.CHECKED:
             self._machine.check(WriteEvent.PRODUCE)
+        savepoints, may_wait = self.savepoints, self.may_wait
         try:
-            savepoints = self.savepoints
             if self.of_unit and message.topic is not None:
                 self.engine.require_topic(message.topic)
-            if savepoints is None or savepoints.direct:
-                self._hand_over_message(message)
-            else:
-                savepoints.add(self.kept(message) if savepoints.holds else message)
-                for released in savepoints.take():
-                    self._hand_over_message(released)
+            is_free = savepoints is None or savepoints.direct
+            for one in (message,) if is_free else self._behind_savepoint(message):
+                sent = one if may_wait is None else may_wait.keep(one)
+                if sent is None:
+                    continue
+                try:
+                    if not self.sending:
+                        self._producer.begin_transaction()
+                        self.sending = True
+                    if isinstance(sent, Message):
+                        self.engine.send(sent)
+                    else:
+                        self.engine.take(sent)
+                except Unavailable as error:
+                    if may_wait is None:
+                        raise
+                    self._fall_back(may_wait, error)
+                    continue
+                if self.observer is not None and not isinstance(sent, ConsumedOffsets):
+                    self.observer.sent(sent.topic, sent.messages)
         except IllegalStateError:
             raise  # nothing was changed
         except DualWriteError as error:
             self.refuse(error)
             raise
         failpoints.hit("write.produced")
+
+    def _behind_savepoint(self, message: Sendable) -> Sequence[Sendable]:
+        """Let a message wait for the open savepoint, if there is one. Returns those that need not wait any longer."""
+        assert self.savepoints is not None
+        self.savepoints.add(self.kept(message) if self.savepoints.holds else message)
+        return self.savepoints.take()
 
     def hold(self, message: Sendable) -> int:
         """Take a message inside the savepoint of a unit, and return the bytes of its key and value.
@@ -454,28 +474,6 @@ class DualWrite(Work):
             return message.checked(self.engine.max_message_bytes)
         except Unsendable as error:
             raise error.refusal(message.topic, self.transactional_id) from None
-
-    def _hand_over_message(self, message: Sendable) -> None:
-        may_wait = self.may_wait
-        if may_wait is not None:
-            message = may_wait.keep(message)
-            if may_wait.waits:
-                return
-        try:
-            if not self.sending:
-                self._producer.begin_transaction()
-                self.sending = True
-            if isinstance(message, Message):
-                self.engine.send(message)
-            else:
-                self.engine.take(message)
-        except Unavailable as error:
-            if may_wait is None:
-                raise
-            self._fall_back(may_wait, error)
-            return
-        if self.observer is not None and not isinstance(message, ConsumedOffsets):
-            self.observer.sent(message.topic, message.messages)
 
     def _fall_back(self, may_wait: MayWait, silent: Unavailable) -> None:
         """Let the messages wait in the database. What was sent stays undecided: its producer is not used again."""
@@ -507,7 +505,7 @@ class DualWrite(Work):
             engine.corked = True
             try:
                 for message in waiting_messages:
-                    self._hand_over_message(message)
+                    self.send(message)
             finally:
                 engine.corked = False
 

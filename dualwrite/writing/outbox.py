@@ -315,8 +315,8 @@ class MayWait:
 
     # Its messages
 
-    def keep(self, message: Sendable) -> Sendable:
-        """Keep a message. Returns what to send, as long as the block sends directly.
+    def keep(self, message: Sendable) -> Sendable | None:
+        """Keep a message. Returns what to send, as long as the block sends directly; None once its messages wait.
 
         Raises if it can neither wait nor, as Kafka is silent, be sent.
         """
@@ -336,7 +336,7 @@ class MayWait:
             else:
                 self._kept.append(message)
             self._count(message)
-        return message
+        return None if self.waits else message
 
     def _count(self, message: Sendable) -> None:
         self._size += message.payload

@@ -262,7 +262,9 @@ class NativeInstance(ProducerEngine):
             if self.transaction.first_write_at is None:
                 self.transaction.first_write_at = now
             filling.append(message, now=now)
-            self._resume(filling)
+            if not self.corked:
+                self._sender.pump()
+            self._take_stock(filling)
         except Unsendable as error:
             self.refuse(error, message.topic)
         except Exception:
@@ -333,10 +335,12 @@ class NativeInstance(ProducerEngine):
         return self._sender.topic(name, self._for_an_answer(self._deadline), fresh=fresh)
 
     def _resume(self, filling: Filling) -> None:
-        """Send what may be sent, and wait while too much is queued."""
-        if self.corked and not filling.is_full:
-            return
-        self._sender.pump()
+        if not self.corked:
+            self._sender.pump()
+        self._take_stock(filling)
+
+    def _take_stock(self, filling: Filling) -> None:
+        """Report what was acknowledged, wait while too much is queued, and raise if the messages were refused."""
         if self._sender.delivered or self._statistics is not None:
             self._report()
         if filling.is_full:

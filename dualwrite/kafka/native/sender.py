@@ -12,7 +12,7 @@ from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import DualWriteError
 from dualwrite.kafka.brokers import Connections, NotYet, until_answered
 from dualwrite.kafka.cluster import Topic, Topics
-from dualwrite.kafka.messages import Produce, TopicKey
+from dualwrite.kafka.messages import Done, Produce, TopicKey
 from dualwrite.kafka.native.produce_state import Delivered, Partition, ProduceCore, ToSend
 
 logger = logging.getLogger("dualwrite.kafka.producer")
@@ -148,8 +148,8 @@ class Sender:
         if core is None or not (core.to_send or core.in_flight):
             return
         now, in_flight = now_s(), core.in_flight
-        if core.to_send:
-            self._send(core, now, flush=False)
+        for request in core.requests(now):
+            self._brokers.post(*self._posted(core, request))
         if not in_flight:
             self._served_at = now
         elif now >= self._served_at + _SERVE_AFTER_S:
@@ -185,7 +185,8 @@ class Sender:
         if core.outdated and now >= self._looked_up_at + _LOOK_UP_AGAIN_S:
             self._look_up(deadline)
             now = now_s()
-        self._send(core, now, flush=True)
+        for request in core.requests(now, flush=True):
+            self._brokers.post(*self._posted(core, request))
 
     def drain(self, deadline: Deadline) -> None:
         """Wait for the answers to what was sent, after a refusal: the fewer are missing, the more is known."""
@@ -227,11 +228,8 @@ class Sender:
                 self._learn(name, topic[0])
         self._looked_up_at = now_s()
 
-    def _send(self, core: ProduceCore, now: float, *, flush: bool) -> None:
-        for request in core.requests(now, flush=flush):
-            self._brokers.post(request.node, self._produce(core, request), partial(self._take, core, request))
-
-    def _produce(self, core: ProduceCore, request: ToSend) -> Produce:
+    def _posted(self, core: ProduceCore, request: ToSend) -> tuple[int, Produce, Done]:
+        """The request as it is posted: to which broker, its message, and what takes the answer."""
         producer_id, epoch = self._ids
         by_topic: dict[str, tuple[TopicKey, list[tuple[int, bytes]]]] = {}
         for (topic, number), batch in request.batches.items():
@@ -241,7 +239,8 @@ class Sender:
                 by_topic[topic] = (self._known[topic][1], [(number, sealed)])
             else:
                 of_topic[1].append((number, sealed))
-        return Produce(self._id, list(by_topic.values()), round(core.limits.replicas_s * 1000))
+        produce = Produce(self._id, list(by_topic.values()), round(core.limits.replicas_s * 1000))
+        return request.node, produce, partial(self._take, core, request)
 
     def _take(
         self, core: ProduceCore, request: ToSend, answer: Mapping[Partition, tuple[int, int]] | Exception
