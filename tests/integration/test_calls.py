@@ -1,10 +1,14 @@
 """How much Python one dual write runs: functions are counted, not timed, so a busy machine changes nothing."""
 
+import socket
+import sys
 import threading
 
 import pytest
+from sqlalchemy import create_engine
 
 from benchmarks import calls
+from dualwrite import DualWriter
 
 # The calls of one steady dual write, one message and one row, by the caller's thread, and 2 % more. A change that makes fewer
 # calls lowers these; one that must raise them says why in its commit. Those of the background come once a second, so a slow
@@ -28,6 +32,35 @@ def test_a_steady_dual_write_calls_no_more_functions_than_it_did(
     assert found.python - found.background <= most_python, most
     assert found.background <= most_in_the_background, most
     assert found.packages["psycopg"] > 40  # else nothing was counted, or another driver
+
+
+def test_a_message_comes_from_produce_to_the_socket_in_seven_frames(
+    dualwrite_kafka, dualwrite_topic, migrated_database
+):
+    found = []
+
+    def look(frame, event, function):
+        if event == "c_call" and isinstance(getattr(function, "__self__", None), socket.socket):
+            found.append([])
+            while frame.f_code.co_name != look.caller:
+                found[-1].append(frame.f_code.co_name)
+                frame = frame.f_back
+
+    look.caller = sys._getframe().f_code.co_name
+    engine = create_engine(migrated_database)
+    with DualWriter(
+        "frames", kafka=dualwrite_kafka.client_config(), database=engine, producer_engine="native"
+    ) as writer:
+        for _ in range(5):  # the first ones connect, and look the topic up
+            found.clear()
+            with writer.transaction() as tx:
+                sys.setprofile(look)
+                tx.produce(dualwrite_topic, value="x")
+                sys.setprofile(None)
+    engine.dispose()
+    [frames] = found
+    assert frames[-1] == "produce"
+    assert len(frames) <= 7, frames
 
 
 def test_calls_are_counted_in_threads_that_start_meanwhile_and_in_no_others():
