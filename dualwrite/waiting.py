@@ -91,7 +91,6 @@ class Waiting(Protocol):
     cancelled: tuple[type[BaseException], ...]
     """The interruptions that only a wait can raise: code that does not wait is never interrupted."""
 
-    @property
     def caller(self) -> object:
         """The thread or task that waits: compare it with others by equality."""
         ...
@@ -129,10 +128,7 @@ _NO_CONTEXT: Final = nullcontext()
 
 class _Blocking:
     cancelled: tuple[type[BaseException], ...] = ()
-
-    @property
-    def caller(self) -> object:
-        return threading.get_ident()
+    caller = staticmethod(threading.get_ident)
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)

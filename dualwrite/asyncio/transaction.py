@@ -129,7 +129,6 @@ class _Worker(greenlet):  # type: ignore[misc] # it ships no types
                 self._put_off = self._put_off or cancelled
         return future.result()
 
-    @property
     def caller(self) -> object:
         return self._task
 
@@ -254,7 +253,7 @@ class OneByOne:
 
         If this task is already the one that works, it continues: an error may make it end the dual write at once.
         """
-        caller = here().caller
+        caller = here().caller()
         if caller is self._worker:
             return work()
         turn = self._turns.ticket()

@@ -629,7 +629,7 @@ class LaneProducer(TransactionalProducer):
         if engine is None or self._machine.state is not ProducerState.READY or engine.epoch_may_rise:
             return False
         if engine.pending_end is not None and engine.pending_end.known:
-            engine.note_end(EndStep.KNOWN)
+            engine.pending_end = None
         return engine.pending_end is None
 
     @property

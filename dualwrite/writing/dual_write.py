@@ -15,7 +15,6 @@ it is collected.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -42,6 +41,7 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.interfaces import NO_OBSERVER, SQL, Traits
+from dualwrite.kafka import engine as forks
 from dualwrite.protocol.lives import WRITE_LIFE, Machine, Phase, WriteEvent, WriteState
 from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, Unsendable
 from dualwrite.protocol.outbox import setting_of_block
@@ -212,7 +212,8 @@ class DualWrite(Work):
         self.transactional_id = lane.transactional_id
         self.may_wait = may_wait
         if may_wait is None:
-            self._producer, self.engine = lane.producer, lane.engine
+            self._producer = producer = lane.producer
+            self.engine = producer.engine
         else:  # the lane may have none, and need none
             self.engine = may_wait.recipient()
         self.refusals = Refusals()
@@ -239,7 +240,7 @@ class DualWrite(Work):
         self._session: OwnSession | None = None
         self._database_transaction: str | None = None
         self._prepared: PreparedTxnState | None = None
-        self._process = os.getpid()
+        self._process = forks.process
 
     # The block
 
@@ -247,7 +248,8 @@ class DualWrite(Work):
         """Begin the database's transaction and read the row. See :meth:`dualwrite.writing.writer.DualWriter.transaction`."""
         if self.running:
             self._refuse_inside()
-        self._machine.check(WriteEvent.CHECK)  # it is entered once
+        if self._machine.state is not WriteState.BEGUN:  # it is entered once
+            self._machine.check(WriteEvent.CHECK)
         try:
             self._begin()
             self.running = True
@@ -315,7 +317,7 @@ class DualWrite(Work):
     @property
     def is_parents(self) -> bool:
         """Whether this is a forked process, and the dual write that of its parent, which alone may end it."""
-        return os.getpid() != self._process
+        return self._process != forks.process
 
     def _parents(self) -> IllegalStateError:
         return IllegalStateError(
@@ -555,7 +557,8 @@ class DualWrite(Work):
         may_wait.choose(self._handle, self._lane)
         if may_wait.waits:
             return
-        self._producer, self.engine = self._lane.producer, self._lane.engine
+        self._producer = producer = self._lane.producer
+        self.engine = producer.engine
         if may_wait.setting == "never":
             self._producer.limit_waits(None)
             self.may_wait = None

@@ -40,7 +40,6 @@ from dualwrite.writing.fair_queue import FairQueue, NoTurn
 
 if TYPE_CHECKING:
     from dualwrite.interfaces import TransactionCoordinator
-    from dualwrite.kafka.engine import ProducerEngine
     from dualwrite.kafka.producer import LaneProducer
     from dualwrite.kafka.transaction_ends import EndQuestions, PendingEnd
     from dualwrite.recovery.settle import SettleReport
@@ -111,12 +110,6 @@ class Lane:
         """The producer of our incarnation, usable since :meth:`ready`."""
         assert self._producer is not None
         return self._producer
-
-    @property
-    def engine(self) -> ProducerEngine:
-        """The engine of :attr:`producer`, which takes messages."""
-        assert self._producer is not None
-        return self._producer.engine
 
     @property
     def unrecorded(self) -> StateRow | None:
@@ -393,13 +386,15 @@ class Lane:
         After `CompletionPending` the next settler completes it, or finds it lost. `DatabaseWentBack` means that the database
         has lost it meanwhile, and what Kafka did is not known; it is recorded.
         """
-        row = self.row
+        row, producer = self._row, self._producer
+        assert row is not None
+        assert producer is not None
         if state.has_transaction:
             self._row = row = replace(row, prepared=state, completed=None)
         if self._ends is not None and self._ends.wanted:
             self._ends.ask()  # its answer comes while Kafka answers this commit
         try:
-            self.producer.commit_transaction()
+            producer.commit_transaction()
         except DualWriteError as error:
             logger.warning("%s: Kafka did not answer the commit of %s: %s", self.transactional_id, state, error)
             if isinstance(error, CompletionPending) and leaves():

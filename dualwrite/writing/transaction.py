@@ -186,10 +186,7 @@ def raise_aborted(refusal: DualWriteError, transactional_id: str, subject: str) 
 class Refusals:
     """The first error that must abort a piece of work, even if its code continues; kept as a value."""
 
-    __slots__ = ("first",)
-
-    def __init__(self) -> None:
-        self.first: DualWriteError | None = None
+    first: DualWriteError | None = None
 
     def note(self, error: DualWriteError) -> None:
         """Note an error; the first one counts."""
@@ -529,7 +526,7 @@ def refuse_nested(writer: object, transactional_id: str) -> None:
 
     ``writer`` stands for the writer, and is the same object for all of its blocks.
     """
-    _refuse_nested(_open(), id(writer), here().caller, transactional_id)
+    _refuse_nested(_open(), id(writer), here().caller(), transactional_id)
 
 
 def _refuse_nested(inside: tuple[_Entered, ...], writer: int, caller: object, transactional_id: str) -> None:
@@ -550,7 +547,7 @@ def enter(writer: object, ticket: Ticket[Any], transactional_id: str) -> None:
     form = here()
     if form is BLOCKING and runs_in_a_loop():
         refuse_blocking_a_loop(transactional_id)
-    entered, caller = _entered.get(), form.caller
+    entered, caller = _entered.get(), form.caller()
     if entered and (len(entered) > 1 or not _has_ended(entered[0])):
         entered = _open()
         _refuse_nested(entered, id(writer), caller, transactional_id)
@@ -566,7 +563,7 @@ def entered_here() -> Blocks:
 
 def continue_inside(blocks: Blocks, task: object = None) -> None:
     """Note that work in another context is done inside these blocks, by this thread or by the given task."""
-    caller = here().caller if task is None else task
+    caller = here().caller() if task is None else task
     _entered.set((*_open(), *((of, caller, ticket) for of, _, ticket in blocks)))
 
 

@@ -444,7 +444,7 @@ class Uses:
 
     def require(self) -> None:
         """Raise `IllegalStateError` if the unit has ended."""
-        if self._ended and (self._ended_by is None or self._ended_by != waiting.here().caller):
+        if self._ended and (self._ended_by is None or self._ended_by != waiting.here().caller()):
             raise IllegalStateError(
                 "the unit of work has ended, and its connection and messages with it: nothing of this call was written",
                 transactional_id=self._id,
@@ -468,7 +468,7 @@ class Uses:
             self._ended = True
             while self._under_way:
                 self._changed.wait()
-        self._ended_by = waiting.here().caller
+        self._ended_by = waiting.here().caller()
 
     def close(self) -> None:
         """Refuse all later ones."""

@@ -49,7 +49,7 @@ def test_a_message_comes_from_produce_to_the_socket_in_seven_frames(
     look.caller = sys._getframe().f_code.co_name
     engine = create_engine(migrated_database)
     with DualWriter(
-        "frames", kafka=dualwrite_kafka.client_config(), database=engine, producer_engine="native"
+        "frames", kafka={**dualwrite_kafka.client_config(), "dualwrite.engine": "native"}, database=engine
     ) as writer:
         for _ in range(5):  # the first ones connect, and look the topic up
             found.clear()

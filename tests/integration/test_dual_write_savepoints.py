@@ -140,8 +140,8 @@ def test_a_savepoint_that_the_library_cannot_see_aborts_both(writer, dualwrite_t
 def test_sessions_that_are_first_possible_inside_the_block_abort_it_once(
     writer, dualwrite_topic, orders, both, monkeypatch
 ):
-    possible = False
-    monkeypatch.setattr(savepoints, "_has_sessions", lambda: possible)
+    orm = savepoints._ORM
+    monkeypatch.setattr(savepoints, "_ORM", "not imported")
     with (
         pytest.raises(
             TransactionAborted, match=r"continued after an error: sqlalchemy\.orm was imported inside"
@@ -150,14 +150,14 @@ def test_sessions_that_are_first_possible_inside_the_block_abort_it_once(
     ):
         add_by_connection(tx, orders, 1, "1")
         tx.produce(dualwrite_topic, value="1")
-        possible = True
+        monkeypatch.setattr(savepoints, "_ORM", orm)
         with pytest.raises(TransactionAborted, match="a savepoint may have been missed"):
             tx.produce(dualwrite_topic, value="2")
     assert caught.value.retryable
-    possible = False
+    monkeypatch.setattr(savepoints, "_ORM", "not imported")
     with writer.transaction() as tx:
         tx.session.add(Order(id=1, note="1"))  # the block's own session is no surprise
-        possible = True
+        monkeypatch.setattr(savepoints, "_ORM", orm)
         tx.produce(dualwrite_topic, value="1")
     assert both() == (["1"], ["1"])
 

@@ -180,7 +180,7 @@ def _driver(connection: Connection) -> _Driver:
 
 
 def _watched(dbapi: DBAPIConnection) -> _Driver:
-    own: Any = own_connection(dbapi)
+    own: Any = dbapi if hasattr(dbapi, "pgconn") else own_connection(dbapi)
     driver: _Driver = own if hasattr(own, "pgconn") else _exchanges_of(own)
     return driver
 
@@ -200,9 +200,11 @@ def _begun(connection: Connection) -> Begun:
 
 def _usable_driver(connection: Connection) -> _Driver:
     """The driver's connection, which commits by COMMIT alone and may write."""
-    driver = _driver(connection)
+    dbapi = connection.connection.dbapi_connection
+    assert dbapi is not None
+    driver = _watched(dbapi)
     is_adapted = connection.dialect.driver == ASYNCPG
-    given: Any = connection.connection.dbapi_connection if is_adapted else driver
+    given: Any = dbapi if is_adapted else driver
     if given.autocommit:
         raise ConfigurationError(
             LEFT_IN_AUTOCOMMIT,

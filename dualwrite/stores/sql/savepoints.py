@@ -35,6 +35,7 @@ _STEP: Final = (
 # No unit has one of this name: of several, only the innermost could be rolled back.
 _UNIT: Final = f"dualwrite_unit_{secrets.token_hex(4)}"
 _NO_SAVEPOINT: Final = 1305  # on MariaDB and MySQL
+_ORM: Final = "sqlalchemy.orm"
 
 _watched: Final[dict[Connection, SavepointWatch]] = {}
 
@@ -69,10 +70,6 @@ def watch_sessions() -> None:
         event.listen(Session, "after_transaction_create", _open_now)  # on all sessions: users bind their own
 
 
-def _has_sessions() -> bool:
-    return "sqlalchemy.orm" in sys.modules
-
-
 def _open_savepoints(connection: Connection) -> Sequence[str]:
     """The names of the savepoints that SQLAlchemy has opened on the connection, the outermost first."""
     names = []
@@ -104,7 +101,7 @@ class SavepointWatch:
         self._sees_sessions = False
         self._unit: Connection | None = None
         self._unit_kept = False
-        if _has_sessions():
+        if _ORM in sys.modules:
             self.expect_session()
         if not dialect.shows_statements:
             LISTENERS.require(connection)
@@ -116,7 +113,7 @@ class SavepointWatch:
 
     @property
     def direct(self) -> bool:
-        if not self._sees_sessions and _has_sessions():
+        if not self._sees_sessions and _ORM in sys.modules:
             # A session made since then may have begun a savepoint that it has not sent yet.
             self.expect_session()
             raise TransactionAborted(

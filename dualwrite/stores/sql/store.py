@@ -125,7 +125,7 @@ class SqlStateStore:
     def begin(self, connection: Connection) -> None:
         refuse_transaction(connection)
         try:
-            begin_on(connection, lambda at: self._dialect.begin(at, self._tables))
+            begin_on(connection, partial(self._dialect.begin, tables=self._tables))
         except BaseException as error:
             if connection.in_transaction():  # otherwise the transaction was begun below SQLAlchemy, and is not ours
                 dialect.rollback(connection)

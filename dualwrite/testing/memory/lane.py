@@ -234,6 +234,11 @@ class MemoryProducer:
         self.corked = False
         self._undelivered: list[tuple[DeliveryCallback, _Delivered]] = []
 
+    @property
+    def engine(self) -> MemoryProducer:
+        """What takes messages: itself."""
+        return self
+
     def begin_transaction(self) -> None:
         self._lane.outbox.require_kafka()
         self._undelivered.clear()
@@ -350,7 +355,6 @@ class MemoryLane:
         self.context = OwnerContext(cast("Any", None), cast("Any", store), _OWNER)
         self.joined = OwnerContext(cast("Any", None), cast("Any", joined), _OWNER)
         self.producer = MemoryProducer(self, planted, bulk=bulk, max_message_bytes=max_message_bytes)
-        self.engine = self.producer
         self._planted = planted
         self._log = log
         self._transaction: RecordedTransaction | None = None

@@ -31,7 +31,6 @@ class SimulatedWaiting:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
 
-    @property
     def caller(self) -> object:
         """The process."""
         return self._simulation.inside()
