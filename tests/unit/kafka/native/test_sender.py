@@ -19,15 +19,17 @@ class Posted:
 
     def metadata(self, topics, _):
         return SimpleNamespace(
+            cluster_id="c",
             topics=[
                 SimpleNamespace(
                     name=name,
                     error_code=0,
                     topic_id=self.topic_id,
+                    operations=0,
                     partitions=[SimpleNamespace(partition_index=0, leader_id=1, leader_epoch=0)],
                 )
                 for name in topics
-            ]
+            ],
         )
 
     def post(self, node, request, done):
