@@ -16,7 +16,7 @@ from dualwrite.kafka.cluster import Leader, internal_partition
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.error_codes import Code
-from dualwrite.kafka.opening_messages import DescribeTransactions
+from dualwrite.kafka.opening_messages import DescribedTopic, DescribeTransactions
 
 NODES, PARTITIONS = (1, 2), 3
 TOPIC = "__transaction_state"
@@ -137,7 +137,7 @@ class Cluster:
             )
             for number, leader in self.brokers[node].leaders.items()
         ]
-        topic = SimpleNamespace(name=TOPIC, error_code=self.topic_error, topic_id=bytes(16), partitions=partitions)
+        topic = DescribedTopic(int(self.topic_error), TOPIC, bytes(16), partitions, 0)
         return SimpleNamespace(
             topics=[topic] if topics else [], brokers=[SimpleNamespace(node_id=each) for each in NODES], cluster_id="c"
         )

@@ -8,6 +8,7 @@ from dualwrite.clock import Deadline
 from dualwrite.kafka.native.produce_state import Limits, ProduceCore
 from dualwrite.kafka.native.records import Codec, RecordsBuilder
 from dualwrite.kafka.native.sender import Sender
+from dualwrite.kafka.opening_messages import ClusterMetadata, DescribedPartition, DescribedTopic
 
 
 class Posted:
@@ -18,19 +19,8 @@ class Posted:
         self.posted = []
 
     def metadata(self, topics, _):
-        return SimpleNamespace(
-            cluster_id="c",
-            topics=[
-                SimpleNamespace(
-                    name=name,
-                    error_code=0,
-                    topic_id=self.topic_id,
-                    operations=0,
-                    partitions=[SimpleNamespace(partition_index=0, leader_id=1, leader_epoch=0)],
-                )
-                for name in topics
-            ],
-        )
+        leader = DescribedPartition(partition_index=0, leader_id=1, leader_epoch=0)
+        return ClusterMetadata((), "cluster", [DescribedTopic(0, name, self.topic_id, [leader], 0) for name in topics])
 
     def post(self, node, request, done):
         self.posted.append((node, request, done))
