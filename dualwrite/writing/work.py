@@ -216,9 +216,6 @@ def runners_for(traits: Traits, max_lanes: int) -> int:
 
 # `run` and `submit`: the ways to give a writer work, besides its blocks.
 
-_making_groups: Final = threading.Lock()
-"""Every writer takes it twice in its life."""
-
 
 class Submitting:
     """The part of a writer that runs work. The writer sets its attributes."""
@@ -226,6 +223,7 @@ class Submitting:
     transactional_id: str
     _lanes: Lanes
     _traits: Traits = SQL
+    _making_groups: threading.Lock  # the writer's own: a fork copies a lock that another thread holds
     _made_groups: Groups | None = None
     _takes_units = True
 
@@ -234,7 +232,7 @@ class Submitting:
         """Made with the first unit: group commit is large, and many writers never use it."""
         if (made := self._made_groups) is not None:
             return made
-        with _making_groups:
+        with self._making_groups:
             if self._made_groups is None:
                 self._made_groups = self._make_groups()
                 if not self._takes_units:
@@ -246,7 +244,7 @@ class Submitting:
 
     def _close_groups(self, within_s: float) -> None:
         """Finish the waiting units, and refuse new ones: see :meth:`Groups.close`."""
-        with _making_groups:
+        with self._making_groups:
             self._takes_units = False
             made = self._made_groups
         if made is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -166,6 +167,7 @@ class DualWriter(Submitting):
             self._outboxes(),
         )
         self._group_runners = runners_for(traits, limits.max_lanes)
+        self._making_groups = threading.Lock()
 
     @classmethod
     def leased(

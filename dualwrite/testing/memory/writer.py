@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime, timezone
@@ -141,6 +142,7 @@ class InMemoryWriter(Submitting):
             else Outboxes(transactional_id, outbox, self._outbox, limits, max_message_bytes, bulk),
         )
         self._limits = limits
+        self._making_groups = threading.Lock()
         self._group_runners = 1 if is_shared(self._engine) else runners_for(rows.traits, limits.max_lanes)
 
     @property

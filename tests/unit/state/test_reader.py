@@ -15,7 +15,7 @@ pytest.importorskip("rocksdict", reason="the extra 'state' is not installed")
 
 IN_MEMORY, SPILLED = 1 << 30, 0
 KEYS = [b"%02d" % number for number in range(50)]
-COMMITS = 60
+COMMITS = 30
 
 
 @pytest.fixture(params=[IN_MEMORY, SPILLED], ids=["memory", "spilled"])
