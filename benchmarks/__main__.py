@@ -40,8 +40,7 @@ from benchmarks import (
     units,
     web,
 )
-from benchmarks.servers import machine, servers
-from dualwrite.testing.servers.embedded import kafka_jars
+from benchmarks.servers import kafka_version, machine, servers
 
 ROOT = Path(__file__).parents[1]
 
@@ -110,7 +109,7 @@ def main() -> None:
     directory.mkdir(parents=True, exist_ok=True)
     store = directory / page.FIGURES.name if arguments.small else page.FIGURES
     figures = page.known(store)
-    figures["machine"], figures["kafka"] = machine(), kafka_jars().name.split("-")[1]
+    figures["machine"], figures["kafka"] = machine(), kafka_version()
     with servers() as ground:
         for name, part in PARTS.items():
             if name in wanted:

@@ -16,6 +16,7 @@ from sqlalchemy import create_engine
 from dualwrite.migrations import upgrade
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
 from dualwrite.testing.servers import kafka as kafka_broker
+from dualwrite.testing.servers.embedded import kafka_jars
 
 KAFKAS_OWN_JVM = ("-server", "-XX:+UseG1GC", "-XX:MaxGCPauseMillis=20", "-XX:InitiatingHeapOccupancyPercent=35")
 """The options of Kafka's start script. An embedded broker has others, by which it starts sooner, and then is slower."""
@@ -78,6 +79,11 @@ def peak_mib() -> float:
 def machine() -> str:
     """The machine and the versions that this was measured with, in one line."""
     return f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
+
+
+def kafka_version() -> str:
+    """The version of the embedded brokers."""
+    return kafka_jars().name.split("-")[1]
 
 
 def p50(samples: Sequence[float]) -> float:

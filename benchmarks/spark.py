@@ -17,7 +17,7 @@ from harness.spark import bare_session, connector_jars
 from pyspark.sql import SparkSession
 
 from benchmarks import page, spark_micro, spark_page, spark_unit, transactions
-from benchmarks.servers import Ground, machine, p50, servers
+from benchmarks.servers import Ground, kafka_version, machine, p50, servers
 from benchmarks.spark_ways import (
     ALL_WAYS,
     COMPARING,
@@ -114,7 +114,7 @@ def main() -> None:
     directory.mkdir(parents=True, exist_ok=True)
     store = directory / page.FIGURES.name if arguments.small else page.FIGURES
     figures = page.known(store)
-    figures["machine"] = machine()
+    figures["machine"], figures["kafka"] = machine(), kafka_version()
     jars = sparks_jars()
     ways = {name: way for name, way in ALL_WAYS.items() if name not in (SPARKS, SPARKS_LZ4) or jars is not None}
     with servers() as ground, tempfile.TemporaryDirectory() as temporary:
