@@ -66,6 +66,7 @@ PARTS = {
     "sizes": Part(sizes.run, {"operations": 5, "warm_up": 1}),
     "threads": Part(threads.run, {"rounds": 1, "slice_s": 1.0}),
     "async": Part(async_tasks.run, {"tasks": (1, 20), "rounds": 1, "slice_s": 1.0}),
+    "sampled": Part(async_tasks.sampled, {"tasks": 20, "seconds": 2.0, "warm_up_s": 1.0}),
     "web": Part(web.run, {"rounds": 1, "requests": 5, "warm_up": 2}),
     "group": Part(group.run, {"callers": (1, 20), "rounds": 1, "slice_s": 1.0, "inserts": 50}),
     "consumer": Part(consumer.run, {"messages": 3000, "rounds": 1, "seconds": 3.0, "per_second": 50}),

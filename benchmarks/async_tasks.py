@@ -6,15 +6,19 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TypeAlias
+from types import CodeType, FrameType
+from typing import Any, TypeAlias
 
 from confluent_kafka.aio import AIOProducer
 from sqlalchemy import create_engine, insert
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
+from benchmarks.calls import OWN, STANDARD, in_new_process, named, package_of
 from benchmarks.servers import Ground
 from benchmarks.threads import LANES, Measured, Processor, Window, slice_of_threads
 from benchmarks.ways import ENGINES, METADATA, NATIVE, QUIET, ROWS, UNSAFE, ours
@@ -123,3 +127,69 @@ async def slice_of_tasks(write: Write, tasks: int, seconds: float, warm_up_s: fl
     processor = Processor()
     done = await asyncio.gather(*(work() for _ in range(tasks)))
     measured.note(done, seconds, processor.used_s())
+
+
+def sampled(
+    ground: Ground, *, tasks: int = 64, seconds: float = 20.0, warm_up_s: float = 2.0
+) -> dict[str, dict[str, float]]:
+    """Find where the processor time of dual writes by tasks goes, in a new process.
+
+    Returns:
+        Percent, by ``packages``, of this library by its own, and by ``functions``: the 15 that take most, each without what it
+        calls, but with functions of C.
+    """
+    engine = create_engine(ground.url)
+    METADATA.create_all(engine)
+    engine.dispose()
+    return in_new_process(_sample, ground.kafka, ground.url, ground.topic(), tasks, seconds, warm_up_s)
+
+
+def _sample(
+    kafka: Mapping[str, str], url: str, topic: str, tasks: int, seconds: float, warm_up_s: float
+) -> dict[str, dict[str, float]]:
+    """Look at each tick of the process's processor time where the loop is: a profile cannot follow greenlets."""
+    seen = Counter[CodeType]()
+
+    def look(_: int, frame: FrameType | None) -> None:
+        if frame is not None:
+            seen[frame.f_code] += 1
+
+    async def write_all() -> None:
+        engine = create_async_engine(url, pool_size=LANES, max_overflow=0, pool_timeout=120)
+        async with ours_in_tasks(kafka, engine, topic, NATIVE) as write:
+            await slice_of_tasks(write, tasks, warm_up_s, 0.0, Measured())
+            signal.signal(signal.SIGPROF, look)
+            signal.setitimer(signal.ITIMER_PROF, 0.001, 0.001)
+            await slice_of_tasks(write, tasks, seconds, 0.0, Measured())
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        await engine.dispose()
+
+    asyncio.run(write_all())
+    packages, functions = Counter[str](), Counter[str]()
+    for code, times in seen.items():
+        name, package = named(code), package_of(code.co_filename)
+        if package == OWN:
+            package = "/".join(name.partition(":")[0].split("/")[:2])
+        packages[package or "the benchmark"] += 100 * times / seen.total()
+        functions[name] += 100 * times / seen.total()
+    return {"packages": dict(packages.most_common()), "functions": dict(functions.most_common(15))}
+
+
+def shares(
+    figures: Mapping[str, Mapping[str, float]], *, table: Callable[[Sequence[str], Any], list[str]]
+) -> list[str]:
+    """Where the time of tasks goes, for ``docs/benchmarks.md``."""
+    packages, functions = figures["packages"], figures["functions"]
+    own = sum(share for name, share in packages.items() if name.startswith(OWN))
+    waits = packages[STANDARD] + packages[f"{OWN}/asyncio"]
+    return [
+        "Where the time goes: 64 tasks keep one core busy, so their writes per second go by the processor time of their loop. "
+        f"Percent of it, by samples. This library's own functions take {own:.0f}. Waiting takes {waits:.0f}: the standard "
+        "library's part is mostly asyncio and selectors, and `dualwrite/asyncio` carries each wait from the greenlet of a "
+        "block to its task and back. Each time that a block waits for a server, the loop registers a file, looks at its "
+        "selector, and resumes the task. The unsafe way waits less often, and librdkafka's threads, which need no interpreter, "
+        "send and receive for it.",
+        "",
+        *table(("package", "percent"), ([name, f"{share:.1f}"] for name, share in packages.items() if share >= 1)),
+        *table(("function", "percent"), ([f"`{name}`", f"{share:.1f}"] for name, share in functions.items())),
+    ]

@@ -134,9 +134,9 @@ class Counting:
                 continue  # such as a proxy in front of a server: it runs in this process, but is no part of a write
             built_in += counts[None]
             for code, calls in counts.items():
-                if code is not None and (package := _package(code.co_filename)):
+                if code is not None and (package := package_of(code.co_filename)):
                     packages[package] += calls
-                    functions[f"{_short(code.co_filename)}:{_name(code)}"] += calls
+                    functions[named(code)] += calls
                     if thread != self._caller:
                         background += calls
                         own_background += calls if package == OWN else 0
@@ -155,7 +155,7 @@ def _is_of_a_test(code: CodeType) -> bool:
     return code.co_filename.startswith(f"{_OWN}/testing/")
 
 
-def _package(file: str) -> str | None:
+def package_of(file: str) -> str | None:
     """Which package this file is in; None: it is the code that writes."""
     if file.startswith(_OWN):
         return OWN
@@ -164,10 +164,9 @@ def _package(file: str) -> str | None:
     return STANDARD if file.startswith(_STANDARD) else None
 
 
-def _name(code: CodeType) -> str:
-    """With its class, from Python 3.11 on."""
-    name: str = getattr(code, "co_qualname", code.co_name)
-    return name
+def named(code: CodeType) -> str:
+    """Its file, from its package on, and its name: with its class, from Python 3.11 on."""
+    return f"{_short(code.co_filename)}:{getattr(code, 'co_qualname', code.co_name)}"
 
 
 def _short(file: str) -> str:
@@ -240,7 +239,7 @@ def profile(kafka: Mapping[str, str], url: str, topic: str, operations: int, war
     used = Counter[str]()
     for entry in profiled.getstats():
         code: CodeType | str = entry.code
-        name = code if isinstance(code, str) else f"{_short(code.co_filename)}:{_name(code)}"
+        name = code if isinstance(code, str) else named(code)
         used[name] += entry.inlinetime / operations * 1e6
     return dict(used.most_common(25))
 

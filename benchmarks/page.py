@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    async_tasks,
     calls,
     group_page,
     mariadb_bulk,
@@ -75,6 +76,7 @@ def render(figures: Mapping[str, Any]) -> str:
         "network": _network,
         "threads": _threads,
         "async": _async,
+        "sampled": partial(async_tasks.shares, table=_table),
         "web": partial(web.section, table=_table),
         "group": partial(group_page.section, table=_table),
         "consumer": _consumer,

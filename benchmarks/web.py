@@ -171,4 +171,9 @@ def section(
             for (kind, by_way), aim in zip(figures.items(), (1.8, 1.6), strict=True)
         ),
         "",
+        "Where the time goes: the framework's part is the same for all. A row for an outbox is one more statement of the "
+        "database's; a block sends two requests to the broker and takes their answers, checks its row, records the decision, "
+        "and is told how transactions have ended: the [functions of a dual write](#the-calls-of-a-dual-write). In tasks each of "
+        "its waits goes through the event loop as well: see the [samples of tasks](#tasks-of-one-event-loop-8-transactions-at-a-time).",
+        "",
     ]
