@@ -146,7 +146,7 @@ def terminate_by(context: OwnerContext, asked: str, deadline: Deadline, *, lose_
         return _without_row(asked, context.coordinator, deadline, lose_decided=lose_decided)
     row, incarnation = found
     if incarnation is not None and incarnation <= row.settled_incarnation:
-        return TerminationReport()  # nothing can be open under it, and the present owner has done nothing wrong
+        return _of_settled(asked, context.coordinator, deadline)
     step, _ = _step(context, [row], deadline, lose_decided=lose_decided)
     if step is TerminateStep.NOTHING:
         return TerminationReport()
@@ -158,6 +158,20 @@ def terminate_by(context: OwnerContext, asked: str, deadline: Deadline, *, lose_
 
     claimed = claim_writers(context, [one.transactional_id for one in select()], select, deadline)
     return _settle(context, row.transactional_id, claimed, deadline, lose_decided=lose_decided)
+
+
+def _of_settled(kafka_id: str, coordinator: TransactionCoordinator, deadline: Deadline) -> TerminationReport:
+    """Abort what a settler has begun under a settled incarnation, and leave its present owner alone: it has done nothing wrong.
+
+    Nothing decided is open there. But a settler that another one has overtaken may have begun to end an undecided transaction
+    that a broker had forgotten, and have died: no row leads to it any more.
+    """
+    view = AbandonedTransaction(coordinator, kafka_id).look(deadline)
+    if view.status is not TransactionStatus.ONGOING:
+        return TerminationReport()
+    logger.warning("%s: aborting what a settler has left open under a settled incarnation", kafka_id)
+    coordinator.retire([kafka_id], deadline)
+    return TerminationReport(terminated=[kafka_id])
 
 
 def _settle(

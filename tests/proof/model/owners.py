@@ -34,6 +34,7 @@ from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.producer import LaneProducer
 from dualwrite.protocol.values import lane_id
 from dualwrite.recovery.claim import OwnerContext, claim_lanes
+from dualwrite.recovery.operator import terminate_by
 from dualwrite.recovery.recover import recover_rows
 from dualwrite.writing.dual_write import DualWrite, Ending
 from dualwrite.writing.lane import Lane, Losses
@@ -284,3 +285,16 @@ class Recoverer:
             return
         self._told.opened[process.name] = "recovered"
         self.planned = len(report.planned)
+
+
+class Operator:
+    """A process that ends by force what is open under a Kafka id, unless the database has decided it."""
+
+    def __init__(self, simulation: Simulation, kafka_id: str) -> None:
+        self._simulation = simulation
+        self._kafka_id = kafka_id
+
+    def run(self, process: Process) -> None:
+        store = SimulatedStore(self._simulation, process)
+        context = OwnerContext(SimulatedCoordinator(self._simulation), store, process.name)
+        terminate_by(context, self._kafka_id, Deadline(5 * TIMEOUT_S), lose_decided=False)

@@ -209,3 +209,32 @@ def test_a_decider_that_believed_the_coordinator_would_leave_it_open(monkeypatch
     monkeypatch.setattr(completing, "next_completion_step", without_proof)
     with pytest.raises(Finding):
         run(schedule)
+
+
+def test_what_an_overtaken_settler_has_begun_under_a_settled_id_is_left_to_an_operator():
+    """D3 dies before it has seen that its abort was skipped, so D5 settles the id. D1, overtaken, has seen it, and dies too."""
+    world = run("""
+        given transaction version 2
+        W1 works on slot#1 (sends early, native)
+        W1 writes m1 to partition 0 and m2 to partition 0, to hand over prepared
+        W1 runs to batch.handed_over
+        D1 decides on the work of W1
+        D1 steps 2 times
+        D2 settles slot#1
+        D2 runs to claim.row_raised
+        D2 is killed
+        D1 runs to settle.before_retire
+        D3 settles slot#1
+        D3 runs to settle.before_retire
+        the leader of partition 0 is suspended
+        D3 steps
+        partition 0 has no leader any more
+        the leader of partition 0 goes on
+        D3 is killed
+        D5 settles slot#1
+        D5 runs to settle.retired
+        D1 runs to repair.added
+        D1 is killed
+        everything heals
+    """)
+    assert world.counts["undecided transactions ended by an operator"] == 1

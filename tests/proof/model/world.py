@@ -23,6 +23,7 @@ from simulator.scheduler import Held, Simulation
 from simulator.state import create_topic, new_broker, transaction
 
 from dualwrite import WriterLimits
+from dualwrite.protocol.values import parsed
 from dualwrite.writing.dual_write import Ending
 from model.checker import Finding, check, decided_writes
 from model.consuming import (
@@ -40,7 +41,7 @@ from model.consuming import (
 from model.fleet import BEAT, FLEET, TIMING, Fleet, Member
 from model.grouped import GroupingOwner
 from model.handing_over import Decided, Driver, HandedOver, Settler, Worker
-from model.owners import TOPIC, Owner, Recoverer, Told, Write
+from model.owners import TOPIC, Operator, Owner, Recoverer, Told, Write
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
@@ -620,6 +621,10 @@ class World:
 
         They are named nowhere. What the database has decided must never need it.
         """
+        for kafka_id in self._begun_by_settlers():
+            self.counts["undecided transactions ended by an operator"] += 1
+            self.simulation.spawn(f"operator of {kafka_id}", Operator(self.simulation, kafka_id).run)
+            self._run_all()
         broker = self.simulation.broker
         open_ids = {known.producer_id for known in broker.transactions if known.state == "Ongoing"}
         decided = {name for write, _ in decided_writes(self.simulation) for name, _ in write.messages}
@@ -633,6 +638,22 @@ class World:
                 )
                 self.simulation.broker, answer = handle(self.simulation.broker, marker)
                 assert answer.error_codes == (ErrorCode.NONE,)
+
+    def _begun_by_settlers(self) -> list[str]:
+        """The ids under which a settler has begun to end what was forgotten, and died once another one had settled the row.
+
+        Its transaction has a later epoch than what is open in the partitions, which an owner's never has.
+        """
+        broker, begun = self.simulation.broker, []
+        for known in broker.transactions:
+            named = parsed(known.transactional_id)
+            row = None if named is None else self.simulation.database.rows.get(named[0])
+            if known.state != "Ongoing" or named is None or row is None or named[2] > row.settled_incarnation:
+                continue
+            entries = [producer(found, known.producer_id) for found in broker.partitions]
+            if all(entry.producer_epoch < known.producer_epoch for entry in entries if entry and entry.txn_start >= 0):
+                begun.append(known.transactional_id)
+        return begun
 
     def _recover(self) -> int:
         self.recoverers += 1

@@ -317,10 +317,11 @@ class SimulatedCoordinator:
             [answer] = self._all([Fetch(place, scan.first.offset)], deadline)
             batches = cast("FetchResponse", answer).batches
             scan.read([SeenBatch(batch) for batch in batches])
-            # Simulated logs hold no times. A marker without records was written for the newest transaction.
-            if all(
-                batch.control for batch in [batch for batch in batches if batch.producer_id == scan.producer_id][-2:]
-            ):
+            last = [batch for batch in batches if batch.producer_id == scan.producer_id][-2:]
+            if last:
+                scan.idle_since_ms = self._simulation.written_ms.get((place, last[-1].base_offset))
+            # Of a marker by a tool no time is known; but one without records was written for the newest transaction.
+            if scan.idle_since_ms is None and all(batch.control for batch in last):
                 scan.idle_since_ms = self._simulation.broker.clock_ms
         return [joined(state, of_state) for state, of_state in zip(states, scans, strict=True)]
 

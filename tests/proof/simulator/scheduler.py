@@ -32,6 +32,7 @@ from simulator.requests import (
     Produce,
     Request,
     Response,
+    TopicPartition,
     TxnOffsetCommit,
 )
 from simulator.state import Broker
@@ -72,6 +73,7 @@ class Simulation:
         held: The requests that the network holds, in order.
         markers_delayed: Whether prepared transactions wait for :meth:`write_markers`; else markers are written at once.
         outages: How often the leader of a partition went away, with every connection to it.
+        written_ms: When each marker was written, by its partition and offset. Simulated logs hold no times.
         steps: Number of calls served.
     """
 
@@ -83,6 +85,7 @@ class Simulation:
         self.held: list[Held] = []
         self.markers_delayed = False
         self.outages = 0
+        self.written_ms: dict[tuple[TopicPartition, int], int] = {}
         self.steps = 0
         self.running: Process | None = None
         self.hub = getcurrent()
@@ -177,7 +180,11 @@ class Simulation:
 
     def write_markers(self) -> None:
         """Let the broker write all pending markers."""
+        before = self.broker.partitions
         self.broker = write_markers(self.broker)
+        for old, new in zip(before, self.broker.partitions, strict=True):
+            for batch in new.batches[len(old.batches) :]:
+                self.written_ms[new.topic_partition, batch.base_offset] = int(self.now_s * 1000)
 
     # What the scheduler can do
 

@@ -97,6 +97,24 @@ def test_the_id_of_a_settled_incarnation_leaves_the_present_owner_alone(servers)
     assert servers.rows == servers.visible() == ["m2"]
 
 
+def test_what_a_settler_has_begun_under_a_settled_incarnation_is_aborted(servers):
+    """It wanted to end what a broker had forgotten, was overtaken by another settler, and died."""
+    servers.left_by("write.prepared", "m1")
+    old = servers.row().kafka_id(1)
+    servers.run(recover, "R")
+
+    def begin(here):
+        producer_id, epoch = here.context.coordinator.retire([old], Deadline(TIMEOUT_S))[old]
+        here.context.coordinator.add_partitions({old: (producer_id, epoch, {("events", 0)})}, Deadline(TIMEOUT_S))
+
+    servers.run(begin, "late settler")
+    owner = servers.start(lambda here: here.write(here.lane(), "m2"), "next owner").to("write.prepared")
+    assert servers.run(terminating(old), "T").terminated == [old]
+    assert servers.run(terminating(old), "T").terminated == []
+    owner.result()
+    assert servers.rows == servers.visible() == ["m2"]
+
+
 def test_where_nothing_is_open_nothing_is_claimed(servers):
     servers.run(lambda here: here.write(here.lane(), "m1"))
     report = servers.run(terminating(), "T")
