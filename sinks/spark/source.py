@@ -31,8 +31,7 @@ from dualwrite.errors import (
     OutcomeUnverifiable,
 )
 from dualwrite.sinks.spark.databases.database import Emptying
-from dualwrite.sinks.spark.lineage import BatchLineage
-from dualwrite.sinks.spark.observing import sources_of_checkpoint
+from dualwrite.sinks.spark.observing import BatchLineage, sources_of_checkpoint
 from dualwrite.sinks.spark.options import SourceOptions
 from dualwrite.sinks.spark.plan import CONNECT, plan_stream, shown_first
 from dualwrite.sinks.spark.sendable import projected_batches, row_batches

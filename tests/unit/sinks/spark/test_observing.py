@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("openlineage", reason="the extra 'openlineage' is not installed")
 
 from dualwrite import ConfigurationError
-from dualwrite.sinks.spark.lineage import inputs_of
+from dualwrite.sinks.spark.observing import inputs_of
 from dualwrite.sinks.spark.options import SinkOptions
 
 
