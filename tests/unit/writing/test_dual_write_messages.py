@@ -19,6 +19,10 @@ class Producer:
         self.calls = []
         self.refusals = {}
 
+    @property
+    def engine(self):
+        return self
+
     def begin_transaction(self):
         self.calls.append("begin")
 
@@ -75,7 +79,7 @@ def producer():
 
 @pytest.fixture
 def write(producer):
-    lane = SimpleNamespace(producer=producer, engine=producer, transactional_id="orders")
+    lane = SimpleNamespace(producer=producer, transactional_id="orders")
     write = DualWrite(lane, None, None, margin_s=1.0, timeout_s=1.0)
     write._machine.apply(WriteEvent.CHECK)
     return write
