@@ -420,7 +420,7 @@ class World:
         if self.members:
             self._check_offsets()
             losses = self.told.losses | {state for _, state in self.simulation.database.incidents}
-            check_consumed(self.simulation, self.writes, losses, keeps_rows=self.keeps_rows)
+            check_consumed(self.simulation, self.writes, losses, self.excused, keeps_rows=self.keeps_rows)
 
     def do_last_consumer(self) -> None:
         """All members die; a last one settles for them, and consumes the rest. No recovery finds more to do."""
