@@ -260,7 +260,10 @@ _LOOK: Final = "`dualwrite outbox list` names the writers, and the numbers of wh
     "--most-bytes", default=MOST_BYTES, show_default=True, type=click.IntRange(min=1), help="Bytes of a dual write."
 )
 @click.option(
-    "--engine", "engine_name", type=click.Choice(["auto", "native", "librdkafka"]), default="auto", show_default=True
+    "--engine",
+    "engine_name",
+    type=click.Choice(["auto", "native", "librdkafka"]),
+    help="Instead of 'dualwrite.engine' among the Kafka settings, which is auto if not given.",
 )
 @click.option(
     "--on-refused",
@@ -301,7 +304,7 @@ def relay(
     lease_s: float,
     most_rows: int,
     most_bytes: int,
-    engine_name: str,
+    engine_name: str | None,
     on_refused: str,
     print_trigger: bool,
     as_json: bool,
@@ -340,7 +343,7 @@ def relay(
     shown = _Lines(quiet=as_json)
     running = Relay(
         table,
-        kafka={**kafka, ENGINE: engine_name},
+        kafka=kafka if engine_name is None else {**kafka, ENGINE: engine_name},
         database=url,
         name=relay_id,
         schema=schema,

@@ -1,8 +1,11 @@
-"""What `dualwrite relay` says on standard error while it runs."""
+"""What `dualwrite relay` takes from its options, and what it says on standard error while it runs."""
 
 import pytest
+from click.testing import CliRunner
 
 from dualwrite.cli import tables
+from dualwrite.cli.options import commands
+from dualwrite.errors import ConfigurationError
 from dualwrite.operations import RelayReport
 
 
@@ -36,3 +39,24 @@ def test_nothing_is_said_beside_json(clock, capsys):
     report.state = "sending"
     tables._Lines(quiet=True).show(report)
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "engine"),
+    [
+        ([], None),
+        (["-X", "dualwrite.engine=librdkafka"], "librdkafka"),
+        (["-X", "dualwrite.engine=librdkafka", "--engine", "native"], "native"),
+    ],
+)
+def test_the_engine_is_that_of_the_kafka_settings_unless_the_option_names_one(monkeypatch, options, engine):
+    given = []
+
+    def relay(table, *, kafka, **_):
+        given.append(kafka.get("dualwrite.engine"))
+        raise ConfigurationError("enough")
+
+    monkeypatch.setattr(tables, "Relay", relay)
+    url = ["--url", "postgresql://h/d", "--bootstrap-server", "h:1", "--topic", "t"]
+    done = CliRunner().invoke(commands, ["relay", *url, *options])
+    assert given == [engine], done.output
