@@ -104,7 +104,10 @@ _may_stage: set[tuple[str, tuple[str, str]]] = set()
 
 
 def _require_staging(connection: Connection, layout: Layout) -> None:
-    """Refuse a user who may not create the staging tables of the layout's target."""
+    """Refuse a user who may not create the staging tables of the layout's target.
+
+    A server that cannot answer, as all its prepared statements are in use, refuses nothing: the table is made later anyway.
+    """
     engine = connection.engine
     who = str(engine.url), layout.table  # the text of a URL hides its password
     if who in _may_stage:
@@ -112,8 +115,13 @@ def _require_staging(connection: Connection, layout: Layout) -> None:
     creation = _creation((layout.table[0], f"{STAGING_PREFIX}asked"), layout, comment="")
     try:
         execute(connection, f"PREPARE dualwrite_asked FROM {text_literal(creation)}")
-    except exc.SQLAlchemyError as error:
-        raise _not_made(error, engine, "staging", schema=layout.table[0], rights=_STAGING_RIGHTS) from error
+        execute(connection, "DEALLOCATE PREPARE dualwrite_asked")
+    except exc.DBAPIError as error:
+        if meaning_of(error) is Meaning.PRIVILEGE:
+            raise _not_made(error, engine, "staging", schema=layout.table[0], rights=_STAGING_RIGHTS) from error
+        if error.connection_invalidated:
+            raise map_database_error(error, engine) from error
+        return
     _may_stage.add(who)
 
 
@@ -679,9 +687,10 @@ class Inserts:
 
     def write(self, batch: pa.RecordBatch, deleted: pa.Array | None = None) -> None:
         arrays = staged_arrays(self._layout, batch, deleted)
-        keys = () if self._layout.merge is None else self._layout.merge.keys
-        # Of a row that deletes, only the key must fit.
-        excused = [None if column.name in keys else deleted for column in self._columns]
+        merge = self._layout.merge
+        # Of a row that deletes, only the key must fit, and how new it is.
+        kept = set() if merge is None else {*merge.keys, merge.newer_by}
+        excused = [None if column.name in kept else deleted for column in self._columns]
         rows = literal_rows(self._columns, arrays, self._name, excused)
         for start, end in statements(rows, MOST_BYTES):
             if end - start == 1 and len(rows[start]) > MOST_BYTES // _LONGEST_CHARACTER:
