@@ -31,6 +31,7 @@ from dualwrite.sinks.spark.plan import CONNECT, JOB_ERRORS, JobFailed, SparkJobs
 from dualwrite.sinks.spark.sendable import projected_batches, used_columns, without_unused
 from dualwrite.sinks.spark.targets import Target, Wanted, routed_batches
 from dualwrite.sinks.spark.whole_batch import PreparedPartition, WholeBatch, prepare_partition, rows_by_target
+from dualwrite.sinks.spark.worker import spare_collections
 from dualwrite.sinks.spark.writing import described, whole_input
 
 if TYPE_CHECKING:
@@ -428,6 +429,7 @@ class ManyTask:
         context = TaskContext.get()
         if context is None:
             raise IllegalStateError("this function runs in a Spark task only")
+        spare_collections()
         rows = whole_input(batches)
         routed: Iterator[tuple[int, pa.RecordBatch]]
         if self.tag is None:

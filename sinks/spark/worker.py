@@ -403,7 +403,8 @@ def spare_collections() -> None:
     """Keep Spark's garbage collection after each call of a reused process from looking at all imported modules each time.
 
     To be called at the beginning of each call in a process that Spark has started. The collection takes longer than a task of
-    few rows. At the second call, what the first one's collection has left alive is no garbage: it is looked at no more.
+    few rows. At the second call, what is alive after the first one's collection is looked at no more: the imported modules, and
+    the little that the two calls have made.
     """
     if next(_calls) == 1:
         gc.freeze()
