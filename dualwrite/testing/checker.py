@@ -74,10 +74,10 @@ def read_committed(config: Mapping[str, str], topic: str, *, timeout_s: float = 
         confluent_kafka.KafkaException: The brokers refused, with their reason.
     """
     deadline = Deadline(timeout_s)
-    ends = _wait_for_stable_ends(AdminClient(dict(config)), topic, deadline)
+    ends = _wait_for_stable_ends(AdminClient(_for_confluent(config)), topic, deadline)
     consumer = Consumer(
         {
-            **config,
+            **_for_confluent(config),
             "group.id": f"dualwrite-reading-{secrets.token_hex(8)}",
             "isolation.level": "read_committed",
             "enable.auto.commit": False,
@@ -125,9 +125,14 @@ def _headers(message: Message) -> tuple[tuple[str, bytes | None], ...]:
     return tuple((key, value.encode() if isinstance(value, str) else value) for key, value in pairs)
 
 
+def _for_confluent(config: Mapping[str, str]) -> dict[str, str]:
+    """A writer's Kafka settings without those that are this library's own."""
+    return {key: value for key, value in config.items() if not key.startswith("dualwrite.")}
+
+
 def stable_ends(config: Mapping[str, str], topic: str, *, timeout_s: float = 120.0) -> dict[int, int]:
     """The end of each partition, once no transaction is open on the topic; `Unavailable` if one stays open."""
-    return _wait_for_stable_ends(AdminClient(dict(config)), topic, Deadline(timeout_s))
+    return _wait_for_stable_ends(AdminClient(_for_confluent(config)), topic, Deadline(timeout_s))
 
 
 def _wait_for_stable_ends(admin: AdminClient, topic: str, deadline: Deadline) -> dict[int, int]:
@@ -697,7 +702,7 @@ class Follower(Closing):
     def __init__(self, config: Mapping[str, str], topics: Sequence[str]) -> None:
         self._consumer = Consumer(
             {
-                **config,
+                **_for_confluent(config),
                 "group.id": f"dualwrite-following-{secrets.token_hex(8)}",
                 "isolation.level": "read_committed",
                 "enable.auto.commit": False,
@@ -712,7 +717,7 @@ class Follower(Closing):
         self._failure: KafkaException | None = None
         self._moved = threading.Condition()
         self._stopping = threading.Event()
-        metadata = AdminClient(dict(config)).list_topics(timeout=30).topics
+        metadata = AdminClient(_for_confluent(config)).list_topics(timeout=30).topics
         self._partitions = {topic: sorted(metadata[topic].partitions) for topic in topics}
         self._consumer.assign(
             [TopicPartition(topic, number, 0) for topic in topics for number in self._partitions[topic]]

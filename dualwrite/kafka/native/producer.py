@@ -67,7 +67,7 @@ from dualwrite.kafka.native.coordination import (
 )
 from dualwrite.kafka.native.produce_state import Meaning, Partition, ProduceCore, Refusal, Request, meaning_of
 from dualwrite.kafka.native.sender import Sender
-from dualwrite.kafka.native.settings import native_settings
+from dualwrite.kafka.native.settings import OTHER_ENGINE, native_settings
 from dualwrite.kafka.transaction_ends import PendingEnd
 from dualwrite.protocol.lives import ProducerEvent, ProducerState
 from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, MessageColumns, Unsendable
@@ -714,7 +714,7 @@ class Deliveries(Callbacks):
 _OWN: Final[Mapping[int, Advice]] = MappingProxyType(
     {
         Code.UNSUPPORTED_VERSION: Advice(
-            Kind.SETTINGS, 'the brokers do not serve transaction version 2: finalize it, or choose engine="librdkafka"'
+            Kind.SETTINGS, f"the brokers do not serve transaction version 2: finalize it, {OTHER_ENGINE}"
         ),
     }
 )

@@ -171,7 +171,6 @@ class SqlDatabase(Database):
         return Forgetting(self.engine, self.tables_schema)
 
     def history(self) -> History:
-
         from dualwrite.stores.sql.operators import History  # noqa: PLC0415 - as above
 
         return History(self.engine, schema=self.tables_schema)
