@@ -45,6 +45,7 @@ def check(simulation: Simulation, writes: Iterable[Write], told: Told, excused: 
     losses = told.losses | {state for _, state in simulation.database.incidents}
     rows = Counter(simulation.database.user_rows)
     writes = list(writes)
+    excused = excused | _with_their_groups(simulation, excused)
     for write in writes:
         _check_write(write, committed.get(write.number), seen, rows, losses, excused)
     unknown = seen.keys() - {name for write in writes for name, _ in write.messages}
@@ -59,6 +60,12 @@ def decided_writes(simulation: Simulation) -> Iterator[tuple[Write, tuple[StateR
     for tag, rows in simulation.database.committed:
         for write in getattr(tag, "writes", (tag,)):
             yield write, tuple(row for row in rows if row.transactional_id == write.lane)
+
+
+def _with_their_groups(simulation: Simulation, excused: set[int]) -> set[int]:
+    """The writes that share a Kafka transaction with these: a unit may have sent its messages after it was ended."""
+    groups = [{write.number for write in getattr(tag, "writes", (tag,))} for tag, _ in simulation.database.committed]
+    return {number for group in groups if group & excused for number in group}
 
 
 def _check_write(write, wrote, seen, rows, losses, excused) -> None:
