@@ -51,7 +51,7 @@ def _rows(counts: Mapping[str, Ways]) -> list[list[str]]:
             name,
             f"{way['per second']:.0f}",
             *(f"{way[figure]:.1f}" for figure in ("p50", "p99", "longest")),
-            f"{way['processor']:.2f}",
+            f"{way['process']:.2f}",
             f"{way['units of a group']:.0f}" if "units of a group" in way else "",
         ]
         for count, ways in counts.items()
@@ -82,7 +82,7 @@ def _ratios_of_rows(one: Ways, many: Ways) -> list[str]:
 
 def _ceiling(ways: Ways, alone: Mapping[str, float]) -> list[str]:
     """Where the time goes: units run one after the other, and Python runs one thread at a time."""
-    ours, text, unsafe = (ways[name]["processor"] for name in (GROUP, GROUP_OF_TEXT, UNSAFE))
+    ours, text, unsafe = (ways[name]["process"] for name in (GROUP, GROUP_OF_TEXT, UNSAFE))
     rest = ours - alone[INSERT]
     return [
         f"One INSERT alone, in one thread and one transaction, takes {alone[INSERT]:.2f} ms of Python's processor time by "

@@ -137,10 +137,8 @@ def by_writer(
     }
 
 
-def _shortest(mine: Mapping[str, float], direct: Mapping[str, float] | None, polled: Mapping[str, float]) -> str:
+def _shortest(mine: Mapping[str, float], direct: Mapping[str, float], polled: Mapping[str, float]) -> str:
     """What the chain takes at least, by the parts of it that are measured."""
-    if direct is None:  # runs before did not measure it
-        return "They take what is saved by not waiting for a poll. A block that goes directly is visible sooner. "
     together = mine["call p50"] + direct["visible p50"]
     return (
         f"That is a call, {mine['call p50']:.2f} ms, and then a dual write, whose message is visible after "
@@ -153,7 +151,7 @@ def section(figures: Mapping[str, Any], *, table: Callable[[Sequence[str], Any],
     """The section of the page."""
     calls, sent = figures["calls"], figures["backlogs"]
     mine, unsafe, polled = (calls[name] for name in (always.ALWAYS, always.UNSAFE, always.OUTBOX))
-    direct = calls.get(always.NATIVE)
+    direct = calls[always.NATIVE]
 
     def aim(words: str, other: Mapping[str, float], figure: str, most: str) -> str:
         return f"- {words}: **{mine[figure] / other[figure]:.2f}** (aim: {most})."

@@ -53,7 +53,7 @@ _WHERE = (
     "leg alone, without a server (`PYTHONPATH=tests/proof python -m benchmarks.spark_leg --rows 200000`, 0.9 s for a million rows), lz4 "
     "takes 39 %, the joining of records 27 %, JSON texts and keys 21 %, the partitions of keys 8 %, and reading Arrow 5 %; the digest "
     "of `write_batch` takes 0.2 s besides. lz4, the texts and reading, 0.6 s, are the same for any engine. Tried without gain: in the "
-    "JSON of flights one text for each of the integers that are close together, instead of one for each row (3 % of the workers' time); "
+    "JSON of flights one text for each of the integers that are close together, instead of one for each row (no gain that could be measured); "
     "through librdkafka: `linger.ms` of 50 and 200, confluent-kafka's `produce_batch` (slower than single calls), zstd and "
     "snappy instead of lz4, other partitioners, other sizes of librdkafka's queue, no delivery callbacks."
 )
