@@ -27,7 +27,7 @@ from dualwrite.interfaces import (
     native_of,
 )
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.settle import SettleStep, looked, next_step, retired, to_end
+from dualwrite.protocol.settle import Knowledge, SettleStep, looked, next_step, retired, to_end
 from dualwrite.protocol.settle_native import (
     NativeStep,
     acted,
@@ -438,18 +438,23 @@ class _Settling(Inspection):
         pending = [item for item in items if item.known.is_pending]
         if pending:
             names = [item.row.transactional_id for item in pending]
-            self._store.while_locked(names, lambda: self._retire_unless_changed(pending), self._deadline)
+            found = [item.known for item in pending]
+            self._store.while_locked(names, lambda: self._retire_unless_changed(pending, found), self._deadline)
         if len(pending) < len(items):
             self._make_unusable([item for item in items if not item.known.is_pending])
 
-    def _retire_unless_changed(self, items: list[Unsettled]) -> None:
-        """Two settlers may have found the same forgotten transaction. The second must not abort what the first is ending."""
+    def _retire_unless_changed(self, items: list[Unsettled], found: list[Knowledge]) -> None:
+        """Two settlers may have found the same forgotten transaction. The second must not abort what the first is ending.
+
+        ``found`` is what this settler knew as it decided to retire. The store calls this again if it lost its lock: what the
+        coordinator shows must be compared with that, and not with what the first call has seen.
+        """
         unchanged = []
-        for item, view in zip(items, self._views(items), strict=True):
-            if view == item.known.view:
+        for item, known, view in zip(items, found, self._views(items), strict=True):
+            if view == known.view:
                 unchanged.append(item)
             else:
-                item.known = looked(item.known, view)
+                item.known = looked(known, view)
         if unchanged:
             self._make_unusable(unchanged)
 

@@ -154,7 +154,7 @@ def in_turns(begin):
 
 def test_without_the_lock_of_the_row_one_would_abort_what_the_other_is_ending(monkeypatch):
     monkeypatch.setattr(SimulatedStore, "while_locked", lambda _, _names, work, _deadline: work())
-    monkeypatch.setattr(_Settling, "_retire_unless_changed", _Settling._make_unusable)
+    monkeypatch.setattr(_Settling, "_retire_unless_changed", lambda self, items, _: self._make_unusable(items))
     with pytest.raises(Finding, match="told as lost"):
         in_turns(1)
 
