@@ -447,14 +447,14 @@ class _Settling(Inspection):
         """Two settlers may have found the same forgotten transaction. The second must not abort what the first is ending.
 
         ``found`` is what this settler knew as it decided to retire. The store calls this again if it lost its lock: what the
-        coordinator shows must be compared with that, and not with what the first call has seen.
+        coordinator shows must be compared with that, and not with what the first call has seen or done.
         """
         unchanged = []
         for item, known, view in zip(items, found, self._views(items), strict=True):
             if view == known.view:
                 unchanged.append(item)
             else:
-                item.known = looked(known, view)
+                item.known = looked(item.known, view)
         if unchanged:
             self._make_unusable(unchanged)
 
