@@ -52,6 +52,14 @@ def test_a_form_that_is_sent_twice_begins_once(history: History) -> None:
     assert (found.intent.reason, found.outcome) == (FIRST.reason, Ended.REFUSED)
 
 
+def test_an_intent_whose_commit_was_not_answered_has_begun(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work runs again and finds its own row. It is no second form: the action would never be done."""
+    run = history._own.run
+    monkeypatch.setattr(history._own, "run", lambda work: (run(work), run(work))[1])
+    assert history.begin_once(FIRST)
+    assert not history.begin_once(FIRST)
+
+
 def test_what_is_tried_again_under_its_id_has_the_outcome_of_the_last_attempt_alone(history: History) -> None:
     history.begin([FIRST, SECOND])
     history.end([End(FIRST.action_id, Ended.FAILED, "Kafka is away")])

@@ -438,7 +438,16 @@ class History:
     def begin_once(self, intent: Intent) -> bool:
         """Store one intent; False, and nothing is stored, if its id is there already: its form was sent twice."""
         statement = self._dialect.insert_if_missing(self._action).values(begun_at=database_now(), **_values(intent))
-        return self._own.run(lambda connection: connection.execute(statement).rowcount) == 1
+        begun_at = select(self._action.c.begun_at).where(self._action.c.action_id == intent.action_id)
+        mine: list[object] = []
+
+        def work(connection: Connection) -> bool:
+            if connection.execute(statement).rowcount == 1:
+                mine.append(connection.scalar(begun_at))
+                return True
+            return connection.scalar(begun_at) in mine  # of a run before this one, whose COMMIT was not answered
+
+        return self._own.run(work)
 
     def _there(self, connection: Connection, intents: Sequence[Intent]) -> set[str]:
         action = self._action
