@@ -35,6 +35,13 @@ def test_slots_are_numbered_from_one_and_grow_as_needed(pool: SlotPool) -> None:
     assert timedelta(seconds=50) < leases[0].until - datetime.now(timezone.utc) < timedelta(seconds=70)
 
 
+def test_a_lease_whose_commit_was_not_answered_is_found_again(pool: SlotPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work runs again. With a second slot, the first one would stay leased to nobody until its time is over."""
+    run = pool._own.run
+    monkeypatch.setattr(pool._own, "run", lambda work: (run(work), run(work))[1])
+    assert [pool.lease(f"W{number}", 60).transactional_id for number in (1, 2)] == ["job#1", "job#2"]
+
+
 def test_a_released_slot_is_the_next_one_leased(pool: SlotPool) -> None:
     leases = [pool.lease("worker", 60) for _ in range(3)]
     give_back(pool, leases[1])
@@ -138,7 +145,7 @@ def test_concurrent_workers_never_share_a_slot(database: Database, pool: SlotPoo
     def lease(number: int) -> list[SlotLease]:
         own = SlotPool(database.url, "job", schema=database.schema)
         together.wait()
-        held = [own.lease(f"worker {number}", 60) for _ in range(4)]
+        held = [own.lease(f"worker {number}, lease {one}", 60) for one in range(4)]
         own.close()
         return held
 

@@ -339,9 +339,18 @@ class SlotPool:
         former holder of the slot, if that has let its lease end at a given time (:meth:`keep`), and nobody has settled it
         since.
         """
+        slot = self._slot
+        mine = select(slot.c.transactional_id).where(slot.c.pool == self.pool, slot.c.lease_owner == owner).limit(1)
+        is_repeated = False
 
         def work(connection: Connection) -> SlotLease | None:
+            nonlocal is_repeated
             require(connection)
+            # The COMMIT of a run before this one may have gone unanswered: a second slot would leave the first one leased.
+            again = connection.scalar(mine) if is_repeated else None
+            is_repeated = True
+            if again is not None:
+                return self._change(connection, self._take, {"id_": again, "owner_": owner, "ttl_": ttl_s})
             return self._take_free_or_new(connection, owner, ttl_s, preferred(connection), ended)
 
         for _ in range(_ATTEMPTS_TO_ADD):
