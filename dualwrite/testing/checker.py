@@ -125,7 +125,7 @@ def _headers(message: Message) -> tuple[tuple[str, bytes | None], ...]:
     return tuple((key, value.encode() if isinstance(value, str) else value) for key, value in pairs)
 
 
-def _for_confluent(config: Mapping[str, str]) -> dict[str, str]:
+def _for_confluent(config: Mapping[str, str]) -> dict[str, str | int | float | bool]:
     """A writer's Kafka settings without those that are this library's own."""
     return {key: value for key, value in config.items() if not key.startswith("dualwrite.")}
 
