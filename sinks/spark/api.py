@@ -12,14 +12,12 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final, cast
 
 import pyarrow as pa
-from pyspark import TaskContext
 
 from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import (
     ConfigurationError,
     DecidedTransactionLost,
     DualWriteError,
-    IllegalStateError,
     OutcomeUnverifiable,
 )
 from dualwrite.sinks.spark.digests import may_mix, require_deterministic, require_deterministic_stream
@@ -31,7 +29,7 @@ from dualwrite.sinks.spark.plan import CONNECT, JOB_ERRORS, JobFailed, SparkJobs
 from dualwrite.sinks.spark.sendable import projected_batches, used_columns, without_unused
 from dualwrite.sinks.spark.targets import Target, Wanted, routed_batches
 from dualwrite.sinks.spark.whole_batch import PreparedPartition, WholeBatch, prepare_partition, rows_by_target
-from dualwrite.sinks.spark.worker import spare_collections
+from dualwrite.sinks.spark.worker import running_task, spare_collections
 from dualwrite.sinks.spark.writing import described, whole_input
 
 if TYPE_CHECKING:
@@ -426,9 +424,7 @@ class ManyTask:
 
     def run_arrow(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """For ``mapInArrow``: prepares the partition, and yields what the driver decides on."""
-        context = TaskContext.get()
-        if context is None:
-            raise IllegalStateError("this function runs in a Spark task only")
+        context = running_task()
         spare_collections()
         rows = whole_input(batches)
         routed: Iterator[tuple[int, pa.RecordBatch]]

@@ -11,7 +11,6 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
-from pyspark import TaskContext
 
 from dualwrite import failpoints
 from dualwrite.clock import Deadline, now_s
@@ -31,7 +30,14 @@ from dualwrite.sinks.spark.digests import Fingerprint, Fingerprinted, RowNames, 
 from dualwrite.sinks.spark.quarantine import Sieve
 from dualwrite.sinks.spark.sendable import awaited, projected_batches, row_batches
 from dualwrite.sinks.spark.targets import Target
-from dualwrite.sinks.spark.worker import AlreadyWritten, Attempt, destination_of, servers, spare_collections
+from dualwrite.sinks.spark.worker import (
+    AlreadyWritten,
+    Attempt,
+    destination_of,
+    running_task,
+    servers,
+    spare_collections,
+)
 from dualwrite.sinks.spark.writing import Progress, shown, whole_input, write_rows
 from dualwrite.writing.dual_write import DualWrite
 
@@ -126,9 +132,7 @@ class PartitionTask:
         self._run(row_batches(whole_input(rows), self.schema, self.layout))
 
     def _run(self, batches: Iterable[pa.RecordBatch], taken: Fingerprinted | None = None) -> PartitionReport:
-        context = TaskContext.get()
-        if context is None:
-            raise IllegalStateError("this function runs in a Spark task only")
+        context = running_task()
         spare_collections()
         return write_partition(self, context.partitionId(), context.attemptNumber(), batches, taken)
 

@@ -14,7 +14,6 @@ from pathlib import PurePath
 from types import FrameType
 from typing import TYPE_CHECKING, Final
 
-from pyspark import TaskContext
 from pyspark.sql.datasource import (
     DataSource,
     DataSourceArrowWriter,
@@ -37,6 +36,7 @@ from dualwrite.sinks.spark.plan import CONNECT, plan_stream, shown_first
 from dualwrite.sinks.spark.sendable import projected_batches, row_batches
 from dualwrite.sinks.spark.targets import Target, Wanted, routed_batches
 from dualwrite.sinks.spark.whole_batch import PreparedPartition, WholeBatch, prepare_partition, rows_by_target
+from dualwrite.sinks.spark.worker import running_task
 from dualwrite.sinks.spark.writing import log_to_stderr, whole_input
 
 if TYPE_CHECKING:
@@ -214,13 +214,6 @@ def _options(given: MutableMapping[str, str]) -> SourceOptions:
     return SourceOptions.parse(dict(given))
 
 
-def _task() -> TaskContext:
-    context = TaskContext.get()
-    if context is None:
-        raise IllegalStateError("this function runs in a Spark task only")
-    return context
-
-
 class _BatchWriter(DataSourceArrowWriter):
     def __init__(
         self,
@@ -284,7 +277,7 @@ class _StreamWriter(DataSourceStreamArrowWriter):
         """In a task: prepare the partition."""
         plan = self._plan
         assert plan is not None, "Spark sends tasks the writer that was planned"
-        task = _task()
+        task = running_task()
         query, number = task.getLocalProperty(_QUERY_ID), task.getLocalProperty(_BATCH_NUMBER)
         if query is None or number is None:
             raise IllegalStateError(
@@ -349,7 +342,7 @@ def _routed(
     if options.tag_column is None:
         return ((0, batch) for batch in project(rows, schema, targets[0].layout))
     tag = schema.names.index(options.tag_column)
-    return routed_batches(rows, schema, targets, tag, _task().partitionId())
+    return routed_batches(rows, schema, targets, tag, running_task().partitionId())
 
 
 def _write(
@@ -361,7 +354,7 @@ def _write(
     run: Run | None,
     staging: bool,
 ) -> TaskMessage:
-    task = _task()
+    task = running_task()
     prepared = prepare_partition(
         options.sink,
         targets,

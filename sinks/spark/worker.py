@@ -396,6 +396,14 @@ def _keep(found: WorkerCache) -> None:
         _kept.pop(next(iter(_kept))).close()
 
 
+def running_task() -> TaskContext:
+    """The context of the Spark task that calls; `IllegalStateError` outside of one."""
+    context = TaskContext.get()
+    if context is None:
+        raise IllegalStateError("this function runs in a Spark task only")
+    return context
+
+
 _calls: Final = count()
 
 
