@@ -214,14 +214,13 @@ def _open(using: str) -> tuple[Writer, Engine]:
     found = settings_of(using)
     options = dict(found.get("OPTIONS", {}))
     if found.get("IN_MEMORY"):
-        from dualwrite.kafka.config import BULK  # noqa: PLC0415 - a client of Kafka's
+        from dualwrite.kafka.config import wants_bulk  # noqa: PLC0415 - a client of Kafka's
         from dualwrite.testing.memory.writer import InMemoryWriter  # noqa: PLC0415 - for tests
 
         engine = new_engine(database_url(using), poolclass=NullPool)  # nothing is left in the way of DROP DATABASE
         name = found.get("FLEET") or found.get("WRITER") or "in-memory"
         kept: dict[str, Any] = {key: options[key] for key in _OF_MEMORY if key in options}
-        bulk = str(found.get("KAFKA", {}).get(BULK, "false")).lower() == "true"
-        memory = InMemoryWriter(name, database=engine, bulk=bulk, **kept)
+        memory = InMemoryWriter(name, database=engine, bulk=wants_bulk(found.get("KAFKA", {})), **kept)
         memory.open()
         return memory, engine
     from dualwrite.writing.writer import DualWriter  # noqa: PLC0415 - loads the clients of Kafka

@@ -324,6 +324,14 @@ def wanted_engine(name: str) -> Engine | None:
     return None if name == "auto" else Engine(name)
 
 
+def wants_bulk(kafka: Mapping[str, object]) -> bool:
+    """Whether these settings, which may have no others, ask for large transactions."""
+    bulk = str(kafka.get(BULK, "false")).lower()
+    if bulk not in {"true", "false"}:
+        raise ConfigurationError(f"Kafka setting {BULK!r} is not true or false")
+    return bulk == "true"
+
+
 def checked(kafka: Mapping[str, object], *, trusted: bool) -> dict[str, Setting]:
     """The settings of a dictionary, under the names that this library uses; see :meth:`KafkaConfig.parse`."""
     settings: dict[str, Setting] = {}
@@ -471,12 +479,11 @@ class KafkaConfig:
         to both clients. It names the key and shows no value.
         """
         settings = checked({key: kafka[key] for key in kafka if key not in {ENGINE, BULK}}, trusted=trusted)
-        engine, bulk = str(kafka.get(ENGINE, "auto")), str(kafka.get(BULK, "false")).lower()
+        engine = str(kafka.get(ENGINE, "auto"))
         wanted_engine(engine)
-        if bulk not in {"true", "false"}:
-            raise ConfigurationError(f"Kafka setting {BULK!r} is not true or false")
+        bulk = wants_bulk(kafka)
         in_order = tuple(sorted(settings.items(), key=lambda item: item[0]))
-        return cls(in_order, cast("EngineName", engine), bulk == "true")
+        return cls(in_order, cast("EngineName", engine), bulk)
 
     def __repr__(self) -> str:
         shown = [f"{key}={value!r}" if key in _SHOWN else f"{key}=***" for key, value in self._settings]
