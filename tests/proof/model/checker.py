@@ -58,13 +58,18 @@ def check(simulation: Simulation, writes: Iterable[Write], told: Told, excused: 
 def decided_writes(simulation: Simulation) -> Iterator[tuple[Write, tuple[StateRow, ...]]]:
     """All dual writes that the database has, in the order of the decisions, each with the state rows that name it."""
     for tag, rows in simulation.database.committed:
-        for write in getattr(tag, "writes", (tag,)):
+        for write in _writes_of(tag):
             yield write, tuple(row for row in rows if row.transactional_id == write.lane)
+
+
+def _writes_of(tag) -> tuple[Write, ...]:
+    """The dual writes that one database transaction has decided: those of a group, or one."""
+    return getattr(tag, "writes", (tag,))
 
 
 def _with_their_groups(simulation: Simulation, excused: set[int]) -> set[int]:
     """The writes that share a Kafka transaction with these: a unit may have sent its messages after it was ended."""
-    groups = [{write.number for write in getattr(tag, "writes", (tag,))} for tag, _ in simulation.database.committed]
+    groups = [{write.number for write in _writes_of(tag)} for tag, _ in simulation.database.committed]
     return {number for group in groups if group & excused for number in group}
 
 
