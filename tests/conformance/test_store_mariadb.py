@@ -17,6 +17,7 @@ from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionA
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.protocol.values import Decision
+from dualwrite.stores.sql.access import new_engine
 from dualwrite.stores.sql.consumed import NOTHING_YET, ClaimedOffset, ConsumedOffsets
 from dualwrite.stores.sql.database import JoinedStore
 from dualwrite.stores.sql.leases import Leases
@@ -615,3 +616,24 @@ def test_a_server_that_is_killed_keeps_what_it_has_committed(
     database.dispose()
     assert store.read(["orders"])[0].prepared == prepared(row.incarnation)
     assert orders(database) == [1]
+
+
+def test_a_connection_of_an_engine_of_ours_goes_back_to_its_pool_without_a_needless_rollback(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str] = []
+    engine = new_engine(make_url(database.url))
+    try:
+        with engine.connect() as connection:
+            driver: Any = connection.connection.dbapi_connection
+            rollback = driver.rollback
+            monkeypatch.setattr(driver, "rollback", lambda: (sent.append("ROLLBACK"), rollback())[1])
+            connection.execute(text("INSERT INTO orders (id) VALUES (1)"))
+            connection.commit()
+        assert sent == []
+        with engine.connect() as connection, connection.connection.cursor() as cursor:
+            cursor.execute("INSERT INTO orders (id) VALUES (2)")  # past SQLAlchemy, which knows of no transaction
+        assert sent == ["ROLLBACK"]
+        assert orders(database) == [1]
+    finally:
+        engine.dispose()

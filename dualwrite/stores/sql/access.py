@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     import psycopg
     from sqlalchemy import PoolProxiedConnection
     from sqlalchemy.ext.asyncio import AsyncEngine
-    from sqlalchemy.pool import ConnectionPoolEntry
+    from sqlalchemy.pool import ConnectionPoolEntry, PoolResetState
 
 
 # Makes engines from database URLs.
@@ -124,12 +124,37 @@ def engine_of(engine: Engine | URL | str) -> Engine:
 def new_engine(url: URL, *, connect_args: Mapping[str, Any] | None = None, **options: Any) -> Engine:
     """A new engine, which connects on first use and detects lost servers; the caller disposes of it."""
     given = {**liveness_of(url), **_unprepared(url), **(connect_args or {})}
+    is_mysql = url.get_backend_name() in MYSQL
+    if is_mysql:
+        options.setdefault("pool_reset_on_return", None)
     made = create_engine(url, connect_args=given, **options)
-    if url.get_backend_name() in MYSQL:
+    if is_mysql:
         event.listen(made, "connect", _keep_alive)
+        event.listen(made, "reset", _roll_back_if_open)
     if options.get("isolation_level") == _READ_COMMITTED:
         event.listen(made, "connect", _note_read_committed)
     return made
+
+
+IN_TRANSACTION: Final = 1
+"""The bit of :func:`status_of` for an open transaction."""
+
+
+def status_of(driver: object) -> int | None:
+    """The status of a MySQL server after its last answer; None if the driver does not tell (mysqlclient)."""
+    status = getattr(driver, "server_status", None)
+    return status if isinstance(status, int) else None
+
+
+def _roll_back_if_open(driver: Any, _: object, state: PoolResetState) -> None:
+    """As the pool would, but not after each COMMIT: psycopg sends no ROLLBACK outside a transaction, PyMySQL does.
+
+    A failed statement leaves the status as it was. It does not matter here: SQLAlchemy itself ends the transaction in which it
+    ran one.
+    """
+    status = status_of(driver)
+    if not state.transaction_was_reset and not state.terminate_only and (status is None or status & IN_TRANSACTION):
+        driver.rollback()
 
 
 _READ_COMMITTED: Final = "READ COMMITTED"

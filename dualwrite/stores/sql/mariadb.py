@@ -8,13 +8,14 @@ shows the server's own word after each statement; no reading of statements could
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar, cast
 
 from sqlalchemy import Boolean, ColumnElement, exc, literal_column, select, text
 from sqlalchemy.dialects import mysql
@@ -25,6 +26,7 @@ from dualwrite.protocol.findings import Status, Unasked, refuse
 from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.stores.sql import access
 from dualwrite.stores.sql.access import (
+    IN_TRANSACTION,
     LEFT_IN_AUTOCOMMIT,
     LEFT_OPEN,
     Meaning,
@@ -33,6 +35,7 @@ from dualwrite.stores.sql.access import (
     fileno_of,
     meaning_of,
     number_of,
+    status_of,
     version_of,
 )
 from dualwrite.stores.sql.dialect import Identity, Standing, driver_of
@@ -75,11 +78,14 @@ FACTS: Final = (
 """Read in every dual write."""
 _MORE_FACTS: Final = ("@@global.innodb_doublewrite", "@@session.character_set_client", "@@session.sql_mode")
 
-_OTHER_ENGINES: Final = text(
-    "SELECT table_name, engine FROM information_schema.tables "
-    "WHERE table_schema = coalesce(:schema, database()) AND engine <> 'InnoDB'"
+_OTHER_ENGINES: Final = (
+    "(SELECT json_objectagg(table_name, engine) FROM information_schema.tables "
+    "WHERE table_schema = coalesce(:schema, database()) AND engine <> 'InnoDB')"
 )
-_REPLICATES: Final = text("SHOW GLOBAL STATUS LIKE 'Slave_running'")
+# MySQL shows it only to roles with a special right, so `read_only` must be enough there.
+_REPLICATES: Final = (
+    "(SELECT variable_value FROM information_schema.global_status WHERE variable_name = 'Slave_running')"
+)
 _PREPARED: Final = text("XA RECOVER")
 _OPEN: Final = text(
     "SELECT trx_mysql_thread_id, timestampdiff(SECOND, trx_started, now()) FROM information_schema.innodb_trx "
@@ -103,13 +109,14 @@ class Server:
     def check(self, connection: Connection, tables: Tables | None = None) -> None:
         """Refuse a server or a connection that may lose or change what is written."""
         refuse(requirements.mariadb_version(version_of(connection), is_mariadb=is_mariadb(connection)))
-        row: Sequence[object] = connection.execute(select(*map(literal_column, [*FACTS, *_MORE_FACTS]))).one()
-        check_facts(row)
-        doublewrite, charset, mode = map(str, row[len(FACTS) :])
+        asks_more = tables is not None and not self._checked
+        facts, more = _asked(connection, tables if asks_more else None)
+        check_facts(facts)
+        doublewrite, charset, mode = map(str, facts[len(FACTS) :])
         refuse(requirements.charset(charset))
-        if tables is not None and not self._checked:
-            refuse(*(requirements.other_engine(*found) for found in other_engines(connection, tables).items()))
-            refuse(requirements.replica(is_replica=is_replica(connection)))
+        if asks_more:
+            refuse(*(requirements.other_engine(*found) for found in more.other_engines.items()))
+            refuse(requirements.replica(is_replica=more.is_replica))
             self._checked = True
         self._warn(connection, mode, doublewrite)
 
@@ -126,10 +133,29 @@ class Server:
                 logger.warning("%s; %s", finding, finding.remedy)
 
 
+class _Costly(NamedTuple):
+    """What is asked once: engines of the library's tables that are not InnoDB's, and whether the server is a replica."""
+
+    other_engines: Mapping[str, str]
+    is_replica: bool
+
+
+def _asked(connection: Connection, tables: Tables | None) -> tuple[Sequence[object], _Costly]:
+    """The values of :data:`FACTS` and :data:`_MORE_FACTS`; with the tables, the costly ones beside them, in one statement."""
+    columns = [*FACTS, *_MORE_FACTS]
+    if tables is None:
+        return connection.execute(select(*map(literal_column, columns))).one(), _Costly({}, is_replica=False)
+    replicates = _REPLICATES if is_mariadb(connection) else "NULL"
+    asked = text(f"SELECT {', '.join([*columns, _OTHER_ENGINES, replicates])}")
+    *facts, engines, replicates = connection.execute(asked, {"schema": tables.schema}).one()
+    found = json.loads(engines or "{}")
+    return facts, _Costly({name: found[name] for name in found if name in OWN_TABLES}, replicates == "ON")
+
+
 def facts_of(connection: Connection, tables: Tables) -> requirements.MariadbFacts:
     """What shows of the server, for the rules."""
-    row: Sequence[object] = connection.execute(select(*map(literal_column, [*FACTS, *_MORE_FACTS]))).one()
-    writes, flush, logs, sync, _, doublewrite, charset, mode = map(str, row)
+    facts, more = _asked(connection, tables)
+    writes, flush, logs, sync, _, doublewrite, charset, mode = map(str, facts)
     return requirements.MariadbFacts(
         is_mariadb=is_mariadb(connection),
         version=version_of(connection),
@@ -137,8 +163,8 @@ def facts_of(connection: Connection, tables: Tables) -> requirements.MariadbFact
         doublewrite=doublewrite,
         charset=charset,
         sql_mode=mode,
-        other_engines=other_engines(connection, tables),
-        is_replica=is_replica(connection),
+        other_engines=more.other_engines,
+        is_replica=more.is_replica,
         prepared=_shown(connection, _PREPARED, lambda row: str(row[3]), "XA_RECOVER_ADMIN"),
         open_ones=_shown(connection, _OPEN, lambda row: (f"session {row[0]}", float(row[1])), "PROCESS"),
     )
@@ -165,18 +191,6 @@ def check_facts(values: Sequence[object]) -> None:
 def rolls_back_on_timeout(values: Sequence[object]) -> bool:
     """Whether a lock wait that times out rolls back the whole transaction, by the values of :data:`FACTS`."""
     return str(values[len(FACTS) - 1]) not in _OFF
-
-
-def other_engines(connection: Connection, tables: Tables) -> Mapping[str, str]:
-    """The library's tables that are not InnoDB's, and their engines."""
-    found = connection.execute(_OTHER_ENGINES, {"schema": tables.schema})
-    return {name: engine for name, engine in found if name in OWN_TABLES}
-
-
-def is_replica(connection: Connection) -> bool:
-    """MySQL shows this only to roles with a special right, so ``read_only`` must be enough there."""
-    found = connection.execute(_REPLICATES).one_or_none() if is_mariadb(connection) else None
-    return found is not None and found[1] == "ON"
 
 
 _SAVEPOINT: Final = "dualwrite_transaction"
@@ -245,6 +259,13 @@ def _at_most(name: str, seconds: int) -> str:
     return f"CAST(IF(@@session.{name} BETWEEN 1 AND {seconds}, @@session.{name}, {seconds}) AS UNSIGNED)"
 
 
+def _idle_limits(connection: Connection, seconds: float | None) -> Mapping[str, str]:
+    if seconds is None or not is_mariadb(connection):
+        return {}
+    limit = max(1, int(seconds))  # whole seconds; 0 would be no limit
+    return {name: _at_most(name, limit) for name in _IDLE}
+
+
 class MariaDB:
     """The adapter for MariaDB and MySQL.
 
@@ -302,17 +323,15 @@ class MariaDB:
         self._limit_idle(connection, self._idle_s)
 
     def _limit_idle(self, connection: Connection, seconds: float | None) -> None:
-        if seconds is not None and is_mariadb(connection):
-            limit = max(1, int(seconds))  # whole seconds; 0 would be no limit
-            _change(connection, {name: _at_most(name, limit) for name in _IDLE})
+        if limits := _idle_limits(connection, seconds):
+            _change(connection, limits)
 
     def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
         at_read_committed(connection)
         queries_of(_usable_driver(connection)).begin()
         connection.begin()
         self._server.check(connection, tables)
-        _change(connection, {_LOCK: str(max(1, int(lock_timeout_s)))})
-        self._limit_idle(connection, self._idle_s)
+        _change(connection, {_LOCK: str(max(1, int(lock_timeout_s))), **_idle_limits(connection, self._idle_s)})
 
     def begin_reading(self, connection: Connection) -> None:
         at_read_committed(connection)
@@ -541,7 +560,6 @@ ROLLED_BACK: Final = frozenset(
 )
 """Errors with which the server has rolled back the whole transaction: the next statement begins another one."""
 LOCK_WAIT_TIMEOUT: Final = 1205
-IN_TRANSACTION: Final = 1
 _NO_TABLE: Final = 1146
 _KEPT: Final = "dualwrite_queries"
 
@@ -659,12 +677,6 @@ def _statement_in(arguments: Sequence[object]) -> str | None:
         if isinstance(text, (bytes, bytearray))
         else None
     )
-
-
-def status_of(driver: object) -> int | None:
-    """The server's status after its last answer; None if the driver does not tell (mysqlclient)."""
-    status = getattr(driver, "server_status", None)
-    return status if isinstance(status, int) else None
 
 
 def ended_inside() -> IllegalStateError:
