@@ -49,7 +49,7 @@ WRITE_BATCH = "write_batch: each partition at once"
 STAGING = 'format("dualwrite"), staging: the whole batch at once'
 PREPARED = 'format("dualwrite"), prepared transactions: the whole batch at once'
 SPARKS = "Spark's Kafka sink, then its JDBC sink: neither knows of the other"
-SPARKS_LZ4 = "the same, with lz4 like ours"
+SPARKS_LZ4 = "the same, with lz4"
 NAIVE = "naive foreachPartition: executemany and produce, neither knows of the other"
 NOT_COMPARED = "write_batch with allow_nondeterministic=True: no rows are compared"
 DELETED = 'mode("overwrite") of as many rows, by DELETE'

@@ -14,6 +14,7 @@ from harness.patience import PATIENCE_S
 
 from dualwrite.kafka.native.arrow import batches
 from dualwrite.kafka.native.records import Codec, RecordsBuilder
+from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.testing.checker import read_committed
 
 CODECS = ["none", "gzip", "snappy", "lz4", "zstd"]
@@ -135,3 +136,20 @@ def test_the_brokers_own_tool_finds_every_batch_valid_and_as_it_was_sent(written
     assert len(records) == 2 * len(written.records) + 2
     content = log.read_bytes()
     assert all(batch[21:] in content for batch in written.sent[partition])
+
+
+def test_bulk_mode_compresses_the_batches_that_become_half_as_long_and_no_others(mortal_kafka):
+    topic = mortal_kafka.create_topic("native-bulk", 1)
+    digits = [str(number**60).encode() for number in range(5000, 6000)]
+    texts = [b'{"id":%d,"name":"customer %d"}' % (number, number % 7) for number in range(5000)]
+    values = [*digits, *texts, *digits]
+    config = {**mortal_kafka.client_config(), "dualwrite.bulk": True, "dualwrite.engine": "native"}
+    with closing(TransactionalProducer(config, topic)) as producer:
+        producer.init_transactions()
+        producer.begin_transaction()
+        for part in (digits, texts, digits):
+            producer.produce_arrow(topic, pa.array(part))
+        producer.commit_transaction()
+    assert [record.value for record in read_committed(mortal_kafka.client_config(), topic)] == values
+    batches, _ = kafka_tools.dump(*(mortal_kafka._members[0].process.directory / "data" / f"{topic}-0").glob("*.log"))
+    assert [one.codec for one in batches if not one.is_control] == ["none", "lz4", "none"]

@@ -236,6 +236,9 @@ def _impossible(timestamp_ms: int) -> ValueError:
 Buffer: TypeAlias = bytes | bytearray | memoryview
 DEFAULT_LEVEL: Final = -1
 _LEVELS: Final = range(-1, 13)
+_SAMPLE: Final = 16_384
+_SAMPLED_FROM: Final = 4 * _SAMPLE
+"""Of fewer bytes than this the sample would cost too large a part of what it may save."""
 _GZIP_WINDOW: Final = 15 + 16  # zlib's largest window; the 16 asks for gzip's header
 
 
@@ -289,11 +292,13 @@ class Codec:
     """A codec at a level, as librdkafka's ``compression.type`` and ``compression.level`` name it.
 
     Level -1 is the codec's own default. A level above the codec's highest means the highest; ``none`` and ``snappy`` have
-    no levels, and ignore it.
+    no levels, and ignore it. With ``must_halve``, records that it does not make half as long stay as they are: client,
+    broker and consumers would need more processor time for the codec than the missing bytes save them.
     """
 
     name: str = "none"
     level: int = DEFAULT_LEVEL
+    must_halve: bool = False
     number: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -306,12 +311,20 @@ class Codec:
     def compress(self, raw: Buffer) -> tuple[int, bytes]:
         """Compress the records of a batch; the same input gives the same bytes.
 
-        Returns the number for the batch's attributes, too. Records that would become larger stay as they are, under the
-        number 0.
+        Returns the number for the batch's attributes, too. Records that would become larger, or not small enough, stay as
+        they are, under the number 0.
         """
         number, function, default, highest = _CODECS[self.name]
-        made = function(raw, default if self.level == DEFAULT_LEVEL else min(self.level, highest))
-        return (number, made) if number == 0 or len(made) <= len(raw) else (0, bytes(raw))
+        level = default if self.level == DEFAULT_LEVEL else min(self.level, highest)
+        most = len(raw) // 2 if self.must_halve else len(raw)
+        # Of many records a part in their middle tells enough. What earlier batches have saved is not asked for: a batch's
+        # bytes would depend on those before it.
+        if self.must_halve and len(raw) >= _SAMPLED_FROM:
+            first = len(raw) // 2
+            if len(function(raw[first : first + _SAMPLE], level)) > _SAMPLE // 2:
+                return 0, bytes(raw)
+        made = function(raw, level)
+        return (number, made) if number == 0 or len(made) <= most else (0, bytes(raw))
 
 
 # The partition of a key: librdkafka's partitioners, by its names and with its results.

@@ -169,7 +169,7 @@ SETTINGS: Final = (
     Known(
         ("compression.type", "compression.codec"),
         Words(("none", "gzip", "snappy", "lz4", "zstd")),
-        "codec of the batches",
+        "codec of the batches; if not set, bulk mode leaves a batch as it is that `lz4` does not make half as long",
         default="none",
         in_bulk="lz4",
     ),
@@ -315,7 +315,11 @@ def native_settings(config: KafkaConfig, *, bulk: bool, transaction_timeout_ms: 
             in_flight=value["max.in.flight.requests.per.connection"],
             replicas_s=value["request.timeout.ms"] / 1000,
         ),
-        codec=Codec(value["compression.type"], value["compression.level"]),
+        codec=Codec(
+            value["compression.type"],
+            value["compression.level"],
+            must_halve=bulk and "compression.type" not in given,
+        ),
         partitioner=value["partitioner"],
         batch_bytes=min(value["batch.size"], max_message_bytes),
         batch_messages=value["batch.num.messages"],

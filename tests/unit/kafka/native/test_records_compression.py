@@ -50,6 +50,32 @@ def test_gzip_at_level_0_compresses_nothing_and_is_left_out():
     assert Codec("gzip", 0).compress(TEXT) == (0, TEXT)
 
 
+DIGITS = "".join(str(number * number * 7_919) for number in range(90_000)).encode()
+"""lz4 saves a third of it."""
+
+
+@pytest.mark.parametrize("size", [10_000, 65_535, 65_536, 500_000])
+def test_what_does_not_become_half_as_long_stays_as_it_is_where_that_is_asked_for(size):
+    codec = Codec("lz4", must_halve=True)
+    assert codec.compress(TEXT[:size]) == Codec("lz4").compress(TEXT[:size])
+    assert len(Codec("lz4").compress(DIGITS[:size])[1]) < 0.9 * size
+    for content in (DIGITS[:size], bytearray(DIGITS[:size]), memoryview(DIGITS)[:size]):
+        assert codec.compress(content) == (0, DIGITS[:size])
+
+
+def test_a_part_tells_that_a_large_batch_is_not_worth_it(monkeypatch):
+    taken = []
+    compress = lz4.frame.compress
+    monkeypatch.setattr(lz4.frame, "compress", lambda raw, **how: taken.append(len(raw)) or compress(raw, **how))
+    Codec("lz4", must_halve=True).compress(DIGITS)
+    assert taken == [16_384]
+
+
+def test_what_is_worth_it_only_in_its_middle_stays_as_it_is():
+    content = DIGITS[:400_000] + TEXT[:100_000] + DIGITS[400_000:800_000]
+    assert Codec("lz4", must_halve=True).compress(content) == (0, content)
+
+
 @pytest.mark.parametrize(("name", "level"), [("brotli", -1), ("", -1), ("LZ4", -1), ("gzip", -2), ("zstd", 13)])
 def test_codecs_and_levels_that_librdkafka_refuses_are_refused(name, level):
     with pytest.raises(ConfigurationError, match=r"compression\."):

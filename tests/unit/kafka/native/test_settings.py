@@ -70,7 +70,12 @@ def test_a_batch_has_the_limits_of_its_settings():
 
 def test_bulk_lingers_and_compresses():
     made = settings(bulk=True)
-    assert (made.limits.linger_s, made.sticky_s, made.codec) == (0.005, 0.01, Codec("lz4"))
+    assert (made.limits.linger_s, made.sticky_s, made.codec) == (0.005, 0.01, Codec("lz4", must_halve=True))
+
+
+@pytest.mark.parametrize("name", ["compression.type", "compression.codec"])
+def test_a_codec_of_the_users_compresses_every_batch(name):
+    assert settings({name: "lz4"}, bulk=True).codec == settings({name: "lz4"}).codec == Codec("lz4")
 
 
 @pytest.mark.parametrize("bulk", [False, True])
