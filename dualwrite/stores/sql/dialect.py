@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import Connection, exc
+from sqlalchemy import Connection, exc, literal, literal_column
 
 from dualwrite.errors import DualWriteError, IllegalStateError, TransactionAborted, TransactionInDoubt
+from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.stores.sql.access import Meaning, begun_on, driver_words, leave_to_parent, meaning_of
 from dualwrite.stores.sql.drivers import Listeners
+from dualwrite.stores.sql.waiting_rows import delete_by_number, on_server, read_in_two
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Insert, Table, Update
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from dualwrite.interfaces import DecisionWithCommit
-    from dualwrite.protocol.process import DatabaseVerdict
     from dualwrite.protocol.values import Decision, WaitingMessages
     from dualwrite.stores.sql.drivers import CompiledOnce
     from dualwrite.stores.sql.savepoint_probe import Follower, Witness
@@ -46,8 +48,8 @@ class Identity:
     table: object
 
 
-class Dialect(Protocol):
-    """One kind of database through one driver."""
+class Dialect(ABC):
+    """One kind of database through one driver. What is not abstract does for those that need no more."""
 
     name: str
     shows_statements: bool
@@ -55,67 +57,69 @@ class Dialect(Protocol):
     quotes_keep_case: bool
     """Whether quoted names that differ only in case name different savepoints."""
 
+    @abstractmethod
     def refuse_left_open(self, connection: Connection) -> None:
         """Refuse a connection that other code has left in a transaction, past SQLAlchemy."""
-        ...
 
+    @abstractmethod
     def begin(self, connection: Connection, tables: Tables) -> None:
         """Begin a transaction that can hold a decision: durable, not in autocommit or read-only, and not begun before."""
-        ...
 
+    @abstractmethod
     def join(self, connection: Connection, tables: Tables) -> bool:
         """Make a transaction that other code has begun one that can hold a decision, unless it has gone too far for that.
 
         Returns whether statements have been executed in it, for :meth:`check_start` to judge.
         """
-        ...
 
+    @abstractmethod
     def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
         """Begin one of the store's own transactions: on the primary, at READ COMMITTED, durable, with limited waits."""
-        ...
 
+    @abstractmethod
     def begin_reading(self, connection: Connection) -> None:
         """Begin a short transaction that only reads; refuse a standby, which may show old data.
 
         Or let each statement be one, on a connection that is known to lead to a primary.
         """
-        ...
 
     def standing_alone(self, lock_timeout_s: float) -> Callable[[Connection], AbstractContextManager[object]] | None:
         """What lets an UPDATE in autocommit be like one in a transaction of :meth:`begin_own`; None where nothing does."""
-        ...
+        del lock_timeout_s
+        return None
 
     def start_columns(self) -> Sequence[ColumnElement[object]]:
         """Columns that a dual write's first statement reads beside the incarnation; may configure the transaction."""
-        ...
+        return ()
 
     def check_start(self, connection: Connection, values: Sequence[object]) -> None:
         """Check the values of :meth:`start_columns`: a read-only transaction is refused."""
-        ...
+        del connection, values
 
+    @abstractmethod
     def is_begun(self) -> Sequence[ColumnElement[bool]]:
         """The conditions that a statement is executed in the transaction that was begun, as far as SQL can say it.
 
         Part of every statement that decides: whatever ends the transaction unseen (a program, a trigger, a forked process, a
         pooler), no statement that stands alone can decide without the rows.
         """
-        ...
 
     def begun(self, connection: Connection) -> Mapping[str, object]:
         """The values of :meth:`is_begun`."""
-        ...
+        del connection
+        return {}
 
+    @abstractmethod
     def require_begun(self, connection: Connection) -> None:
         """Check that the transaction is still the one that was begun: it was not ended, nor rolled back by the database."""
-        ...
 
     def end_columns(self) -> Sequence[ColumnElement[object]]:
         """Columns that a dual write's last statement returns; may make the COMMIT durable."""
-        ...
+        return [literal_column("1")]
 
+    @abstractmethod
     def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
         """Check the values of :meth:`end_columns`. Returns the database's name of the transaction, if it has one."""
-        ...
 
     def deciding(
         self,
@@ -127,9 +131,11 @@ class Dialect(Protocol):
         """The statement that records a decision, from the UPDATE of its row.
 
         ``idle_ms`` limits the pause between statements, ``within_ms`` the transaction with its COMMIT; NULL keeps the current
-        limit, and so does None, which costs nothing. A limit that the block's code has set itself may be replaced.
+        limit, and so does None, which costs nothing. A limit that the block's code has set itself may be replaced. There are
+        none where no server could end a paused process's transaction.
         """
-        ...
+        del idle_ms, within_ms
+        return update.returning(*self.end_columns())
 
     def with_commit(
         self,
@@ -141,12 +147,16 @@ class Dialect(Protocol):
 
         ``bound`` returns the values by which the UPDATE finds the row; ``mapped`` makes our error of SQLAlchemy's.
         """
-        ...
+        del update, bound, mapped
+        return None
 
     def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[Any]:
         """Execute the first statement of a dual write, with BEGIN in the same exchange if the driver has sent none."""
-        ...
+        row, _ = statement.execute(connection, bound)
+        assert row is not None  # it has no FROM
+        return row
 
+    @abstractmethod
     def ask_last(
         self,
         connection: Connection,
@@ -163,77 +173,92 @@ class Dialect(Protocol):
         :meth:`run_deferred` goes before, in the same exchange if it can. If a row matched, messages are put after it, likewise.
         Returns the values for :meth:`check_end`; None if no row matched.
         """
-        ...
 
     def ask_locked(
         self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any], within_s: float
     ) -> Sequence[Any] | None:
         """Execute a statement that may wait for a lock, that long at most. Returns its row."""
-        ...
+        del within_s
+        return statement.execute(connection, bound)[0]
 
     def server_mark(self) -> ColumnElement[Any] | None:
         """What tells this server from a copy that may lag behind; None where no dead rows are in the way of reads."""
-        ...
+        return None
 
     def read_waiting(self, connection: Connection, tables: Tables, asked: Asked) -> WaitingMessages:
         """The first messages that wait. See :meth:`dualwrite.interfaces.OutboxRows.read`."""
-        ...
+        mark = self.server_mark()
+        above = literal(0) if mark is None else on_server(mark, asked.server, asked.floor)
+        return read_in_two(connection, tables, asked, above)
 
     def delete_waiting(self, connection: Connection, table: Table, numbers: Sequence[int]) -> int:
         """Delete the messages with these numbers, and return how many there were."""
-        ...
+        return delete_by_number(connection, table, numbers)
 
     def require_not_rolled_back(self, connection: Connection) -> None:
-        """Refuse to continue once the database has rolled back all: the next statement would begin another transaction."""
-        ...
+        """Refuse to continue once the database has rolled back all: the next statement would begin another transaction.
+
+        Nothing, where :meth:`require_begun` or the next statement notices it.
+        """
+        del connection
 
     def restore(self, connection: Connection) -> None:
-        """Restore the session's settings once the transaction has ended. Never raises."""
-        ...
+        """Restore the session's settings once the transaction has ended, if any outlives it. Never raises."""
+        del connection
 
     def run_deferred(self, connection: Connection) -> None:
-        """Run now what is deferred to COMMIT: constraints and their triggers."""
-        ...
+        """Run now what is deferred to COMMIT: constraints and their triggers.
+
+        Nothing on others than PostgreSQL: InnoDB defers nothing, and SQLite counts violations of deferred foreign keys, so
+        that COMMIT only checks the count.
+        """
+        del connection
 
     def commit_found_none(self, driver: DBAPIConnection) -> bool:
-        """Whether the server has reported that the COMMIT that it answered found no transaction."""
-        ...
+        """Whether the server has reported that the COMMIT that it answered found no transaction.
 
+        No, where its answer does not tell: :meth:`standing` shows it up to the statement before.
+        """
+        del driver
+        return False
+
+    @abstractmethod
     def bounded(self, connection: Connection, seconds: float | None) -> AbstractContextManager[object]:
         """Make waits for the database in the block fail after this time, if any. The connection may then be lost."""
-        ...
 
+    @abstractmethod
     def begins_with(self, name: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
         """The condition that a name begins with exactly that prefix. An index on the names serves it."""
-        ...
 
+    @abstractmethod
     def identity(self, connection: Connection, tables: Tables) -> Identity:
         """The database and table that statements on this connection reach. It is outside a transaction, or only reads."""
-        ...
 
+    @abstractmethod
     def witness(self, connection: Connection, follower: Follower) -> Witness:
         """Start watching what is sent on the driver's connection. If it :attr:`shows_statements`, the follower hears of it."""
-        ...
 
+    @abstractmethod
     def insert_if_missing(self, table: Table) -> Insert:
         """An INSERT of one row that does nothing if a row with that key exists."""
-        ...
 
+    @abstractmethod
     def standing(self, driver: DBAPIConnection) -> Standing:
         """The status of the driver's transaction, without a round trip."""
-        ...
 
+    @abstractmethod
     def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
         """Whether a COMMIT that ended with this error certainly did not happen, and can no longer happen."""
-        ...
 
     def prepared_transactions(self, connection: Connection) -> Sequence[tuple[str, datetime]]:
         """The names of this library's prepared transactions in this database, and when each was prepared."""
-        ...
+        del connection
+        return ()
 
     def verdict(self, connection: Connection, transaction: str) -> DatabaseVerdict:
-        """The database's verdict on a transaction that :meth:`check_end` named."""
-        ...
+        """The database's verdict on a transaction that :meth:`check_end` named: unknown, where they have no names."""
+        del connection, transaction
+        return DatabaseVerdict.UNKNOWN
 
 
 # Sends COMMIT or PREPARE TRANSACTION and reports its true outcome; rolls back connections in any state.

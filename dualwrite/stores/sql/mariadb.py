@@ -14,7 +14,6 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar, cast
 
 from sqlalchemy import Boolean, ColumnElement, exc, literal_column, select, text
@@ -23,7 +22,6 @@ from sqlalchemy.dialects import mysql
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted
 from dualwrite.protocol import database_requirements as requirements
 from dualwrite.protocol.findings import Status, Unasked, refuse
-from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.stores.sql import access
 from dualwrite.stores.sql.access import (
     IN_TRANSACTION,
@@ -38,7 +36,7 @@ from dualwrite.stores.sql.access import (
     status_of,
     version_of,
 )
-from dualwrite.stores.sql.dialect import Identity, Standing, driver_of
+from dualwrite.stores.sql.dialect import Dialect, Identity, Standing, driver_of
 from dualwrite.stores.sql.drivers import (
     WATCHDOG,
     Watch,
@@ -52,17 +50,16 @@ from dualwrite.stores.sql.drivers import (
 )
 from dualwrite.stores.sql.savepoint_probe import mapped
 from dualwrite.stores.sql.tables import OWN_TABLES
-from dualwrite.stores.sql.waiting_rows import insert_of, on_server, put_by_driver, read_in_two
+from dualwrite.stores.sql.waiting_rows import insert_of, put_by_driver
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Insert, Table, TextClause, Update
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
-    from dualwrite.protocol.values import WaitingMessages
     from dualwrite.stores.sql.drivers import CompiledOnce
     from dualwrite.stores.sql.savepoint_probe import Follower, Witness
     from dualwrite.stores.sql.tables import Tables
-    from dualwrite.stores.sql.waiting_rows import Asked, Put
+    from dualwrite.stores.sql.waiting_rows import Put
 
 
 logger = logging.getLogger(__name__)
@@ -266,7 +263,7 @@ def _idle_limits(connection: Connection, seconds: float | None) -> Mapping[str, 
     return {name: _at_most(name, limit) for name in _IDLE}
 
 
-class MariaDB:
+class MariaDB(Dialect):
     """The adapter for MariaDB and MySQL.
 
     After ``paused_owner_timeout_s`` without a statement MariaDB ends a dual write's session, so that a paused owner does not
@@ -337,10 +334,6 @@ class MariaDB:
         at_read_committed(connection)
         self._server.check(connection)
 
-    def standing_alone(self, lock_timeout_s: float) -> None:
-        """No statement can change settings for itself alone."""
-        del lock_timeout_s
-
     def start_columns(self) -> Sequence[ColumnElement[object]]:
         return [literal_column(fact) for fact in FACTS]
 
@@ -352,19 +345,11 @@ class MariaDB:
         """:meth:`check_end` knows the rest."""
         return (_KEEPS_TRANSACTIONS,)
 
-    def begun(self, connection: Connection) -> Mapping[str, object]:
-        """Nothing: see :meth:`is_begun`."""
-        del connection
-        return {}
-
     def require_begun(self, connection: Connection) -> None:
         queries_of(_driver(connection)).require_not_rolled_back()
         if not connection.scalar(select(_KEEPS_TRANSACTIONS)):
             raise ended_inside()
         self._release(connection)
-
-    def end_columns(self) -> Sequence[ColumnElement[object]]:
-        return [literal_column("1")]
 
     def deciding(
         self,
@@ -376,14 +361,6 @@ class MariaDB:
         """The statement itself: MySQL's UPDATE returns nothing."""
         del idle_ms, within_ms
         return update
-
-    def with_commit(self, *_: object) -> None:
-        """Each goes alone."""
-
-    def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
-        row, _ = statement.execute(connection, bound)
-        assert row is not None  # it has no FROM
-        return row
 
     def ask_last(
         self,
@@ -419,9 +396,6 @@ class MariaDB:
     def server_mark(self) -> ColumnElement[Any]:
         return literal_column(_MARK)
 
-    def read_waiting(self, connection: Connection, tables: Tables, asked: Asked) -> WaitingMessages:
-        return read_in_two(connection, tables, asked, on_server(self.server_mark(), asked.server, asked.floor))
-
     def delete_waiting(self, connection: Connection, table: Table, numbers: Sequence[int]) -> int:
         """Number by number: a look through the table, which the server prefers, would wait for what others are putting."""
         name = connection.dialect.identifier_preparer.format_table(table)
@@ -431,10 +405,6 @@ class MariaDB:
             f"DELETE waits FROM JSON_TABLE('[{given}]', '$[*]' COLUMNS (seq BIGINT PATH '$')) AS taken "
             f"STRAIGHT_JOIN {name} AS waits ON waits.seq = taken.seq",
         )[1]
-
-    def run_deferred(self, connection: Connection) -> None:
-        """Nothing: InnoDB defers nothing to COMMIT."""
-        del connection
 
     def bounded(self, connection: Connection, seconds: float | None) -> AbstractContextManager[object]:
         """Shuts the connection when the time is up."""
@@ -461,11 +431,6 @@ class MariaDB:
                 raise
             queries_of(_driver(connection)).ended = True
             raise ended_inside() from error
-
-    def commit_found_none(self, driver: DBAPIConnection) -> bool:
-        """No: the answer to COMMIT does not tell. :meth:`standing` shows it up to the statement before."""
-        del driver
-        return False
 
     def restore(self, connection: Connection) -> None:
         """Discard a connection whose transaction was ended inside the dual write, or that is in another one already.
@@ -528,16 +493,6 @@ class MariaDB:
 
     def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
         return number_of(getattr(error, "orig", None)) in _CERTAIN or not queries_of(driver).commit_sent
-
-    def prepared_transactions(self, connection: Connection) -> Sequence[tuple[str, datetime]]:
-        """None: the library prepares no transaction here."""
-        del connection
-        return []
-
-    def verdict(self, connection: Connection, transaction: str) -> DatabaseVerdict:
-        """Unknown: only the row shows the outcome."""
-        del connection, transaction
-        return DatabaseVerdict.UNKNOWN
 
 
 def _change(connection: Connection, settings: Mapping[str, str]) -> None:

@@ -64,7 +64,7 @@ from dualwrite.stores.sql.access import (
     stand_alone,
     version_of,
 )
-from dualwrite.stores.sql.dialect import Identity, Standing
+from dualwrite.stores.sql.dialect import Dialect, Identity, Standing
 from dualwrite.stores.sql.drivers import PREFIX, WATCHDOG, Watch, line_of, own_connection
 from dualwrite.stores.sql.savepoint_probe import PsycopgWitness
 from dualwrite.stores.sql.waiting_rows import (
@@ -74,13 +74,10 @@ from dualwrite.stores.sql.waiting_rows import (
     arrays_of,
     as_messages,
     chunks_of,
-    delete_by_number,
     fits_in_text,
     insert_of,
     number_array,
-    on_server,
     put_by_driver,
-    read_in_two,
     runs_of,
     text_of,
 )
@@ -716,7 +713,7 @@ def _fetch_binary(
         connection._handle_dbapi_exception(error, statement, None, None, None)  # noqa: SLF001 - as above
 
 
-class PostgreSQL:
+class PostgreSQL(Dialect):
     """The adapter for PostgreSQL.
 
     After ``paused_owner_timeout_s`` without a statement the server ends a dual write's session, so that a paused owner does
@@ -827,7 +824,7 @@ class PostgreSQL:
     ) -> Update:
         """PostgreSQL 17 and newer also limit COMMIT."""
         if idle_ms is None or within_ms is None:
-            return update.returning(*self.end_columns())
+            return super().deciding(update)
         return update.returning(*self.end_columns(), _set_idle_limit(idle_ms), _set_limit(within_ms))
 
     def with_commit(
@@ -899,7 +896,7 @@ class PostgreSQL:
         """The columns in binary form, each in one piece. The server leaves out what does not fit."""
         driver = connection.connection.dbapi_connection
         if isinstance(driver, AdaptedConnection) or connection.get_execution_options().get("schema_translate_map"):
-            return read_in_two(connection, tables, asked, on_server(self.server_mark(), asked.server, asked.floor))
+            return super().read_waiting(connection, tables, asked)
         table = connection.dialect.identifier_preparer.format_table(tables.outbox).replace("%", "%%")
         values: dict[str, object] = asked._asdict()
         _fetch_binary(connection, _BY_INDEX, None)
@@ -930,7 +927,7 @@ class PostgreSQL:
             or connection.dialect.driver == ASYNCPG
             or connection.get_execution_options().get("schema_translate_map")
         ):
-            return delete_by_number(connection, table, numbers)
+            return super().delete_waiting(connection, table, numbers)
         name = connection.dialect.identifier_preparer.format_table(table)
         runs = runs_of(numbers)
         if len(runs) * _FEW < len(numbers):
@@ -947,10 +944,6 @@ class PostgreSQL:
         except BaseException as error:  # noqa: BLE001 - as above
             connection._handle_dbapi_exception(error, statement, None, None, None)  # noqa: SLF001 - as above
         return results[-1].command_tuples or 0
-
-    def require_not_rolled_back(self, connection: Connection) -> None:
-        """Nothing: after an error that ends the transaction, it refuses all statements itself."""
-        del connection
 
     def restore(self, connection: Connection) -> None:
         """No setting outlives the transaction."""

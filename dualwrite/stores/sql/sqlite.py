@@ -12,30 +12,27 @@ import secrets
 import sqlite3
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from sqlalchemy import exc, literal, literal_column, update
+from sqlalchemy import exc, literal_column, update
 from sqlalchemy.dialects import sqlite
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
-from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, ended_inside
-from dualwrite.stores.sql.dialect import Identity, Standing
+from dualwrite.stores.sql.dialect import Dialect, Identity, Standing
 from dualwrite.stores.sql.drivers import ask, execute_below, is_awaited, own_connection
 from dualwrite.stores.sql.savepoint_probe import mapped
-from dualwrite.stores.sql.waiting_rows import delete_by_number, insert_of, put_by_driver, read_in_two
+from dualwrite.stores.sql.waiting_rows import insert_of, put_by_driver
 
 if TYPE_CHECKING:
-    from sqlalchemy import ColumnElement, Connection, Insert, Table, Update
+    from sqlalchemy import ColumnElement, Connection, Insert, Table
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
-    from dualwrite.protocol.values import WaitingMessages
     from dualwrite.stores.sql.drivers import CompiledOnce
     from dualwrite.stores.sql.savepoint_probe import Follower, Witness
     from dualwrite.stores.sql.tables import Tables
-    from dualwrite.stores.sql.waiting_rows import Asked, Put
+    from dualwrite.stores.sql.waiting_rows import Put
 
 _OLDEST: Final = (3, 35, 0)  # RETURNING
 _FULL: Final = 2
@@ -57,7 +54,7 @@ def _autocommit(driver: sqlite3.Connection) -> object:
     return getattr(driver, "autocommit", None)
 
 
-class SQLite:
+class SQLite(Dialect):
     """The adapter for SQLite. It commits one transaction at a time, however many connections there are."""
 
     name = "sqlite"
@@ -124,16 +121,6 @@ class SQLite:
     def begin_reading(self, connection: Connection) -> None:
         connection.begin()
 
-    def standing_alone(self, lock_timeout_s: float) -> None:
-        """There are no requests to save."""
-        del lock_timeout_s
-
-    def start_columns(self) -> Sequence[ColumnElement[object]]:
-        return []
-
-    def check_start(self, connection: Connection, values: Sequence[object]) -> None:
-        del connection, values
-
     def is_begun(self) -> Sequence[ColumnElement[bool]]:
         """Nothing that SQL can express: :meth:`begun` checks it right before, in the one process that uses the connection."""
         return ()
@@ -155,32 +142,10 @@ class SQLite:
             ) from error
         execute_below(connection, f"SAVEPOINT {_SAVEPOINT}")
 
-    def end_columns(self) -> Sequence[ColumnElement[object]]:
-        return [literal_column("1")]
-
     def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
         """Nothing: :meth:`begun` has checked. There is no name: the row itself shows the outcome."""
         del connection, values
         return None
-
-    def deciding(
-        self,
-        update: Update,
-        *,
-        idle_ms: ColumnElement[int | None] | None = None,
-        within_ms: ColumnElement[int | None] | None = None,
-    ) -> Update:
-        """Without limits: no server could end a paused process's transaction."""
-        del idle_ms, within_ms
-        return update.returning(*self.end_columns())
-
-    def with_commit(self, *_: object) -> None:
-        """Each goes alone."""
-
-    def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
-        row, _ = statement.execute(connection, bound)
-        assert row is not None  # it has no FROM
-        return row
 
     def ask_last(
         self,
@@ -198,39 +163,6 @@ class SQLite:
         if put is not None and put.rows and row is not None:
             put_by_driver(connection, insert_of(put.table), put)
         return row
-
-    def ask_locked(
-        self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any], within_s: float
-    ) -> Sequence[Any] | None:
-        """The transaction has the one lock there is."""
-        del within_s
-        return statement.execute(connection, bound)[0]
-
-    def server_mark(self) -> None:
-        """What is deleted is gone at once: readers of before keep their own versions of pages."""
-
-    def read_waiting(self, connection: Connection, tables: Tables, asked: Asked) -> WaitingMessages:
-        return read_in_two(connection, tables, asked, literal(0))
-
-    def delete_waiting(self, connection: Connection, table: Table, numbers: Sequence[int]) -> int:
-        return delete_by_number(connection, table, numbers)
-
-    def require_not_rolled_back(self, connection: Connection) -> None:
-        """Nothing: :meth:`begun` notices it."""
-        del connection
-
-    def restore(self, connection: Connection) -> None:
-        """Nothing: no setting outlives the transaction."""
-        del connection
-
-    def run_deferred(self, connection: Connection) -> None:
-        """Nothing: SQLite counts violations of deferred foreign keys, and COMMIT only checks the count."""
-        del connection
-
-    def commit_found_none(self, driver: DBAPIConnection) -> bool:
-        """No: :meth:`standing` shows it before, and no other process can end the transaction."""
-        del driver
-        return False
 
     @contextmanager
     def bounded(self, connection: Connection, seconds: float | None) -> Generator[None, None, None]:
@@ -282,15 +214,6 @@ class SQLite:
             return True
         orig = getattr(error, "orig", None)
         return isinstance(orig, sqlite3.IntegrityError) or str(orig).startswith(_CERTAIN)
-
-    def prepared_transactions(self, connection: Connection) -> Sequence[tuple[str, datetime]]:
-        del connection
-        return []
-
-    def verdict(self, connection: Connection, transaction: str) -> DatabaseVerdict:
-        """Always unknown: transactions have no names."""
-        del connection, transaction
-        return DatabaseVerdict.UNKNOWN
 
 
 def _check_settings(connection: Connection, driver: sqlite3.Connection, tables: Tables) -> None:
