@@ -1,7 +1,6 @@
-"""What the library watches on a driver's connection, below SQLAlchemy: its statements, implicit commits, its end.
+"""What the library watches on a driver's connection, below SQLAlchemy; and the library's own statements, sent there.
 
-A statement that ends the transaction behind the library's back would commit rows without their messages, so each is
-noticed. A watchdog cuts a connection whose statement outlives its deadline.
+A watchdog cuts a connection whose statement outlives its deadline.
 
 libpq waits for an answer as long as the connection lives, and neither keepalives nor ``tcp_user_timeout`` end a
 connection to a server or pooler that is alive but does not answer.
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -100,20 +98,20 @@ class Watch:
     that the connection was shut: it is unusable then, even if the answer arrived.
     """
 
-    __slots__ = ("_dog", "_due_s", "_line", "_shut", "expired")
+    __slots__ = ("_dog", "_line", "_shut", "due_s", "expired")
 
     def __init__(self, dog: Watchdog, line: Line, seconds: float, shut: Callable[[], object] | None = None) -> None:
         self._dog = dog
         self._line = line
         self._shut = shut
-        self._due_s = now_s() + seconds
+        self.due_s = now_s() + seconds
         self.expired = False
 
     def __enter__(self) -> Self:
         dog = self._dog
         with dog.lock:
             dog.watched.add(self)
-            if self._due_s < dog.wakes_s or not dog.runs:
+            if self.due_s < dog.wakes_s or not dog.runs:
                 dog.wake()
         return self
 
@@ -123,15 +121,6 @@ class Watch:
             dog.watched.discard(self)
         if self.expired and kind is None and self._shut is not None:
             self._shut()
-
-    def is_overdue(self, now: float) -> bool:
-        """Whether the wait has lasted too long."""
-        return self._due_s <= now
-
-    @property
-    def due_s(self) -> float:
-        """The moment at which it will have."""
-        return self._due_s
 
     def expire(self) -> None:
         self.expired = True
@@ -152,10 +141,6 @@ class Watchdog:
         self.runs = False
         self.wakes_s = inf
 
-    def watching(self, line: Line, seconds: float) -> Watch:
-        """Shut the connection if a ``with`` block lasts longer, so that a wait for its answer fails."""
-        return Watch(self, line, seconds)
-
     def wake(self) -> None:
         """Have the thread look again. Called with the lock."""
         if not self.runs:
@@ -168,7 +153,7 @@ class Watchdog:
         with self._changed:
             while True:
                 now = now_s()
-                for watch in [watch for watch in self.watched if watch.is_overdue(now)]:
+                for watch in [watch for watch in self.watched if watch.due_s <= now]:
                     self.watched.discard(watch)
                     watch.expire()
                 self.wakes_s = min((watch.due_s for watch in self.watched), default=inf)
@@ -185,90 +170,6 @@ def _in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_child)
-
-
-# Statements by which MariaDB and MySQL end the transaction in which they are executed: DDL, and COMMIT by any name.
-#
-# For refusing them before they are sent. What the text does not show (procedures, prepared statements) only the server
-# can tell.
-
-_COMMENT: Final = re.compile(r"\s+|#[^\n]*(?:\n|$)|--(?=\s|$)[^\n]*(?:\n|$)|/\*(?!M?!).*?\*/|/\*M?!\d*", re.DOTALL)
-"""All that may stand before a statement. The server executes what stands in ``/*! ... */`` and ``/*M! ... */``."""
-_DDL: Final = re.compile(
-    r"""
-      alter | (?:create|drop)(?!\s+(?:or\s+replace\s+)?temporary\s+table\b) | rename | truncate
-    | grant | revoke | set\s+(?:password|default\s+role) | (?:un)?install | backup
-    | (?:analyze|check|optimize|repair)\s+(?:no_write_to_binlog\s+|local\s+)?tables?
-    | (?:un)?lock\s+tables? | cache\s+index | load\s+index | flush | reset | change | start\s+(?:slave|replica|all|group) | stop
-    """,
-    re.VERBOSE | re.IGNORECASE,
-)
-_END: Final = re.compile(
-    r"""
-      commit | begin(?!\s+not\b) | start\s+transaction | rollback(?!\s+(?:work\s+)?to\b)
-    | set\s+(?:[^;]*,\s*)?(?:session\s+|local\s+|@@(?:session\.|local\.)?)?autocommit\s*:?=(?!\s*(?:0|off|false)\b)
-    """,
-    re.VERBOSE | re.IGNORECASE,
-)
-_AROUND: Final = re.compile(
-    r"(?:set\s+statement|execute\s+immediate|begin\s+not|if|case|for|while|repeat|loop)\b", re.IGNORECASE
-)
-"""Statements that contain others."""
-_CONTAINED: Final = re.compile(r"(?:;|\b(?:atomic|then|else|do|repeat|loop|for|immediate)\b)[\s'\"]*", re.IGNORECASE)
-_SAVEPOINTS: Final = re.compile(r"(?:savepoint|release|rollback)\b", re.IGNORECASE)
-_SAVEPOINT_WORDS: Final = re.compile(r"savepoint|release|rollback", re.IGNORECASE)
-_UNREADABLE: Final = re.compile(r"call\b|execute\b|begin\b", re.IGNORECASE)
-
-
-def _beginning(statement: str, at: int = 0) -> int:
-    while (match := _COMMENT.match(statement, at)) is not None and match.end() > at:
-        at = match.end()
-    return at
-
-
-def _words(pattern: re.Pattern[str], statement: str) -> str | None:
-    first = _beginning(statement)
-    places = [first]
-    if _AROUND.match(statement, first):
-        places += [_beginning(statement, found.end()) for found in _CONTAINED.finditer(statement, first)]
-    for at in places:
-        match = pattern.match(statement, at)
-        if match is None:
-            continue
-        if match.group().endswith("="):
-            return "SET AUTOCOMMIT"
-        if not statement[match.end() : match.end() + 1].isidentifier():
-            return " ".join(match.group().upper().split())
-    return None
-
-
-def ddl_in(statement: str) -> str | None:
-    """The words with which a statement begins that commits the open transaction, such as ``ALTER``; None for others."""
-    return _words(_DDL, statement)
-
-
-def end_in(statement: str) -> str | None:
-    """The words with which a statement begins that ends the transaction by itself, such as ``COMMIT``; None for others."""
-    return _words(_END, statement)
-
-
-def without_comments(statement: str) -> str:
-    """The statement from its first word on."""
-    return statement[_beginning(statement) :]
-
-
-def moves_savepoints(statement: str) -> bool:
-    """Whether it is a statement about savepoints."""
-    return _SAVEPOINTS.match(statement, _beginning(statement)) is not None
-
-
-def may_hide_savepoints(statement: str) -> bool:
-    """Whether a statement may set or roll back to savepoints that its beginning does not show: it contains others."""
-    at = _beginning(statement)
-    if _UNREADABLE.match(statement, at) is not None or "#" in statement[:at] or "!" in statement[:at]:
-        return True
-    contains = ";" in statement or _AROUND.match(statement, at) is not None
-    return contains and _SAVEPOINT_WORDS.search(statement, at) is not None
 
 
 # The statements that every dual write executes, compiled once.

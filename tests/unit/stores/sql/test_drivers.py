@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from dualwrite.stores.sql.drivers import Line, Watchdog, line_of
+from dualwrite.stores.sql.drivers import Line, Watch, Watchdog, line_of
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def pair():
 
 def test_a_wait_ends_when_its_time_is_over(pair):
     ours, _ = pair
-    with Watchdog().watching(Line(ours.fileno()), 0.05) as watch:
+    with Watch(Watchdog(), Line(ours.fileno()), 0.05) as watch:
         assert ours.recv(1) == b"", "the wait ends as if the other side had closed"
     assert watch.expired
 
@@ -26,7 +26,7 @@ def test_a_wait_ends_when_its_time_is_over(pair):
 def test_an_answer_in_time_leaves_the_connection_usable(pair):
     ours, theirs = pair
     dog = Watchdog()
-    with dog.watching(Line(ours.fileno()), 600) as watch:
+    with Watch(dog, Line(ours.fileno()), 600) as watch:
         theirs.send(b"x")
         assert ours.recv(1) == b"x"
     assert not watch.expired
@@ -37,8 +37,8 @@ def test_an_answer_in_time_leaves_the_connection_usable(pair):
 def test_a_shorter_wait_that_begins_later_ends_first(pair):
     ours, theirs = pair
     dog = Watchdog()
-    with dog.watching(Line(theirs.fileno()), 600) as longer:
-        with dog.watching(Line(ours.fileno()), 0.05) as shorter:
+    with Watch(dog, Line(theirs.fileno()), 600) as longer:
+        with Watch(dog, Line(ours.fileno()), 0.05) as shorter:
             assert ours.recv(1) == b""
         assert shorter.expired
         assert not longer.expired
@@ -47,9 +47,9 @@ def test_a_shorter_wait_that_begins_later_ends_first(pair):
 def test_a_wait_after_the_thread_had_nothing_to_do_is_watched_too(pair):
     ours, _ = pair
     dog = Watchdog()
-    with dog.watching(Line(ours.fileno()), 0.01):
+    with Watch(dog, Line(ours.fileno()), 0.01):
         pass
-    with dog.watching(Line(ours.fileno()), 0.05):
+    with Watch(dog, Line(ours.fileno()), 0.05):
         assert ours.recv(1) == b""
 
 
@@ -58,7 +58,7 @@ def test_many_at_once_use_one_thread():
     pairs = [socket.socketpair() for _ in range(20)]
 
     def wait(ours):
-        with dog.watching(Line(ours.fileno()), 0.05):
+        with Watch(dog, Line(ours.fileno()), 0.05):
             assert ours.recv(1) == b""
 
     threads = [threading.Thread(target=wait, args=(ours,)) for ours, _ in pairs]
@@ -77,9 +77,9 @@ def test_a_forked_process_watches_by_a_thread_of_its_own(pair):
     ours, theirs = pair
     from dualwrite.stores.sql.drivers import WATCHDOG
 
-    with WATCHDOG.watching(Line(theirs.fileno()), 600), WATCHDOG._changed:  # the lock is held in the moment of the fork
+    with Watch(WATCHDOG, Line(theirs.fileno()), 600), WATCHDOG._changed:  # the lock is held in the moment of the fork
         if (child := os.fork()) == 0:
-            with WATCHDOG.watching(Line(ours.fileno()), 0.05) as watch:
+            with Watch(WATCHDOG, Line(ours.fileno()), 0.05) as watch:
                 ours.recv(1)
             os._exit(0 if watch.expired else 1)
         _, status = os.waitpid(child, 0)
