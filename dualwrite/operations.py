@@ -7,9 +7,8 @@ from dualwrite.kafka.blocking import BlockingTransaction
 from dualwrite.protocol.findings import CheckResult, Status
 from dualwrite.protocol.outbox_table import OutboxTable, Placement
 from dualwrite.recovery.doctor import doctor
-from dualwrite.recovery.inspect import Forgotten
 from dualwrite.recovery.operator import ForgetReport, TerminationReport, blocking_transactions, forget, terminate
-from dualwrite.recovery.recover import IdStatus, RecoveryReport, status
+from dualwrite.recovery.recover import Forgotten, IdStatus, RecoveryReport, status
 from dualwrite.recovery.settle import Loss
 from dualwrite.writing.left_behind import recover
 from dualwrite.writing.relay import Relay, RelayReport

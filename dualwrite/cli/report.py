@@ -29,8 +29,7 @@ from dualwrite.protocol.values import (
     pool_of_sink,
     writer_of,
 )
-from dualwrite.recovery.inspect import Forgotten
-from dualwrite.recovery.recover import IdStatus, RecoveryReport
+from dualwrite.recovery.recover import Forgotten, IdStatus, RecoveryReport
 from dualwrite.recovery.settle import Loss
 from dualwrite.stores.sql.ledger import Batch, UnfinishedBatch
 from dualwrite.writing.left_behind import Waits

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -95,7 +94,7 @@ def _kafka(kafka: Mapping[str, object], named: Named, timeout_s: float, seen: _S
 
     try:
         config = KafkaConfig.parse(kafka)
-        with closing(KafkaCoordinator(config)) as coordinator:
+        with KafkaCoordinator(config) as coordinator:
             facts = gather(coordinator, config, named, Deadline(timeout_s))
     except DualWriteError as error:
         yield kafka_is_away(error)

@@ -3,11 +3,8 @@
 All incarnations at the same step go together in *rounds*, so that a round asks each broker once, however many ids there
 are. Transactions of the native engine, whose producer id and epoch name them exactly, are asked about in their own way.
 
-Looks back for decisions that the database has lost, before settling and after a restore.
-
 A database that was restored from a backup no longer names transactions that Kafka has committed. To settle on such rows
-would abort or repeat them, so both kinds are looked for first: transactions of ids that still have a row, and ids that
-have none.
+would abort or repeat them, so those of ids that still have a row are looked for before settling.
 """
 
 from __future__ import annotations
@@ -22,10 +19,9 @@ from typing import Final, Generic, Protocol, TypeVar
 from dualwrite import failpoints
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
-from dualwrite.interfaces import NativeCoordinator, StateStore, TransactionCoordinator, native_of
+from dualwrite.interfaces import NativeCoordinator, StateStore, TransactionCoordinator
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import (
-    QUESTIONS,
     Knowledge,
     Later,
     Lookup,
@@ -37,7 +33,6 @@ from dualwrite.protocol.settle import (
     look_up,
     looked,
     lost_decision,
-    next_step,
     proved,
 )
 from dualwrite.protocol.settle_native import (
@@ -46,23 +41,17 @@ from dualwrite.protocol.settle_native import (
     found_open,
     initial_native,
     looked_native,
-    next_native_step,
     proved_native,
 )
 from dualwrite.protocol.values import (
-    EndAnswer,
     LogProof,
     Outcome,
-    Participant,
     Partition,
     StateRow,
-    TransactionStatus,
     TransactionView,
     belongs,
-    is_drawn,
     is_open,
     others_than,
-    parsed,
 )
 
 # Rounds over many incarnations: all those at the same step go together, so that a round asks each broker once.
@@ -281,46 +270,6 @@ def _suspected(item: Unsettled) -> int:
     return item.row.prepared.producer_id if item.known.is_pending else item.ids[0]
 
 
-def inspect(
-    rows: Sequence[StateRow],
-    *,
-    coordinator: TransactionCoordinator,
-    deadline: Deadline,
-    participants: Iterable[Participant] = (),
-) -> list[tuple[Unsettled, SettleStep]]:
-    """Find out what settling would do now with every unsettled incarnation, the owners' own included. Changes nothing.
-
-    Returns each with its first step that is not a question; at the end, settled ones of which the database has a prepared
-    transaction (``participants``).
-    """
-    native = [found for row in rows if (found := unsettled_native(row, row.incarnation)) is not None]
-    apart = {found.kafka_id for found in native}
-    items = [item for row in rows for item in unsettled(row, row.incarnation) if item.kafka_id not in apart]
-    late = [found for found in participants if found.incarnation <= found.row.settled_incarnation]
-    items += [Unsettled(found.row, found.incarnation, Knowledge()) for found in late]
-    inspection = Inspection(coordinator, deadline)
-    while groups := by_step(items, next_step, QUESTIONS):
-        for question, group in groups.items():
-            inspection.questions[question](group)
-            if question is SettleStep.LOOK:
-                _suspect_nothing(group)
-    steps = inspect_native(native, coordinator=native_of(coordinator), deadline=deadline) if native else []
-    return [(item, next_step(item.known)) for item in items] + [
-        (_as_unsettled(found), step) for found, step in zip(native, steps, strict=True)
-    ]
-
-
-def _as_unsettled(found: UnsettledNative) -> Unsettled:
-    known = Knowledge(prepared=found.row.prepared, recorded=found.row.completed, view=found.known.view)
-    return Unsettled(found.row, found.incarnation, known)
-
-
-def _suspect_nothing(items: Iterable[Unsettled]) -> None:
-    """A dry run need not query partitions of undecided transactions: they will be aborted regardless."""
-    for item in items:
-        item.known = replace(item.known, suspects=frozenset())
-
-
 # Inspects decided native transactions that are unsettled, by questions that change nothing but knowledge.
 
 UnsettledNative = Incarnation[NativeKnowledge]
@@ -364,35 +313,6 @@ class NativeInspection:
         asked = [(item.row.prepared, item.known.suspects) for item in items]
         for item, found in zip(items, self._coordinator.open_transactions(asked, self._deadline), strict=True):
             item.known = found_open(item.known, tuple(found))
-
-
-_AS_FOR_LIBRDKAFKA: Final = {
-    NativeStep.END: SettleStep.COMMIT,
-    NativeStep.WAIT: SettleStep.WAIT,
-    NativeStep.RECORD_COMMITTED: SettleStep.RECORD_COMMITTED,
-    NativeStep.RECORD_LOST: SettleStep.RECORD_LOST,
-    NativeStep.RECORD_UNVERIFIABLE: SettleStep.RECORD_UNVERIFIABLE,
-    NativeStep.ABORT: SettleStep.RETIRE,
-    NativeStep.READ_FENCE: SettleStep.RETIRE,
-    NativeStep.FINISH: SettleStep.FINISH,
-}
-"""The steps of a dry run, which never reads the fence, in the words of the other engine's."""
-
-
-def inspect_native(
-    items: Sequence[UnsettledNative], *, coordinator: NativeCoordinator, deadline: Deadline
-) -> list[SettleStep]:
-    """Find out what settling would do now with each of them. Changes nothing.
-
-    Ending a transaction that is not open any more changes nothing, so the questions after it can be asked without it.
-    """
-    inspection = NativeInspection(coordinator, deadline)
-    for item in items:
-        item.known = replace(item.known, answer=EndAnswer.FENCED)
-    while groups := by_step(items, next_native_step, inspection.questions):
-        for step, group in groups.items():
-            inspection.questions[step](group)
-    return [_AS_FOR_LIBRDKAFKA[next_native_step(item.known)] for item in items]
 
 
 _LONGEST_S: Final = 10.0
@@ -495,108 +415,3 @@ def lost_detail(lost: StateRow) -> str:
         f"Kafka has committed a transaction of incarnation {state.incarnation} {shown}, which the row does not name: "
         "there may be earlier ones that the database has lost too"
     )
-
-
-# Recovery after a restore: finds what Kafka knows of transactional ids and the database has forgotten.
-
-
-@dataclass(frozen=True)
-class Forgotten:
-    """One Kafka id that the restored database does not know.
-
-    Attributes:
-        kafka_id: Kafka's ``transactional.id``.
-        transactional_id: The id of the writer or lane.
-        incarnation: The incarnation.
-        status: The coordinator's status of it before recovery did anything.
-        has_row: Whether the database has a row for that id, with an older incarnation.
-        settled: Whether recovery made the id unusable and aborted what was open under it. False: left alone.
-    """
-
-    kafka_id: str
-    transactional_id: str
-    incarnation: int
-    status: TransactionStatus
-    has_row: bool
-    settled: bool
-
-
-def find_forgotten(
-    rows: Collection[StateRow],
-    coordinator: TransactionCoordinator,
-    deadline: Deadline,
-    *,
-    is_asked_for: Callable[[str], bool],
-) -> Sequence[Forgotten]:
-    """Find the Kafka ids that are newer than their rows, or have no row. Changes nothing.
-
-    An id with another namespace than its row's is left out: it belongs to another database, or to a row that was deleted.
-    ``rows`` are all rows of the requested ids; ``is_asked_for`` says whether an id without a row may be settled, as another
-    database's ids look the same.
-    """
-    by_id = {row.transactional_id: row for row in rows}
-    found: dict[str, tuple[str, int, bool]] = {}
-    for kafka_id in coordinator.list_ids("", deadline):
-        if (named := parsed(kafka_id)) is None:
-            continue
-        name, namespace, incarnation = named
-        row = by_id.get(name)
-        if row is not None and row.namespace == namespace and incarnation > row.incarnation:
-            found[kafka_id] = (name, incarnation, True)
-        elif row is None and is_drawn(namespace) and is_asked_for(name):
-            found[kafka_id] = (name, incarnation, False)
-    views = coordinator.describe(found.keys(), deadline) if found else {}
-    # A broker may list ids that it coordinates no more (KAFKA-21481). Those that their coordinator does not know are gone.
-    return [
-        Forgotten(kafka_id, name, incarnation, views[kafka_id].status, has_row, settled=False)
-        for kafka_id, (name, incarnation, has_row) in sorted(found.items())
-        if views[kafka_id].status is not TransactionStatus.NO_SUCH_ID
-    ]
-
-
-def next_incarnations(forgotten: Iterable[Forgotten]) -> dict[str, int]:
-    """For each id with a row, the first incarnation above all those that Kafka knows."""
-    result: dict[str, int] = {}
-    for one in forgotten:
-        if one.has_row:
-            result[one.transactional_id] = max(result.get(one.transactional_id, 0), one.incarnation + 1)
-    return result
-
-
-def retire_without_rows(
-    forgotten: Iterable[Forgotten], coordinator: TransactionCoordinator, deadline: Deadline
-) -> None:
-    """Make the ids without a row unusable. No row names what is open under them, so it is aborted.
-
-    After ``Unavailable``, run it again: some may be left.
-    """
-    ids = [one.kafka_id for one in forgotten if not one.has_row]
-    if ids:
-        coordinator.retire(ids, deadline)
-        for kafka_id in ids:
-            logger.warning("%s: retired: no row of the restored database names it", kafka_id)
-
-
-def went_back(
-    rows: Collection[StateRow], store: StateStore, coordinator: TransactionCoordinator, deadline: Deadline
-) -> Mapping[str, tuple[str, bool]]:
-    """Find evidence of lost commits, by id: in words, and whether a claim was lost. Changes nothing.
-
-    Rows with evidence are read again from the store, as their owners may have continued meanwhile.
-    """
-    next_ids = {row.kafka_id(row.incarnation + 1): row for row in rows}
-    views = coordinator.describe(next_ids.keys(), deadline) if next_ids else {}
-    seen: dict[str, tuple[str, bool]] = {}
-    for lost in lost_decisions(rows, coordinator=coordinator, store=store, deadline=deadline, upto_own=True):
-        seen[lost.transactional_id] = (lost_detail(lost), False)
-    for kafka_id, row in next_ids.items():
-        if views[kafka_id].status is not TransactionStatus.NO_SUCH_ID:
-            seen[row.transactional_id] = (f"Kafka knows {kafka_id}, which the database has not claimed yet", True)
-    if not seen:
-        return {}
-    known = {row.transactional_id: (row.incarnation, row.prepared) for row in rows}
-    return {
-        row.transactional_id: seen[row.transactional_id]
-        for row in store.read(list(seen))
-        if known[row.transactional_id] == (row.incarnation, row.prepared)
-    }

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -24,7 +23,6 @@ from dualwrite.interfaces import Observer, StateStore, TransactionCoordinator, n
 from dualwrite.kafka.blocking import BlockingTransaction
 from dualwrite.kafka.cluster import internal_partition
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.log import HELD_BACK_S
 from dualwrite.kafka.transaction_ends import AbandonedTransaction, Completion
 from dualwrite.protocol.blocking import (
@@ -478,7 +476,7 @@ def blocking_transactions(
     check_seconds("open_for_s", open_for_s, zero=True)
     check_seconds("timeout_s", timeout_s)
     deadline = Deadline(timeout_s)
-    with closing(KafkaCoordinator(KafkaConfig.parse(kafka))) as coordinator:
+    with connected_coordinator(kafka) as coordinator:
         asked = {*topics, _OFFSETS} if group is not None else set(topics)
         counts = coordinator.partitions_of(asked, deadline)
         if missing := sorted(set(topics) - counts.keys()):

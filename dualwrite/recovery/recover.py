@@ -14,9 +14,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -25,16 +25,19 @@ from typing import TYPE_CHECKING, Final
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import DatabaseWentBack
-from dualwrite.interfaces import NO_OBSERVER, Observer, StateStore, TransactionCoordinator
+from dualwrite.interfaces import NO_OBSERVER, NativeCoordinator, Observer, StateStore, TransactionCoordinator, native_of
 from dualwrite.kafka.blocking import OpenTransactions
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.protocol.blocking import Blocker
-from dualwrite.protocol.settle import Knowledge, SettleStep
+from dualwrite.protocol.settle import QUESTIONS, Knowledge, SettleStep, next_step
+from dualwrite.protocol.settle_native import NativeStep, next_native_step
 from dualwrite.protocol.values import (
     NEVER_MS,
     OPEN,
+    EndAnswer,
     Outcome,
+    Participant,
     StateRow,
     TransactionStatus,
     check_seconds,
@@ -49,13 +52,15 @@ from dualwrite.protocol.values import (
 )
 from dualwrite.recovery.claim import OwnerContext, claim_writers, note_reported, unique_owner, unreported
 from dualwrite.recovery.inspect import (
-    Forgotten,
+    Inspection,
+    NativeInspection,
     Unsettled,
-    find_forgotten,
-    inspect,
-    next_incarnations,
-    retire_without_rows,
-    went_back,
+    UnsettledNative,
+    by_step,
+    lost_decisions,
+    lost_detail,
+    unsettled,
+    unsettled_native,
 )
 from dualwrite.recovery.settle import Loss, SettleReport, settle
 from dualwrite.stores.sql.database import opened
@@ -669,14 +674,9 @@ class Plan:
 # The servers of a call for people: connections made from its arguments, and the rows that its arguments name.
 
 
-@contextmanager
-def connected_coordinator(kafka: Mapping[str, object]) -> Generator[KafkaCoordinator, None, None]:
-    """A coordinator for the block."""
-    coordinator = KafkaCoordinator(KafkaConfig.parse(kafka))
-    try:
-        yield coordinator
-    finally:
-        coordinator.close()
+def connected_coordinator(kafka: Mapping[str, object]) -> KafkaCoordinator:
+    """A coordinator for this configuration. As a context manager, it closes its connections."""
+    return KafkaCoordinator(KafkaConfig.parse(kafka))
 
 
 def rows_of(store: StateStore, transactional_id: str | None, prefix: str | None) -> Sequence[StateRow]:
@@ -693,3 +693,181 @@ def whole_writers(store: StateStore, rows: Sequence[StateRow]) -> Sequence[State
     firsts = store.read(list(outside)) if outside else []
     lanes = [row for first in firsts for row in store.find(f"{first.transactional_id}#")]
     return [*rows, *(row for row in [*firsts, *lanes] if row.transactional_id not in names)]
+
+
+# What settling would do now, found out by the questions that settling asks. Changes nothing.
+
+
+def inspect(
+    rows: Sequence[StateRow],
+    *,
+    coordinator: TransactionCoordinator,
+    deadline: Deadline,
+    participants: Iterable[Participant] = (),
+) -> list[tuple[Unsettled, SettleStep]]:
+    """Find out what settling would do now with every unsettled incarnation, the owners' own included. Changes nothing.
+
+    Returns each with its first step that is not a question; at the end, settled ones of which the database has a prepared
+    transaction (``participants``).
+    """
+    native = [found for row in rows if (found := unsettled_native(row, row.incarnation)) is not None]
+    apart = {found.kafka_id for found in native}
+    items = [item for row in rows for item in unsettled(row, row.incarnation) if item.kafka_id not in apart]
+    late = [found for found in participants if found.incarnation <= found.row.settled_incarnation]
+    items += [Unsettled(found.row, found.incarnation, Knowledge()) for found in late]
+    inspection = Inspection(coordinator, deadline)
+    while groups := by_step(items, next_step, QUESTIONS):
+        for question, group in groups.items():
+            inspection.questions[question](group)
+            if question is SettleStep.LOOK:
+                _suspect_nothing(group)
+    steps = inspect_native(native, coordinator=native_of(coordinator), deadline=deadline) if native else []
+    return [(item, next_step(item.known)) for item in items] + [
+        (_as_unsettled(found), step) for found, step in zip(native, steps, strict=True)
+    ]
+
+
+def _as_unsettled(found: UnsettledNative) -> Unsettled:
+    known = Knowledge(prepared=found.row.prepared, recorded=found.row.completed, view=found.known.view)
+    return Unsettled(found.row, found.incarnation, known)
+
+
+def _suspect_nothing(items: Iterable[Unsettled]) -> None:
+    """A dry run need not query partitions of undecided transactions: they will be aborted regardless."""
+    for item in items:
+        item.known = replace(item.known, suspects=frozenset())
+
+
+_AS_FOR_LIBRDKAFKA: Final = {
+    NativeStep.END: SettleStep.COMMIT,
+    NativeStep.WAIT: SettleStep.WAIT,
+    NativeStep.RECORD_COMMITTED: SettleStep.RECORD_COMMITTED,
+    NativeStep.RECORD_LOST: SettleStep.RECORD_LOST,
+    NativeStep.RECORD_UNVERIFIABLE: SettleStep.RECORD_UNVERIFIABLE,
+    NativeStep.ABORT: SettleStep.RETIRE,
+    NativeStep.READ_FENCE: SettleStep.RETIRE,
+    NativeStep.FINISH: SettleStep.FINISH,
+}
+"""The steps of a dry run, which never reads the fence, in the words of the other engine's."""
+
+
+def inspect_native(
+    items: Sequence[UnsettledNative], *, coordinator: NativeCoordinator, deadline: Deadline
+) -> list[SettleStep]:
+    """Find out what settling would do now with each of them. Changes nothing.
+
+    Ending a transaction that is not open any more changes nothing, so the questions after it can be asked without it.
+    """
+    inspection = NativeInspection(coordinator, deadline)
+    for item in items:
+        item.known = replace(item.known, answer=EndAnswer.FENCED)
+    while groups := by_step(items, next_native_step, inspection.questions):
+        for step, group in groups.items():
+            inspection.questions[step](group)
+    return [_AS_FOR_LIBRDKAFKA[next_native_step(item.known)] for item in items]
+
+
+# After a restore: what Kafka knows of transactional ids and the database has forgotten. Ids that have no row any more are
+# found by their names; :func:`~dualwrite.recovery.inspect.lost_decisions` finds transactions of those that have one.
+
+
+@dataclass(frozen=True)
+class Forgotten:
+    """One Kafka id that the restored database does not know.
+
+    Attributes:
+        kafka_id: Kafka's ``transactional.id``.
+        transactional_id: The id of the writer or lane.
+        incarnation: The incarnation.
+        status: The coordinator's status of it before recovery did anything.
+        has_row: Whether the database has a row for that id, with an older incarnation.
+        settled: Whether recovery made the id unusable and aborted what was open under it. False: left alone.
+    """
+
+    kafka_id: str
+    transactional_id: str
+    incarnation: int
+    status: TransactionStatus
+    has_row: bool
+    settled: bool
+
+
+def find_forgotten(
+    rows: Collection[StateRow],
+    coordinator: TransactionCoordinator,
+    deadline: Deadline,
+    *,
+    is_asked_for: Callable[[str], bool],
+) -> Sequence[Forgotten]:
+    """Find the Kafka ids that are newer than their rows, or have no row. Changes nothing.
+
+    An id with another namespace than its row's is left out: it belongs to another database, or to a row that was deleted.
+    ``rows`` are all rows of the requested ids; ``is_asked_for`` says whether an id without a row may be settled, as another
+    database's ids look the same.
+    """
+    by_id = {row.transactional_id: row for row in rows}
+    found: dict[str, tuple[str, int, bool]] = {}
+    for kafka_id in coordinator.list_ids("", deadline):
+        if (named := parsed(kafka_id)) is None:
+            continue
+        name, namespace, incarnation = named
+        row = by_id.get(name)
+        if row is not None and row.namespace == namespace and incarnation > row.incarnation:
+            found[kafka_id] = (name, incarnation, True)
+        elif row is None and is_drawn(namespace) and is_asked_for(name):
+            found[kafka_id] = (name, incarnation, False)
+    views = coordinator.describe(found.keys(), deadline) if found else {}
+    # A broker may list ids that it coordinates no more (KAFKA-21481). Those that their coordinator does not know are gone.
+    return [
+        Forgotten(kafka_id, name, incarnation, views[kafka_id].status, has_row, settled=False)
+        for kafka_id, (name, incarnation, has_row) in sorted(found.items())
+        if views[kafka_id].status is not TransactionStatus.NO_SUCH_ID
+    ]
+
+
+def next_incarnations(forgotten: Iterable[Forgotten]) -> dict[str, int]:
+    """For each id with a row, the first incarnation above all those that Kafka knows."""
+    result: dict[str, int] = {}
+    for one in forgotten:
+        if one.has_row:
+            result[one.transactional_id] = max(result.get(one.transactional_id, 0), one.incarnation + 1)
+    return result
+
+
+def retire_without_rows(
+    forgotten: Iterable[Forgotten], coordinator: TransactionCoordinator, deadline: Deadline
+) -> None:
+    """Make the ids without a row unusable. No row names what is open under them, so it is aborted.
+
+    After ``Unavailable``, run it again: some may be left.
+    """
+    ids = [one.kafka_id for one in forgotten if not one.has_row]
+    if ids:
+        coordinator.retire(ids, deadline)
+        for kafka_id in ids:
+            logger.warning("%s: retired: no row of the restored database names it", kafka_id)
+
+
+def went_back(
+    rows: Collection[StateRow], store: StateStore, coordinator: TransactionCoordinator, deadline: Deadline
+) -> Mapping[str, tuple[str, bool]]:
+    """Find evidence of lost commits, by id: in words, and whether a claim was lost. Changes nothing.
+
+    Rows with evidence are read again from the store, as their owners may have continued meanwhile.
+    """
+    next_ids = {row.kafka_id(row.incarnation + 1): row for row in rows}
+    views = coordinator.describe(next_ids.keys(), deadline) if next_ids else {}
+    seen: dict[str, tuple[str, bool]] = {}
+    for lost in lost_decisions(rows, coordinator=coordinator, store=store, deadline=deadline, upto_own=True):
+        seen[lost.transactional_id] = (lost_detail(lost), False)
+    for kafka_id, row in next_ids.items():
+        if views[kafka_id].status is not TransactionStatus.NO_SUCH_ID:
+            seen[row.transactional_id] = (f"Kafka knows {kafka_id}, which the database has not claimed yet", True)
+    if not seen:
+        return {}
+    known = {row.transactional_id: (row.incarnation, row.prepared) for row in rows}
+    return {
+        row.transactional_id: seen[row.transactional_id]
+        for row in store.read(list(seen))
+        if known[row.transactional_id] == (row.incarnation, row.prepared)
+    }

@@ -8,7 +8,7 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.protocol.settle import SettleStep
 from dualwrite.recovery.claim import claim_rows
-from dualwrite.recovery.inspect import inspect
+from dualwrite.recovery.recover import inspect
 from dualwrite.recovery.settle import settle
 from dualwrite.writing.dual_write import Ending
 

@@ -12,7 +12,8 @@ from dualwrite.errors import IllegalStateError
 from dualwrite.interfaces import native_of
 from dualwrite.protocol.settle import SettleStep
 from dualwrite.protocol.values import Outcome, TransactionStatus
-from dualwrite.recovery.inspect import inspect, unsettled_native
+from dualwrite.recovery.inspect import unsettled_native
+from dualwrite.recovery.recover import inspect
 from unit.recovery.test_settle_native import HUNG, KNOWN, TIMED_OUT, SmallCoordinator, row_of
 
 GONE = replace(KNOWN, status=TransactionStatus.NO_SUCH_ID)

@@ -8,7 +8,7 @@ from harness.simulated import TIMEOUT_S
 from dualwrite.clock import Deadline
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.values import StateRow, TransactionStatus, TransactionView
-from dualwrite.recovery.inspect import (
+from dualwrite.recovery.recover import (
     Forgotten,
     find_forgotten,
     next_incarnations,

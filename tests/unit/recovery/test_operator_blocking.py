@@ -4,7 +4,7 @@ import pytest
 
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.log import HELD_BACK_S
-from dualwrite.recovery import operator
+from dualwrite.recovery import recover
 from dualwrite.recovery.operator import blocking_transactions
 
 
@@ -26,14 +26,17 @@ class Kafka:
     def blocking(self, places, _deadline, *, open_for_s):
         return [*sorted(places), open_for_s]
 
-    def close(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_error):
         self.closed += 1
 
 
 @pytest.fixture
 def kafka(monkeypatch):
     found = Kafka({"orders": 2, "payments": 1, "__consumer_offsets": 50})
-    monkeypatch.setattr(operator, "KafkaCoordinator", found)
+    monkeypatch.setattr(recover, "KafkaCoordinator", found)
     return found
 
 
