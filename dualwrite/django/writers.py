@@ -32,7 +32,8 @@ from dualwrite.errors import (
     OutcomeUnverifiable,
 )
 from dualwrite.protocol.message import ProducerRecord
-from dualwrite.stores.sql.access import InAtomic, leave_to_parent, new_engine
+from dualwrite.stores.sql.access import leave_to_parent, new_engine
+from dualwrite.stores.sql.adopted import InAtomic
 from dualwrite.writing.transaction import as_value, raise_aborted
 
 if TYPE_CHECKING:

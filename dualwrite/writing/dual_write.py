@@ -49,7 +49,7 @@ from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.process import Allowance, DoubtStep, allow
 from dualwrite.protocol.values import Decided, Decision
 from dualwrite.recovery.claim import LOSSES, note_raised, resolve_commit
-from dualwrite.stores.sql.access import conflict_behind, permit_of
+from dualwrite.stores.sql.access import conflict_behind
 from dualwrite.writing.transaction import (
     NO_SERIALIZERS,
     Refusals,
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from dualwrite.protocol.message import Sendable
     from dualwrite.protocol.outbox import Outbox
     from dualwrite.recovery.claim import OwnerContext
-    from dualwrite.stores.sql.access import DjangoConnection
+    from dualwrite.stores.sql.adopted import DjangoConnection
     from dualwrite.writing.fair_queue import Ticket
     from dualwrite.writing.health import HealthMonitor
     from dualwrite.writing.lane import Lane
@@ -992,10 +992,14 @@ class WriterBlock(DualWrite):
             self.may_wait.make_ready(lane, ground.monitor, ground.ready_s)
         if observer is not None:
             observer.lane(lane.transactional_id)
-        permit = None if handle is None else permit_of(handle)
+        permit = None
         if handle is None:
             self._own = own = database.connect()
             handle = own.__enter__()
+        else:
+            from dualwrite.stores.sql.adopted import permit_of  # noqa: PLC0415 - loaded with the first connection that is given
+
+            permit = permit_of(handle)
         super().__init__(
             lane,
             self._context_on(lane, context),

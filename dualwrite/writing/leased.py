@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from dualwrite.interfaces import StateStore
     from dualwrite.protocol.outbox import Outbox
-    from dualwrite.stores.sql.access import DjangoConnection
+    from dualwrite.stores.sql.adopted import DjangoConnection
     from dualwrite.writing.transaction import Transaction, WriterSettings
     from dualwrite.writing.writer_resources import Opened
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tenacity.wait import WaitBaseT
 
     from dualwrite.protocol.outbox import Outbox
-    from dualwrite.stores.sql.access import DjangoConnection
+    from dualwrite.stores.sql.adopted import DjangoConnection
     from dualwrite.writing.group_commit import Groups
     from dualwrite.writing.lane_pool import Lanes
     from dualwrite.writing.transaction import Transaction

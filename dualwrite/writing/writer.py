@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from dualwrite.interfaces import Database, Observer, StateStore
     from dualwrite.protocol.process import Health, Silence
     from dualwrite.recovery.claim import OwnerContext
-    from dualwrite.stores.sql.access import DjangoConnection
+    from dualwrite.stores.sql.adopted import DjangoConnection
     from dualwrite.writing.group_commit import Groups
     from dualwrite.writing.lane import Lane
     from dualwrite.writing.outbox import Outbox as News

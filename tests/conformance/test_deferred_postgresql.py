@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from dualwrite.errors import TransactionAborted, Unavailable
 from dualwrite.protocol.values import Decision
-from dualwrite.stores.sql.access import usable
+from dualwrite.stores.sql.adopted import usable
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedPostgres, PostgresProxy
 

@@ -19,7 +19,8 @@ from sqlalchemy.pool import NullPool
 
 from dualwrite.django.writers import aliases, database_url, settings_of
 from dualwrite.migrations import BASE, downgrade, upgrade
-from dualwrite.stores.sql.access import inside, new_engine
+from dualwrite.stores.sql.access import new_engine
+from dualwrite.stores.sql.adopted import inside
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

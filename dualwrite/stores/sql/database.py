@@ -25,7 +25,6 @@ from dualwrite.stores.sql.access import (
     keep,
     let_go,
     map_database_error,
-    usable,
 )
 from dualwrite.stores.sql.short_transactions import FoundTables, check_schema
 from dualwrite.stores.sql.store import SqlStateStore, listen_to
@@ -124,6 +123,8 @@ class SqlDatabase(Database):
     @contextmanager
     def adopt(self, given: object, store: StateStore) -> Generator[Connection, None, None]:
         """Takes a connection of SQLAlchemy's, psycopg's or Django's."""
+        from dualwrite.stores.sql.adopted import usable  # noqa: PLC0415 - most blocks have a connection of the pool
+
         with usable(given, self.engine) as connection:
             if connection.engine.pool is not self._blocks.pool:
                 store.check_same_database(connection)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from dualwrite.interfaces import Handle, Observer, StateStore
     from dualwrite.protocol.process import Health
     from dualwrite.recovery.claim import OwnerContext
-    from dualwrite.stores.sql.access import DjangoConnection
+    from dualwrite.stores.sql.adopted import DjangoConnection
     from dualwrite.writing.lane import Lane
     from dualwrite.writing.sessions import Block, BoundSessions
     from dualwrite.writing.transaction import Transaction

@@ -14,7 +14,7 @@ from dualwrite.protocol.process import Allowance, Doubt, DoubtStep, Redo
 from dualwrite.protocol.values import Outcome
 from dualwrite.recovery import claim, recover
 from dualwrite.recovery.settle import SettleReport
-from dualwrite.stores.sql import access, postgresql, savepoint_probe
+from dualwrite.stores.sql import access, adopted, postgresql, savepoint_probe
 from dualwrite.stores.sql.savepoint_probe import PsycopgWitness
 from dualwrite.stores.sql.savepoints import SavepointWatch
 from dualwrite.stores.sql.store import SqlStateStore
@@ -489,4 +489,4 @@ def errors_kept_with_their_frames(patch: pytest.MonkeyPatch) -> None:
 )
 def marks_of_django_overlooked(patch: pytest.MonkeyPatch) -> None:
     """A block on Django's connection commits what Django has marked for rollback."""
-    patch.setattr(dual_write, "permit_of", lambda _: lambda _: None)
+    patch.setattr(adopted, "permit_of", lambda _: lambda _: None)

@@ -8,7 +8,8 @@ from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
-from dualwrite.stores.sql.access import Borrowed, usable
+from dualwrite.stores.sql.access import Borrowed
+from dualwrite.stores.sql.adopted import usable
 
 
 @pytest.fixture
