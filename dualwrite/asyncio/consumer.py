@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from dualwrite.asyncio.transaction import AsyncTransaction, OneByOne, awaited, run, says_more
-from dualwrite.asyncio.writer import THREADS, TaskWriter
+from dualwrite.asyncio.writer import THREADS, TaskWriter, async_engine_of, blocking_twin
 from dualwrite.consumer.consumer import ConsumerProgress, Deserializers, Member
 from dualwrite.errors import IllegalStateError
-from dualwrite.stores.sql.access import async_engine_of, blocking_twin, engine_of
+from dualwrite.stores.sql.access import engine_of
 from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.waiting import interruptible
 

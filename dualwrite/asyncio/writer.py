@@ -17,7 +17,8 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar, overload
 
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
+from sqlalchemy import URL, Engine, event, make_url
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
 from tenacity import AsyncRetrying
 
 from dualwrite.asyncio.transaction import (
@@ -32,13 +33,14 @@ from dualwrite.asyncio.transaction import (
     session_of_block,
 )
 from dualwrite.clock import now_s
-from dualwrite.errors import IllegalStateError
+from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.grouping import Unit, Units
 from dualwrite.protocol.members import LeaseTiming
 from dualwrite.protocol.values import DEFAULT_LIMITS, WriterLimits
-from dualwrite.stores.sql.access import async_engine_of, blocking_twin, engine_of
+from dualwrite.stores.sql.access import ASYNCPG, engine_of, keep_alive, liveness_of, unprepared, url_errors_mapped
 from dualwrite.stores.sql.database import SqlDatabase, database_of, sql_of
 from dualwrite.stores.sql.drivers import roll_back_before_closing
+from dualwrite.stores.sql.tables import MYSQL
 from dualwrite.waiting import elsewhere, here
 from dualwrite.writing import transaction as entered
 from dualwrite.writing.group_commit import full_error, run_group
@@ -56,7 +58,7 @@ from dualwrite.writing.work import Attempts, Patience, pause_after_s
 from dualwrite.writing.writer import DualWriter
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Engine
+    from sqlalchemy import Connection
     from sqlalchemy.ext.asyncio import async_scoped_session, async_sessionmaker
     from typing_extensions import Self, Unpack
 
@@ -823,3 +825,62 @@ class LeasedTaskWriter(ForTasks, LeasedWriter):
         both = with_blocks_of(asynchronous, database, settings.get("schema"))
         LeasedWriter.__init__(self, fleet, timing, make=make, database=both, **settings)
         self._asynchronous = asynchronous
+
+
+# The engines of an AsyncDualWriter: the asynchronous one of its blocks, and the one for threads beside it.
+
+_AWAITED: Final = {("postgresql", "psycopg"), ("postgresql", ASYNCPG), ("sqlite", "aiosqlite")}
+_AWAITING: Final = {"sqlite": "sqlite+aiosqlite", "sqlite+pysqlite": "sqlite+aiosqlite"}
+_BLOCKING: Final = {
+    "sqlite+aiosqlite": "sqlite",
+    "postgresql+psycopg_async": "postgresql+psycopg",
+    "postgresql+asyncpg": "postgresql+psycopg",
+}
+_TO_LIBPQ: Final = {"ssl": "sslmode"}
+_OF_ASYNCPG: Final = frozenset({"prepared_statement_cache_size", "prepared_statement_name_func", "async_fallback"})
+"""Settings in a URL that libpq does not know, and does not need."""
+
+
+def async_engine_of(engine: object) -> AsyncEngine:
+    """The engine itself, or a new one for a URL, as :func:`engine_of`."""
+    if isinstance(engine, (str, URL)):
+        with url_errors_mapped():
+            url = _with_driver(make_url(engine), _AWAITING)
+            if url.get_backend_name() in MYSQL:
+                raise _not_awaited(url.get_backend_name(), url.get_driver_name())
+            engine = create_async_engine(url, connect_args={**liveness_of(url), **unprepared(url)})
+            if url.get_driver_name() == ASYNCPG:
+                event.listen(engine.sync_engine, "connect", keep_alive)
+    if not isinstance(engine, AsyncEngine):
+        kind = type(engine).__name__
+        raise ConfigurationError(
+            f"{kind} is not an asynchronous engine",
+            next_step="give create_async_engine() the same database with postgresql+psycopg://, postgresql+asyncpg:// or "
+            "sqlite+aiosqlite://"
+            if isinstance(engine, Engine)
+            else "give a SQLAlchemy AsyncEngine or a database URL",
+        )
+    if (found := (engine.dialect.name, engine.dialect.driver)) not in _AWAITED:
+        raise _not_awaited(*found)
+    return engine
+
+
+def _not_awaited(database: str, driver: str) -> ConfigurationError:
+    step = "use postgresql+psycopg://... (psycopg 3), postgresql+asyncpg://... or sqlite+aiosqlite:///..."
+    if database in MYSQL:
+        step = "use a DualWriter with mysql+pymysql://... in a thread (asyncio.to_thread)"
+    return ConfigurationError(f"{database}+{driver} is not supported by an AsyncDualWriter", next_step=step)
+
+
+def blocking_twin(engine: AsyncEngine) -> Engine:
+    """An engine for threads, which connects to the same URL. The caller disposes of it."""
+    url = engine.url
+    if url.get_driver_name() == ASYNCPG:
+        query = {_TO_LIBPQ.get(name, name): value for name, value in url.query.items() if name not in _OF_ASYNCPG}
+        url = url.set(query=query)
+    return engine_of(_with_driver(url, _BLOCKING))
+
+
+def _with_driver(url: URL, drivers: Mapping[str, str]) -> URL:
+    name = drivers.get(url.drivername)
+    return url if name is None else url.set(drivername=name)

@@ -18,7 +18,7 @@ from sqlmodel import Field, SQLModel
 from sqlmodel.ext.asyncio.session import AsyncSession as SQLModelSession
 
 from dualwrite import AsyncDualWriter, ConfigurationError, TransactionAborted, WriterLimits
-from dualwrite.stores.sql.access import async_engine_of
+from dualwrite.asyncio.writer import async_engine_of
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing.proxy import PostgresProxy
 

@@ -12,7 +12,7 @@ from sqlalchemy import exc, insert, make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from dualwrite import AsyncDualWriter, ConfigurationError, DualWriter, TransactionAborted, Unavailable, WriterLimits
-from dualwrite.stores.sql.access import async_engine_of, blocking_twin
+from dualwrite.asyncio.writer import async_engine_of, blocking_twin
 from dualwrite.stores.sql.asyncpg_driver import exchanges_of
 
 asyncpg = pytest.importorskip("asyncpg")

@@ -61,7 +61,6 @@ from dualwrite.stores.sql.tables import (
 
 if TYPE_CHECKING:
     from sqlalchemy import PoolProxiedConnection
-    from sqlalchemy.ext.asyncio import AsyncEngine
     from sqlalchemy.pool import ConnectionPoolEntry, PoolResetState
 
 
@@ -81,15 +80,8 @@ _TCP: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_US
 
 ASYNCPG: Final = "asyncpg"
 """SQLAlchemy's name of the driver."""
-_AWAITED: Final = {("postgresql", "psycopg"), ("postgresql", ASYNCPG), ("sqlite", "aiosqlite")}
-_AWAITING: Final = {"sqlite": "sqlite+aiosqlite", "sqlite+pysqlite": "sqlite+aiosqlite"}
 _CLIENTS: Final = {"Rdict": "RocksDatabase", "KazooClient": "ZooKeeperDatabase"}
 """By the class of another database's client, what a writer takes in its place."""
-_BLOCKING: Final = {
-    "sqlite+aiosqlite": "sqlite",
-    "postgresql+psycopg_async": "postgresql+psycopg",
-    "postgresql+asyncpg": "postgresql+psycopg",
-}
 _EXTRAS: Final = {
     "psycopg": "postgresql",
     "asyncpg": "asyncpg",
@@ -98,9 +90,6 @@ _EXTRAS: Final = {
     "aiosqlite": "async",
 }
 """By a driver's module, the extra that installs it."""
-_TO_LIBPQ: Final = {"ssl": "sslmode"}
-_OF_ASYNCPG: Final = frozenset({"prepared_statement_cache_size", "prepared_statement_name_func", "async_fallback"})
-"""Settings in a URL that libpq does not know, and does not need."""
 
 
 def engine_of(engine: Engine | URL | str) -> Engine:
@@ -115,13 +104,13 @@ def engine_of(engine: Engine | URL | str) -> Engine:
 
 def new_engine(url: URL, *, connect_args: Mapping[str, Any] | None = None, **options: Any) -> Engine:
     """A new engine, which connects on first use and detects lost servers; the caller disposes of it."""
-    given = {**liveness_of(url), **_unprepared(url), **(connect_args or {})}
+    given = {**liveness_of(url), **unprepared(url), **(connect_args or {})}
     is_mysql = url.get_backend_name() in MYSQL
     if is_mysql:
         options.setdefault("pool_reset_on_return", None)
     made = create_engine(url, connect_args=given, **options)
     if is_mysql:
-        event.listen(made, "connect", _keep_alive)
+        event.listen(made, "connect", keep_alive)
         event.listen(made, "reset", _roll_back_if_open)
     if options.get("isolation_level") == _READ_COMMITTED:
         event.listen(made, "connect", _note_read_committed)
@@ -193,7 +182,7 @@ def ping_idle_connections(engine: Engine) -> None:
     event.listen(engine, "checkout", ping)
 
 
-def _keep_alive(driver: Any, _: object) -> None:
+def keep_alive(driver: Any, _: object) -> None:
     """As :data:`LIVENESS`, for asyncpg and MySQL's drivers: they have no settings for it and leave it to the system, hours."""
     driver = driver.driver_connection if isinstance(driver, AdaptedConnection) else driver
     with socket.socket(fileno=os.dup(fileno_of(driver))) as own:
@@ -212,54 +201,7 @@ def fileno_of(driver: Any) -> int:
     return int(driver.fileno() if hasattr(driver, "fileno") else driver._sock.fileno())  # noqa: SLF001 - PyMySQL has no other way
 
 
-def async_engine_of(engine: object) -> AsyncEngine:
-    """The engine itself, or a new one for a URL, as :func:`engine_of`."""
-    from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine  # noqa: PLC0415 - for those that use it
-
-    if isinstance(engine, (str, URL)):
-        with url_errors_mapped():
-            url = _with_driver(make_url(engine), _AWAITING)
-            if url.get_backend_name() in MYSQL:
-                raise _not_awaited(url.get_backend_name(), url.get_driver_name())
-            engine = create_async_engine(url, connect_args={**liveness_of(url), **_unprepared(url)})
-            if url.get_driver_name() == ASYNCPG:
-                event.listen(engine.sync_engine, "connect", _keep_alive)
-    if not isinstance(engine, AsyncEngine):
-        kind = type(engine).__name__
-        raise ConfigurationError(
-            f"{kind} is not an asynchronous engine",
-            next_step="give create_async_engine() the same database with postgresql+psycopg://, postgresql+asyncpg:// or "
-            "sqlite+aiosqlite://"
-            if isinstance(engine, Engine)
-            else "give a SQLAlchemy AsyncEngine or a database URL",
-        )
-    if (found := (engine.dialect.name, engine.dialect.driver)) not in _AWAITED:
-        raise _not_awaited(*found)
-    return engine
-
-
-def _not_awaited(database: str, driver: str) -> ConfigurationError:
-    step = "use postgresql+psycopg://... (psycopg 3), postgresql+asyncpg://... or sqlite+aiosqlite:///..."
-    if database in MYSQL:
-        step = "use a DualWriter with mysql+pymysql://... in a thread (asyncio.to_thread)"
-    return ConfigurationError(f"{database}+{driver} is not supported by an AsyncDualWriter", next_step=step)
-
-
-def blocking_twin(engine: AsyncEngine) -> Engine:
-    """An engine for threads, which connects to the same URL. The caller disposes of it."""
-    url = engine.url
-    if url.get_driver_name() == ASYNCPG:
-        query = {_TO_LIBPQ.get(name, name): value for name, value in url.query.items() if name not in _OF_ASYNCPG}
-        url = url.set(query=query)
-    return engine_of(_with_driver(url, _BLOCKING))
-
-
-def _with_driver(url: URL, drivers: Mapping[str, str]) -> URL:
-    name = drivers.get(url.drivername)
-    return url if name is None else url.set(drivername=name)
-
-
-def _unprepared(url: URL) -> Mapping[str, object]:
+def unprepared(url: URL) -> Mapping[str, object]:
     """Turn off named prepared statements, which no URL can do: a pooler may switch connections between transactions."""
     if url.get_driver_name() == ASYNCPG:
         if url.query.get("prepared_statement_cache_size", "0") != "0":

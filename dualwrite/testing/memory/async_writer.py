@@ -11,10 +11,10 @@ from sqlalchemy.pool import StaticPool
 
 from dualwrite.asyncio.transaction import Sessions
 from dualwrite.asyncio.transaction import session_of_block as async_session_of_block
-from dualwrite.asyncio.writer import AsyncDualWriter, OfTasks
+from dualwrite.asyncio.writer import AsyncDualWriter, OfTasks, async_engine_of
 from dualwrite.errors import ConfigurationError
 from dualwrite.protocol.values import DEFAULT_LIMITS, WriterLimits
-from dualwrite.stores.sql.access import async_engine_of, url_errors_mapped
+from dualwrite.stores.sql.access import url_errors_mapped
 from dualwrite.stores.sql.drivers import roll_back_before_closing
 from dualwrite.testing.memory.writer import InMemoryWriter
 

@@ -10,7 +10,7 @@ from sqlalchemy import Engine
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
 from dualwrite import AsyncDualWriter
-from dualwrite.stores.sql.access import async_engine_of
+from dualwrite.asyncio.writer import async_engine_of
 from dualwrite.testing import Journal
 from harness.worker import LOSE_CONNECTION, OPERATIONS, OnPurpose, Operations, make_durable, settings_of
 

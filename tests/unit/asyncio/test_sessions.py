@@ -22,9 +22,9 @@ from dualwrite import (
     Unavailable,
     WriterLimits,
 )
+from dualwrite.asyncio.writer import async_engine_of
 from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.lives import WriteState
-from dualwrite.stores.sql.access import async_engine_of
 from dualwrite.stores.sql.database import JoinedStore
 from dualwrite.waiting import here
 from dualwrite.writing.lane_pool import Lanes
