@@ -570,10 +570,6 @@ class OutboxRows(Protocol):
         """The writers of which messages may wait, or were moved aside, in order."""
         ...
 
-    def mode_of(self, writer: str) -> OutboxMode:
-        """The writer's mode, read by itself."""
-        ...
-
     def topics(self, writer: str) -> Mapping[str, int]:
         """The topics of the writer's first messages that wait, ten thousand at most, and how many are of each."""
         ...
@@ -631,6 +627,10 @@ class StateStore(Claims, Records, Decisions, Protocol):
     @property
     def outbox(self) -> OutboxRows | None:
         """The messages that wait; None if this kind of database keeps none."""
+        ...
+
+    def outbox_mode(self, writer: str) -> OutboxMode:
+        """The mode of the writer's outbox, read by itself. Direct, if this kind of database keeps no messages that wait."""
         ...
 
     @property

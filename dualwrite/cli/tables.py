@@ -457,7 +457,7 @@ def list_(*, writer: str | None, limit: int, as_json: bool, url: str, schema: st
         found = [
             OutboxView(
                 name,
-                rows.mode_of(name),
+                store.outbox_mode(name),
                 rows.waiting(name),
                 rows.topics(name),
                 rows.count_aside(name),

@@ -129,7 +129,7 @@ def recover(
         }  # by us, just now: their rows are young, and show no owner
         for name in sorted({writer_of(row.transactional_id) for row in rows}):
             waiting = store.outbox.waiting(name).rows
-            if not waiting and (transactional_id is None or store.outbox.mode_of(name) is OutboxMode.DIRECT):
+            if not waiting and (transactional_id is None or store.outbox_mode(name) is OutboxMode.DIRECT):
                 continue
             if name in report.skipped or any(name == one.transactional_id for one in report.went_back):
                 continue
@@ -159,7 +159,7 @@ def what_waits(database: Database, writers: Collection[str]) -> Sequence[Waits]:
     found = []
     for name in sorted(writers):
         waiting, aside = store.outbox.waiting(name), store.outbox.count_aside(name)
-        mode = store.outbox.mode_of(name)
+        mode = store.outbox_mode(name)
         if waiting.rows or aside or mode is OutboxMode.LATER:
             found.append(Waits(name, mode, waiting, aside))
     return found
@@ -195,8 +195,8 @@ def take_over(
     report = operator.take_over(
         transactional_id, kafka=kafka, database=database, deadline=deadline, owner=owner, observer=observer
     )
-    rows = database.store().outbox
-    if not report.went_back and rows is not None and rows.mode_of(transactional_id) is OutboxMode.LATER:
+    store = database.store()
+    if not report.went_back and store.outbox_mode(transactional_id) is OutboxMode.LATER:
         report.sent[transactional_id] = send_for(
             transactional_id,
             kafka=kafka,

@@ -321,7 +321,7 @@ class Relay:
                 if once:
                     return True
                 if now_s() >= look_at:
-                    if self._database.store().outbox.mode_of(writer.transactional_id) is OutboxMode.LATER:
+                    if self._database.store().outbox_mode(writer.transactional_id) is OutboxMode.LATER:
                         return None
                     look_at = now_s() + _LOOK_EVERY_S
                 self._now("waiting for rows")

@@ -144,7 +144,7 @@ class Sending:
 
     def mode(self) -> OutboxMode:
         """The writer's mode, by a transaction of its own."""
-        return self._rows.mode_of(self._writer)
+        return self._context.store.outbox_mode(self._writer)
 
     @property
     def needs_settling(self) -> bool:

@@ -311,9 +311,7 @@ class DualWriter(Submitting):
         that is sent here. The blocks of ``always`` count on the mode.
         """
         store, name = opened.context.store, self.transactional_id
-        if store.outbox is None:
-            return
-        if self._outbox == "never" and store.outbox.mode_of(name) is OutboxMode.DIRECT:
+        if self._outbox == "never" and store.outbox_mode(name) is OutboxMode.DIRECT:
             return
         # Loaded where messages wait: most writers have none.
         from dualwrite.writing.outbox import Outbox as News  # noqa: PLC0415 - as above
@@ -338,6 +336,7 @@ class DualWriter(Submitting):
                 sending.close()
             return
         if self._outbox == "always":
+            assert store.outbox is not None  # it was required
             store.outbox.begin_later(name)
         self._sender = Sender(
             name,

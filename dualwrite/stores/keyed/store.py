@@ -26,7 +26,7 @@ from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionA
 from dualwrite.interfaces import PAUSED_OWNER_TIMEOUT_S, Database
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.process import DatabaseVerdict
-from dualwrite.protocol.values import Decision, Incident, Outcome, Participant, StateRow
+from dualwrite.protocol.values import Decision, Incident, OutboxMode, Outcome, Participant, StateRow
 from dualwrite.stores.sql.tables import (
     check_claimed,
     check_decidable,
@@ -351,6 +351,11 @@ class KeyedStore(Incidents):
 
     outbox: Final = None
     with_commit: Final = None
+
+    def outbox_mode(self, writer: str) -> OutboxMode:
+        """Direct: no message can wait."""
+        del writer
+        return OutboxMode.DIRECT
 
     def __init__(self, keys: Keys, name: str) -> None:
         super().__init__(keys)

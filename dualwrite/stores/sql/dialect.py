@@ -17,7 +17,6 @@ from dualwrite.errors import DualWriteError, IllegalStateError, TransactionAbort
 from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.stores.sql.access import Meaning, begun_on, driver_words, leave_to_parent, meaning_of
 from dualwrite.stores.sql.drivers import Listeners
-from dualwrite.stores.sql.waiting_rows import delete_by_number, on_server, read_in_two
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Insert, Table, Update
@@ -187,12 +186,16 @@ class Dialect(ABC):
 
     def read_waiting(self, connection: Connection, tables: Tables, asked: Asked) -> WaitingMessages:
         """The first messages that wait. See :meth:`dualwrite.interfaces.OutboxRows.read`."""
+        from dualwrite.stores.sql.waiting_rows import on_server, read_in_two  # noqa: PLC0415 - loaded where messages wait
+
         mark = self.server_mark()
         above = literal(0) if mark is None else on_server(mark, asked.server, asked.floor)
         return read_in_two(connection, tables, asked, above)
 
     def delete_waiting(self, connection: Connection, table: Table, numbers: Sequence[int]) -> int:
         """Delete the messages with these numbers, and return how many there were."""
+        from dualwrite.stores.sql.waiting_rows import delete_by_number  # noqa: PLC0415 - as above
+
         return delete_by_number(connection, table, numbers)
 
     def require_not_rolled_back(self, connection: Connection) -> None:
@@ -259,6 +262,14 @@ class Dialect(ABC):
         """The database's verdict on a transaction that :meth:`check_end` named: unknown, where they have no names."""
         del connection, transaction
         return DatabaseVerdict.UNKNOWN
+
+
+def put_rows(connection: Connection, put: Put | None) -> None:
+    """Put the messages, if any, by the driver: many in one call."""
+    if put is not None and put.rows:
+        from dualwrite.stores.sql.waiting_rows import put_by_driver  # noqa: PLC0415 - as above
+
+        put_by_driver(connection, put)
 
 
 # Sends COMMIT or PREPARE TRANSACTION and reports its true outcome; rolls back connections in any state.

@@ -36,7 +36,7 @@ from dualwrite.stores.sql.access import (
     status_of,
     version_of,
 )
-from dualwrite.stores.sql.dialect import Dialect, Identity, Standing, driver_of
+from dualwrite.stores.sql.dialect import Dialect, Identity, Standing, driver_of, put_rows
 from dualwrite.stores.sql.drivers import (
     WATCHDOG,
     Watch,
@@ -45,7 +45,6 @@ from dualwrite.stores.sql.drivers import (
 )
 from dualwrite.stores.sql.savepoint_probe import mapped
 from dualwrite.stores.sql.tables import OWN_TABLES
-from dualwrite.stores.sql.waiting_rows import insert_of, put_by_driver
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Insert, Table, TextClause, Update
@@ -374,8 +373,7 @@ class MariaDB(Dialect):
         if statement.execute(connection, bound)[1] != 1:
             return None
         if put is not None:
-            if put.rows:
-                put_by_driver(connection, insert_of(put.table), put)
+            put_rows(connection, put)
             return ()
         idle_ms = bound["idle_ms_"]
         self._limit_idle(connection, None if idle_ms is None else idle_ms / 1000)

@@ -37,6 +37,7 @@ from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.protocol.values import AsideMessage, FirstLook, OutboxMode, Waiting, WaitingMessages
 from dualwrite.stores.sql.access import map_database_error
 from dualwrite.stores.sql.drivers import CompiledOnce
+from dualwrite.stores.sql.store import mode_in
 from dualwrite.stores.sql.tables import MAX_ID_LENGTH, check_not_gone_back, database_now, in_chunks
 from dualwrite.stores.sql.waiting_rows import (
     PUT_COLUMNS,
@@ -160,14 +161,6 @@ _MODE_KEY: Final = "#mode of "  # no lane has a name like that
 LOCK_S: Final = 75.0
 
 
-def _only(row: Sequence[Any] | None) -> Any:
-    return None if row is None else row[0]
-
-
-def _as_mode(found: str | None) -> OutboxMode:
-    return OutboxMode.DIRECT if found is None else OutboxMode(found)
-
-
 class SqlOutbox:
     """The messages that wait in a SQL database. Implements :class:`dualwrite.interfaces.OutboxRows`. Thread-safe.
 
@@ -185,7 +178,6 @@ class SqlOutbox:
         self._floors: dict[str, Floor] = {}
         mode = tables.mode
         named = mode.c.writer == bindparam("writer_")
-        self._read_mode = CompiledOnce(select(mode.c.mode).where(named))
         # Blocks that share the lock and want to turn the mode would wait for each other, if only one could have the lock that
         # turns it beside all shares. MariaDB has no such lock: it ends one of them.
         self._share = CompiledOnce(select(mode.c.mode).where(named).with_for_update(read=True, key_share=True))
@@ -207,23 +199,23 @@ class SqlOutbox:
         bound = {"id_": transactional_id, "namespace_": namespace, "writer_": writer}
         with self._mapped(transactional_id):
             first = self._dialect.read_first(connection, self._decisions.start_waiting, bound)
-        mode, decisions, incarnation, prepared, *values = first
+        _, decisions, incarnation, prepared, *values = first
         self._dialect.check_start(connection, values)
         if incarnation is not None and known is not None:
             check_not_gone_back(known, int(incarnation), prepared)
         return FirstLook(
             None if incarnation is None else int(incarnation),
-            _as_mode(mode),
+            mode_in(first),
             0 if decisions is None else int(decisions),
         )
 
     def mode(self, connection: Connection, writer: str) -> OutboxMode:
         with self._mapped():
-            return _as_mode(_only(self._read_mode.execute(connection, {"writer_": writer})[0]))
+            return self._decisions.mode_of(connection, writer)
 
     def share(self, connection: Connection, writer: str, *, within_s: float) -> OutboxMode:
         with self._mapped():
-            return _as_mode(_only(self._dialect.ask_locked(connection, self._share, {"writer_": writer}, within_s)))
+            return mode_in(self._dialect.ask_locked(connection, self._share, {"writer_": writer}, within_s))
 
     def lock(self, connection: Connection, writer: str, *, within_s: float, beside_shares: bool = False) -> OutboxMode:
         statement = self._lock_to_turn if beside_shares else self._lock
@@ -232,7 +224,7 @@ class SqlOutbox:
             if row is None:
                 self._insert_mode(connection, writer, OutboxMode.DIRECT)
                 row = self._dialect.ask_locked(connection, statement, {"writer_": writer}, within_s)
-            return _as_mode(_only(row))
+            return mode_in(row)
 
     def _insert_mode(self, connection: Connection, writer: str, mode: OutboxMode) -> None:
         connection.execute(self._dialect.insert_if_missing(self._tables.mode), {"writer": writer, "mode": mode.value})
@@ -332,9 +324,6 @@ class SqlOutbox:
         both = union(select(mode.c.writer), select(aside.c.writer))
         return sorted(self._own.read(lambda connection: connection.scalars(both).all()))
 
-    def mode_of(self, writer: str) -> OutboxMode:
-        return self._own.read(lambda connection: self.mode(connection, writer))
-
     def topics(self, writer: str) -> Mapping[str, int]:
         outbox = self._tables.outbox
         first = select(outbox.c.topic).where(outbox.c.writer == writer).order_by(outbox.c.seq).limit(_SAMPLE).subquery()
@@ -345,7 +334,7 @@ class SqlOutbox:
     def begin_later(self, writer: str) -> None:
         def work(connection: Connection) -> None:
             self._insert_mode(connection, writer, OutboxMode.LATER)
-            found = _as_mode(_only(self._lock_to_turn.execute(connection, {"writer_": writer})[0]))
+            found = mode_in(self._lock_to_turn.execute(connection, {"writer_": writer})[0])
             if found is not OutboxMode.LATER:
                 self.turn(connection, writer, OutboxMode.LATER)
 

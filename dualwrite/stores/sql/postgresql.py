@@ -28,8 +28,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol, cast
 
 from psycopg import ClientCursor, IsolationLevel, errors, generators
-from psycopg.rows import tuple_row
-from psycopg.types.numeric import Int8BinaryLoader
 from sqlalchemy import (
     AdaptedConnection,
     BigInteger,
@@ -51,7 +49,6 @@ from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateErr
 from dualwrite.protocol import findings
 from dualwrite.protocol.findings import Status, refuse
 from dualwrite.protocol.process import DatabaseVerdict
-from dualwrite.protocol.values import PackedColumn
 from dualwrite.stores.sql import dialect
 from dualwrite.stores.sql.access import (
     ASYNCPG,
@@ -67,20 +64,6 @@ from dualwrite.stores.sql.access import (
 from dualwrite.stores.sql.dialect import Dialect, Identity, Standing
 from dualwrite.stores.sql.drivers import PREFIX, WATCHDOG, Watch, line_of, own_connection
 from dualwrite.stores.sql.savepoint_probe import PsycopgWitness
-from dualwrite.stores.sql.waiting_rows import (
-    ARRAY_TYPES,
-    NOTHING,
-    array_statement,
-    arrays_of,
-    as_messages,
-    chunks_of,
-    fits_in_text,
-    insert_of,
-    number_array,
-    put_by_driver,
-    runs_of,
-    text_of,
-)
 
 if TYPE_CHECKING:
     from psycopg import AsyncConnection
@@ -121,16 +104,13 @@ _CERTAIN: Final = frozenset(
     }
 )
 
-_BINARY: Final = 1
-_NUMBERS: Final = 1016  # int8[]
-_FEW: Final = 4  # numbers in a run, on the average, that make it worth a look-up of its own
 _KEPT_LIMIT: Final = "dualwrite.lock_timeout"
-_POOLED: Final = "leave COMMIT and ROLLBACK to the dual write; use PgBouncer with pool_mode=transaction"
+POOLED: Final = "leave COMMIT and ROLLBACK to the dual write; use PgBouncer with pool_mode=transaction"
 IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
 # now() is the time at which the transaction began: nothing changes it within one, and it costs nothing. As a number of
 # microseconds, since the text or the driver's value of a timestamp depends on settings of the session.
-_NOW_TEXT: Final = "CAST(extract(epoch FROM now()) * 1000000 AS bigint)"
-_NOW: Final[ColumnElement[Any]] = literal_column(_NOW_TEXT, BigInteger())
+NOW_TEXT: Final = "CAST(extract(epoch FROM now()) * 1000000 AS bigint)"
+_NOW: Final[ColumnElement[Any]] = literal_column(NOW_TEXT, BigInteger())
 IS_BEGUN: Final[ColumnElement[bool]] = bindparam("begun_", type_=BigInteger()) == _NOW
 _FRESHLY: Final = "SET TRANSACTION ISOLATION LEVEL READ COMMITTED"
 _FRESH: Final = frozenset({"read committed", "read uncommitted"})
@@ -188,7 +168,8 @@ def _exchanges_of(driver: Any) -> Exchanges:
     return exchanges_of(driver)
 
 
-def _begun(connection: Connection) -> Begun:
+def begun_of(connection: Connection) -> Begun:
+    """What was begun on the connection, where something must have been."""
     begun = begun_on(connection)
     if begun is None:
         raise IllegalStateError("no dual write has begun on the connection")
@@ -465,22 +446,24 @@ def literals(bound: Mapping[str, object]) -> dict[str, object]:
 def exchange(driver: Any, text: str, results: list[Any], *, awaits: bool) -> None:
     """Send a text of several statements, and add the results to the list. An interruption cancels, as psycopg does."""
     command = text.encode() if text.isascii() else text.encode(driver.info.encoding)
-    talk = _talk(driver, command, results)
+    talking = talk(driver, results, driver.pgconn.send_query, command)
     # The class's own way of waiting: that of the instance may be the watch for statements of others.
     if awaits:
-        await_only(_awaited(driver, talk))
+        await_only(awaited(driver, talking))
         return
     with driver.lock:
-        type(driver).wait(driver, talk)
+        type(driver).wait(driver, talking)
 
 
-async def _awaited(driver: AsyncConnection[Any], talk: Generator[Any, Any, None]) -> None:
+async def awaited(driver: AsyncConnection[Any], talking: Generator[Any, Any, None]) -> None:
+    """Wait in a task for the end of a :func:`talk`."""
     async with driver.lock:
-        await type(driver).wait(driver, talk)
+        await type(driver).wait(driver, talking)
 
 
-def _talk(driver: Any, command: bytes, results: list[Any]) -> Generator[Any, Any, None]:
-    driver.pgconn.send_query(command)
+def talk(driver: Any, results: list[Any], send: Callable[..., object], *arguments: object) -> Generator[Any, Any, None]:
+    """Send, and add the results to the list, as far as they come."""
+    send(*arguments)
     results += yield from generators.execute(driver.pgconn)
     if results[-1].status not in _DONE:
         raise errors.error_from_result(results[-1], encoding=driver.info.encoding)
@@ -540,7 +523,9 @@ def _ask(  # noqa: C901 - the ways of one statement, side by side
         execution = session.prepared_in(own, texts)
     texts.append((execution or own.template) % literals({**own.constants, **bound}))
     if put is not None:
-        return _ask_and_put(connection, own, bound, texts, put, deferred_of)
+        from dualwrite.stores.sql.postgresql_outbox import ask_and_put  # noqa: PLC0415 - it uses this module
+
+        return ask_and_put(connection, own, bound, texts, put, deferred_of)
     results: list[Any] = []
     try:
         exchange(driver, "; ".join(texts), results, awaits=begun.awaits)
@@ -549,7 +534,7 @@ def _ask(  # noqa: C901 - the ways of one statement, side by side
             return _ask(connection, statement, bound, again=True)
         # The results end with the error: with that of the first text, if the constraints were it.
         deferred_failed = len(results) == 1 and texts[0] == IMMEDIATE
-        _raise(connection, error, own, bound, deferred_of if deferred_failed else None)
+        raise_failed(connection, error, own, bound, deferred_of if deferred_failed else None)
     if execution is not None:
         session.prepared[own.name] = execution
     elif session.is_direct is None and len(results) > 1:
@@ -557,73 +542,12 @@ def _ask(  # noqa: C901 - the ways of one statement, side by side
     return row_of(results[-1])
 
 
-def _ask_and_put(  # noqa: PLR0917 - what _ask has found
-    connection: Connection, own: OwnText, bound: Mapping[str, Any], texts: list[str], put: Put, deferred_of: str | None
-) -> Sequence[object] | None:
-    """Execute a decision, and put the messages: in the same exchange if they are few, else after it."""
-    begun = _begun(connection)
-    driver = begun.driver
-    table = connection.dialect.identifier_preparer.format_table(put.table)
-    # Sent in one text, both would be one transaction by themselves, if that which was begun is gone.
-    condition = f"{begun.started} = {_NOW_TEXT}"
-    with_it = bool(put.rows) and fits_in_text(put)
-    if with_it:
-        texts.append(text_of(put, table, condition, literals))
-    results: list[Any] = []
-    try:
-        exchange(driver, "; ".join(texts), results, awaits=begun.awaits)
-        row = row_of(results[-2 if with_it else -1])
-        if row is None or not put.rows:
-            return row
-        inserted = results[-1].command_tuples or 0 if with_it else 0
-        if not with_it:
-            statement = array_statement(table, condition).encode()
-            for chunk in chunks_of(put):
-                exchange_values(driver, statement, arrays_of(chunk), ARRAY_TYPES, results, awaits=begun.awaits)
-                inserted += results[-1].command_tuples or 0
-    except BaseException as error:  # noqa: BLE001 - as above
-        deferred_failed = len(results) == 1 and texts[0] == IMMEDIATE
-        _raise(connection, error, own, bound, deferred_of if deferred_failed else None)
-    if inserted != len(put.rows):
-        raise ended_inside(
-            "by another process on its connection, or by a pooler that shares connections by statement", _POOLED
-        )
-    return row
-
-
-def exchange_values(
-    driver: Any,
-    statement: bytes,
-    values: Sequence[bytes | None],
-    types: Sequence[int],
-    results: list[Any],
-    *,
-    awaits: bool,
-) -> None:
-    """Send one statement with values in binary form, and add its result to the list. Otherwise as :func:`exchange`."""
-    talk = _talk_values(driver, statement, values, types, results)
-    if awaits:
-        await_only(_awaited(driver, talk))
-        return
-    with driver.lock:
-        type(driver).wait(driver, talk)
-
-
-def _talk_values(
-    driver: Any, statement: bytes, values: Sequence[bytes | None], types: Sequence[int], results: list[Any]
-) -> Generator[Any, Any, None]:
-    driver.pgconn.send_query_params(statement, values, types, [_BINARY] * len(values), _BINARY)
-    results += yield from generators.execute(driver.pgconn)
-    if results[-1].status not in _DONE:
-        raise errors.error_from_result(results[-1], encoding=driver.info.encoding)
-
-
 def ended_unseen() -> IllegalStateError:
     """The error for a decision in another transaction than the one that was begun, or in none."""
     return ended_inside(
         "by a COMMIT or ROLLBACK sent as text, by another process on its connection, or by a pooler that shares "
         "connections by statement",
-        _POOLED,
+        POOLED,
     )
 
 
@@ -632,9 +556,10 @@ def raise_mapped(connection: Connection, error: BaseException, statement: str, b
     connection._handle_dbapi_exception(error, statement, dict(bound), None, None)  # noqa: SLF001 - as above
 
 
-def _raise(
+def raise_failed(
     connection: Connection, error: BaseException, own: OwnText, bound: Mapping[str, Any], deferred_of: str | None
 ) -> NoReturn:
+    """Raise the error of our own statement; or, if ``deferred_of`` is given, of what was deferred to COMMIT before it."""
     if deferred_of is None:
         raise_mapped(connection, error, own.template, bound)
     try:
@@ -656,61 +581,9 @@ def _ask_by_sqlalchemy(
         except exc.SQLAlchemyError as error:
             raise dialect.deferred_failed(error, deferred_of) from error
     row = statement.execute(connection, bound)[0]
-    if put is not None and put.rows and row is not None:
-        put_by_driver(connection, insert_of(put.table), put)
+    if row is not None:
+        dialect.put_rows(connection, put)
     return row
-
-
-_BY_INDEX: Final = (
-    "SELECT set_config('enable_seqscan', 'off', true), set_config('enable_bitmapscan', 'off', true), "
-    "set_config('enable_sort', 'off', true), set_config('plan_cache_mode', 'force_generic_plan', true)"
-)
-"""Statistics are of a moment at which the table was full or empty; and a look through the whole table would meet dead rows."""
-_FIRST: Final = f"""
-FROM {{table}} WHERE writer = %(writer)s
-AND seq > CASE WHEN {SERVER} = %(server)s THEN %(floor)s::int8 ELSE 0 END
-ORDER BY seq
-"""
-_SIZE: Final = "coalesce(length(key), 0) + coalesce(length(value), 0) + coalesce(length(headers), 0) AS size"
-_FITTING: Final = f"""
-SELECT count(*) FROM (SELECT sum(size) OVER (ORDER BY seq ROWS UNBOUNDED PRECEDING) AS until FROM (SELECT seq, {_SIZE} {_FIRST}
-LIMIT %(limit)s) first) summed WHERE until <= %(max_bytes)s
-"""  # noqa: S608 - as above
-_BEHIND: Final = "EXISTS (SELECT FROM {table} behind WHERE behind.writer = %(writer)s AND behind.seq > max(taken.seq))"
-_READ: Final = f"""
-WITH whole AS MATERIALIZED (SELECT sum(size)::int8 AS size FROM (SELECT {_SIZE} {_FIRST} LIMIT %(limit)s) first)
-SELECT array_agg(seq), CASE WHEN min(topic) = max(topic) THEN ARRAY[min(topic)] ELSE array_agg(topic) END,
-CASE WHEN count(topic_partition) > 0 THEN array_agg(topic_partition) END,
-CASE WHEN count(key) > 0 THEN array_agg(coalesce(length(key), -1)) END, string_agg(key, ''),
-array_agg(coalesce(length(value), -1)), string_agg(value, ''), CASE WHEN count(headers) > 0 THEN array_agg(headers) END,
-CASE WHEN count(timestamp_ms) > 0 THEN array_agg(timestamp_ms) END, array_agg(put_at),
-((SELECT size FROM whole) > %(max_bytes)s OR count(*) = %(limit)s) AND {_BEHIND}
-FROM (
-SELECT seq, topic, topic_partition, key, value, headers, timestamp_ms, put_at {_FIRST} LIMIT
-CASE WHEN (SELECT size FROM whole) <= %(max_bytes)s THEN %(limit)s ELSE greatest(1, ({_FITTING})) END
-) taken
-"""  # noqa: S608 - as above
-"""One row of columns: an object for each row would cost more than all else, and the collector of cycles again as much.
-
-What fits is found first, by sizes alone: a row may hold a gigabyte. Aggregates take their input in its order.
-"""
-_TIMESTAMP: Final = 1184  # timestamptz
-_EPOCH_MS: Final = 946_684_800_000  # 2000-01-01, from which PostgreSQL counts microseconds
-
-
-def _fetch_binary(
-    connection: Connection, statement: str, values: Mapping[str, object] | None
-) -> Sequence[Sequence[Any]]:
-    """Fetch by a prepared statement, unless the connection prepares none: to plan a read may take longer than the read."""
-    driver: Any = _driver(connection)
-    try:
-        with driver.cursor(binary=True, row_factory=tuple_row) as cursor:
-            # As the number that it is: a moment with a time zone takes longer to make than all else of its row.
-            cursor.adapters.register_loader(_TIMESTAMP, Int8BinaryLoader)
-            rows: Sequence[Sequence[Any]] = cursor.execute(statement, values, prepare=True).fetchall()
-            return rows
-    except BaseException as error:  # noqa: BLE001 - an interruption too, which SQLAlchemy passes on
-        connection._handle_dbapi_exception(error, statement, None, None, None)  # noqa: SLF001 - as above
 
 
 class PostgreSQL(Dialect):
@@ -784,7 +657,7 @@ class PostgreSQL(Dialect):
 
     def check_start(self, connection: Connection, values: Sequence[object]) -> None:
         read_only, isolation, started, _, _ = values
-        begun = begun_on(connection) or _begun(connection)
+        begun = begun_on(connection) or begun_of(connection)
         if read_only == "on":
             refuse(findings.read_only("on"))
         if begun.joined_late and isolation not in _FRESH:
@@ -802,7 +675,7 @@ class PostgreSQL(Dialect):
         return (IS_BEGUN,)
 
     def begun(self, connection: Connection) -> Mapping[str, object]:
-        return {"begun_": (begun_on(connection) or _begun(connection)).started}
+        return {"begun_": (begun_on(connection) or begun_of(connection)).started}
 
     def require_begun(self, connection: Connection) -> None:
         if not connection.scalar(select(IS_BEGUN), self.begun(connection)):
@@ -838,7 +711,7 @@ class PostgreSQL(Dialect):
         return CommitWithDecision(self, update, bound, mapped)
 
     def read_first(self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any]) -> Sequence[object]:
-        begun = begun_on(connection) or _begun(connection)
+        begun = begun_on(connection) or begun_of(connection)
         begun.session = _session(begun.driver)
         begun.session.commit_found_none = False
         asked_at = now_s()
@@ -863,7 +736,7 @@ class PostgreSQL(Dialect):
         put: Put | None = None,
     ) -> Sequence[object] | None:
         if decides and put is None:
-            limits: _Limits = (begun_on(connection) or _begun(connection)).limits
+            limits: _Limits = (begun_on(connection) or begun_of(connection)).limits
             idle_ms, within_ms = limits.lower(bound["idle_ms_"], bound["within_ms_"])
             bound = {**bound, "idle_ms_": idle_ms, "within_ms_": within_ms}
         return _ask(connection, statement, bound, deferred_of=deferred_of, put=put)
@@ -886,7 +759,7 @@ class PostgreSQL(Dialect):
         try:
             exchange(begun.driver, "; ".join(texts), results, awaits=begun.awaits)
         except BaseException as error:  # noqa: BLE001 - an interruption too, which SQLAlchemy passes on
-            _raise(connection, error, own, bound, None)
+            raise_failed(connection, error, own, bound, None)
         return row_of(results[1])
 
     def server_mark(self) -> ColumnElement[Any]:
@@ -897,27 +770,9 @@ class PostgreSQL(Dialect):
         driver = connection.connection.dbapi_connection
         if isinstance(driver, AdaptedConnection) or connection.get_execution_options().get("schema_translate_map"):
             return super().read_waiting(connection, tables, asked)
-        table = connection.dialect.identifier_preparer.format_table(tables.outbox).replace("%", "%%")
-        values: dict[str, object] = asked._asdict()
-        _fetch_binary(connection, _BY_INDEX, None)
-        found = _fetch_binary(connection, _READ.format(table=table), values)[0]
-        numbers, topics, partitions, key_lengths, keys, lengths, contents, headers, timestamps, put, more = found
-        if numbers is None:
-            return NOTHING
-        count = len(numbers)
-        return as_messages(
-            (
-                numbers,
-                topics if len(topics) == count else topics * count,
-                partitions,
-                [None] * count if keys is None else PackedColumn(keys, key_lengths),
-                PackedColumn(contents or b"", lengths),
-                headers,
-                timestamps,
-            ),
-            [microseconds // 1000 + _EPOCH_MS for microseconds in put],
-            more=more,
-        )
+        from dualwrite.stores.sql.postgresql_outbox import read  # noqa: PLC0415 - it uses this module
+
+        return read(connection, tables, asked)
 
     def delete_waiting(self, connection: Connection, table: Table, numbers: Sequence[int]) -> int:
         """By runs of numbers that follow each other, or one by one: a range would take along what has come late."""
@@ -928,22 +783,9 @@ class PostgreSQL(Dialect):
             or connection.get_execution_options().get("schema_translate_map")
         ):
             return super().delete_waiting(connection, table, numbers)
-        name = connection.dialect.identifier_preparer.format_table(table)
-        runs = runs_of(numbers)
-        if len(runs) * _FEW < len(numbers):
-            statement = f"DELETE FROM {name} USING unnest($1, $2) AS run(low, high) WHERE seq BETWEEN low AND high"  # noqa: S608 - a table's name
-            values = [number_array(side) for side in zip(*runs, strict=True)]
-        else:
-            statement = f"DELETE FROM {name} WHERE seq = ANY($1)"  # noqa: S608 - as above
-            values = [number_array(numbers)]
-        results: list[Any] = []
-        try:
-            exchange_values(
-                begun.driver, statement.encode(), values, [_NUMBERS] * len(values), results, awaits=begun.awaits
-            )
-        except BaseException as error:  # noqa: BLE001 - as above
-            connection._handle_dbapi_exception(error, statement, None, None, None)  # noqa: SLF001 - as above
-        return results[-1].command_tuples or 0
+        from dualwrite.stores.sql.postgresql_outbox import delete  # noqa: PLC0415 - as above
+
+        return delete(connection, begun, table, numbers)
 
     def restore(self, connection: Connection) -> None:
         """No setting outlives the transaction."""

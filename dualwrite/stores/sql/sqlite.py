@@ -20,10 +20,9 @@ from sqlalchemy.dialects import sqlite
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.stores.sql.access import LEFT_IN_AUTOCOMMIT, LEFT_OPEN, ended_inside
-from dualwrite.stores.sql.dialect import Dialect, Identity, Standing
+from dualwrite.stores.sql.dialect import Dialect, Identity, Standing, put_rows
 from dualwrite.stores.sql.drivers import ask, execute_below, is_awaited, own_connection
 from dualwrite.stores.sql.savepoint_probe import mapped
-from dualwrite.stores.sql.waiting_rows import insert_of, put_by_driver
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Insert, Table
@@ -160,8 +159,8 @@ class SQLite(Dialect):
         """Nothing is deferred: see :meth:`run_deferred`."""
         del decides, deferred_of
         row = statement.execute(connection, bound)[0]
-        if put is not None and put.rows and row is not None:
-            put_by_driver(connection, insert_of(put.table), put)
+        if row is not None:
+            put_rows(connection, put)
         return row
 
     @contextmanager

@@ -19,11 +19,10 @@ from sqlalchemy import Integer, String, bindparam, exc, func, literal, null, or_
 from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError
 from dualwrite.interfaces import PAUSED_OWNER_TIMEOUT_S
 from dualwrite.protocol.process import DatabaseVerdict
-from dualwrite.protocol.values import Decision, Incident, Outcome, Participant, cluster_text
+from dualwrite.protocol.values import Decision, Incident, OutboxMode, Outcome, Participant, cluster_text
 from dualwrite.stores.sql import dialect, drivers, savepoints
 from dualwrite.stores.sql.access import begin_on, begun_on, engine_of, keep, let_go, map_database_error
 from dualwrite.stores.sql.drivers import CompiledOnce, roll_back_before_closing
-from dualwrite.stores.sql.outbox import SqlOutbox
 from dualwrite.stores.sql.short_transactions import LOCK_TIMEOUT_S, SameDatabase, ShortTransactions, dialect_of
 from dualwrite.stores.sql.tables import (
     check_claimed,
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.protocol.values import StateRow
     from dualwrite.stores.sql.dialect import Dialect
+    from dualwrite.stores.sql.outbox import SqlOutbox
     from dualwrite.stores.sql.tables import Tables
     from dualwrite.stores.sql.waiting_rows import Put
 
@@ -90,12 +90,19 @@ class SqlStateStore:
         self._records = Records(self._tables, self._dialect)
         self._decisions = Decisions(self._tables, self._dialect)
         self._with_commit = self._dialect.with_commit(self._decisions.update, self._decisions.bound, self._as_ours)
-        self._outbox = SqlOutbox(self._engine, self._tables, self._dialect, self._decisions, self._own)
+        self._outbox: SqlOutbox | None = None
 
     @property
     def outbox(self) -> SqlOutbox:
         """The messages that wait. Tables of the version before have none: then the first use of it fails."""
+        if self._outbox is None:
+            from dualwrite.stores.sql.outbox import SqlOutbox  # noqa: PLC0415 - loaded where messages wait
+
+            self._outbox = SqlOutbox(self._engine, self._tables, self._dialect, self._decisions, self._own)
         return self._outbox
+
+    def outbox_mode(self, writer: str) -> OutboxMode:
+        return self._own.read(partial(self._decisions.mode_of, writer=writer))
 
     @property
     def with_commit(self) -> DecisionWithCommit | None:
@@ -696,6 +703,11 @@ class Claim:
 # The SQL of a dual write's own statements: the row read at its beginning, and the decision at its end.
 
 
+def mode_in(row: Sequence[Any] | None) -> OutboxMode:
+    """The mode of an outbox in the first column of its row: direct, where there is none."""
+    return OutboxMode.DIRECT if row is None or row[0] is None else OutboxMode(row[0])
+
+
 class Decisions:
     """Decides a row inside the caller's transaction. The statements are made once: each dual write runs two."""
 
@@ -713,9 +725,10 @@ class Decisions:
         prepared = select(state.c.prepared_transaction_state).where(*is_row).scalar_subquery()
         start = (incarnation, prepared, *dialect.start_columns())
         self.start: Final = CompiledOnce(select(*start))
-        mode = select(tables.mode.c.mode).where(tables.mode.c.writer == bindparam("writer_")).scalar_subquery()
+        mode = select(tables.mode.c.mode).where(tables.mode.c.writer == bindparam("writer_"))
+        self._mode = CompiledOnce(mode)
         decisions = select(state.c.outbox_decisions).where(*is_row).scalar_subquery()
-        self.start_waiting: Final = CompiledOnce(select(mode, decisions, *start))
+        self.start_waiting: Final = CompiledOnce(select(mode.scalar_subquery(), decisions, *start))
         named = {"prepared_transaction_state": bindparam("state_"), "completed": null(), "settle_fence": null()}
         limits: dict[str, Any] = {name: bindparam(f"{name}_", type_=Integer()) for name in ("idle_ms", "within_ms")}
         self.update: Final = update(state).where(*is_ours).values(**named, updated_at=database_now())
@@ -726,6 +739,11 @@ class Decisions:
         self._wait = CompiledOnce(dialect.deciding(counted))
         hold = select(*dialect.end_columns()).select_from(state).where(*is_ours).with_for_update(read=True)
         self._hold = CompiledOnce(hold)
+
+    def mode_of(self, connection: Connection, writer: str) -> OutboxMode:
+        """The mode of the writer's outbox as it is now, not locked."""
+        row, _ = self._mode.execute(connection, {"writer_": writer})
+        return mode_in(row)
 
     def bound(self, connection: Connection, decision: Decision) -> dict[str, Any]:
         """The values by which the last statement finds the row, and only in the transaction that was begun."""

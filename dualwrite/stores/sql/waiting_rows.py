@@ -5,8 +5,7 @@ What stands here knows no writer and no lane. The databases' modules build their
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -148,113 +147,6 @@ def _varint(number: int) -> bytes:
     return bytes(out)
 
 
-# PostgreSQL's own ways: a text that goes out with the decision, and binary arrays.
-
-_TEXT_BYTES: Final = 16 * 1024
-"""Up to this size, messages go out as text with the decision: as hexadecimal digits, they take twice as much."""
-_TEXT_ROWS: Final = 32
-_CHUNK_BYTES: Final = 8 * 1024 * 1024
-_CHUNK_ROWS: Final = 20_000
-_OIDS: Final = {"text": 25, "int4": 23, "int8": 20, "bytea": 17}
-_INSERTED: Final = "(writer, transactional_id, topic, topic_partition, key, value, headers, timestamp_ms)"
-
-
-def fits_in_text(put: Put) -> bool:
-    """Whether the messages are few and small enough to go out with the decision."""
-    return len(put.rows) <= _TEXT_ROWS and put.size <= _TEXT_BYTES
-
-
-def text_of(put: Put, table: str, begun: str, quoted: Callable[[Mapping[str, object]], Mapping[str, object]]) -> str:
-    """The INSERT as a text with its values. ``begun`` is the condition under which it puts anything."""
-    owner = quoted({"writer": put.writer, "lane": put.transactional_id})
-    rows = []
-    for number, row in enumerate(put.rows):
-        shown = [
-            quoted({"topic": row.topic})["topic"],
-            "NULL" if row.partition is None else row.partition,
-            *("NULL" if part is None else f"E'\\\\x{part.hex()}'" for part in row[2:5]),
-            "NULL" if row.timestamp_ms is None else row.timestamp_ms,
-        ]
-        if number == 0 and len(put.rows) > 1:  # VALUES take their types from the first of them
-            types = ("text", "int4", "bytea", "bytea", "bytea", "int8")
-            shown = [f"{value}::{kind}" for value, kind in zip(shown, types, strict=True)]
-        rows.append(", ".join(map(str, shown)))
-    head = f"INSERT INTO {table} {_INSERTED} SELECT {owner['writer']}, {owner['lane']}, "
-    if len(rows) == 1:
-        return f"{head}{rows[0]} WHERE {begun}"
-    return f"{head}m.* FROM (VALUES ({'), ('.join(rows)})) m WHERE {begun}"
-
-
-def chunks_of(put: Put) -> Iterator[Put]:
-    """The messages in parts that one statement takes."""
-    start = size = 0
-    for at, row in enumerate(put.rows):
-        length = sum(len(part) for part in row[2:5] if part is not None)
-        if at > start and (size + length > _CHUNK_BYTES or at - start >= _CHUNK_ROWS):
-            yield Put(put.table, put.writer, put.transactional_id, put.rows[start:at])
-            start, size = at, 0
-        size += length
-    yield Put(put.table, put.writer, put.transactional_id, put.rows[start:] if start else put.rows)
-
-
-def array_statement(table: str, begun: str) -> str:
-    """The INSERT that takes the values of :func:`arrays_of`."""
-    return (
-        f"INSERT INTO {table} {_INSERTED} SELECT $1, $2, m.* FROM "  # noqa: S608 - no value stands in it
-        f"unnest($3, $4, $5, $6, $7, $8) AS m(topic, topic_partition, key, value, headers, timestamp_ms) WHERE {begun}"
-    )
-
-
-ARRAY_TYPES: Final = (25, 25, 1009, 1007, 1001, 1001, 1001, 1016)
-"""text, text, text[], int4[], bytea[], bytea[], bytea[], int8[]: as numbers of PostgreSQL's types."""
-
-
-def arrays_of(put: Put) -> list[bytes | None]:
-    """The values of :func:`array_statement`, in PostgreSQL's binary form."""
-    topics, partitions, keys, values, headers, timestamps = columns_of(put.rows)
-    return [
-        put.writer.encode(),
-        put.transactional_id.encode(),
-        byte_array([topic.encode() for topic in topics], "text"),
-        _number_array(partitions, "int4", ">i"),
-        byte_array(keys, "bytea"),
-        byte_array(values, "bytea"),
-        byte_array(headers, "bytea"),
-        _number_array(timestamps, "int8", ">q"),
-    ]
-
-
-def byte_array(items: Sequence[bytes | None], kind: str) -> bytes:
-    """A one-dimensional array of texts or bytes as PostgreSQL's ``array_recv`` reads it."""
-    length = struct.Struct(">i").pack
-    parts = [_array_head(len(items), kind, has_null=None in items)]
-    for item in items:
-        if item is None:
-            parts.append(b"\xff\xff\xff\xff")
-        else:
-            parts += (length(len(item)), item)
-    return b"".join(parts)
-
-
-def _number_array(items: Sequence[int | None], kind: str, form: str) -> bytes | None:
-    if all(item is None for item in items):
-        return None  # unnest() fills up with NULL
-    pack = struct.Struct(form).pack
-    return byte_array([None if item is None else pack(item) for item in items], kind)
-
-
-def number_array(numbers: Sequence[int]) -> bytes:
-    """An ``int8[]`` without nulls."""
-    flat = [part for number in numbers for part in (8, number)]
-    return _array_head(len(numbers), "int8", has_null=False) + struct.pack(f">{'iq' * len(numbers)}", *flat)
-
-
-def _array_head(count: int, kind: str, *, has_null: bool) -> bytes:
-    if not count:
-        return struct.pack(">iii", 0, 0, _OIDS[kind])
-    return struct.pack(">iiiii", 1, has_null, _OIDS[kind], count, 1)
-
-
 # Reading, deleting and putting, as the drivers do it.
 
 _COLUMNS: Final = ("seq", "topic", "topic_partition", "key", "value", "headers", "timestamp_ms")
@@ -356,17 +248,9 @@ def delete_by_number(connection: Connection, table: Table, numbers: Sequence[int
     return sum(connection.execute(delete(table).where(table.c.seq.in_(some))).rowcount for some in in_chunks(numbers))
 
 
-def runs_of(numbers: Sequence[int]) -> Sequence[tuple[int, int]]:
-    """Ascending numbers as runs of such that follow each other: the first and the last of each."""
-    if numbers[-1] - numbers[0] == len(numbers) - 1:
-        return [(numbers[0], numbers[-1])]
-    ends = [at for at in range(1, len(numbers)) if numbers[at] != numbers[at - 1] + 1]
-    return [(numbers[start], numbers[end - 1]) for start, end in zip([0, *ends], [*ends, len(numbers)], strict=True)]
-
-
-def put_by_driver(connection: Connection, statement: CompiledOnce, put: Put) -> None:
+def put_by_driver(connection: Connection, put: Put) -> None:
     """Put in the driver's form for many rows."""
-    own = statement.text(connection)
+    own = _insert_of(put.table).text(connection)
     owner = {"writer": put.writer, "transactional_id": put.transactional_id}
     values: list[Any] = [
         {
@@ -389,6 +273,6 @@ def put_by_driver(connection: Connection, statement: CompiledOnce, put: Put) -> 
 
 
 @lru_cache(maxsize=64)
-def insert_of(table: Table) -> CompiledOnce:
+def _insert_of(table: Table) -> CompiledOnce:
     """The statement of :func:`put_by_driver`."""
     return CompiledOnce(insert(table).inline().values({name: bindparam(name) for name in PUT_COLUMNS}))

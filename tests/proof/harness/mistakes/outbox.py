@@ -103,8 +103,8 @@ def never_looks_before_its_claim(patch: pytest.MonkeyPatch) -> None:
 
     def claim_(self, opened):
         if self._outbox == "never":
-            seen = opened.context.store.outbox.mode_of(self.transactional_id)
-            patch.setattr(SqlOutbox, "mode_of", lambda *_: seen)
+            seen = opened.context.store.outbox_mode(self.transactional_id)
+            patch.setattr(SqlStateStore, "outbox_mode", lambda *_: seen)
         return real(self, opened)
 
     patch.setattr(writer.DualWriter, "_claim", claim_)
