@@ -38,8 +38,8 @@ from dualwrite.protocol.values import writer_of
 from dualwrite.recovery.claim import LOSSES, has_ended, lease_owner, place_of_this_process
 from dualwrite.writing import transaction
 from dualwrite.writing.left_behind import take_over
+from dualwrite.writing.opening import Opening, ask_first
 from dualwrite.writing.writer import DualWriter
-from dualwrite.writing.writer_resources import PATIENCE_S, Opening, ask_first, with_opening
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -130,7 +130,7 @@ class LeasedWriter(DualWriter):
         """Try to open a writer, in the background. If it raises, no id is leased."""
         self._database.check()
         if self._falls_back_after_s is None:  # otherwise Kafka is not needed
-            ask_first(self._producers.config, self._fleet, PATIENCE_S)  # before an id is leased
+            ask_first(self._producers.config, self._fleet)  # before an id is leased
         return self._next(self._keeper or self._make_keeper())
 
     def _use(self, writer: DualWriter) -> None:
@@ -192,7 +192,7 @@ class LeasedWriter(DualWriter):
     def _await_opening(self) -> None:
         """Wait a moment for an opening in the background; see :meth:`Opening.wait`."""
         if (opening := self._member_opening) is not None and not opening.done and os.getpid() == self._pid:
-            opening.wait(min(self._limits.lane_timeout_s, PATIENCE_S))
+            opening.wait(self._limits.lane_timeout_s)
 
     def _usable(self) -> DualWriter:
         writer = self._current
@@ -340,7 +340,7 @@ class LeasedWriter(DualWriter):
         if writer is None or keeper is None or os.getpid() != self._pid:
             known = Health(self.transactional_id, open=False)
             opening = self._member_opening if os.getpid() == self._pid else None
-            return known if opening is None else with_opening(known, opening)
+            return known if opening is None else opening.shown_in(known)
         known = writer.health()
         return replace(
             known,

@@ -26,14 +26,10 @@ from dualwrite.writing.lane_pool import Lanes
 from dualwrite.writing.transaction import Serializers, Serializing, Transaction
 from dualwrite.writing.work import Submitting, runners_for
 from dualwrite.writing.writer_resources import (
-    PATIENCE_S,
     Opened,
-    Opening,
     ProducerSettings,
-    ask_first,
     refuse_fork,
     require_opened,
-    with_opening,
 )
 
 if TYPE_CHECKING:
@@ -48,6 +44,7 @@ if TYPE_CHECKING:
     from dualwrite.stores.sql.adopted import DjangoConnection
     from dualwrite.writing.group_commit import Groups
     from dualwrite.writing.lane import Lane
+    from dualwrite.writing.opening import Opening
     from dualwrite.writing.outbox import Outbox as News
     from dualwrite.writing.outbox import Outboxes
     from dualwrite.writing.sender import Sender
@@ -259,6 +256,8 @@ class DualWriter(Submitting):
         )
 
     def _open_in_background(self) -> None:
+        from dualwrite.writing.opening import Opening  # noqa: PLC0415 - most writers are open when open() returns
+
         self._opening = Opening(
             self.transactional_id,
             self._attempt,
@@ -272,7 +271,9 @@ class DualWriter(Submitting):
     def _attempt(self) -> tuple[Opened, Sequence[Lane]]:
         """Try to open. If it raises, nothing that it has made is left."""
         if self._falls_back_after_s is None:  # otherwise Kafka is not needed
-            ask_first(self._producers.config, self.transactional_id, PATIENCE_S)
+            from dualwrite.writing.opening import ask_first  # noqa: PLC0415 - as above
+
+            ask_first(self._producers.config, self.transactional_id)
         opened = self._connect()
         try:
             return opened, self._claim(opened)
@@ -454,7 +455,7 @@ class DualWriter(Submitting):
 
     def _context(self, joined: StateStore | None) -> OwnerContext:
         if (opening := self._opening) is not None and not opening.done and os.getpid() == self._pid:
-            opening.wait(min(self._limits.lane_timeout_s, PATIENCE_S))
+            opening.wait(self._limits.lane_timeout_s)
         opened = self._connected
         if opened is None or os.getpid() != self._pid:
             opened = self._opened()  # which raises
@@ -478,7 +479,7 @@ class DualWriter(Submitting):
             outbox=NO_OUTBOX if self._signals is None else self._signals.state,
             full=None if (outboxes := self._ground.outboxes) is None else outboxes.full,
         )
-        return known if is_open or self._opening is None else with_opening(known, self._opening)
+        return known if is_open or self._opening is None else self._opening.shown_in(known)
 
     @property
     def ready(self) -> bool:

@@ -28,7 +28,7 @@ from dualwrite.protocol.blocking import blockers
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.values import TransactionView
 from dualwrite.recovery import recover
-from dualwrite.writing import writer_resources
+from dualwrite.writing import opening, writer_resources
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -84,6 +84,7 @@ class ServedKafka(Simulation):
     def plant(self, patch: pytest.MonkeyPatch) -> None:
         """Let every writer and every recovery of this process use this Kafka."""
         patch.setattr(writer_resources, "KafkaCoordinator", lambda _, **_like: _Coordinator(self))
+        patch.setattr(opening, "KafkaCoordinator", lambda _: _Coordinator(self))
         patch.setattr(recover, "KafkaCoordinator", lambda _: _Coordinator(self))
         patch.setattr(writer_resources, "LaneProducer", partial(LaneProducer, make_handle=make_handle(self)))
 

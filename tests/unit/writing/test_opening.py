@@ -20,8 +20,8 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.protocol.process import OpeningStep, after_failed_opening
-from dualwrite.writing import writer_resources as module
-from dualwrite.writing.writer_resources import Opening
+from dualwrite.writing import opening as module
+from dualwrite.writing.opening import Opening
 
 LOST = DecidedTransactionLost("lost", transactional_id="orders", state="1:1")
 
@@ -57,8 +57,8 @@ class Attempts:
 
 @pytest.fixture
 def attempts(monkeypatch):
-    monkeypatch.setattr(module, "_FIRST_OPENING_PAUSE_S", 0.01)
-    monkeypatch.setattr(module, "_LONGEST_OPENING_PAUSE_S", 0.01)
+    monkeypatch.setattr(module, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(module, "_LONGEST_PAUSE_S", 0.01)
     monkeypatch.setattr(module, "_JOIN_S", 0.1)
     found = Attempts()
     found.opening.start()
