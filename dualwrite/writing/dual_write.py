@@ -48,7 +48,7 @@ from dualwrite.protocol.outbox import setting_of_block
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.process import Allowance, DoubtStep, allow
 from dualwrite.protocol.values import Decided, Decision
-from dualwrite.recovery.claim import LOSSES, note_raised, resolve_commit
+from dualwrite.recovery.claim import LOSSES, note_raised
 from dualwrite.stores.sql.access import conflict_behind
 from dualwrite.writing.transaction import (
     NO_SERIALIZERS,
@@ -821,6 +821,8 @@ class DualWrite(Work):
     def _resolve(
         self, state: PreparedTxnState, deadline: Deadline, doubt: TransactionInDoubt, fence: Callable[[], None] | None
     ) -> None:
+        from dualwrite.recovery.in_doubt import resolve_commit  # noqa: PLC0415 - few writers are ever in doubt
+
         try:
             verdict = waiting.elsewhere(
                 lambda: resolve_commit(

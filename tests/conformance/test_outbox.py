@@ -16,7 +16,8 @@ from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.process import DoubtStep
 from dualwrite.protocol.values import Decision, FirstLook, OutboxMode, WaitingMessages
-from dualwrite.recovery.claim import OwnerContext, resolve_commit
+from dualwrite.recovery.claim import OwnerContext
+from dualwrite.recovery.in_doubt import resolve_commit
 from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.stores.sql.waiting_rows import decode_headers, encode_headers

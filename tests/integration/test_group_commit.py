@@ -211,7 +211,7 @@ def test_a_lost_answer_to_the_commit(
             with together(writer):
                 futures = [submit(number) for number in (1, 2, 3)]
             if not resolved:
-                monkeypatch.setattr("dualwrite.writing.dual_write.resolve_commit", unresolved)
+                monkeypatch.setattr("dualwrite.recovery.in_doubt.resolve_commit", unresolved)
             lost.wait_answered()
             wait(futures, 60)
             monkeypatch.undo()

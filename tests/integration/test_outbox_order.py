@@ -20,9 +20,9 @@ from sqlalchemy import create_engine, insert, text
 from dualwrite import DualWriter, Fenced, TransactionInDoubt, Unavailable, WriterLimits, failpoints, recover
 from dualwrite.clock import Deadline
 from dualwrite.errors import DatabaseWentBack
+from dualwrite.recovery import in_doubt
 from dualwrite.stores.sql.outbox import SqlOutbox
 from dualwrite.testing import EmbeddedKafka, PostgresProxy, read_committed
-from dualwrite.writing import dual_write
 from dualwrite.writing.sender import Sending
 
 pytestmark = on_postgresql
@@ -375,7 +375,7 @@ def test_after_a_commit_in_doubt_the_next_block_waits_for_it_and_decides_under_a
                 arrived, released = gates["write.recorded"]
                 assert arrived.wait(PATIENCE_S)
                 commit = proxy.on("COMMIT").hold_request()
-                monkeypatch.setattr(dual_write, "resolve_commit", out_of_reach)
+                monkeypatch.setattr(in_doubt, "resolve_commit", out_of_reach)
                 released.set()
                 commit.wait()
                 commit.cut()

@@ -7,7 +7,8 @@ from dualwrite.clock import Deadline, running_on
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.protocol.process import DoubtStep
 from dualwrite.protocol.values import StateRow
-from dualwrite.recovery.claim import OwnerContext, resolve_commit
+from dualwrite.recovery.claim import OwnerContext
+from dualwrite.recovery.in_doubt import resolve_commit
 
 OURS = prepared(1)
 

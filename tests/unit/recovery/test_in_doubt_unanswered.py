@@ -6,7 +6,8 @@ from harness.databases import prepared
 from dualwrite.clock import Deadline, running_on
 from dualwrite.errors import CompletionPending, DecidedTransactionLost, Fenced, OutcomeUnverifiable, Unavailable
 from dualwrite.protocol.values import LogProof, Outcome, StateRow, TransactionStatus, TransactionView
-from dualwrite.recovery.claim import OwnerContext, prove_committed
+from dualwrite.recovery.claim import OwnerContext
+from dualwrite.recovery.in_doubt import prove_committed
 
 STATE, NEWER = prepared(1), prepared(2)
 ROW = StateRow("orders", STATE, "0123456789ab", 3, 0, None, "c", "me", None)

@@ -27,10 +27,10 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import OutcomeUnverifiable
 from dualwrite.failpoints import FailpointError
 from dualwrite.protocol.process import DoubtStep
+from dualwrite.recovery import in_doubt
 from dualwrite.recovery.claim import OwnerContext
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.telemetry import names
-from dualwrite.writing import dual_write
 from dualwrite.writing.dual_write import DualWrite
 from dualwrite.writing.lane import Lane
 
@@ -101,7 +101,7 @@ def doubt(shop, writer, monkeypatch):
         raise TransactionInDoubt("the answer is missing")
 
     monkeypatch.setattr(SqlStateStore, "commit", commit)
-    monkeypatch.setattr(dual_write, "resolve_commit", lambda *_: DoubtStep.IN_DOUBT)
+    monkeypatch.setattr(in_doubt, "resolve_commit", lambda *_: DoubtStep.IN_DOUBT)
     with writer.transaction() as tx:
         shop.put(tx, 1)
 

@@ -33,10 +33,10 @@ from dualwrite import (
     WriterLimits,
 )
 from dualwrite.errors import OutcomeUnverifiable
+from dualwrite.recovery import in_doubt
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import InMemoryWriter, Place, TransactionState
 from dualwrite.testing.memory.lane import EFFECTS, Rows
-from dualwrite.writing import dual_write
 from dualwrite.writing.lane import Lane
 
 every_failure = pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def lose_the_commit(patch, failure, *, committed):
         raise failure
 
     patch.setattr(SqlStateStore, "commit", commit)
-    patch.setattr(dual_write, "resolve_commit", lambda *_: fail_with(Unavailable("nobody answers")))
+    patch.setattr(in_doubt, "resolve_commit", lambda *_: fail_with(Unavailable("nobody answers")))
 
 
 def fail_with(error):

@@ -28,9 +28,10 @@ from dualwrite.failpoints import FailpointError
 from dualwrite.kafka.librdkafka.producer import ProducerInstance
 from dualwrite.protocol.lives import WriteState
 from dualwrite.protocol.process import DoubtStep
+from dualwrite.recovery import in_doubt
 from dualwrite.stores.sql import savepoints
 from dualwrite.stores.sql.database import JoinedStore
-from dualwrite.writing import dual_write, sessions
+from dualwrite.writing import sessions
 from dualwrite.writing.lane import Lane
 from dualwrite.writing.lane_pool import Lanes
 
@@ -283,7 +284,7 @@ def test_a_commit_whose_answer_is_lost_is_resolved_and_the_session_goes_on(shop,
         put(session, 1)
         with monkeypatch.context() as patch:
             patch.setattr(JoinedStore, "commit", lose_the_answer)
-            patch.setattr(dual_write, "resolve_commit", lambda *_: verdict)
+            patch.setattr(in_doubt, "resolve_commit", lambda *_: verdict)
             if expected is None:
                 session.commit()
             else:

@@ -12,8 +12,8 @@ from dualwrite import CompletionPending, ConfigurationError, Fenced, Transaction
 from dualwrite.clock import running_on
 from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.process import DoubtStep
+from dualwrite.recovery import in_doubt
 from dualwrite.stores.sql.store import SqlStateStore
-from dualwrite.writing import dual_write
 from dualwrite.writing.lane import Lane
 from dualwrite.writing.lane_pool import Lanes
 
@@ -119,7 +119,7 @@ def test_work_is_not_run_again_while_its_commit_is_in_doubt(shop, writer, monkey
 
     real = SqlStateStore.commit
     monkeypatch.setattr(SqlStateStore, "commit", lose_the_answer)
-    monkeypatch.setattr(dual_write, "resolve_commit", lambda *_: DoubtStep.IN_DOUBT)
+    monkeypatch.setattr(in_doubt, "resolve_commit", lambda *_: DoubtStep.IN_DOUBT)
     with pytest.raises(TransactionInDoubt):
         writer.run(work)
     assert work.runs == 1, "it ran twice"

@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import bindparam, exc, literal_column, null, update
 
 from dualwrite.protocol.process import DoubtStep
-from dualwrite.recovery import claim
+from dualwrite.recovery import in_doubt
 from dualwrite.stores.sql import commit_with_decision, postgresql, store
 from dualwrite.stores.sql.dialect import Standing
 from dualwrite.stores.sql.mariadb import MariaDB
@@ -14,7 +14,6 @@ from dualwrite.stores.sql.postgresql import PostgreSQL, Session
 from dualwrite.stores.sql.sqlite import SQLite
 from dualwrite.stores.sql.store import Records, SqlStateStore
 from dualwrite.stores.sql.tables import check_decidable, database_now
-from dualwrite.writing import dual_write
 from harness.mistakes.registry import Check, mistake, performed
 
 
@@ -88,8 +87,8 @@ _LATE = "integration/test_counterexamples.py::test_a_decision_that_is_late_with_
 @mistake(Check(f"{_LATE}[after the claim-postgresql]", "DatabaseWentBack"))
 def no_claim_in_doubt(patch: pytest.MonkeyPatch) -> None:
     """An owner whose decision went with its COMMIT takes it for rolled back although it may still arrive, and find the row."""
-    real = dual_write.resolve_commit
-    patch.setattr(dual_write, "resolve_commit", lambda *known: real(*known[:-1]))
+    real = in_doubt.resolve_commit
+    patch.setattr(in_doubt, "resolve_commit", lambda *known: real(*known[:-1]))
 
 
 @mistake(Check(f"{_LATE}[before the claim-postgresql]", "TransactionAborted"))
@@ -97,12 +96,12 @@ def claim_in_doubt_taken_for_the_answer(patch: pytest.MonkeyPatch) -> None:
     """The same owner claims the row, and does not ask once more what arrived before its claim."""
 
     def verdict(*known):
-        step = claim._asked(*known[:-1])
+        step = in_doubt._asked(*known[:-1])
         if step is DoubtStep.ABORTED and (fence := known[-1]) is not None:
             fence()
         return step
 
-    patch.setattr(claim, "_verdict", verdict)
+    patch.setattr(in_doubt, "_verdict", verdict)
 
 
 @mistake(

@@ -11,7 +11,7 @@ from dualwrite.protocol.outbox import Way
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.process import DoubtStep
 from dualwrite.protocol.values import OutboxMode, TransactionStatus, WaitingMessages, outbox_id
-from dualwrite.recovery import claim, settle
+from dualwrite.recovery import claim, in_doubt, settle
 from dualwrite.stores.sql import outbox
 from dualwrite.stores.sql.access import Borrowed
 from dualwrite.stores.sql.database import SqlDatabase
@@ -181,8 +181,8 @@ def pending_state_overwritten(patch: pytest.MonkeyPatch) -> None:
 @mistake(performed("commit_in_doubt_of_messages_that_wait", "told TransactionAborted, not None"))
 def count_of_decisions_not_read(patch: pytest.MonkeyPatch) -> None:
     """An owner takes a COMMIT of messages that wait for rolled back, because the row's state is as it was."""
-    real = claim.next_doubt_step
-    patch.setattr(claim, "next_doubt_step", lambda doubt: real(doubt) if doubt.waits is None else DoubtStep.ABORTED)
+    real = in_doubt.next_doubt_step
+    patch.setattr(in_doubt, "next_doubt_step", lambda doubt: real(doubt) if doubt.waits is None else DoubtStep.ABORTED)
 
 
 @mistake(
@@ -193,13 +193,13 @@ def count_of_decisions_not_read(patch: pytest.MonkeyPatch) -> None:
 )
 def count_of_another_owner_believed(patch: pytest.MonkeyPatch) -> None:
     """An owner whose COMMIT was not answered believes the row's count although another has claimed the row, and raised it."""
-    real = claim.next_doubt_step
+    real = in_doubt.next_doubt_step
 
     def next_doubt_step(doubt):
         overtaken = doubt.waits is not None and doubt.counted > doubt.waits
         return DoubtStep.COMMITTED if overtaken else real(doubt)
 
-    patch.setattr(claim, "next_doubt_step", next_doubt_step)
+    patch.setattr(in_doubt, "next_doubt_step", next_doubt_step)
 
 
 @mistake(

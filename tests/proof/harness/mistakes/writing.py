@@ -12,7 +12,7 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import CompletionPending, DualWriteError, Fenced
 from dualwrite.protocol.process import Allowance, Doubt, DoubtStep, Redo
 from dualwrite.protocol.values import Outcome
-from dualwrite.recovery import claim, recover
+from dualwrite.recovery import claim, in_doubt, recover
 from dualwrite.recovery.settle import SettleReport
 from dualwrite.stores.sql import access, adopted, postgresql, savepoint_probe
 from dualwrite.stores.sql.savepoint_probe import PsycopgWitness
@@ -116,9 +116,9 @@ def doubt_left_at_the_first_error(patch: pytest.MonkeyPatch) -> None:
 
     def resolve_at_once(*given):
         *about, fence = given
-        return claim._verdict(partial(claim._asked, *about), fence)
+        return in_doubt._verdict(partial(in_doubt._asked, *about), fence)
 
-    patch.setattr(dual_write, "resolve_commit", resolve_at_once)
+    patch.setattr(in_doubt, "resolve_commit", resolve_at_once)
 
 
 @mistake(
@@ -143,21 +143,19 @@ def deferred_triggers_left_to_commit(patch: pytest.MonkeyPatch) -> None:
 @mistake(performed("commit_answer_lost", "told TransactionAborted"))
 def lost_commit_answer_taken_for_no(patch: pytest.MonkeyPatch) -> None:
     """An owner whose COMMIT was not answered takes it for rolled back, aborts in Kafka, and may run the work again."""
-    patch.setattr(dual_write, "resolve_commit", lambda *_: DoubtStep.ABORTED)
+    patch.setattr(in_doubt, "resolve_commit", lambda *_: DoubtStep.ABORTED)
 
 
 @mistake(performed("row_in_doubt_was_overwritten", "told TransactionAborted"))
 def overwritten_row_taken_for_aborted(patch: pytest.MonkeyPatch) -> None:
     """An owner whose COMMIT was not answered finds another's state in the row, and takes its own for rolled back."""
-    from dualwrite.recovery import claim
-
-    real = claim.next_doubt_step
+    real = in_doubt.next_doubt_step
 
     def next_step(doubt: Doubt) -> DoubtStep:
         return DoubtStep.COMMITTED if doubt.row == doubt.ours else DoubtStep.ABORTED
 
     assert real is not next_step
-    patch.setattr(claim, "next_doubt_step", next_step)
+    patch.setattr(in_doubt, "next_doubt_step", next_step)
 
 
 @mistake(performed("owner_finds_its_loss", "told None, not DecidedTransactionLost"))
@@ -193,7 +191,7 @@ def unsettled_taken_for_pending(patch: pytest.MonkeyPatch) -> None:
     def pending(_context, row, *_):
         raise CompletionPending("not answered", transactional_id=row.transactional_id)
 
-    patch.setattr(lane, "prove_committed", pending)
+    patch.setattr(in_doubt, "prove_committed", pending)
 
 
 @mistake(performed("decided_owner_dead", "transaction stays open|shows"))

@@ -18,7 +18,7 @@ DECIDE = """
 import os, resource, signal, sys
 from dualwrite.errors import TransactionInDoubt, Unavailable
 from dualwrite.recovery.claim import OwnerContext
-from dualwrite.recovery.claim import resolve_commit
+from dualwrite.recovery.in_doubt import resolve_commit
 from dualwrite.clock import Deadline
 from dualwrite.stores.keyed.rocksdb import RocksDatabase
 from unit.stores.keyed.test_rocksdb_store import claim, write

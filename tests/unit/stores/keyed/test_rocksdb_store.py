@@ -12,7 +12,8 @@ from dualwrite.errors import TransactionAborted, TransactionInDoubt
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.process import DoubtStep
 from dualwrite.protocol.values import Decision, Outcome
-from dualwrite.recovery.claim import OwnerContext, resolve_commit
+from dualwrite.recovery.claim import OwnerContext
+from dualwrite.recovery.in_doubt import resolve_commit
 from dualwrite.stores.keyed.rocksdb import RocksDatabase
 
 rocksdict = pytest.importorskip("rocksdict", reason="the extra 'rocksdb' is not installed")

@@ -343,7 +343,7 @@ def test_in_doubt_reaches_every_unit_and_none_runs_again(shop, held, monkeypatch
     with held.together():
         futures = [held.writer.submit(lambda tx, n=n: unit(tx, n), key=n) for n in (1, 2, 3)]
         monkeypatch.setattr(dialect, "commit", in_doubt)
-        monkeypatch.setattr("dualwrite.writing.dual_write.resolve_commit", in_doubt)
+        monkeypatch.setattr("dualwrite.recovery.in_doubt.resolve_commit", in_doubt)
     errors = [future.exception(30) for future in futures]
     assert [type(error) for error in errors] == [TransactionInDoubt, Refused, TransactionInDoubt]
     assert errors[0] is not errors[2]
