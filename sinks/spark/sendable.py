@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
+from functools import lru_cache
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, TypeVar, cast
 
@@ -380,12 +381,15 @@ Column: TypeAlias = tuple[str, pa.Array, spark.DataType]
 _QUOTE: Final = '"'
 _FIRST_PRINTABLE: Final = 0x20
 _ESCAPED: Final = (ord('"'), ord("\\"))
+_BLOCK: Final = 1024
+_FEWER_TEXTS: Final = 2
+"""Integers are close together if there are this many rows for each number from the least to the greatest."""
 _FIRST, _LAST = "0001-01-01", "9999-12-31T23:59:59.999999"
 
 
 def json_rows(columns: Sequence[Column], length: int) -> pa.Array:
     """Make a JSON object for each of `length` rows. The error for a value without a JSON form names the column."""
-    return _objects([(name, *_named(name, array, data_type)) for name, array, data_type in columns], length)
+    return _objects(columns, length, _named)
 
 
 def json_texts(name: str, array: pa.Array, data_type: spark.DataType) -> pa.Array:
@@ -417,15 +421,46 @@ def _quoted(texts: pa.Array, quote: str) -> pa.Array:
     return pc.binary_join_element_wise(quote, texts, quote, "") if quote else texts
 
 
-def _objects(members: Sequence[tuple[str, pa.Array, str]], length: int) -> pa.Array:
-    if not members or not length:
+def _objects(columns: Sequence[Column], length: int, make: Callable[..., tuple[pa.Array, str]]) -> pa.Array:
+    """An object for each row. `make` gives the texts of a column and their quote, from its name, its values and its type."""
+    if not columns or not length:
         return pa.array(["{}"] * length, pa.string())
+    # Joining costs by the piece: of each row there are as few as possible.
     pieces: list[str | pa.Array] = []
     before = "{"
-    for name, texts, quote in members:
-        pieces += [f"{before}{orjson.dumps(name).decode()}:{quote}", texts]
+    for name, array, data_type in columns:
+        before += f"{orjson.dumps(name).decode()}:"
+        texts, quote = _close_integers(before, array) if isinstance(data_type, spark.IntegralType) else None, ""
+        if texts is None:
+            texts, quote = make(name, array, data_type)
+            pieces.append(before + quote)
+        pieces.append(texts)
         before = f"{quote},"
     return pc.binary_join_element_wise(*pieces, before[:-1] + "}", "")
+
+
+def _close_integers(before: str, array: pa.Array) -> pa.Array | None:
+    """The texts of integers that lie close together, each behind `before`; None if they are others.
+
+    Each number between them has its text made once, and rows only copy it.
+    """
+    least, greatest = (bound.as_py() for bound in pc.min_max(array).values())
+    if least is None:
+        return None
+    # Whole blocks: the next batch has about the same numbers, and then finds their texts made.
+    first = least // _BLOCK * _BLOCK
+    count = (greatest - first) // _BLOCK * _BLOCK + _BLOCK
+    if count > len(array) // _FEWER_TEXTS:
+        return None
+    places = pc.subtract(array.cast(pa.int64()), first)
+    return _texts_of(before, first, count).take(places.fill_null(count) if array.null_count else places)
+
+
+@lru_cache(maxsize=64)
+def _texts_of(before: str, first: int, count: int) -> pa.Array:
+    """Each of so many integers behind `before`, and ``null`` behind them."""
+    numbers = pa.array(np.arange(count) + first).cast(pa.string())
+    return pc.binary_join_element_wise(before, pa.concat_arrays([numbers, pa.array(["null"])]), "")
 
 
 def _plain(array: pa.Array, _: spark.DataType) -> pa.Array:
@@ -521,10 +556,8 @@ def _enclosed(opening: str, array: pa.Array, texts: pa.Array, closing: str) -> p
 
 def _structs(array: pa.Array, data_type: spark.DataType) -> pa.Array:
     assert isinstance(data_type, spark.StructType)
-    members = [
-        (field.name, *_texts(array.field(number), field.dataType)) for number, field in enumerate(data_type.fields)
-    ]
-    return _objects(members, len(array))
+    columns = [(field.name, array.field(number), field.dataType) for number, field in enumerate(data_type.fields)]
+    return _objects(columns, len(array), lambda _, inner, kind: _texts(inner, kind))
 
 
 def _each(array: pa.Array, data_type: spark.DataType) -> pa.Array:

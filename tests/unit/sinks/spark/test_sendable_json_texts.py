@@ -3,6 +3,7 @@
 import datetime as dt
 import json
 from decimal import Decimal
+from itertools import product
 
 import orjson
 import pyarrow as pa
@@ -120,6 +121,23 @@ def test_a_row_is_an_object():
     assert json_rows(columns, 2).to_pylist() == ['{"n":1,"s":"x","q\\"":"x"}', '{"n":null,"s":"y","q\\"":null}']
     assert json_rows([], 2).to_pylist() == ["{}", "{}"]
     assert json_rows([(name, values.slice(0, 0), kind) for name, values, kind in columns], 0).to_pylist() == []
+
+
+@pytest.mark.parametrize("data_type", [spark.ByteType(), spark.ShortType(), spark.IntegerType(), spark.LongType()])
+@pytest.mark.parametrize(
+    "is_null", [lambda _: False, lambda row: row % 3 == 0, lambda _: True], ids=["none", "some", "all"]
+)
+def test_integers_of_many_rows_are_written_as_those_of_few(data_type, is_null):
+    last = 2 ** (natural_arrow(data_type).bit_width - 1) - 1
+    columns = {'q"': (spark.StringType(), [f"row {row}" for row in range(5000)])}
+    for first, count in product((-last - 1, -1500, -1024, 0, 1, 1024, last - 2399, last - 9), (10, 1025, 2400)):
+        if -last - 1 <= first <= last - count + 1:
+            numbers = [None if is_null(row) else first + row * 7 % count for row in range(5000)]
+            columns[f"{count} from {first}"] = data_type, numbers
+    members = [(name, pa.array(values, natural_arrow(kind)).slice(1), kind) for name, (kind, values) in columns.items()]
+    rows = zip(*(values[1:] for _, values in columns.values()), strict=True)
+    expected = [orjson.dumps(dict(zip(columns, row, strict=True))).decode() for row in rows]
+    assert json_rows(members, 4999).to_pylist() == expected
 
 
 def test_large_strings_are_strings():
