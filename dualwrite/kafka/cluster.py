@@ -1,6 +1,7 @@
 """Which broker answers for what: coordinators of ids and groups, leaders of partitions, topics and their ids.
 
-Questions go to many brokers at once and are repeated where the answer says that it is another broker's.
+Questions go to many brokers at once and are repeated where the answer says that it is another broker's. What leaders show of
+open transactions is read here, and which partitions these hold back from their readers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from dualwrite.clock import Deadline
+from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import Unavailable
 from dualwrite.kafka.brokers import Brokers, Connections, NotYet, until_answered, verdict
 from dualwrite.kafka.error_codes import Code
@@ -377,3 +378,40 @@ def end_offsets(answer: Mapping[Partition, tuple[int, int]]) -> dict[Partition, 
         key: verdict(code, str(Place(*key)), f"Describe on the topic {key[0]!r}") or end
         for key, (code, end) in answer.items()
     }
+
+
+# Partitions whose readers are held back.
+
+HELD_BACK_S: Final = 5.0
+"""A transaction that has held back readers for this long is worth a warning."""
+
+
+class HeldBack:
+    """Partitions whose last stable offset has not moved for a while. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since: dict[Place, tuple[int, float]] = {}
+        self._told: dict[Place, int] = {}
+
+    def note(self, place: Place, stable: int, *, upto: int) -> None:
+        """Record a partition's last stable offset.
+
+        ``upto`` is where a transaction of our own begins: if ``stable`` is lower, another producer's is open.
+        """
+        with self._lock:
+            if stable >= upto or stable < 0:
+                self._since.pop(place, None)
+            elif self._since.get(place, (-1, 0.0))[0] != stable:
+                self._since[place] = (stable, now_s())
+
+    def due(self) -> dict[Place, int]:
+        """The partitions held back at one offset for :data:`HELD_BACK_S`, with that offset. Each is reported once."""
+        with self._lock:
+            due = {
+                place: stable
+                for place, (stable, since) in self._since.items()
+                if now_s() - since >= HELD_BACK_S and self._told.get(place) != stable
+            }
+            self._told |= due
+        return due

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Final
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.interfaces import Closing
-from dualwrite.kafka import log
 from dualwrite.kafka.brokers import Brokers, Connections, NotYet, until_answered, verdict
 from dualwrite.kafka.cluster import (
+    HELD_BACK_S,
     Coordinators,
+    HeldBack,
     Leader,
     Partition,
     Place,
@@ -35,7 +36,6 @@ from dualwrite.kafka.cluster import (
 )
 from dualwrite.kafka.config import CONNECTING, KERBEROS_TICKETS, KafkaConfig
 from dualwrite.kafka.error_codes import Code, code_name
-from dualwrite.kafka.log import HELD_BACK_S, HeldBack
 from dualwrite.kafka.messages import EndTxn, Message, NotOffered, Request, TransactionEnded
 from dualwrite.kafka.opening_messages import (
     ClusterMetadata,
@@ -373,6 +373,8 @@ class KafkaCoordinator(Closing):
         self, producer_id: int, epoch: int, firsts: Mapping[Partition, int], deadline: Deadline
     ) -> Mapping[Partition, tuple[int, int] | None]:
         """Sequence numbers of a producer's open transaction; see :func:`dualwrite.kafka.log.spans`."""
+        from dualwrite.kafka import log  # noqa: PLC0415 - most writers read no log
+
         return log.spans(self._brokers, self._topics, (producer_id, epoch), firsts, deadline)
 
     def still_open(
@@ -471,12 +473,16 @@ class KafkaCoordinator(Closing):
 
     def prove(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[LogProof]:
         """Prove the outcome of each state's transaction from the log; see :func:`dualwrite.kafka.log.prove`."""
+        from dualwrite.kafka import log  # noqa: PLC0415 - as above
+
         return log.prove(self._brokers, self._topics, states, deadline)
 
     def prove_now(
         self, states: Sequence[PreparedTxnState], deadline: Deadline, *, read_on: bool
     ) -> Sequence[Mapping[Partition, LogProof | None]]:
         """Read, without retrying, what each partition's log proves; see :func:`dualwrite.kafka.log.prove_now`."""
+        from dualwrite.kafka import log  # noqa: PLC0415 - as above
+
         return log.prove_now(self._brokers, self._topics, states, deadline, read_on=read_on, held_back=self._held_back)
 
     def blocking(
@@ -508,6 +514,8 @@ class KafkaCoordinator(Closing):
 
     def later_commits(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[Later]:
         """Each producer's commits after its state, from the logs; see :func:`dualwrite.kafka.log.later_commits`."""
+        from dualwrite.kafka import log  # noqa: PLC0415 - as above
+
         return log.later_commits(self._brokers, self._topics, states, deadline)
 
     def _find_topics(self, topics: Collection[str], deadline: Deadline, *, fresh: bool) -> dict[str, Topic | None]:

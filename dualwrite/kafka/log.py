@@ -14,15 +14,14 @@ headers only: it decompresses no data.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
-from dualwrite.clock import Deadline, now_s
+from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
 from dualwrite.kafka.brokers import Brokers, NotYet, until_answered, verdict
-from dualwrite.kafka.cluster import Leader, Partition, Place, Topics, end_offsets, leader_epochs
+from dualwrite.kafka.cluster import HeldBack, Leader, Partition, Place, Topics, end_offsets, leader_epochs
 from dualwrite.kafka.error_codes import Code
 from dualwrite.kafka.messages import DescribeProducers, Message, ProducerState
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
@@ -516,43 +515,6 @@ def _read(scan: LaterScan, response: Message | NotYet) -> bool | NotYet | None:
         return partition
     scan.read(batches_of(partition))
     return True if scan.done or scan.position >= partition.high_watermark else None
-
-
-# Partitions whose readers are held back.
-
-HELD_BACK_S: Final = 5.0
-"""A transaction that has held back readers for this long is worth a warning."""
-
-
-class HeldBack:
-    """Partitions whose last stable offset has not moved for a while. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._since: dict[Place, tuple[int, float]] = {}
-        self._told: dict[Place, int] = {}
-
-    def note(self, place: Place, stable: int, *, upto: int) -> None:
-        """Record a partition's last stable offset.
-
-        ``upto`` is where a transaction of our own begins: if ``stable`` is lower, another producer's is open.
-        """
-        with self._lock:
-            if stable >= upto or stable < 0:
-                self._since.pop(place, None)
-            elif self._since.get(place, (-1, 0.0))[0] != stable:
-                self._since[place] = (stable, now_s())
-
-    def due(self) -> dict[Place, int]:
-        """The partitions held back at one offset for :data:`HELD_BACK_S`, with that offset. Each is reported once."""
-        with self._lock:
-            due = {
-                place: stable
-                for place, (stable, since) in self._since.items()
-                if now_s() - since >= HELD_BACK_S and self._told.get(place) != stable
-            }
-            self._told |= due
-        return due
 
 
 # The sequence numbers of a producer's open transaction, from the logs of its partitions and from their leaders.

@@ -29,7 +29,6 @@ from dualwrite.errors import (
 )
 from dualwrite.interfaces import TransactionCoordinator, native_of
 from dualwrite.kafka.brokers import NotYet
-from dualwrite.kafka.log import Scan, batches_of, fetched, glance_request
 from dualwrite.kafka.messages import Answer, DescribeProducers, Message, OffsetForLeaderEpoch, Rare
 from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
 from dualwrite.protocol.settle import (
@@ -59,6 +58,7 @@ from dualwrite.protocol.values import (
 if TYPE_CHECKING:
     from dualwrite.kafka.brokers import Connections
     from dualwrite.kafka.cluster import Leader, Topics
+    from dualwrite.kafka.log import Scan
 
 logger = logging.getLogger(__name__)
 
@@ -360,6 +360,8 @@ class PostedQuestion:
             brokers.post(node, DescribeProducers(epochs), described.append, more=True)
             self._outstanding += 1
             brokers.post(node, OffsetForLeaderEpoch(epochs), partial(self._note_producers, epochs, described))
+        if shared:
+            from dualwrite.kafka.log import Scan, glance_request  # noqa: PLC0415 - the native engine asks no log here
         for state in shared:
             proofs: dict[Partition, LogProof | None] = {}
             self.shared.append(proofs)
@@ -418,6 +420,8 @@ class PostedQuestion:
                     rows[row.producer_id] = ShownProducer(row.epoch, row.open_from if row.open_from >= 0 else None)
 
     def _note_glance(self, scan: Scan, proofs: dict[Partition, LogProof | None], answer: Message | Exception) -> None:
+        from dualwrite.kafka.log import batches_of, fetched  # noqa: PLC0415 - as above
+
         self._outstanding -= 1
         try:
             partition = fetched(scan.place, NotYet(str(answer)) if isinstance(answer, Exception) else answer)

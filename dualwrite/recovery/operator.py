@@ -21,9 +21,8 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.interfaces import Observer, StateStore, TransactionCoordinator, native_of
 from dualwrite.kafka.blocking import BlockingTransaction
-from dualwrite.kafka.cluster import internal_partition
+from dualwrite.kafka.cluster import HELD_BACK_S, internal_partition
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.log import HELD_BACK_S
 from dualwrite.kafka.transaction_ends import AbandonedTransaction, Completion
 from dualwrite.protocol.blocking import (
     Facts,

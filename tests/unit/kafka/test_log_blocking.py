@@ -4,10 +4,9 @@ import time
 
 import pytest
 
-from dualwrite.kafka import log
+from dualwrite.kafka import cluster
 from dualwrite.kafka.blocking import BlockingTransaction, find_blocking
-from dualwrite.kafka.cluster import Place
-from dualwrite.kafka.log import HELD_BACK_S, HeldBack
+from dualwrite.kafka.cluster import HELD_BACK_S, HeldBack, Place
 from dualwrite.protocol.values import TransactionStatus, TransactionView
 
 T0, T1 = Place("t", 0), Place("t", 1)
@@ -74,7 +73,7 @@ def test_what_belongs_to_no_writer_has_another_way_on():
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(log, "now_s", lambda: now[0])
+    monkeypatch.setattr(cluster, "now_s", lambda: now[0])
     return now
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.log import HELD_BACK_S
+from dualwrite.kafka.cluster import HELD_BACK_S
 from dualwrite.recovery import recover
 from dualwrite.recovery.operator import blocking_transactions
 
