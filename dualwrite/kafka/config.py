@@ -1,6 +1,4 @@
-"""The configuration of every client: one set of settings, given once, for librdkafka and for our own connections: TLS, logins.
-
-The same files and options must mean the same to every client, tokens for OAUTHBEARER included.
+"""The configuration of every client: one set of settings, given once, for librdkafka and for our own connections.
 
 Users give librdkafka's names. What the protocol sets itself is refused, what only one client understands is kept from
 the others, and a name that no client knows is an error, not a silent difference.
@@ -11,22 +9,14 @@ refused. Most others concern the producer alone and are not looked at.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
 import socket
-import ssl
-import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Literal, TypeAlias, cast, get_args
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.connection import ConnectionSettings, Login, Sasl, server_of
+from dualwrite.kafka.connection import ConnectionSettings, server_of
 from dualwrite.kafka.messages import Client
 from dualwrite.protocol.prepared_state import Engine
 
@@ -54,150 +44,16 @@ def check(settings: Mapping[str, str]) -> None:
     for kind in ("ca", "certificate", "key"):
         if f"ssl.{kind}.location" in settings and f"ssl.{kind}.pem" in settings:
             raise ConfigurationError(f"Kafka settings 'ssl.{kind}.location' and 'ssl.{kind}.pem': give one of the two")
-    certificate, key = _source(settings, "certificate"), _source(settings, "key")
-    if (certificate is None) != (key is None):
-        missing = "ssl.key.location" if key is None else "ssl.certificate.location"
+    certificate, key = (
+        any(f"ssl.{kind}.{form}" in settings for form in ("location", "pem")) for kind in ("certificate", "key")
+    )
+    if certificate != key:
+        missing = "ssl.key.location" if certificate else "ssl.certificate.location"
         raise ConfigurationError(f"Kafka setting {missing!r} is missing: a client certificate needs its key")
     if settings.get("ssl.endpoint.identification.algorithm", "https") not in {"https", "none"}:
         raise ConfigurationError("Kafka setting 'ssl.endpoint.identification.algorithm' is not https or none")
     if settings.get("enable.ssl.certificate.verification", "true").lower() not in _TRUE | _FALSE:
         raise ConfigurationError("Kafka setting 'enable.ssl.certificate.verification' is not true or false")
-
-
-def context(settings: Mapping[str, str]) -> ssl.SSLContext:
-    """The context that verifies brokers and presents our certificate as librdkafka does with the same settings.
-
-    `ConfigurationError` if a file cannot be read, is not PEM, or a key does not match its certificate or password.
-    """
-    made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    made.minimum_version = ssl.TLSVersion.TLSv1_2
-    verified = settings.get("enable.ssl.certificate.verification", "true").lower() in _TRUE
-    made.check_hostname = verified and settings.get("ssl.endpoint.identification.algorithm", "https") == "https"
-    made.verify_mode = ssl.CERT_REQUIRED if verified else ssl.CERT_NONE
-    _load_authorities(made, settings)
-    if "ssl.crl.location" in settings:
-        with _naming("ssl.crl.location"):
-            made.load_verify_locations(cafile=settings["ssl.crl.location"])
-        made.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
-    if "ssl.cipher.suites" in settings:
-        with _naming("ssl.cipher.suites"):
-            made.set_ciphers(settings["ssl.cipher.suites"])
-    if _source(settings, "certificate") is not None:
-        _load_own_certificate(made, settings)
-    return made
-
-
-def _source(settings: Mapping[str, str], kind: str) -> str | None:
-    return next((key for key in (f"ssl.{kind}.location", f"ssl.{kind}.pem") if key in settings), None)
-
-
-def _load_authorities(made: ssl.SSLContext, settings: Mapping[str, str]) -> None:
-    location = settings.get("ssl.ca.location", "probe")
-    if "ssl.ca.pem" in settings:
-        with _naming("ssl.ca.pem"):
-            made.load_verify_locations(cadata=settings["ssl.ca.pem"])
-    elif location == "probe":  # librdkafka's name for the system's store, and its default
-        made.load_default_certs()
-    else:
-        with _naming("ssl.ca.location"):
-            directory = Path(location).is_dir()
-            made.load_verify_locations(cafile=None if directory else location, capath=location if directory else None)
-
-
-def _load_own_certificate(made: ssl.SSLContext, settings: Mapping[str, str]) -> None:
-    def missing_password() -> str:
-        # Without a callback OpenSSL would ask for the password on the terminal.
-        raise ConfigurationError("Kafka setting 'ssl.key.password' is missing: the client's key is encrypted")
-
-    password = settings.get("ssl.key.password", missing_password)
-    with (
-        _naming(f"{_source(settings, 'certificate')}' and '{_source(settings, 'key')}"),
-        _file(settings, "certificate") as certificate,
-        _file(settings, "key") as key,
-    ):
-        made.load_cert_chain(certificate, key, password)
-
-
-@contextmanager
-def _naming(key: str) -> Iterator[None]:
-    try:
-        yield
-    except ssl.SSLError as error:
-        reason = getattr(error, "reason", None) or error.args[-1]  # some errors lack the attribute
-        raise ConfigurationError(f"Kafka setting '{key}' cannot be used: {reason}") from error
-    except OSError as error:
-        raise ConfigurationError(f"Kafka setting '{key}': the file cannot be read: {error.strerror}") from error
-
-
-@contextmanager
-def _file(settings: Mapping[str, str], kind: str) -> Iterator[str]:
-    """A path to the setting's PEM: Python's ``ssl`` takes certificates and keys from files only."""
-    if f"ssl.{kind}.location" in settings:
-        yield settings[f"ssl.{kind}.location"]
-        return
-    pem = settings[f"ssl.{kind}.pem"].encode()
-    if hasattr(os, "memfd_create"):  # a key given in memory stays off the disk, even if this process is killed now
-        descriptor = os.memfd_create("pem")
-        try:
-            os.write(descriptor, pem)
-            yield f"/proc/self/fd/{descriptor}"
-        finally:
-            os.close(descriptor)
-    else:
-        with tempfile.NamedTemporaryFile() as file:
-            file.write(pem)
-            file.flush()
-            yield file.name
-
-
-Extensions = Mapping[str, str]
-TokenAnswer = tuple[str, float] | tuple[str, float, str, Extensions]
-"""The result of ``oauth_cb``: token, expiry in seconds since 1970, and optionally principal and extensions."""
-
-_FRESH_SHARE = 0.8  # of a token's life, as in librdkafka: after that, fetch a new one
-
-
-def logins(mechanism: str, **settings: object) -> Sasl:
-    """How to log in, by kafka-python's mechanism of that name and its settings."""
-
-    def begin(host: str) -> Login:
-        from dualwrite.kafka import kafka_python  # noqa: PLC0415 - loads kafka-python, which most connections do not need
-
-        kafka_python.take_tokens(CallbackTokens)
-        return kafka_python.begin_login(mechanism, host, settings)
-
-    return Sasl(mechanism, begin)
-
-
-class CallbackTokens:
-    """Gives kafka-python's mechanism the tokens of a confluent-kafka ``oauth_cb``.
-
-    The function gets the user's ``sasl.oauthbearer.config``, as from confluent-kafka.
-    """
-
-    def __init__(self, callback: Callable[[str], TokenAnswer], argument: str) -> None:
-        self._callback = callback
-        self._argument = argument
-        self._lock = threading.Lock()
-        self._answer: TokenAnswer | None = None
-        self._fresh_until = 0.0
-
-    def token(self) -> str:
-        """A token that has not expired. An exception of the user's function makes the connection fail."""
-        return self._current()[0]
-
-    def extensions(self) -> dict[str, str]:
-        """The SASL extensions that came with the token."""
-        answer = self._current()
-        return dict(answer[3]) if len(answer) == 4 else {}  # noqa: PLR2004 - the longer form of the answer
-
-    def _current(self) -> TokenAnswer:
-        with self._lock:
-            now = time.time()
-            if self._answer is None or now >= self._fresh_until:
-                self._answer = self._callback(self._argument)
-                self._fresh_until = now + _FRESH_SHARE * (self._answer[1] - now)
-            return self._answer
 
 
 Setting = str | int | float | Callable[..., object]
@@ -564,7 +420,13 @@ class KafkaConfig:
         `ConfigurationError` if a file cannot be read, a key does not match its certificate, or a package that the SASL
         mechanism needs is missing.
         """
-        protocol = protocol_of(dict(self._settings))
+        settings = dict(self._settings)
+        protocol, tls, login = protocol_of(settings), None, None
+        if protocol != "plaintext":
+            from dualwrite.kafka import security  # noqa: PLC0415 - many connections need neither TLS nor a login
+
+            tls = security.context({k: str(v) for k, v in self._settings if k in KEYS}) if "ssl" in protocol else None
+            login = security.login(settings) if "sasl" in protocol else None
         opening_s = (self._number("socket.connection.setup.timeout.ms") or 10_000) / 1000
         return ConnectionSettings(
             servers=[server_of(server) for server in self._text("bootstrap.servers").split(",")],
@@ -572,8 +434,8 @@ class KafkaConfig:
             canonical_names=self.get("client.dns.lookup") == "resolve_canonical_bootstrap_servers_only",
             family=FAMILIES[self._text("broker.address.family", "any")],
             socket_options=self._socket_options(),
-            tls=context({k: str(v) for k, v in self._settings if k in KEYS}) if "ssl" in protocol else None,
-            sasl=self._sasl() if "sasl" in protocol else None,
+            tls=tls,
+            sasl=login,
             request_s=min(self._number("socket.timeout.ms") or 30_000, 30_000) / 1000,
             opening_s=opening_s,
             longest_opening_s=max(opening_s, 30.0),
@@ -582,24 +444,6 @@ class KafkaConfig:
             longest_pause_s=(self._number("reconnect.backoff.max.ms") or 500) / 1000,
             idle_s=(self._number("connections.max.idle.ms") or 540_000) / 1000,
         )
-
-    def _sasl(self) -> Sasl:
-        mechanism = self._text("sasl.mechanism")
-        if mechanism in PASSWORD_MECHANISMS:
-            name = self._text("sasl.username")
-            if mechanism != "PLAIN":  # librdkafka escapes these two as RFC 5802 says, kafka-python's mechanism does not
-                name = name.replace("=", "=3D").replace(",", "=2C")
-            return logins(mechanism, sasl_plain_username=name, sasl_plain_password=self._text("sasl.password"))
-        if mechanism == "OAUTHBEARER":
-            callback = cast("Callable[[str], TokenAnswer]", self.get("oauth_cb"))
-            tokens = CallbackTokens(callback, self._text("sasl.oauthbearer.config", ""))
-            return logins(mechanism, sasl_oauth_token_provider=tokens)
-        if importlib.util.find_spec("gssapi") is None:
-            raise ConfigurationError(
-                "Kafka setting 'sasl.mechanism' is GSSAPI, which needs the Python package gssapi",
-                next_step="install it in every process that uses this library",
-            )
-        return logins(mechanism, sasl_kerberos_service_name=self._text("sasl.kerberos.service.name", "kafka"))
 
     def _socket_options(self) -> list[tuple[int, int, int]]:
         keep_alive = str(self.get("socket.keepalive.enable") or "true").lower() in {"true", "t", "1"}

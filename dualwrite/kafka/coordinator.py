@@ -8,9 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.clock import Deadline
@@ -21,24 +18,20 @@ from dualwrite.kafka.cluster import (
     HELD_BACK_S,
     Coordinators,
     HeldBack,
-    Leader,
     Partition,
     Place,
     Producers,
     Topic,
     Topics,
-    internal_partition,
     open_offsets,
     producers,
     producers_now,
-    read_topics,
     right_to_look,
 )
 from dualwrite.kafka.config import CONNECTING, KERBEROS_TICKETS, KafkaConfig
 from dualwrite.kafka.error_codes import Code, code_name
 from dualwrite.kafka.messages import EndTxn, Message, NotOffered, Request, TransactionEnded
 from dualwrite.kafka.opening_messages import (
-    ClusterMetadata,
     DescribeConfigs,
     DescribedConfig,
     DescribedTransaction,
@@ -46,7 +39,6 @@ from dualwrite.kafka.opening_messages import (
     FinalizedFeatures,
     GivenProducerId,
     InitProducerId,
-    Metadata,
     ResourceType,
 )
 from dualwrite.kafka.transaction_ends import PostedQuestion, States
@@ -65,6 +57,9 @@ from dualwrite.protocol.values import (
 
 if TYPE_CHECKING:
     from dualwrite.kafka.blocking import BlockingTransaction, OpenTransactions
+
+
+logger = logging.getLogger(__name__)
 
 
 class KafkaCoordinator(Closing):
@@ -253,6 +248,8 @@ class KafkaCoordinator(Closing):
         ``dualwrite-probe.``. Without them nothing shows that the list is complete: then ids may be missing whose
         coordinator is changing, and a warning is logged.
         """
+        from dualwrite.kafka.listing import list_transactions  # noqa: PLC0415 - writers list nothing
+
         listing = list_transactions(self._brokers, (), deadline)
         if not listing.is_complete:
             logger.warning(
@@ -278,21 +275,9 @@ class KafkaCoordinator(Closing):
 
         All brokers list, and the present coordinator of each id then says whether it is open.
         """
-        from dualwrite.kafka import kafka_python  # noqa: PLC0415 - as above
+        from dualwrite.kafka.listing import open_ids  # noqa: PLC0415 - as above
 
-        request = kafka_python.list_transactions(states=[status.value for status in OPEN])
-
-        def ask(_: list[None]) -> dict[None, set[str] | NotYet]:
-            found: set[str] = set()
-            for answer in self._brokers.exchange([(node, request) for node in self._brokers.nodes(deadline)], deadline):
-                if isinstance(answer, NotYet):
-                    return {None: answer}
-                if (why := verdict(answer.error_code, _LIST, _TO_LIST)) is not None:
-                    return {None: why}
-                found.update(state.transactional_id for state in answer.transaction_states)
-            return {None: found}
-
-        listed = until_answered([None], ask, deadline, "list the open transactions")[None]
+        listed = open_ids(self._brokers, deadline)
         views = self.describe(listed, deadline) if listed else {}
         return {kafka_id: view for kafka_id, view in views.items() if view.status in OPEN}
 
@@ -490,6 +475,7 @@ class KafkaCoordinator(Closing):
     ) -> Sequence[BlockingTransaction]:
         """Transactions that hold back readers; see :func:`~dualwrite.kafka.blocking.find_blocking`."""
         from dualwrite.kafka.blocking import find_blocking  # noqa: PLC0415 - as above
+        from dualwrite.kafka.listing import ids_of  # noqa: PLC0415 - as above
 
         return find_blocking(
             [Place(*key) for key in partitions],
@@ -525,125 +511,6 @@ class KafkaCoordinator(Closing):
             deadline,
             "describe the topics",
         )
-
-
-# Lists the transactions of all coordinators, with evidence that none is missing.
-#
-# A broker lists the transactions of those partitions of `__transaction_state` that it has loaded, and refuses to list
-# while it loads one. But while a leader has not begun to load its partition, and where a partition has no leader or
-# moves to a broker that has already answered, its transactions are missing from all answers without an error.
-#
-# So each leader describes an unused id of each of its partitions before and after it lists: it answers
-# `NOT_COORDINATOR` for a partition that it has not loaded. Afterwards all brokers must still name the same leaders in
-# the same epochs: otherwise a partition may have moved away and back, or a broker that was paused may not know yet that
-# it leads no more.
-
-logger = logging.getLogger(__name__)
-
-_LIST: Final = "the list of transactions"
-_TO_LIST: Final = "Describe on the transactional ids"
-_LOADED: Final = frozenset({Code.NONE, Code.TRANSACTIONAL_ID_NOT_FOUND})
-_Leaders = Mapping[int, Leader | None] | None
-"""The leader of each partition. Empty if there is no such topic, None if we may not describe it."""
-
-
-@dataclass(frozen=True)
-class Listing:
-    """The transactions that the coordinators have listed; ``is_complete`` if there is evidence that they know no others."""
-
-    transactions: Sequence[Message]
-    is_complete: bool
-
-
-def ids_of(brokers: Brokers, producer_ids: Collection[int], deadline: Deadline) -> Mapping[int, str]:
-    """The transactional ids of producer ids; those that no coordinator shows us are missing. Raises as `list_transactions`."""
-    transactions = list_transactions(brokers, producer_ids, deadline).transactions
-    return {state.producer_id: state.transactional_id for state in transactions}
-
-
-def list_transactions(brokers: Brokers, producer_ids: Collection[int], deadline: Deadline) -> Listing:
-    """List the transactions of these producer ids, or all; only those that we may describe.
-
-    `Unavailable` if some brokers did not answer in time, or some transactions had no coordinator.
-    """
-
-    def ask(_: list[None]) -> dict[None, Listing | NotYet]:
-        seen = brokers.metadata([TRANSACTION_STATE], deadline)
-        nodes, leaders = [broker.node_id for broker in seen.brokers], _leaders(seen)
-        probes = _probes(leaders or {})
-        if unled := probes.keys() - nodes:
-            raise NotYet(f"partition {min(min(probes[node]) for node in unled)} of {TRANSACTION_STATE} has no leader")
-        asked = [
-            (node, request)
-            for node in nodes
-            for request in _requests(list(probes.get(node, {}).values()), producer_ids)
-        ]
-        # A broker gets its requests in this order, and serves those of one connection one after the other.
-        return {None: _judged(leaders, brokers.exchange(asked, deadline))}
-
-    return until_answered([None], ask, deadline, "list the transactional ids")[None]
-
-
-def _requests(probes: Sequence[str], producer_ids: Collection[int]) -> Iterator[Request | Message]:
-    from dualwrite.kafka import kafka_python  # noqa: PLC0415 - loads kafka-python, which most writers do not need
-
-    yield DescribeTransactions(probes)
-    yield kafka_python.list_transactions(producer_ids=producer_ids)
-    yield DescribeTransactions(probes)
-    yield Metadata([TRANSACTION_STATE])
-
-
-def _judged(leaders: _Leaders, answers: Sequence[Message | NotYet]) -> Listing | NotYet:
-    """Decide from each broker's four answers whether its list can be taken, and whether all of them are complete."""
-    transactions: list[Message] = []
-    is_evident = leaders is not None
-    for answer in answers:
-        if isinstance(answer, NotYet):
-            return answer
-    for before, listed, after, view in zip(*[iter(answers)] * 4, strict=True):
-        why = verdict(listed.error_code, _LIST, _TO_LIST)
-        if why is not None:
-            return why
-        if _leaders(view) != leaders:
-            return NotYet(f"the leaders of {TRANSACTION_STATE} changed meanwhile")
-        transactions += listed.transaction_states
-        for probe in (*before, *after):
-            if probe.error_code == Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED:
-                is_evident = False
-            elif probe.error_code not in _LOADED:
-                return NotYet(
-                    f"a partition of {TRANSACTION_STATE} is without a coordinator: {code_name(probe.error_code)}"
-                )
-    hides_its_topic = leaders == {} and bool(transactions)
-    return Listing(transactions, is_evident and not hides_its_topic)
-
-
-def _leaders(response: ClusterMetadata) -> _Leaders:
-    if any(topic.error_code == Code.TOPIC_AUTHORIZATION_FAILED for topic in response.topics):
-        return None
-    found = read_topics(response).get(TRANSACTION_STATE)
-    if isinstance(found, NotYet):
-        raise found
-    return {} if found is None else found.leaders
-
-
-def _probes(leaders: Mapping[int, Leader | None]) -> dict[int, dict[int, str]]:
-    """By broker, and by partition that it leads, an id in that partition. Under -1 those without a leader."""
-    by_node: dict[int, dict[int, str]] = {}
-    ids = _probe_ids(len(leaders))
-    for partition, leader in leaders.items():
-        by_node.setdefault(-1 if leader is None else leader.node, {})[partition] = ids[partition]
-    return by_node
-
-
-@lru_cache(maxsize=1)
-def _probe_ids(partitions: int) -> Sequence[str]:
-    found: dict[int, str] = {}
-    numbers = count()
-    while len(found) < partitions:
-        probe = f"{PROBES}{next(numbers)}"
-        found.setdefault(internal_partition(probe, partitions), probe)
-    return [found[partition] for partition in range(partitions)]
 
 
 # Requests that end transactions from outside, and the meaning of their answers. Each may be sent more than once.

@@ -30,17 +30,18 @@ from dualwrite.kafka import engine as forks
 from dualwrite.kafka.config import TWO_PHASE_COMMIT, EngineName, KafkaConfig, wanted_engine
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.engine import Column, ProducerEngine, not_allowed
-from dualwrite.kafka.transaction_ends import AbandonedTransaction, Completion, PendingEnd
+from dualwrite.kafka.transaction_ends import PendingEnd, steady_view
 from dualwrite.protocol.lives import PRODUCER_LIFE, WAY_ON, Machine, ProducerEvent, ProducerState
 from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, MessageColumns, Unsendable
 from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
 from dualwrite.protocol.process import VERDICT_S
 from dualwrite.protocol.settle import EndStep
-from dualwrite.protocol.values import NEVER_MS
+from dualwrite.protocol.values import NEVER_MS, TransactionStatus
 
 if TYPE_CHECKING:
     from confluent_kafka import TopicPartition
 
+    from dualwrite.kafka.abandoned import AbandonedTransaction, Completion
     from dualwrite.kafka.librdkafka.handle import MakeHandle
     from dualwrite.kafka.native.producer import MakeWire
     from dualwrite.protocol.message import Content, DeliveryCallback, Headers
@@ -67,6 +68,8 @@ class TransactionalProducer(Closing):
     Raises:
         ConfigurationError: A setting is missing, unknown or unsafe.
     """
+
+    _kept: AbandonedTransaction  # once init_transactions has kept one
 
     def __init__(
         self,
@@ -119,7 +122,6 @@ class TransactionalProducer(Closing):
         self._wanted = wanted_engine(engine)
         self._make_handle = make_handle
         self._make_wire = make_wire
-        self._kept = AbandonedTransaction(self._coordinator, transactional_id)
         self._machine = Machine("producer", PRODUCER_LIFE, ProducerState.CREATED)
         self._chosen: ProducerEngine | None = None
         self._made_in = forks.process
@@ -194,14 +196,22 @@ class TransactionalProducer(Closing):
         self._check(event)
         self._choose(deadline)
         # Wait here for a coordinator that is being elected or loading: librdkafka would wait half a second each time.
-        keeps = event is ProducerEvent.INIT_KEEPING
-        view = self._kept.keep(deadline) if keeps else self._kept.look(deadline)
-        if keeps:
+        if event is ProducerEvent.INIT_KEEPING:
+            self._kept = self._abandoned()
+            view = self._kept.keep(deadline)
             self._instance.log.info("kept: %s, producer %d:%d", view.status.value, view.producer_id, view.epoch)
             self._machine.apply(event)
-        else:
-            self._kept.abort(view, deadline)
-            self._open(event, deadline)
+            return
+        view = steady_view(self._coordinator, self._id, deadline)
+        if view.status is TransactionStatus.ONGOING:
+            self._abandoned().abort(view, deadline)
+        self._open(event, deadline)
+
+    def _abandoned(self) -> AbandonedTransaction:
+        from dualwrite.kafka.abandoned import AbandonedTransaction  # noqa: PLC0415 - a new id has left nothing open
+
+        natively = self._instance.engine is Engine.NATIVE
+        return AbandonedTransaction(self._coordinator, self._id, natively=natively)
 
     def begin_transaction(self) -> None:
         """Begin a transaction. Nothing is sent until the first message.
@@ -448,6 +458,8 @@ class TransactionalProducer(Closing):
             IllegalStateError: Neither ``prepare_transaction`` nor ``init_transactions(keep_prepared_txn=True)`` was
                 called.
         """
+        from dualwrite.kafka.abandoned import Completion  # noqa: PLC0415 - as above
+
         engine = self._engine_for(ProducerEvent.COMPLETE)
         deadline = Deadline(self._end_timeout_s)
         if self.state is ProducerState.KEPT:
@@ -492,7 +504,6 @@ class TransactionalProducer(Closing):
 
     def _choose(self, deadline: Deadline) -> None:
         engine = choose_engine(self._wanted, self._config, self._coordinator, deadline, bulk=self._bulk)
-        self._kept = AbandonedTransaction(self._coordinator, self._id, natively=engine is Engine.NATIVE)
         self._chosen = chosen = self._make_native() if engine is Engine.NATIVE else self._make_librdkafka()
         chosen.answer_within_s = self._flush_timeout_s
 

@@ -20,10 +20,11 @@ from dualwrite import failpoints
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.interfaces import Observer, StateStore, TransactionCoordinator, native_of
+from dualwrite.kafka.abandoned import AbandonedTransaction, Completion
 from dualwrite.kafka.blocking import BlockingTransaction
 from dualwrite.kafka.cluster import HELD_BACK_S, internal_partition
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.transaction_ends import AbandonedTransaction, Completion
+from dualwrite.kafka.transaction_ends import steady_view
 from dualwrite.protocol.blocking import (
     Facts,
     TerminateStep,
@@ -163,7 +164,7 @@ def _of_settled(kafka_id: str, coordinator: TransactionCoordinator, deadline: De
     Nothing decided is open there. But a settler that another one has overtaken may have begun to end an undecided transaction
     that a broker had forgotten, and have died: no row leads to it any more.
     """
-    view = AbandonedTransaction(coordinator, kafka_id).look(deadline)
+    view = steady_view(coordinator, kafka_id, deadline)
     if view.status is not TransactionStatus.ONGOING:
         return TerminationReport()
     logger.warning("%s: aborting what a settler has left open under a settled incarnation", kafka_id)
@@ -388,7 +389,7 @@ def terminate_without_row(
     An id of this library is refused with ``IllegalStateError``, unless ``lose_decided``: the row of another database may name
     the transaction.
     """
-    view = AbandonedTransaction(coordinator, kafka_id).look(deadline)
+    view = steady_view(coordinator, kafka_id, deadline)
     step = step_without_row(view.status, is_ours=_is_ours(kafka_id), lose_decided=lose_decided)
     if step is TerminateStep.REFUSE:
         raise IllegalStateError(

@@ -16,9 +16,9 @@ from harness.patience import PATIENCE_S
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, Unavailable
 from dualwrite.kafka import engine
+from dualwrite.kafka.abandoned import Completion
 from dualwrite.kafka.native import producer as native_instance
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.kafka.transaction_ends import Completion
 from dualwrite.protocol.lives import ProducerState
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.testing.proxy import Api, KafkaProxy

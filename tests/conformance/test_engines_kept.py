@@ -12,7 +12,8 @@ from harness.patience import PATIENCE_S
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import DecidedTransactionLost, Fenced, IllegalStateError, OutcomeUnverifiable
-from dualwrite.kafka.transaction_ends import AbandonedTransaction, Completion
+from dualwrite.kafka.abandoned import AbandonedTransaction, Completion
+from dualwrite.kafka.transaction_ends import steady_view
 from dualwrite.protocol.lives import ProducerState
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.values import TransactionStatus
@@ -232,7 +233,7 @@ def kept(left, coordinator, kafka_id, producer_engine):
     """A prepared transaction, with the view of it while it is ongoing, and its state."""
     state = left()
     kept = AbandonedTransaction(coordinator, kafka_id, natively=producer_engine == "native")
-    return kept, kept.look(Deadline(30)), state
+    return kept, steady_view(coordinator, kafka_id, Deadline(30)), state
 
 
 @pytest.fixture

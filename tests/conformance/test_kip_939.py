@@ -16,8 +16,8 @@ from harness.engines import answered
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Fenced, IllegalStateError, TransactionAborted
+from dualwrite.kafka.abandoned import Completion
 from dualwrite.kafka.producer import TransactionalProducer
-from dualwrite.kafka.transaction_ends import Completion
 from dualwrite.operations import terminate
 from dualwrite.protocol.lives import ProducerState
 from dualwrite.protocol.prepared_state import PreparedTxnState

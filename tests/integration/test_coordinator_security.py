@@ -19,7 +19,8 @@ from harness.users import USERS
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.kafka.config import KafkaConfig
-from dualwrite.kafka.coordinator import KafkaCoordinator, list_transactions
+from dualwrite.kafka.coordinator import KafkaCoordinator
+from dualwrite.kafka.listing import list_transactions
 from dualwrite.protocol.values import LogProof, TransactionStatus
 from dualwrite.testing import EmbeddedKafka
 

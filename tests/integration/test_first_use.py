@@ -21,7 +21,8 @@ with DualWriter(name, kafka={**json.loads(sys.argv[5]), "dualwrite.engine": engi
 print(json.dumps(loaded))
 """
 NEVER = (
-    "alembic", "click", "dualwrite.cli", "dualwrite.kafka.blocking", "dualwrite.migrations", "dualwrite.protocol.members",
+    "alembic", "click", "dualwrite.cli", "dualwrite.kafka.abandoned", "dualwrite.kafka.blocking",
+    "dualwrite.kafka.listing", "dualwrite.kafka.security", "dualwrite.migrations", "dualwrite.protocol.members",
     "dualwrite.sinks", "dualwrite.stores.sql.asyncpg_driver", "dualwrite.stores.sql.ledger", "dualwrite.stores.sql.operators",
     "dualwrite.testing", "dualwrite.writing.group_commit", "dualwrite.writing.sender", "numpy", "pandas", "pyarrow", "pyspark",
     "rich", "sqlalchemy.dialects.mysql", "sqlalchemy.orm",

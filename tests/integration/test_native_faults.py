@@ -12,6 +12,7 @@ from harness.spoiling import SPOILS, SpoilingProxy
 from dualwrite import DualWriter, WriterLimits
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, Unavailable
+from dualwrite.kafka.abandoned import Completion
 from dualwrite.kafka.brokers import Connections
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
@@ -19,7 +20,6 @@ from dualwrite.kafka.native import producer as instance
 from dualwrite.kafka.native.coordination import CoordinatorRequests
 from dualwrite.kafka.native.sender import Sender
 from dualwrite.kafka.producer import LaneProducer, TransactionalProducer
-from dualwrite.kafka.transaction_ends import Completion
 from dualwrite.protocol.lives import ProducerState
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedKafka

@@ -14,10 +14,11 @@ from harness.patience import wait_until
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
+from dualwrite.kafka.abandoned import AbandonedTransaction, Completion
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.producer import LaneProducer
-from dualwrite.kafka.transaction_ends import AbandonedTransaction, Completion, PendingEnd, ask_for_ends, know_end
+from dualwrite.kafka.transaction_ends import PendingEnd, ask_for_ends, know_end
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import Ended, EndStep
 from dualwrite.protocol.values import (

@@ -20,11 +20,11 @@ from dualwrite.errors import (
     TransactionAborted,
     Unavailable,
 )
+from dualwrite.kafka.abandoned import Completion
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.error_codes import Phase
 from dualwrite.kafka.producer import LaneProducer, TransactionalProducer
-from dualwrite.kafka.transaction_ends import Completion
 from dualwrite.protocol.lives import ProducerState
 from dualwrite.protocol.values import TransactionStatus
 from dualwrite.testing.checker import read_committed

@@ -13,9 +13,10 @@ from simulator.environment import time_out
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import DecidedTransactionLost
-from dualwrite.kafka.transaction_ends import AbandonedTransaction, Completion
+from dualwrite.kafka.abandoned import AbandonedTransaction, Completion
+from dualwrite.kafka.transaction_ends import steady_view
 from dualwrite.protocol.prepared_state import PreparedTxnState
-from dualwrite.protocol.values import TransactionStatus
+from dualwrite.protocol.values import TransactionStatus, TransactionView
 
 LAST = 32_766
 """The epoch after which the coordinator gives another producer id."""
@@ -87,6 +88,10 @@ def test_it_can_be_committed_by_word(servers: Servers, left: NativeOwner) -> Non
     assert shown(servers, left) == ("CompleteCommit", after(left.epoch))
 
 
+def shown_to(one: AbandonedTransaction) -> TransactionView:
+    return steady_view(one._coordinator, one._kafka_id, Deadline(TIMEOUT_S))
+
+
 @pytest.mark.parametrize("committed", [True, False])
 def test_its_commit_may_be_repeated_and_is_never_taken_for_an_abort(
     servers: Servers, left: NativeOwner, committed: bool
@@ -94,7 +99,7 @@ def test_its_commit_may_be_repeated_and_is_never_taken_for_an_abort(
     state = left.state()
 
     def work(one: AbandonedTransaction) -> None:
-        view = one.look(Deadline(TIMEOUT_S))
+        view = shown_to(one)
         left.end(committed=committed)
         one.commit(view, state, Deadline(TIMEOUT_S))
 
@@ -113,10 +118,10 @@ def test_what_the_broker_has_timed_out_is_lost_even_without_a_witness(servers: S
     state = owner.state(witnesses=0)
 
     def work(one: AbandonedTransaction) -> None:
-        view = one.look(Deadline(TIMEOUT_S))
+        view = shown_to(one)
         servers.simulation.broker = time_out(servers.simulation.broker, owner.kafka_id)
         servers.simulation.write_markers()
-        assert one.look(Deadline(TIMEOUT_S)).status is TransactionStatus.COMPLETE_ABORT
+        assert shown_to(one).status is TransactionStatus.COMPLETE_ABORT
         one.commit(view, replace(state, incarnation=None), Deadline(TIMEOUT_S))
 
     with pytest.raises(DecidedTransactionLost):

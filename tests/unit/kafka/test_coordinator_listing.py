@@ -11,7 +11,7 @@ from kafka.protocol.admin.transactions import ListTransactionsRequest
 from dualwrite import clock as deadlines
 from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
-from dualwrite.kafka import coordinator
+from dualwrite.kafka import coordinator, listing
 from dualwrite.kafka.cluster import Leader, internal_partition
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.coordinator import KafkaCoordinator
@@ -263,7 +263,7 @@ def test_without_evidence_the_list_is_taken_as_it_is_and_a_warning_names_the_rig
     assert ids_in(cluster) == ["p0", "p2"]
     [warning] = caplog.messages
     assert TOPIC in warning
-    assert coordinator.PROBES in warning
+    assert listing.PROBES in warning
 
 
 def happening(cluster, events):
@@ -304,11 +304,11 @@ def test_no_id_is_missing_however_partitions_move(earlier, during):
 def test_the_ids_of_producers_come_from_a_complete_list():
     cluster = Cluster([no_event] * 20 + [lambda cluster: cluster.load(2, 1)])
     del cluster.brokers[2].loaded[1]
-    assert coordinator.ids_of(cluster, [hash("p1")], Deadline(30))[hash("p1")] == "p1"
+    assert listing.ids_of(cluster, [hash("p1")], Deadline(30))[hash("p1")] == "p1"
 
 
 @pytest.mark.parametrize("count", [1, 50, 200])
 def test_each_partition_has_a_probe(count):
-    probes = coordinator._probe_ids(count)
+    probes = listing._probe_ids(count)
     assert [internal_partition(probe, count) for probe in probes] == list(range(count))
-    assert all(probe.startswith(coordinator.PROBES) for probe in probes)
+    assert all(probe.startswith(listing.PROBES) for probe in probes)

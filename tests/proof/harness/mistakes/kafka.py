@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from kafka.protocol.producer.transaction import InitProducerIdRequest
 
-from dualwrite.kafka import log, transaction_ends
+from dualwrite.kafka import abandoned, log
 from dualwrite.kafka.cluster import Place
 from dualwrite.kafka.coordinator import KafkaCoordinator
 from dualwrite.kafka.engine import ProducerEngine
@@ -48,7 +48,7 @@ def state_without_first_offsets(patch: pytest.MonkeyPatch) -> None:
 )
 def ends_whatever_is_there(patch: pytest.MonkeyPatch) -> None:
     """A producer that has kept a transaction ends the one that it finds later, without comparing the two."""
-    patch.setattr(transaction_ends, "another_owner_since", lambda *_: False)
+    patch.setattr(abandoned, "another_owner_since", lambda *_: False)
 
 
 @mistake(performed("late_first_copy_of_a_commit", "shows \\['m1', 'm2'\\]"))

@@ -3,10 +3,11 @@
 import pytest
 
 from dualwrite.kafka import transaction_ends
+from dualwrite.kafka.abandoned import AbandonedTransaction
 from dualwrite.kafka.engine import GREATEST_TIMEOUT_MS
 from dualwrite.kafka.native import coordination
 from dualwrite.kafka.native.coordination import CoordinatorRequests
-from dualwrite.kafka.transaction_ends import AbandonedTransaction, PostedQuestion
+from dualwrite.kafka.transaction_ends import PostedQuestion
 from dualwrite.protocol import settle
 from dualwrite.protocol.batches import CompletionStep, next_native_completion_step
 from dualwrite.protocol.settle import Lookup
