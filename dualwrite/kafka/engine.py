@@ -15,6 +15,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import MutableMapping
     from typing import Concatenate, ParamSpec
 
+    from dualwrite.kafka.config import KafkaConfig
     from dualwrite.protocol.lives import Machine
     from dualwrite.protocol.message import DeliveryCallback, MessageColumns, Sendable, Unsendable
     from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
@@ -126,29 +128,19 @@ def asking(
     step: Callable[Concatenate[AnyEngine, Arguments], Result],
 ) -> Callable[Concatenate[AnyEngine, Arguments], Result]:
     """Note since when a step has been under way that asks the brokers, so that others can say what they wait for."""
-
-    @wraps(step)
-    def noted(self: AnyEngine, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        before = self.asking_since
-        if before is None:
-            self.asking_since, self.asking_for = now_s(), what
-        try:
-            return step(self, *args, **kwargs)
-        except Unavailable:
-            self.unanswered = self.asking
-            raise
-        finally:
-            self.asking_since = before
-
-    what = _ASKED.get(step.__name__, step.__name__)
-    return noted
+    return _noted(step, is_whole=False)
 
 
 def verb(
     step: Callable[Concatenate[AnyEngine, Arguments], Result],
 ) -> Callable[Concatenate[AnyEngine, Arguments], Result]:
-    """Both of them, for a verb that asks the brokers, in one frame."""
+    """As :func:`asking` and :func:`whole`, for a verb that asks the brokers, in one frame."""
+    return _noted(step, is_whole=True)
 
+
+def _noted(
+    step: Callable[Concatenate[AnyEngine, Arguments], Result], *, is_whole: bool
+) -> Callable[Concatenate[AnyEngine, Arguments], Result]:
     @wraps(step)
     def done(self: AnyEngine, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         before = self.asking_since
@@ -162,7 +154,8 @@ def verb(
         except Exception:
             raise
         except BaseException as interruption:
-            self._note_interrupted(step.__name__, interruption)
+            if is_whole:
+                self._note_interrupted(step.__name__, interruption)
             raise
         finally:
             self.asking_since = before
@@ -216,6 +209,19 @@ class Transaction:
             self.first_write_at = now_s()
 
 
+@dataclass(frozen=True)
+class EngineArguments:
+    """What a producer gives to its engine, whichever it chooses. ``incarnation`` is that of a lane's transactional id."""
+
+    transactional_id: str
+    machine: Machine[ProducerState, ProducerEvent]
+    coordinator: TransactionCoordinator
+    config: KafkaConfig
+    incarnation: int | None
+    bulk: bool
+    call_timeout_s: float
+
+
 class ProducerEngine(ABC):
     """One producer of one engine. Used by one thread at a time.
 
@@ -224,20 +230,11 @@ class ProducerEngine(ABC):
 
     engine: Engine
 
-    def __init__(
-        self,
-        transactional_id: str,
-        machine: Machine[ProducerState, ProducerEvent],
-        coordinator: TransactionCoordinator,
-        *,
-        call_timeout_s: float,
-        max_message_bytes: int,
-        bulk: bool,
-    ) -> None:
-        self.machine = machine
-        self.max_message_bytes = max_message_bytes
-        self.bulk = bulk
-        self.log = IdLogger(transactional_id)
+    def __init__(self, given: EngineArguments) -> None:
+        self.machine = given.machine
+        self.max_message_bytes = given.config.max_message_bytes
+        self.bulk = given.bulk
+        self.log = IdLogger(given.transactional_id)
         self.transaction = Transaction()
         self.corked = False  # messages wait for others to be sent with, until something must be sent
         self.prepared: PreparedTxnState | None = None  # also while a commit has no answer
@@ -247,11 +244,11 @@ class ProducerEngine(ABC):
         self.asking_for = ""  # what it asks for
         self.unanswered: tuple[float, str] | None = None  # since when the last question was asked that had no answer
         # While a transaction waits for an answer, the database may hold locks for it.
-        self.answer_within_s = call_timeout_s
+        self.answer_within_s = self.call_timeout_s = given.call_timeout_s
         self.in_vain: Callable[[], bool] | None = None  # whether Kafka is known to be silent; None: wait all the same
-        self._id = transactional_id
-        self._coordinator = coordinator
-        self.call_timeout_s = call_timeout_s
+        self._id = given.transactional_id
+        self._coordinator = given.coordinator
+        self._config = given.config
         self._made_in = process
 
     def patience(self, seconds: float) -> Deadline:

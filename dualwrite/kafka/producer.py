@@ -29,7 +29,7 @@ from dualwrite.interfaces import Closing, NativeCoordinator, TransactionCoordina
 from dualwrite.kafka import engine as forks
 from dualwrite.kafka.config import TWO_PHASE_COMMIT, EngineName, KafkaConfig, wanted_engine
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.engine import Column, ProducerEngine, not_allowed
+from dualwrite.kafka.engine import Column, EngineArguments, ProducerEngine, not_allowed
 from dualwrite.kafka.transaction_ends import PendingEnd, steady_view
 from dualwrite.protocol.lives import PRODUCER_LIFE, WAY_ON, Machine, ProducerEvent, ProducerState
 from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, MessageColumns, Unsendable
@@ -117,12 +117,13 @@ class TransactionalProducer(Closing):
         self._call_timeout_s = self._end_timeout_s = call_timeout_s
         self._flush_timeout_s = call_timeout_s if flush_timeout_s is None else min(flush_timeout_s, call_timeout_s)
         self._commit_timeout_s = call_timeout_s
-        self._bulk = bulk
-        self._incarnation = incarnation
         self._wanted = wanted_engine(engine)
         self._make_handle = make_handle
         self._make_wire = make_wire
         self._machine = Machine("producer", PRODUCER_LIFE, ProducerState.CREATED)
+        self._given = EngineArguments(
+            transactional_id, self._machine, self._coordinator, config, incarnation, bulk, call_timeout_s
+        )
         self._chosen: ProducerEngine | None = None
         self._made_in = forks.process
 
@@ -503,7 +504,7 @@ class TransactionalProducer(Closing):
         return self._chosen
 
     def _choose(self, deadline: Deadline) -> None:
-        engine = choose_engine(self._wanted, self._config, self._coordinator, deadline, bulk=self._bulk)
+        engine = choose_engine(self._wanted, self._config, self._coordinator, deadline, bulk=self._given.bulk)
         self._chosen = chosen = self._make_native() if engine is Engine.NATIVE else self._make_librdkafka()
         chosen.answer_within_s = self._flush_timeout_s
 
@@ -514,31 +515,13 @@ class TransactionalProducer(Closing):
         like = self._coordinator.brokers if isinstance(self._coordinator, KafkaCoordinator) else None
         if like is not None and like.listener != self._config.listener:
             like = None  # its brokers have other addresses than ours
-        return NativeInstance(
-            self._id,
-            self._machine,
-            self._coordinator,
-            self._config,
-            incarnation=self._incarnation,
-            bulk=self._bulk,
-            call_timeout_s=self._call_timeout_s,
-            make_wire=self._make_wire or partial(connect, like=like),
-        )
+        return NativeInstance(self._given, self._make_wire or partial(connect, like=like))
 
     def _make_librdkafka(self) -> ProducerEngine:
         from dualwrite.kafka.librdkafka.handle import Handle  # noqa: PLC0415 - as above
         from dualwrite.kafka.librdkafka.producer import ProducerInstance  # noqa: PLC0415 - as above
 
-        return ProducerInstance(
-            self._id,
-            self._machine,
-            self._coordinator,
-            self._config,
-            incarnation=self._incarnation,
-            bulk=self._bulk,
-            call_timeout_s=self._call_timeout_s,
-            make_handle=self._make_handle or Handle,
-        )
+        return ProducerInstance(self._given, self._make_handle or Handle)
 
     def _open(self, event: ProducerEvent, deadline: Deadline) -> None:
         self._timeout_ms = self._instance.open(event, self._asked_timeout_ms, deadline)

@@ -18,7 +18,7 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import ConfigurationError, DualWriteError, TransactionAborted
 from dualwrite.interfaces import TransactionCoordinator
-from dualwrite.kafka.engine import OLD_S, Callbacks, ProducerEngine, Transaction
+from dualwrite.kafka.engine import OLD_S, Callbacks, EngineArguments, ProducerEngine, Transaction
 from dualwrite.kafka.error_codes import (
     CONNECTING,
     NO_PARTITION,
@@ -36,7 +36,7 @@ from dualwrite.kafka.error_codes import (
     other_producer,
 )
 from dualwrite.kafka.librdkafka.handle import Handle, NoAnswer
-from dualwrite.protocol.lives import Machine, ProducerEvent, ProducerState
+from dualwrite.protocol.lives import ProducerEvent
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.settle import Ended
 from dualwrite.protocol.values import OFFSETS_TOPIC, TransactionStatus, TransactionView
@@ -256,27 +256,10 @@ class JudgedProducer(ProducerEngine):
 
     transaction: OpenTransaction
 
-    def __init__(
-        self,
-        transactional_id: str,
-        machine: Machine[ProducerState, ProducerEvent],
-        coordinator: TransactionCoordinator,
-        *,
-        silent_retry_after_s: float,
-        call_timeout_s: float,
-        max_message_bytes: int,
-        bulk: bool,
-    ) -> None:
-        super().__init__(
-            transactional_id,
-            machine,
-            coordinator,
-            call_timeout_s=call_timeout_s,
-            max_message_bytes=max_message_bytes,
-            bulk=bulk,
-        )
+    def __init__(self, given: EngineArguments) -> None:
+        super().__init__(given)
         self.transaction = OpenTransaction()
-        self._silent_retry_after_s = silent_retry_after_s  # a call that takes longer may have been sent twice
+        self._silent_retry_after_s = given.config.silent_retry_after_s  # a longer call may have been sent twice
         self._handle: Handle | None = None
 
     @property

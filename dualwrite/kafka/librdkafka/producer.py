@@ -46,9 +46,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from confluent_kafka._types import HeadersType
 
-    from dualwrite.interfaces import TransactionCoordinator
-    from dualwrite.kafka.config import KafkaConfig
-    from dualwrite.protocol.lives import Machine
+    from dualwrite.kafka.engine import EngineArguments
     from dualwrite.protocol.message import DeliveryCallback
 
 _SERVE_EVERY: Final = 256
@@ -65,29 +63,9 @@ class ProducerInstance(JudgedProducer):
 
     engine = Engine.LIBRDKAFKA
 
-    def __init__(
-        self,
-        transactional_id: str,
-        machine: Machine[ProducerState, ProducerEvent],
-        coordinator: TransactionCoordinator,
-        config: KafkaConfig,
-        *,
-        incarnation: int | None,
-        make_handle: MakeHandle,
-        bulk: bool,
-        call_timeout_s: float,
-    ) -> None:
-        super().__init__(
-            transactional_id,
-            machine,
-            coordinator,
-            silent_retry_after_s=config.silent_retry_after_s,
-            call_timeout_s=call_timeout_s,
-            max_message_bytes=config.max_message_bytes,
-            bulk=bulk,
-        )
-        self._config = config
-        self._evidence = Evidence(coordinator, transactional_id, incarnation)
+    def __init__(self, given: EngineArguments, make_handle: MakeHandle) -> None:
+        super().__init__(given)
+        self._evidence = Evidence(given.coordinator, given.transactional_id, given.incarnation)
         self._make_handle = make_handle
 
     @property

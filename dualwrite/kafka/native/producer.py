@@ -34,6 +34,7 @@ from dualwrite.kafka.engine import (
     OLD_S,
     SILENT_ABORT_S,
     Callbacks,
+    EngineArguments,
     IdLogger,
     ProducerEngine,
     Transaction,
@@ -84,7 +85,6 @@ if TYPE_CHECKING:
     from dualwrite.kafka.native.produce_state import Delivered
     from dualwrite.kafka.native.records import RecordsBuilder
     from dualwrite.kafka.native.settings import NativeSettings, StatisticsCallback
-    from dualwrite.protocol.lives import Machine
 
 _EPOCHS: Final = 30_000
 """The epoch at which a producer is replaced; the protocol's last one is 32,767."""
@@ -132,28 +132,9 @@ class NativeInstance(ProducerEngine):
     _sender: Sender
     _open: OpenTransaction
 
-    def __init__(
-        self,
-        transactional_id: str,
-        machine: Machine[ProducerState, ProducerEvent],
-        coordinator: TransactionCoordinator,
-        config: KafkaConfig,
-        *,
-        incarnation: int | None,
-        bulk: bool,
-        call_timeout_s: float,
-        make_wire: MakeWire = connect,
-    ) -> None:
-        super().__init__(
-            transactional_id,
-            machine,
-            coordinator,
-            call_timeout_s=call_timeout_s,
-            max_message_bytes=config.max_message_bytes,
-            bulk=bulk,
-        )
-        self._config = config
-        self._evidence = Evidence(transactional_id, coordinator, incarnation)
+    def __init__(self, given: EngineArguments, make_wire: MakeWire) -> None:
+        super().__init__(given)
+        self._evidence = Evidence(given.transactional_id, given.coordinator, given.incarnation)
         self._make_wire = make_wire
         self._wire: Wire | None = None
         self._settings: NativeSettings | None = None
