@@ -106,6 +106,20 @@ def until_answered(
     return answers
 
 
+def until_known(ask: Callable[[], Value | NotYet], deadline: Deadline, what: str) -> Value:
+    """As :func:`until_answered`, for one question."""
+    return until_answered([None], lambda _: {None: ask()}, deadline, what)[None]
+
+
+def answers_of_all(brokers: Brokers, make: Callable[[int], Request | Message], deadline: Deadline) -> Sequence[Answer]:
+    """The answers of all brokers, each to the request that ``make`` has for its id. Raises `NotYet` if one has none."""
+    answers = brokers.exchange([(node, make(node)) for node in brokers.nodes(deadline)], deadline)
+    for answer in answers:
+        if isinstance(answer, NotYet):
+            raise answer
+    return answers
+
+
 def verdict(code: int, subject: str, grant: str) -> NotYet | None:
     """Decide what a broker's error code means: None for no error, else the reason to retry.
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.interfaces import Closing
-from dualwrite.kafka.brokers import Brokers, Connections, NotYet, until_answered, verdict
+from dualwrite.kafka.brokers import Brokers, Connections, NotYet, answers_of_all, until_answered, until_known, verdict
 from dualwrite.kafka.cluster import (
     HELD_BACK_S,
     Coordinators,
@@ -102,39 +102,45 @@ class KafkaCoordinator(Closing):
     def cluster_id(self, deadline: Deadline) -> str:
         """The id of the cluster that the bootstrap servers belong to."""
 
-        def ask(_: list[None]) -> dict[None, str | NotYet]:
-            return {None: self._brokers.metadata((), deadline).cluster_id or NotYet("the cluster has no id yet")}
+        def ask() -> str | NotYet:
+            return self._brokers.metadata((), deadline).cluster_id or NotYet("the cluster has no id yet")
 
-        return until_answered([None], ask, deadline, "report its cluster id")[None]
+        return until_known(ask, deadline, "report its cluster id")
 
     def max_transaction_timeout_ms(self, deadline: Deadline) -> int | None:
         """The smallest ``transaction.max.timeout.ms`` of all brokers; None if we may not read it."""
 
-        def ask(_: list[None]) -> dict[None, int | None]:
-            requests = [
-                (node, DescribeConfigs(ResourceType.BROKER, [str(node)], TIME_LIMIT))
-                for node in self._brokers.nodes(deadline)
-            ]
+        def ask() -> int | NotYet | None:
             found = []
-            answer: Sequence[DescribedConfig] | NotYet
-            for answer in self._brokers.exchange(requests, deadline):
-                if isinstance(answer, NotYet):
-                    raise answer
+            answer: Sequence[DescribedConfig]
+            for answer in answers_of_all(
+                self._brokers, lambda node: DescribeConfigs(ResourceType.BROKER, [str(node)], TIME_LIMIT), deadline
+            ):
                 for broker in answer:
                     if broker.error_code == Code.CLUSTER_AUTHORIZATION_FAILED:
-                        return {None: None}
+                        return None
                     why = verdict(broker.error_code, "the broker's configuration", "DescribeConfigs on the cluster")
                     if why is not None:
-                        raise why
+                        return why
                     if (value := broker.values.get(TIME_LIMIT)) is not None:
                         found.append(int(value))
-            return {None: min(found)}
+            return min(found)
 
-        return until_answered([None], ask, deadline, f"report its {TIME_LIMIT}")[None]
+        return until_known(ask, deadline, f"report its {TIME_LIMIT}")
 
     def describe(self, kafka_ids: Collection[str], deadline: Deadline) -> Mapping[str, TransactionView]:
         """The coordinator's view of each id; an unknown id has the status ``NO_SUCH_ID``. Source: KIP-664."""
-        return describe(self._coordinators, kafka_ids, deadline)
+
+        def requests(ids: list[str]) -> Iterator[tuple[Request, list[str]]]:
+            yield DescribeTransactions(ids), ids
+
+        def read(
+            _: list[str], answer: Sequence[DescribedTransaction]
+        ) -> Iterator[tuple[str, TransactionView | NotYet]]:
+            for described in answer:
+                yield described.transactional_id, _view(described)
+
+        return self._coordinators.ask(kafka_ids, requests, read, deadline, "describe the transactions")
 
     def end(
         self, transactions: Mapping[str, PreparedTxnState], *, committed: bool, deadline: Deadline, once: bool = False
@@ -145,7 +151,10 @@ class KafkaCoordinator(Closing):
         harmless unless a producer begins another transaction with that id and epoch. After `Unavailable` any of the
         transactions may have ended.
         """
-        return end(self._coordinators, transactions, deadline, committed=committed, once=once)
+        from dualwrite.kafka.kafka_python import end_shared  # noqa: PLC0415 - loads kafka-python, which no native writer needs
+
+        named = {kafka_id: (state.producer_id, state.epoch) for kafka_id, state in transactions.items()}
+        return self._ended(named, end_shared, deadline, committed=committed, once=once)
 
     def end_exactly(
         self, transactions: Mapping[str, tuple[int, int]], *, committed: bool, deadline: Deadline
@@ -155,8 +164,28 @@ class KafkaCoordinator(Closing):
         Any process may do so under transaction version 2, and repeat it. After `Unavailable` any of the transactions may
         have ended. `ConfigurationError` also if a broker is older than 4.0. Source: KIP-890.
         """
-        named = {kafka_id: PreparedTxnState(*ids) for kafka_id, ids in transactions.items()}
-        return end(self._coordinators, named, deadline, committed=committed, exactly=True)
+        return self._ended(transactions, EndTxn, deadline, committed=committed)
+
+    def _ended(
+        self,
+        transactions: Mapping[str, tuple[int, int]],
+        make: Callable[..., Request | Message],
+        deadline: Deadline,
+        *,
+        committed: bool,
+        once: bool = False,
+    ) -> Mapping[str, EndAnswer]:
+        def requests(ids: list[str]) -> Iterator[tuple[Request | Message, list[str]]]:
+            for kafka_id in ids:
+                yield make(kafka_id, transactions[kafka_id], committed=committed), [kafka_id]
+
+        def read(ids: list[str], response: Message) -> Iterator[tuple[str, EndAnswer | NotYet]]:
+            [kafka_id] = ids
+            code = response.error_code
+            answer = _END_ANSWERS.get(code)
+            yield kafka_id, answer or _retriable(code, f"the end of {kafka_id!r}", _write_right(kafka_id))
+
+        return self._coordinators.ask(transactions, requests, read, deadline, "end the transactions", once=once)
 
     def transaction_version(self, deadline: Deadline) -> int:
         """The cluster's finalized ``transaction.version``: from 2 on, every transaction has an epoch of its own (KIP-890).
@@ -164,21 +193,16 @@ class KafkaCoordinator(Closing):
         0 if the cluster has not finalized one. While it is being raised or lowered, the lowest of the brokers' answers.
         """
 
-        def ask(_: list[None]) -> dict[None, int]:
-            requests = [(node, FinalizedFeatures()) for node in self._brokers.nodes(deadline)]
-            found = []
-            answer: tuple[int, Mapping[str, int]] | NotYet
-            for answer in self._brokers.exchange(requests, deadline):
-                if isinstance(answer, NotYet):
-                    raise answer
-                code, levels = answer
+        def ask() -> int | NotYet:
+            found: list[int] = []
+            for code, levels in answers_of_all(self._brokers, lambda _: FinalizedFeatures(), deadline):
                 why = verdict(code, "the versions of a broker", "Describe on the cluster")
                 if why is not None:
-                    raise why
+                    return why
                 found.append(levels.get(_TRANSACTION_VERSION, 0))
-            return {None: min(found)}
+            return min(found)
 
-        return until_answered([None], ask, deadline, f"report its {_TRANSACTION_VERSION}")[None]
+        return until_known(ask, deadline, f"report its {_TRANSACTION_VERSION}")
 
     def retire(
         self, kafka_ids: Collection[str], deadline: Deadline, *, timeouts_ms: Mapping[str, int] | None = None
@@ -297,14 +321,14 @@ class KafkaCoordinator(Closing):
 
     def topic_ids(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, str]:
         """The id of each topic as URL-safe base64. A topic that does not exist is missing from the result."""
-        found = self._find_topics(topics, deadline, fresh=True)
+        found = self._find_topics(topics, deadline)
         return {
             name: topic.topic_id for name, topic in found.items() if topic is not None and topic.topic_id is not None
         }
 
     def cluster_and_topics(self, topics: Collection[str], deadline: Deadline) -> tuple[str, Mapping[str, Topic]]:
         """The cluster's id, and each topic that exists, as they are now; in one request if there are topics."""
-        found = self._find_topics(topics, deadline, fresh=True)
+        found = self._find_topics(topics, deadline)
         cluster_id = self._topics.cluster_id if topics else None
         return cluster_id or self.cluster_id(deadline), {
             name: topic for name, topic in found.items() if topic is not None
@@ -317,12 +341,12 @@ class KafkaCoordinator(Closing):
         looks at the rights first, and finds nothing to end.
         """
 
-        def ask(_: list[None]) -> dict[None, bool]:
+        def ask() -> bool:
             ended: TransactionEnded = self._brokers.lookup(lambda: EndTxn(kafka_id, (0, 0), committed=False), deadline)
-            return {None: ended.error_code != Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED}
+            return ended.error_code != Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED
 
         try:
-            return until_answered([None], ask, deadline, "tell the rights on transactional ids")[None]
+            return until_known(ask, deadline, "tell the rights on transactional ids")
         except ConfigurationError as error:
             if isinstance(error.__cause__, NotOffered):  # by brokers before 4.0
                 return True
@@ -388,12 +412,7 @@ class KafkaCoordinator(Closing):
         a new topic, where the state names the old one's id.
         """
         ids = [state.topic_ids for state, _ in asked]
-        found = until_answered(
-            {topic for of_state in ids for topic in of_state},
-            lambda pending: self._topics.find(pending, deadline, fresh=True),
-            deadline,
-            "describe the topics",
-        )
+        found = self._find_topics({topic for of_state in ids for topic in of_state}, deadline)
         in_topics = {
             topic: frozenset((topic, number) for number in known.leaders) for topic, known in found.items() if known
         }
@@ -495,7 +514,7 @@ class KafkaCoordinator(Closing):
 
     def partitions_of(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, int]:
         """The number of partitions of each topic. A topic that does not exist is missing from the result."""
-        found = self._find_topics(topics, deadline, fresh=True)
+        found = self._find_topics(topics, deadline)
         return {name: len(topic.leaders) for name, topic in found.items() if topic is not None}
 
     def later_commits(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[Later]:
@@ -504,12 +523,9 @@ class KafkaCoordinator(Closing):
 
         return log.later_commits(self._brokers, self._topics, states, deadline)
 
-    def _find_topics(self, topics: Collection[str], deadline: Deadline, *, fresh: bool) -> dict[str, Topic | None]:
+    def _find_topics(self, topics: Collection[str], deadline: Deadline) -> dict[str, Topic | None]:
         return until_answered(
-            topics,
-            lambda pending: self._topics.find(pending, deadline, fresh=fresh),
-            deadline,
-            "describe the topics",
+            topics, lambda pending: self._topics.find(pending, deadline, fresh=True), deadline, "describe the topics"
         )
 
 
@@ -532,44 +548,6 @@ _NOT_ADDED: Final[frozenset[int]] = _OVERTAKEN | {
     Code.UNKNOWN_TOPIC_OR_PARTITION,
     Code.OPERATION_NOT_ATTEMPTED,
 }
-
-
-def end(
-    coordinators: Coordinators,
-    transactions: Mapping[str, PreparedTxnState],
-    deadline: Deadline,
-    *,
-    committed: bool,
-    once: bool = False,
-    exactly: bool = False,
-) -> Mapping[str, EndAnswer]:
-    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.end`, and with ``exactly``, ``end_exactly`` there."""
-
-    def requests(ids: list[str]) -> Iterator[tuple[Request | Message, list[str]]]:
-        for kafka_id in ids:
-            state = transactions[kafka_id]
-            yield (
-                _end_request(kafka_id, (state.producer_id, state.epoch), committed=committed, exactly=exactly),
-                [kafka_id],
-            )
-
-    def read(ids: list[str], response: Message) -> Iterator[tuple[str, EndAnswer | NotYet]]:
-        [kafka_id] = ids
-        answer = _END_ANSWERS.get(response.error_code)
-        yield (
-            kafka_id,
-            answer or _retriable(response.error_code, f"the end of {kafka_id!r}", _write_right(kafka_id)),
-        )
-
-    return coordinators.ask(transactions, requests, read, deadline, "end the transactions", once=once)
-
-
-def _end_request(kafka_id: str, ids: tuple[int, int], *, committed: bool, exactly: bool) -> Request | Message:
-    if exactly:
-        return EndTxn(kafka_id, ids, committed=committed)
-    from dualwrite.kafka import kafka_python  # noqa: PLC0415 - loads kafka-python, which no native writer needs here
-
-    return kafka_python.end_shared(kafka_id, ids, committed=committed)
 
 
 def _retriable(error_code: int, subject: str, right: str) -> NotYet:
@@ -607,21 +585,6 @@ def _shown(there: Producers | None, producer_id: int) -> ShownProducer | None:
 _CLEANUP: Final = "cleanup.policy"
 
 _STATUS: Final = {status.value: status for status in TransactionStatus if status is not TransactionStatus.NO_SUCH_ID}
-
-
-def describe(
-    coordinators: Coordinators, kafka_ids: Collection[str], deadline: Deadline
-) -> Mapping[str, TransactionView]:
-    """See :meth:`dualwrite.kafka.coordinator.KafkaCoordinator.describe`."""
-
-    def requests(ids: list[str]) -> Iterator[tuple[Request, list[str]]]:
-        yield DescribeTransactions(ids), ids
-
-    def read(_: list[str], answer: Sequence[DescribedTransaction]) -> Iterator[tuple[str, TransactionView | NotYet]]:
-        for described in answer:
-            yield described.transactional_id, _view(described)
-
-    return coordinators.ask(kafka_ids, requests, read, deadline, "describe the transactions")
 
 
 def _view(described: DescribedTransaction) -> TransactionView | NotYet:

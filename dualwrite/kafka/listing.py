@@ -20,7 +20,7 @@ from typing import Final
 
 from dualwrite.clock import Deadline
 from dualwrite.kafka import kafka_python
-from dualwrite.kafka.brokers import Brokers, NotYet, until_answered, verdict
+from dualwrite.kafka.brokers import Brokers, NotYet, answers_of_all, until_known, verdict
 from dualwrite.kafka.cluster import Leader, internal_partition, read_topics
 from dualwrite.kafka.error_codes import Code, code_name
 from dualwrite.kafka.messages import Message, Request
@@ -55,7 +55,7 @@ def list_transactions(brokers: Brokers, producer_ids: Collection[int], deadline:
     `Unavailable` if some brokers did not answer in time, or some transactions had no coordinator.
     """
 
-    def ask(_: list[None]) -> dict[None, Listing | NotYet]:
+    def ask() -> Listing | NotYet:
         seen = brokers.metadata([TRANSACTION_STATE], deadline)
         nodes, leaders = [broker.node_id for broker in seen.brokers], _leaders(seen)
         probes = _probes(leaders or {})
@@ -67,26 +67,24 @@ def list_transactions(brokers: Brokers, producer_ids: Collection[int], deadline:
             for request in _requests(list(probes.get(node, {}).values()), producer_ids)
         ]
         # A broker gets its requests in this order, and serves those of one connection one after the other.
-        return {None: _judged(leaders, brokers.exchange(asked, deadline))}
+        return _judged(leaders, brokers.exchange(asked, deadline))
 
-    return until_answered([None], ask, deadline, "list the transactional ids")[None]
+    return until_known(ask, deadline, "list the transactional ids")
 
 
 def open_ids(brokers: Brokers, deadline: Deadline) -> set[str]:
     """The ids whose transactions any broker lists as open; it may coordinate them no more. Only those that we may describe."""
     request = kafka_python.list_transactions(states=[status.value for status in OPEN])
 
-    def ask(_: list[None]) -> dict[None, set[str] | NotYet]:
+    def ask() -> set[str] | NotYet:
         found: set[str] = set()
-        for answer in brokers.exchange([(node, request) for node in brokers.nodes(deadline)], deadline):
-            if isinstance(answer, NotYet):
-                return {None: answer}
+        for answer in answers_of_all(brokers, lambda _: request, deadline):
             if (why := verdict(answer.error_code, _LIST, _TO_LIST)) is not None:
-                return {None: why}
+                return why
             found.update(state.transactional_id for state in answer.transaction_states)
-        return {None: found}
+        return found
 
-    return until_answered([None], ask, deadline, "list the open transactions")[None]
+    return until_known(ask, deadline, "list the open transactions")
 
 
 def _requests(probes: Sequence[str], producer_ids: Collection[int]) -> Iterator[Request | Message]:

@@ -10,7 +10,7 @@ from typing import Final
 
 from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import DualWriteError
-from dualwrite.kafka.brokers import Connections, NotYet, until_answered
+from dualwrite.kafka.brokers import Connections, NotYet, until_known
 from dualwrite.kafka.cluster import Topic, Topics
 from dualwrite.kafka.messages import Done, Produce, TopicKey
 from dualwrite.kafka.native.produce_state import Delivered, Partition, ProduceCore, ToSend
@@ -61,8 +61,7 @@ class Sender:
         fresh = fresh or name not in self._found_at or now_s() >= self._found_at[name] + _REFRESH_S
         found = None if fresh else self._topics.known(name)
         if found is None:
-            find = partial(self._find, deadline, fresh=fresh)
-            [(found,)] = until_answered([name], find, deadline, f"describe topic {name!r}").values()
+            found = self._found(name, deadline, fresh=fresh)
         if found is not None:
             if fresh:
                 self._found_at[name] = now_s()
@@ -90,11 +89,16 @@ class Sender:
 
     def finds(self, name: str, deadline: Deadline) -> bool:
         """Whether the topic is found now. Unlike :meth:`topic`, also between two transactions."""
-        find = partial(self._find, deadline, fresh=True)
-        [(found,)] = until_answered([name], find, deadline, f"describe topic {name!r}").values()
+        found = self._found(name, deadline, fresh=True)
         if found is not None:
             self._found_at[name] = now_s()
         return found is not None
+
+    def _found(self, name: str, deadline: Deadline, *, fresh: bool) -> Topic | None:
+        def ask() -> Topic | NotYet | None:
+            return self._topics.find([name], deadline, fresh=fresh)[name]
+
+        return until_known(ask, deadline, f"describe topic {name!r}")
 
     def ids_of(self, names: Collection[str], deadline: Deadline) -> dict[str, bytes]:
         """The ids of topics that the transaction need not write to, as they were when first looked at, until :meth:`forget`.
@@ -111,12 +115,6 @@ class Sender:
     def forget(self, names: Collection[str]) -> None:
         """Look these topics up again before their next use: one of them may have been made again under its name."""
         self._topics.forget(names)
-
-    def _find(
-        self, deadline: Deadline, names: list[str], *, fresh: bool = False
-    ) -> dict[str, tuple[Topic | None] | NotYet]:
-        found = self._topics.find(names, deadline, fresh=fresh)
-        return {name: topic if isinstance(topic, NotYet) else (topic,) for name, topic in found.items()}
 
     def _learn(self, name: str, topic: Topic) -> None:
         assert self._core is not None
@@ -215,17 +213,17 @@ class Sender:
         assert self._core is not None
         names = sorted(self._core.outdated)
         try:
-            found = self._find(Deadline(min(_LOOK_UP_S, deadline.remaining_s())), names, fresh=True)
+            found = self._topics.find(names, Deadline(min(_LOOK_UP_S, deadline.remaining_s())), fresh=True)
         except NotYet as reason:
             logger.debug("%s: no broker describes %s: %s", self._id, ", ".join(names), reason)
             found = {}
         for name, topic in found.items():
             if isinstance(topic, NotYet):
                 continue
-            if topic[0] is None:
+            if topic is None:
                 self._core.note_missing(name, now_s())
             else:
-                self._learn(name, topic[0])
+                self._learn(name, topic)
         self._looked_up_at = now_s()
 
     def _posted(self, core: ProduceCore, request: ToSend) -> tuple[int, Produce, Done]:
