@@ -44,8 +44,6 @@ from dualwrite.protocol.values import (
 if TYPE_CHECKING:
     from kafka.record.default_records import DefaultRecordBatch
 
-    from dualwrite.kafka.log import Aborted
-
 
 @dataclass(frozen=True)
 class BlockingTransaction:
@@ -402,7 +400,7 @@ class _Look:
 
 
 def nothing_to_read(
-    batches: Iterable[DefaultRecordBatch], aborted: Iterable[Aborted], offset: int, stable: int
+    batches: Iterable[DefaultRecordBatch], aborted: Iterable[Message], offset: int, stable: int
 ) -> bool:
     """Whether a ``read_committed`` consumer at this offset gets nothing before the last stable one.
 

@@ -108,7 +108,11 @@ def until_answered(
 
 def until_known(ask: Callable[[], Value | NotYet], deadline: Deadline, what: str) -> Value:
     """As :func:`until_answered`, for one question."""
-    return until_answered([None], lambda _: {None: ask()}, deadline, what)[None]
+
+    def alone(_: list[None]) -> dict[None, Value | NotYet]:
+        return {None: ask()}
+
+    return until_answered([None], alone, deadline, what)[None]
 
 
 def answers_of_all(brokers: Brokers, make: Callable[[int], Request | Message], deadline: Deadline) -> Sequence[Answer]:

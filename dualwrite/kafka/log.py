@@ -16,7 +16,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import Unavailable
@@ -33,23 +34,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+AnyScan = TypeVar("AnyScan", "Scan", "LaterScan")
+
 _NEAR: Final = 2_000  # offsets: read this little at once instead of waiting for other producers' open transactions
 _ONE_BATCH: Final = 1  # byte: a broker sends at least one whole batch, however large
 _FIRST_MAGIC_WITH_PRODUCERS: Final = 2
-
-
-class Aborted(Protocol):
-    """An aborted transaction of one partition, as a ``read_committed`` answer lists it."""
-
-    @property
-    def producer_id(self) -> int:
-        """Its producer."""
-        ...
-
-    @property
-    def first_offset(self) -> int:
-        """Its first offset."""
-        ...
 
 
 @dataclass(eq=False)
@@ -72,7 +61,7 @@ class Scan:
         """The partition."""
         return Place(self.first.topic, self.first.partition, self.first.topic_id)
 
-    def glance(self, records: Iterable[DefaultRecordBatch], aborted: Iterable[Aborted]) -> LogProof | None:
+    def glance(self, records: Iterable[DefaultRecordBatch], aborted: Iterable[Message]) -> LogProof | None:
         """The proof from a ``read_committed`` answer at the first offset; None if you have to :meth:`read` on.
 
         The answer has no batch while a transaction that begins there or before is open. A producer has one transaction open
@@ -227,8 +216,10 @@ class _LogSearch:
 
     def resume(self, scans: list[Scan]) -> dict[Scan, LogProof | NotYet]:
         """Read each partition until its proof is found, or until an error."""
-        answers: dict[Scan, LogProof | NotYet] = {}
-        leaders = self._leaders(scans, answers)
+        leaders, absent = _led(self._topics, scans, self._deadline, fresh=self._fresh)
+        answers: dict[Scan, LogProof | NotYet] = {scan: why or LogProof.UNKNOWABLE for scan, why in absent.items()}
+        for scan, why in absent.items():
+            scan.is_gone = why is None
         reading = [scan for scan in scans if scan in leaders]
         while reading:
             if self._deadline.expired:
@@ -243,18 +234,6 @@ class _LogSearch:
             reading = [scan for scan in reading if scan not in answers]
         self._topics.forget(scan.first.topic for scan, answer in answers.items() if isinstance(answer, NotYet))
         return answers
-
-    def _leaders(self, scans: list[Scan], answers: dict[Scan, LogProof | NotYet]) -> dict[Scan, Leader]:
-        found = self._topics.find({scan.first.topic for scan in scans}, self._deadline, fresh=self._fresh)
-        leaders: dict[Scan, Leader] = {}
-        for scan in scans:
-            leader = scan.place.leader(found)
-            if isinstance(leader, Leader):
-                leaders[scan] = leader
-            else:
-                scan.is_gone = leader is None
-                answers[scan] = leader or LogProof.UNKNOWABLE
-        return leaders
 
     def _read(self, scan: Scan, leader: Leader, response: Message | NotYet) -> LogProof | NotYet | None:
         partition = fetched(scan.place, response)
@@ -288,6 +267,16 @@ class _LogSearch:
         return NotYet(f"{scan.place} is not replicated up to offset {scan.position} yet")
 
 
+def _led(
+    topics: Topics, scans: Sequence[AnyScan], deadline: Deadline, *, fresh: bool
+) -> tuple[dict[AnyScan, Leader], dict[AnyScan, NotYet | None]]:
+    """The leaders of the scans' partitions, and why some have none: None for one that does not exist."""
+    found = topics.find({scan.first.topic for scan in scans}, deadline, fresh=fresh)
+    shown = {scan: scan.place.leader(found) for scan in scans}
+    leaders = {scan: leader for scan, leader in shown.items() if isinstance(leader, Leader)}
+    return leaders, {scan: why for scan, why in shown.items() if not isinstance(why, Leader)}
+
+
 def _fetch(scan: Scan, leader: Leader) -> Message:
     return fetch(scan.place, leader, scan.position) if scan.glanced else glance_request(scan, leader)
 
@@ -306,23 +295,6 @@ def glance_request(scan: Scan, leader: Leader) -> Message:
 _NO_SEQUENCE: Final = -1
 Sequenced = tuple[int, int]
 """An epoch and a sequence number, which identify a record of a producer."""
-
-
-class LogBatch(Protocol):
-    """The fields of a log batch that the scan reads."""
-
-    @property
-    def base_offset(self) -> int: ...
-    @property
-    def next_offset(self) -> int: ...
-    @property
-    def producer_id(self) -> int: ...
-    @property
-    def producer_epoch(self) -> int: ...
-    @property
-    def last_sequence(self) -> int: ...
-    @property
-    def is_control_batch(self) -> bool: ...
 
 
 @dataclass(eq=False)
@@ -350,7 +322,7 @@ class LaterScan:
         """The partition."""
         return Place(self.first.topic, self.first.partition, self.first.topic_id)
 
-    def read(self, batches: Iterable[LogBatch]) -> None:
+    def read(self, batches: Iterable[DefaultRecordBatch]) -> None:
         """Continue the search over these batches."""
         for batch in batches:
             if batch.next_offset <= self.position or self.done:
@@ -367,7 +339,7 @@ class LaterScan:
         """
         return self.epoch is not None and self.newest is not None and self.newest <= (self.epoch + 1, _NO_SEQUENCE)
 
-    def _own(self, batch: LogBatch) -> None:
+    def _own(self, batch: DefaultRecordBatch) -> None:
         if self.epoch is not None:
             self._own_native(batch, self.epoch)
             return
@@ -381,7 +353,7 @@ class LaterScan:
         # The known transaction's own marker need not be read; a later transaction's marker decides.
         self.done = not self._past_known and (batch.producer_epoch, batch.last_sequence) == self.newest
 
-    def _own_native(self, batch: LogBatch, known_epoch: int) -> None:
+    def _own_native(self, batch: DefaultRecordBatch, known_epoch: int) -> None:
         if batch.is_control_batch:
             # A settler's repair commits under a later epoch still.
             if self._begun_at is not None and is_commit(batch) and batch.producer_epoch == self._begun_epoch + 1:
@@ -393,9 +365,9 @@ class LaterScan:
             self._begun_at, self._begun_epoch = batch.base_offset, batch.producer_epoch
 
 
-def is_commit(batch: LogBatch) -> bool:
+def is_commit(batch: DefaultRecordBatch) -> bool:
     """Whether a control batch is a commit marker."""
-    record = next(iter(batch))  # type: ignore[call-overload]
+    record = next(iter(batch))
     return bool(record.commit)
 
 
@@ -436,60 +408,50 @@ def later_commits(
     """
     scans = [scans_of(state) for state in states]
     pending = [scan for of_state in scans for scan in of_state]
-    search = _LaterSearch(brokers, topics, deadline)
+    search = partial(_later_now, brokers, topics, deadline)
     for start in range(0, len(pending), AT_ONCE):
-        until_answered(pending[start : start + AT_ONCE], search.resume, deadline, "look for later transactions")
+        until_answered(pending[start : start + AT_ONCE], search, deadline, "look for later transactions")
     return [joined(state, of_state) for state, of_state in zip(states, scans, strict=True)]
 
 
-class _LaterSearch:
-    """Reads some partitions in parallel. After an error it continues where it stopped."""
+def _later_now(
+    brokers: Brokers, topics: Topics, deadline: Deadline, scans: list[LaterScan]
+) -> dict[LaterScan, bool | NotYet]:
+    """Read some partitions in parallel, each up to the producer's newest record, or until an error: then continue there."""
+    leaders, absent = _led(topics, scans, deadline, fresh=True)
+    answers: dict[LaterScan, bool | NotYet] = {scan: why or True for scan, why in absent.items()}
+    _ask_newest(brokers, leaders, deadline, answers)
+    while reading := [scan for scan in leaders if scan not in answers]:
+        if deadline.expired:
+            raise NotYet("there is more to read")
+        requests = [(leaders[scan].node, fetch(scan.place, leaders[scan], scan.position)) for scan in reading]
+        for scan, response in zip(reading, brokers.exchange(requests, deadline), strict=True):
+            answer = _read(scan, response)
+            if answer is not None:
+                answers[scan] = answer
+    topics.forget(scan.first.topic for scan, answer in answers.items() if isinstance(answer, NotYet))
+    return answers
 
-    def __init__(self, brokers: Brokers, topics: Topics, deadline: Deadline) -> None:
-        self._brokers = brokers
-        self._topics = topics
-        self._deadline = deadline
 
-    def resume(self, scans: list[LaterScan]) -> dict[LaterScan, bool | NotYet]:
-        """Read each partition up to the producer's newest record, or until an error."""
-        found = self._topics.find({scan.first.topic for scan in scans}, self._deadline, fresh=True)
-        answers: dict[LaterScan, bool | NotYet] = {}
-        leaders: dict[LaterScan, Leader] = {}
-        for scan in scans:
-            leader = scan.place.leader(found)
-            if isinstance(leader, Leader):
-                leaders[scan] = leader
+def _ask_newest(
+    brokers: Brokers, leaders: Mapping[LaterScan, Leader], deadline: Deadline, answers: dict[LaterScan, bool | NotYet]
+) -> None:
+    by_node: dict[int, list[LaterScan]] = {}
+    for scan, leader in leaders.items():
+        by_node.setdefault(leader.node, []).append(scan)
+    requests = [(node, DescribeProducers({scan.place.key for scan in led})) for node, led in by_node.items()]
+    for led, response in zip(by_node.values(), brokers.exchange(requests, deadline), strict=True):
+        shown = response if isinstance(response, NotYet) else newest_records(response)
+        for scan in led:
+            answer = shown if isinstance(shown, NotYet) else shown.get(scan.place.key, _LEFT_OUT)
+            if isinstance(answer, NotYet):
+                answers[scan] = answer
+            elif scan.producer_id in answer:
+                scan.newest, scan.idle_since_ms = answer[scan.producer_id]
+                if scan.has_nothing_later:
+                    answers[scan] = True
             else:
-                answers[scan] = leader or True
-        self._ask_newest(leaders, answers)
-        while reading := [scan for scan in leaders if scan not in answers]:
-            if self._deadline.expired:
-                raise NotYet("there is more to read")
-            requests = [(leaders[scan].node, fetch(scan.place, leaders[scan], scan.position)) for scan in reading]
-            for scan, response in zip(reading, self._brokers.exchange(requests, self._deadline), strict=True):
-                answer = _read(scan, response)
-                if answer is not None:
-                    answers[scan] = answer
-        self._topics.forget(scan.first.topic for scan, answer in answers.items() if isinstance(answer, NotYet))
-        return answers
-
-    def _ask_newest(self, leaders: Mapping[LaterScan, Leader], answers: dict[LaterScan, bool | NotYet]) -> None:
-        by_node: dict[int, list[LaterScan]] = {}
-        for scan, leader in leaders.items():
-            by_node.setdefault(leader.node, []).append(scan)
-        requests = [(node, DescribeProducers({scan.place.key for scan in led})) for node, led in by_node.items()]
-        for led, response in zip(by_node.values(), self._brokers.exchange(requests, self._deadline), strict=True):
-            shown = response if isinstance(response, NotYet) else newest_records(response)
-            for scan in led:
-                answer = shown if isinstance(shown, NotYet) else shown.get(scan.place.key, _LEFT_OUT)
-                if isinstance(answer, NotYet):
-                    answers[scan] = answer
-                elif scan.producer_id in answer:
-                    scan.newest, scan.idle_since_ms = answer[scan.producer_id]
-                    if scan.has_nothing_later:
-                        answers[scan] = True
-                else:
-                    answers[scan] = True  # the leader has forgotten the producer
+                answers[scan] = True  # the leader has forgotten the producer
 
 
 _LEFT_OUT: Final = NotYet("the broker left a partition out of its answer")
