@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
@@ -16,19 +15,16 @@ from dualwrite.errors import ConfigurationError
 from dualwrite.protocol.values import DEFAULT_LIMITS, WriterLimits
 from dualwrite.stores.sql.access import url_errors_mapped
 from dualwrite.stores.sql.drivers import roll_back_before_closing
-from dualwrite.testing.memory.writer import InMemoryWriter
+from dualwrite.testing.memory.writer import InMemory, InMemoryWriter
 
 if TYPE_CHECKING:
     from dualwrite.asyncio.writer import TaskWriter
-    from dualwrite.errors import DualWriteError
     from dualwrite.interfaces import Observer
-    from dualwrite.protocol.message import ProducerRecord
     from dualwrite.protocol.outbox import Outbox
-    from dualwrite.testing.memory.lane import Place, RecordedTransaction
     from dualwrite.writing.transaction import Serializers
 
 
-class AsyncInMemoryWriter(AsyncDualWriter):
+class AsyncInMemoryWriter(InMemory, AsyncDualWriter):
     """Stands in for an `AsyncDualWriter` in unit tests, as `InMemoryWriter` does for a `DualWriter`.
 
     The blocks, bound sessions, units of groups, cancellations and errors are the product's own code. Rows are really
@@ -62,7 +58,7 @@ class AsyncInMemoryWriter(AsyncDualWriter):
         self._engine = _new_async_database() if database is None else async_engine_of(database)
         self._makes_own = False
         self._limits = limits
-        self._memory = _ForTasks(
+        memory = _ForTasks(
             transactional_id,
             self._engine,
             outbox=outbox,
@@ -73,8 +69,9 @@ class AsyncInMemoryWriter(AsyncDualWriter):
             telemetry=telemetry,
             max_message_bytes=max_message_bytes,
         )
-        self._writer = cast("TaskWriter", self._memory)  # it has the methods that are called
-        self._groups = self._memory.groups_of_tasks(limits, self._opened)
+        self._inside = memory._inside  # noqa: SLF001 - what both of them show
+        self._writer = cast("TaskWriter", memory)  # it has the methods that are called
+        self._groups = memory.groups_of_tasks(limits, self._opened)
         self._loop = None
         self._pool = None
 
@@ -94,67 +91,6 @@ class AsyncInMemoryWriter(AsyncDualWriter):
     def engine(self) -> AsyncEngine:
         """The engine."""
         return self._engine
-
-    @property
-    def messages(self) -> list[ProducerRecord]:
-        """See :attr:`InMemoryWriter.messages`."""
-        return self._memory.messages
-
-    def messages_of(self, topic: str) -> list[ProducerRecord]:
-        """See :meth:`InMemoryWriter.messages_of`."""
-        return self._memory.messages_of(topic)
-
-    @property
-    def waiting(self) -> list[ProducerRecord]:
-        """See :attr:`InMemoryWriter.waiting`."""
-        return self._memory.waiting
-
-    @property
-    def aborted(self) -> list[ProducerRecord]:
-        """See :attr:`InMemoryWriter.aborted`."""
-        return self._memory.aborted
-
-    @property
-    def transactions(self) -> list[RecordedTransaction]:
-        """See :attr:`InMemoryWriter.transactions`."""
-        return self._memory.transactions
-
-    def fail_next(
-        self,
-        place: Place | str,
-        error: type[DualWriteError] | DualWriteError,
-        *,
-        rows_committed: bool | None = None,
-        times: int = 1,
-    ) -> None:
-        """Let the next dual write fail that reaches a place: see :meth:`InMemoryWriter.fail_next`.
-
-        Args:
-            place: As there.
-            error: As there.
-            rows_committed: As there.
-            times: As there.
-
-        Raises:
-            ValueError: The real writer cannot fail in this way.
-        """
-        self._memory.fail_next(place, error, rows_committed=rows_committed, times=times)
-
-    def kafka_goes_away(self) -> None:
-        """Let Kafka be away: see :meth:`InMemoryWriter.kafka_goes_away`. It waits for nothing."""
-        self._memory.kafka_goes_away()
-
-    def kafka_returns(self) -> None:
-        """Let Kafka answer again: see :meth:`InMemoryWriter.kafka_returns`. It waits for nothing."""
-        self._memory.kafka_returns()
-
-    def outage(self) -> AbstractContextManager[None]:
-        """Let Kafka be away: see :meth:`InMemoryWriter.outage`. It waits for nothing."""
-        return self._memory.outage()
-
-    def settle(self) -> None:
-        """Settle what dual writes left behind: see :meth:`InMemoryWriter.settle`. It waits for nothing."""
-        self._memory.settle()
 
 
 class _ForTasks(OfTasks, InMemoryWriter):

@@ -154,18 +154,22 @@ class Planted:
     `fenced` says that another owner has taken over: no dual write of this writer can begin any more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, transactional_id: str) -> None:
+        self._transactional_id = transactional_id
         self._waiting: list[Failure] = []
         self._lock = threading.Lock()
         self.fenced = False
 
-    @property
-    def waiting(self) -> Sequence[Failure]:
-        """The failures that no dual write has reached."""
-        return list(self._waiting)
+    def take_all(self) -> Sequence[Failure]:
+        """The failures that no dual write has reached. None of them happens any more."""
+        with self._lock:
+            unreached, self._waiting = self._waiting, []
+            return unreached
 
-    def add(self, place: Place, error: DualWriteError, *, rows_committed: bool | None) -> None:
+    def add(self, place: Place, error: type[DualWriteError] | DualWriteError, *, rows_committed: bool | None) -> None:
         """Add a failure; `ValueError` if the real writer cannot fail in this way."""
+        if isinstance(error, type):
+            error = error(f"a test has planted this at {place.value!r}", transactional_id=self._transactional_id)
         effect = EFFECTS.get((place, type(error)))
         if effect is None:
             possible = ", ".join(kind.__name__ for at, kind in EFFECTS if at is place)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime, timezone
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, cast
 
 from sqlalchemy import create_engine
 from sqlalchemy.pool import StaticPool
@@ -62,7 +62,116 @@ _AT_ONCE: Final = 0.0
 _KAFKA_AT: Final = "no address: it is in memory"
 
 
-class InMemoryWriter(Submitting):
+class Inside(NamedTuple):
+    """The parts of a writer in memory that a test looks at and changes."""
+
+    log: Log
+    outbox: MemoryOutbox
+    planted: Planted
+    monitor: HealthMonitor
+    lanes: Lanes
+
+
+class InMemory:
+    """What both writers in memory show to a test, and what it can plant there: the same for threads and for tasks."""
+
+    _inside: Inside
+
+    @property
+    def messages(self) -> list[ProducerRecord]:
+        """The messages that a consumer of committed ones sees, in the order of the commits."""
+        return [message for transaction in self._inside.log.committed for message in transaction.messages]
+
+    def messages_of(self, topic: str) -> list[ProducerRecord]:
+        """Those of :attr:`messages` in one topic."""
+        return [message for message in self.messages if message.topic == topic]
+
+    @property
+    def waiting(self) -> list[ProducerRecord]:
+        """The messages that wait in the outbox, in the order of the commits."""
+        return self._inside.outbox.rows
+
+    @property
+    def aborted(self) -> list[ProducerRecord]:
+        """The messages of aborted and lost dual writes: handed to the producer, but never visible."""
+        aborted = [one for one in self._inside.log.transactions if one.state is TransactionState.ABORTED]
+        return [message for transaction in aborted for message in transaction.messages]
+
+    @property
+    def transactions(self) -> list[RecordedTransaction]:
+        """The dual writes that have produced messages or committed rows, in the order of the first such step."""
+        return self._inside.log.transactions
+
+    def fail_next(
+        self,
+        place: Place | str,
+        error: type[DualWriteError] | DualWriteError,
+        *,
+        rows_committed: bool | None = None,
+        times: int = 1,
+    ) -> None:
+        """Let the next dual write fail that reaches a place. Failures at one place happen in the order of these calls.
+
+        After `Fenced` every later block fails with it, too: another owner has the id.
+
+        Args:
+            place: A `Place`, or its name: ``begin``, ``produce``, ``prepare``, ``decide``, ``commit`` or ``complete``.
+            error: What the server's part raises there: an error, or its class. The page on testing shows which can happen
+                where, and what the caller gets.
+            rows_committed: For `TransactionInDoubt` at ``commit``: whether the database has committed, which it has if not
+                given.
+            times: The number of failures.
+
+        Raises:
+            ValueError: The real writer cannot fail in this way.
+        """
+        at = Place(place)
+        for _ in range(times):
+            self._inside.planted.add(at, error, rows_committed=rows_committed)
+
+    def kafka_goes_away(self) -> None:
+        """Let Kafka be away from now on. No call of the writer waits for it: that it is silent is known at once.
+
+        With ``outbox="never"`` blocks are refused with `Unavailable`, and :meth:`health` says what is silent; otherwise their
+        messages wait, and the health is degraded. Does nothing if it is away.
+        """
+        if not self._inside.outbox.away:
+            self._inside.outbox.away = True
+            self._inside.monitor.silence = Silence(
+                _KAFKA_AT, datetime.now(timezone.utc), now_s(), "a test has planted an outage"
+            )
+
+    def kafka_returns(self) -> None:
+        """Let Kafka answer again. On return all that waited is sent, in the order of the commits, and what was left is settled.
+
+        A block that is running meanwhile ends in the way that it has taken. Does nothing if Kafka is not away.
+        """
+        self._inside.outbox.away = False
+        self._inside.monitor.silence = None
+        self.settle()
+        self._inside.outbox.send()
+
+    @contextmanager
+    def outage(self) -> Generator[None, None, None]:
+        """Let Kafka be away while this block runs: :meth:`kafka_goes_away`, and :meth:`kafka_returns` at its end."""
+        self.kafka_goes_away()
+        try:
+            yield
+        finally:
+            self.kafka_returns()
+
+    def settle(self) -> None:
+        """Settle what dual writes left behind, as the real writer does in the background and a recovery after a crash.
+
+        Messages of dual writes whose rows are committed become visible; the others are aborted. Lanes in use are left alone. A
+        lane is also settled before its next use, and by :meth:`close`.
+        """
+        for pooled in self._inside.lanes.all:
+            if pooled.taken_at is None and not self._inside.outbox.away:
+                pooled.lane.settle(Deadline(_AT_ONCE))
+
+
+class InMemoryWriter(InMemory, Submitting):
     """Stands in for a `DualWriter` in unit tests: no broker, no tables of the library, no Kafka client.
 
     The blocks, their savepoints, refusals and errors, and :meth:`run` are the product's own code. Rows are really committed and
@@ -107,7 +216,7 @@ class InMemoryWriter(Submitting):
         self._dialect = dialect_for_tests(self._engine)
         self._bulk = bulk
         self._max_message_bytes = max_message_bytes
-        self._planted = Planted()
+        self._planted = Planted(transactional_id)
         self._log = Log()
         check_setting(outbox)
         self._observer = NO_OBSERVER if telemetry is None else telemetry
@@ -124,6 +233,7 @@ class InMemoryWriter(Submitting):
             kafka_at=_KAFKA_AT,
         )
         self._monitor = HealthMonitor(transactional_id, self._outbox.require_kafka, ask_database=lambda: None)
+        self._inside = Inside(self._log, self._outbox, self._planted, self._monitor, self._lanes)
         rows = SqlDatabase(self._engine)
         self._ground = Ground(
             transactional_id,
@@ -149,102 +259,6 @@ class InMemoryWriter(Submitting):
     def engine(self) -> Engine:
         """The engine."""
         return self._engine
-
-    @property
-    def messages(self) -> list[ProducerRecord]:
-        """The messages that a consumer of committed ones sees, in the order of the commits."""
-        return [message for transaction in self._log.committed for message in transaction.messages]
-
-    def messages_of(self, topic: str) -> list[ProducerRecord]:
-        """Those of :attr:`messages` in one topic."""
-        return [message for message in self.messages if message.topic == topic]
-
-    @property
-    def waiting(self) -> list[ProducerRecord]:
-        """The messages that wait in the outbox, in the order of the commits."""
-        return self._outbox.rows
-
-    @property
-    def aborted(self) -> list[ProducerRecord]:
-        """The messages of aborted and lost dual writes: handed to the producer, but never visible."""
-        aborted = [one for one in self._log.transactions if one.state is TransactionState.ABORTED]
-        return [message for transaction in aborted for message in transaction.messages]
-
-    @property
-    def transactions(self) -> list[RecordedTransaction]:
-        """The dual writes that have produced messages or committed rows, in the order of the first such step."""
-        return self._log.transactions
-
-    def fail_next(
-        self,
-        place: Place | str,
-        error: type[DualWriteError] | DualWriteError,
-        *,
-        rows_committed: bool | None = None,
-        times: int = 1,
-    ) -> None:
-        """Let the next dual write fail that reaches a place. Failures at one place happen in the order of these calls.
-
-        After `Fenced` every later block fails with it, too: another owner has the id.
-
-        Args:
-            place: A `Place`, or its name: ``begin``, ``produce``, ``prepare``, ``decide``, ``commit`` or ``complete``.
-            error: What the server's part raises there: an error, or its class. The page on testing shows which can happen
-                where, and what the caller gets.
-            rows_committed: For `TransactionInDoubt` at ``commit``: whether the database has committed, which it has if not
-                given.
-            times: The number of failures.
-
-        Raises:
-            ValueError: The real writer cannot fail in this way.
-        """
-        at = Place(place)
-        for _ in range(times):
-            one = error
-            if isinstance(one, type):
-                one = one(f"a test has planted this at {at.value!r}", transactional_id=self.transactional_id)
-            self._planted.add(at, one, rows_committed=rows_committed)
-
-    def kafka_goes_away(self) -> None:
-        """Let Kafka be away from now on. No call of the writer waits for it: that it is silent is known at once.
-
-        With ``outbox="never"`` blocks are refused with `Unavailable`, and :meth:`health` says what is silent; otherwise their
-        messages wait, and the health is degraded. Does nothing if it is away.
-        """
-        if not self._outbox.away:
-            self._outbox.away = True
-            self._monitor.silence = Silence(
-                _KAFKA_AT, datetime.now(timezone.utc), now_s(), "a test has planted an outage"
-            )
-
-    def kafka_returns(self) -> None:
-        """Let Kafka answer again. On return all that waited is sent, in the order of the commits, and what was left is settled.
-
-        A block that is running meanwhile ends in the way that it has taken. Does nothing if Kafka is not away.
-        """
-        self._outbox.away = False
-        self._monitor.silence = None
-        self.settle()
-        self._outbox.send()
-
-    @contextmanager
-    def outage(self) -> Generator[None, None, None]:
-        """Let Kafka be away while this block runs: :meth:`kafka_goes_away`, and :meth:`kafka_returns` at its end."""
-        self.kafka_goes_away()
-        try:
-            yield
-        finally:
-            self.kafka_returns()
-
-    def settle(self) -> None:
-        """Settle what dual writes left behind, as the real writer does in the background and a recovery after a crash.
-
-        Messages of dual writes whose rows are committed become visible; the others are aborted. Lanes in use are left alone. A
-        lane is also settled before its next use, and by :meth:`close`.
-        """
-        for pooled in self._lanes.all:
-            if pooled.taken_at is None and not self._outbox.away:
-                pooled.lane.settle(Deadline(_AT_ONCE))
 
     def open(self, *, wait: bool = True) -> None:
         """See :meth:`DualWriter.open`. There is nothing to wait for.
@@ -368,8 +382,7 @@ class InMemoryWriter(Submitting):
             self._unobserve()
         if self._owns_engine:
             self._engine.dispose()
-        unreached, self._planted = self._planted.waiting, Planted()
-        if unreached:
+        if unreached := self._planted.take_all():
             raise AssertionError(f"planted, but no dual write came there: {', '.join(map(str, unreached))}")
 
     def __enter__(self) -> Self:
