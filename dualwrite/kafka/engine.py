@@ -432,9 +432,8 @@ GREATEST_TIMEOUT_MS = 2_147_483_547
 BROKER_DEFAULT_MS = 900_000
 """The broker's default, assumed if we may not read its setting."""
 
-_warned: set[str] = set()
-_told: set[tuple[str, str]] = set()
-_warned_lock = threading.Lock()
+_logged: set[tuple[str, str]] = set()
+_logged_lock = threading.Lock()
 
 
 def choose_transaction_timeout_ms(
@@ -464,22 +463,22 @@ def warn_if_bounded(
 ) -> None:
     """Warn, once per process and cluster, if the broker and not the user limits the guarantee."""
     finding = time_limit(requested_ms, broker_maximum_ms, chosen_ms, greatest_ms=GREATEST_TIMEOUT_MS)
-    if finding.status is not Status.WARNING:
-        return
-    with _warned_lock:
-        if cluster_id in _warned:
-            return
-        _warned.add(cluster_id)
-    logger.warning("%s: %s; %s", transactional_id, finding, finding.remedy)
+    if finding.status is Status.WARNING and is_news("time limit", cluster_id):
+        logger.warning("%s: %s; %s", transactional_id, finding, finding.remedy)
 
 
 def log_that_unlimited(how: str, *, cluster_id: str, transactional_id: str) -> None:
     """Log, once per process, cluster and way, that the broker never ends a transaction by itself."""
-    with _warned_lock:
-        if (cluster_id, how) in _told:
-            return
-        _told.add((cluster_id, how))
-    logger.info("%s: the brokers set no time limit to transactions (%s)", transactional_id, how)
+    if is_news(how, cluster_id):
+        logger.info("%s: the brokers set no time limit to transactions (%s)", transactional_id, how)
+
+
+def is_news(what: str, of: str = "") -> bool:
+    """Whether it was not logged yet in this process: then the caller does, and no other one."""
+    with _logged_lock:
+        before = len(_logged)
+        _logged.add((what, of))
+        return len(_logged) > before
 
 
 def agree_on_transaction_timeout_ms(

@@ -29,7 +29,7 @@ from dualwrite.interfaces import Closing, NativeCoordinator, TransactionCoordina
 from dualwrite.kafka import engine as forks
 from dualwrite.kafka.config import TWO_PHASE_COMMIT, EngineName, KafkaConfig, wanted_engine
 from dualwrite.kafka.coordinator import KafkaCoordinator
-from dualwrite.kafka.engine import Column, EngineArguments, ProducerEngine, not_allowed
+from dualwrite.kafka.engine import Column, EngineArguments, ProducerEngine, is_news, not_allowed
 from dualwrite.kafka.transaction_ends import PendingEnd, steady_view
 from dualwrite.protocol.lives import PRODUCER_LIFE, WAY_ON, Machine, ProducerEvent, ProducerState
 from dualwrite.protocol.message import ConsumedOffsets, Message, MessageBatch, MessageColumns, Unsendable
@@ -676,7 +676,6 @@ logger = logging.getLogger("dualwrite.kafka.producer")
 
 _VARIABLE: Final = "DUALWRITE_PRODUCER_ENGINE"
 _NATIVE_FROM: Final = 2
-_logged: Final[set[str]] = set()
 
 
 def choose_engine(
@@ -703,7 +702,8 @@ def choose_engine(
     version = coordinator.transaction_version(deadline) if isinstance(coordinator, NativeCoordinator) else 0
     if wanted is None:
         found, why = _best(version, config, bulk=bulk)
-        _log_once(found, why)
+        if is_news(f"engine: {why}"):
+            logger.info("producer engine: %s, as %s", found.value, why)
         return found
     if version < _NATIVE_FROM:
         raise ConfigurationError(
@@ -723,9 +723,3 @@ def _best(version: int, config: KafkaConfig, *, bulk: bool) -> tuple[Engine, str
     except ConfigurationError as error:
         return Engine.LIBRDKAFKA, str(error)
     return Engine.NATIVE, f"the cluster's transaction.version is {version}"
-
-
-def _log_once(found: Engine, why: str) -> None:
-    if why not in _logged:
-        _logged.add(why)
-        logger.info("producer engine: %s, as %s", found.value, why)

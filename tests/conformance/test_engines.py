@@ -135,7 +135,7 @@ def test_the_time_a_transaction_is_open_counts_from_its_first_message(ready, dua
 
 
 def test_the_brokers_maximum_is_asked_for_and_warned_of_when_it_is_short(make_producer, caplog, monkeypatch):
-    monkeypatch.setattr(engine, "_warned", set())
+    monkeypatch.setattr(engine, "_logged", set())
     caplog.set_level(logging.INFO, "dualwrite.kafka.producer")
     for _ in range(2):
         producer = make_producer()

@@ -23,8 +23,7 @@ from dualwrite.testing import read_committed
 
 @pytest.fixture
 def log(caplog, monkeypatch):
-    for told in ("_warned", "_told"):
-        monkeypatch.setattr(transaction_timeout, told, set())
+    monkeypatch.setattr(transaction_timeout, "_logged", set())
     caplog.set_level(logging.INFO, "dualwrite.kafka.producer")
     return caplog
 

@@ -49,7 +49,7 @@ def test_what_is_chosen_is_never_above_what_the_broker_allows(requested, maximum
 
 @pytest.fixture
 def warnings(caplog, monkeypatch):
-    monkeypatch.setattr(engine, "_warned", set())
+    monkeypatch.setattr(engine, "_logged", set())
     caplog.set_level(logging.WARNING, "dualwrite.kafka.producer")
     return caplog
 

@@ -9,7 +9,7 @@ from simulator.outside import SimulatedCoordinator
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka import producer
+from dualwrite.kafka import engine as engines
 from dualwrite.kafka.config import KafkaConfig, wanted_engine
 from dualwrite.kafka.producer import choose_engine
 from dualwrite.protocol.prepared_state import Engine
@@ -30,7 +30,7 @@ class Cluster(SimulatedCoordinator):
 @pytest.fixture(autouse=True)
 def undecided(monkeypatch):
     monkeypatch.setenv("DUALWRITE_PRODUCER_ENGINE", "auto")
-    monkeypatch.setattr(producer, "_logged", set())
+    monkeypatch.setattr(engines, "_logged", set())
 
 
 def chosen(name, version, settings=SERVERS):

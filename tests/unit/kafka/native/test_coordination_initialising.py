@@ -119,8 +119,7 @@ def test_a_right_that_is_missing_altogether_is_the_last_answer():
 
 @pytest.fixture
 def log(caplog, monkeypatch):
-    for told in ("_warned", "_told"):
-        monkeypatch.setattr(engine, told, set())
+    monkeypatch.setattr(engine, "_logged", set())
     caplog.set_level(logging.INFO, "dualwrite.kafka.producer")
     return caplog
 
