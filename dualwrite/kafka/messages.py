@@ -206,6 +206,14 @@ class Cursor:
             self.raw(self.unsigned())
 
 
+def behind_head(answer: bytes) -> Cursor:
+    """Reads an answer of a tagged version, from behind the time for which the broker throttles us."""
+    read = Cursor(answer, ID_ENDS)
+    read.skip_tags()
+    read.int32()
+    return read
+
+
 # The opening of a connection.
 
 API_VERSIONS, SASL_HANDSHAKE, SASL_AUTHENTICATE = 18, 17, 36
@@ -399,9 +407,7 @@ class EndTxn(OfOneKind):
             tags, _, code, producer_id, epoch, more_tags = _ENDED.unpack(answer)
             if not tags and not more_tags:
                 return TransactionEnded(code, producer_id, epoch)
-        read = Cursor(answer, ID_ENDS)
-        read.skip_tags()
-        read.int32()  # for how long the broker throttles us
+        read = behind_head(answer)
         ended = TransactionEnded(read.int16(), read.int64(), read.int16())
         read.skip_tags()
         return ended
@@ -552,9 +558,7 @@ class DescribeProducers(OfOneKind):
     @staticmethod
     def _read_any(answer: bytes) -> dict[Partition, tuple[int, Sequence[ProducerState]]]:
         found: dict[Partition, tuple[int, Sequence[ProducerState]]] = {}
-        read = Cursor(answer, ID_ENDS)
-        read.skip_tags()
-        read.int32()  # for how long the broker throttles us
+        read = behind_head(answer)
         for _ in range(read.count()):
             name = read.text() or ""
             for _ in range(read.count()):
@@ -664,9 +668,7 @@ class OffsetForLeaderEpoch(OfOneKind):
     @staticmethod
     def _read_any(answer: bytes) -> dict[Partition, tuple[int, int]]:
         found = {}
-        read = Cursor(answer, ID_ENDS)
-        read.skip_tags()
-        read.int32()  # for how long the broker throttles us
+        read = behind_head(answer)
         for _ in range(read.count()):
             name = read.text() or ""
             for _ in range(read.count()):

@@ -25,6 +25,7 @@ from dualwrite.kafka.messages import (
     Partition,
     Varying,
     api_versions_body,
+    behind_head,
     compact,
     framed,
     skip_api_keys,
@@ -92,9 +93,7 @@ class Metadata(OfOneKind):
 
     def read(self, answer: bytes, version: int) -> ClusterMetadata:
         """The answer."""
-        read = Cursor(answer, ID_ENDS)
-        read.skip_tags()
-        read.int32()  # for how long the broker throttles us
+        read = behind_head(answer)
         brokers = []
         for _ in range(read.count()):
             brokers.append(Broker(read.int32(), read.text() or "", read.int32()))
@@ -153,9 +152,7 @@ class FindCoordinator(OfOneKind):
     def read(self, answer: bytes, version: int) -> dict[str, tuple[int, int]]:  # noqa: ARG002 - all versions answer alike
         """By key, the error code, and the id of the coordinating broker if that is 0."""
         found = {}
-        read = Cursor(answer, ID_ENDS)
-        read.skip_tags()
-        read.int32()  # for how long the broker throttles us
+        read = behind_head(answer)
         for _ in range(read.count()):
             key, node = read.text() or "", read.int32()
             read.text()  # host
@@ -232,9 +229,7 @@ class DescribeConfigs(OfOneKind):
 
     def read(self, answer: bytes, version: int) -> Sequence[DescribedConfig]:  # noqa: ARG002 - there is one version
         """The resources, in the broker's order."""
-        read = Cursor(answer, ID_ENDS)
-        read.skip_tags()
-        read.int32()  # for how long the broker throttles us
+        read = behind_head(answer)
         found = []
         for _ in range(read.count()):
             code = read.int16()
@@ -293,9 +288,7 @@ class DescribeTransactions(OfOneKind):
 
     def read(self, answer: bytes, version: int) -> Sequence[DescribedTransaction]:  # noqa: ARG002 - there is one version
         """The ids, in the broker's order."""
-        read = Cursor(answer, ID_ENDS)
-        read.skip_tags()
-        read.int32()  # for how long the broker throttles us
+        read = behind_head(answer)
         found = []
         for _ in range(read.count()):
             code, kafka_id, state = read.int16(), read.text() or "", read.text() or ""
@@ -352,9 +345,7 @@ class InitProducerId(OfOneKind, Varying):
 
     def read(self, answer: bytes, version: int) -> GivenProducerId:
         """The answer."""
-        read = Cursor(answer, ID_ENDS)
-        read.skip_tags()
-        read.int32()  # for how long the broker throttles us
+        read = behind_head(answer)
         given = GivenProducerId(read.int16(), read.int64(), read.int16())
         if version >= self.TWO_PHASE:
             read.raw(10)  # the ids of a transaction that was kept: we keep none
