@@ -16,6 +16,7 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.errors import encoded as encoded_text
+from dualwrite.kafka.messages import unsigned
 from dualwrite.protocol.lives import Machine
 
 HEADER: Final = "dualwrite.unit"
@@ -242,9 +243,9 @@ _WORDS: Final = {event.value.encode(): event for event in UnitEvent if event is 
 def encoded(marker: Marker) -> bytes:
     """The marker as a record of Kafka's metadata log: frame version, api key, version, and the flexible fields."""
     text = _text(marker)
-    head = _varint(_FRAME_VERSION) + _varint(_API_KEYS[type(marker)]) + _varint(_MESSAGE_VERSION)
+    head = unsigned(_FRAME_VERSION) + unsigned(_API_KEYS[type(marker)]) + unsigned(_MESSAGE_VERSION)
     if text is None:
-        return head + _varint(0)
+        return head + unsigned(0)
     try:
         raw = text.encode()
     except UnicodeEncodeError as error:
@@ -253,8 +254,8 @@ def encoded(marker: Marker) -> bytes:
         raise ConfigurationError(
             f"the name or reason of a unit has {len(raw)} bytes", next_step=f"use at most {LONGEST_TEXT}"
         )
-    field = _varint(len(raw) + 1) + raw
-    return head + _varint(1) + _varint(_TEXT_TAG) + _varint(len(field)) + field
+    field = unsigned(len(raw) + 1) + raw
+    return head + unsigned(1) + unsigned(_TEXT_TAG) + unsigned(len(field)) + field
 
 
 def decoded(value: bytes) -> Marker:
@@ -328,16 +329,6 @@ def _read_text(value: bytes, at: int) -> tuple[str | None, int]:
                 raise ValueError(f"a text of {length - 1} bytes in a field of {size}")
             text = field[begin:].decode() if length else None
     return text, at
-
-
-def _varint(value: int) -> bytes:
-    """Kafka's unsigned varint."""
-    rest, written = value, bytearray()
-    while rest >> 7:
-        written.append(rest & 0x7F | 0x80)
-        rest >>= 7
-    written.append(rest)
-    return bytes(written)
 
 
 def _read_varint(value: bytes, at: int) -> tuple[int, int]:
