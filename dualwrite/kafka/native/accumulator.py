@@ -72,7 +72,6 @@ class Filling:
         settings: NativeSettings,
         topic: Callable[[str, bool], Topic | None],
         *,
-        sticky: StickyPartitions | None = None,
         clock: Callable[[], float] = now_s,
         clock_ms: Callable[[], int] | None = None,
     ) -> None:
@@ -82,7 +81,7 @@ class Filling:
         self._clock_ms = clock_ms
         self._partitioner = partitioner(settings.partitioner)
         self._last_targets: dict[str, _Target] = {}  # as the last look-ups of their topics have shown them
-        self._sticky = sticky or StickyPartitions(settings.sticky_s, settings.batch_bytes)
+        self._sticky = StickyPartitions(settings.sticky_s, settings.batch_bytes)
         self.begin(core)
 
     def begin(self, core: ProduceCore) -> None:

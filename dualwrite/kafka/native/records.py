@@ -68,10 +68,10 @@ class RecordsBody:
         """The bytes of the sealed batch."""
         return HEADER_SIZE + len(self.records)
 
-    def sealed(self, producer_id: int, epoch: int, base_sequence: int, *, transactional: bool = True) -> bytes:
+    def sealed(self, producer_id: int, epoch: int, base_sequence: int) -> bytes:
         """The whole batch. Equal arguments give equal bytes: a retry repeats what the broker may have already."""
         checked = _CHECKED.pack(
-            self.attributes_codec | (_TRANSACTIONAL if transactional else 0),
+            self.attributes_codec | _TRANSACTIONAL,
             self.count - 1,
             self.base_timestamp_ms,
             self.max_timestamp_ms,
@@ -138,11 +138,6 @@ class RecordsBuilder:
     def count(self) -> int:
         """The number of records so far."""
         return self._count
-
-    @property
-    def size_estimate(self) -> int:
-        """The bytes of the sealed batch, if the records are not compressed: compression never adds to them."""
-        return HEADER_SIZE + len(self._records)
 
     def append(self, value: bytes | None, key: bytes | None, headers: Sequence[Header], timestamp_ms: int) -> bool:
         """Add one record; False if the batch has no room for it. The first record always has room.

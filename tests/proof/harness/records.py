@@ -28,9 +28,9 @@ rows = st.lists(st.tuples(contents, contents, headers, timestamps), min_size=1, 
 """Rows of a batch: value, key, headers, timestamp in ms."""
 
 
-def by_kafka_python(records, *, transactional=True):
+def by_kafka_python(records):
     """The uncompressed batch of the rows, sealed for `PRODUCER`."""
-    made = DefaultRecordBatchBuilder(2, 0, transactional, *PRODUCER, 2**31 - 1)
+    made = DefaultRecordBatchBuilder(2, 0, True, *PRODUCER, 2**31 - 1)
     for offset, (value, key, record_headers, timestamp_ms) in enumerate(records):
         made.append(offset, timestamp_ms, key, value, record_headers)
     batch = made.build()

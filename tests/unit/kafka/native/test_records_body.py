@@ -20,10 +20,6 @@ def test_the_header_holds_every_field_where_kafka_reads_it():
     assert BODY.size == len(batch)
 
 
-def test_a_batch_outside_a_transaction_does_not_say_that_it_is_in_one():
-    assert BODY.sealed(*PRODUCER, transactional=False)[21:23] == b"\0\x04"
-
-
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**15 - 1), st.integers(0, 2**31 - 1))
 def test_a_batch_sealed_twice_has_the_same_bytes_and_another_identity_only_its_own(producer_id, epoch, sequence):
     batch = BODY.sealed(producer_id, epoch, sequence)
