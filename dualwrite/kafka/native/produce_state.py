@@ -71,21 +71,39 @@ _INIT_PRODUCER_ID: Final = _AT_THE_COORDINATOR | {
     Code.INVALID_TXN_STATE: Meaning.END,
 }
 
-_PRODUCE: Final = {
+_IN_A_TRANSACTION: Final = {
     Code.NONE: Meaning.DONE,
+    Code.CONCURRENT_TRANSACTIONS: Meaning.AGAIN,
+    Code.COORDINATOR_LOAD_IN_PROGRESS: Meaning.AGAIN,
+    Code.NETWORK_EXCEPTION: Meaning.AGAIN,
+    Code.REQUEST_TIMED_OUT: Meaning.AGAIN,
+    Code.THROTTLING_QUOTA_EXCEEDED: Meaning.AGAIN,
+    Code.UNSUPPORTED_FOR_MESSAGE_FORMAT: Meaning.ABORT,
+    Code.TOPIC_AUTHORIZATION_FAILED: Meaning.ABORT,
+    Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: Meaning.ABORT,
+    # The epoch is not ours any more, or the transaction of this epoch has ended: by its timeout, an operator, a settler.
+    Code.INVALID_TXN_STATE: Meaning.END,
+    # A leader asks about several producers at once, and says one for the other where they are of different versions.
+    Code.TRANSACTION_ABORTABLE: Meaning.END,
+    Code.INVALID_PRODUCER_EPOCH: Meaning.END,
+    Code.PRODUCER_FENCED: Meaning.END,
+    Code.INVALID_PRODUCER_ID_MAPPING: Meaning.END,
+    Code.UNKNOWN_PRODUCER_ID: Meaning.END,
+    Code.UNSUPPORTED_VERSION: Meaning.END,
+    Code.INVALID_REQUEST: Meaning.END,
+    Code.UNKNOWN_SERVER_ERROR: Meaning.END,
+}
+"""What the answers to messages and to consumed offsets have in common."""
+
+_PRODUCE: Final = _IN_A_TRANSACTION | {
     # The broker remembers the last five batches of a producer. It already has this one, which was older.
     Code.DUPLICATE_SEQUENCE_NUMBER: Meaning.DONE,
     # Verifying the transaction, the leader asks the coordinator: its answers come through.
-    Code.CONCURRENT_TRANSACTIONS: Meaning.AGAIN,
-    Code.COORDINATOR_LOAD_IN_PROGRESS: Meaning.AGAIN,
     Code.COORDINATOR_NOT_AVAILABLE: Meaning.AGAIN,
     Code.NOT_COORDINATOR: Meaning.AGAIN,
-    Code.NETWORK_EXCEPTION: Meaning.AGAIN,
     Code.CORRUPT_MESSAGE: Meaning.AGAIN,
-    Code.REQUEST_TIMED_OUT: Meaning.AGAIN,
     Code.NOT_ENOUGH_REPLICAS: Meaning.AGAIN,
     Code.NOT_ENOUGH_REPLICAS_AFTER_APPEND: Meaning.AGAIN,
-    Code.THROTTLING_QUOTA_EXCEEDED: Meaning.AGAIN,
     Code.LEADER_NOT_AVAILABLE: Meaning.MOVED,
     Code.NOT_LEADER_OR_FOLLOWER: Meaning.MOVED,
     Code.REPLICA_NOT_AVAILABLE: Meaning.MOVED,
@@ -101,34 +119,14 @@ _PRODUCE: Final = {
     Code.INVALID_TIMESTAMP: Meaning.ABORT,
     Code.INVALID_RECORD: Meaning.ABORT,
     Code.UNSUPPORTED_COMPRESSION_TYPE: Meaning.ABORT,
-    Code.UNSUPPORTED_FOR_MESSAGE_FORMAT: Meaning.ABORT,
     Code.POLICY_VIOLATION: Meaning.ABORT,
-    Code.TOPIC_AUTHORIZATION_FAILED: Meaning.ABORT,
-    Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: Meaning.ABORT,
     # Behind a batch that failed the answer comes by itself; see `PartitionQueue`. At the head it is a gap that nobody explains.
     Code.OUT_OF_ORDER_SEQUENCE_NUMBER: Meaning.ABORT,
-    # The epoch is not ours any more, or the transaction of this epoch has ended: by its timeout, an operator, a settler.
-    Code.INVALID_TXN_STATE: Meaning.END,
-    # A leader asks about several producers at once, and says one for the other where they are of different versions.
-    Code.TRANSACTION_ABORTABLE: Meaning.END,
-    Code.INVALID_PRODUCER_EPOCH: Meaning.END,
-    Code.PRODUCER_FENCED: Meaning.END,
-    Code.INVALID_PRODUCER_ID_MAPPING: Meaning.END,
-    Code.UNKNOWN_PRODUCER_ID: Meaning.END,
     Code.CLUSTER_AUTHORIZATION_FAILED: Meaning.END,
     Code.INVALID_REQUIRED_ACKS: Meaning.END,
-    Code.UNSUPPORTED_VERSION: Meaning.END,
-    Code.INVALID_REQUEST: Meaning.END,
-    Code.UNKNOWN_SERVER_ERROR: Meaning.END,
 }
 
-_TXN_OFFSET_COMMIT: Final = {
-    Code.NONE: Meaning.DONE,
-    Code.CONCURRENT_TRANSACTIONS: Meaning.AGAIN,
-    Code.COORDINATOR_LOAD_IN_PROGRESS: Meaning.AGAIN,
-    Code.REQUEST_TIMED_OUT: Meaning.AGAIN,
-    Code.NETWORK_EXCEPTION: Meaning.AGAIN,
-    Code.THROTTLING_QUOTA_EXCEEDED: Meaning.AGAIN,
+_TXN_OFFSET_COMMIT: Final = _IN_A_TRANSACTION | {
     Code.UNKNOWN_TOPIC_OR_PARTITION: Meaning.AGAIN,
     Code.COORDINATOR_NOT_AVAILABLE: Meaning.MOVED,
     Code.NOT_COORDINATOR: Meaning.MOVED,
@@ -145,18 +143,6 @@ _TXN_OFFSET_COMMIT: Final = {
     Code.INVALID_COMMIT_OFFSET_SIZE: Meaning.ABORT,
     Code.OFFSET_METADATA_TOO_LARGE: Meaning.ABORT,
     Code.GROUP_AUTHORIZATION_FAILED: Meaning.ABORT,
-    Code.TOPIC_AUTHORIZATION_FAILED: Meaning.ABORT,
-    Code.UNSUPPORTED_FOR_MESSAGE_FORMAT: Meaning.ABORT,
-    Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: Meaning.ABORT,
-    Code.INVALID_TXN_STATE: Meaning.END,
-    Code.TRANSACTION_ABORTABLE: Meaning.END,
-    Code.INVALID_PRODUCER_EPOCH: Meaning.END,
-    Code.PRODUCER_FENCED: Meaning.END,
-    Code.INVALID_PRODUCER_ID_MAPPING: Meaning.END,
-    Code.UNKNOWN_PRODUCER_ID: Meaning.END,
-    Code.UNSUPPORTED_VERSION: Meaning.END,
-    Code.INVALID_REQUEST: Meaning.END,
-    Code.UNKNOWN_SERVER_ERROR: Meaning.END,
 }
 
 _END_TXN: Final = _AT_THE_COORDINATOR | {
