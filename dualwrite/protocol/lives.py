@@ -122,25 +122,24 @@ class ProducerEvent(Enum):
 
 _PRODUCER, _OF_PRODUCER = ProducerState, ProducerEvent
 
+_ALWAYS: Final = {_OF_PRODUCER.DOUBT: _PRODUCER.DOUBTFUL, _OF_PRODUCER.CLOSE: _PRODUCER.CLOSED}
+
 PRODUCER_LIFE: Mapping[ProducerState, Mapping[ProducerEvent, ProducerState]] = MappingProxyType(
     {
         _PRODUCER.CREATED: {
             _OF_PRODUCER.INIT: _PRODUCER.READY,
             _OF_PRODUCER.INIT_KEEPING: _PRODUCER.KEPT,
-            _OF_PRODUCER.DOUBT: _PRODUCER.DOUBTFUL,
-            _OF_PRODUCER.CLOSE: _PRODUCER.CLOSED,
+            **_ALWAYS,
         },
         _PRODUCER.KEPT: {
             _OF_PRODUCER.COMMIT: _PRODUCER.READY,
             _OF_PRODUCER.ABORT: _PRODUCER.READY,
             _OF_PRODUCER.COMPLETE: _PRODUCER.READY,
-            _OF_PRODUCER.DOUBT: _PRODUCER.DOUBTFUL,
-            _OF_PRODUCER.CLOSE: _PRODUCER.CLOSED,
+            **_ALWAYS,
         },
         _PRODUCER.READY: {
             _OF_PRODUCER.BEGIN: _PRODUCER.BEGUN,
-            _OF_PRODUCER.DOUBT: _PRODUCER.DOUBTFUL,
-            _OF_PRODUCER.CLOSE: _PRODUCER.CLOSED,
+            **_ALWAYS,
         },
         _PRODUCER.BEGUN: {
             _OF_PRODUCER.PRODUCE: _PRODUCER.BEGUN,
@@ -149,33 +148,26 @@ PRODUCER_LIFE: Mapping[ProducerState, Mapping[ProducerEvent, ProducerState]] = M
             _OF_PRODUCER.COMMIT: _PRODUCER.READY,
             _OF_PRODUCER.ABORT: _PRODUCER.READY,
             _OF_PRODUCER.FAIL: _PRODUCER.FAILED,
-            _OF_PRODUCER.DOUBT: _PRODUCER.DOUBTFUL,
-            _OF_PRODUCER.CLOSE: _PRODUCER.CLOSED,
+            **_ALWAYS,
         },
         _PRODUCER.FLUSHED: {
             _OF_PRODUCER.NAME: _PRODUCER.PREPARED,
             _OF_PRODUCER.ABORT: _PRODUCER.READY,
             _OF_PRODUCER.FAIL: _PRODUCER.FAILED,
-            _OF_PRODUCER.DOUBT: _PRODUCER.DOUBTFUL,
-            _OF_PRODUCER.CLOSE: _PRODUCER.CLOSED,
+            **_ALWAYS,
         },
         _PRODUCER.PREPARED: {
             _OF_PRODUCER.COMMIT: _PRODUCER.READY,
             _OF_PRODUCER.ABORT: _PRODUCER.READY,
             _OF_PRODUCER.COMPLETE: _PRODUCER.READY,
-            _OF_PRODUCER.DOUBT: _PRODUCER.DOUBTFUL,
-            _OF_PRODUCER.CLOSE: _PRODUCER.CLOSED,
+            **_ALWAYS,
         },
         _PRODUCER.FAILED: {
             _OF_PRODUCER.ABORT: _PRODUCER.READY,
             _OF_PRODUCER.FAIL: _PRODUCER.FAILED,
-            _OF_PRODUCER.DOUBT: _PRODUCER.DOUBTFUL,
-            _OF_PRODUCER.CLOSE: _PRODUCER.CLOSED,
+            **_ALWAYS,
         },
-        _PRODUCER.DOUBTFUL: {
-            _OF_PRODUCER.DOUBT: _PRODUCER.DOUBTFUL,
-            _OF_PRODUCER.CLOSE: _PRODUCER.CLOSED,
-        },
+        _PRODUCER.DOUBTFUL: _ALWAYS,
         _PRODUCER.CLOSED: {
             _OF_PRODUCER.CLOSE: _PRODUCER.CLOSED,
         },
