@@ -80,34 +80,36 @@ class Effect(Enum):
 
 _UNIT, _OF_UNIT, _EFFECT = UnitState, UnitEvent, Effect
 
-UNIT_LIFE: Mapping[UnitState, Mapping[UnitEvent, UnitState]] = MappingProxyType(
-    {
-        _UNIT.START: {
-            _OF_UNIT.RECORD: _UNIT.OUTSIDE,
-            _OF_UNIT.BEGIN: _UNIT.INSIDE,
-            _OF_UNIT.PART: _UNIT.CUT,
-            _OF_UNIT.END: _UNIT.OUTSIDE,
-            _OF_UNIT.ABORT: _UNIT.OUTSIDE,
-        },
-        _UNIT.CUT: {_OF_UNIT.PART: _UNIT.CUT, _OF_UNIT.END: _UNIT.OUTSIDE, _OF_UNIT.ABORT: _UNIT.OUTSIDE},
-        _UNIT.OUTSIDE: {_OF_UNIT.RECORD: _UNIT.OUTSIDE, _OF_UNIT.BEGIN: _UNIT.INSIDE},
-        _UNIT.INSIDE: {_OF_UNIT.PART: _UNIT.INSIDE, _OF_UNIT.END: _UNIT.OUTSIDE, _OF_UNIT.ABORT: _UNIT.OUTSIDE},
-    }
-)
+_RULES: Final = {
+    _UNIT.START: {
+        _OF_UNIT.RECORD: (_UNIT.OUTSIDE, _EFFECT.SHOW),
+        _OF_UNIT.BEGIN: (_UNIT.INSIDE, _EFFECT.SKIP),
+        _OF_UNIT.PART: (_UNIT.CUT, _EFFECT.SKIP),
+        _OF_UNIT.END: (_UNIT.OUTSIDE, _EFFECT.SKIP),
+        _OF_UNIT.ABORT: (_UNIT.OUTSIDE, _EFFECT.SKIP),
+    },
+    _UNIT.CUT: {
+        _OF_UNIT.PART: (_UNIT.CUT, _EFFECT.SKIP),
+        _OF_UNIT.END: (_UNIT.OUTSIDE, _EFFECT.SKIP),
+        _OF_UNIT.ABORT: (_UNIT.OUTSIDE, _EFFECT.SKIP),
+    },
+    _UNIT.OUTSIDE: {
+        _OF_UNIT.RECORD: (_UNIT.OUTSIDE, _EFFECT.SHOW),
+        _OF_UNIT.BEGIN: (_UNIT.INSIDE, _EFFECT.SKIP),
+    },
+    _UNIT.INSIDE: {
+        _OF_UNIT.PART: (_UNIT.INSIDE, _EFFECT.HOLD),
+        _OF_UNIT.END: (_UNIT.OUTSIDE, _EFFECT.PUBLISH),
+        _OF_UNIT.ABORT: (_UNIT.OUTSIDE, _EFFECT.REVERT),
+    },
+}
+"""By state and record, the next state, and the effect of the record."""
 
+UNIT_LIFE: Mapping[UnitState, Mapping[UnitEvent, UnitState]] = MappingProxyType(
+    {state: {event: following for event, (following, _) in rules.items()} for state, rules in _RULES.items()}
+)
 EFFECTS: Mapping[UnitState, Mapping[UnitEvent, Effect]] = MappingProxyType(
-    {
-        _UNIT.START: {
-            _OF_UNIT.RECORD: _EFFECT.SHOW,
-            _OF_UNIT.BEGIN: _EFFECT.SKIP,
-            _OF_UNIT.PART: _EFFECT.SKIP,
-            _OF_UNIT.END: _EFFECT.SKIP,
-            _OF_UNIT.ABORT: _EFFECT.SKIP,
-        },
-        _UNIT.CUT: {_OF_UNIT.PART: _EFFECT.SKIP, _OF_UNIT.END: _EFFECT.SKIP, _OF_UNIT.ABORT: _EFFECT.SKIP},
-        _UNIT.OUTSIDE: {_OF_UNIT.RECORD: _EFFECT.SHOW, _OF_UNIT.BEGIN: _EFFECT.SKIP},
-        _UNIT.INSIDE: {_OF_UNIT.PART: _EFFECT.HOLD, _OF_UNIT.END: _EFFECT.PUBLISH, _OF_UNIT.ABORT: _EFFECT.REVERT},
-    }
+    {state: {event: effect for event, (_, effect) in rules.items()} for state, rules in _RULES.items()}
 )
 """The visibility rule, for every event that `UNIT_LIFE` allows."""
 
