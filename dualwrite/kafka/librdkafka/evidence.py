@@ -1,8 +1,7 @@
 """What one librdkafka transaction has left behind: delivery reports, its offsets in each partition, its failures.
 
 librdkafka hides the producer's id, epoch and sequence numbers, so the evidence of a prepared transaction is read from
-the brokers: its first offset in every partition. After each call the producer is judged: whether it may be trusted
-further.
+the brokers: its first offset in every partition.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from confluent_kafka import KafkaError, KafkaException, Message, Producer
+from confluent_kafka import KafkaError, KafkaException, Message
 
 from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import ConfigurationError, DualWriteError, TransactionAborted
 from dualwrite.interfaces import TransactionCoordinator
-from dualwrite.kafka.engine import OLD_S, Callbacks, EngineArguments, ProducerEngine, Transaction
+from dualwrite.kafka.engine import OLD_S, Callbacks, Transaction
 from dualwrite.kafka.error_codes import (
     CONNECTING,
     NO_PARTITION,
@@ -31,16 +30,13 @@ from dualwrite.kafka.error_codes import (
     advice_on,
     ended_by_hand,
     error_for,
-    not_answered,
     not_open,
     other_producer,
 )
-from dualwrite.kafka.librdkafka.handle import Handle, NoAnswer
 from dualwrite.protocol.lives import ProducerEvent
 from dualwrite.protocol.prepared_state import FirstOffset, PreparedTxnState
 from dualwrite.protocol.settle import Ended
 from dualwrite.protocol.values import OFFSETS_TOPIC, TransactionStatus, TransactionView
-from dualwrite.waiting import elsewhere
 
 if TYPE_CHECKING:
     from dualwrite.protocol.message import DeliveryCallback
@@ -225,17 +221,6 @@ class _TopicIds:
         return {topic: self._known[topic][0] for topic in topics}
 
 
-# Calls to one librdkafka producer, each followed by a judgement of whether the producer can still be trusted.
-#
-# librdkafka may have sent a call twice if it took longer than the first silent retry; it resends an initialisation at
-# once if its connection breaks; a missing answer may still arrive. Each makes the producer doubtful, even after a
-# success.
-
-_PROBE_S: Final = 2.0
-
-INIT_MAY_COME: Final = "librdkafka asked for a producer id again before an answer; the first request may still arrive"
-
-
 class OpenTransaction(Transaction):
     """The current transaction, with the deliveries of its messages."""
 
@@ -249,92 +234,6 @@ class OpenTransaction(Transaction):
     def sent_to(self) -> frozenset[tuple[str, int]]:
         """The partitions of its delivered and failed messages."""
         return self.deliveries.partitions
-
-
-class JudgedProducer(ProducerEngine):
-    """A librdkafka instance and the state machine of its life. All calls go through here and move the machine."""
-
-    transaction: OpenTransaction
-
-    def __init__(self, given: EngineArguments) -> None:
-        super().__init__(given)
-        self.transaction = OpenTransaction()
-        self._silent_retry_after_s = given.config.silent_retry_after_s  # a longer call may have been sent twice
-        self._handle: Handle | None = None
-
-    @property
-    def _raw(self) -> Producer:
-        assert self._handle is not None
-        return self._handle.raw
-
-    def serve(self, timeout_s: float) -> int:
-        """Take delivery reports and log lines; returns 0 if there is no instance yet."""
-        if self._handle is None:
-            return 0
-        served = self._take_reports(timeout_s)
-        self.transaction.deliveries.raise_callback_error()
-        return served
-
-    def _take_reports(self, timeout_s: float) -> int:
-        """Take delivery reports. What a callback raises waits for the end: it must not hide why a message was refused."""
-        return self._served(self._raw.poll, timeout_s)
-
-    def _served(self, wait: Callable[[float], int], timeout_s: float) -> int:
-        """Poll or flush. Either may raise librdkafka's fatal error, whatever caused it."""
-        try:
-            return elsewhere(lambda: wait(timeout_s)) if timeout_s else wait(0)
-        except (KafkaException, SystemError, AttributeError) as error:
-            self._raise(self._failure(error, Phase.DELIVERY))
-
-    def _failure(self, error: KafkaException | SystemError | AttributeError, phase: Phase) -> Failure:
-        exception = kafka_exception_behind(error, ask=self._raw.begin_transaction)
-        return failure_of(exception, phase, transactional_id=self._id)
-
-    def _judge(self, phase: Phase, took_s: float) -> None:
-        assert self._handle is not None
-        if phase is not Phase.COMMIT:  # a commit has succeeded, whatever a poll raises
-            self._served(self._raw.poll, 0)
-        if took_s > self._silent_retry_after_s:
-            self.doubt(f"{phase.value} took {took_s:.3f} s, so it may have been sent twice")
-        elif self.transaction.maybe_sent_twice:
-            self.doubt("the consumer's offsets may have been sent twice")
-        elif self._handle.init_unanswered:
-            self.doubt(INIT_MAY_COME)
-
-    def _call(self, phase: Phase, function: Callable[[Producer, float], object], deadline: Deadline) -> float:
-        assert self._handle is not None
-        try:
-            return self._handle.timed(function, deadline)
-        except NoAnswer:
-            self._raise(not_answered(phase, transactional_id=self._id))
-        except (KafkaException, SystemError) as error:
-            self._raise(self._failure(error, phase))
-        except BaseException:
-            self.doubt(f"{phase.value} was interrupted")  # by a signal while waiting: the answer is missing too
-            raise
-
-    def _delivery_failure(self) -> Failure:
-        """The cause of failed messages. Where librdkafka only says that it dropped them, its transaction knows why."""
-        first = self.transaction.deliveries.first_failure
-        if first is None or first[0].code() in {KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT}:
-            reason = self._transaction_error()
-            if reason is not None:
-                return failure_of(reason, Phase.DELIVERY, transactional_id=self._id)
-        if first is None:
-            error = TransactionAborted("produce: librdkafka's transaction has failed", transactional_id=self._id)
-            return Failure(error, ProducerEvent.FAIL)
-        return failure_of(first[0], Phase.DELIVERY, transactional_id=self._id, subject=first[1])
-
-    def _transaction_error(self) -> KafkaException | None:
-        """The error of librdkafka's transaction: a begin fails with it, and changes nothing."""
-        assert self._handle is not None
-        try:
-            self._handle.timed(lambda producer, _: producer.begin_transaction(), Deadline(_PROBE_S))
-        except KafkaException as error:
-            return None if kafka_error(error).code() == KafkaError._STATE else error
-        except NoAnswer:
-            return None
-        raise AssertionError("librdkafka began a transaction inside a transaction")
 
 
 # Maps librdkafka's errors to ours, and to the state in which each leaves a producer.
@@ -453,7 +352,7 @@ class Deliveries(Callbacks):
                 pass
             elif (failed_topic := message.topic()) is not None and (failed_partition := message.partition() or 0) >= 0:
                 self.failed_in.add((failed_topic, failed_partition))
-            if self.first_failure is None or _is_purge(self.first_failure[0]):
+            if self.first_failure is None or is_purge(self.first_failure[0]):
                 self.first_failure = (error, message.topic())
             return
         self.delivered += 1
@@ -483,7 +382,8 @@ class Deliveries(Callbacks):
         return frozenset({*self.first_offsets, *self.without_offset, *self.failed_in})
 
 
-def _is_purge(error: KafkaError) -> bool:
+def is_purge(error: KafkaError) -> bool:
+    """Whether librdkafka has dropped the message, after another failure."""
     # librdkafka purges the rest after the failure that matters, and may report the purged messages first.
     return error.code() in {KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT}
 

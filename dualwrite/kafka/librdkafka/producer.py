@@ -8,7 +8,7 @@ behind; after a lost connection the broker may have forgotten a marker. Either m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, count, repeat
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -16,17 +16,24 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 
 from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import DualWriteError, Fenced, TransactionAborted, Unavailable
-from dualwrite.kafka.engine import OLD_S, SILENT_ABORT_S, agree_on_transaction_timeout_ms, asking, verb
+from dualwrite.kafka.engine import (
+    OLD_S,
+    SILENT_ABORT_S,
+    ProducerEngine,
+    agree_on_transaction_timeout_ms,
+    asking,
+    verb,
+)
 from dualwrite.kafka.error_codes import Failure, Phase, not_answered
 from dualwrite.kafka.librdkafka.evidence import (
-    INIT_MAY_COME,
     Evidence,
-    JudgedProducer,
     OpenTransaction,
     failure_of,
+    is_purge,
     kafka_error,
+    kafka_exception_behind,
 )
-from dualwrite.kafka.librdkafka.handle import MakeHandle, NoAnswer, producer_settings
+from dualwrite.kafka.librdkafka.handle import Handle, MakeHandle, NoAnswer, producer_settings
 from dualwrite.kafka.transaction_ends import PendingEnd
 from dualwrite.protocol.lives import ProducerEvent, ProducerState
 from dualwrite.protocol.message import (
@@ -41,6 +48,7 @@ from dualwrite.protocol.message import (
 )
 from dualwrite.protocol.prepared_state import Engine, PreparedTxnState
 from dualwrite.protocol.settle import Ended
+from dualwrite.waiting import elsewhere
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -54,19 +62,26 @@ _SERVE_EVERY: Final = 256
 _NOW: Final = 0
 _DRAIN_BEFORE_ABORT_S: Final = 1.0
 _CONNECT_LOOK_S: Final = 0.02
+_PROBE_S: Final = 2.0
+
+INIT_MAY_COME: Final = "librdkafka asked for a producer id again before an answer; the first request may still arrive"
 
 _Parts = tuple[str, bytes | None, bytes | None, int, "DeliveryCallback", "DeliveryCallback", int, "HeadersType | None"]
 
 
-class ProducerInstance(JudgedProducer):
-    """Carries out the verbs against librdkafka and moves the machine."""
+class ProducerInstance(ProducerEngine):
+    """Carries out the verbs against librdkafka and moves the machine. All calls of librdkafka go through here."""
 
     engine = Engine.LIBRDKAFKA
+    transaction: OpenTransaction
 
     def __init__(self, given: EngineArguments, make_handle: MakeHandle) -> None:
         super().__init__(given)
+        self.transaction = OpenTransaction()
         self._evidence = Evidence(given.coordinator, given.transactional_id, given.incarnation)
+        self._silent_retry_after_s = given.config.silent_retry_after_s  # a longer call may have been sent twice
         self._make_handle = make_handle
+        self._handle: Handle | None = None
 
     @property
     def ids(self) -> tuple[int, int] | None:
@@ -325,6 +340,86 @@ class ProducerInstance(JudgedProducer):
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.close()
+
+    # Calls to librdkafka, each followed by a judgement of whether this producer can still be trusted.
+    #
+    # librdkafka may have sent a call twice if it took longer than the first silent retry; it resends an initialisation at
+    # once if its connection breaks; a missing answer may still arrive. Each makes the producer doubtful, even after a
+    # success.
+
+    @property
+    def _raw(self) -> Producer:
+        assert self._handle is not None
+        return self._handle.raw
+
+    def serve(self, timeout_s: float) -> int:
+        """Take delivery reports and log lines; returns 0 if there is no instance yet."""
+        if self._handle is None:
+            return 0
+        served = self._take_reports(timeout_s)
+        self.transaction.deliveries.raise_callback_error()
+        return served
+
+    def _take_reports(self, timeout_s: float) -> int:
+        """Take delivery reports. What a callback raises waits for the end: it must not hide why a message was refused."""
+        return self._served(self._raw.poll, timeout_s)
+
+    def _served(self, wait: Callable[[float], int], timeout_s: float) -> int:
+        """Poll or flush. Either may raise librdkafka's fatal error, whatever caused it."""
+        try:
+            return elsewhere(lambda: wait(timeout_s)) if timeout_s else wait(0)
+        except (KafkaException, SystemError, AttributeError) as error:
+            self._raise(self._failure(error, Phase.DELIVERY))
+
+    def _failure(self, error: KafkaException | SystemError | AttributeError, phase: Phase) -> Failure:
+        exception = kafka_exception_behind(error, ask=self._raw.begin_transaction)
+        return failure_of(exception, phase, transactional_id=self._id)
+
+    def _judge(self, phase: Phase, took_s: float) -> None:
+        assert self._handle is not None
+        if phase is not Phase.COMMIT:  # a commit has succeeded, whatever a poll raises
+            self._served(self._raw.poll, 0)
+        if took_s > self._silent_retry_after_s:
+            self.doubt(f"{phase.value} took {took_s:.3f} s, so it may have been sent twice")
+        elif self.transaction.maybe_sent_twice:
+            self.doubt("the consumer's offsets may have been sent twice")
+        elif self._handle.init_unanswered:
+            self.doubt(INIT_MAY_COME)
+
+    def _call(self, phase: Phase, function: Callable[[Producer, float], object], deadline: Deadline) -> float:
+        assert self._handle is not None
+        try:
+            return self._handle.timed(function, deadline)
+        except NoAnswer:
+            self._raise(not_answered(phase, transactional_id=self._id))
+        except (KafkaException, SystemError) as error:
+            self._raise(self._failure(error, phase))
+        except BaseException:
+            self.doubt(f"{phase.value} was interrupted")  # by a signal while waiting: the answer is missing too
+            raise
+
+    def _delivery_failure(self) -> Failure:
+        """The cause of failed messages. Where librdkafka only says that it dropped them, its transaction knows why."""
+        first = self.transaction.deliveries.first_failure
+        if first is None or is_purge(first[0]):
+            reason = self._transaction_error()
+            if reason is not None:
+                return failure_of(reason, Phase.DELIVERY, transactional_id=self._id)
+        if first is None:
+            error = TransactionAborted("produce: librdkafka's transaction has failed", transactional_id=self._id)
+            return Failure(error, ProducerEvent.FAIL)
+        return failure_of(first[0], Phase.DELIVERY, transactional_id=self._id, subject=first[1])
+
+    def _transaction_error(self) -> KafkaException | None:
+        """The error of librdkafka's transaction: a begin fails with it, and changes nothing."""
+        assert self._handle is not None
+        try:
+            self._handle.timed(lambda producer, _: producer.begin_transaction(), Deadline(_PROBE_S))
+        except KafkaException as error:
+            return None if kafka_error(error).code() == KafkaError._STATE else error
+        except NoAnswer:
+            return None
+        raise AssertionError("librdkafka began a transaction inside a transaction")
 
 
 def _refused_evidence(error: DualWriteError) -> Failure:
