@@ -19,7 +19,8 @@ import selectors
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
@@ -553,25 +554,16 @@ class Brokers:
     def exchange(
         self, requests: Sequence[tuple[int, Request | Message]], deadline: Deadline, *, spread: bool = False
     ) -> list[Answer | NotYet]:
-        ours = self._borrowed()
-        try:
+        with self._borrowed() as ours:
             return ours.exchange(requests, deadline, spread=spread)
-        finally:
-            self._give_back(ours)
 
     def metadata(self, topics: Collection[str], deadline: Deadline, *, node: int | None = None) -> ClusterMetadata:
-        ours = self._borrowed()
-        try:
+        with self._borrowed() as ours:
             return ours.metadata(topics, deadline, node=node)
-        finally:
-            self._give_back(ours)
 
     def lookup(self, request: Callable[[], Request | Message], deadline: Deadline) -> Answer:
-        ours = self._borrowed()
-        try:
+        with self._borrowed() as ours:
             return ours.lookup(request, deadline)
-        finally:
-            self._give_back(ours)
 
     def nodes(self, deadline: Deadline) -> list[int]:
         return [broker.node_id for broker in self.metadata((), deadline).brokers]
@@ -593,22 +585,25 @@ class Brokers:
         for ours in idle:
             ours.close()
 
-    def _borrowed(self) -> Connections:
+    @contextmanager
+    def _borrowed(self) -> Generator[Connections, None, None]:
         if os.getpid() != self._pid:
             raise _forked()
         with self._lock:
             if self._closed:
                 raise IllegalStateError("the connections to Kafka are closed")
-            if self._idle:
-                return self._idle.pop()  # the one that was used last: the others may be closed by their brokers
-        return Connections(self._config, settings=self._settings, addresses=self.addresses)
-
-    def _give_back(self, ours: Connections) -> None:
-        with self._lock:
-            if not self._closed and len(self._idle) < _MOST_IDLE:
-                self._idle.append(ours)
-                return
-        ours.close()
+            # The ones that were used last: the others may be closed by their brokers.
+            idle = self._idle.pop() if self._idle else None
+        ours = idle or Connections(self._config, settings=self._settings, addresses=self.addresses)
+        try:
+            yield ours
+        finally:
+            with self._lock:
+                kept = not self._closed and len(self._idle) < _MOST_IDLE
+                if kept:
+                    self._idle.append(ours)
+            if not kept:
+                ours.close()
 
 
 def _refuses(host: str, port: int) -> bool:
