@@ -98,19 +98,6 @@ _REFUSED: Final = {
 }
 """Keys that only librdkafka understands, or that users of other clients expect, and what to do instead."""
 
-_SECURITY: Final = KEYS | {
-    "security.protocol",
-    "sasl.mechanism",
-    "sasl.username",
-    "sasl.password",
-    "oauth_cb",
-    "sasl.oauthbearer.config",
-    "sasl.kerberos.service.name",
-    "sasl.kerberos.principal",
-    "sasl.kerberos.keytab",
-    "sasl.kerberos.kinit.cmd",
-    "sasl.kerberos.min.time.before.relogin",
-}
 KERBEROS_TICKETS: Final = frozenset(
     {
         "sasl.kerberos.principal",
@@ -120,7 +107,14 @@ KERBEROS_TICKETS: Final = frozenset(
     }
 )
 """Keys by which librdkafka fetches Kerberos tickets. This library's own connections fetch none."""
-CONNECTING: Final = (_SECURITY - KERBEROS_TICKETS) | {
+CONNECTING: Final = KEYS | {
+    "security.protocol",
+    "sasl.mechanism",
+    "sasl.username",
+    "sasl.password",
+    "oauth_cb",
+    "sasl.oauthbearer.config",
+    "sasl.kerberos.service.name",
     "bootstrap.servers",
     "broker.address.family",
     "client.dns.lookup",
@@ -216,7 +210,7 @@ def _checked_key(given: object) -> str:
     key = resolved(given)
     if key in _REFUSED:
         raise ConfigurationError(f"Kafka setting {given!r} cannot reach both Kafka clients", next_step=_REFUSED[key])
-    if _SECURITY_FAMILY.match(key) and key not in _SECURITY:
+    if _SECURITY_FAMILY.match(key) and key not in CONNECTING | KERBEROS_TICKETS:
         raise ConfigurationError(
             f"Kafka setting {given!r} concerns security and is not known to this library, so it cannot reach both clients",
             next_step="leave it out, or check its spelling",

@@ -79,31 +79,26 @@ class KafkaCoordinator(Closing):
     """
 
     def __init__(self, config: KafkaConfig, *, like: KafkaCoordinator | None = None, one_thread: bool = False) -> None:
-        self._brokers = Brokers(config, like=None if like is None else like.brokers)
+        self.brokers: Brokers = Brokers(config, like=None if like is None else like.brokers)
         self._posting = Connections(config, addresses=(like or self).brokers.addresses) if one_thread else None
-        self._coordinators = Coordinators(self._brokers)
-        self._topics: Topics = like._topics if like is not None and one_thread else Topics(self._brokers)  # noqa: SLF001 - its own class
+        self._coordinators = Coordinators(self.brokers)
+        self._topics: Topics = like._topics if like is not None and one_thread else Topics(self.brokers)  # noqa: SLF001 - its own class
         self._held_back = HeldBack()
-
-    @property
-    def brokers(self) -> Brokers:
-        """The connections."""
-        return self._brokers
 
     def close(self) -> None:
         """Close the connections. Idempotent; in a forked process it leaves the parent's connections alone."""
         if self._posting is not None:
             self._posting.close()
-        self._brokers.close()
+        self.brokers.close()
 
     def refuses(self) -> bool:
-        return self._brokers.refuse()
+        return self.brokers.refuse()
 
     def cluster_id(self, deadline: Deadline) -> str:
         """The id of the cluster that the bootstrap servers belong to."""
 
         def ask() -> str | NotYet:
-            return self._brokers.metadata((), deadline).cluster_id or NotYet("the cluster has no id yet")
+            return self.brokers.metadata((), deadline).cluster_id or NotYet("the cluster has no id yet")
 
         return until_known(ask, deadline, "report its cluster id")
 
@@ -114,7 +109,7 @@ class KafkaCoordinator(Closing):
             found = []
             answer: Sequence[DescribedConfig]
             for answer in answers_of_all(
-                self._brokers, lambda node: DescribeConfigs(ResourceType.BROKER, [str(node)], TIME_LIMIT), deadline
+                self.brokers, lambda node: DescribeConfigs(ResourceType.BROKER, [str(node)], TIME_LIMIT), deadline
             ):
                 for broker in answer:
                     if broker.error_code == Code.CLUSTER_AUTHORIZATION_FAILED:
@@ -195,7 +190,7 @@ class KafkaCoordinator(Closing):
 
         def ask() -> int | NotYet:
             found: list[int] = []
-            for code, levels in answers_of_all(self._brokers, lambda _: FinalizedFeatures(), deadline):
+            for code, levels in answers_of_all(self.brokers, lambda _: FinalizedFeatures(), deadline):
                 why = verdict(code, "the versions of a broker", "Describe on the cluster")
                 if why is not None:
                     return why
@@ -274,7 +269,7 @@ class KafkaCoordinator(Closing):
         """
         from dualwrite.kafka.listing import list_transactions  # noqa: PLC0415 - writers list nothing
 
-        listing = list_transactions(self._brokers, (), deadline)
+        listing = list_transactions(self.brokers, (), deadline)
         if not listing.is_complete:
             logger.warning(
                 "transactional ids may be missing: nothing shows that all partitions of %s had a coordinator; let an "
@@ -289,7 +284,7 @@ class KafkaCoordinator(Closing):
         """Those of the topics that are compacted. One whose settings we may not describe is left out. Asks once."""
         request = DescribeConfigs(ResourceType.TOPIC, topics, _CLEANUP)
         answer: Sequence[DescribedConfig] | NotYet
-        [answer] = self._brokers.exchange([(self._brokers.nodes(deadline)[0], request)], deadline)
+        [answer] = self.brokers.exchange([(self.brokers.nodes(deadline)[0], request)], deadline)
         if isinstance(answer, NotYet):
             raise Unavailable(f"the broker did not report the {_CLEANUP} of topics: {answer}")
         return {topic.resource_name for topic in answer if "compact" in (topic.values.get(_CLEANUP) or "")}
@@ -301,7 +296,7 @@ class KafkaCoordinator(Closing):
         """
         from dualwrite.kafka.listing import open_ids  # noqa: PLC0415 - as above
 
-        listed = open_ids(self._brokers, deadline)
+        listed = open_ids(self.brokers, deadline)
         views = self.describe(listed, deadline) if listed else {}
         return {kafka_id: view for kafka_id, view in views.items() if view.status in OPEN}
 
@@ -309,7 +304,7 @@ class KafkaCoordinator(Closing):
         """What open transactions block; see :func:`dualwrite.kafka.blocking.look_at_open`."""
         from dualwrite.kafka.blocking import look_at_open  # noqa: PLC0415 - writers look when something withholds, if at all
 
-        return look_at_open(self._brokers, self._topics, opened, deadline)
+        return look_at_open(self.brokers, self._topics, opened, deadline)
 
     def longest_open_s(self, deadline: Deadline) -> float:
         """The age of the oldest open transaction of any id that we may describe, in seconds; 0 if none is open.
@@ -342,7 +337,7 @@ class KafkaCoordinator(Closing):
         """
 
         def ask() -> bool:
-            ended: TransactionEnded = self._brokers.lookup(lambda: EndTxn(kafka_id, (0, 0), committed=False), deadline)
+            ended: TransactionEnded = self.brokers.lookup(lambda: EndTxn(kafka_id, (0, 0), committed=False), deadline)
             return ended.error_code != Code.TRANSACTIONAL_ID_AUTHORIZATION_FAILED
 
         try:
@@ -360,7 +355,7 @@ class KafkaCoordinator(Closing):
             [Place(first.topic, first.partition, first.topic_id) for first in state.first_offsets] for state in states
         ]
         every = {place for of_state in places for place in of_state}
-        shown = open_offsets(self._brokers, self._topics, every, deadline, fresh=True)
+        shown = open_offsets(self.brokers, self._topics, every, deadline, fresh=True)
         return [
             {
                 place.key: there.get((state.producer_id, state.epoch))
@@ -375,7 +370,7 @@ class KafkaCoordinator(Closing):
     ) -> Mapping[Partition, int | None]:
         """The offset at which a producer's open transaction began in each partition; None where it has nothing open."""
         places = [Place(topic, partition) for topic, partition in partitions]
-        shown = open_offsets(self._brokers, self._topics, places, deadline, fresh=False)
+        shown = open_offsets(self.brokers, self._topics, places, deadline, fresh=False)
         return {place.key: (shown[place] or {}).get((producer_id, epoch)) for place in places}
 
     def sequences(
@@ -384,14 +379,14 @@ class KafkaCoordinator(Closing):
         """Sequence numbers of a producer's open transaction; see :func:`dualwrite.kafka.log.spans`."""
         from dualwrite.kafka import log  # noqa: PLC0415 - most writers read no log
 
-        return log.spans(self._brokers, self._topics, (producer_id, epoch), firsts, deadline)
+        return log.spans(self.brokers, self._topics, (producer_id, epoch), firsts, deadline)
 
     def still_open(
         self, suspects: Sequence[tuple[int, Collection[Partition]]], deadline: Deadline
     ) -> Sequence[Mapping[Partition, int]]:
         """For each producer id with its partitions: those in which it has a transaction open, and where that began."""
         places = {Place(*key) for _, partitions in suspects for key in partitions}
-        shown = open_offsets(self._brokers, self._topics, places, deadline, fresh=True)
+        shown = open_offsets(self.brokers, self._topics, places, deadline, fresh=True)
         starts: dict[tuple[int, Partition], int] = {
             (producer_id, place.key): start
             for place, there in shown.items()
@@ -421,7 +416,7 @@ class KafkaCoordinator(Closing):
             for (_, partitions), of_state in zip(asked, ids, strict=True)
             for key in frozenset(partitions).union(*(in_topics.get(topic, ()) for topic in of_state))
         }
-        shown = producers(self._brokers, self._topics, places, deadline, fresh=False)
+        shown = producers(self.brokers, self._topics, places, deadline, fresh=False)
         by_producer: dict[int, list[tuple[Place, int, int]]] = {}
         for place in sorted(places, key=lambda one: one.key):
             for producer_id, (epoch, start) in (shown[place] or {}).items():
@@ -446,7 +441,7 @@ class KafkaCoordinator(Closing):
         named = [(state, state.topic_ids) for state in states]
         places = [{key: Place(*key, topic_id=ids[key[0]]) for key in sorted(state.partitions)} for state, ids in named]
         shown = _producers_now(
-            self._brokers, self._topics, {place for one in places for place in one.values()}, deadline, fresh=False
+            self.brokers, self._topics, {place for one in places for place in one.values()}, deadline, fresh=False
         )
         # A new topic may have taken the place of the known one.
         doubtful = {
@@ -456,7 +451,7 @@ class KafkaCoordinator(Closing):
             if place in shown and state.producer_id not in (shown[place] or {})
         }
         if doubtful:
-            again = _producers_now(self._brokers, self._topics, doubtful, deadline, fresh=True)
+            again = _producers_now(self.brokers, self._topics, doubtful, deadline, fresh=True)
             shown = {place: there for place, there in shown.items() if place not in doubtful} | again
         for state, of_state in zip(states, places, strict=True):
             for first in state.first_offsets:
@@ -479,7 +474,7 @@ class KafkaCoordinator(Closing):
         """Prove the outcome of each state's transaction from the log; see :func:`dualwrite.kafka.log.prove`."""
         from dualwrite.kafka import log  # noqa: PLC0415 - as above
 
-        return log.prove(self._brokers, self._topics, states, deadline)
+        return log.prove(self.brokers, self._topics, states, deadline)
 
     def prove_now(
         self, states: Sequence[PreparedTxnState], deadline: Deadline, *, read_on: bool
@@ -487,7 +482,7 @@ class KafkaCoordinator(Closing):
         """Read, without retrying, what each partition's log proves; see :func:`dualwrite.kafka.log.prove_now`."""
         from dualwrite.kafka import log  # noqa: PLC0415 - as above
 
-        return log.prove_now(self._brokers, self._topics, states, deadline, read_on=read_on, held_back=self._held_back)
+        return log.prove_now(self.brokers, self._topics, states, deadline, read_on=read_on, held_back=self._held_back)
 
     def blocking(
         self, partitions: Collection[Partition], deadline: Deadline, *, open_for_s: float
@@ -498,8 +493,8 @@ class KafkaCoordinator(Closing):
 
         return find_blocking(
             [Place(*key) for key in partitions],
-            open_in=lambda places: open_offsets(self._brokers, self._topics, places, deadline, fresh=True),
-            ids_of=lambda producer_ids: ids_of(self._brokers, producer_ids, deadline),
+            open_in=lambda places: open_offsets(self.brokers, self._topics, places, deadline, fresh=True),
+            ids_of=lambda producer_ids: ids_of(self.brokers, producer_ids, deadline),
             describe=lambda kafka_ids: self.describe(kafka_ids, deadline),
             open_for_s=open_for_s,
         )
@@ -521,7 +516,7 @@ class KafkaCoordinator(Closing):
         """Each producer's commits after its state, from the logs; see :func:`dualwrite.kafka.log.later_commits`."""
         from dualwrite.kafka import log  # noqa: PLC0415 - as above
 
-        return log.later_commits(self._brokers, self._topics, states, deadline)
+        return log.later_commits(self.brokers, self._topics, states, deadline)
 
     def _find_topics(self, topics: Collection[str], deadline: Deadline) -> dict[str, Topic | None]:
         return until_answered(

@@ -148,7 +148,6 @@ from dualwrite.protocol.values import (
     TransactionStatus,
     TransactionView,
     own_among,
-    own_partitions,
     shows_same_transaction,
 )
 
@@ -241,7 +240,7 @@ def initial(prepared: PreparedTxnState | None, recorded: Outcome | None) -> Know
     A settler that recorded an outcome other than a commit may have died before it ended what the broker had forgotten of that
     transaction.
     """
-    unended = _NONE if prepared is None or recorded in {None, Outcome.COMMITTED} else own_partitions(prepared)
+    unended = _NONE if prepared is None or recorded in {None, Outcome.COMMITTED} else prepared.partitions
     return Knowledge(prepared=prepared, recorded=recorded if prepared is not None else None, suspects=unended)
 
 
@@ -277,7 +276,7 @@ def compared(known: Knowledge, evidence: bool) -> Knowledge:  # noqa: FBT001 - t
 def proved(known: Knowledge, proof: LogProof) -> Knowledge:
     """The knowledge after reading the log: unless it shows commit markers everywhere, something may be open."""
     assert known.prepared is not None
-    unended = _NONE if proof is LogProof.COMMITTED else own_partitions(known.prepared)
+    unended = _NONE if proof is LogProof.COMMITTED else known.prepared.partitions
     return replace(known, proof=proof, suspects=known.suspects | unended, confirmed=known.still_open is not None)
 
 

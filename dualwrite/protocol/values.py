@@ -468,7 +468,7 @@ def shows_same_transaction(view: TransactionView, state: PreparedTxnState) -> bo
         return False
     if state.is_native:
         return True
-    if view.partitions and not own_partitions(state) <= set(view.partitions):
+    if view.partitions and not state.partitions <= set(view.partitions):
         return False
     return view.started_ms is None or state.started_ms is None or view.started_ms == state.started_ms
 
@@ -504,12 +504,7 @@ def others_than(state: PreparedTxnState, view: TransactionView) -> frozenset[Par
     Either they belong to another transaction, which then has something open there; or a late request of an earlier transaction
     has added them, and nothing is open there. Consumer offsets may be part of any transaction, so they are left out.
     """
-    return frozenset(key for key in view.partitions if key[0] != OFFSETS_TOPIC) - own_partitions(state)
-
-
-def own_partitions(state: PreparedTxnState) -> frozenset[Partition]:
-    """The partitions that the state names."""
-    return state.partitions
+    return frozenset(key for key in view.partitions if key[0] != OFFSETS_TOPIC) - state.partitions
 
 
 def is_older(state: PreparedTxnState, than: PreparedTxnState) -> bool:

@@ -307,5 +307,5 @@ def first_batch(coordinator, topic):
         rack_id="",
         max_version=12,
     )
-    [response] = coordinator._brokers.exchange([(1, request)], soon())
+    [response] = coordinator.brokers.exchange([(1, request)], soon())
     return next(MemoryRecords(response.responses[0].partitions[0].records))

@@ -95,7 +95,7 @@ class Stage:
 
     def leaders(self):
         """As a broker shows them that is not taken away: any other client may wait for the one that is."""
-        answer = self.coordinator._brokers.metadata([self.topic], Deadline(LONG_S), node=self.at)
+        answer = self.coordinator.brokers.metadata([self.topic], Deadline(LONG_S), node=self.at)
         partitions = sorted(answer.topics[0].partitions, key=lambda partition: partition.partition_index)
         return [partition.leader_id for partition in partitions] or [-1]
 

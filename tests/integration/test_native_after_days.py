@@ -85,7 +85,7 @@ class Left:
         """The ids of the producers that partition 0 remembers."""
         with KafkaCoordinator(KafkaConfig.parse(self.config)) as coordinator:
             topic = DescribeProducersRequest.TopicRequest(name=self.topic, partition_indexes=[0])
-            [answer] = coordinator._brokers.exchange([(1, DescribeProducersRequest(topics=[topic]))], Deadline(60))
+            [answer] = coordinator.brokers.exchange([(1, DescribeProducersRequest(topics=[topic]))], Deadline(60))
         return {producer.producer_id for producer in answer.topics[0].partitions[0].active_producers}
 
 

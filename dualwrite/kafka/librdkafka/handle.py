@@ -182,7 +182,6 @@ class Handle:
     """A librdkafka instance. Making it raises `NoAnswer` at the deadline, `KafkaException` if the settings are refused."""
 
     def __init__(self, settings: Mapping[str, object], transactional_id: str, deadline: Deadline) -> None:
-        self.client_error: KafkaError | None = None  # the newest of the client itself, not of a call
         log_level = int(str(settings.get("log_level", _INFO)))
         quiet = log_level < _WARNING
         self._log = ClientLog(
@@ -238,7 +237,6 @@ class Handle:
             self._log.warning("librdkafka needs over %.0f s to close; it continues in the background", _DESTROY_WAIT_S)
 
     def _note_client_error(self, error: KafkaError) -> None:
-        self.client_error = error
         self._log.warning("%s (%s)", error.str(), error.name())
         if callable(self._users_error_cb):
             self._users_error_cb(error)

@@ -257,11 +257,8 @@ def attempts(
     chosen = Attempt(choose_transaction_timeout_ms(requested_ms, broker_maximum_ms, greatest_ms=NEVER_MS))
     if requested_ms is not None:
         return [chosen]
-    return [*([_TWO_PHASE] if two_phase_commit is None else []), *_without_limit(broker_maximum_ms), chosen]
-
-
-def _without_limit(broker_maximum_ms: int | None) -> Sequence[Attempt]:
-    return [Attempt(NEVER_MS)] if broker_maximum_ms is None else []
+    two_phase = [_TWO_PHASE] if two_phase_commit is None else []
+    return [*two_phase, *([Attempt(NEVER_MS)] if broker_maximum_ms is None else []), chosen]
 
 
 def refusal_of_two_phase(initialised: Initialised, transactional_id: str) -> ConfigurationError | None:

@@ -32,7 +32,7 @@ class Sender:
 
     def __init__(self, brokers: Connections, kafka_id: str) -> None:
         self._id = kafka_id
-        self._brokers = brokers
+        self.brokers = brokers  # for this thread's other requests, too
         self._topics = Topics(brokers)
         self._written: dict[str, Topic] = {}
         self.topic_ids: dict[str, str] = {}  # of each topic that the transaction writes to
@@ -42,11 +42,6 @@ class Sender:
         self._core: ProduceCore | None = None
         self._looked_up_at = self._served_at = 0.0
         self.delivered: list[Delivered] = []
-
-    @property
-    def brokers(self) -> Connections:
-        """The connections, for this thread's other requests."""
-        return self._brokers
 
     def begin(self, ids: tuple[int, int], core: ProduceCore) -> None:
         """Send the messages of this core from now on, under this producer id and epoch."""
@@ -147,7 +142,7 @@ class Sender:
             return
         now, in_flight = now_s(), core.in_flight
         for request in core.requests(now):
-            self._brokers.post(*self._posted(core, request))
+            self.brokers.post(*self._posted(core, request))
         if not in_flight:
             self._served_at = now
         elif now >= self._served_at + _SERVE_AFTER_S:
@@ -184,7 +179,7 @@ class Sender:
             self._look_up(deadline)
             now = now_s()
         for request in core.requests(now, flush=True):
-            self._brokers.post(*self._posted(core, request))
+            self.brokers.post(*self._posted(core, request))
 
     def drain(self, deadline: Deadline) -> None:
         """Wait for the answers to what was sent, after a refusal: the fewer are missing, the more is known."""
@@ -192,12 +187,12 @@ class Sender:
             self._serve(deadline.remaining_s())
 
     def _serve(self, seconds: float) -> None:
-        self._brokers.serve(seconds)
+        self.brokers.serve(seconds)
         self._served_at = now_s()
 
     def close(self) -> None:
         """Close the connections."""
-        self._brokers.close()
+        self.brokers.close()
 
     def _wait(self, core: ProduceCore, seconds: float) -> None:
         # With everything in flight there is nothing to do before an answer comes, or a batch has waited for too long.
@@ -206,7 +201,7 @@ class Sender:
             seconds = min(seconds, max(0.0, at - now_s()))
         if core.outdated:
             seconds = min(seconds, _LOOK_UP_AGAIN_S)
-        self._brokers.serve(seconds)
+        self.brokers.serve(seconds)
         self._served_at = now_s()
 
     def _look_up(self, deadline: Deadline) -> None:

@@ -9,7 +9,7 @@ import pytest
 from dualwrite.cli.report import report_console, status_table, will_do
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import SettleStep, initial, looked, next_step
-from dualwrite.protocol.values import NEVER_MS, Outcome, StateRow, TransactionStatus, TransactionView, own_partitions
+from dualwrite.protocol.values import NEVER_MS, Outcome, StateRow, TransactionStatus, TransactionView
 from dualwrite.recovery.inspect import Unsettled
 from dualwrite.recovery.recover import describe
 
@@ -36,7 +36,7 @@ def status_of(recorded):
 
 @pytest.mark.parametrize("recorded", [Outcome.LOST, Outcome.UNVERIFIABLE])
 def test_a_recorded_loss_is_settled_as_its_finder_may_have_died_before_it_ended_what_is_open(recorded):
-    assert initial(STATE, recorded).suspects == own_partitions(STATE)
+    assert initial(STATE, recorded).suspects == STATE.partitions
     item = status_of(recorded)
     assert item.needs_recovery
     assert will_do(item) == "end what the broker may have left open of it"
