@@ -27,8 +27,8 @@ NEVER = (
     "dualwrite.testing", "dualwrite.writing.group_commit", "dualwrite.writing.sender", "numpy", "pandas", "pyarrow", "pyspark",
     "rich", "sqlalchemy.dialects.mysql", "sqlalchemy.orm",
 )  # fmt: skip
-MOST_LINES = 31_000
-"""Of this library. On 2026-11-27 the native engine on PostgreSQL loaded 30,428, in 67 modules."""
+MOST_LINES = 28_000
+"""Of this library. On 2026-11-27 the native engine on PostgreSQL loaded 27,693, in 64 modules."""
 LEFT_OUT = {
     "native": (
         "confluent_kafka",
