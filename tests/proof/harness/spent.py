@@ -1,8 +1,8 @@
 """Where the processor time of a run of the tests goes: on two cores it is what a run's length depends on, since most tests wait.
 
-``pytest --spent=FILE`` keeps it, by test, for all workers; ``python -m harness.spent FILE`` shows the files and tests that
-take most. The time of a process that a test has started counts once it has ended and been waited for; the servers that
-several tests share are in the total alone.
+``pytest --spent=FILE`` keeps it, by test and by server, for all workers; ``python -m harness.spent FILE`` shows the servers, files
+and tests that take most. The time of a process that a test has started counts once it has ended and been waited for. A server
+that lasts for a whole session counts by its fixture's name, all workers' together.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
 import pytest
 
 COLLECTING: Final = "collecting"
 """Imports and collection, of all workers."""
 TOTAL: Final = "total"
 """All processes of the run, with those of the servers that have ended."""
+SERVER: Final = "server "
+"""Before the name of the session's fixture that has started it."""
+STARTS: Final = "starts of "
+"""Before the same name: how many were started."""
 
 
 class Spent:
@@ -33,6 +38,7 @@ class Spent:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._seconds: Counter[str] = Counter()
+        self._servers: list[tuple[str, psutil.Process]] = []
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
@@ -45,8 +51,38 @@ class Spent:
     def pytest_collection_finish(self) -> None:
         self._seconds[COLLECTING] += _used_s()
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[Any]:
+        if fixturedef.scope != "session":
+            return (yield)
+        before = set(psutil.Process().children())
+        try:
+            return (yield)
+        finally:
+            started = set(psutil.Process().children()) - before
+            self._servers += [(fixturedef.argname, process) for process in started]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        if nextitem is None:  # the session's fixtures end now, and their time would seem to be this test's
+            self._seconds[item.nodeid] -= self._count_servers("started by tests")
+
+    def _count_servers(self, unnamed: str) -> float:
+        """Count those that run, whoever started them; return their seconds."""
+        known = {process for _, process in self._servers}
+        self._servers += [(unnamed, process) for process in psutil.Process().children() if process not in known]
+        total = 0.0
+        for name, process in self._servers:
+            spent = _lasted_s(process)
+            self._seconds[SERVER + name] += spent
+            self._seconds[STARTS + name] += 1
+            total += spent
+        return total
+
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if not hasattr(session.config, "workerinput"):
+            self._count_servers("of all workers")
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput["spent"] = dict(self._seconds)
 
@@ -67,16 +103,36 @@ def _used_s() -> float:
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
+def _lasted_s(process: psutil.Process) -> float:
+    """The seconds of a server that still runs, with what it has started; 0 if it has ended."""
+    total = 0.0
+    try:
+        for one in (process, *process.children(recursive=True)):
+            total += sum(one.cpu_times()[:4])  # its own, and its ended children's, in user and in system mode
+    except psutil.NoSuchProcess:
+        pass
+    return total
+
+
 def shown(seconds: Mapping[str, float], most: int = 25) -> str:
     """The files and the tests that take most, as text."""
-    tests = {name: spent for name, spent in seconds.items() if name not in {COLLECTING, TOTAL}}
+    servers = {name.removeprefix(SERVER): spent for name, spent in seconds.items() if name.startswith(SERVER)}
+    tests = {name: spent for name, spent in seconds.items() if "::" in name}
     files: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for name, spent in tests.items():
         files[name.partition("::")[0]] += spent
         count[name.partition("::")[0]] += 1
     lines = [
-        f"{seconds[TOTAL]:.0f} s of the processor: {sum(tests.values()):.0f} in {len(tests)} tests, {seconds[COLLECTING]:.0f} in collecting.",
+        (
+            f"{seconds[TOTAL]:.0f} s of the processor: {sum(tests.values()):.0f} in {len(tests)} tests, "
+            f"{sum(servers.values()):.0f} in servers that lasted, {seconds[COLLECTING]:.0f} in collecting."
+        ),
+        *(
+            f"{spent:7.1f} s  {seconds[STARTS + name]:5.0f} starts  {name}"
+            for name, spent in Counter(servers).most_common()
+        ),
+        "",
         *(f"{spent:7.1f} s  {count[name]:5} tests  {name}" for name, spent in files.most_common(most)),
         "",
         *(f"{spent:7.1f} s  {name}" for name, spent in Counter(tests).most_common(most)),
