@@ -21,6 +21,7 @@ from harness.patience import patient
 from harness.planting import plant_from_environment
 from harness.shared_servers import KAFKA, MARIADB, Shared, plugin, shared_kafka, shared_mariadb
 from harness.spent import Spent
+from harness.temporary import use_memory
 from harness.users import USERS
 from hypothesis import settings
 from sqlalchemy import create_engine, make_url
@@ -60,6 +61,8 @@ settings.register_profile("quick", deadline=None, max_examples=15)  # of `make q
 def pytest_configure(config: pytest.Config) -> None:
     # Taken from the environment: runs of pytest that tests start have nothing to note there.
     config.stash[NOTES] = os.environ.pop(last_words.VARIABLE, None)
+    use_memory()
+    gc.disable()  # until all is collected: next to nothing of it is garbage
     if file := config.getoption("--spent"):
         config.pluginmanager.register(Spent(file), "spent")
     class_archive.use()
@@ -150,6 +153,7 @@ def pytest_collection_finish() -> None:
     # What was imported and collected stays: no collection of garbage need look through it.
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
