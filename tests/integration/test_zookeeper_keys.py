@@ -91,13 +91,13 @@ def test_all_changes_or_none(keys):
 def test_another_life_of_a_key_is_another_one(keys, database):
     """Its versions count from 0 again, so that the version alone would fit."""
     first = put(keys, b"1")
-    assert keys.delete({KEY: first})
+    assert keys.erase({KEY: first})
     again = put(keys, b"2")
     assert first.version[1] == again.version[1]
     with database.connect() as handle:
         assert not keys.commit(handle, [Change(KEY, first, b"3")], answer_s=60)
     assert not keys.write([Change(KEY, first, b"3")])
-    assert not keys.delete({KEY: first})
+    assert not keys.erase({KEY: first})
     assert keys.get([KEY])[KEY].value == b"2"
 
 

@@ -14,7 +14,6 @@ import re
 import threading
 from collections.abc import Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 from urllib.parse import unquote, urlsplit
@@ -30,15 +29,12 @@ from dualwrite.errors import (
 )
 from dualwrite.interfaces import Traits
 from dualwrite.stores.keyed.store import (
-    INCIDENT,
     Change,
     Entry,
     Key,
     KeyedDatabase,
+    KeyedForgetting,
     KeyedHandle,
-    decode_incident,
-    decode_row,
-    state_key,
 )
 
 if TYPE_CHECKING:
@@ -46,8 +42,6 @@ if TYPE_CHECKING:
 
     from rocksdict import ColumnFamily, Rdict, WriteBatch
     from typing_extensions import Self
-
-    from dualwrite.protocol.values import Incident, StateRow
 
 
 logger = logging.getLogger(__name__)
@@ -524,8 +518,8 @@ class RocksDatabase(KeyedDatabase):
     def new_handle(self) -> RocksHandle:
         return RocksHandle(self._client)
 
-    def forgetting(self) -> RocksForgetting:
-        return RocksForgetting(self.keys)
+    def forgetting(self) -> KeyedForgetting:
+        return KeyedForgetting(self.keys)
 
     def close(self) -> None:
         """Close it if this object has opened it. Call it when no writer uses it any more. Idempotent."""
@@ -746,13 +740,12 @@ class RocksKeys:
         except WriteFailedError as error:
             raise Unavailable(f"RocksDB could not write: {error}") from error
 
-    def erase(self, found: Mapping[Key, Entry]) -> bool:
-        """Delete these keys, if all of them are as they were read. Durable on return."""
+    def erase(self, entries: Mapping[Key, Entry]) -> bool:
         batch = self._client.new_batch()
         with self._client.locks.writing:
-            if not self._as_expected([Change(key, entry, None) for key, entry in found.items()]):
+            if not self._as_expected([Change(key, entry, None) for key, entry in entries.items()]):
                 return False
-            for table, name in found:
+            for table, name in entries:
                 batch.delete(name.encode(), self._client.family(FAMILIES[table]))
             self._write(batch)
         return True
@@ -826,50 +819,6 @@ def _entry(key: Key, value: object) -> Entry:
             next_step="upgrade dualwrite if a newer version has written it; otherwise restore it before anything is settled",
         ) from error
     return Entry(content, version=content)  # no two values are the same
-
-
-# Deletes rows of ids that never come back, and incidents acknowledged long ago.
-
-
-class RocksForgetting:
-    """Implements :class:`dualwrite.interfaces.Forgetting`. There are no leases and no runs."""
-
-    def __init__(self, keys: RocksKeys) -> None:
-        self._keys = keys
-
-    def now(self) -> datetime:
-        """This process's time, as that of all rows."""
-        return datetime.now(timezone.utc)
-
-    def leased(self) -> set[str]:
-        return set()
-
-    def forget(self, rows: Sequence[StateRow]) -> bool:
-        """This fences a writer that is still open."""
-        found = self._keys.get([state_key(row.transactional_id) for row in rows])
-        if [decode_row(entry.value).row for entry in found.values()] != list(rows):
-            return False
-        return self._keys.erase(found)
-
-    def forget_incidents(self, prefix: str, before: datetime, /, *, dry_run: bool, name: str | None = None) -> int:
-        def is_old(incident: Incident) -> bool:
-            owner = incident.transactional_id
-            chosen = owner.startswith(prefix) if name is None else owner == name or owner.startswith(f"{name}#")
-            return chosen and incident.acknowledged_at is not None and incident.acknowledged_at < before
-
-        found = self._keys.scan(INCIDENT, prefix if name is None else name)
-        old = {key: entry for key, entry in found.items() if is_old(decode_incident(entry.value))}
-        if dry_run:
-            return len(old)
-        return sum(self._keys.erase({key: entry}) for key, entry in old.items())
-
-    def forget_runs(self, prefix: str, before: datetime, /, *, dry_run: bool, name: str | None = None) -> int:
-        del prefix, before, dry_run, name
-        return 0
-
-    def forget_actions(self, prefix: str, before: datetime, /, *, dry_run: bool, name: str | None = None) -> int:
-        del prefix, before, dry_run, name
-        return 0
 
 
 # The form of the library's values: one line that names the format and its version, then JSON. Pure.

@@ -702,6 +702,58 @@ def settled(found: Stored | None, incarnation: int, now: datetime) -> Stored | N
     return replace(found, row=replace(found.row, settled_incarnation=incarnation, updated_at=now))
 
 
+# Deletes rows of ids that never come back, and incidents acknowledged long ago.
+
+
+class ErasableKeys(Keys, Protocol):
+    """Keys of a database that can delete them."""
+
+    def erase(self, entries: Mapping[Key, Entry]) -> bool:
+        """Delete all entries or none, if they are as they were read. Durable on return. False if one has changed."""
+        ...
+
+
+class KeyedForgetting:
+    """Implements :class:`dualwrite.interfaces.Forgetting`. There are neither leases nor runs."""
+
+    def __init__(self, keys: ErasableKeys) -> None:
+        self._keys = keys
+
+    def now(self) -> datetime:
+        """This process's time: the rows hold that of the processes that wrote them."""
+        return now()
+
+    def leased(self) -> set[str]:
+        return set()
+
+    def forget(self, rows: Sequence[StateRow]) -> bool:
+        """This fences a writer that is still open: its next dual write aborts on both sides."""
+        entries = self._keys.get([state_key(row.transactional_id) for row in rows])
+        found = {key: decode_row(entry.value).row for key, entry in entries.items()}
+        unchanged = all(found.get(state_key(row.transactional_id)) == row for row in rows)
+        return unchanged and self._keys.erase(entries)
+
+    def forget_incidents(self, prefix: str, before: datetime, /, *, dry_run: bool, name: str | None = None) -> int:
+        def is_old(incident: Incident) -> bool:
+            owner = incident.transactional_id
+            chosen = owner.startswith(prefix) if name is None else owner == name or owner.startswith(f"{name}#")
+            return chosen and incident.acknowledged_at is not None and incident.acknowledged_at < before
+
+        found = self._keys.scan(INCIDENT, prefix if name is None else name)
+        old = {key: entry for key, entry in found.items() if is_old(decode_incident(entry.value))}
+        if dry_run:
+            return len(old)
+        return sum(self._keys.erase({key: entry}) for key, entry in old.items())
+
+    def forget_runs(self, prefix: str, before: datetime, /, *, dry_run: bool, name: str | None = None) -> int:
+        del prefix, before, dry_run, name
+        return 0
+
+    def forget_actions(self, prefix: str, before: datetime, /, *, dry_run: bool, name: str | None = None) -> int:
+        del prefix, before, dry_run, name
+        return 0
+
+
 # `KeyedDatabase`: a database without SQL, as the one that decides.
 
 

@@ -9,7 +9,6 @@ import secrets
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import quote, unquote, urlsplit
 
@@ -24,15 +23,12 @@ from dualwrite.errors import (
 )
 from dualwrite.interfaces import Traits
 from dualwrite.stores.keyed.store import (
-    INCIDENT,
     Change,
     Entry,
     Key,
     KeyedDatabase,
+    KeyedForgetting,
     KeyedHandle,
-    decode_incident,
-    decode_row,
-    state_key,
 )
 
 try:
@@ -51,9 +47,6 @@ if TYPE_CHECKING:
     from kazoo.client import TransactionRequest
     from kazoo.security import ACL
     from typing_extensions import Self
-
-    from dualwrite.interfaces import Forgetting
-    from dualwrite.protocol.values import StateRow
 
 # `Multi`: the user's operations of one dual write, which ZooKeeper carries out with its decision, or none of them.
 
@@ -332,8 +325,8 @@ class ZooKeeperDatabase(KeyedDatabase):
     def new_handle(self) -> ZooKeeperHandle:
         return ZooKeeperHandle(self._opened(), self._jute_maxbuffer)
 
-    def forgetting(self) -> Forgetting:
-        return ZooKeeperForgetting(self.keys)
+    def forgetting(self) -> KeyedForgetting:
+        return KeyedForgetting(self.keys)
 
     def forked(self) -> None:
         """A client of your own is as it was."""
@@ -385,8 +378,7 @@ class ZooKeeperKeys:
             )
         return self._sent(request)
 
-    def delete(self, entries: Mapping[Key, Entry]) -> bool:
-        """Delete all entries or none, if they are as they were read. Durable on return. False if one has changed."""
+    def erase(self, entries: Mapping[Key, Entry]) -> bool:
         request = self._session.new()
         for key, entry in entries.items():
             path = self._paths.entry(*key)
@@ -666,54 +658,6 @@ def unpacked(path: str, content: bytes) -> tuple[str, bytes]:
             next_step="it was edited, or written by another version of this library: restore it before anything is settled",
         )
     return words[2].decode("ascii", "replace"), value
-
-
-# Deletes the znodes of ids that never come back, and of incidents acknowledged long ago.
-
-
-class ZooKeeperForgetting:
-    """Implements :class:`dualwrite.interfaces.Forgetting`. There are neither leases nor runs in ZooKeeper."""
-
-    def __init__(self, keys: ZooKeeperKeys) -> None:
-        self._keys = keys
-
-    def now(self) -> datetime:
-        """This process's time: the rows hold that of the processes that wrote them."""
-        return datetime.now(timezone.utc)
-
-    def leased(self) -> set[str]:
-        return set()
-
-    def forget(self, rows: Sequence[StateRow]) -> bool:
-        """Delete the rows, all or none, durably on return. False if one was used since it was read.
-
-        This fences a writer that is still open: its next dual write aborts on both sides.
-        """
-        entries = self._keys.get([state_key(row.transactional_id) for row in rows])
-        found = {key: decode_row(entry.value).row for key, entry in entries.items()}
-        unchanged = all(found.get(state_key(row.transactional_id)) == row for row in rows)
-        return unchanged and self._keys.delete(entries)
-
-    def forget_incidents(
-        self, prefix: str, acknowledged_before: datetime, /, *, dry_run: bool, name: str | None = None
-    ) -> int:
-        """Times are by the clocks of the processes."""
-        count = 0
-        for key, entry in self._keys.scan(INCIDENT, name or prefix).items():
-            incident = decode_incident(entry.value)
-            at, owner = incident.acknowledged_at, incident.transactional_id
-            is_chosen = owner.startswith(prefix) if name is None else owner == name or owner.startswith(f"{name}#")
-            if is_chosen and at is not None and at < acknowledged_before:
-                count += 1 if dry_run else self._keys.delete({key: entry})
-        return count
-
-    def forget_runs(self, prefix: str, begun_before: datetime, /, *, dry_run: bool, name: str | None = None) -> int:
-        del prefix, begun_before, dry_run, name
-        return 0
-
-    def forget_actions(self, prefix: str, begun_before: datetime, /, *, dry_run: bool, name: str | None = None) -> int:
-        del prefix, begun_before, dry_run, name
-        return 0
 
 
 # kazoo's errors mapped to ours: the class says what the caller must do. No message holds a credential.
