@@ -33,12 +33,12 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, cast
 from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext, MigrationStep
 from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Column, Connection, Engine, exc, inspect, text
+from sqlalchemy import URL, Column, Connection, Engine, exc, inspect, make_url, text
 from sqlalchemy.schema import CreateSchema
 
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.protocol.values import TableFit, table_fit
-from dualwrite.stores.sql.access import Meaning, driver_words, kind_of, map_database_error, meaning_of
+from dualwrite.stores.sql.access import Meaning, driver_words, map_database_error, meaning_of, url_errors_mapped
 from dualwrite.stores.sql.tables import MYSQL, OWN_TABLES, TABLE_OPTIONS, VERSION_TABLE
 
 __all__ = ["BASE", "HEAD", "current_revision", "downgrade", "include_name", "include_own_name", "sql_script", "upgrade"]
@@ -112,7 +112,8 @@ def sql_script(
         ConfigurationError: There is no such revision, or no path between the two, or the URL cannot be used.
     """
     output = io.StringIO()
-    dialect = kind_of(url)
+    with url_errors_mapped():
+        dialect = make_url(url).get_dialect()()  # works without its driver
     options = _options(schema, fn=_steps(direction, revision), as_sql=True, output_buffer=output, starting_rev=start)
     context = MigrationContext.configure(dialect=dialect, opts=options)
     with _mapped_errors(None, schema), context.begin_transaction():

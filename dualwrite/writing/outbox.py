@@ -64,7 +64,6 @@ class Outbox:
         self._gate = waiting.Condition()
         self._closed_until: float | None = None
         self._state = OutboxState()
-        self._later_since: float | None = None
 
     # For blocks
 

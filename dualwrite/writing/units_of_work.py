@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from sqlalchemy import TextClause, exc
 from sqlalchemy.sql.dml import UpdateBase
@@ -187,7 +187,6 @@ class Task(Protocol):
         ...
 
 
-TaskT = TypeVar("TaskT", bound=Task)
 Answer = Callable[[], None]
 
 

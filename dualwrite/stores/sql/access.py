@@ -26,7 +26,6 @@ from sqlalchemy import (
     AdaptedConnection,
     Connection,
     CursorResult,
-    Dialect,
     Engine,
     create_engine,
     event,
@@ -233,12 +232,6 @@ def _no_engine(given: object) -> ConfigurationError:
         f"{kind} is not an engine",
         next_step="give a SQLAlchemy Engine or a database URL" if made_of is None else f"give a {made_of} made of it",
     )
-
-
-def kind_of(url: URL | str) -> Dialect:
-    """The kind of database that a URL names. Works without its driver."""
-    with url_errors_mapped():
-        return make_url(url).get_dialect()()
 
 
 @contextmanager
