@@ -91,6 +91,11 @@ def id_options(command: Callable[P, R]) -> Callable[P, R]:
     return with_ids
 
 
+def timeout_option(default: float, text: str = "Time limit, in seconds.") -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Add ``--timeout``, passed on as ``timeout_s``."""
+    return click.option("--timeout", "timeout_s", default=default, show_default=True, callback=seconds(), help=text)
+
+
 def reason_option(command: Callable[P, R]) -> Callable[P, R]:
     """Add ``--reason``, and pass on who acts and why, as ``by``; None without a reason."""
 

@@ -26,6 +26,7 @@ from dualwrite.cli.options import (
     not_empty,
     reason_option,
     seconds,
+    timeout_option,
 )
 from dualwrite.cli.report import (
     MOST_SHOWN,
@@ -34,6 +35,7 @@ from dualwrite.cli.report import (
     forgotten_words,
     lease_table,
     loss_json,
+    plain_table,
     recovery_json,
     report_console,
     status_document,
@@ -84,9 +86,7 @@ from dualwrite.writing.left_behind import Waits, what_waits
     "the backup.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
-@click.option(
-    "--timeout", "timeout_s", default=300.0, show_default=True, callback=seconds(), help="Time limit, in seconds."
-)
+@timeout_option(300.0)
 @reason_option
 @partial(database_options, required=False)
 @kafka_options
@@ -211,9 +211,7 @@ def _exit_code(report: RecoveryReport) -> int:
     help="With --problems: a transaction younger than this many seconds counts as a writer at work.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
-@click.option(
-    "--timeout", "timeout_s", default=60.0, show_default=True, callback=seconds(), help="Time limit, in seconds."
-)
+@timeout_option(60.0)
 @database_options
 @kafka_options
 @exit_code_for_errors
@@ -321,9 +319,7 @@ def _print_left(waiting: Sequence[Waits], batches: Sequence[UnfinishedBatch], it
     help="Abort also what the database has decided: its rows stay, its messages are LOST, and an incident records that.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of lines.")
-@click.option(
-    "--timeout", "timeout_s", default=60.0, show_default=True, callback=seconds(), help="Time limit, in seconds."
-)
+@timeout_option(60.0)
 @reason_option
 @partial(database_options, required=False)
 @kafka_options
@@ -415,9 +411,7 @@ _DAY_S = 86400.0
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be deleted; delete nothing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of lines.")
-@click.option(
-    "--timeout", "timeout_s", default=60.0, show_default=True, callback=seconds(), help="Time limit, in seconds."
-)
+@timeout_option(60.0)
 @database_options
 @kafka_options
 @exit_code_for_errors
@@ -494,14 +488,7 @@ _STYLES: Final = {Status.OK: "green", Status.UNKNOWN: "cyan", Status.WARNING: "y
 )
 @click.option("--strict", is_flag=True, help="Exit code 1 if anything is not ok, and nothing is an error.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
-@click.option(
-    "--timeout",
-    "timeout_s",
-    default=30.0,
-    show_default=True,
-    callback=seconds(),
-    help="Time limit of each server, in seconds.",
-)
+@timeout_option(30.0, "Time limit of each server, in seconds.")
 @partial(database_options, required=False)
 @kafka_options
 @exit_code_for_errors
@@ -558,9 +545,7 @@ def _print(found: Sequence[CheckResult]) -> None:
 
 def findings_table(found: Sequence[CheckResult]) -> Table:
     """The table of ``dualwrite doctor``. Why each check matters, and what to do, stands below it for those not ok."""
-    table = Table(title=None, box=None, pad_edge=False)
-    for column in ("area", "check", "status", "found"):
-        table.add_column(column, overflow="fold")
+    table = plain_table("area", "check", "status", "found")
     for one in found:
         table.add_row(one.area, Text(one.check), Text(one.status.value, _STYLES[one.status]), Text(one.found))
     return table

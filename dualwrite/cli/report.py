@@ -79,14 +79,21 @@ def _will_do_in_kafka(item: IdStatus) -> str:
     return _WILL.get(item.step, str(item.step.value))
 
 
+def plain_table(*columns: str) -> Table:
+    """A table without lines, whose columns wrap."""
+    table = Table(title=None, box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
 def status_table(items: Sequence[IdStatus]) -> Table:
     """The table of ``dualwrite status``."""
-    table = Table(title=None, box=None, pad_edge=False)
     shows_prepared = any(item.prepared_for_s is not None for item in items)
     prepared = ["prepared for"] if shows_prepared else []
     shows_engine = any(_engine_word(item) == Engine.NATIVE.value for item in items)
     engine = ["engine"] if shows_engine else []
-    for column in (
+    table = plain_table(
         "transactional id",
         "incarnation",
         "row",
@@ -97,8 +104,7 @@ def status_table(items: Sequence[IdStatus]) -> Table:
         *prepared,
         "owner",
         "recovery would",
-    ):
-        table.add_column(column, overflow="fold")
+    )
     for item in items:
         table.add_row(
             item.row.transactional_id,
@@ -171,9 +177,7 @@ def status_json(item: IdStatus) -> dict[str, object]:
 
 def lease_table(leases: Sequence[Lease]) -> Table:
     """The leases of fleets, below the table of ``dualwrite status``."""
-    table = Table(title=None, box=None, pad_edge=False)
-    for column in ("leased id", "lease", "for", "member"):
-        table.add_column(column, overflow="fold")
+    table = plain_table("leased id", "lease", "for", "member")
     for lease in leases:
         table.add_row(
             lease.transactional_id,
@@ -231,8 +235,7 @@ MOST_SHOWN = 20
 
 def blocker_table(blockers: Sequence[Blocker], own: Mapping[str, str]) -> Table:
     """What is open and what it blocks, below the table of ``dualwrite status``; ``own`` are the rows' ids by Kafka id."""
-    table = Table(title=None, box=None, pad_edge=False)
-    for column in (
+    table = plain_table(
         "open transaction",
         "of",
         "open for",
@@ -240,8 +243,7 @@ def blocker_table(blockers: Sequence[Blocker], own: Mapping[str, str]) -> Table:
         "blocks",
         "consumer groups that stand still",
         "way on",
-    ):
-        table.add_column(column, overflow="fold")
+    )
     for one in blockers[:MOST_SHOWN]:
         table.add_row(
             one.kafka_id,
@@ -333,9 +335,7 @@ def batch_table(
     batches: Sequence[Batch], deserted: Mapping[tuple[str, str], datetime], *, sources: bool = False
 ) -> Table:
     """The table of ``dualwrite batches``, with what each batch is made of if `sources` are wanted."""
-    table = Table(title=None, box=None, pad_edge=False)
-    for column in ("sink", "batch", "phase", "partitions"):
-        table.add_column(column, overflow="fold")
+    table = plain_table("sink", "batch", "phase", "partitions")
     for column in ("rows", "messages", "MiB", "started (UTC)", "decided after", "completed after", "rows/s"):
         table.add_column(column, justify="right")
     if sources:
@@ -466,9 +466,7 @@ class OutboxView(NamedTuple):
 
 def outbox_table(views: Sequence[OutboxView]) -> Table:
     """The first table of ``dualwrite outbox list``."""
-    table = Table(title=None, box=None, pad_edge=False)
-    for column in ("writer", "mode", "waiting", "bytes", "oldest", "topics of the first", "moved aside"):
-        table.add_column(column, overflow="fold")
+    table = plain_table("writer", "mode", "waiting", "bytes", "oldest", "topics of the first", "moved aside")
     for one in views:
         waiting = one.waiting
         about = "" if waiting.exact else "about "
@@ -487,9 +485,7 @@ def outbox_table(views: Sequence[OutboxView]) -> Table:
 
 def aside_table(messages: Sequence[AsideMessage]) -> Table:
     """The second table: messages that were moved aside. Shows no values."""
-    table = Table(title=None, box=None, pad_edge=False)
-    for column in ("writer", "number", "topic", "partition", "key", "bytes", "moved at", "reason"):
-        table.add_column(column, overflow="fold")
+    table = plain_table("writer", "number", "topic", "partition", "key", "bytes", "moved at", "reason")
     for one in messages:
         table.add_row(
             one.writer,
