@@ -691,6 +691,16 @@ def migrate_advice(url: URL | str | None, schema: str | None) -> str:
     return f"as the role that owns the tables, which {role} need not be: {migrate_command(owner, schema)}"
 
 
+@contextmanager
+def reading(engine: Engine, schema: str | None) -> Generator[Connection, None, None]:
+    """A connection for a look at the library's tables, with database errors mapped."""
+    try:
+        with engine.connect() as connection:
+            yield connection
+    except exc.SQLAlchemyError as error:
+        raise map_database_error(error, engine, schema) from error
+
+
 def map_database_error(
     error: exc.SQLAlchemyError,
     engine: Engine | None = None,

@@ -24,7 +24,7 @@ from dualwrite.stores.sql.access import (
     engine_of,
     keep,
     let_go,
-    map_database_error,
+    reading,
 )
 from dualwrite.stores.sql.short_transactions import FoundTables, check_schema
 from dualwrite.stores.sql.store import SqlStateStore, listen_to
@@ -77,11 +77,8 @@ class SqlDatabase(Database):
         if self.engine.dialect.name == "postgresql":
             from dualwrite.stores.sql.postgresql import refuse_unlogged  # noqa: PLC0415 - large, as in dialect_of
 
-            try:
-                with self.engine.connect() as connection:
-                    refuse_unlogged(connection, declare_tables(self.tables_schema))
-            except exc.SQLAlchemyError as error:
-                raise map_database_error(error, self.engine, self._schema) from error
+            with reading(self.engine, self._schema) as connection:
+                refuse_unlogged(connection, declare_tables(self.tables_schema))
 
     @property
     def joins_first(self) -> Engine | None:
@@ -159,11 +156,8 @@ class SqlDatabase(Database):
             return ()
         from dualwrite.stores.sql.operators import kept_versions  # noqa: PLC0415 - writers do not need it
 
-        try:
-            with self.engine.connect() as connection:
-                finding = kept_versions(connection, declare_tables(self.tables_schema))
-        except exc.SQLAlchemyError as error:
-            raise map_database_error(error, self.engine, self._schema) from error
+        with reading(self.engine, self._schema) as connection:
+            finding = kept_versions(connection, declare_tables(self.tables_schema))
         return () if finding.status is Status.OK else (f"{finding}: {finding.remedy}",)
 
     def forgetting(self) -> Forgetting:

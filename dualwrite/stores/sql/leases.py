@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import (
     CTE,
@@ -43,7 +43,7 @@ from dualwrite import failpoints
 from dualwrite.errors import ConfigurationError, Fenced, Unavailable
 from dualwrite.protocol.members import Lease, LeaseState, check_fleet, numbers_to_try, place_of
 from dualwrite.protocol.values import member_id, writer_of
-from dualwrite.stores.sql.access import engine_of, map_database_error
+from dualwrite.stores.sql.access import engine_of, map_database_error, reading
 from dualwrite.stores.sql.short_transactions import ShortTransactions, dialect_of
 from dualwrite.stores.sql.tables import (
     MAX_ID_LENGTH,
@@ -60,7 +60,6 @@ from dualwrite.stores.sql.tables import (
 if TYPE_CHECKING:
     from dualwrite.protocol.values import StateRow
 
-Result = TypeVar("Result")
 _MORE: Final = 1000
 """How many times, number after number, another newcomer may be faster before a member gives up."""
 
@@ -217,33 +216,22 @@ def read_leases(
     tables, dialect = declare_tables(schema), dialect_of(engine)
     name = tables.lease.c.transactional_id
     chosen = dialect.begins_with(name, prefix) if transactional_id is None else name == transactional_id
-    return _reading(engine, schema, lambda connection: _read(connection, tables, chosen))
+    with reading(engine, schema) as connection:
+        return _read(connection, tables, chosen)
 
 
 def living_members(engine: Engine, names: Collection[str], *, schema: str | None = None) -> set[str]:
     """Those of the transactional ids whose writer holds a lease that has not expired: it is alive."""
     lease = declare_tables(schema).lease
     writers = sorted({writer_of(name) for name in names})
-
-    def read(connection: Connection) -> set[str]:
-        found: set[str] = set()
+    alive: set[str] = set()
+    with reading(engine, schema) as connection:
         for chunk in in_chunks(writers):
             chosen = lease.c.transactional_id.in_(chunk)
-            found.update(
+            alive.update(
                 connection.scalars(select(lease.c.transactional_id).where(chosen, lease.c.lease_until > database_now()))
             )
-        return found
-
-    alive = _reading(engine, schema, read)
     return {name for name in names if writer_of(name) in alive}
-
-
-def _reading(engine: Engine, schema: str | None, read: Callable[[Connection], Result]) -> Result:
-    try:
-        with engine.connect() as connection:
-            return read(connection)
-    except exc.SQLAlchemyError as error:
-        raise map_database_error(error, engine, schema) from error
 
 
 def _read(connection: Connection, tables: Tables, chosen: ColumnElement[bool]) -> Sequence[Lease]:
@@ -620,15 +608,12 @@ def living_leases(engine: Engine, names: Collection[str], *, schema: str | None 
     """Those of the transactional ids that are slots with an unexpired lease: their workers may be alive."""
     slot = declare_tables(schema).slot
     found: set[str] = set()
-    try:
-        with engine.connect() as connection:
-            for chunk in in_chunks(sorted(names)):
-                statement = select(slot.c.transactional_id).where(
-                    slot.c.transactional_id.in_(chunk), slot.c.lease_until > database_now()
-                )
-                found.update(connection.scalars(statement))
-    except exc.SQLAlchemyError as error:
-        raise map_database_error(error, engine, schema) from error
+    with reading(engine, schema) as connection:
+        for chunk in in_chunks(sorted(names)):
+            statement = select(slot.c.transactional_id).where(
+                slot.c.transactional_id.in_(chunk), slot.c.lease_until > database_now()
+            )
+            found.update(connection.scalars(statement))
     return found
 
 

@@ -37,7 +37,7 @@ from dualwrite import failpoints
 from dualwrite.errors import ConfigurationError, Fenced
 from dualwrite.protocol.batches import Destination, Entry, Recorded, Way, mismatch_of, next_entry, nobody_since
 from dualwrite.protocol.values import may_own, pool_of_sink
-from dualwrite.stores.sql.access import map_database_error, stand_alone
+from dualwrite.stores.sql.access import map_database_error, reading, stand_alone
 from dualwrite.stores.sql.database import SqlDatabase
 from dualwrite.stores.sql.short_transactions import SCHEMA_REVISION, ShortTransactions, dialect_of, find_tables
 from dualwrite.stores.sql.tables import (
@@ -616,13 +616,10 @@ def _read(
 ) -> Sequence[Batch]:
     """The batches that a statement finds, with the columns that the view has in these tables."""
     view = declare_tables(schema).batch
-    try:
-        with engine.connect() as connection:
-            tables = find_tables(connection, schema)
-            columns = columns_at(view, SCHEMA_REVISION if tables is None else tables.revision)
-            return [Batch(**row) for row in connection.execute(statement(columns)).mappings()]
-    except exc.SQLAlchemyError as error:
-        raise map_database_error(error, engine, schema) from error
+    with reading(engine, schema) as connection:
+        tables = find_tables(connection, schema)
+        columns = columns_at(view, SCHEMA_REVISION if tables is None else tables.revision)
+        return [Batch(**row) for row in connection.execute(statement(columns)).mappings()]
 
 
 NEWEST_RUNS: Final = 100
@@ -651,20 +648,17 @@ def unfinished_batches(engine: Engine, *, schema: str | None = None) -> Sequence
     run, view = tables.run, tables.batch
     columns = columns_at(view, "")  # all that is needed here
     newest = select(run.c.sink, run.c.name).order_by(run.c.begun_at.desc(), run.c.sink, run.c.name).limit(NEWEST_RUNS)
-    try:
-        with engine.connect() as connection:
-            names = [tuple(row) for row in connection.execute(newest)]
-            if not names:
-                return []
-            found = [
-                Batch(**row)
-                for some in in_chunks(names)
-                for row in connection.execute(
-                    select(*columns).where(tuple_(view.c.sink, view.c.batch_id).in_(some), view.c.phase != _COMPLETED)
-                ).mappings()
-            ]
-    except exc.SQLAlchemyError as error:
-        raise map_database_error(error, engine, schema) from error
+    with reading(engine, schema) as connection:
+        names = [tuple(row) for row in connection.execute(newest)]
+        if not names:
+            return []
+        found = [
+            Batch(**row)
+            for some in in_chunks(names)
+            for row in connection.execute(
+                select(*columns).where(tuple_(view.c.sink, view.c.batch_id).in_(some), view.c.phase != _COMPLETED)
+            ).mappings()
+        ]
     deserted = read_nobody_at_work(engine, found, schema=schema)
     order = {name: -number for number, name in enumerate(names)}
     found.sort(key=lambda batch: order[batch.sink, batch.batch_id])
@@ -691,11 +685,8 @@ def batch_in_part(engine: Engine, sink: str, but: str, *, schema: str | None = N
         view.c.written_partitions > 0,
         view.c.written_partitions < view.c.partition_count,
     )
-    try:
-        with engine.connect() as connection:
-            return connection.execute(statement.limit(1)).scalar()
-    except exc.SQLAlchemyError as error:
-        raise map_database_error(error, engine, schema) from error
+    with reading(engine, schema) as connection:
+        return connection.execute(statement.limit(1)).scalar()
 
 
 def newest_batch(engine: Engine, sink: str, topic: str, *, schema: str | None = None) -> str | None:
@@ -713,11 +704,8 @@ def newest_batch(engine: Engine, sink: str, topic: str, *, schema: str | None = 
         .where(part.c.sink == sink, part.c.message_count > 0, to_topic)
         .order_by(part.c.written_at.desc())
     )
-    try:
-        with engine.connect() as connection:
-            return connection.execute(statement.limit(1)).scalar()
-    except exc.SQLAlchemyError as error:
-        raise map_database_error(error, engine, schema) from error
+    with reading(engine, schema) as connection:
+        return connection.execute(statement.limit(1)).scalar()
 
 
 def read_nobody_at_work(
@@ -734,25 +722,22 @@ def read_nobody_at_work(
     leases: dict[str, list[tuple[str, datetime]]] = defaultdict(list)
     if not names:
         return {}
-    try:
-        with engine.connect() as connection:
-            for some in in_chunks(names):
-                for table, name, moment in (
-                    (ledger, ledger.c.batch_id, ledger.c.written_at),
-                    (run, run.c.name, run.c.begun_at),
-                ):
-                    statement = select(table.c.sink, name, moment).where(tuple_(table.c.sink, name).in_(some))
-                    for sink, batch_id, changed_at in connection.execute(statement):
-                        changes[sink, batch_id].append(changed_at)
-            for pools in in_chunks({pool_of_sink(sink) for sink, _ in names}):
-                held = select(slot.c.pool, slot.c.lease_owner, slot.c.lease_until).where(
-                    slot.c.pool.in_(pools), slot.c.lease_owner.is_not(None)
-                )
-                for pool, owner, until in connection.execute(held):
-                    leases[pool].append((owner, until))
-            now: datetime = connection.execute(select(database_now())).scalar_one()
-    except exc.SQLAlchemyError as error:
-        raise map_database_error(error, engine, schema) from error
+    with reading(engine, schema) as connection:
+        for some in in_chunks(names):
+            for table, name, moment in (
+                (ledger, ledger.c.batch_id, ledger.c.written_at),
+                (run, run.c.name, run.c.begun_at),
+            ):
+                statement = select(table.c.sink, name, moment).where(tuple_(table.c.sink, name).in_(some))
+                for sink, batch_id, changed_at in connection.execute(statement):
+                    changes[sink, batch_id].append(changed_at)
+        for pools in in_chunks({pool_of_sink(sink) for sink, _ in names}):
+            held = select(slot.c.pool, slot.c.lease_owner, slot.c.lease_until).where(
+                slot.c.pool.in_(pools), slot.c.lease_owner.is_not(None)
+            )
+            for pool, owner, until in connection.execute(held):
+                leases[pool].append((owner, until))
+        now: datetime = connection.execute(select(database_now())).scalar_one()
     found = {}
     for sink, batch_id in names:
         ends = [until for owner, until in leases[pool_of_sink(sink)] if may_own(owner, batch_id)]
