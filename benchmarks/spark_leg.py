@@ -25,7 +25,7 @@ from dualwrite.sinks.spark.sendable import json_rows
 PARTITIONS = 4
 ROWS_AT_ONCE = 10_000  # what Spark hands to a worker at a time
 LIMIT = 1_000_000
-PARTITIONER = partitioner("consistent_random")
+PARTITIONER = partitioner("murmur2_random")  # the default of Spark's tasks
 READ, TEXTS, PLACES = "Arrow read from Spark", "JSON texts and keys", "partitions of the keys"
 RECORDS, COMPRESSED = "records joined", "lz4 tried"
 STEPS = (READ, TEXTS, PLACES, RECORDS, COMPRESSED)

@@ -50,9 +50,9 @@ _AIMS = (
 _WHERE = (
     "Where the time goes: all cores are busy, so the way that needs the least processor time is the fastest. Spark's own sinks "
     "build and send a message inside the JVM that has read the row; here the row goes to Python first. Of the steps of our Kafka "
-    "leg alone, without a server (`PYTHONPATH=tests/proof python -m benchmarks.spark_leg --rows 200000`, 0.4 s for a million rows), the "
-    "joining of records takes 46 %, JSON texts and keys 23 %, the partitions of keys 16 %, reading Arrow 11 %, and trying lz4 on a part "
-    "of each batch 4 %; the digest of `write_batch` takes 0.2 s besides. These rows are sent as they are: lz4 would save a third of their "
+    "leg alone, without a server (`PYTHONPATH=tests/proof python -m benchmarks.spark_leg --rows 200000`, 0.5 s for a million rows), the "
+    "joining of records takes 52 %, JSON texts and keys 26 %, reading Arrow 10 %, the partitions of keys 9 %, and trying lz4 on a part "
+    "of each batch 3 %; the digest of `write_batch` takes 0.2 s besides. These rows are sent as they are: lz4 would save a third of their "
     "bytes; with it the Python workers took a third more processor time, and the broker no less. In the JSON of "
     "flights, integers that are close together have one text for each number, with the column's name before it, which rows copy: a "
     "quarter less time for JSON. Tried without gain: other allocators of memory, and a faster lz4; "
