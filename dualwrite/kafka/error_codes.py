@@ -259,7 +259,9 @@ ADVICE: Final[Mapping[int, Advice]] = MappingProxyType(
         Code.UNSUPPORTED_FOR_MESSAGE_FORMAT: Advice(
             Kind.SETTINGS, "the topic's message format is too old for transactions"
         ),
-        Code.MESSAGE_TOO_LARGE: Advice(Kind.REFUSED, STEPS["MESSAGE_TOO_LARGE"]),
+        Code.MESSAGE_TOO_LARGE: Advice(
+            Kind.REFUSED, f"{STEPS['MESSAGE_TOO_LARGE']}; if it is a batch of many messages, lower batch.size"
+        ),
         Code.RECORD_LIST_TOO_LARGE: Advice(Kind.REFUSED, "lower batch.size, or raise the broker's segment size"),
         Code.INVALID_FETCH_SIZE: Advice(Kind.REFUSED, "send a smaller message"),
         Code.CORRUPT_MESSAGE: Advice(Kind.REFUSED, f"the topic refuses this message: {_NO_KEY}"),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cache
 from types import UnionType
-from typing import TYPE_CHECKING, Final, NoReturn, TypeAlias, TypedDict, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, TypedDict, get_args, get_origin, get_type_hints
 from urllib.parse import quote, unquote
 
 from sqlalchemy import exc, make_url
@@ -290,10 +290,9 @@ class SinkOptions:
             raise ConfigurationError("max_slots must be greater than 0")
         for name in ("lease_s", "timeout_s", "margin_s", "progress_s", "decide_within_s"):
             check_seconds(name, getattr(self, name))
-        if self.database_leg not in DATABASE_LEGS:
-            raise ConfigurationError(
-                f"database_leg cannot be {self.database_leg!r}", next_step=f"use one of {', '.join(DATABASE_LEGS)}"
-            )
+        for name, choices in (("database_leg", DATABASE_LEGS), ("on_conflict", ON_CONFLICT), ("on_delete", ON_DELETE)):
+            if (chosen := getattr(self, name)) not in choices:
+                raise ConfigurationError(f"{name} cannot be {chosen!r}", next_step=f"use one of {', '.join(choices)}")
         wanted_engine(self.producer_engine)
         _parse_url(self.url)
         self._check_formats()
@@ -347,10 +346,6 @@ class SinkOptions:
         for name in ("upsert_keys", "upsert_columns"):
             if isinstance(getattr(self, name), str):
                 raise ConfigurationError(f"{name} is a string; give a list of names")
-        if self.on_conflict not in ON_CONFLICT:
-            raise ConfigurationError(
-                f"on_conflict cannot be {self.on_conflict!r}", next_step=f"use one of {', '.join(ON_CONFLICT)}"
-            )
         used = {
             "upsert_columns": self.upsert_columns,
             "on_conflict": self.on_conflict != "update",
@@ -374,10 +369,6 @@ class SinkOptions:
             )
 
     def _check_operations(self) -> None:
-        if self.on_delete not in ON_DELETE:
-            raise ConfigurationError(
-                f"on_delete cannot be {self.on_delete!r}", next_step=f"use one of {', '.join(ON_DELETE)}"
-            )
         if self.op_column is None:
             if self.op_values is not None or self.on_delete != ON_DELETE[0]:
                 name = "op_values" if self.op_values is not None else "on_delete"
@@ -519,9 +510,8 @@ def settings_of(given: Mapping[str, object]) -> SinkOptions:
 def _kinds() -> Mapping[str, tuple[type, ...]]:
     """By setting, the types of its values; those that are one of a few texts are checked by their own functions."""
     hints = get_type_hints(SinkOptions)
-    unions = (Union, UnionType)
     found = {
-        name: get_args(hint) if get_origin(hint) in unions else (hint,)
+        name: get_args(hint) if get_origin(hint) is UnionType else (hint,)
         for name, hint in hints.items()
         if hint is not EngineName
     }
@@ -807,10 +797,7 @@ def _targets(text: str, common: Mapping[str, object]) -> tuple[tuple[str, SinkOp
     example = (
         'write {"order": {"dbtable": "orders", "topic": "orders"}, "item": {"dbtable": "items", "topic": "items"}}'
     )
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ConfigurationError(f"the option targets is not JSON: {error}", next_step=example) from None
+    found = _json("targets", text, example)
     if not isinstance(found, dict) or not found or not all(isinstance(one, dict) for one in found.values()):
         raise ConfigurationError("the option targets must map each tag to the options of its target", next_step=example)
     known = {option.lower(): option for option in OPTION_NAMES}
@@ -863,10 +850,7 @@ def _flag(name: str, text: str) -> bool:
 def _columns(name: str, text: str) -> Mapping[str, str] | Sequence[str]:
     if not text.lstrip().startswith(("{", "[")):
         return _listed(text)
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ConfigurationError(f"the option {name} is not JSON: {error}") from None
+    found = _json(name, text)
     if not all(isinstance(target, str) for target in (found.values() if isinstance(found, dict) else found)):
         raise ConfigurationError(f"the option {name} must hold names of columns, or map them to names of columns")
     return found  # type: ignore[no-any-return] # checked above
@@ -880,15 +864,19 @@ def _names(name: str, text: str) -> Sequence[str]:
 
 
 def _operations(text: str) -> Mapping[str, str]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ConfigurationError(f"the option opValues is not JSON: {error}") from None
+    found = _json("opValues", text)
     if not isinstance(found, dict) or not all(isinstance(operation, str) for operation in found.values()):
         raise ConfigurationError(
             "the option opValues must map texts to operations", next_step=f'write {{"I": "{UPSERT}", "D": "{DELETE}"}}'
         )
     return found
+
+
+def _json(name: str, text: str, next_step: str | None = None) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"the option {name} is not JSON: {error}", next_step=next_step) from None
 
 
 def _listed(text: str) -> list[str]:

@@ -111,6 +111,7 @@ def test_a_transaction_timeout_above_the_brokers_names_the_brokers_setting():
     ("code", "step"),
     [
         (KafkaError.MSG_SIZE_TOO_LARGE, "max.message.bytes"),
+        (KafkaError.MSG_SIZE_TOO_LARGE, "lower batch.size"),
         (KafkaError.UNKNOWN_TOPIC_OR_PART, "create the topic"),
         (KafkaError._UNKNOWN_TOPIC, "create the topic"),
         (KafkaError._UNKNOWN_PARTITION, "partition that the topic has"),
