@@ -23,12 +23,14 @@ print(json.dumps(loaded))
 NEVER = (
     "alembic", "click", "dualwrite.cli", "dualwrite.kafka.abandoned", "dualwrite.kafka.blocking",
     "dualwrite.kafka.listing", "dualwrite.kafka.security", "dualwrite.migrations", "dualwrite.protocol.members",
-    "dualwrite.sinks", "dualwrite.stores.sql.asyncpg_driver", "dualwrite.stores.sql.ledger", "dualwrite.stores.sql.operators",
-    "dualwrite.testing", "dualwrite.writing.group_commit", "dualwrite.writing.sender", "numpy", "pandas", "pyarrow", "pyspark",
-    "rich", "sqlalchemy.dialects.mysql", "sqlalchemy.orm",
+    "dualwrite.recovery.in_doubt", "dualwrite.recovery.recover", "dualwrite.sinks", "dualwrite.stores.sql.adopted",
+    "dualwrite.stores.sql.asyncpg_driver", "dualwrite.stores.sql.ledger", "dualwrite.stores.sql.operators",
+    "dualwrite.stores.sql.outbox", "dualwrite.stores.sql.postgresql_outbox", "dualwrite.stores.sql.waiting_rows",
+    "dualwrite.testing", "dualwrite.writing.group_commit", "dualwrite.writing.opening", "dualwrite.writing.sender", "numpy",
+    "pandas", "pyarrow", "pyspark", "rich", "sqlalchemy.dialects.mysql", "sqlalchemy.orm",
 )  # fmt: skip
-MOST_LINES = 28_000
-"""Of this library. On 2026-11-27 the native engine on PostgreSQL loaded 27,693, in 64 modules."""
+MOST_LINES = 27_700
+"""Of this library. On 2026-11-27 the native engine on PostgreSQL loaded 27,363, in 64 modules."""
 LEFT_OUT = {
     "native": (
         "confluent_kafka",
