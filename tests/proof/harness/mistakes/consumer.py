@@ -97,7 +97,7 @@ def a_registry_out_of_reach_taken_for_a_bad_message(patch: pytest.MonkeyPatch) -
 @mistake(
     Check(
         "unit/consumer/test_working_deserializing.py::test_a_message_that_the_handler_refuses_is_set_aside_as_it_was_read",
-        "too many values to unpack",
+        "a value is text, bytes or None, not dict",
     )
 )
 def dead_letters_of_objects(patch: pytest.MonkeyPatch) -> None:

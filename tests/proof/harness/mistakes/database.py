@@ -95,9 +95,9 @@ def no_claim_in_doubt(patch: pytest.MonkeyPatch) -> None:
 def claim_in_doubt_taken_for_the_answer(patch: pytest.MonkeyPatch) -> None:
     """The same owner claims the row, and does not ask once more what arrived before its claim."""
 
-    def verdict(*known):
-        step = in_doubt._asked(*known[:-1])
-        if step is DoubtStep.ABORTED and (fence := known[-1]) is not None:
+    def verdict(asked, fence):
+        step = asked()
+        if step is DoubtStep.ABORTED and fence is not None:
             fence()
         return step
 
