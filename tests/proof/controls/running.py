@@ -25,6 +25,7 @@ from harness.mistakes import MISTAKES, Check
 from harness.places import ROOT, TESTS
 from harness.planting import ENGINE, ENVIRONMENT
 from harness.shared_servers import BorrowedKafka, place_of, plugin_of
+from harness.temporary import use_memory
 
 from dualwrite.testing import EmbeddedKafka, EmbeddedPostgres
 
@@ -68,6 +69,7 @@ def is_caught(ended: Run, check: Check) -> bool:
 def servers() -> Iterator[Servers]:
     """Start both servers, and keep this process free of threads, so that it can be forked."""
     class_archive.use()
+    use_memory()  # what it makes goes when this process exits: the forked ones are killed
     with EmbeddedKafka() as kafka, EmbeddedPostgres() as postgres:
         gc.collect()  # the clients that waited for the servers
         yield Servers(place_of(kafka), postgres.url)
