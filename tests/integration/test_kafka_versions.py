@@ -22,7 +22,8 @@ from dualwrite.testing import EmbeddedKafka, read_committed
 from dualwrite.testing.proxy import Api, KafkaProxy
 from dualwrite.testing.servers.embedded import kafka_jars
 
-IN_EVERY_RUN = {"3.0.2", "3.9.2", "4.0.2", "4.3.1"}
+IN_EVERY_RUN = {"3.0.2", "4.0.2"}
+"""The oldest for each engine."""
 LIBRDKAFKAS = ("3.0.2", "3.1.2", "3.2.3", "3.3.2", "3.4.1", "3.5.2", "3.6.2", "3.7.2", "3.8.1", "3.9.2")
 BOTH_ENGINES = ("4.0.2", "4.1.2", "4.2.2", "4.3.1")
 pytestmark = [pytest.mark.kafka, pytest.mark.longest]
@@ -58,6 +59,7 @@ def crash_and_settle(broker, changes, engine, orders):
         failpoints.arm("")
         with DualWriter(name, kafka={**kafka, "dualwrite.engine": settles}, database=engine) as successor:
             write(successor, topic, orders, 10 * first + 2)
+        writer.close()  # it would go on asking this broker, once it is gone
         numbers += [10 * first + number for number in range(3)]
     messages = sorted(int(record.value) for record in read_committed(kafka, topic))
     with engine.connect() as connection:
