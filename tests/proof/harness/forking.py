@@ -33,7 +33,9 @@ class _Context(ForkServerContext):
 def processes() -> ForkServerContext:
     """The context that makes them. Each has the environment of its maker."""
     context = _Context()
-    context.set_forkserver_preload(["pytest", "harness.worker", "scenarios.actor"])
+    context.set_forkserver_preload(
+        ["pytest", "harness.worker", "scenarios.actor", "dualwrite.cli.serve", "dualwrite.serving.app"]
+    )
     with pytest.MonkeyPatch.context() as patch:
         # The server does not learn of sys.path, and would import nothing, and say nothing.
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))

@@ -1,4 +1,4 @@
-"""``dualwrite serve`` as a process, for tests that look at what it says and shows."""
+"""``dualwrite serve`` as a process, for tests that look at what it says and shows. It is forked: a new Python takes a second."""
 
 from __future__ import annotations
 
@@ -6,33 +6,42 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import urllib.error
 import urllib.request
 
-from dualwrite.failpoints import ENVIRONMENT
+from dualwrite import failpoints
+from dualwrite.cli import main
+from harness.forking import processes
 from harness.patience import PATIENCE_S, wait_until
+
+
+def serve(config, failpoint, stderr):
+    """Be the command, in a process of its own."""
+    os.dup2(stderr.fileno(), sys.stderr.fileno())
+    stderr.close()
+    failpoints.arm(failpoint)
+    sys.argv = ["dualwrite", "serve", "--config", str(config)]
+    main()
 
 
 class Replica:
     """One process of the service, and what it says."""
 
     def __init__(self, config, failpoint=""):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", "from dualwrite.cli import main; main()", "serve", "--config", str(config)],
-            env={**os.environ, ENVIRONMENT: failpoint},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        context = processes()
+        self._said, stderr = context.Pipe(duplex=False)
+        with stderr:
+            self.process = context.Process(target=serve, args=(config, failpoint, stderr))
+            self.process.start()
         self.log = ""
         self.address = None
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
     def _read(self):
-        with self.process.stderr as said:
+        with self._said, open(self._said.fileno(), encoding="utf-8", closefd=False) as said:
             for line in said:
                 self.log += line
                 if found := re.search(r"listening on (http://\S+)", line):
@@ -40,7 +49,7 @@ class Replica:
 
     def get(self, path):
         """The status and the body of a page."""
-        wait_until(lambda: self.address or self.process.poll() is not None, otherwise=lambda: self.log)
+        wait_until(lambda: self.address or self.process.exitcode is not None, otherwise=lambda: self.log)
         assert self.address, self.log
         try:
             with urllib.request.urlopen(f"{self.address}{path}", timeout=PATIENCE_S) as answer:
@@ -58,18 +67,18 @@ class Replica:
         wait_until(lambda: (self.target()["at"] or "") > before, otherwise=lambda: self.log)
 
     def says(self, words):
-        wait_until(lambda: words in self.log or self.process.poll() is not None)
+        wait_until(lambda: words in self.log or self.process.exitcode is not None)
         wait_until(lambda: words in self.log, 1.0, otherwise=lambda: f"{words!r} is not in:\n{self.log}")
 
     def end(self, number=signal.SIGTERM):
         """Stop it by a signal, and return its exit code."""
-        self.process.send_signal(number)
+        os.kill(self.process.pid, number)
         return self.wait()
 
     def wait(self):
-        code = self.process.wait(PATIENCE_S)
+        self.process.join(PATIENCE_S)
         self._reader.join(PATIENCE_S)
-        return code
+        return self.process.exitcode
 
 
 def serve_file(directory, kafka, url, more="", *, settle_after_s=2.0, timeout_s=20, interval_s=0.2):
