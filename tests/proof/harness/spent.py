@@ -68,20 +68,20 @@ class Spent:
             self._seconds[item.nodeid] -= self._count_servers("started by tests")
 
     def _count_servers(self, unnamed: str) -> float:
-        """Count those that run, whoever started them; return their seconds."""
+        """Count those that run, whoever started them; return the seconds of those that fixtures will end."""
         known = {process for _, process in self._servers}
-        self._servers += [(unnamed, process) for process in psutil.Process().children() if process not in known]
+        others = [(unnamed, process) for process in psutil.Process().children() if process not in known]
         total = 0.0
-        for name, process in self._servers:
+        for name, process in (*self._servers, *others):
             spent = _lasted_s(process)
             self._seconds[SERVER + name] += spent
             self._seconds[STARTS + name] += 1
-            total += spent
+            total += spent if process in known else 0
         return total
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if not hasattr(session.config, "workerinput"):
+        if not hasattr(session.config, "workerinput") and not session.testscollected:
             self._count_servers("of all workers")
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput["spent"] = dict(self._seconds)
