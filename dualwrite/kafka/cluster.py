@@ -28,7 +28,7 @@ Read = Callable[[list[str], Message], Iterator[tuple[str, "Answer | NotYet"]]]
 _NO_TOPIC_ID: Final = bytes(16)
 _MOST_COORDINATORS: Final = 100_000
 _SIGN_BIT: Final = 0x8000_0000
-OPERATIONS: Final = {3: "Read", 4: "Write", 8: "Describe", 10: "DescribeConfigs"}
+_OPERATIONS: Final = {3: "Read", 4: "Write", 8: "Describe", 10: "DescribeConfigs"}
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def rights_of(operations: int) -> frozenset[str] | None:
     """The operations of a topic that concern us, from a bit for each; None if the broker has not told any."""
     if operations <= 0:
         return None
-    return frozenset(name for number, name in OPERATIONS.items() if operations >> number & 1)
+    return frozenset(name for number, name in _OPERATIONS.items() if operations >> number & 1)
 
 
 # Requests to partition leaders: the transactions open in a partition, and where its log ends.

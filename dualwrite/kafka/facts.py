@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kafka.protocol.admin.cluster import DescribeQuorumRequest
 from kafka.protocol.consumer.group import HeartbeatRequest
-from kafka.protocol.metadata import ApiVersionsRequest, MetadataRequest
+from kafka.protocol.metadata import ApiVersionsRequest
 from kafka.protocol.producer.transaction import EndTxnRequest, InitProducerIdRequest
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError
 from dualwrite.kafka.brokers import Brokers, NotYet
-from dualwrite.kafka.cluster import OPERATIONS
+from dualwrite.kafka.cluster import rights_of
 from dualwrite.kafka.engine import choose_transaction_timeout_ms
 from dualwrite.kafka.error_codes import MISSING_RIGHT, RETRIABLE, Code, code_name
 from dualwrite.kafka.messages import (
@@ -31,8 +31,10 @@ from dualwrite.kafka.messages import (
     OfOneKind,
 )
 from dualwrite.kafka.opening_messages import (
+    ClusterMetadata,
     DescribeConfigs,
     DescribedConfig,
+    DescribedTopic,
     DescribeTransactions,
     FindCoordinator,
     InitProducerId,
@@ -196,13 +198,7 @@ def _topics(
     brokers: Brokers, node: int, topics: Iterable[str], deadline: Deadline
 ) -> Mapping[str, TopicFacts | Unasked | None]:
     names = list(dict.fromkeys(topics))
-    asked = [MetadataRequest.MetadataRequestTopic(name=name) for name in names]
-    seen = _asked(
-        brokers,
-        node,
-        MetadataRequest(topics=asked, allow_auto_topic_creation=False, include_topic_authorized_operations=True),
-        deadline,
-    )
+    seen: ClusterMetadata | Unasked = _asked(brokers, node, Metadata(names), deadline)
     if isinstance(seen, Unasked):
         return dict.fromkeys(names, seen)
     answer: Sequence[DescribedConfig] | Unasked = _asked(
@@ -224,22 +220,16 @@ def _topics(
     return {topic.name: _topic(topic, settings.get(topic.name, left_out)) for topic in seen.topics}
 
 
-def _topic(topic: Message, settings: Mapping[str, str] | Unasked) -> TopicFacts | Unasked | None:
-    code: int = topic.error_code
+def _topic(topic: DescribedTopic, settings: Mapping[str, str] | Unasked) -> TopicFacts | Unasked | None:
+    code = topic.error_code
     if code == Code.UNKNOWN_TOPIC_OR_PARTITION:
         return None
     if code:
         return _refused(code, "", f"grant Describe on the topic {topic.name}")
-    partitions = tuple(
-        PartitionFacts(one.leader_id >= 0, len(one.replica_nodes), len(one.isr_nodes)) for one in topic.partitions
-    )
-    operations = topic.authorized_operations
-    rights = (
-        Unasked("the broker does not tell the rights on a topic")
-        if not operations  # who may not even describe it is not shown it
-        else frozenset(name for number, name in OPERATIONS.items() if number in operations)
-    )
-    return TopicFacts(partitions, rights, settings)
+    partitions = tuple(PartitionFacts(one.leader_id >= 0, one.replicas, one.in_sync) for one in topic.partitions)
+    rights = rights_of(topic.operations)  # who may not even describe it is not shown it
+    untold = Unasked("the broker does not tell the rights on a topic")
+    return TopicFacts(partitions, untold if rights is None else rights, settings)
 
 
 # Rights on the transactional ids of a writer.

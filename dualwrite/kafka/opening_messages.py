@@ -49,11 +49,13 @@ class Broker(NamedTuple):
 
 
 class DescribedPartition(NamedTuple):
-    """A partition as a broker knows it. ``leader_id`` is -1 while it has no leader."""
+    """A partition as a broker knows it. ``leader_id`` is -1 while it has no leader. Of the replicas, ``in_sync`` are that."""
 
     partition_index: int
     leader_id: int
     leader_epoch: int
+    replicas: int
+    in_sync: int
 
 
 class DescribedTopic(NamedTuple):
@@ -119,9 +121,10 @@ def _topic(read: Cursor) -> DescribedTopic:
     partitions = []
     for _ in range(read.count()):
         read.int16()  # an error of the partition: it has no leader then
-        partitions.append(DescribedPartition(read.int32(), read.int32(), read.int32()))
-        for _ in range(3):  # the replicas: all, those in sync, and those that are offline
-            read.raw(4 * read.count())
+        number, leader, epoch = read.int32(), read.int32(), read.int32()
+        # The replicas: all, those in sync, and those that are offline.
+        replicas, in_sync, _ = (len(read.raw(4 * read.count())) // 4 for _ in range(3))
+        partitions.append(DescribedPartition(number, leader, epoch, replicas, in_sync))
         read.skip_tags()
     operations = read.int32()
     read.skip_tags()

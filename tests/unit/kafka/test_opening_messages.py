@@ -108,7 +108,7 @@ def test_metadata(version, topics, number, client):
     assert Metadata(topics).frame(version, number, client) == theirs(request, version, number, client)
 
 
-partitions = st.builds(DescribedPartition, numbers, int32, int32)
+partitions = st.builds(DescribedPartition, numbers, int32, int32, st.integers(0, 3), st.integers(0, 3))
 topics = st.builds(DescribedTopic, int16, names, ids, st.lists(partitions, max_size=3), numbers)
 
 
@@ -120,7 +120,7 @@ topics = st.builds(DescribedTopic, int16, names, ids, st.lists(partitions, max_s
     st.lists(int32, max_size=3),
     st.none() | texts,
 )
-def test_the_answer_to_metadata(version, brokers, cluster_id, described, replicas, rack):
+def test_the_answer_to_metadata(version, brokers, cluster_id, described, offline, rack):
     of_topic = MetadataResponse.MetadataResponseTopic
     response = MetadataResponse(
         throttle_time_ms=1,
@@ -142,9 +142,9 @@ def test_the_answer_to_metadata(version, brokers, cluster_id, described, replica
                         partition_index=one.partition_index,
                         leader_id=one.leader_id,
                         leader_epoch=one.leader_epoch,
-                        replica_nodes=replicas,
-                        isr_nodes=replicas[:1],
-                        offline_replicas=replicas[1:],
+                        replica_nodes=[7] * one.replicas,
+                        isr_nodes=[8] * one.in_sync,
+                        offline_replicas=offline,
                     )
                     for one in topic.partitions
                 ],

@@ -19,7 +19,7 @@ class Posted:
         self.posted = []
 
     def metadata(self, topics, _):
-        leader = DescribedPartition(partition_index=0, leader_id=1, leader_epoch=0)
+        leader = DescribedPartition(partition_index=0, leader_id=1, leader_epoch=0, replicas=1, in_sync=1)
         return ClusterMetadata((), "cluster", [DescribedTopic(0, name, self.topic_id, [leader], 0) for name in topics])
 
     def post(self, node, request, done):
