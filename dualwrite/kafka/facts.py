@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kafka.protocol.admin.cluster import DescribeQuorumRequest
 from kafka.protocol.consumer.group import HeartbeatRequest
 from kafka.protocol.metadata import ApiVersionsRequest
-from kafka.protocol.producer.transaction import EndTxnRequest, InitProducerIdRequest
+from kafka.protocol.producer.transaction import InitProducerIdRequest
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError
@@ -22,6 +22,7 @@ from dualwrite.kafka.brokers import Brokers, NotYet
 from dualwrite.kafka.cluster import rights_of
 from dualwrite.kafka.engine import choose_transaction_timeout_ms
 from dualwrite.kafka.error_codes import MISSING_RIGHT, RETRIABLE, Code, code_name
+from dualwrite.kafka.kafka_python import SHARED_EPOCH, end_shared
 from dualwrite.kafka.messages import (
     DescribeProducers,
     Message,
@@ -62,7 +63,6 @@ if TYPE_CHECKING:
 
 _ONE_BROKER_S: Final = 5.0
 """Limits the questions to one broker: the others are asked nevertheless."""
-_SHARED_EPOCH: Final = 4  # of EndTxn: an older form, which all brokers take
 _WITH_TWO_PHASE: Final = 6  # of InitProducerId
 _FIRST_WITH_FEATURES: Final = 3  # of ApiVersions
 _PACKED_HERE: Final[tuple[type[OfOneKind], ...]] = (
@@ -71,7 +71,7 @@ _PACKED_HERE: Final[tuple[type[OfOneKind], ...]] = (
 )
 _NEEDED: Final = (
     *((request.NAME, request.KEY, request.LOWEST, request.HIGHEST) for request in _PACKED_HERE),
-    *(("EndTxn", 26, 0, _SHARED_EPOCH), ("AddPartitionsToTxn", 24, 0, 3), ("Fetch", 1, 0, 12)),  # by kafka-python
+    *(("EndTxn", 26, 0, SHARED_EPOCH), ("AddPartitionsToTxn", 24, 0, 3), ("Fetch", 1, 0, 12)),  # by kafka-python
 )
 """The requests that a writer and recovery need with either engine: name, key, and the versions that the library can send."""
 _QUORUM_TOPIC: Final = "__cluster_metadata"
@@ -256,9 +256,7 @@ def _id_rights(
             lambda answer: [state.error_code for state in answer],
         ),
         "Write": each(
-            lambda kafka_id: EndTxnRequest(
-                transactional_id=kafka_id, producer_id=0, producer_epoch=0, committed=False, max_version=_SHARED_EPOCH
-            ),
+            lambda kafka_id: end_shared(kafka_id, (0, 0), committed=False),
             lambda answer: [answer.error_code],
         ),
     }

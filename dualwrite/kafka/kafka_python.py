@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from dualwrite.kafka.connection import Login
 
-_SHARED_EPOCH: Final = 4
+SHARED_EPOCH: Final = 4
 """Version 5 of EndTxn raises the producer's epoch, so it names one transaction. For a producer of librdkafka's engine the
 broker would refuse every repetition of it, and fence the owner."""
 _NEWEST_ADD_VERSION: Final = 3
@@ -59,7 +59,7 @@ def end_shared(kafka_id: str, ids: tuple[int, int], *, committed: bool) -> Messa
         producer_id=producer_id,
         producer_epoch=epoch,
         committed=committed,
-        max_version=_SHARED_EPOCH,
+        max_version=SHARED_EPOCH,
     )
 
 
