@@ -81,7 +81,7 @@ class Spent:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if not hasattr(session.config, "workerinput") and not session.testscollected:
+        if session.config.pluginmanager.has_plugin("dsession"):  # this process has started the workers
             self._count_servers("of all workers")
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput["spent"] = dict(self._seconds)
