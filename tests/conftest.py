@@ -19,7 +19,7 @@ from harness.collected import COLLECTED
 from harness.databases import prepare_mariadb
 from harness.patience import patient
 from harness.planting import plant_from_environment
-from harness.shared_servers import KAFKA, MARIADB, Shared, plugin, shared_kafka, shared_mariadb
+from harness.shared_servers import KAFKA, MARIADB, STEADY, Shared, plugin, shared_kafka, shared_mariadb
 from harness.spent import Spent
 from harness.temporary import use_memory
 from harness.users import USERS
@@ -54,7 +54,8 @@ BEGUN = pytest.StashKey[bool]()
 
 
 # A busy machine is no failure.
-settings.register_profile("untimed", deadline=None)
+settings.register_profile("untimed", deadline=None, max_examples=40)
+settings.register_profile("thorough", deadline=None)
 settings.register_profile("quick", deadline=None, max_examples=15)  # of `make quick`
 
 
@@ -70,7 +71,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if MARIADB in told:
         # Registered after the library's own plugin, so that its fixtures take the place of that plugin's.
         config.pluginmanager.register(plugin(told), "the servers of all workers")
-    settings.load_profile(config.getoption("--hypothesis-profile") or "untimed")
+    profile = "thorough" if config.getoption("--thorough") else "untimed"
+    settings.load_profile(config.getoption("--hypothesis-profile") or profile)
     # Any test can be run on a mistaken product: DUALWRITE_MISTAKE=name python -m pytest ...
     plant_from_environment()
 
@@ -319,14 +321,14 @@ def mortal_kafka() -> Iterator[EmbeddedKafka]:
 @pytest.fixture(scope="session")
 def guarded_kafka() -> Iterator[EmbeddedKafka]:
     """A broker with users, who may do what a test allows them. Each module has users of its own."""
-    with EmbeddedKafka(users=USERS) as kafka:
+    with EmbeddedKafka(STEADY, users=USERS) as kafka:
         yield kafka
 
 
 @pytest.fixture(scope="session")
 def two_phase_kafka() -> Iterator[EmbeddedKafka]:
     """A broker with KIP-939's two-phase commit, with users, and with its default ``transaction.max.timeout.ms`` of 15 minutes."""
-    properties = {"unstable.api.versions.enable": "true", "transaction.two.phase.commit.enable": "true"}
+    properties = {**STEADY, "unstable.api.versions.enable": "true", "transaction.two.phase.commit.enable": "true"}
     with EmbeddedKafka(properties, users=USERS) as kafka:
         yield kafka
 
@@ -335,6 +337,7 @@ def two_phase_kafka() -> Iterator[EmbeddedKafka]:
 def hasty_kafka() -> Iterator[EmbeddedKafka]:
     """A broker that looks for timed-out transactions and forgotten ids all the time."""
     properties = {
+        **STEADY,
         "transaction.abort.timed.out.transaction.cleanup.interval.ms": "50",
         "transactional.id.expiration.ms": "4000",
         "transaction.remove.expired.transaction.cleanup.interval.ms": "100",

@@ -231,7 +231,9 @@ def test_killed_tasks_put_each_row_aside_once(spark, shop, leg):
 
 
 @pytest.mark.parametrize("leg", LEGS)
-@pytest.mark.parametrize("point", ["batch.recorded", "batch.decided", "complete.recorded"])
+@pytest.mark.parametrize(
+    "point", ["batch.recorded", "batch.decided", pytest.param("complete.recorded", marks=pytest.mark.thorough)]
+)
 def test_a_killed_decision_puts_each_row_aside_once(spark, shop, leg, point):
     given = {**options_of(shop.settings), "batchId": "1", "databaseLeg": leg}
     armed = {**given, "inCommit": point, "inAbort": "settle.looked,claim.before"}
@@ -242,7 +244,9 @@ def test_a_killed_decision_puts_each_row_aside_once(spark, shop, leg, point):
 
 
 @BOTH_DATABASES
-@pytest.mark.parametrize("point", ["spark.rows_copied", "write.recorded", "write.decided"])
+@pytest.mark.parametrize(
+    "point", [pytest.param("spark.rows_copied", marks=pytest.mark.thorough), "write.recorded", "write.decided"]
+)
 def test_a_killed_task_of_write_batch_puts_each_row_aside_once(spark, shop, monkeypatch, point):
     monkeypatch.setattr(per_partition, "PartitionTask", partial(ArmedTask, point=point))
     report = write_batch(readings(spark), batch_id="1", **shop.settings)
