@@ -56,8 +56,9 @@ SPENT := $(CURDIR)/.cache/spent.json
 # Compile the tests once, before the workers start; otherwise every worker compiles them.
 test: venv mariadb $(OLDEST) ## all checks: lint, types, tests on real servers (twenty-five minutes on two quiet cores; THOROUGH=1: every one of them)
 	@echo "beside the tests: lint, types, and the tests with SQLAlchemy $(SQLALCHEMY_OLDEST)"; rm -f $(LAST_WORDS); \
-	$(BESIDE) archive & archive=$$!; $(PY) -m pytest -qq --collect-only >.cache/collected.log 2>&1; wait $$archive || exit; \
-	$(BESIDE) lint types >.cache/lint.log 2>&1 & lint=$$!; \
+	$(BESIDE) lint types >.cache/lint.log 2>&1 & lint=$$!; trap 'kill $$lint; exit 130' INT TERM; \
+	$(BESIDE) archive & archive=$$!; $(PY) -m pytest -qq --collect-only >.cache/collected.log 2>&1; \
+	wait $$archive || { archive=$$?; kill $$lint; exit $$archive; }; \
 	$(WITH_OLDEST) >.cache/sqlalchemy-oldest.log 2>&1 & oldest=$$!; trap 'kill $$lint $$oldest' INT TERM; \
 	DUALWRITE_LAST_WORDS=$(LAST_WORDS) $(PY) -m pytest -n $(WORKERS) --dist worksteal --spent=$(SPENT) $(if $(THOROUGH),--thorough); all=$$?; \
 	if [ $$all = 1 ] && $(FEW_FAILED); then echo "what failed beside $(WORKERS) workers runs once more, alone:"; \
