@@ -19,7 +19,7 @@ import selectors
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
@@ -116,13 +116,16 @@ def until_known(ask: Callable[[], Value | NotYet], deadline: Deadline, what: str
     return until_answered([None], alone, deadline, what)[None]
 
 
-def answers_of_all(brokers: Brokers, make: Callable[[int], Request | Message], deadline: Deadline) -> Sequence[Answer]:
-    """The answers of all brokers, each to the request that ``make`` has for its id. Raises `NotYet` if one has none."""
+def answers_of_all(brokers: Brokers, make: Callable[[int], Request | Message], deadline: Deadline) -> Iterator[Answer]:
+    """The answers of all brokers, each to the request that ``make`` has for its id. Raises `NotYet` if one has none.
+
+    Those that came are first: what a broker refuses is known, although another one is away.
+    """
     answers = brokers.exchange([(node, make(node)) for node in brokers.nodes(deadline)], deadline)
+    yield from (answer for answer in answers if not isinstance(answer, NotYet))
     for answer in answers:
         if isinstance(answer, NotYet):
             raise answer
-    return answers
 
 
 def verdict(code: int, subject: str, grant: str) -> NotYet | None:

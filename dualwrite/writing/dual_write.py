@@ -48,6 +48,7 @@ from dualwrite.protocol.outbox import setting_of_block
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.process import Allowance, DoubtStep, allow
 from dualwrite.protocol.values import Decided, Decision
+from dualwrite.recovery import in_doubt
 from dualwrite.recovery.claim import LOSSES, note_raised
 from dualwrite.stores.sql.access import conflict_behind
 from dualwrite.writing.transaction import (
@@ -821,11 +822,9 @@ class DualWrite(Work):
     def _resolve(
         self, state: PreparedTxnState, deadline: Deadline, doubt: TransactionInDoubt, fence: Callable[[], None] | None
     ) -> None:
-        from dualwrite.recovery.in_doubt import resolve_commit  # noqa: PLC0415 - few writers are ever in doubt
-
         try:
             verdict = waiting.elsewhere(
-                lambda: resolve_commit(
+                lambda: in_doubt.resolve_commit(
                     self._context,
                     self.transactional_id,
                     state,
@@ -835,7 +834,7 @@ class DualWrite(Work):
                     fence,
                 )
             )
-        except DualWriteError as error:
+        except Exception as error:  # whatever it is, such as no file left to open: nothing was found out
             self._lane.leave_in_doubt()
             raise doubt from error
         if verdict is DoubtStep.COMMITTED:

@@ -34,6 +34,7 @@ from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.process import VERDICT_S
 from dualwrite.protocol.settle import EndStep, contradiction
 from dualwrite.protocol.values import NEVER_MS, Outcome, Partition, StateRow, gone_back, is_older
+from dualwrite.recovery import in_doubt
 from dualwrite.recovery.claim import OwnerContext, claim_rows, note_reported, pending
 from dualwrite.recovery.settle import settle
 from dualwrite.writing.fair_queue import FairQueue, NoTurn
@@ -417,10 +418,10 @@ class Lane:
                 raise error from cause
             logger.warning("%s: not settled: %s", self.transactional_id, error)
             self.discard()
-            from dualwrite.recovery.in_doubt import prove_committed  # noqa: PLC0415 - few lanes are ever in doubt
-
             try:
-                prove_committed(self._context, self.row, state, Deadline(max(deadline.remaining_s(), _PROVE_S)), error)
+                in_doubt.prove_committed(
+                    self._context, self.row, state, Deadline(max(deadline.remaining_s(), _PROVE_S)), error
+                )
             except DualWriteError as found:
                 raise found from cause
             return

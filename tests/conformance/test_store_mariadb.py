@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -21,6 +22,7 @@ from dualwrite.stores.sql.access import new_engine
 from dualwrite.stores.sql.consumed import NOTHING_YET, ClaimedOffset, ConsumedOffsets
 from dualwrite.stores.sql.database import JoinedStore
 from dualwrite.stores.sql.leases import Leases
+from dualwrite.stores.sql.mariadb import queries_of
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedMariaDB
 
@@ -618,22 +620,27 @@ def test_a_server_that_is_killed_keeps_what_it_has_committed(
     assert orders(database) == [1]
 
 
-def test_a_connection_of_an_engine_of_ours_goes_back_to_its_pool_without_a_needless_rollback(
+def test_an_engine_of_ours_rolls_back_what_was_left_open_and_nothing_after_a_commit(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[str] = []
-    engine = new_engine(make_url(database.url))
+    engine = new_engine(make_url(database.url), pool_size=1, max_overflow=0)
+    locking = "SELECT id FROM orders FOR UPDATE"  # PyMySQL does not see that it begins a transaction
     try:
         with engine.connect() as connection:
             driver: Any = connection.connection.dbapi_connection
+            queries_of(driver)
             rollback = driver.rollback
             monkeypatch.setattr(driver, "rollback", lambda: (sent.append("ROLLBACK"), rollback())[1])
             connection.execute(text("INSERT INTO orders (id) VALUES (1)"))
             connection.commit()
         assert sent == []
         with engine.connect() as connection, connection.connection.cursor() as cursor:
-            cursor.execute("INSERT INTO orders (id) VALUES (2)")  # past SQLAlchemy, which knows of no transaction
+            cursor.execute(locking)  # past SQLAlchemy, which knows of no transaction
         assert sent == ["ROLLBACK"]
-        assert orders(database) == [1]
+        engine.connect().execute(text(locking)).all()
+        gc.collect()  # it was not closed
+        assert sent == ["ROLLBACK", "ROLLBACK"]
+        database.execute("UPDATE orders SET id = 2")  # waits for no lock
     finally:
         engine.dispose()

@@ -110,30 +110,23 @@ def new_engine(url: URL, *, connect_args: Mapping[str, Any] | None = None, **opt
     made = create_engine(url, connect_args=given, **options)
     if is_mysql:
         event.listen(made, "connect", keep_alive)
-        event.listen(made, "reset", _roll_back_if_open)
+        event.listen(made, "reset", _roll_back)
     if options.get("isolation_level") == _READ_COMMITTED:
         event.listen(made, "connect", _note_read_committed)
     return made
 
 
-IN_TRANSACTION: Final = 1
-"""The bit of :func:`status_of` for an open transaction."""
+WATCHED: Final = "dualwrite_queries"
+"""The attribute of a MySQL connection that has the watch over it."""
 
 
-def status_of(driver: object) -> int | None:
-    """The status of a MySQL server after its last answer; None if the driver does not tell (mysqlclient)."""
-    status = getattr(driver, "server_status", None)
-    return status if isinstance(status, int) else None
+def _roll_back(driver: Any, _: object, state: PoolResetState) -> None:
+    """As the pool would, but not after a COMMIT: psycopg sends no ROLLBACK outside a transaction, MySQL's drivers do.
 
-
-def _roll_back_if_open(driver: Any, _: object, state: PoolResetState) -> None:
-    """As the pool would, but not after each COMMIT: psycopg sends no ROLLBACK outside a transaction, PyMySQL does.
-
-    A failed statement leaves the status as it was. It does not matter here: SQLAlchemy itself ends the transaction in which it
-    ran one.
+    The server's status does not tell whether there is one: PyMySQL reads it from no answer that has rows.
     """
-    status = status_of(driver)
-    if not state.transaction_was_reset and not state.terminate_only and (status is None or status & IN_TRANSACTION):
+    watch = vars(driver).get(WATCHED)
+    if not state.transaction_was_reset and not state.terminate_only and not (watch and watch.commit_was_last):
         driver.rollback()
 
 

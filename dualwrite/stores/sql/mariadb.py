@@ -24,16 +24,15 @@ from dualwrite.protocol import database_requirements as requirements
 from dualwrite.protocol.findings import Status, Unasked, refuse
 from dualwrite.stores.sql import access
 from dualwrite.stores.sql.access import (
-    IN_TRANSACTION,
     LEFT_IN_AUTOCOMMIT,
     LEFT_OPEN,
+    WATCHED,
     Meaning,
     at_read_committed,
     driver_words,
     fileno_of,
     meaning_of,
     number_of,
-    status_of,
     version_of,
 )
 from dualwrite.stores.sql.dialect import Dialect, Identity, Standing, driver_of, put_rows
@@ -443,9 +442,11 @@ class MariaDB(Dialect):
             return
         if not changed:
             return
+        committed = queries.commit_was_last
         try:
             with closing(driver.cursor()) as cursor:
                 cursor.execute("SET " + ", ".join(f"SESSION {name} = @dualwrite_{name}" for name in sorted(changed)))
+            queries.commit_was_last = committed
         except Exception as error:  # noqa: BLE001 - the outcome stands; the pool must not keep this connection
             logger.warning(
                 "discarding a connection whose session limits could not be restored: %s", driver_words(error)
@@ -508,8 +509,8 @@ ROLLED_BACK: Final = frozenset(
 )
 """Errors with which the server has rolled back the whole transaction: the next statement begins another one."""
 LOCK_WAIT_TIMEOUT: Final = 1205
+IN_TRANSACTION: Final = 1
 _NO_TABLE: Final = 1146
-_KEPT: Final = "dualwrite_queries"
 
 
 class _Driver(Protocol):
@@ -530,12 +531,13 @@ class Queries:
         timeout_rolls_back: Whether a lock wait that times out rolls back the whole transaction (innodb_rollback_on_timeout).
         rolled_back: The error with which the server rolled back the whole transaction; None if it did not.
         commit_sent: Whether COMMIT may have been sent in this transaction.
+        commit_was_last: Whether the server has committed, and nothing was sent since, except for :meth:`MariaDB.restore`.
     """
 
     def __init__(self, driver: _Driver) -> None:
         self.follower: Follower | None = None
         self.has_table = False
-        self.timeout_rolls_back = False
+        self.timeout_rolls_back = self.commit_was_last = False
         self.begin()
         self._driver = driver
         self._query = driver.query
@@ -554,6 +556,7 @@ class Queries:
         self._watches = True
 
     def _noticing(self, *arguments: object, **options: object) -> object:
+        self.commit_was_last = False
         if self.ended:
             raise ended_inside()
         text = _statement_in(arguments)
@@ -599,8 +602,10 @@ class Queries:
 
     def _committing(self) -> object:
         self.commit_sent = True
-        self._watches = False
-        return self._commit()
+        self._watches = self.commit_was_last = False
+        answer = self._commit()
+        self.commit_was_last = True
+        return answer
 
 
 def _refuse(statement: str) -> None:
@@ -627,6 +632,12 @@ def _statement_in(arguments: Sequence[object]) -> str | None:
     )
 
 
+def status_of(driver: object) -> int | None:
+    """The server's status after its last answer without rows; None if the driver does not tell (mysqlclient)."""
+    status = getattr(driver, "server_status", None)
+    return status if isinstance(status, int) else None
+
+
 def ended_inside() -> IllegalStateError:
     """The error for a dual write whose transaction was ended inside it."""
     return access.ended_inside(
@@ -637,9 +648,9 @@ def ended_inside() -> IllegalStateError:
 
 def queries_of(driver: DBAPIConnection) -> Queries:
     """The watch over that connection, which begins with the first call."""
-    found: Queries | None = vars(driver).get(_KEPT)
+    found: Queries | None = vars(driver).get(WATCHED)
     if found is None:
-        found = vars(driver)[_KEPT] = Queries(cast("_Driver", driver))
+        found = vars(driver)[WATCHED] = Queries(cast("_Driver", driver))
     return found
 
 

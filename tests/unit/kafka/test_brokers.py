@@ -24,7 +24,7 @@ from dualwrite.errors import ConfigurationError, IllegalStateError
 from dualwrite.kafka import brokers as brokers_module
 from dualwrite.kafka import connection as connection_module
 from dualwrite.kafka import opening_messages
-from dualwrite.kafka.brokers import Brokers, Connections, NotYet
+from dualwrite.kafka.brokers import Brokers, Connections, NotYet, answers_of_all
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.kafka.connection import Connection, ConnectionBroken
 from dualwrite.kafka.coordinator import KafkaCoordinator
@@ -725,3 +725,17 @@ def test_a_context_of_tls_belongs_to_the_connections():
     settings = KafkaConfig.parse({"bootstrap.servers": "b:1", "security.protocol": "ssl"}).connecting()
     assert isinstance(settings.tls, ssl.SSLContext)
     assert "SSLContext" not in repr(settings)
+
+
+def test_the_answers_of_all_brokers_come_before_the_word_that_one_is_away():
+    class Three:
+        def nodes(self, _):
+            return [1, 2, 3]
+
+        def exchange(self, asked, _):
+            return [NotYet("away") if node == 1 else f"refused by {node}" for node, _ in asked]
+
+    answers = answers_of_all(Three(), lambda node: node, Deadline(1))
+    assert [next(answers), next(answers)] == ["refused by 2", "refused by 3"]
+    with pytest.raises(NotYet, match="away"):
+        next(answers)

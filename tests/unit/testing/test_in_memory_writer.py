@@ -1,5 +1,6 @@
 """The writer in memory shows a user what the real one shows, and fails as it does; the real one runs on a simulated Kafka."""
 
+import errno
 import inspect
 import re
 import subprocess
@@ -157,7 +158,7 @@ def plant_in_real(patch, shop, place, error, *, committed):
         patch.setattr(Lane, "complete", complete)
 
 
-def lose_the_commit(patch, failure, *, committed):
+def lose_the_commit(patch, failure, *, committed, unanswered=None):
     real = SqlStateStore.commit
 
     def commit(self, connection, **_):
@@ -168,7 +169,7 @@ def lose_the_commit(patch, failure, *, committed):
         raise failure
 
     patch.setattr(SqlStateStore, "commit", commit)
-    patch.setattr(in_doubt, "resolve_commit", lambda *_: fail_with(Unavailable("nobody answers")))
+    patch.setattr(in_doubt, "resolve_commit", lambda *_: fail_with(unanswered or Unavailable("nobody answers")))
 
 
 def fail_with(error):
@@ -190,6 +191,15 @@ def test_the_real_writer_has_the_effect_of_the_table(shop, place, error):
         if committed:
             shop.database.execute("DELETE FROM orders")
             shop.kafka.broker = type(shop.kafka)().broker
+
+
+def test_a_doubt_whose_question_fails_by_itself_stays_a_doubt(shop):
+    with shop.writer() as writer, pytest.MonkeyPatch.context() as patch:
+        lost = TransactionInDoubt("the answer to COMMIT was lost")
+        lose_the_commit(patch, lost, committed=True, unanswered=OSError(errno.EMFILE, "Too many open files"))
+        assert isinstance(write(writer), TransactionInDoubt)
+    assert list(rows_of(shop.engine))
+    assert shop.messages
 
 
 def test_a_failure_that_the_real_writer_cannot_have_is_refused():
