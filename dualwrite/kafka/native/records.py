@@ -233,6 +233,8 @@ DEFAULT_LEVEL: Final = -1
 _LEVELS: Final = range(-1, 13)
 _SAMPLE: Final = 16_384
 _SAMPLED_FROM: Final = 4 * _SAMPLE
+_FITS: Final = 1_000_000
+"""Bytes of a batch that brokers and topics take by default, whether it is compressed or not."""
 """Of fewer bytes than this the sample would cost too large a part of what it may save."""
 _GZIP_WINDOW: Final = 15 + 16  # zlib's largest window; the 16 asks for gzip's header
 
@@ -288,7 +290,8 @@ class Codec:
 
     Level -1 is the codec's own default. A level above the codec's highest means the highest; ``none`` and ``snappy`` have
     no levels, and ignore it. With ``must_halve``, records that it does not make half as long stay as they are: client,
-    broker and consumers would need more processor time for the codec than the missing bytes save them.
+    broker and consumers would need more processor time for the codec than the missing bytes save them. More than a broker
+    takes by default are compressed in any case.
     """
 
     name: str = "none"
@@ -311,10 +314,11 @@ class Codec:
         """
         number, function, default, highest = _CODECS[self.name]
         level = default if self.level == DEFAULT_LEVEL else min(self.level, highest)
-        most = len(raw) // 2 if self.must_halve else len(raw)
+        must_halve = self.must_halve and len(raw) <= _FITS
+        most = len(raw) // 2 if must_halve else len(raw)
         # Of many records a part in their middle tells enough. What earlier batches have saved is not asked for: a batch's
         # bytes would depend on those before it.
-        if self.must_halve and len(raw) >= _SAMPLED_FROM:
+        if must_halve and len(raw) >= _SAMPLED_FROM:
             first = len(raw) // 2
             if len(function(raw[first : first + _SAMPLE], level)) > _SAMPLE // 2:
                 return 0, bytes(raw)

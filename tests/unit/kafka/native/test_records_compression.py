@@ -76,6 +76,13 @@ def test_what_is_worth_it_only_in_its_middle_stays_as_it_is():
     assert Codec("lz4", must_halve=True).compress(content) == (0, content)
 
 
+def test_what_a_broker_takes_only_compressed_is_compressed_in_any_case():
+    content = (DIGITS * 2)[:1_000_001]
+    codec = Codec("lz4", must_halve=True)
+    assert codec.compress(content) == Codec("lz4").compress(content)
+    assert codec.compress(content[:-1]) == (0, content[:-1])
+
+
 @pytest.mark.parametrize(("name", "level"), [("brotli", -1), ("", -1), ("LZ4", -1), ("gzip", -2), ("zstd", 13)])
 def test_codecs_and_levels_that_librdkafka_refuses_are_refused(name, level):
     with pytest.raises(ConfigurationError, match=r"compression\."):
