@@ -595,7 +595,7 @@ class Brokers:
         with self._lock:
             if self._closed:
                 raise IllegalStateError("the connections to Kafka are closed")
-            # The ones that were used last: the others may be closed by their brokers.
+            # Those that were used last: the others may be closed by their brokers.
             idle = self._idle.pop() if self._idle else None
         ours = idle or Connections(self._config, settings=self._settings, addresses=self.addresses)
         try:

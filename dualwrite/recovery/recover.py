@@ -2,7 +2,7 @@
 
 ``status`` asks and shows; ``recover`` acts on the same plan. The plan says, from rows and from what Kafka shows, which
 ids to settle and which to leave to owners that may be alive. How a call for people reaches both servers stands here
-too.
+too, and what a restored database has forgotten.
 
 For start-up hooks, commands and operators; works from any process and machine. Every settler claims, which fences an owner
 that is still alive. So recovery touches only ids that have something to settle and, if asked to, only those whose transaction

@@ -384,6 +384,8 @@ _ESCAPED: Final = (ord('"'), ord("\\"))
 _BLOCK: Final = 1024
 _FEWER_TEXTS: Final = 2
 """Integers are close together if there are this many rows for each number from the least to the greatest."""
+_MOST_TEXTS: Final = 16 * _BLOCK
+"""The cache of texts lasts as long as the process: some 30 MB at most."""
 _FIRST, _LAST = "0001-01-01", "9999-12-31T23:59:59.999999"
 
 
@@ -450,7 +452,7 @@ def _close_integers(before: str, array: pa.Array) -> pa.Array | None:
     # Whole blocks: the next batch has about the same numbers, and then finds their texts made.
     first = least // _BLOCK * _BLOCK
     count = (greatest - first) // _BLOCK * _BLOCK + _BLOCK
-    if count > len(array) // _FEWER_TEXTS:
+    if count > min(len(array) // _FEWER_TEXTS, _MOST_TEXTS):
         return None
     places = pc.subtract(array.cast(pa.int64()), first)
     return _texts_of(before, first, count).take(places.fill_null(count) if array.null_count else places)

@@ -1,4 +1,4 @@
-"""Messages that wait, as the rows that databases take and give: their encoding, and each kind of database's way with many.
+"""Messages that wait, as the rows that databases take and give: their encoding, and the ways with many that databases share.
 
 What stands here knows no writer and no lane. The databases' modules build their statements of it, and ``outbox`` calls those.
 """
