@@ -260,7 +260,8 @@ ADVICE: Final[Mapping[int, Advice]] = MappingProxyType(
             Kind.SETTINGS, "the topic's message format is too old for transactions"
         ),
         Code.MESSAGE_TOO_LARGE: Advice(
-            Kind.REFUSED, f"{STEPS['MESSAGE_TOO_LARGE']}; if it is a batch of many messages, lower batch.size, or set compression.type"
+            Kind.REFUSED,
+            f"{STEPS['MESSAGE_TOO_LARGE']}; if it is a batch of many messages, lower batch.size, or set compression.type",
         ),
         Code.RECORD_LIST_TOO_LARGE: Advice(Kind.REFUSED, "lower batch.size, or raise the broker's segment size"),
         Code.INVALID_FETCH_SIZE: Advice(Kind.REFUSED, "send a smaller message"),
