@@ -21,7 +21,7 @@ import pytest
 COLLECTING: Final = "collecting"
 """Imports and collection, of all workers."""
 TOTAL: Final = "total"
-"""All processes of the run, with those of the servers that have ended."""
+"""Tests, servers and collecting."""
 SERVER: Final = "server "
 """Before the name of the session's fixture that has started it."""
 STARTS: Final = "starts of "
@@ -39,14 +39,15 @@ class Spent:
         self._file = file
         self._seconds: Counter[str] = Counter()
         self._servers: list[tuple[str, psutil.Process]] = []
+        self._at_end_s: float | None = None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
-        before = _used_s()
+        before, self._at_end_s = _used_s(), None
         try:
             return (yield)
         finally:
-            self._seconds[item.nodeid] += _used_s() - before
+            self._seconds[item.nodeid] += (self._at_end_s or _used_s()) - before
 
     def pytest_collection_finish(self) -> None:
         self._seconds[COLLECTING] += _used_s()
@@ -63,21 +64,18 @@ class Spent:
             self._servers += [(fixturedef.argname, process) for process in started]
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    def pytest_runtest_teardown(self, nextitem: pytest.Item | None) -> None:
         if nextitem is None:  # the session's fixtures end now, and their time would seem to be this test's
-            self._seconds[item.nodeid] -= self._count_servers("started by tests")
+            self._at_end_s = _used_s()
+            self._count_servers("started by tests")
 
-    def _count_servers(self, unnamed: str) -> float:
-        """Count those that run, whoever started them; return the seconds of those that fixtures will end."""
+    def _count_servers(self, unnamed: str) -> None:
+        """Count those that run, whoever started them."""
         known = {process for _, process in self._servers}
         others = [(unnamed, process) for process in psutil.Process().children() if process not in known]
-        total = 0.0
         for name, process in (*self._servers, *others):
-            spent = _lasted_s(process)
-            self._seconds[SERVER + name] += spent
+            self._seconds[SERVER + name] += _lasted_s(process)
             self._seconds[STARTS + name] += 1
-            total += spent if process in known else 0
-        return total
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -90,11 +88,13 @@ class Spent:
     def pytest_testnodedown(self, node: Any) -> None:
         self._seconds.update(getattr(node, "workeroutput", {}).get("spent", {}))
 
-    @pytest.hookimpl(trylast=True)  # the servers that all workers share have ended
+    @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self, config: pytest.Config) -> None:
         if not hasattr(config, "workerinput"):
+            # A JVM of Spark's is never waited for, and so not in what the system counts for this process.
+            total = sum(spent for name, spent in self._seconds.items() if not name.startswith(STARTS))
             self._file.parent.mkdir(exist_ok=True)
-            self._file.write_text(json.dumps({TOTAL: _used_s(), **self._seconds}), encoding="utf-8")
+            self._file.write_text(json.dumps({TOTAL: total, **self._seconds}), encoding="utf-8")
 
 
 def _used_s() -> float:
