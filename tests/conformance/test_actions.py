@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -69,9 +70,9 @@ def test_what_is_tried_again_under_its_id_has_the_outcome_of_the_last_attempt_al
 
 
 def test_the_last_ones_come_first_and_only_those_of_the_prefix(history: History) -> None:
-    history.begin([FIRST])
-    history.begin([SECOND])
-    history.begin([replace(FIRST, action_id="d" * 32, subject="bills")])
+    for intent in (FIRST, SECOND, replace(FIRST, action_id="d" * 32, subject="bills")):
+        history.begin([intent])
+        time.sleep(0.002)  # SQLite's clock has whole milliseconds
     assert [one.intent.subject for one in history.last("", limit=2)] == ["bills", "orders#1"]
     assert [one.intent for one in history.last("orders", limit=9)] == [SECOND, FIRST]
     history.begin([])
