@@ -60,3 +60,15 @@ def test_files_stay_where_the_environment_says(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "chosen"))
     assert use_memory(tmp_path, 1) is None
     assert os.environ[VARIABLE] == str(tmp_path / "chosen")
+
+
+def test_what_a_killed_run_has_left_is_deleted_by_the_next_one(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    left = tmp_path / f"dualwrite-tests-{ended.pid}-x"
+    others = tmp_path / f"dualwrite-tests-{os.getpid()}-x", tmp_path / "of-another-program"
+    for directory in (left, *others):
+        directory.mkdir()
+    delete = use_memory(tmp_path, needed_bytes=1)
+    delete()
+    assert sorted(tmp_path.iterdir()) == sorted(others)
