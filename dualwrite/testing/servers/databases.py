@@ -128,6 +128,8 @@ class EmbeddedPostgres(EmbeddedDatabase):
             "scram_iterations": "1",
             # Off by default; the Spark sink can prepare transactions to write rows before the decision.
             "max_prepared_transactions": "100",
+            # In the server's directory, too, and deleted with it: what a killed server has elsewhere stays until a reboot.
+            "dynamic_shared_memory_type": "mmap",
             **self._settings,
         }
         arguments = ["-D", str(data), "-U", SUPERUSER, "-A", "scram-sha-256", "--pwfile", str(password)]
