@@ -116,7 +116,7 @@ def test_nothing_is_left_when_the_server_is_closed():
         process, port = postgres._process, postgres.port
         assert process.directory.is_dir()
         # In shared memory a server that is killed leaves its segments until the machine is started again.
-        [shared] = process.directory.glob("data/pg_dynshmem/mmap.*")
+        shared, *_ = process.directory.glob("data/pg_dynshmem/mmap.*")
         postgres.kill()
         assert shared.exists()
     assert not process.directory.exists()
