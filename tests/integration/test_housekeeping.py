@@ -311,8 +311,9 @@ def test_closing_does_not_wait_for_a_kafka_that_does_not_answer(through, proxy, 
 
 def test_an_owner_that_was_taken_over_can_add_no_lane(kafka, engine, dualwrite_topic, orders, both):
     """The new owner has claimed the lanes that there were; it knows nothing of one that is added later."""
-    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=3)) as first:
-        busy = [first._lanes.ticket(), first._lanes.ticket()]
+    with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=4)) as first:
+        first._lanes.most = 0  # housekeeping makes none before the block needs it
+        busy = [first._lanes.ticket() for _ in range(len(first._lanes))]
         for ticket in busy:
             first._lanes.take(ticket)
         with DualWriter("orders", kafka=kafka, database=engine, limits=WriterLimits(max_lanes=2)) as second:

@@ -21,10 +21,10 @@ def offset_beside_the_data(patch: pytest.MonkeyPatch) -> None:
     """A state store writes its offset after the data, as a checkpoint file would be."""
     write = Rocks.write
 
-    def apart(self, batch, *, note=None):
-        write(self, batch)
+    def apart(self, batch, *, note=None, sync=True):
+        write(self, batch, sync=sync)
         if note is not None:
-            write(self, self.batch(), note=note)
+            write(self, self.batch(), note=note, sync=sync)
 
     patch.setattr(Rocks, "write", apart)
 
@@ -56,6 +56,7 @@ def store_commits_before_kafka(patch: pytest.MonkeyPatch) -> None:
         try:
             log(self, tx)
         finally:
+            self.store._held = False
             self.store.commit(None)
 
     patch.setattr(LoggedStore, "log", too_early)

@@ -6,7 +6,6 @@ from typing import Final
 
 import pytest
 
-from dualwrite import waiting
 from dualwrite.asyncio import transaction as async_transaction
 from dualwrite.clock import Deadline
 from dualwrite.errors import CompletionPending, DualWriteError, Fenced
@@ -225,12 +224,13 @@ def known_new_id_accepted(patch: pytest.MonkeyPatch) -> None:
 )
 def lanes_without_a_guard(patch: pytest.MonkeyPatch) -> None:
     """An owner that was taken over adds a lane that the new owner knows nothing of."""
-    real = Lane.__init__
+    real = claim.claim_rows
 
-    def init(self, *args, **kwargs):
-        real(self, *args, **{**kwargs, "guard": None})
+    def unguarded(context, names, *known, guard=None, **more):
+        return real(context, names, *known, guard=guard if guard is None or guard[0] in names else None, **more)
 
-    patch.setattr(Lane, "__init__", init)
+    for module in (claim, lane):
+        patch.setattr(module, "claim_rows", unguarded)
 
 
 @mistake(
@@ -464,7 +464,8 @@ def session_commits_while_it_produces(patch: pytest.MonkeyPatch) -> None:
 )
 def cancelled_after_the_decision(patch: pytest.MonkeyPatch) -> None:
     """A task that is cancelled after COMMIT was sent leaves its dual write there."""
-    patch.setattr(waiting, "uninterrupted", waiting.interruptible)
+    real = async_transaction._Worker.interruptible
+    patch.setattr(async_transaction._Worker, "interruptible", lambda self, _: real(self, True))
 
 
 @mistake(
