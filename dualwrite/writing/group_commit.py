@@ -175,7 +175,8 @@ class Groups:
     """Runs the units of a writer in groups, of which ``runners`` may exist at a time, one of them running its units.
 
     Its threads start with the first unit. If a unit waits alone, the thread that waits for it runs it: switching to another
-    thread and back would take longer than everything else that a unit costs on top of a block.
+    thread and back would take longer than everything else that a unit costs on top of a block. After a group of several, the
+    writer's thread takes the next one, too: until it wakes, others come.
 
     ``grouped`` is called with the number of units of each group that is about to end.
     """
@@ -204,6 +205,7 @@ class Groups:
         self._begun: list[GroupRun] = []
         self._running: GroupRun | None = None
         self._closed = self._drained = False
+        self._is_crowded = False  # where several have just come together, more follow until a thread wakes
 
     def submit(
         self,
@@ -342,7 +344,7 @@ class Groups:
         """Put the group of the future's unit into ``mine``, unless a thread of the writer has taken it meanwhile."""
         with self._lock:
             unit = self._units.lone
-            if unit is None or unit.work.future is not future or not self._group_may_begin:
+            if unit is None or unit.work.future is not future or not self._group_may_begin or self._is_crowded:
                 return
             mine.append(group := GroupRun(self._name, [unit]))  # first: after an interruption it will be ended
             self._begun.append(group)
@@ -370,6 +372,7 @@ class Groups:
         answers = run_group(group, self._block, self._limits, self._call, lambda: self._let_next_run(group))
         self._let_next_run(group)
         if group.begun:
+            self._is_crowded = group.begun > 1
             self._grouped(group.begun)
         answer_all(answers)
 

@@ -18,18 +18,20 @@ from unit.writing.group.held import Refused, transaction_of_nothing
 NAME = contextvars.ContextVar("name", default="nobody's")
 
 
+SERVE = Groups._serve
+
+
 @pytest.fixture
 def writer(shop, monkeypatch):
     """A writer whose own threads run nothing until ``serve()``."""
-    serve = Groups._serve
     monkeypatch.setattr(Groups, "_serve", lambda _: None)
     with shop.writer() as writer:
         yield writer
         monkeypatch.undo()
-        serving(writer._groups, serve)
+        serving(writer._groups)
 
 
-def serving(groups, serve=Groups._serve):
+def serving(groups, serve=SERVE):
     groups._threads = 1
     threading.Thread(target=serve, args=[groups]).start()
 
@@ -74,6 +76,14 @@ def test_a_callback_sees_the_result(writer):
     future = writer.submit(here)
     future.add_done_callback(lambda done: seen.append(done.result()))
     assert [future.result()] == seen
+
+
+def test_after_a_group_of_several_a_thread_of_the_writers_runs_the_next_one(shop, writer):
+    together = [writer.submit(here, key=key) for key in (1, 2)]
+    serving(writer._groups)
+    assert {future.result() for future in together}.isdisjoint({threading.get_ident()})
+    assert writer.submit(here).result() != threading.get_ident()
+    assert writer.submit(here).result() == threading.get_ident()
 
 
 def refusals(writer, shop):
