@@ -23,7 +23,7 @@ print(json.dumps(loaded))
 NEVER = (
     "alembic", "click", "dualwrite.cli", "dualwrite.kafka.abandoned", "dualwrite.kafka.blocking",
     "dualwrite.kafka.listing", "dualwrite.kafka.security", "dualwrite.migrations", "dualwrite.protocol.members",
-    "dualwrite.recovery.in_doubt", "dualwrite.recovery.recover", "dualwrite.sinks", "dualwrite.stores.sql.adopted",
+    "dualwrite.recovery.recover", "dualwrite.sinks", "dualwrite.stores.sql.adopted",
     "dualwrite.stores.sql.asyncpg_driver", "dualwrite.stores.sql.ledger", "dualwrite.stores.sql.operators",
     "dualwrite.stores.sql.outbox", "dualwrite.stores.sql.postgresql_outbox", "dualwrite.stores.sql.waiting_rows",
     "dualwrite.testing", "dualwrite.writing.group_commit", "dualwrite.writing.opening", "dualwrite.writing.sender", "numpy",
