@@ -54,7 +54,7 @@ FEW_FAILED = $(PY) -c 'import json, sys; sys.exit(len(json.load(open(".pytest_ca
 LAST_WORDS := $(CURDIR)/.cache/last-words.json
 SPENT := $(CURDIR)/.cache/spent.json
 # Compile the tests once, before the workers start; otherwise every worker compiles them.
-test: venv mariadb $(OLDEST) ## all checks: lint, types, tests on real servers (twenty-five minutes on two quiet cores; THOROUGH=1: every one of them)
+test: venv mariadb $(OLDEST) ## all checks: lint, types, tests on real servers (eighteen minutes on two quiet cores; THOROUGH=1: every one of them)
 	@echo "beside the tests: lint, types, and the tests with SQLAlchemy $(SQLALCHEMY_OLDEST)"; rm -f $(LAST_WORDS); \
 	$(BESIDE) lint types >.cache/lint.log 2>&1 & lint=$$!; trap 'kill $$lint; exit 130' INT TERM; \
 	$(BESIDE) archive & archive=$$!; $(PY) -m pytest -qq --collect-only >.cache/collected.log 2>&1; \
