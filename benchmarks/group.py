@@ -10,7 +10,9 @@ import gc
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import Engine, create_engine, insert
@@ -18,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from benchmarks.async_tasks import Write as AsyncWrite
 from benchmarks.async_tasks import ours_in_tasks, slice_of_tasks, unsafe_in_tasks
+from benchmarks.calls import LEAST_CHANGE, Calls, Counting, in_new_process
 from benchmarks.servers import Ground
 from benchmarks.threads import LANES, Measured, shared_unsafe, slice_of_threads
 from benchmarks.ways import METADATA, NATIVE, ROWS, UNSAFE, Write, ours
@@ -27,6 +30,7 @@ from dualwrite.interfaces import Observer
 GROUP = "group commit"
 GROUP_OF_TEXT = "group commit, INSERT as text"
 GROUP_OF_ROWS = "group commit, RowUnit"
+WAYS = (GROUP, GROUP_OF_TEXT, GROUP_OF_ROWS)
 CALLERS = (1, 64)
 INSERT, INSERT_AS_TEXT = "insert(table)", "text, by exec_driver_sql"
 _ROW = insert(ROWS)
@@ -80,45 +84,74 @@ class Sliced:
 
 
 @contextmanager
-def grouped(
-    kafka: Mapping[str, str], engine: Engine, topic: str, sizes: Sizes, *, as_text: bool = False
-) -> Iterator[Write]:
-    """This library's group commit, with its own producer."""
-    name = f"group-{topic}-{as_text}"
+def submitting(
+    kafka: Mapping[str, str], engine: Engine, topic: str, sizes: Sizes, way: str
+) -> Iterator[Callable[[Sequence[str]], Future[Any]]]:
+    """This library's group commit in one of its ways, with its own producer."""
     with DualWriter(
-        name,
+        f"group-{topic}-{WAYS.index(way)}",
         kafka={**kafka, "dualwrite.engine": "native"},
         database=engine,
         limits=WriterLimits(max_lanes=LANES),
         telemetry=sizes,
     ) as writer:
 
-        def write(notes: Sequence[str]) -> None:
+        def submit(notes: Sequence[str]) -> Future[Any]:
             def unit(tx: Transaction) -> None:
                 for note in notes:
                     tx.produce(topic, value=note)
-                if as_text:
+                if way == GROUP_OF_TEXT:
                     tx.connection.exec_driver_sql(_TEXT, (notes[0],))
                 else:
                     tx.connection.execute(insert(ROWS).values(note=notes[0]))
 
-            writer.submit(unit).result()
+            return writer.submit(_row_unit(topic, notes) if way == GROUP_OF_ROWS else unit)
 
-        yield write
+        yield submit
 
 
 @contextmanager
-def grouped_rows(kafka: Mapping[str, str], engine: Engine, topic: str, sizes: Sizes) -> Iterator[Write]:
-    """The same, with units as data."""
-    name = f"group-of-rows-{topic}"
-    with DualWriter(
-        name,
-        kafka={**kafka, "dualwrite.engine": "native"},
-        database=engine,
-        limits=WriterLimits(max_lanes=LANES),
-        telemetry=sizes,
-    ) as writer:
-        yield lambda notes: writer.submit(_row_unit(topic, notes)).result()
+def grouped(kafka: Mapping[str, str], engine: Engine, topic: str, sizes: Sizes, way: str) -> Iterator[Write]:
+    """The same, with callers that wait for their units."""
+    with submitting(kafka, engine, topic, sizes, way) as submit:
+        yield lambda notes: submit(notes).result()
+
+
+def count_units(kafka: Mapping[str, str], url: str, topic: str, way: str, groups: int = 20, units: int = 64) -> Calls:
+    """Count the calls of a unit, in all threads. One caller submits all units of a group before it waits for them.
+
+    Returns:
+        Of the groups that were counted one by one, the one with the fewest calls: some groups are divided.
+    """
+    engine = create_engine(url)
+    METADATA.create_all(engine)
+    with Counting() as counting, submitting(kafka, engine, topic, Sizes(), way) as submit:
+
+        def group() -> None:
+            for future in [submit(["x"]) for _ in range(units)]:
+                future.result()
+
+        for _ in range(groups):
+            group()
+        found = [counting.of(group, 1) for _ in range(groups)]
+    engine.dispose()
+    fewest = min(found, key=lambda calls: calls.python)
+    return replace(
+        fewest,
+        own=fewest.own / units,
+        python=fewest.python / units,
+        functions={name: calls / units for name, calls in fewest.functions.items()},
+    )
+
+
+def calls_of_units(ground: Ground) -> dict[str, dict[str, Any]]:
+    """The calls of a unit of code and of a `RowUnit`, in new processes."""
+    found = {}
+    for way in (GROUP, GROUP_OF_ROWS):
+        calls = in_new_process(count_units, ground.kafka, ground.url, ground.topic(1), way)
+        functions = {name: round(times, 1) for name, times in calls.functions.items() if times >= LEAST_CHANGE}
+        found[way] = {"own": calls.own, "python": calls.python, "functions": functions}
+    return found
 
 
 def _row_unit(topic: str, notes: Sequence[str]) -> RowUnit:
@@ -172,6 +205,7 @@ def run(
     try:
         return {
             "insert": alone,
+            "calls": calls_of_units(ground),
             "threads": _by_threads(ground, callers, rounds, slice_s, warm_up_s),
             "tasks": asyncio.run(_by_tasks(ground, callers, rounds, slice_s, warm_up_s)),
         }
@@ -202,9 +236,7 @@ def _by_threads(ground: Ground, callers: Sequence[int], rounds: int, slice_s: fl
     topic, sizes = ground.topic(), Sizes()
     with ExitStack() as stack:
         ways: dict[str, Write] = {
-            GROUP: stack.enter_context(grouped(ground.kafka, engine, topic, sizes)),
-            GROUP_OF_TEXT: stack.enter_context(grouped(ground.kafka, engine, topic, sizes, as_text=True)),
-            GROUP_OF_ROWS: stack.enter_context(grouped_rows(ground.kafka, engine, topic, sizes)),
+            **{way: stack.enter_context(grouped(ground.kafka, engine, topic, sizes, way)) for way in WAYS},
             NATIVE: stack.enter_context(ours(ground.kafka, engine, topic, NATIVE, lanes=LANES)),
             UNSAFE: stack.enter_context(shared_unsafe(ground.kafka, unsafes, topic)),
         }

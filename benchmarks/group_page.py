@@ -36,6 +36,7 @@ def section(
         "",
         *_ceiling(threads[max(threads, key=int)], alone),
         "",
+        *_by_function(figures["calls"], table),
         "The same by tasks of one event loop, through `AsyncDualWriter`; the unsafe way has one `AIOProducer`:",
         "",
         *table(("tasks", *_HEAD), _rows(tasks)),
@@ -92,3 +93,25 @@ def _ceiling(ways: Ways, alone: Mapping[str, float]) -> list[str]:
         f"the INSERT, a unit takes {rest:.2f} ms ({text - alone[INSERT_AS_TEXT]:.2f} ms with the text): its savepoint, its "
         "message, its share of the group's block, and the wake-up of its caller.",
     ]
+
+
+def _by_function(
+    calls: Mapping[str, Mapping[str, Any]], table: Callable[[Sequence[str], Iterable[Sequence[str]]], list[str]]
+) -> list[str]:
+    """Which functions these are: the calls of a unit."""
+    code, rows = calls[GROUP], calls[GROUP_OF_ROWS]
+    most = sorted({*code["functions"], *rows["functions"]}, key=lambda name: (-_of(code, name) - _of(rows, name), name))
+    return [
+        f"By function: in groups of 64, a unit of code calls {code['python']:.0f} functions written in Python, {code['own']:.0f} of "
+        f"them this library's; a `RowUnit` {rows['python']:.0f}, {rows['own']:.0f} of them this library's. A block calls "
+        "[some six hundred](#the-calls-of-a-dual-write). Those with the most calls for each unit:",
+        "",
+        *table(
+            ("function", "unit of code", "RowUnit"),
+            ([f"`{name}`", f"{_of(code, name):.1f}", f"{_of(rows, name):.1f}"] for name in most[:25]),
+        ),
+    ]
+
+
+def _of(calls: Mapping[str, Any], function: str) -> float:
+    return float(calls["functions"].get(function, 0.0))
