@@ -208,10 +208,10 @@ def test_a_lost_answer_to_the_commit(
 
             # The first group is empty, and ends by COMMIT, too.
             lost = proxy.on("COMMIT", nth=2).reset_answer()
+            if not resolved:  # before the group runs: it may ask at once
+                monkeypatch.setattr("dualwrite.recovery.in_doubt.resolve_commit", unresolved)
             with together(writer):
                 futures = [submit(number) for number in (1, 2, 3)]
-            if not resolved:
-                monkeypatch.setattr("dualwrite.recovery.in_doubt.resolve_commit", unresolved)
             lost.wait_answered()
             wait(futures, 60)
             monkeypatch.undo()
