@@ -233,9 +233,9 @@ DEFAULT_LEVEL: Final = -1
 _LEVELS: Final = range(-1, 13)
 _SAMPLE: Final = 16_384
 _SAMPLED_FROM: Final = 4 * _SAMPLE
+"""Of fewer bytes than this the sample would cost too large a part of what it may save."""
 _FITS: Final = 1_000_000
 """Bytes of a batch that brokers and topics take by default, whether it is compressed or not."""
-"""Of fewer bytes than this the sample would cost too large a part of what it may save."""
 _GZIP_WINDOW: Final = 15 + 16  # zlib's largest window; the 16 asks for gzip's header
 
 

@@ -135,8 +135,8 @@ def _asked(connection: Connection, tables: Tables | None) -> tuple[Sequence[obje
     columns = [*FACTS, *_MORE_FACTS]
     if tables is None:
         return connection.execute(select(*map(literal_column, columns))).one(), _Costly({}, is_replica=False)
-    replicates = _REPLICATES if is_mariadb(connection) else "NULL"
-    asked = text(f"SELECT {', '.join([*columns, _OTHER_ENGINES, replicates])}")
+    role = _REPLICATES if is_mariadb(connection) else "NULL"
+    asked = text(f"SELECT {', '.join([*columns, _OTHER_ENGINES, role])}")
     *facts, engines, replicates = connection.execute(asked, {"schema": tables.schema}).one()
     found = json.loads(engines or "{}")
     return facts, _Costly({name: found[name] for name in found if name in OWN_TABLES}, replicates == "ON")
