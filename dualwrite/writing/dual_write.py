@@ -729,8 +729,8 @@ class DualWrite(Work):
             if isinstance(error, Unavailable):
                 raise TransactionAborted(error.what, transactional_id=self.transactional_id) from error
             raise
-        except BaseException:
-            self._abort()
+        except BaseException:  # an interruption, perhaps behind the COMMIT: the next claim finds out
+            self._machine.apply(WriteEvent.RECORD)
             raise
         if decided is not Decided.COMMITTED:
             self._abort()

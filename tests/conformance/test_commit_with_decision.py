@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from harness.databases import Database, Thread, prepared, wait_until, wait_until_blocked
+from harness.interruption import Interruption
+from harness.served import SETTINGS, TOPIC, ServedKafka
 from sqlalchemy import Connection, create_engine, event, text
 from sqlalchemy.exc import DBAPIError
 
+from dualwrite import DualWriter, WriterLimits, recover
 from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError, TransactionAborted, TransactionInDoubt
 from dualwrite.protocol.values import Decided, Decision
@@ -18,6 +23,7 @@ from dualwrite.stores.sql import access
 from dualwrite.stores.sql.commit_with_decision import CommitWithDecision
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedPostgres, PostgresProxy
+from dualwrite.writing.lane_pool import Lanes
 
 pytestmark = pytest.mark.postgresql
 
@@ -332,3 +338,42 @@ def test_where_something_must_come_between_they_go_one_by_one(
     wait_until(postgres, wait_until_gone)
     assert not possible(connection, AGE_S), "the server has ended the session: nothing is in doubt if nothing is sent"
     store.rollback(connection)
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        pytest.param("let_go", id="once it is committed"),
+        pytest.param("_decide_at_once", id="at any line", marks=pytest.mark.thorough),
+    ],
+)
+def test_an_interruption_leaves_both_sides_equal(
+    postgres: Database, monkeypatch: pytest.MonkeyPatch, inside: str
+) -> None:
+    """Behind COMMIT, too, Kafka must not be told to abort: only the row says what was decided."""
+    kafka = ServedKafka()
+    kafka.plant(monkeypatch)
+    monkeypatch.setattr(Lanes, "_choose_due", lambda *_: None)
+    numbers = itertools.count()
+    engine = postgres.engine()
+
+    def write(writer: DualWriter) -> int:
+        number = next(numbers)
+        with writer.transaction() as tx:
+            tx.produce(TOPIC, str(number), partition=0)
+            tx.connection.execute(text("INSERT INTO orders VALUES (:id)"), {"id": number})
+        return number
+
+    with DualWriter("orders", kafka=SETTINGS, database=engine, limits=WriterLimits(max_lanes=1)) as writer:
+        told = [write(writer)]
+        for line in itertools.count(1):
+            interruption = Interruption(line, inside=inside)
+            with suppress(KeyboardInterrupt), interruption.armed():
+                told.append(write(writer))
+            if interruption.at is None:
+                break
+            told.append(write(writer))
+    recover("orders", kafka=SETTINGS, database=engine)
+    assert [str(number) for number in orders(postgres)] == kafka.visible()
+    assert set(told) <= set(orders(postgres))
+    assert postgres.store(engine).incidents("orders") == []

@@ -20,13 +20,16 @@ _OURS, _TESTING = f"{ROOT}{os.sep}", f"{ROOT / 'testing'}{os.sep}"
 class Interruption:
     """Raises once, but not in finalizers: there Python prints the exception, and goes on.
 
+    Only lines ``inside`` a function of that name count, with all that it calls; without a name, all lines do.
+
     Attributes:
         lines: How many lines have run.
         at: Where it was raised, None if there were not so many lines.
     """
 
-    def __init__(self, line: int) -> None:
+    def __init__(self, line: int, *, inside: str | None = None) -> None:
         self._line = line
+        self._inside = inside
         self.lines = 0
         self.at: str | None = None
 
@@ -43,7 +46,12 @@ class Interruption:
     def _trace(self, frame: FrameType, _event: str, _argument: Any) -> Any:
         path = frame.f_code.co_filename
         is_ours = path.startswith(_OURS) and not path.startswith(_TESTING)
-        return self._count if is_ours and frame.f_code.co_name != "__del__" else None
+        return self._count if is_ours and frame.f_code.co_name != "__del__" and self._counts(frame) else None
+
+    def _counts(self, frame: FrameType | None) -> bool:
+        while self._inside is not None and frame is not None and frame.f_code.co_name != self._inside:
+            frame = frame.f_back
+        return frame is not None
 
     def _count(self, frame: FrameType, event: str, _argument: Any) -> Any:
         if event == "line" and self.at is None:
