@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.databases import (
@@ -19,6 +20,7 @@ from harness.databases import (
 )
 from sqlalchemy import Connection, make_url
 
+from dualwrite.stores.sql.short_transactions import ShortTransactions
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.testing import EmbeddedKafka, EmbeddedMariaDB, EmbeddedPostgres
 from dualwrite.testing.checker import read_committed
@@ -138,6 +140,18 @@ def connection(store: SqlStateStore) -> Iterator[Connection]:
     """A user's connection, for dual writes."""
     with store.engine.connect() as made:
         yield made
+
+
+@pytest.fixture
+def unanswered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the library's own transactions run again, as if the answer to each first COMMIT had been lost."""
+    once = ShortTransactions._once
+
+    def twice(self: ShortTransactions, *arguments: Any) -> object:
+        once(self, *arguments)
+        return once(self, *arguments)
+
+    monkeypatch.setattr(ShortTransactions, "_once", twice)
 
 
 @pytest.fixture(params=["librdkafka", "native"])

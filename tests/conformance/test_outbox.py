@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from harness.databases import Database, Thread, run_raw
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, event, text
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
@@ -632,6 +632,39 @@ class TestAside:
         assert store.outbox.drop("orders", [numbers[0], 10**15]) == 1
         assert store.outbox.drop("orders") == 2
         assert store.outbox.aside("orders", limit=10) == []
+
+    def test_one_that_is_moved_aside_while_all_are_replayed_stays_there(
+        self, database: Database, store: SqlStateStore, connection: Connection, numbers: Sequence[int]
+    ) -> None:
+        """The sender does that in transactions of its own, which wait for no replay."""
+        if database.kind == "sqlite":
+            pytest.skip("one transaction at a time writes")
+        found = taken(store, connection).numbers
+        moved: list[int] = []
+
+        def move_one(_: Any, __: Any, statement: str, *___: Any) -> None:
+            if "outbox_aside" in statement and statement.startswith("DELETE") and not moved:
+                moved.append(found[0])
+                Thread(move).result(WAIT_S)
+
+        def move() -> None:
+            with block(store) as own:
+                assert store.outbox.move_aside(own, "orders", moved, "late") == 1
+                store.commit(own)
+
+        engine = store._engine
+        event.listen(engine, "before_cursor_execute", move_one)
+        assert store.outbox.replay("orders") == len(numbers)
+        event.remove(engine, "before_cursor_execute", move_one)
+        assert moved
+        assert [one.number for one in store.outbox.aside("orders", limit=10)] == moved
+        assert store.outbox.waiting("orders").rows == len(ODD) - 1
+
+    @pytest.mark.usefixtures("unanswered")
+    def test_a_commit_that_was_not_answered_counts(self, store: SqlStateStore, numbers: Sequence[int]) -> None:
+        assert store.outbox.drop("orders", numbers[:1]) == 1
+        assert store.outbox.replay("orders") == 2
+        assert store.outbox.count_aside("orders") == 0
 
 
 class TestWaiting:

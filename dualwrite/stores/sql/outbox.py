@@ -427,36 +427,47 @@ class SqlOutbox:
 
     def replay(self, writer: str, numbers: Sequence[int] | None = None) -> int:
         outbox, aside = self._tables.outbox, self._tables.aside
+        replayed: set[int] = set()
 
-        def work(connection: Connection) -> int:
+        def work(connection: Connection) -> None:
             self.lock(connection, writer, within_s=LOCK_S, beside_shares=True)
             self.turn(connection, writer, OutboxMode.LATER)
-            replayed = 0
-            for chosen in self._chosen_aside(writer, numbers):
+            for chosen in self._chosen_aside(connection, writer, numbers, replayed):
                 row = select(*(aside.c[name] for name in PUT_COLUMNS)).where(chosen).order_by(aside.c.seq)
                 connection.execute(insert(outbox).from_select(PUT_COLUMNS, row, include_defaults=False))
-                replayed += connection.execute(delete(aside).where(chosen)).rowcount
-            return replayed
+                connection.execute(delete(aside).where(chosen))
 
         # Its row is there, committed, before numbers are drawn under its lock: see Floor.
         self._own.run(lambda connection: self._insert_mode(connection, writer, OutboxMode.DIRECT))
-        return self._own.run(work)
+        self._own.run(work)
+        return len(replayed)
 
     def drop(self, writer: str, numbers: Sequence[int] | None = None) -> int:
-        aside = self._tables.aside
-        return self._own.run(
-            lambda connection: sum(
-                connection.execute(delete(aside).where(chosen)).rowcount
-                for chosen in self._chosen_aside(writer, numbers)
-            )
-        )
+        dropped: set[int] = set()
 
-    def _chosen_aside(self, writer: str, numbers: Sequence[int] | None) -> Iterator[ColumnElement[bool]]:
+        def work(connection: Connection) -> None:
+            for chosen in self._chosen_aside(connection, writer, numbers, dropped):
+                connection.execute(delete(self._tables.aside).where(chosen))
+
+        self._own.run(work)
+        return len(dropped)
+
+    def _chosen_aside(
+        self, connection: Connection, writer: str, numbers: Sequence[int] | None, done: set[int]
+    ) -> Iterator[ColumnElement[bool]]:
+        """The messages that are there now, by number: its sender may move others aside between two statements.
+
+        Adds their numbers to those that are ``done``, perhaps by a run before this one, whose COMMIT was not answered.
+        """
         aside = self._tables.aside
+        of_writer = select(aside.c.seq).where(aside.c.writer == writer).order_by(aside.c.seq)
         if numbers is None:
-            yield aside.c.writer == writer
-            return
-        for some in in_chunks(sorted(set(numbers))):
+            found = connection.scalars(of_writer).all()
+        else:
+            asked = [of_writer.where(aside.c.seq.in_(some)) for some in in_chunks(sorted(set(numbers)))]
+            found = [number for one in asked for number in connection.scalars(one)]
+        done.update(found)
+        for some in in_chunks(found):
             yield and_(aside.c.writer == writer, aside.c.seq.in_(some))
 
     @contextmanager
