@@ -99,3 +99,15 @@ def test_what_is_old_is_forgotten_by_prefix_or_by_the_id_of_a_writer(database: D
     assert forgetting.forget_actions("orders", limit, dry_run=True) == 3
     assert forgetting.forget_actions("", limit, dry_run=False, name="orders") == 2
     assert [one.intent for one in history.last("", limit=9)] == [other]
+
+
+@pytest.mark.usefixtures("unanswered")
+def test_what_was_forgotten_counts_although_its_commit_was_not_answered(database: Database, history: History) -> None:
+    forgetting, store = Forgetting(database.engine(), database.schema), database.store()
+    history.begin([FIRST, SECOND])
+    assert forgetting.forget_actions("", before(forgetting.now(), -60), dry_run=False) == 2
+    store.claim(["orders", "orders#1"], owner="me", cluster_id="cluster-one")
+    rows = store.read(["orders", "orders#1"])
+    assert forgetting.forget(rows)
+    assert not forgetting.forget(rows)
+    assert store.read(["orders", "orders#1"]) == []

@@ -97,6 +97,14 @@ def test_losses_are_listed_by_prefix_until_a_person_has_looked(database: Databas
     assert store.incident("orders", rows[0].prepared) is Outcome.LOST
 
 
+@pytest.mark.usefixtures("unanswered")
+def test_a_look_whose_commit_was_not_answered_counts(database: Database, store: SqlStateStore) -> None:
+    row = decided(database, store)
+    store.record_outcomes([(row, Outcome.LOST, "gone")])
+    assert store.acknowledge("orders", row.prepared)
+    assert not store.acknowledge("orders", row.prepared)
+
+
 def test_the_settled_mark_only_rises(database: Database, store: SqlStateStore) -> None:
     for _ in range(3):
         store.claim(["a", "b"], owner="me", cluster_id="cluster-one")

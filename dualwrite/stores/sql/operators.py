@@ -274,18 +274,23 @@ class Forgetting:
         This fences a writer that is still open: its next dual write aborts on both sides. False if a row was used since it was
         read, its slot or lease is held, or its messages wait: nothing was deleted.
         """
+        gone: set[str] = set()
 
         def work(connection: Connection) -> bool:
             state, slot, lease = self._tables.state, self._tables.slot, self._tables.lease
             for row in rows:
+                name = state.c.transactional_id == row.transactional_id
+                if row.transactional_id in gone and not connection.scalar(select(func.count()).where(name)):
+                    continue  # deleted by a run before this one, whose COMMIT was not answered
                 unchanged = and_(
-                    state.c.transactional_id == row.transactional_id,
+                    name,
                     state.c.namespace == row.namespace,
                     state.c.incarnation == row.incarnation,
                     state.c.updated_at == row.updated_at,
                 )
                 if connection.execute(delete(state).where(unchanged)).rowcount != 1:
                     raise _InUseError
+                gone.add(row.transactional_id)
                 of_row = slot.c.transactional_id == row.transactional_id
                 connection.execute(delete(slot).where(of_row, ~func.coalesce(self._is_leased(), False)))
                 if connection.scalar(select(func.count()).where(of_row)):
@@ -341,9 +346,15 @@ class Forgetting:
         if dry_run:
             count = select(func.count()).select_from(table).where(old)
             return self._own.read(lambda connection: connection.scalar(count) or 0)
-        return self._permitted(
-            lambda: self._own.run(lambda connection: connection.execute(delete(table).where(old)).rowcount)
-        )
+        keys = select(*table.primary_key.columns).where(old)
+        forgotten: set[tuple[object, ...]] = set()  # also by a run before the last one, whose COMMIT was not answered
+
+        def work(connection: Connection) -> None:
+            forgotten.update(map(tuple, connection.execute(keys)))
+            connection.execute(delete(table).where(old))
+
+        self._permitted(lambda: self._own.run(work))
+        return len(forgotten)
 
     def forget_runs(self, prefix: str, begun_before: datetime, *, dry_run: bool, name: str | None = None) -> int:
         """Delete the rows of runs that began before that time, by the database's clock, and have no worker. Durable on return.
@@ -368,18 +379,21 @@ class Forgetting:
                 and not any(owner.startswith(owner_prefix(of_batch)) for owner in owners[pool_of_sink(sink)])
             ]
 
-        def work(connection: Connection) -> int:
-            deleted = 0
+        forgotten: set[tuple[object, ...]] = set()  # as in _forget_old
+
+        def work(connection: Connection) -> None:
             for some in in_chunks(find(connection)):
                 old = select(run.c.sink, run.c.name).where(of_run.in_(some), run.c.begun_at < begun_before)
                 # A transaction that a task handed over, still undecided, locks its run: skip it.
                 free = connection.execute(old.with_for_update(skip_locked=True)).all()
-                deleted += connection.execute(delete(run).where(of_run.in_(free))).rowcount if free else 0
-            return deleted
+                if free:
+                    forgotten.update(map(tuple, free))
+                    connection.execute(delete(run).where(of_run.in_(free)))
 
         if dry_run:
             return len(self._own.read(find))
-        return self._permitted(lambda: self._own.run(work))
+        self._permitted(lambda: self._own.run(work))
+        return len(forgotten)
 
     def _permitted(self, work: Callable[[], Result]) -> Result:
         try:

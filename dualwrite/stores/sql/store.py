@@ -371,7 +371,9 @@ class SqlStateStore:
             self._own.run(lambda connection: self._records.note_reported(connection, losses))
 
     def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:
-        return self._own.run(lambda connection: self._records.acknowledge(connection, transactional_id, state))
+        done: list[bool] = []  # also by a run before the last one, whose COMMIT was not answered
+        self._own.run(lambda own: done.append(self._records.acknowledge(own, transactional_id, state)))
+        return any(done)
 
     def transaction_verdict(self, transaction: str | None) -> DatabaseVerdict:
         """``UNKNOWN`` except on PostgreSQL; there, too, while it runs, if it is too old, and after a failover or restart."""
