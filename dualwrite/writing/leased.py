@@ -459,6 +459,8 @@ class LeaseKeeper:
         self._lock = threading.Lock()  # a heartbeat must not judge a lease that is taken or given back meanwhile
         self._machine = Machine("lease", LEASE_LIFE, LeaseState.FREE)
         self._name = self._owner = ""
+        # A call that has raised may have taken a lease under this name, as the answer to its COMMIT is missing.
+        self._asking_as = ""
         self._here = place_of_this_process()
         self._beside: Sequence[Lease] = ()
         self._renewed_at = 0.0
@@ -475,20 +477,23 @@ class LeaseKeeper:
 
     def take(self, owner: str) -> str:
         """Take the lowest free number, and keep it from now on. Returns the id, which is not claimed yet."""
-        asked_at = now_s()
+        asked_at, owner = now_s(), self._asking_as or owner
+        self._asking_as = owner
         name = self._leases.take(owner, self._timing.timeout_s, has_died=self._has_died)
         self._keep(name, owner, asked_at)
         return name
 
     def take_number(self, number: int, owner: str) -> str | None:
         """As :meth:`take`, but that number and no other; None if another member holds it."""
-        asked_at = now_s()
+        asked_at, owner = now_s(), self._asking_as or owner
+        self._asking_as = owner
         name = self._leases.take_number(number, owner, self._timing.timeout_s, has_died=self._has_died)
         if name is not None:
             self._keep(name, owner, asked_at)
         return name
 
     def _keep(self, name: str, owner: str, asked_at: float) -> None:
+        self._asking_as = ""
         with self._lock:
             self._machine.apply(LeaseEvent.TAKE)
             self._name, self._owner, self._renewed_at = name, owner, asked_at

@@ -84,7 +84,8 @@ class Leases:
         """Take the lowest number that nobody holds, or whose holder has died, and return its id.
 
         No other member takes it within ``timeout_s``, unless it is given back. What its former holder has left is not settled
-        yet: claim the id next. Give a new ``owner`` to each call: a name that holds a lease already gets that one again.
+        yet: claim the id next. Give a new ``owner`` to each call, except to one after a call that has raised: a name that holds
+        a lease already gets that one again.
         """
         taken = self._own.run(lambda connection: self._take(connection, owner, timeout_s, has_died))
         failpoints.hit("lease.taken")
@@ -97,9 +98,8 @@ class Leases:
         lease = self._lease
 
         def work(connection: Connection) -> str | None:
-            mine = select(lease.c.transactional_id).where(self._of_fleet, lease.c.owner == owner)
-            if (earlier := connection.scalar(mine)) is not None:  # the answer to an earlier attempt was lost
-                return str(earlier)
+            if (earlier := self._taken_earlier(connection, owner, timeout_s)) is not None:
+                return earlier
             for found in _read(connection, self._tables, and_(self._of_fleet, lease.c.number == number)):
                 if found.state is LeaseState.HELD and not has_died(found):
                     return None
@@ -115,10 +115,8 @@ class Leases:
         return taken
 
     def _take(self, connection: Connection, owner: str, timeout_s: float, has_died: Callable[[Lease], bool]) -> str:
-        lease = self._lease
-        mine = select(lease.c.transactional_id).where(self._of_fleet, lease.c.owner == owner)
-        if (earlier := connection.scalar(mine)) is not None:  # the answer to an earlier attempt was lost
-            return str(earlier)
+        if (earlier := self._taken_earlier(connection, owner, timeout_s)) is not None:
+            return earlier
         there = {found.number: found for found in _read(connection, self._tables, self._of_fleet)}
         for tried, number in enumerate(numbers_to_try(there.values(), has_died)):
             if tried > len(there) + _MORE:
@@ -130,6 +128,15 @@ class Leases:
             if taken:
                 return member_id(self.fleet, number)
         raise Unavailable(f"could not get a lease of fleet {self.fleet!r}: too many members are asking at once")
+
+    def _taken_earlier(self, connection: Connection, owner: str, timeout_s: float) -> str | None:
+        """The id that the owner has taken by an earlier attempt, whose answer was lost: its time begins anew."""
+        lease = self._lease
+        mine = and_(self._of_fleet, lease.c.owner == owner)
+        name: str | None = connection.scalar(select(lease.c.transactional_id).where(mine))
+        renewed = update(lease).where(mine).values(lease_until=database_now_plus(timeout_s))
+        # Another member may be taking it now, if it has expired.
+        return name if name is not None and connection.execute(renewed).rowcount == 1 else None
 
     def _add(self, connection: Connection, number: int, owner: str, timeout_s: float) -> bool:
         insert = self._dialect.insert_if_missing(self._lease).values(

@@ -11,6 +11,7 @@ from dualwrite import Unavailable
 from dualwrite.protocol.members import LeaseState, LeaseTiming, Place
 from dualwrite.recovery.claim import lease_owner, place_of_this_process
 from dualwrite.stores.sql.leases import Leases, read_leases
+from dualwrite.stores.sql.short_transactions import ShortTransactions
 from dualwrite.writing import leased
 from dualwrite.writing.leased import LeaseKeeper
 
@@ -187,6 +188,30 @@ def test_a_database_without_an_answer_lets_the_lease_expire_and_does_not_keep_th
     monkeypatch.setattr(leases, "give_back", no_answer)
     keeper.give_back(settled=True)
     assert keeper.state is LeaseState.FREE
+
+
+@pytest.mark.parametrize("call", [LeaseKeeper.take, lambda keeper, owner: keeper.take_number(0, owner)])
+def test_a_lease_whose_taking_was_not_answered_is_taken_by_the_next_try_and_its_time_begins_anew(
+    database, leases, keeper, call, monkeypatch
+):
+    """Under another name, the member would wait for its own former one."""
+
+    def unanswered(self, work, **_):
+        run(self, work)
+        raise Unavailable("the answer to COMMIT is missing")
+
+    run = ShortTransactions.run
+    with monkeypatch.context() as patch:
+        patch.setattr(ShortTransactions, "run", unanswered)
+        with pytest.raises(Unavailable):
+            call(keeper, "first")
+    leases.renew("first", -1, wait_s=5)
+    assert call(keeper, "second") == "orders-0"
+    assert standing(database) == {"orders-0": ("held", "first")}
+    assert keeper.beat_once()
+    keeper.give_back(settled=True)
+    assert call(keeper, "third") == "orders-0"
+    assert standing(database) == {"orders-0": ("held", "third")}
 
 
 def test_a_heartbeat_under_way_does_not_judge_the_lease_that_was_taken_after_it(leases, keeper, seen, monkeypatch):
