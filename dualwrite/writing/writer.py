@@ -506,9 +506,11 @@ class DualWriter(Submitting):
             with noting_reported(opened.context.store) if opened is not None else nullcontext():
                 self._close_groups(self._limits.timeout_s)
                 self._monitor.close()
-                self._lanes.close()
-                if self._sender is not None:  # after the last block, which may have put something
-                    self._sender.close(self._limits.timeout_s)
+                try:
+                    self._lanes.close()
+                finally:
+                    if self._sender is not None:  # after the last block, which may have put something
+                        self._sender.close(self._limits.timeout_s)
                 self._losses.raise_unreported()
         finally:
             if self._unobserve is not None:

@@ -354,3 +354,17 @@ def die_once_decided(shop, armed):
 def lose(shop):
     row = shop.state()
     shop.kafka.abort_by_timeout(f"orders.{row.namespace}.{row.incarnation}")
+
+
+def test_the_sender_ends_with_the_writer_also_if_the_database_takes_no_record(shop, monkeypatch):
+    def away(_):
+        raise Unavailable("the database is away")
+
+    writer = shop.writer(outbox="fallback")
+    writer.open()
+    with writer.transaction() as tx:
+        shop.put(tx, 1)
+    monkeypatch.setattr(Lane, "record_completed", away)
+    with pytest.raises(Unavailable):
+        writer.close()
+    assert "dualwrite orders outbox" not in [one.name for one in threading.enumerate()]
