@@ -41,7 +41,7 @@ from dualwrite.stores.sql.access import ASYNCPG, engine_of, keep_alive, liveness
 from dualwrite.stores.sql.database import SqlDatabase, database_of, sql_of
 from dualwrite.stores.sql.drivers import roll_back_before_closing
 from dualwrite.stores.sql.tables import MYSQL
-from dualwrite.waiting import elsewhere, here
+from dualwrite.waiting import elsewhere
 from dualwrite.writing import transaction as entered
 from dualwrite.writing.group_commit import full_error, run_group
 from dualwrite.writing.leased import LeasedWriter
@@ -609,19 +609,26 @@ class AsyncDualWriter:
         if self._loop is None or os.getpid() != self._pid:
             return  # in a forked process the connections and the threads are the parent's
         self._require_own_loop()
-        if self._pool is not None:
-            await self._groups.close(self._limits.timeout_s)
-        pool, self._pool = self._pool, None
-        if pool is None:
+        if (pool := self._pool) is None:
             return
+        closed_here = False
+
+        def end() -> None:
+            nonlocal closed_here
+            awaited(self._groups.close(self._limits.timeout_s))
+            closed_here, self._pool = self._pool is not None, None
+            if closed_here:
+                elsewhere(close)
+
         try:
-            await run(pool, lambda: here().elsewhere(close), interruptible=False)
+            await run(pool, end, interruptible=False)
         finally:
-            pool.shutdown(wait=False)
-            if self._makes_own:
-                self._own_engine.dispose()
-            if self._owns_engine:
-                await self._engine.dispose()
+            if closed_here:
+                pool.shutdown(wait=False)
+                if self._makes_own:
+                    self._own_engine.dispose()
+                if self._owns_engine:
+                    await self._engine.dispose()
 
     def health(self) -> Health:
         """Return the writer's knowledge of itself. See :meth:`DualWriter.health`; it never waits."""

@@ -481,6 +481,35 @@ def test_close_finishes_what_waits(in_writer, shop):  # noqa: F811
     assert shop.both_have(1, 2)
 
 
+def test_a_close_that_is_cancelled_while_units_run_closes_all_the_same(make, shop):  # noqa: F811
+    async def main():
+        writer = make()
+        await writer.open()
+        began, may_end = asyncio.Event(), asyncio.Event()
+
+        async def slow(tx):
+            began.set()
+            await may_end.wait()
+            await put(tx, 1)
+
+        unit_ = asyncio.create_task(writer.submit(slow))
+        await began.wait()
+        closing = asyncio.create_task(writer.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.sleep(0)
+        may_end.set()
+        await unit_
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert not writer.health().open
+        with pytest.raises(IllegalStateError, match="is closed"):
+            await writer.submit(unit(2))
+
+    asyncio.run(main())
+    assert shop.both_have(1)
+
+
 def test_close_fails_what_has_not_begun_in_time(in_writer, shop):  # noqa: F811
     async def work(writer):
         may_go = asyncio.Event()
