@@ -11,6 +11,7 @@ import json
 import os
 import re
 import secrets
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -808,6 +809,9 @@ def _targets(text: str, common: Mapping[str, object]) -> tuple[tuple[str, SinkOp
             option = known.get(key.lower())
             if option is None:
                 _refuse(key, {name: shown for name, shown in known.items() if OPTION_NAMES[shown] in TARGET_SETTINGS})
+            if value is None or OPTION_NAMES[option] in settings:
+                what = "is null" if value is None else "is there twice"
+                raise ConfigurationError(f"target {tag!r}: the option {option} {what}", next_step="leave it out")
             text_of_value = value if isinstance(value, str) else json.dumps(value)
             settings[OPTION_NAMES[option]] = _value(option, OPTION_NAMES[option], text_of_value)
         targets.append((tag, target_options(common, settings, f"target {tag!r}")))
@@ -873,8 +877,14 @@ def _operations(text: str) -> Mapping[str, str]:
 
 
 def _json(name: str, text: str, next_step: str | None = None) -> Any:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key, count in Counter(key for key, _ in pairs).items():
+            if count > 1:
+                raise ConfigurationError(f"the option {name} has {key!r} twice", next_step="leave one of them out")
+        return dict(pairs)
+
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=once)
     except ValueError as error:
         raise ConfigurationError(f"the option {name} is not JSON: {error}", next_step=next_step) from None
 

@@ -26,6 +26,7 @@ GIVEN = {
         ({"keepSlots": "perhaps"}, "must be true or false"),
         ({"databaseLeg": "other"}, "cannot be 'other'"),
         ({"truncate": "perhaps"}, "must be true or false"),
+        ({"columns": '{"a": "b", "a": "c"}'}, "option columns has 'a' twice"),
         (dict.fromkeys(GIVEN), "Spark passes those of a table of its catalog on to nobody"),
     ],
 )

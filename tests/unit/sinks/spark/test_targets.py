@@ -94,3 +94,10 @@ def test_the_options_of_the_format_name_targets():
     ]
     with pytest.raises(ConfigurationError, match="the options tagColumn and targets must be given together"):
         SourceOptions.parse({**given, "dbtable": "t", "topic": "x"})
+    for targets, words in (
+        ('{"a": {"dbtable": "t", "topic": "x"}, "a": {"dbtable": "u", "topic": "y"}}', "option targets has 'a' twice"),
+        ('{"a": {"dbtable": "t", "topic": "x", "TOPIC": "y"}}', "target 'a': the option topic is there twice"),
+        ('{"a": {"dbtable": "t", "topic": "x", "keyColumn": null}}', "target 'a': the option keyColumn is null"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            SourceOptions.parse({**given, "targets": targets})
