@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -151,6 +152,11 @@ def plan_layout(
     return _Planning(schema, options, table, given or {}, shared=shared).run()
 
 
+def _twice(names: Collection[str]) -> str | None:
+    """A name that is there twice; None if there is none."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
+
+
 class _Planning:
     def __init__(
         self,
@@ -170,10 +176,8 @@ class _Planning:
         self._projected: dict[Projected, int] = {}
 
     def run(self) -> Layout:
-        names = [field.name for field in self._fields]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ConfigurationError(f"the DataFrame has two columns named {twice[0]!r}", next_step="rename one")
+        if (twice := _twice([field.name for field in self._fields])) is not None:
+            raise ConfigurationError(f"the DataFrame has two columns named {twice!r}", next_step="rename one")
         options = self._options
         topic = self._textual("topic_column", options.topic_column)
         key = self._key()
@@ -185,7 +189,7 @@ class _Planning:
             shown.setdefault(options.op_column)  # or a reader would take the record of a deleted row for an update
         json_columns = tuple((self._number("columns", name), name) for name in shown)
         table_columns = tuple(self._table_column(name, target) for name, target in wanted.items())
-        self._check_all_given(set(wanted.values()))
+        self._check_all_given(wanted.values())
         merge = self._merge(wanted)
         whole_row = self._row_as_json(json_columns) if options.quarantines else None
         return Layout(
@@ -229,6 +233,8 @@ class _Planning:
         for setting, names in (("upsert_keys", options.upsert_keys), ("upsert_columns", options.upsert_columns or ())):
             for name in names:
                 self._check_written(setting, name, written)
+            if (twice := _twice(names)) is not None:
+                raise ConfigurationError(f"{setting} names the column {twice!r} twice", next_step="name it once")
         reserved = next((name for name in self._table.columns if name in {ORDER, DELETED}), None)
         if reserved is not None:
             raise ConfigurationError(
@@ -294,9 +300,15 @@ class _Planning:
         source = self._project(number, wire.form, wire.arrow)
         return Copied(target_name, source, wire.encoding, target.shown_type, target.longest)
 
-    def _check_all_given(self, given: set[str]) -> None:
-        if not given:
+    def _check_all_given(self, targets: Collection[str]) -> None:
+        if not targets:
             raise ConfigurationError("no column goes into the table", next_step="name some in `columns`")
+        if (twice := _twice(targets)) is not None:
+            raise ConfigurationError(
+                f"two columns of the DataFrame go into column {twice!r} of table {self._table.name!r}",
+                next_step="say with `columns` which one does",
+            )
+        given = set(targets)
         missing = [name for name, column in self._table.columns.items() if column.must_be_given and name not in given]
         if missing:
             raise ConfigurationError(

@@ -298,6 +298,10 @@ def test_columns_can_be_renamed():
         ({"columns": ["id", "nope"]}, "columns names the column 'nope'"),
         ({"columns": {"id": "nope"}}, "table 'target' has no column 'nope' for the DataFrame's column 'id'"),
         ({"columns": []}, "no column goes into the table"),
+        (
+            {"columns": {"id": "id", "place": "id"}},
+            "two columns of the DataFrame go into column 'id' of table 'target'",
+        ),
         ({"columns": "id"}, "columns is a string"),
         ({}, "table 'target' has no column 'at'"),
     ],

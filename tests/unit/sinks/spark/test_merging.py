@@ -81,6 +81,8 @@ def name_row(index):
             {"columns": ["name"], "key": None},
             "upsert_keys names the column 'id' of .*no column of the DataFrame goes into",
         ),
+        ({"upsert_keys": ["id", "id"]}, "upsert_keys names the column 'id' twice"),
+        ({"upsert_columns": ["name", "name"]}, "upsert_columns names the column 'name' twice"),
         ({**CHANGES, "op_column": "operation"}, "op_column names the column 'operation', which the DataFrame"),
         ({**CHANGES, "op_column": "id"}, "op_column names the column 'id' of type bigint; it must be string"),
         ({"order_column": "name"}, "order_column names the column 'name' of type string; it must be a whole number"),
