@@ -248,6 +248,12 @@ class _Planning:
                 "which does not tell how old its rows are",
                 next_step="add such a column to the table, or name it in `columns`",
             )
+        if newer_by is not None and options.upsert_columns and newer_by not in options.upsert_columns:
+            raise ConfigurationError(
+                f"on_conflict is newer, and upsert_columns leaves out the column {newer_by!r}: a replaced row would look as "
+                "old as it was, and the next older row would replace it",
+                next_step=f"name {newer_by!r} in upsert_columns (upsertColumns)",
+            )
         letters = options.operations
         return Merge(
             keys=tuple(options.upsert_keys),

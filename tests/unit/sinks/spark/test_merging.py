@@ -101,6 +101,10 @@ def test_columns_of_operation_and_order_go_into_the_table_if_it_has_them():
     plan = layout(DATED, columns=None, **CHANGES, on_conflict="newer")
     assert plan.table_column_names == ("at", "id", "name")
     assert plan.merge.newer_by == "at"
+    newer = {"columns": ["at", "id", "name"], "order_column": "at", "on_conflict": "newer"}
+    assert layout(DATED, **newer, upsert_columns=["name", "at"]).merge.updated == ("name", "at")
+    with pytest.raises(ConfigurationError, match="upsert_columns leaves out the column 'at': .*would look as old"):
+        layout(DATED, **newer, upsert_columns=["name"])
 
 
 def test_the_options_of_the_data_source_are_the_settings():
