@@ -362,22 +362,27 @@ def uses_staging(
     empty: Emptying | None,
 ) -> bool:
     """Whether the tasks of a batch decided as a whole use staging tables; refuses it if their rows could not be moved."""
-    chosen = True
-    for target in targets:
+    tables = [target for target in targets if target.in_table]
+
+    def empties(target: Target) -> bool:
+        return empty is not None and not target.is_quarantine
+
+    def choose(wanted: str) -> bool:
+        return all(database.choose_staging(connection, wanted, one.layout, empties=empties(one)) for one in tables)
+
+    staging = choose(options.database_leg)
+    if not staging and len(tables) > 1:
+        choose("prepared")  # all go one way, and one of them may need staging tables
+    for target in tables:
         layout = target.layout
-        if not target.in_table:
-            continue
-        merges, empties = layout.merge is not None, empty is not None and not target.is_quarantine
-        staging = database.choose_staging(connection, options.database_leg, layout, empties=empties)
-        if merges and not staging and target.tag is not None:
+        if layout.merge is not None and not staging and target.tag is not None:
             raise ConfigurationError(
                 f"upserts into table {layout.table[1]!r}, one of several by a tag column, need staging tables",
                 next_step=f'set databaseLeg to "staging"; the user needs CREATE on the schema {layout.table[0]!r}',
             )
-        if empties or merges:
+        if layout.merge is not None or empties(target):
             database.require_replaceable(connection, layout, empty=empty, direct=False)
-        chosen = chosen and staging
-    return chosen
+    return staging
 
 
 def _plan_targets(

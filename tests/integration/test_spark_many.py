@@ -287,21 +287,49 @@ def test_what_does_not_fit_is_refused_before_a_task_runs(spark, shop):
     assert shop.counts() == [0, 0, 0, 0]
 
 
-def test_a_right_that_is_missing_on_the_second_table_is_refused_before_a_task_runs(spark, shop):
+@pytest.fixture
+def clerk(shop):
+    """A role that may do all in the tables of the schema public, and may make tables there. Its name, and its URL."""
     role = f"clerk_{shop.case.sink.replace('-', '_')}"
     shop.case.execute(f"CREATE ROLE {role} LOGIN PASSWORD 'secret'")
-    try:
-        shop.case.execute(f"GRANT ALL ON ALL TABLES IN SCHEMA public TO {role}")
-        shop.case.execute(f"GRANT CREATE ON SCHEMA public TO {role}")
-        shop.case.execute(f"REVOKE INSERT ON items FROM {role}")
-        before, _, after = shop.case.url.partition("://")
-        url = f"{before}://{role}:secret@{after.rpartition('@')[2]}"
-        with pytest.raises(ConfigurationError, match="rows may not be inserted into 'items'"):
-            write_many(shop.parts(spark), batch_id="1", **{**shop.common, "url": url})
-        assert shop.case.execute("SELECT count(*) FROM dualwrite_slot") == [(0,)]
-    finally:
-        shop.case.execute(f"DROP OWNED BY {role}")
-        shop.case.execute(f"DROP ROLE {role}")
+    shop.case.execute(f"GRANT ALL ON ALL TABLES IN SCHEMA public TO {role}")
+    shop.case.execute(f"GRANT CREATE ON SCHEMA public TO {role}")
+    before, _, after = shop.case.url.partition("://")
+    yield role, f"{before}://{role}:secret@{after.rpartition('@')[2]}"
+    shop.case.execute(f"DROP OWNED BY {role}")
+    shop.case.execute(f"DROP ROLE {role}")
+
+
+def test_a_right_that_is_missing_on_the_second_table_is_refused_before_a_task_runs(spark, shop, clerk):
+    role, url = clerk
+    shop.case.execute(f"REVOKE INSERT ON items FROM {role}")
+    with pytest.raises(ConfigurationError, match="rows may not be inserted into 'items'"):
+        write_many(shop.parts(spark), batch_id="1", **{**shop.common, "url": url})
+    assert shop.case.execute("SELECT count(*) FROM dualwrite_slot") == [(0,)]
+
+
+def test_all_tables_go_one_way_also_those_that_need_staging_tables(spark, shop, clerk):
+    """Beside one of the tables none can be made, so all rows would be prepared. Only what can be prepared is."""
+    role, url = clerk
+    shop.case.execute("CREATE SCHEMA elsewhere")
+    shop.case.execute("CREATE TABLE elsewhere.items AS SELECT * FROM items")
+    shop.case.execute("CREATE TABLE elsewhere.aside (reason text, row text)")
+    shop.case.execute(f"GRANT USAGE ON SCHEMA elsewhere TO {role}")
+    shop.case.execute(f"GRANT ALL ON ALL TABLES IN SCHEMA elsewhere TO {role}")
+    targets = {"order": shop.orders, "item": {**shop.items, "table": "elsewhere.items"}}
+    write = partial(write_many, tagged(spark), **TAG, **{**shop.common, "url": url})
+    merged = {**targets, "order": {**shop.orders, "upsert_keys": ["order_id"]}}
+    with pytest.raises(ConfigurationError, match="upserts into table 'orders', one of several by a tag column, need"):
+        write(targets=merged, batch_id="1")
+    options = {**options_of({**shop.common, **shop.orders, "url": url}), "quarantineTable": "elsewhere.aside"}
+    orders = shop.parts(spark)[0][0]
+    with pytest.raises(SPARKS_ERRORS, match="a table that is emptied first, need staging tables"):
+        orders.write.format("dualwrite").mode("overwrite").options(**options, batchId="2").save()
+    assert shop.case.execute("SELECT count(*) FROM dualwrite_slot") == [(0,)]
+    write(targets=targets, batch_id="3")
+    assert shop.case.execute("SELECT count(*) FROM elsewhere.items") == [(ITEMS,)]
+    assert shop.counts() == [ORDERS, 0, ORDERS, ITEMS]
+    nothing_is_left(shop.case)
 
 
 def test_the_format_refuses_targets_that_do_not_fit(spark, shop):
