@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
 from dualwrite import failpoints
@@ -307,10 +307,11 @@ class _Deciding:
         names = [name_of(one.namespace, one.prepared) for one in self._prepared if one.in_targets]
         if names:
             database.require_prepared(connection, names, self.name)
+        in_order = sorted(self._prepared, key=attrgetter("partition"))  # of equal rows the last one counts
         for number, target in enumerate(self._targets):
             staged = [
                 Staged(part.staged, part.rows, one.partition)
-                for one in self._prepared
+                for one in in_order
                 for part in one.parts
                 if part.target == number and part.staged is not None
             ]

@@ -6,7 +6,7 @@ from functools import partial
 
 import psycopg
 import pytest
-from harness.databases import by_way_on_both_databases
+from harness.databases import BOTH_DATABASES, by_way_on_both_databases
 from harness.drivers import Drivers, as_installed, phases_of
 from harness.spark import HAS_CONNECTOR, PARTITIONS, ROWS, SPARKS_ERRORS, newest_job
 from harness.spark import numbers as numbered
@@ -223,6 +223,16 @@ def test_of_rows_of_one_key_the_newest_counts_if_it_is_newer_than_the_present_on
         (4, "newest", 2),
     ]
     assert numbers.messages() == sorted((number, name) for number, name, _ in rows)
+    nothing_is_left(numbers)
+
+
+@BOTH_DATABASES
+def test_of_equal_rows_of_a_key_that_of_the_last_partition_counts(spark, numbers):
+    numbers.execute("ALTER TABLE numbers ADD PRIMARY KEY (id)")
+    # By their names, the slots of twelve partitions have another order.
+    df = spark.range(0, 12, 1, 12).selectExpr("7L AS id", "concat('partition ', id) AS name", "1 AS age")
+    write_by(numbers, df, "staging", upsert_keys=["id"], order_column="age")
+    assert numbers.rows() == [(7, "partition 11")]
     nothing_is_left(numbers)
 
 
