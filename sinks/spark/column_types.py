@@ -415,7 +415,7 @@ class TableColumn:
     write it. `scale` counts the digits after the point that a ``numeric`` column, or an array of them, keeps; `longest` the
     characters that a ``varchar`` or ``char`` column of PostgreSQL, or an array of them, keeps; None if it keeps all.
     `element_type` is the internal name of an array's element type, or `ENUM`. A row without a value is refused if
-    `must_be_given`.
+    `must_be_given`. A row that is there keeps its value if it is `set_once`.
     """
 
     name: str
@@ -427,6 +427,7 @@ class TableColumn:
     element_type: str | None = None
     must_be_given: bool = False
     generated: bool = False
+    set_once: bool = False
 
 
 @dataclass(frozen=True)

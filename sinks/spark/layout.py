@@ -257,7 +257,7 @@ class _Planning:
         letters = options.operations
         return Merge(
             keys=tuple(options.upsert_keys),
-            updated=() if options.on_conflict == "nothing" else tuple(options.upsert_columns or written),
+            updated=() if options.on_conflict == "nothing" else self._updated(options.upsert_columns or written),
             newer_by=newer_by,
             order=self._order(),
             op=self._textual("op_column", options.op_column),
@@ -265,6 +265,18 @@ class _Planning:
             deletes=tuple(letter for letter, operation in letters.items() if operation == DELETE),
             tombstones=options.on_delete == "tombstone",
         )
+
+    def _updated(self, names: Collection[str]) -> tuple[str, ...]:
+        """The columns that an upsert replaces: of those, all but a key's that the table lets nobody change."""
+        fixed = [name for name in names if self._table.columns[name].set_once]
+        lost = [name for name in fixed if name not in (self._options.upsert_keys or ())]
+        if lost:
+            raise ConfigurationError(
+                f"column {lost[0]!r} of table {self._table.name!r} is GENERATED ALWAYS AS IDENTITY: a row that is there keeps "
+                "its value",
+                next_step="leave it out of `columns`, or out of upsert_columns (upsertColumns)",
+            )
+        return tuple(name for name in names if name not in fixed)
 
     def _check_written(self, setting: str, name: str, written: Collection[str]) -> None:
         if name not in self._table.columns:

@@ -226,6 +226,15 @@ def test_of_rows_of_one_key_the_newest_counts_if_it_is_newer_than_the_present_on
     nothing_is_left(numbers)
 
 
+@pytest.mark.parametrize("way", ["write_batch", "staging"])
+def test_rows_replace_those_whose_key_the_database_would_number(spark, numbers, way):
+    numbers.execute("DROP TABLE numbers")
+    numbers.execute("CREATE TABLE numbers (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, name text)")
+    numbers.execute("INSERT INTO numbers OVERRIDING SYSTEM VALUE VALUES (7, 'old')")
+    write_by(numbers, numbered(spark), way, upsert_keys=["id"])
+    numbers.verify()
+
+
 @BOTH_DATABASES
 def test_of_equal_rows_of_a_key_that_of_the_last_partition_counts(spark, numbers):
     numbers.execute("ALTER TABLE numbers ADD PRIMARY KEY (id)")

@@ -654,7 +654,7 @@ _COLUMNS: Final = text(
     )
     SELECT a.attname, base.typname, base.typtype = 'e', format_type(a.atttypid, a.atttypmod), base.typmod,
            CASE WHEN base.typcategory = 'A' THEN CASE e.typtype WHEN 'e' THEN 'enum' ELSE e.typname END END,
-           a.attnotnull AND NOT (a.atthasdef OR a.attidentity <> ''), a.attgenerated <> ''
+           a.attnotnull AND NOT (a.atthasdef OR a.attidentity <> ''), a.attgenerated <> '', a.attidentity = 'a'
     FROM base JOIN pg_attribute a ON a.attrelid = :table AND a.attnum = base.attnum
          LEFT JOIN pg_type e ON e.oid = base.typelem
     WHERE base.typtype <> 'd' ORDER BY a.attnum
@@ -717,8 +717,9 @@ def read_table(connection: Connection, name: str) -> Table:
             element_type=element,
             must_be_given=must_be_given,
             generated=generated,
+            set_once=set_once,
         )
-        for column, type_name, is_enum, shown, typmod, element, must_be_given, generated in rows
+        for column, type_name, is_enum, shown, typmod, element, must_be_given, generated, set_once in rows
     ]
     return Table(schema, table, {column.name: column for column in columns}, defers=defers)
 

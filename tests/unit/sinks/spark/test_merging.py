@@ -1,6 +1,7 @@
 """Which row of a key counts, what a deleted row leaves, and what is refused before anything runs."""
 
 import random
+from dataclasses import replace
 
 import pyarrow as pa
 import pytest
@@ -105,6 +106,13 @@ def test_columns_of_operation_and_order_go_into_the_table_if_it_has_them():
     assert layout(DATED, **newer, upsert_columns=["name", "at"]).merge.updated == ("name", "at")
     with pytest.raises(ConfigurationError, match="upsert_columns leaves out the column 'at': .*would look as old"):
         layout(DATED, **newer, upsert_columns=["name"])
+
+
+def test_a_key_that_the_table_lets_nobody_change_is_not_replaced():
+    fixed = {name: replace(one, set_once=True) for name, one in PEOPLE.columns.items()}
+    assert layout(replace(PEOPLE, columns={**PEOPLE.columns, "id": fixed["id"]})).merge.updated == ("name",)
+    with pytest.raises(ConfigurationError, match="'name' of table 'people' is GENERATED ALWAYS AS IDENTITY.*keeps its"):
+        layout(replace(PEOPLE, columns=fixed))
 
 
 def test_the_options_of_the_data_source_are_the_settings():
