@@ -7,7 +7,7 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,9 @@ MARKS = {
 TESTS = Path(__file__).parent
 COMPUTING = (TESTS / "unit", TESTS / "proof" / "model", TESTS / "proof" / "search")
 """Folders of tests that need no server, or little of it."""
-SERVERS = ["mortal_kafka", "guarded_kafka", "hasty_kafka", "two_phase_kafka", "cluster", "dualwrite_zookeeper"]
-"""Fixtures of servers that the tests of several modules share."""
+BROKERS = ["mortal_kafka", "guarded_kafka", "hasty_kafka", "two_phase_kafka", "cluster"]
+"""Fixtures of servers that the tests of several modules share, which come one after the other."""
+SERVERS = [*BROKERS, "dualwrite_zookeeper"]
 SHARED = pytest.StashKey[dict[str, Shared]]()
 THOROUGH = pytest.StashKey[int]()
 """How many tests this run leaves to `--thorough`."""
@@ -182,29 +183,23 @@ def collects_itself() -> Iterator[None]:
 def _shared_out(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     """Put the tests in the order in which ``--dist worksteal`` shares them out: each worker begins with as many of the list.
 
-    Two workers begin with the tests that share Spark's session, so that no third must start one at the end; another with the
-    longest ones and those that share a server: so few workers start these servers, and none begins a long test when all others
-    are done. The last one begins with what only computes, and fills the pauses of the others, which begin with tests that wait
-    for servers. What only computes also comes last for all of them, and is what they steal.
+    One worker begins with the tests that share Spark's session, so that no other must start one; another with the longest ones
+    and those that share a broker: so few workers start these servers, and none begins a long test when all others are done. The
+    last one begins with what only computes, and fills the pauses of the others, which begin with tests that wait for servers.
+    What only computes also comes last for all of them, and is what they steal.
     """
-    in_spark, longest, waiting, computing = [], [], [], []
+    in_session, longest, waiting, computing = [], [], [], []
     for item in items:
         if "spark" in getattr(item, "fixturenames", ()):
-            in_spark.append(item)
+            in_session.append(item)
         elif item.get_closest_marker("longest") is not None or not all(_shared_servers(item)):
             longest.append(item)
-        elif item.get_closest_marker("spark") is not None:
-            in_spark.append(item)
         elif _only_computes(item):
             computing.append(item)
         else:
             waiting.append(item)
     longest.sort(key=lambda item: (item.get_closest_marker("longest") is None, *_shared_servers(item)))
-    begins = [
-        *_dealt(in_spark, 2 if workers > 3 else 1),
-        longest,
-        *_dealt(waiting, max(1, workers - (4 if workers > 4 else 3))),
-    ]
+    begins = [in_session, longest, *_dealt(waiting, max(1, workers - 3))]
     found: list[pytest.Item] = []
     end = 0
     for number, begin in enumerate(begins):
@@ -226,6 +221,20 @@ def pytest_runtest_protocol(item: pytest.Item) -> None:
     item.config.stash[BEGUN] = True
     if is_first and _only_computes(item) and hasattr(item.config, "workerinput"):
         os.nice(5)  # takes what the others leave: their tests have time limits
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Stop a broker that the next test does not share: an idle one takes processor time, too."""
+    yield
+    if nextitem is None:
+        return  # the session's fixtures have ended
+    spent = item.config.pluginmanager.get_plugin("spent")
+    for name in set(BROKERS) - set(getattr(nextitem, "fixturenames", ())):
+        for broker in item.session._fixturemanager.getfixturedefs(name, item) or ():
+            if broker.scope == "session" and broker.cached_result is not None:
+                with spent.apart(name) if spent else nullcontext():
+                    broker.finish(item._request)  # type: ignore[attr-defined]
 
 
 def _dealt(items: list[pytest.Item], hands: int) -> list[list[pytest.Item]]:

@@ -19,7 +19,8 @@ REFUSED = r"table 'numbers' does not take the (?=.*few).*\(row \d+ of partition 
 
 
 @pytest.fixture
-def sink(request):
+def sink(request, spark):
+    """One by its parameter. It names Spark's session, so that all tests of it run in one worker."""
     return request.param(request)
 
 

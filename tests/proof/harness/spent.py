@@ -11,7 +11,8 @@ import json
 import resource
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,14 +41,15 @@ class Spent:
         self._seconds: Counter[str] = Counter()
         self._servers: list[tuple[str, psutil.Process]] = []
         self._at_end_s: float | None = None
+        self._apart_s = 0.0
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
-        before, self._at_end_s = _used_s(), None
+        before, self._at_end_s, self._apart_s = _used_s(), None, 0.0
         try:
             return (yield)
         finally:
-            self._seconds[item.nodeid] += (self._at_end_s or _used_s()) - before
+            self._seconds[item.nodeid] += (self._at_end_s or _used_s()) - before - self._apart_s
 
     def pytest_collection_finish(self) -> None:
         self._seconds[COLLECTING] += _used_s()
@@ -69,11 +71,23 @@ class Spent:
             self._at_end_s = _used_s()
             self._count_servers("started by tests")
 
+    @contextmanager
+    def apart(self, fixture: str) -> Iterator[None]:
+        """Count servers of the session that are stopped before its end by their fixture's name, not in the test that runs."""
+        self._count([server for server in self._servers if server[0] == fixture])
+        self._servers = [server for server in self._servers if server[0] != fixture]
+        before = _used_s()
+        yield
+        self._apart_s += _used_s() - before
+
     def _count_servers(self, unnamed: str) -> None:
         """Count those that run, whoever started them."""
         known = {process for _, process in self._servers}
         others = [(unnamed, process) for process in psutil.Process().children() if process not in known]
-        for name, process in (*self._servers, *others):
+        self._count([*self._servers, *others])
+
+    def _count(self, servers: Iterable[tuple[str, psutil.Process]]) -> None:
+        for name, process in servers:
             self._seconds[SERVER + name] += _lasted_s(process)
             self._seconds[STARTS + name] += 1
 
