@@ -157,8 +157,7 @@ class _Middleware(BaseMiddleware[Any, Any]):
         assert tx is not None
         try:
             if exc_val is None or isinstance(exc_val, AckMessage):
-                await self._move_offsets(tx)
-                await block.__aexit__(None, None, None)
+                await self._end(block, tx)
             elif not await block.__aexit__(exc_type, exc_val, exc_tb):
                 raise exc_val
         except BaseException as error:  # noqa: BLE001 - judged, and raised again
@@ -168,6 +167,15 @@ class _Middleware(BaseMiddleware[Any, Any]):
             self.context.reset_local(_NAME, local)
             _current.reset(current)
         return exc_val is not None
+
+    async def _end(self, block: AbstractAsyncContextManager[AsyncTransaction], tx: AsyncTransaction) -> None:
+        try:
+            await self._move_offsets(tx)
+        except BaseException as error:
+            if not await block.__aexit__(type(error), error, error.__traceback__):
+                raise
+        else:
+            await block.__aexit__(None, None, None)
 
     async def _judge(self, error: BaseException, *, raised_by_handler: bool) -> bool:
         """Whether to go on with the next message after this error, which has left the block. Raises it otherwise."""

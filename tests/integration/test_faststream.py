@@ -16,13 +16,22 @@ from harness.page_examples import example, run_example
 from harness.places import ROOT
 from sqlalchemy import insert, text
 
-from dualwrite import AsyncDualWriter, CompletionPending, ConfigurationError, recover
+from dualwrite import (
+    AsyncDualWriter,
+    AsyncTransaction,
+    CompletionPending,
+    ConfigurationError,
+    TransactionAborted,
+    recover,
+)
+from dualwrite.protocol.lives import WriteState
 from dualwrite.testing.checker import read_committed
 
 pytest.importorskip("faststream", reason="the extra 'faststream' is not installed")
 
 from faststream import AckPolicy, FastStream
 from faststream.confluent import KafkaBroker
+from faststream.confluent.message import KafkaMessage
 from faststream.exceptions import RejectMessage
 
 from dualwrite.frameworks.faststream import DualWrite, in_transaction, opened
@@ -188,6 +197,31 @@ def test_a_completion_that_is_pending_is_no_failure(
     assert both() == (list(range(10)), list(range(10)), 10)
 
 
+def test_a_block_whose_offsets_are_refused_has_ended_before_its_message_comes_again(
+    url, kafka, incoming, group, dualwrite_topic, both, orders, monkeypatch
+):
+    """As when the group has given the partition to another member meanwhile."""
+    begun, at_nack = [], []
+    send, nack = AsyncTransaction.send_offsets_to_transaction, KafkaMessage.nack
+
+    async def refused(self, *arguments):
+        begun.append(self)
+        if len(begun) == 3:
+            raise TransactionAborted("another generation", transactional_id=self.transactional_id)
+        await send(self, *arguments)
+
+    async def noted(self):
+        at_nack.append(begun[-1].state)
+        await nack(self)
+
+    monkeypatch.setattr(AsyncTransaction, "send_offsets_to_transaction", refused)
+    monkeypatch.setattr(KafkaMessage, "nack", noted)
+    seen = run(url, kafka, incoming, group, place(orders), publishes=dualwrite_topic)
+    assert seen == [0, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert at_nack == [WriteState.ABORTED]
+    assert both() == (list(range(10)), list(range(10)), 10)
+
+
 def test_a_subscriber_that_commits_offsets_by_itself_is_refused(url, kafka, incoming, group, orders, caplog):
     async def main():
         writer = AsyncDualWriter("receipts", kafka=kafka, database=url)
@@ -241,6 +275,7 @@ PROGRAM = """
 import asyncio, sys
 from faststream import AckPolicy, FastStream
 from faststream.confluent import KafkaBroker
+from faststream.confluent.message import KafkaMessage
 from sqlalchemy import text
 from dualwrite import AsyncDualWriter
 from dualwrite.frameworks.faststream import DualWrite, in_transaction, opened
