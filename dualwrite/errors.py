@@ -77,7 +77,13 @@ class DualWriteError(Exception):
 
 
 class ConfigurationError(DualWriteError):
-    """The settings cannot work, or would not be safe. Nothing was changed on either side."""
+    """The settings cannot work, or would not be safe. Nothing was changed on either side.
+
+    Attributes:
+        may_pass: Whether it may pass by itself: the database is a standby, or read-only, as it is during a failover.
+    """
+
+    may_pass: bool = False
 
     outcome = "none"
 

@@ -527,9 +527,10 @@ class Reading:
         while True:
             try:
                 return self._offsets.start(self._consumer, made)
-            except Unavailable as error:
+            except (ConfigurationError, Unavailable) as error:
                 failures += 1
-                if deadline.expired or self._stop.is_set():
+                is_final = isinstance(error, ConfigurationError) and not error.may_pass
+                if is_final or deadline.expired or self._stop.is_set():
                     raise
                 logger.warning("cannot read committed offsets yet; retrying: %s", error)
                 self._stop.wait(min(pause_s(failures), deadline.remaining_s()))
@@ -571,7 +572,9 @@ class Reading:
                 if one.name in found:
                     self._consumer.seek(TopicPartition(*one.name, found[one.name]))
                     self._partitions.rewound(one, found[one.name])
-        except (KafkaException, Unavailable) as error:
+        except (KafkaException, ConfigurationError, Unavailable) as error:
+            if isinstance(error, ConfigurationError) and not error.may_pass:
+                raise
             logger.warning("cannot reset positions yet; retrying: %s", error)
 
     def _pause_and_resume(self) -> bool:
@@ -708,7 +711,9 @@ class Peers:
         """
         try:
             return self._settle()
-        except (KafkaException, TimeoutError, Unavailable, Fenced, TransactionAborted) as error:
+        except (KafkaException, TimeoutError, ConfigurationError, Unavailable, Fenced, TransactionAborted) as error:
+            if isinstance(error, ConfigurationError) and not error.may_pass:
+                raise
             logger.warning("%s: cannot settle peers' transactions yet; retrying later: %s", self._ours, error)
         return []
 

@@ -62,7 +62,9 @@ class CheckResult:
 
     def as_error(self) -> ConfigurationError:
         """The error with which start-up refuses the same."""
-        return ConfigurationError(str(self), next_step=self.remedy)
+        error = ConfigurationError(str(self), next_step=self.remedy)
+        error.may_pass = (self.area, self.check) in _MAY_PASS
+        return error
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,8 @@ def worst(findings: Collection[CheckResult]) -> Status:
 # The rules that start-up and dual writes apply: of the database, and of the brokers' time limit.
 
 DATABASE: Final = "database"
+_MAY_PASS: Final = frozenset({(DATABASE, "primary"), (DATABASE, "read-only")})
+"""What is found during a failover, until the standby is promoted."""
 _OLDEST_POSTGRESQL: Final = (13,)
 KAFKA: Final = "Kafka"
 TIME_LIMIT: Final = "transaction.max.timeout.ms"

@@ -212,7 +212,7 @@ def redo_after(error: BaseException) -> Redo:
         return Redo.UNSAFE
     if rule is Redo.AGAIN and isinstance(error, TransactionAborted) and not error.retryable:
         return Redo.USELESS
-    return rule
+    return Redo.AGAIN if isinstance(error, ConfigurationError) and error.may_pass else rule
 
 
 def leaves_nothing(error: BaseException) -> bool:
@@ -235,13 +235,14 @@ def after_failed_opening(error: Exception) -> OpeningStep:
     """The step after an attempt that ended with this error. Pure.
 
     A loss is that of a former owner's transaction: it is in the table of incidents, and the next attempt succeeds. So is a
-    decision that the database has lost; not so a lost claim, after which every attempt fails until a person has looked.
+    decision that the database has lost; not so a lost claim, after which every attempt fails until a person has looked. A
+    standby may be promoted.
     """
     if isinstance(error, DecidedTransactionLost | OutcomeUnverifiable):
         return OpeningStep.REPORT
     if isinstance(error, DatabaseWentBack) and error.state is not None:
         return OpeningStep.REPORT
-    if isinstance(error, ConfigurationError | Fenced | IllegalStateError):
+    if isinstance(error, ConfigurationError | Fenced | IllegalStateError) and redo_after(error) is not Redo.AGAIN:
         return OpeningStep.KEEP
     return OpeningStep.AGAIN
 

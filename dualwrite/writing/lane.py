@@ -484,7 +484,8 @@ class Lane:
                     self._context, [self.transactional_id], deadline, guard=guard, without_kafka=without_kafka
                 )
         except (ConfigurationError, Fenced) as error:  # DatabaseWentBack included
-            self._refused = error
+            if isinstance(error, Fenced) or not error.may_pass:
+                self._refused = error
             raise
         self._note_claim(row)
         return row

@@ -247,8 +247,8 @@ class Relay:
             try:
                 name = keeper.take_number(0, lease_owner(self._client_id))
                 failures = 0
-            except Unavailable as error:
-                if once:
+            except (ConfigurationError, Unavailable) as error:
+                if once or (isinstance(error, ConfigurationError) and not error.may_pass):
                     raise
                 failures += 1
                 logger.warning("%s: cannot ask who sends; retrying: %s", self.name, error)
@@ -290,6 +290,10 @@ class Relay:
             except (DecidedTransactionLost, OutcomeUnverifiable) as error:  # found by the claim, and recorded
                 self._note_loss(error)
             except (TransactionAborted, Unavailable, CompletionPending) as error:
+                self._failed(error, once=once)
+            except ConfigurationError as error:
+                if not error.may_pass:
+                    raise
                 self._failed(error, once=once)
         return True
 
@@ -333,7 +337,7 @@ class Relay:
         refusal = refusal_behind(error)
         read = None if self._read is None else self._read.rows
         if refusal is None or not read:
-            if isinstance(error, ConfigurationError):
+            if isinstance(error, ConfigurationError) and not error.may_pass:
                 raise error
             self._failed(error, once=once)
             return sends.failed()

@@ -263,9 +263,10 @@ class Submitting:
         """Run the work in a dual write, and again in a new one after an error that left nothing behind on either side.
 
         It runs again after `TransactionAborted` with ``retryable`` (which includes deadlocks and serialization failures of
-        the work's own statements and of COMMIT) and after `Unavailable` while nothing was decided; never after an error that
-        leaves a side in doubt or committed, nor after an exception of the work itself. The pauses between attempts are random
-        and grow. The log names each attempt with its outcome.
+        the work's own statements and of COMMIT), after `Unavailable` while nothing was decided, and while the database is a
+        standby or read-only, as during a failover; never after an error that leaves a side in doubt or committed, nor after an
+        exception of the work itself. The pauses between attempts are random and grow. The log names each attempt with its
+        outcome.
 
         Args:
             work: Called with the transaction, once for each attempt. It repeats all that it does, its reads too; what it does

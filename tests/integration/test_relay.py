@@ -643,6 +643,31 @@ def test_a_sender_that_was_fenced_stands_by_again(kafka, database, table, dualwr
     assert len(read_committed(kafka, dualwrite_topic)) == 1
 
 
+@on_postgresql
+def test_it_goes_on_after_a_time_in_which_the_database_was_read_only(kafka, database, table, dualwrite_topic, url):
+    """As a standby is, until a failover has promoted it."""
+    name = database.url.database
+    owner = create_engine(url, connect_args={"options": "-c default_transaction_read_only=off"})
+
+    def set_to(value):
+        with owner.begin() as connection:
+            connection.exec_driver_sql(f'ALTER DATABASE "{name}" SET default_transaction_read_only = {value}')
+            connection.exec_driver_sql(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            )
+
+    relay = make(kafka, database)
+    with running(relay):
+        wait_until(lambda: relay.report.state == "waiting for rows")
+        set_to("on")
+        wait_until(lambda: "read-only" in (relay.report.error or ""))
+        set_to("off")
+        put(owner, dualwrite_topic, "k", "1")
+        wait_until(lambda: relay.report.messages == 1)
+    owner.dispose()
+
+
 @pytest.fixture
 def dualwrite(url, kafka):
     def run(*command):

@@ -724,7 +724,9 @@ def map_database_error(
             next_step=grants_to_work(None if engine is None else engine.url, schema),
         )
     if meaning in _ADVICE:
-        return ConfigurationError(what, transactional_id=transactional_id, next_step=_ADVICE[meaning])
+        refused = ConfigurationError(what, transactional_id=transactional_id, next_step=_ADVICE[meaning])
+        refused.may_pass = meaning is Meaning.READ_ONLY  # a failover may be under way
+        return refused
     if meaning is Meaning.CONFLICT:
         return TransactionAborted(what, transactional_id=transactional_id, next_step="run the same work again")
     if meaning is Meaning.FAILED_TRANSACTION:

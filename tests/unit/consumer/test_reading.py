@@ -8,6 +8,7 @@ from confluent_kafka import OFFSET_INVALID, KafkaError, KafkaException, TopicPar
 from dualwrite.consumer import partitions as module
 from dualwrite.consumer.partitions import Partitions, Reading
 from dualwrite.errors import ConfigurationError, Unavailable
+from dualwrite.protocol.findings import standby
 
 from .messages import Read, read
 
@@ -127,10 +128,11 @@ def test_rows_say_where_to_begin(member, settings, verb):
     assert found.consumer.did == [(verb, [("input", 0, 7), ("input", 1, OFFSET_INVALID)])]
 
 
-def test_a_database_out_of_reach_is_waited_for_when_partitions_come(member):
+@pytest.mark.parametrize("error", [Unavailable("no database"), standby(is_standby=True).as_error()])
+def test_a_database_out_of_reach_is_waited_for_when_partitions_come(member, error):
     found = member()
     found.offsets.starts = {AT: 7}
-    found.offsets.failures = [Unavailable("no database")] * 3
+    found.offsets.failures = [error] * 3
     found.consumer.call("assign", AT)
     assert found.consumer.did == [("assign", [("input", 0, 7)])]
 
@@ -152,14 +154,17 @@ def test_messages_read_across_a_rebalance_are_read_again(member):
     assert not partition.rewind
 
 
-def test_a_position_is_set_back_once_no_unit_works(member):
+@pytest.mark.parametrize(
+    "error", [KafkaException(KafkaError(KafkaError._TIMED_OUT)), standby(is_standby=True).as_error()]
+)
+def test_a_position_is_set_back_once_no_unit_works(member, error):
     found = member()
     found.consumer.call("assign", AT)
     found.read(read(5))
     unit = found.partitions.take()
     found.offsets.at = {AT: 3}
     found.partitions.give_back(unit, rewind=True)
-    found.offsets.failures = [KafkaException(KafkaError(KafkaError._TIMED_OUT))]
+    found.offsets.failures = [error]
     found.reading.poll()
     assert found.consumer.did == [], "without an answer it waits"
     found.reading.poll()

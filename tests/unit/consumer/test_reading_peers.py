@@ -9,6 +9,7 @@ from harness.served import SETTINGS
 from dualwrite.consumer import partitions
 from dualwrite.consumer.partitions import Peers
 from dualwrite.errors import ConfigurationError, DecidedTransactionLost, Unavailable
+from dualwrite.protocol.findings import standby
 
 
 @pytest.fixture
@@ -54,7 +55,13 @@ def test_a_group_without_anything_open_is_not_asked_for_its_members(asked):
 
 
 @pytest.mark.parametrize(
-    "error", [Unavailable("no database"), KafkaException(KafkaError(KafkaError._TIMED_OUT)), TimeoutError()]
+    "error",
+    [
+        Unavailable("no database"),
+        standby(is_standby=True).as_error(),
+        KafkaException(KafkaError(KafkaError._TIMED_OUT)),
+        TimeoutError(),
+    ],
 )
 def test_servers_out_of_reach_are_left_to_the_next_call(asked, error, caplog):
     asked.members = error

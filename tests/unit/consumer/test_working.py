@@ -8,6 +8,7 @@ from dualwrite.consumer import consumer
 from dualwrite.consumer.consumer import dead_letter_headers
 from dualwrite.consumer.partitions import PartitionLost
 from dualwrite.errors import IllegalStateError, TransactionAborted, TransactionInDoubt, Unavailable
+from dualwrite.protocol.findings import standby
 
 from .members import LETTERS
 from .messages import Read
@@ -24,6 +25,7 @@ def test_a_unit_writes_rows_messages_and_offsets(shop, member, put):
 def test_an_outage_of_any_length_sets_nothing_aside(shop, member, put):
     errors = [
         Unavailable("no database"),
+        standby(is_standby=True).as_error(),
         OperationalError("INSERT", {}, Exception("database is locked")),
         TransactionAborted("a deadlock"),
         LookupError("the user's own service"),
@@ -38,7 +40,7 @@ def test_an_outage_of_any_length_sets_nothing_aside(shop, member, put):
     found.perform(2)
     assert shop.both_have(0, 1)
     assert found.working.counts.dead_letters == 0
-    assert found.working.counts.failed_attempts == 20
+    assert found.working.counts.failed_attempts == 25
 
 
 def test_a_bad_message_is_set_aside_and_its_neighbours_are_written(shop, member, put):

@@ -21,6 +21,8 @@ from dualwrite.errors import (
     TransactionInDoubt,
     Unavailable,
 )
+from dualwrite.protocol.database_requirements import mariadb_durability, replica
+from dualwrite.protocol.findings import read_only, standby
 from dualwrite.protocol.process import Redo, redo_after
 
 OUTCOMES = ["none", "aborted", "decided", "lost", "unknown"]
@@ -71,6 +73,14 @@ def test_an_outcome_that_is_not_nothing_forbids_another_run(kind: type[DualWrite
 
 def test_an_abort_that_is_not_retryable_would_only_happen_again() -> None:
     assert redo_after(TransactionAborted("what", retryable=False)) is Redo.USELESS
+
+
+def test_a_standby_may_be_promoted_meanwhile() -> None:
+    assert redo_after(standby(is_standby=True).as_error()) is Redo.AGAIN
+    assert redo_after(read_only("on").as_error()) is Redo.AGAIN
+    assert redo_after(replica(is_replica=True).as_error()) is Redo.AGAIN
+    assert redo_after(mariadb_durability("ON", "1", "OFF", "1")[0].as_error()) is Redo.AGAIN
+    assert redo_after(mariadb_durability("OFF", "0", "OFF", "1")[1].as_error()) is Redo.USELESS
 
 
 def test_an_unknown_error_of_the_library_is_unsafe_and_a_subclass_is_judged_as_its_class() -> None:

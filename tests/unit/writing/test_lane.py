@@ -6,10 +6,19 @@ from types import SimpleNamespace
 import pytest
 from harness.simulated import TOPIC
 from simulator.environment import time_out
+from simulator.store import SimulatedStore
 
 from dualwrite.clock import Deadline
-from dualwrite.errors import CompletionPending, DatabaseWentBack, DecidedTransactionLost, Fenced, Unavailable
+from dualwrite.errors import (
+    CompletionPending,
+    ConfigurationError,
+    DatabaseWentBack,
+    DecidedTransactionLost,
+    Fenced,
+    Unavailable,
+)
 from dualwrite.kafka.transaction_ends import EndQuestions, PendingEnd
+from dualwrite.protocol.findings import refuse, standby
 from dualwrite.protocol.lives import LaneEvent, ProducerState
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import Ended, EndStep
@@ -495,6 +504,20 @@ def test_no_block_waits_on_a_lane_whose_database_went_back_and_the_error_stays(s
     refused, errors = servers.run(work, "B")
     assert [str(error) for error in errors] == [str(refused)] * 2
     assert errors[0] is not errors[1]
+
+
+def test_a_lane_that_a_standby_has_refused_waits_once_that_is_promoted(servers, monkeypatch):
+    def work(here):
+        lane = here.lane()
+        with monkeypatch.context() as patch:
+            patch.setattr(SimulatedStore, "claim", lambda *_, **__: refuse(standby(is_standby=True)))
+            for claim in (lane.ready, lane.ready_to_wait):
+                with pytest.raises(ConfigurationError, match="standby"):
+                    claim(Deadline(60))
+        lane.ready_to_wait(Deadline(60))
+        return lane.may_wait, lane.refused
+
+    assert servers.run(work) == (True, None)
 
 
 def test_a_lane_that_was_first_claimed_without_kafka_looks_for_lost_decisions_of_its_former_owner(servers):

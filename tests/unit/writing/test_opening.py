@@ -19,6 +19,7 @@ from dualwrite.errors import (
     OutcomeUnverifiable,
     Unavailable,
 )
+from dualwrite.protocol.findings import standby
 from dualwrite.protocol.process import OpeningStep, after_failed_opening
 from dualwrite.writing import opening as module
 from dualwrite.writing.opening import Opening
@@ -77,6 +78,7 @@ def attempts(monkeypatch):
         (DatabaseWentBack("back", state="1:1"), OpeningStep.REPORT),
         (DatabaseWentBack("back"), OpeningStep.KEEP),
         (ConfigurationError("wrong"), OpeningStep.KEEP),
+        (standby(is_standby=True).as_error(), OpeningStep.AGAIN),
         (Fenced("taken"), OpeningStep.KEEP),
     ],
 )
