@@ -17,7 +17,7 @@ import psycopg
 import pytest
 from harness import class_archive, last_words
 from harness.collected import COLLECTED
-from harness.databases import prepare_mariadb
+from harness.databases import copy_postgres, prepare_mariadb
 from harness.patience import patient
 from harness.planting import plant_from_environment
 from harness.shared_servers import KAFKA, MARIADB, STEADY, Shared, plugin, shared_kafka, shared_mariadb
@@ -397,9 +397,7 @@ def migrated_database(dualwrite_postgres: EmbeddedPostgres, migrated_template: s
     """The SQLAlchemy URL of a new, migrated database; dropped after the test."""
     name = f"dualwrite_{secrets.token_hex(6)}"
     with closing(psycopg.connect(dualwrite_postgres.dsn, autocommit=True)) as connection:
-        # Its files are copied with what a first connection has read from them; block by block, all would be logged.
-        by_files = "STRATEGY FILE_COPY" if connection.info.server_version >= 15_00_00 else ""
-        connection.execute(f"CREATE DATABASE {name} TEMPLATE {migrated_template} {by_files}")
+        copy_postgres(connection, name, migrated_template)
     yield dualwrite_postgres.url_of(name)
     dualwrite_postgres.drop_database(name)
 

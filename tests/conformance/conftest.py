@@ -12,9 +12,10 @@ from harness.databases import (
     ODD_SCHEMA,
     Database,
     awaited_in_a_thread,
-    emptied,
+    names_of_templates,
     prepare,
     prepare_mariadb,
+    prepare_postgres,
     sqlite_url,
     through_mysqlclient,
 )
@@ -53,7 +54,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def postgres_url(dualwrite_postgres: EmbeddedPostgres) -> Iterator[str]:
     url = dualwrite_postgres.create_database()
     yield url
-    dualwrite_postgres.drop_database(make_url(url).database or "")
+    for name in (make_url(url).database or "", *names_of_templates(url)):
+        dualwrite_postgres.drop_database(name)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +91,7 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Databas
         pytest.importorskip("asyncpg", reason="the extra 'asyncpg' is not installed")
         if not AWAITS_BY_NAME:
             pytest.skip("the tests' own way to await for asyncpg needs SQLAlchemy 2.1")
-        made = prepare("postgresql", emptied(request.getfixturevalue("postgres_url")))
+        made = prepare_postgres(request.getfixturevalue("postgres_url"))
         made.by_asyncpg = True
         with awaited_in_a_thread():
             yield made
@@ -101,7 +103,7 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Databas
             url = request.getfixturevalue("mariadb_url")
             made = prepare_mariadb(through_mysqlclient(url) if "mysqlclient" in request.param else url, schema)
         else:
-            made = prepare("postgresql", emptied(request.getfixturevalue("postgres_url")), schema)
+            made = prepare_postgres(request.getfixturevalue("postgres_url"), schema)
     yield made
     made.dispose()
 
@@ -118,7 +120,7 @@ def postgres_16_url() -> Iterator[str]:
 @pytest.fixture
 def postgres(request: pytest.FixtureRequest) -> Iterator[Database]:
     """A fresh database; on PostgreSQL 16 for tests that are parametrized with ``on_16_too``."""
-    made = prepare("postgresql", emptied(request.getfixturevalue(getattr(request, "param", "postgres_url"))))
+    made = prepare_postgres(request.getfixturevalue(getattr(request, "param", "postgres_url")))
     yield made
     made.dispose()
 

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 from click.testing import CliRunner
-from harness.databases import through_mysqlclient
+from harness.databases import prepare, through_mysqlclient
 from harness.orders import Base, Order
 from kafka.admin import KafkaAdminClient
 from sqlalchemy import create_engine, make_url, select, text, update
@@ -14,7 +14,6 @@ from sqlalchemy import create_engine, make_url, select, text, update
 from dualwrite import DualWriter, failpoints
 from dualwrite.asyncio.writer import AsyncDualWriter
 from dualwrite.cli.options import commands
-from dualwrite.migrations import upgrade
 from dualwrite.stores.keyed.rocksdb import RocksDatabase
 from dualwrite.stores.sql.tables import declare_tables
 from dualwrite.testing.checker import read_committed
@@ -33,10 +32,7 @@ def url(request, tmp_path):
         RocksDatabase(tmp_path / "rocks").close()
         return f"rocksdb://{tmp_path / 'rocks'}"
     found = f"sqlite:///{tmp_path / 'rows.db'}"
-    migrated = create_engine(found)
-    with migrated.connect() as connection:
-        upgrade(connection)
-    migrated.dispose()
+    prepare("sqlite", found, own_tables=False).dispose()
     return found
 
 

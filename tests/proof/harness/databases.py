@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import psycopg
 import pytest
 from sqlalchemy import Engine, Row, bindparam, create_engine, event, make_url, text
 from sqlalchemy.connectors import asyncio as asyncio_connector
 from sqlalchemy.dialects.postgresql import asyncpg as asyncpg_dialect
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.schema import CreateSchema, DropSchema
 from sqlalchemy.util import concurrency, queue
 
 import dualwrite.migrations
@@ -159,18 +159,37 @@ class Database:
             engine.dispose()
 
 
+_sqlite: dict[bool, bytes] = {}
+"""What a new file of SQLite holds, with tables of a user's own and without: the migrations take 30 ms."""
+
+
 def prepare(kind: str, url: str, schema: str | None = None, *, own_tables: bool = True) -> Database:
+    """A new database, migrated; the URL of SQLite names no file that is there."""
     database = Database(kind, url, schema)
-    with database.engine().connect() as connection:
-        dualwrite.migrations.upgrade(connection, schema=schema)
-    if not own_tables:
+    engine = database.engine()
+    if kind != "sqlite" or schema is not None:
+        _make_tables(database, own_tables=own_tables)
         return database
+    file = Path(make_url(url).database or "")
+    if own_tables not in _sqlite:
+        _make_tables(database, own_tables=own_tables)
+        engine.dispose()
+        _sqlite[own_tables] = file.read_bytes()
+    else:
+        file.write_bytes(_sqlite[own_tables])
+    return database
+
+
+def _make_tables(database: Database, *, own_tables: bool) -> None:
+    with database.engines[0].connect() as connection:
+        dualwrite.migrations.upgrade(connection, schema=database.schema)
+    if not own_tables:
+        return
     database.execute("CREATE TABLE customer (id INTEGER PRIMARY KEY)")
-    deferred = "" if kind == "mariadb" else " DEFERRABLE INITIALLY DEFERRED"
+    deferred = "" if database.kind == "mariadb" else " DEFERRABLE INITIALLY DEFERRED"
     database.execute(
         f"CREATE TABLE orders (id INTEGER PRIMARY KEY, customer INTEGER REFERENCES customer (id){deferred})"
     )
-    return database
 
 
 def age(engine: Engine, *, days: float = 40) -> None:
@@ -253,18 +272,41 @@ def sqlite_url(path: Path) -> str:
     return f"sqlite:///{path / 'test.db'}"
 
 
-def emptied(url: str) -> str:
-    """The database without anything in it, and without the sessions of former tests: quicker than a new one."""
-    engine = create_engine(url, isolation_level="AUTOCOMMIT")
-    with engine.connect() as connection:
-        others = "datname = current_database() AND pid <> pg_backend_pid()"
-        connection.execute(text(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {others}"))
-        for schema in ("public", ODD_SCHEMA):
-            connection.execute(DropSchema(schema, cascade=True, if_exists=True))
-        connection.execute(CreateSchema("public"))
-        connection.execute(text("GRANT USAGE ON SCHEMA public TO PUBLIC"))
-    engine.dispose()
-    return url
+_templates: set[tuple[str, str | None]] = set()
+"""Databases of PostgreSQL that have been migrated once, to be copied, by the URL of the database that is made of them."""
+
+
+def prepare_postgres(url: str, schema: str | None = None) -> Database:
+    """The database as new, without the sessions of former tests: copied from one that has been migrated, which takes 45 ms.
+
+    It makes that one in the first place: see :func:`names_of_templates`.
+    """
+    name = make_url(url).database
+    template = names_of_templates(url)[schema is not None]
+    server = make_url(url).set(drivername="postgresql", database="postgres").render_as_string(hide_password=False)
+    with closing(psycopg.connect(server, autocommit=True)) as connection:
+        if (url, schema) not in _templates:
+            connection.execute(f"CREATE DATABASE {template}")
+            migrated = make_url(url).set(database=template).render_as_string(hide_password=False)
+            prepare("postgresql", migrated, schema).dispose()
+            _templates.add((url, schema))
+        connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+        copy_postgres(connection, name, template)
+    database = Database("postgresql", url, schema)
+    database.engine()
+    return database
+
+
+def names_of_templates(url: str) -> tuple[str, str]:
+    """Of the databases that may be copied for this one: without a schema, and with one."""
+    name = make_url(url).database
+    return f"{name}_plain", f"{name}_schema"
+
+
+def copy_postgres(connection: psycopg.Connection[Any], name: str | None, template: str) -> None:
+    """Make a database of a copy of another one's files; block by block, which is the default, all of it would be logged."""
+    by_files = "STRATEGY FILE_COPY" if connection.info.server_version >= 15_00_00 else ""
+    connection.execute(f"CREATE DATABASE {name} TEMPLATE {template} {by_files}")
 
 
 class Thread:

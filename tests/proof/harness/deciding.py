@@ -20,7 +20,7 @@ from sqlalchemy import NullPool, create_engine, text
 from dualwrite.interfaces import Database
 from dualwrite.protocol.values import Decision
 from dualwrite.stores.sql.database import database_of
-from harness.databases import CLUSTER, emptied, prepare, prepare_mariadb, prepared, sqlite_url
+from harness.databases import CLUSTER, prepare, prepare_mariadb, prepare_postgres, prepared, sqlite_url
 from harness.dictionary import DictionaryDatabase
 
 POINTS: Final = ("claimed", "begun", "decided", "committed")
@@ -71,7 +71,7 @@ class SQLiteFile(Sql):
 class PostgreSQLServer(Sql):
     def make(self, request: Any, path: Path) -> str:
         del path
-        made = prepare("postgresql", emptied(request.getfixturevalue("postgres_url")))
+        made = prepare_postgres(request.getfixturevalue("postgres_url"))
         made.dispose()
         return made.url
 
