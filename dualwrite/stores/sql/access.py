@@ -254,7 +254,9 @@ LEFT_OPEN: Final = "the driver's connection is already in a transaction"
 LEFT_IN_AUTOCOMMIT: Final = "the connection is in autocommit: each statement would be committed by itself"
 _LEFT: Final = frozenset({LEFT_OPEN, LEFT_IN_AUTOCOMMIT})
 
-_borrowed: Final[set[Connection]] = set()
+_BORROWED: Final = "dualwrite_borrowed"
+"""On a connection of SQLAlchemy's, that it is ours. No set of them: one that an interruption has let drop would stay in it, and
+never go back to its pool."""
 
 
 class Begun:
@@ -323,13 +325,13 @@ class Borrowed:
                 raise
             # SQLAlchemy passes on what asyncpg raises as it connects.
             raise map_database_error(exc.OperationalError("connect", None, error), self._engine) from error
-        _borrowed.add(own)
+        vars(own)[_BORROWED] = True
         return own
 
     def __exit__(self, *error: object) -> None:
         """Return it to the pool, if there is one: a task may have been cancelled while it connected."""
         if self._own is not None:
-            _borrowed.discard(self._own)
+            _in_dual_writes.pop(self._own, None)  # the beginning of one may have been interrupted
             self._own.close()
 
 
@@ -348,7 +350,7 @@ def begin_on(connection: Connection, begin: Callable[[Connection], None], *, own
         try:
             begin(connection)
         except DualWriteError as error:
-            if error.what not in _LEFT or not (connection in _borrowed if own is None else own):
+            if error.what not in _LEFT or not (_BORROWED in vars(connection) if own is None else own):
                 raise
             if others is None:
                 # All idle connections of the pool may be like this one; only one that is made after them is not. A pool that

@@ -4,11 +4,12 @@ import sys
 
 import psycopg
 import pytest
+from harness.databases import sqlite_url
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
-from dualwrite.stores.sql.access import Borrowed
+from dualwrite.stores.sql.access import Borrowed, begun_on, keep
 from dualwrite.stores.sql.adopted import usable
 
 
@@ -53,3 +54,16 @@ def test_what_is_no_connection_is_refused(engine, monkeypatch, psycopg_is_loaded
 def test_a_psycopg_connection_must_be_synchronous_and_of_the_writers_kind_of_database(engine, kind, words):
     with pytest.raises(ConfigurationError, match=words), usable(kind.__new__(kind), engine):
         pass
+
+
+def test_a_connection_that_an_interruption_has_let_drop_goes_back_to_its_pool(tmp_path):
+    engine = create_engine(sqlite_url(tmp_path))
+    borrowed = Borrowed(engine)
+    borrowed.__enter__()
+    assert engine.pool.checkedout() == 1
+    del borrowed
+    assert engine.pool.checkedout() == 0
+    with Borrowed(engine) as own:
+        keep(own)
+    assert begun_on(own) is None, "the beginning of a dual write was interrupted"
+    engine.dispose()
