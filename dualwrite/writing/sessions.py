@@ -211,17 +211,24 @@ class _Joined:
 
     def commit(self) -> None:
         """End the dual write. SQLAlchemy calls it in place of the driver's COMMIT. It raises as the end of a block does."""
-        self._close()
-        if self.refusal is not None:
-            self._abort()
-            self._raise_aborted(self.refusal)
-        assert self._block is not None
-        self._block.__exit__(None, None, None)
+        block = self._take_block()
+        try:
+            self._close()
+            if self.refusal is not None:
+                self._raise_aborted(self.refusal)
+        except BaseException:  # an interruption, too
+            self._abort(block)
+            raise
+        assert block is not None
+        block.__exit__(None, None, None)
 
     def roll_back(self) -> None:
         """Abort both sides. SQLAlchemy then sends its ROLLBACK, which finds nothing left."""
-        self._close()
-        self._abort()
+        block = self._take_block()
+        try:
+            self._close()
+        finally:
+            self._abort(block)
 
     def abandon(self) -> None:
         """Abort both sides, and return the connection, whose session was dropped without an end.
@@ -238,8 +245,13 @@ class _Joined:
         if self._finalizer is not None:
             self._finalizer.detach()
 
-    def _abort(self) -> None:
-        if self._block is None:
+    def _take_block(self) -> AbstractContextManager[Transaction] | None:
+        """The block, which the caller ends. Nothing else refers to it: of one that is interrupted, it ends as it is dropped."""
+        block, self._block, self._transaction = self._block, None, None
+        return block
+
+    def _abort(self, block: AbstractContextManager[Transaction] | None) -> None:
+        if block is None:
             driver = self._pooled.dbapi_connection
             if driver is not None:
                 with suppress(
@@ -247,7 +259,7 @@ class _Joined:
                 ):  # the connection is lost: the caller has an error to raise, and SQLAlchemy closes the connection
                     driver.rollback()
         else:
-            self._block.__exit__(_RolledBack, _RolledBack(), None)
+            block.__exit__(_RolledBack, _RolledBack(), None)
 
     def _close(self) -> None:
         leave_to_parent()

@@ -1,12 +1,14 @@
 """Sessions of the application on SQLite and a simulated Kafka: what their commit, rollback and end do to both sides."""
 
 import gc
+import itertools
 import threading
 import weakref
 from contextlib import suppress
 
 import pytest
 from harness.bound import Order
+from harness.interruption import Interruption
 from harness.served import TOPIC
 from sqlalchemy import event, exc, insert, select, text
 from sqlalchemy.event import registry
@@ -598,6 +600,33 @@ def test_an_interruption_of_commit_leaves_both_or_neither(shop, factory, put):
         put(session, 2)
         session.commit()
     assert shop.both_have(2)
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_an_interruption_before_the_block_ends_leaves_no_block_behind(shop, factory, writer, bound, end):
+    """The session may be kept, or be collected much later."""
+    numbers = itertools.count()
+
+    def write(how):
+        number = next(numbers)
+        with factory() as session:
+            session.add(Order(id=number))
+            bound.produce(session, TOPIC, str(number), partition=0)
+            getattr(session, how)()
+        kept.append(session)
+        return number
+
+    kept, told = [], []
+    for line in itertools.count(1):
+        interruption = Interruption(line, inside="_close")
+        with suppress(KeyboardInterrupt), interruption.armed():
+            write(end)
+        if interruption.at is None:
+            break
+        told.append(write("commit"))
+    assert line > 5
+    assert set(map(str, told)) <= set(shop.rows)
+    assert shop.rows == sorted(shop.messages, key=int)
 
 
 def test_bulk_statements_take_part(shop, factory, bound):
