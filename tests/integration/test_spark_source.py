@@ -140,6 +140,35 @@ def test_a_part_of_the_table_is_replaced(spark, numbers, write):
     nothing_is_left(numbers)
 
 
+@pytest.mark.parametrize(
+    ("present", "says"),
+    [
+        (0, "table 'numbers' cannot be emptied: division by zero"),
+        (7, "replaceWhere cannot be computed for the rows: div"),
+    ],
+)
+def test_a_condition_that_fails_for_a_row_is_told_as_such(spark, numbers, write, present, says):
+    numbers.execute(f"INSERT INTO numbers VALUES ({present}, 'old')")
+    with pytest.raises(SPARKS_ERRORS, match=says) as told:
+        write(numbered(spark), mode="overwrite", batchId="1", replaceWhere="1 / id >= 0")
+    assert "grant" not in str(told.value)
+    assert numbers.rows() == [(present, "old")]
+
+
+@pytest.mark.parametrize("numbers", [pytest.param("mariadb", marks=pytest.mark.mariadb)], indirect=True)
+def test_a_foreign_key_that_forbids_to_replace_rows_is_told_as_such(spark, numbers, write):
+    numbers.execute("ALTER TABLE numbers ADD PRIMARY KEY (id)")
+    numbers.execute("INSERT INTO numbers VALUES (7, 'old')")
+    numbers.execute("CREATE TABLE notes (number bigint, FOREIGN KEY (number) REFERENCES numbers (id))")
+    numbers.execute("INSERT INTO notes VALUES (7)")
+    with pytest.raises(
+        SPARKS_ERRORS, match="table 'numbers' cannot be emptied: .*a foreign key constraint fails"
+    ) as told:
+        write(numbered(spark), mode="overwrite", batchId="1", replaceWhere="id >= 0")
+    assert "grant" not in str(told.value)
+    assert numbers.rows() == [(7, "old")]
+
+
 @pytest.mark.parametrize("truncate", ["false", pytest.param("true", marks=pytest.mark.thorough)])
 def test_a_transaction_that_began_before_an_overwrite_sees_the_old_rows_unless_it_truncates(
     spark, numbers, write, truncate
@@ -186,6 +215,7 @@ def test_two_batches_that_overwrite_a_table_at_once_leave_the_rows_of_one(number
             "cannot be truncated: the foreign key.*leave the option truncate out",
         ),
         ({"mode": "overwrite", "replaceWhere": "nowhere > 0"}, "not a condition on the columns.*nowhere"),
+        ({"mode": "overwrite", "replaceWhere": "id = 'x'"}, 'not a condition on the columns.*"x"'),
         ({"upsertKeys": "nowhere"}, "upsert_keys names the column 'nowhere', which table 'numbers' does not have"),
         ({"upsertKeys": "name"}, "no unique key of just the columns name"),
     ],

@@ -390,13 +390,19 @@ def empty(connection: Connection, table: tuple[str, str], how: Emptying) -> None
     try:
         execute(connection, f"DELETE FROM {table_name(table)} WHERE {how.condition}")
     except exc.SQLAlchemyError as error:
-        mapped = map_database_error(error, connection.engine)
-        if isinstance(mapped, ConfigurationError):
-            raise ConfigurationError(
-                f"table {table[1]!r} cannot be emptied: {driver_words(error)}",
-                next_step='grant DELETE on it, or use mode("append")',
-            ) from error
-        raise mapped from error
+        raise _not_replaced(error, connection, f"table {table[1]!r} cannot be emptied") from error
+
+
+def _not_replaced(error: exc.SQLAlchemyError, connection: Connection, what: str) -> DualWriteError:
+    """The error for rows that could not be replaced: a right, or what the database says of a row of the table or the batch."""
+    meaning = meaning_of(error)
+    if meaning is Meaning.PRIVILEGE:
+        return ConfigurationError(
+            f"{what}: {driver_words(error)}", next_step='grant DELETE on it, or use mode("append")'
+        )
+    if meaning is Meaning.REJECTED and isinstance(error, exc.DBAPIError):
+        return refused(what, error)
+    return map_database_error(error, connection.engine)
 
 
 # MariaDB and MySQL, as the sinks use them.
@@ -511,7 +517,7 @@ class MariaDB:
         try:
             row = _first_row(connection, parts, layout, f"{how.condition} IS NOT TRUE")
         except exc.SQLAlchemyError as error:
-            raise map_database_error(error, connection.engine) from error
+            raise _not_replaced(error, connection, "replaceWhere cannot be computed for the rows") from error
         if row is not None:
             raise outside(layout.table[1], row)
 

@@ -25,7 +25,7 @@ import pyarrow as pa
 from psycopg import sql
 from sqlalchemy import Connection, CursorResult, String, exc, select, text
 
-from dualwrite.errors import ConfigurationError, TransactionAborted
+from dualwrite.errors import ConfigurationError, DualWriteError, TransactionAborted
 from dualwrite.sinks.spark.column_types import Table, TableColumn
 from dualwrite.sinks.spark.databases.database import (
     DROP_LOCK_TIMEOUT_S,
@@ -48,7 +48,15 @@ from dualwrite.sinks.spark.databases.database import (
 from dualwrite.sinks.spark.databases.postgresql_copy import TableCopy, changes, copy_into, is_uuid, listed
 from dualwrite.sinks.spark.digests import row_name, table_key
 from dualwrite.sinks.spark.merging import DELETED, MergeStatements
-from dualwrite.stores.sql.access import driver_words, map_database_error, new_engine, ping_idle_connections, sqlstate_of
+from dualwrite.stores.sql.access import (
+    Meaning,
+    driver_words,
+    map_database_error,
+    meaning_of,
+    new_engine,
+    ping_idle_connections,
+    sqlstate_of,
+)
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -382,7 +390,7 @@ def _require_condition(connection: Connection, layout: Layout, how: Emptying) ->
     try:
         condition = sql.SQL(how.condition)
         _execute(connection, sql.SQL("SELECT 1 FROM ({}) AS replaced WHERE {} LIMIT 0").format(rows, condition))
-    except exc.ProgrammingError as error:
+    except (exc.ProgrammingError, exc.DataError) as error:  # the latter for a literal that is no value of the type
         raise not_a_condition(driver_words(error)) from error
 
 
@@ -401,15 +409,19 @@ def empty(connection: Connection, table: tuple[str, str], how: Emptying) -> None
             _execute(connection, sql.SQL("LOCK TABLE {} IN SHARE ROW EXCLUSIVE MODE").format(name))
             _execute(connection, sql.SQL("DELETE FROM {} WHERE {}").format(name, sql.SQL(how.condition)))
     except exc.SQLAlchemyError as error:
-        if isinstance(error, exc.IntegrityError) and isinstance(error.__cause__, psycopg.Error):
-            raise refused(f"table {table[1]!r} cannot be emptied", error.__cause__) from error
-        mapped = map_database_error(error, connection.engine)
-        if isinstance(mapped, ConfigurationError):
-            raise ConfigurationError(
-                f"table {table[1]!r} cannot be emptied: {driver_words(error)}",
-                next_step=f'grant {how.right} on it, or use mode("append")',
-            ) from error
-        raise mapped from error
+        raise _not_replaced(error, connection, f"table {table[1]!r} cannot be emptied", how) from error
+
+
+def _not_replaced(error: exc.SQLAlchemyError, connection: Connection, what: str, how: Emptying) -> DualWriteError:
+    """The error for rows that could not be replaced: a right, or what the database says of a row of the table or the batch."""
+    meaning = meaning_of(error)
+    if meaning is Meaning.PRIVILEGE:
+        return ConfigurationError(
+            f"{what}: {driver_words(error)}", next_step=f'grant {how.right} on it, or use mode("append")'
+        )
+    if meaning is Meaning.REJECTED and isinstance(error.__cause__, psycopg.Error):
+        return refused(what, error.__cause__)
+    return map_database_error(error, connection.engine)
 
 
 def _count(connection: Connection, staged: StagingTable) -> int:
@@ -514,7 +526,7 @@ class PostgreSQL:
         try:
             row = _first_row(connection, parts, layout, sql.SQL("{} IS NOT TRUE").format(sql.SQL(how.condition)))
         except exc.SQLAlchemyError as error:
-            raise map_database_error(error, connection.engine) from error
+            raise _not_replaced(error, connection, "replaceWhere cannot be computed for the rows", how) from error
         if row is not None:
             raise outside(layout.table[1], row)
 
