@@ -163,7 +163,7 @@ class Sieve:
             place, words = next(iter(wrong.items()))
             shown = f"row {self._before[number] + place + 1} of partition {self._partition}: {words}"
             raise over_limit(self._options, f"partition {self._partition} has at least {self.count} of them; {shown}")
-        rows = batch.column(layout.whole_row)
+        rows = batch.column(layout.whole_row).cast(pa.binary())  # a text of Spark's may hold any bytes
         for place, words in wrong.items():
             about: dict[str, object] = {
                 _REASON: words,
@@ -173,7 +173,7 @@ class Sieve:
                 "partition_id": self._partition,
                 "row_number": self._before[number] + place + 1,
             }
-            row = rows[place].as_py()
+            row = rows[place].as_py().decode(errors="ignore")
             message = orjson.dumps({**about, _ROW: orjson.Fragment(row)}).decode()
             self._aside.append({**about, _ROW: row, _MESSAGE: message})
 

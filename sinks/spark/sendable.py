@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time, timedelta, timezone
@@ -71,15 +72,22 @@ def fitting(
 
     With a list of what is wrong with each row, that is noted there, and the value is null.
     """
-    if array.type == column.arrow:
-        return array
+    if column.source == WHOLE_ROW:
+        return array.cast(column.arrow)  # it is made of columns that come here themselves
     try:
-        return array.cast(column.arrow)
+        return _cast(array, column.arrow)
     except pa.ArrowInvalid as error:
         words = _does_not_fit(column, schema)
         if wrong is None:
             raise ConfigurationError(f"{words}: {error}") from error
         return _halves_that_fit(array, column.arrow, wrong, words, 0)
+
+
+def _cast(array: pa.Array, arrow: pa.DataType) -> pa.Array:
+    found = array if array.type == arrow else array.cast(arrow)
+    if pa.types.is_string(arrow) or pa.types.is_nested(arrow):
+        found.validate(full=True)  # Spark casts any bytes to a string
+    return found
 
 
 def _does_not_fit(column: Projected, schema: spark.StructType) -> str:
@@ -88,7 +96,7 @@ def _does_not_fit(column: Projected, schema: spark.StructType) -> str:
 
 def _halves_that_fit(array: pa.Array, arrow: pa.DataType, wrong: list[str | None], words: str, first: int) -> pa.Array:
     try:
-        return array.cast(arrow)
+        return _cast(array, arrow)
     except pa.ArrowInvalid as error:
         if len(array) == 1:
             wrong[first] = wrong[first] or f"{words}: {error}"
@@ -380,6 +388,7 @@ Column: TypeAlias = tuple[str, pa.Array, spark.DataType]
 
 _QUOTE: Final = '"'
 _FIRST_PRINTABLE: Final = 0x20
+_AS_THEY_ARE: Final = "surrogateescape"
 _ESCAPED: Final = (ord('"'), ord("\\"))
 _BLOCK: Final = 1024
 _FEWER_TEXTS: Final = 2
@@ -485,8 +494,21 @@ def _strings(array: pa.Array, _: spark.DataType) -> pa.Array:
     """Strings in the form that goes between quotes."""
     if not _must_escape(array):
         return array.cast(pa.string())
-    values = cast("list[str | None]", array.to_numpy(zero_copy_only=False).tolist())
+    try:
+        values = cast("list[str | None]", array.to_numpy(zero_copy_only=False).tolist())
+    except pa.ArrowException:
+        return _strings_of_any_bytes(array)
     return pa.array([None if value is None else orjson.dumps(value)[1:-1] for value in values], pa.string())
+
+
+def _strings_of_any_bytes(array: pa.Array) -> pa.Array:
+    """As :func:`_strings`, with the bytes that are no UTF-8: :func:`fitting` finds them."""
+    texts = [
+        None if value is None else json.dumps(value.decode(errors=_AS_THEY_ARE), ensure_ascii=False)[1:-1]
+        for value in array.cast(pa.large_binary()).to_pylist()
+    ]
+    escaped = [None if text is None else text.encode(errors=_AS_THEY_ARE) for text in texts]
+    return pa.array(escaped, pa.binary()).cast(pa.string(), safe=False)
 
 
 def _must_escape(array: pa.Array) -> bool:

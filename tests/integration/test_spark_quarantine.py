@@ -118,6 +118,20 @@ def test_rows_that_the_table_does_not_take_are_put_aside_with_their_reason(spark
     shop.verify()
 
 
+@BOTH_DATABASES
+@pytest.mark.parametrize("way", ["write_batch", "staging"])
+def test_a_text_of_bytes_that_are_no_text_is_put_aside(spark, shop, way):
+    no_text = functions.expr("CASE WHEN id = 1 THEN cast(X'22FF' AS string) ELSE name END")
+    df = readings(spark, 1, rows=3).withColumn("name", no_text)
+    with pytest.raises((JobFailed, *SPARKS_ERRORS), match="a value of column 'name' does not fit string: Invalid UTF8"):
+        write_by(shop.case, df, way)
+    write_by(shop.case, df, way, **shop.more)
+    shop.verify([0, 2], [1])
+    [(reason, row, *_)] = shop.put_aside()
+    assert "'name' does not fit string: Invalid UTF8" in reason
+    assert json.loads(row)["name"] == '"'
+
+
 def test_the_report_counts_what_was_put_aside(spark, shop):
     report = write_batch(readings(spark), batch_id="1", **shop.settings)
     assert (report.rows, report.messages, report.quarantined_rows) == (ROWS, ROWS, len(BAD))

@@ -145,6 +145,13 @@ def test_large_strings_are_strings():
     assert json_texts("c", values, spark.StringType()).to_pylist() == ['"a"', '"b\\""']
 
 
+def test_bytes_that_are_no_text_stay_as_they_are():
+    """The projection finds them: a row's JSON shows what is wrong with it."""
+    values = pa.array([b'"\xff\n', None, b"a"], pa.binary()).cast(pa.string(), safe=False)
+    found = json_texts("c", values, spark.StringType()).cast(pa.binary())
+    assert found.to_pylist() == [b'"\\"\xff\\n"', b"null", b'"a"']
+
+
 @pytest.mark.parametrize(
     ("values", "data_type"),
     [
