@@ -83,7 +83,7 @@ class Part(Protocol):
 
     @property
     def prepared(self) -> PreparedTxnState:
-        """The Kafka transaction."""
+        """The Kafka transaction; the empty state if the participant has sent no message."""
         ...
 
 
@@ -234,10 +234,15 @@ class Decision(Generic[P]):
         return BatchEvent.COMMIT
 
     def _decide_on(self, connection: Connection, part: P) -> None:
-        ours, _ = self._context.store.decide(
+        store, sent = self._context.store, part.prepared.has_transaction
+        ours, _ = (store.decide if sent else store.hold)(
             connection,
             RowDecision(
-                part.transactional_id, part.incarnation, part.prepared, namespace=part.namespace, idle_s=self._idle_s
+                part.transactional_id,
+                part.incarnation,
+                part.prepared if sent else None,
+                namespace=part.namespace,
+                idle_s=self._idle_s,
             ),
         )
         if not ours:
@@ -259,7 +264,8 @@ class Decision(Generic[P]):
 
     def _complete(self) -> Sequence[P]:
         """Complete the parts that need no claim, so that their owners can keep their producers. Returns those parts."""
-        found = {part.transactional_id: part for part in self._parts}
+        found = {part.transactional_id: part for part in self._parts if part.prepared.has_transaction}
+        nothing_sent = [part for part in self._parts if not part.prepared.has_transaction]
         store = self._context.store
         try:
             rows = [row for row in store.read(list(found)) if _is_decided(found[row.transactional_id], row)]
@@ -274,7 +280,7 @@ class Decision(Generic[P]):
         except DualWriteError as error:
             logger.warning("%s: claiming its slots to complete it: %s", self._batch.name, error)
             return ()
-        return [found[row.transactional_id] for row in completed]
+        return [*(found[row.transactional_id] for row in completed), *nothing_sent]
 
 
 def _is_decided(part: Part, row: StateRow) -> bool:

@@ -476,6 +476,7 @@ def _prepare(
                 if staging:
                     attempt.keep_in(connection, place.slot, _lifetime_s(attempt, place))
                 else:
+                    _require_sent(transaction)
                     attempt.require_written(connection, filling.targets_written())
 
             with (
@@ -528,6 +529,16 @@ def _prepare(
         quarantined=sieve.count,
         seconds=now_s() - began_s,
     )
+
+
+def _require_sent(transaction: Transaction) -> None:
+    """Refuse to prepare rows without a message: a prepared transaction is named after the one in Kafka."""
+    if transaction.prepared is None or not transaction.prepared.has_transaction:
+        raise TransactionAborted(
+            "no row of the partition has a message, since its table takes none of them: such rows cannot be prepared",
+            next_step='name a quarantine_topic (quarantineTopic), or set database_leg (databaseLeg) to "staging"',
+            retryable=False,
+        )
 
 
 class _Filling:

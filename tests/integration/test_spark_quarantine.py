@@ -170,6 +170,30 @@ def test_a_prepared_partition_whose_rows_are_all_put_aside_into_a_topic_is_ended
     nothing_is_left(shop.case)
 
 
+@BOTH_DATABASES
+@pytest.mark.parametrize("good", [[], GOOD], ids=["the whole batch", "one partition of two"])
+@pytest.mark.parametrize("way", ["write_batch", "staging"])
+def test_a_partition_whose_rows_are_all_put_aside_into_a_table_sends_nothing(spark, shop, way, good):
+    by_partition = readings(spark, 1).repartitionByRange(2, functions.expr(f"id % {EVERY} IN ({LISTED})"))
+    df = by_partition.where(f"id IN ({', '.join(map(str, [*good, *BAD]))})")
+    for batch_id in ("1", "2"):
+        write_by(
+            shop.case, df.withColumn("id", df.id + 1000 * (int(batch_id) - 1)), way, batch_id, quarantine_table="aside"
+        )
+    assert shop.counts() == [2 * len(good), 2 * len(BAD), 2 * len(good), 0]
+    nothing_is_left(shop.case)
+
+
+def test_rows_that_are_all_put_aside_into_a_table_cannot_be_prepared(spark, shop):
+    df = readings(spark, 1).where(f"id IN ({', '.join(map(str, BAD))})")
+    with pytest.raises(SPARKS_ERRORS, match=r"no row of the partition has a message.*quarantine_topic.*staging"):
+        write_by(shop.case, df, "prepared", quarantine_table="aside")
+    assert shop.counts() == [0, 0, 0, 0]
+    nothing_is_left(shop.case)
+    write_by(shop.case, df, "staging", quarantine_table="aside")
+    assert shop.counts() == [0, len(BAD), 0, 0]
+
+
 @pytest.mark.parametrize("leg", LEGS)
 def test_more_rows_than_the_limit_fail_the_whole_batch_at_its_decision(spark, shop, leg):
     with pytest.raises(SPARKS_ERRORS, match=rf"quarantine_limit \({len(BAD) - 1}\) allows: the batch has {len(BAD)}"):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+from harness.databases import prepared
 
 from dualwrite.errors import (
     CompletionPending,
@@ -16,7 +17,10 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.protocol.batches import BatchState
+from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.sinks import batches
+
+STATE = prepared(1)
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class Part:
     transactional_id: str
     incarnation: int = 1
     namespace: str = "n"
-    prepared: str = "state"
+    prepared: PreparedTxnState = STATE
 
 
 class Store:
@@ -46,6 +50,11 @@ class Store:
         self.done.append(f"decide {decision.transactional_id}")
         return self.ours, None
 
+    def hold(self, _connection, decision):
+        assert decision.state is None
+        self.done.append(f"hold {decision.transactional_id}")
+        return self.ours, None
+
     def commit(self, _connection, **_):
         self.done.append("commit")
         if self.commit_raises is not None:
@@ -55,9 +64,7 @@ class Store:
         self.done.append("rollback")
 
     def read(self, ids):
-        return [
-            self.rows.get(one, SimpleNamespace(transactional_id=one, incarnation=1, prepared="state")) for one in ids
-        ]
+        return [self.rows.get(one, SimpleNamespace(transactional_id=one, incarnation=1, prepared=STATE)) for one in ids]
 
 
 class Batch:
@@ -124,8 +131,15 @@ def test_all_parts_are_decided_in_one_transaction_in_the_order_of_their_ids(deci
     assert decision.state is BatchState.WRITTEN
 
 
+def test_a_part_that_has_sent_nothing_keeps_its_row_and_has_nothing_to_complete(decision, batch, store):
+    decision._parts = [Part("a", prepared=PreparedTxnState()), Part("b")]
+    assert decision.run() is True
+    assert store.done[3:5] == ["hold a", "decide b"]
+    assert batch.settled == [{"a", "b"}]
+
+
 def test_a_part_whose_row_names_something_else_is_left_to_a_claim(decision, batch, store):
-    store.rows["a"] = SimpleNamespace(transactional_id="a", incarnation=2, prepared="state")
+    store.rows["a"] = SimpleNamespace(transactional_id="a", incarnation=2, prepared=STATE)
     assert decision.run() is True
     assert batch.settled == [{"b"}]
 
