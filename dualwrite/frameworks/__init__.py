@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dualwrite.asyncio.transaction import AsyncTransaction
 from dualwrite.asyncio.writer import AsyncDualWriter
-from dualwrite.errors import CompletionPending, DualWriteError, TransactionAborted
+from dualwrite.errors import CompletionPending, DualWriteError
 from dualwrite.protocol.lives import WriteState
+from dualwrite.protocol.process import Redo, redo_after
 from dualwrite.writing.transaction import Transaction
 
 if TYPE_CHECKING:
@@ -106,6 +107,6 @@ def _pass_unless_decided(tx: Transaction | AsyncTransaction | None, error: Compl
 
 def detail_of(error: Exception) -> str | None:
     """What a block's error tells a client that can send its request again, as nothing was written; None if it cannot."""
-    if isinstance(error, TransactionAborted) and not error.retryable:
+    if redo_after(error) is not Redo.AGAIN:
         return None
     return f"nothing was written: {error.what if isinstance(error, DualWriteError) else ''}"

@@ -50,7 +50,8 @@ def in_transaction(writer: Writer, *, outbox: Outbox | None = None) -> Dependenc
 def answer_errors(app: FastAPI) -> None:
     """Answer 503 to a request whose block has written nothing, and can be sent again; with ``Retry-After``.
 
-    These are `Unavailable`, and a `TransactionAborted` that is ``retryable``. All other errors stay as they are: 500.
+    These are `Unavailable`, a `TransactionAborted` that is ``retryable``, and a `ConfigurationError` that ``may_pass``. All
+    other errors stay as they are: 500.
 
     Args:
         app: The application, which gets an exception handler for each of them.
@@ -65,3 +66,4 @@ def answer_errors(app: FastAPI) -> None:
 
     app.add_exception_handler(Unavailable, answer)
     app.add_exception_handler(TransactionAborted, answer)
+    app.add_exception_handler(ConfigurationError, answer)

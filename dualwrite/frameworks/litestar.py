@@ -40,8 +40,9 @@ def in_transaction(writer: Writer, *, outbox: Outbox | None = None) -> Provide:
 def answer_error(request: Request, error: Exception) -> Response:  # type: ignore[type-arg] # of any state
     """Answer 503 to a request whose block has written nothing, and can be sent again; with ``Retry-After``.
 
-    Register it with ``exception_handlers={Unavailable: answer_error, TransactionAborted: answer_error}``. A
-    `TransactionAborted` that is not ``retryable`` is answered with 500.
+    Register it with ``exception_handlers={Unavailable: answer_error, TransactionAborted: answer_error}``, and for
+    `ConfigurationError`, which is raised during a failover, too. A `TransactionAborted` that is not ``retryable``, and a
+    `ConfigurationError` without ``may_pass``, are answered with 500.
 
     Args:
         request: The request.

@@ -246,7 +246,7 @@ class _Joined:
             self._finalizer.detach()
 
     def _take_block(self) -> AbstractContextManager[Transaction] | None:
-        """The block, which the caller ends. Nothing else refers to it: of one that is interrupted, it ends as it is dropped."""
+        """The block, which the caller ends. If that is interrupted, it ends as it is dropped: nothing else refers to it."""
         block, self._block, self._transaction = self._block, None, None
         return block
 

@@ -22,11 +22,18 @@ from dualwrite import (
     Unavailable,
 )
 from dualwrite.errors import ConfigurationError
+from dualwrite.protocol.findings import standby
 from dualwrite.testing import AsyncInMemoryWriter
 from dualwrite.testing.checker import read_committed
 from dualwrite.writing.lane import Lane
 
 pytestmark = on_postgresql
+
+ERRORS = {
+    "aborted": TransactionAborted("x", retryable=True),
+    "unavailable": Unavailable("y"),
+    "standby": standby(is_standby=True).as_error(),
+}
 
 
 @pytest.fixture
@@ -65,7 +72,7 @@ def fastapi_app(writer, topic, orders, deferred, *, asynchronous, handlers=True)
 
     @app.post("/raise/{kind}")
     async def fail(kind: str):
-        raise {"aborted": TransactionAborted("x", retryable=True), "unavailable": Unavailable("y")}[kind]
+        raise ERRORS[kind]
 
     return app
 
@@ -97,13 +104,13 @@ def litestar_app(writer, topic, orders, deferred, *, asynchronous):
 
     @post("/raise/{kind:str}")
     async def fail(kind: FromPath[str]) -> None:
-        raise {"aborted": TransactionAborted("x", retryable=True), "unavailable": Unavailable("y")}[kind]
+        raise ERRORS[kind]
 
     return Litestar(
         [place, fail],
         dependencies={"tx": litestar.in_transaction(writer)},
         lifespan=[litestar.opened(writer)],
-        exception_handlers={Unavailable: litestar.answer_error, TransactionAborted: litestar.answer_error},
+        exception_handlers=dict.fromkeys([Unavailable, TransactionAborted, ConfigurationError], litestar.answer_error),
         openapi_config=None,
     )
 
@@ -150,9 +157,9 @@ def test_what_can_be_sent_again_is_answered_with_503(url, kafka, dualwrite_topic
     async def main():
         writer = AsyncDualWriter("shop", kafka=kafka, database=url)
         async with served(build(writer, dualwrite_topic, orders, deferred, asynchronous=True)) as app:
-            return [(await ask(app, f"/raise/{kind}"))[0] for kind in ("aborted", "unavailable")]
+            return [(await ask(app, f"/raise/{kind}"))[0] for kind in ERRORS]
 
-    assert asyncio.run(main()) == [[503], [503]]
+    assert asyncio.run(main()) == [[503]] * 3
 
 
 @pytest.mark.parametrize("build", BUILDERS)
