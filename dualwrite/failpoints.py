@@ -123,7 +123,12 @@ class _Armed:
             return
         if self._action == "raise":
             raise FailpointError(name)
-        os.kill(os.getpid(), signal.SIGKILL if self._action == "kill" else signal.SIGSTOP)
+        if self._action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            # To this thread, which stops the whole process: a signal to the process goes to the main thread, which may have to
+            # wait for a processor, while this thread goes on.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def _parse(text: str) -> Mapping[str, Callable[[str], None]]:

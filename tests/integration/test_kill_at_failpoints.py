@@ -7,7 +7,7 @@ import signal
 import pytest
 from harness.checker import Case
 from harness.orders import on_postgresql
-from harness.patience import wait_until
+from harness.patience import PATIENCE_S, wait_until
 from sqlalchemy import create_engine, text
 
 from dualwrite import failpoints, recover
@@ -201,7 +201,10 @@ def test_a_process_killed_as_its_block_falls_back_leaves_neither_its_row_nor_its
 ):
     mortal_kafka.create_topic("killed-as-it-falls-back", 2)
     case = Case(tmp_path, mortal_kafka.client_config(), migrated_database, "killed-as-it-falls-back")
-    worker = case.fork(failpoint="write.checked:3:stop,write.falls_back", outbox="fallback")
+    # A broker that is slow at first is not silent: with less patience, a block before the third falls back, or the opening does.
+    worker = case.fork(
+        failpoint="write.checked:3:stop,write.falls_back", outbox="fallback", fallback_after_s=PATIENCE_S
+    )
     assert worker.stops()
     mortal_kafka.suspend()
     try:

@@ -140,6 +140,7 @@ def settings_of(job: dict) -> dict[str, Any]:
             max_lanes=job.get("max_lanes", 1),
             paused_owner_timeout_s=job.get("paused_owner_timeout_s", 60),
             timeout_s=job.get("timeout_s", 60),
+            fallback_after_s=job.get("fallback_after_s", 1.0),
         ),
     }
 
