@@ -70,6 +70,10 @@ class ServedKafka(Simulation):
     def visible(self, partition: int = 0) -> list[object]:
         """The messages that a reader of committed ones sees; asserts that no open transaction holds it back."""
         assert not self.holds_back(partition), "readers are held back"
+        return self.visible_so_far(partition)
+
+    def visible_so_far(self, partition: int = 0) -> list[object]:
+        """The same while transactions may be under way: those before the first open one."""
         return list(committed_values(self._partition(partition)))
 
     def holds_back(self, partition: int = 0) -> bool:
