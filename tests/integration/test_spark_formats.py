@@ -10,14 +10,11 @@ from functools import partial
 
 import pytest
 from confluent_kafka.schema_registry import SchemaRegistryClient
-from confluent_kafka.schema_registry.avro import AvroDeserializer
-from confluent_kafka.schema_registry.json_schema import JSONDeserializer
 from confluent_kafka.schema_registry.protobuf import ProtobufDeserializer
 from confluent_kafka.serialization import MessageField, SerializationContext
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
-from google.protobuf.json_format import MessageToDict
 from harness.messages import consume, message_class, protobuf_file
-from harness.schema_registry import schema_registry
+from harness.schema_registry import deserializer, schema_registry
 from harness.spark import ROWS, SPARKS_ERRORS, ArmedTask
 from harness.spark import numbers as numbered
 from harness.spark_source import options_of
@@ -94,20 +91,13 @@ def with_registry(case, registry, value_format, **more):
     return {**settings, **more}
 
 
-def reader(registry, part_format, message="test.Number"):
-    client = registry.client
-    if part_format == "avro":
-        return AvroDeserializer(client)
-    if part_format == "jsonschema":
-        return JSONDeserializer(None, schema_registry_client=client)
-    read = ProtobufDeserializer(message_class(DESCRIPTOR, message), {}, client)
-    return lambda data, context: MessageToDict(read(data, context), preserving_proto_field_name=True)
+def reader(registry, case, part_format, message="test.Number", field="value"):
+    return deserializer(registry.client, part_format, case.topic, field=field, descriptor=DESCRIPTOR, message=message)
 
 
 def values(case, registry, part_format, message="test.Number"):
-    read = reader(registry, part_format, message)
-    context = SerializationContext(case.topic, MessageField.VALUE)
-    return [read(message.value(), context) for message in consume(case.kafka, case.topic)]
+    read = reader(registry, case, part_format, message)
+    return [read(message.value()) for message in consume(case.kafka, case.topic)]
 
 
 def untouched(case):
@@ -167,21 +157,26 @@ def test_a_stream_in_avro(spark, numbers, registry, tmp_path, by):
 
 
 @pytest.mark.parametrize(
-    "key_format", [*(pytest.param(one, marks=pytest.mark.thorough) for one in ("avro", "jsonschema")), "protobuf"]
+    ("key_format", "value_format"),
+    [
+        ("avro", "avro"),
+        pytest.param("jsonschema", "protobuf", marks=pytest.mark.thorough),
+        ("protobuf", "protobuf"),
+    ],
 )
-def test_keys_have_formats_of_their_own(spark, numbers, registry, key_format):
+def test_keys_have_formats_of_their_own(spark, numbers, registry, key_format, value_format):
     df = numbered(spark, 3, 1)
     changes = {"key_format": key_format, "columns": ["id", "name"]}
     if key_format == "protobuf":
         df = df.selectExpr("*", "if(id = 0, null, named_struct('id', id)) AS k")
         changes |= {"key": "k", "key_message": "test.Key"}
-    written(df, "write_batch", **with_registry(numbers, registry, "protobuf", **changes))
-    read = reader(registry, key_format, "test.Key")
-    context = SerializationContext(numbers.topic, MessageField.KEY)
+    written(df, "write_batch", **with_registry(numbers, registry, value_format, **changes))
+    read = reader(registry, numbers, key_format, "test.Key", "key")
     messages = consume(numbers.kafka, numbers.topic)
-    keys = [None if message.key() is None else read(message.key(), context) for message in messages]
+    keys = [None if message.key() is None else read(message.key()) for message in messages]
     expected = [None, {"id": "1"}, {"id": "2"}] if key_format == "protobuf" else [0, 1, 2]
     assert sorted(keys, key=str) == sorted(expected, key=str)
+    assert sorted(value["name"] for value in values(numbers, registry, value_format)) == ["row 0", "row 1", "row 2"]
     assert registry.subjects.keys() == {f"{numbers.topic}-key", f"{numbers.topic}-value"}
 
 

@@ -1,6 +1,7 @@
 """What people see of Spark's batches: from an output back to its input, by partition, and by micro-batch."""
 
 import json
+from functools import reduce
 from operator import itemgetter
 
 import pytest
@@ -13,6 +14,7 @@ from harness.recorded import Recorded
 from harness.spark import HAS_CONNECTOR, PARTITIONS, ROWS, delta_settings
 from harness.spark import numbers as numbered
 from harness.spark_source import options
+from pyspark.sql import DataFrame
 
 from dualwrite.cli.options import commands
 from dualwrite.sinks.spark import DualWriteListener, foreach_batch, register, sources_of, worker, write_batch
@@ -34,10 +36,11 @@ def source(spark, tmp_path):
 
 @pytest.fixture
 def stream(spark, numbers, source, tmp_path):
-    """Run a stream over the files in one of the ways, a file for each micro-batch, and return its query."""
+    """Run a stream over the files in one of the ways, a file for each micro-batch, after other sources, and return its query."""
 
-    def run(way):
-        rows = spark.readStream.schema("id bigint, name string").option("maxFilesPerTrigger", "1").parquet(str(source))
+    def run(way, *before):
+        read = spark.readStream.schema("id bigint, name string").option("maxFilesPerTrigger", "1").parquet
+        rows = reduce(DataFrame.union, [read(str(path)) for path in (*before, source)])
         writer = rows.writeStream.queryName("counted")
         if way == "foreach_batch":
             writer = writer.foreachBatch(foreach_batch(**numbers.settings))
@@ -105,6 +108,15 @@ def test_a_micro_batch_names_the_offsets_of_its_sources(numbers, stream, source,
         assert {one.pop("source") for (one,) in found.values()} == {f"FileStreamSource[file:{source}]"}
     assert found == {number: [one] for number, one in expected.items()}
     assert all(one.batch_id.startswith(f"{query.id}/") for one in numbers.batches())
+
+
+@pytest.mark.parametrize("way", ["staging", pytest.param("foreach_batch", marks=pytest.mark.thorough)])
+def test_each_source_of_a_micro_batch_keeps_its_place(numbers, stream, tmp_path, way):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    stream(way, empty)
+    ends = {number: [one["end"] for one in sources] for number, sources in made_of(numbers).items()}
+    assert ends == {str(number): [None, {"logOffset": number}] for number in range(FILES)}
 
 
 @pytest.mark.thorough

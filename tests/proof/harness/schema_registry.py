@@ -7,7 +7,15 @@ import json
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
+
+from harness.messages import message_class
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from confluent_kafka.schema_registry import SchemaRegistryClient
 
 
 class SchemaRegistry:
@@ -126,3 +134,24 @@ def schema_registry():
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def deserializer(
+    client: SchemaRegistryClient, part_format: str, topic: str, *, field: str = "value", descriptor: bytes, message: str
+) -> Callable[[bytes], object]:
+    """What a consumer with confluent's own deserializers reads of a key or value; a Protobuf message as a dictionary."""
+    from confluent_kafka.schema_registry.avro import AvroDeserializer
+    from confluent_kafka.schema_registry.json_schema import JSONDeserializer
+    from confluent_kafka.schema_registry.protobuf import ProtobufDeserializer
+    from confluent_kafka.serialization import SerializationContext
+    from google.protobuf.json_format import MessageToDict
+
+    context = SerializationContext(topic, field)
+    if part_format == "avro":
+        read = AvroDeserializer(client)
+    elif part_format == "jsonschema":
+        read = JSONDeserializer(None, schema_registry_client=client)
+    else:
+        parse = ProtobufDeserializer(message_class(descriptor, message), {}, client)
+        return lambda data: MessageToDict(parse(data, context), preserving_proto_field_name=True)
+    return lambda data: read(data, context)
