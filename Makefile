@@ -184,7 +184,7 @@ chaos: archive ## kill processes and servers and compare both sides: make chaos 
 	cd tests/proof && $(CURDIR)/$(PY) -m chaos --kills $(N) --seed $(SEED) --arenas $(ARENAS) --brokers $(BROKERS) $(if $(DATABASE),--database $(DATABASE)) $(if $(OUTAGES),--outages) $(if $(CONSUMERS),--consumers $(CONSUMERS)) $(if $(STATE),--state $(STATE)) $(if $(ENGINE),--engine $(ENGINE)) $(if $(MISTAKE),--mistake $(MISTAKE))
 
 chaos-spark: archive ## kill Spark's workers, deciding processes and drivers in every way of the sink: make chaos-spark N=500 SEED=1 (half an hour)
-	cd tests/proof && $(CURDIR)/$(PY) -m chaos.spark --kills $(N) --seed $(SEED) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(MISTAKE),--mistake $(MISTAKE)) $(if $(KEEP),--keep)
+	cd tests/proof && $(CURDIR)/$(PY) -m chaos.spark --kills $(N) --seed $(SEED) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ONLY),--only '$(ONLY)') $(if $(MISTAKE),--mistake $(MISTAKE)) $(if $(KEEP),--keep)
 
 units: archive ## kill writers of units, and look at what readers see: make units N=300 SEED=1 ENGINE=native (five minutes)
 	cd tests/proof && $(CURDIR)/$(PY) -m chaos.units --kills $(N) --seed $(SEED) $(if $(ENGINE),--engine $(ENGINE)) $(if $(MISTAKE),--mistake $(MISTAKE)) $(if $(KEEP),--keep)

@@ -250,6 +250,11 @@ def _spark() -> list[str]:
         "sides must have every row once, as the changes leave it, and nothing may be left of any attempt. Where a row of the table "
         "does not say MariaDB, it is about PostgreSQL; the first three runs counted both there.",
         "",
+        "Messages are JSON, or as a row of the table says Avro, JSON Schema or Protobuf with a schema registry (where it names two, in two "
+        "topics). Those are read with confluent-kafka's own deserializers, keys and values, and must be what the table's rows "
+        "say. `ONLY=Avro` runs the jobs whose row of the table matches. A planted `first_schema_for_each_part` shows in the "
+        "first job that has schemas for keys and values.",
+        "",
         *(_spark_run(run) for run in runs),
         "",
         "The first two runs were made before the statements of a micro-batch were cut. Their four findings are refusals that the sink is "

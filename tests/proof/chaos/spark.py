@@ -13,6 +13,7 @@ import datetime as dt
 import json
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -22,15 +23,29 @@ import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness import class_archive
 from harness.databases import prepare_mariadb
 from harness.places import PROOF
 from harness.planting import ENVIRONMENT as MISTAKE
+from harness.schema_registry import SchemaRegistry, schema_registry
 from harness.spark import SPARKS_ERRORS, session
-from harness.spark_deaths import MOMENT, PARTITIONS, STREAMS, WAYS, Deaths, Job, MortalSource, environment_of
+from harness.spark_deaths import (
+    FORMAT_NAMES,
+    FORMATS,
+    MOMENT,
+    PARTITIONS,
+    STREAMS,
+    WAYS,
+    Deaths,
+    Job,
+    MortalSource,
+    environment_of,
+)
 from sqlalchemy import create_engine
 
 from chaos import page
@@ -83,18 +98,54 @@ OF_A_DRIVER = {"write_batch", "foreach_batch"}
 DRIVING = ["ledger.begun", "spark.driver_started", "spark.driver_done", MOMENT, MOMENT]
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A kind of jobs: a way of writing, what it does with the rows, and whether its messages have schemas of a registry."""
+
+    way: str
+    does: str
+    has_schemas: bool
+    on_mariadb: bool
+
+    @property
+    def name(self) -> str:
+        formats = [FORMAT_NAMES[one] for one in FORMATS[self.does]] if self.has_schemas else []
+        return ", ".join([self.way, self.does, *filter(None, [" and ".join(formats)]), *["MariaDB"] * self.on_mariadb])
+
+
+def kinds(*, with_mariadb: bool, only: str) -> list[Kind]:
+    """Every kind of jobs whose name matches."""
+    found = [
+        Kind(way, does, has_schemas, on_mariadb)
+        for way, many in WAYS.items()
+        for does in many
+        for has_schemas in (False, True)[: 1 + (does in FORMATS)]
+        for on_mariadb in (False, True)[: 1 + (with_mariadb and "prepared" not in way)]
+    ]
+    return [one for one in found if re.search(only, one.name)]
+
+
 class Killing:
     """Runs jobs until enough have died.
 
     Args:
         servers: Where it happens.
+        registry: Where the schemas are.
         mariadb: The other database; None without it.
         directory: For notes, logs and sources.
         seed: Draws who dies where.
     """
 
-    def __init__(self, servers: Servers, mariadb: EmbeddedMariaDB | None, directory: Path, seed: int) -> None:
+    def __init__(
+        self,
+        servers: Servers,
+        registry: SchemaRegistry,
+        mariadb: EmbeddedMariaDB | None,
+        directory: Path,
+        seed: int,
+    ) -> None:
         self._servers = servers
+        self._registry = registry
         self._mariadb = mariadb
         self._directory = directory
         self._notes = directory / "notes"
@@ -110,31 +161,29 @@ class Killing:
     def deaths(self) -> int:
         return sum(counter.total() for counter in self.points.values())
 
-    def run(self, kills: int, until: float) -> None:
-        """Kill so many, but begin no job after that time."""
+    def run(self, kinds: Sequence[Kind], kills: int, until: float) -> None:
+        """Kill so many in jobs of these kinds, but begin no job after that time."""
         self._spark = session()
         self._spark.dataSource.register(MortalSource)
-        jobs: list[tuple[str, str, bool]] = []
+        left: list[Kind] = []
         try:
             while self.deaths < kills and time.monotonic() < until and len(self.findings) < 3:
-                if not jobs:
-                    jobs = [(way, does, False) for way, many in WAYS.items() for does in many]
-                    if self._mariadb is not None:
-                        jobs += [(way, does, True) for way, does, _ in jobs if "prepared" not in way]
-                    self._chance.shuffle(jobs)
-                self._job(*jobs.pop())
+                if not left:
+                    left = self._chance.sample(kinds, len(kinds))
+                self._job(left.pop())
         finally:
             self._spark.stop()
 
-    def _job(self, way: str, does: str, on_mariadb: bool) -> None:
-        name, before, began = f"{way}, {does}{', MariaDB' if on_mariadb else ''}", self.deaths, time.monotonic()
+    def _job(self, kind: Kind) -> None:
+        name, before, began = kind.name, self.deaths, time.monotonic()
         try:
-            job = self._made(way, does, on_mariadb)
+            job = self._made(kind)
             for number in range(BATCHES):
                 self._batch(job, number, name)
             self._compare(job)
             self.counts["jobs"] += 1
-            self.counts["jobs on MariaDB"] += on_mariadb
+            self.counts["jobs on MariaDB"] += kind.on_mariadb
+            self.counts["jobs with schemas"] += kind.has_schemas
         except Exception as error:  # noqa: BLE001 - whatever a job ends with is a finding
             self.findings.append(f"{name}: {' '.join(str(error).split())[:SHOWN]}")
             with (self._directory / "findings.log").open("a") as log:
@@ -145,10 +194,10 @@ class Killing:
         )
         sys.stdout.flush()
 
-    def _made(self, way: str, does: str, on_mariadb: bool) -> Job:
+    def _made(self, kind: Kind) -> Job:
         self._number += 1
         name = f"spark_{self._number}_{secrets.token_hex(3)}"
-        if on_mariadb:
+        if kind.on_mariadb:
             assert self._mariadb is not None
             url = self._mariadb.create_database(name)
             prepare_mariadb(url, own_tables=False).dispose()
@@ -162,7 +211,7 @@ class Killing:
         case = {"kafka": self._servers.kafka.client_config(), "url": url, "topic": name, "sink": name}
         directory = self._directory / name
         directory.mkdir()
-        job = Job(way, does, case, str(directory))
+        job = Job(kind.way, kind.does, case, str(directory), self._registry.url if kind.has_schemas else None)
         for topic in job.topics():
             self._servers.kafka.create_topic(topic, 2, timeout_s=120)
         job.prepare()
@@ -289,20 +338,27 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no job after that time")
     parser.add_argument("--mistake", default="", help="a mistake of harness.mistakes, planted into the product")
     parser.add_argument("--no-mariadb", action="store_true", help="PostgreSQL alone")
+    parser.add_argument(
+        "--only", default="", help="a regular expression: only jobs whose name matches, such as 'Avro|Protobuf'"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the figures for docs/proof-chaos.md")
     options = parser.parse_args()
+    wanted = kinds(with_mariadb=not options.no_mariadb, only=options.only)
+    if not wanted:
+        parser.error(f"no job's name matches {options.only!r}")
     os.environ[MISTAKE] = options.mistake
     directory = CACHE / f"spark-{options.seed}"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     class_archive.use()
     began, clock = dt.datetime.now(dt.timezone.utc), time.monotonic()
-    with Servers(properties=BROKER) as servers, ExitStack() as later:
+    with Servers(properties=BROKER) as servers, schema_registry() as registry, ExitStack() as later:
         mariadb = None if options.no_mariadb else later.enter_context(EmbeddedMariaDB())
-        killing = Killing(servers, mariadb, directory, options.seed)
-        killing.run(options.kills, clock + 60 * options.minutes)
+        killing = Killing(servers, registry, mariadb, directory, options.seed)
+        killing.run(wanted, options.kills, clock + 60 * options.minutes)
+    only = f" ONLY='{options.only}'" if options.only else ""
     figures = {
-        "command": f"make chaos-spark N={options.kills} SEED={options.seed}",
+        "command": f"make chaos-spark N={options.kills} SEED={options.seed}{only}",
         "began": f"{began:%Y-%m-%d %H:%M}",
         "machine": machine(),
         "seconds": round(time.monotonic() - clock),

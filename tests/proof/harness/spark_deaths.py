@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -36,9 +36,11 @@ from dualwrite.sinks.spark import (
     write_many,
 )
 from dualwrite.sinks.spark.databases import postgresql
+from dualwrite.sinks.spark.options import OPTION_NAMES
 from dualwrite.sinks.spark.partition_task import PartitionTask
 from dualwrite.sinks.spark.source import DataSourceArrowWriter, DataSourceStreamArrowWriter
 from dualwrite.testing.checker import read_committed
+from harness.messages import protobuf_file
 from harness.spark import SparkCase
 from harness.spark_source import nothing_is_left, options_of
 
@@ -163,6 +165,17 @@ WAYS = {
     "stream prepared": ["append", "upsert", "changes", "several", "quarantine"],
 }
 """Each way to write, with what it does with the rows."""
+FORMATS = {
+    "append": ["avro"],
+    "upsert": ["jsonschema"],
+    "changes": ["protobuf"],
+    "several": ["protobuf", "avro"],
+    "quarantine": ["jsonschema"],
+}
+"""What is done with the rows where messages have schemas of a registry, and the format of the values in each topic; else JSON."""
+FORMAT_NAMES = {"avro": "Avro", "jsonschema": "JSON Schema", "protobuf": "Protobuf"}
+_MESSAGE = "test.Number"
+_DESCRIPTOR = protobuf_file(Number={"id": "optional int64", "name": "optional string", "lsn": "optional int64"})
 NEW_ROWS = {"append", "several", "quarantine"}
 CHANGES = {"changes", "newer changes"}
 
@@ -176,12 +189,14 @@ class Job:
         does: What it does with the rows.
         case: The fields of its :class:`SparkCase`, which are settings, too.
         directory: For the source and the checkpoint of a stream.
+        registry: The address of the schema registry, if the messages are in :data:`FORMATS`.
     """
 
     way: str
     does: str
     case: Mapping
     directory: str
+    registry: str | None = None
 
     def document(self) -> Mapping:
         return asdict(self)
@@ -194,8 +209,27 @@ class Job:
         first = self.case["topic"]
         return [first, f"{first}-second"] if self.does in {"several", "quarantine"} else [first]
 
+    @property
+    def _formats(self) -> list[str]:
+        """The format of the values in each topic, where it is not JSON; keys have it, too, unless it is Protobuf."""
+        return [] if self.registry is None else FORMATS[self.does]
+
+    def _format(self, number: int) -> dict:
+        """The settings of one topic's messages."""
+        if number >= len(self._formats):
+            return {}
+        value_format = self._formats[number]
+        if value_format == "protobuf":
+            return {"value_format": value_format, "value_message": _MESSAGE, "descriptor": self._descriptor}
+        return {"value_format": value_format, "key_format": value_format}
+
+    @property
+    def _descriptor(self) -> str:
+        return f"{self.directory}/number.desc"
+
     def prepare(self) -> None:
         """Make the tables."""
+        Path(self._descriptor).write_bytes(_DESCRIPTOR)
         case = self.of_case()
         case.execute("DROP TABLE IF EXISTS numbers")
         age = ", lsn bigint" if self.does == "newer changes" else ""
@@ -209,6 +243,8 @@ class Job:
     def settings(self) -> dict:
         """The sink's settings."""
         found = {**self.case, "table": "numbers", "key": "id"}
+        if self.registry is not None:
+            found |= {"schema_registry": {"url": self.registry}}
         if self.does in {"upsert", *CHANGES}:
             found |= {"upsert_keys": ["id"]}
         if self.does in CHANGES:
@@ -218,10 +254,12 @@ class Job:
         if self.does == "quarantine":
             found |= {"quarantine_table": "aside", "quarantine_topic": self.topics()[1]}
         if self.does == "several":
-            parts = {tag: {"table": table, "topic": topic, "key": "id"}
-                     for tag, table, topic in zip("ab", ("numbers", "second"), self.topics(), strict=True)}  # fmt: skip
+            parts = {tag: {"table": table, "topic": topic, "key": "id", **self._format(number)}
+                     for number, (tag, table, topic) in enumerate(zip("ab", ("numbers", "second"), self.topics(), strict=True))}  # fmt: skip
             found = {key: value for key, value in found.items() if key not in {"table", "topic", "key"}}
             found |= {"tag_column": "kind", "targets": parts}
+        else:
+            found |= self._format(0)
         return found
 
     def options(self, deaths: Deaths, number: int) -> dict[str, str]:
@@ -230,7 +268,7 @@ class Job:
         targets = settings.pop("targets", None)
         found = options_of(settings)
         if targets:
-            named = {tag: {"dbtable": one["table"], "topic": one["topic"], "keyColumn": one["key"]}
+            named = {tag: {option: one[setting] for option, setting in OPTION_NAMES.items() if setting in one}
                      for tag, one in targets.items()}  # fmt: skip
             found |= {"tagColumn": "kind", "targets": json.dumps(named)}
         if self.does == "replace":
@@ -327,16 +365,37 @@ class Job:
             _equal(table, dict(case.execute(f"SELECT id, name FROM {table}")), expected)
         row = "`row`" if case.on_mariadb else '"row"'
         _equal("aside", sorted(json.loads(one)["id"] for (one,) in case.execute(f"SELECT {row} FROM aside")), aside)
-        for topic, sent in zip(topics, messages, strict=True):
-            _equal(topic, Counter(map(_content, read_committed(case.kafka, topic))), sent)
+        for number, (topic, sent) in enumerate(zip(topics, messages, strict=True)):
+            with self._readers(number, topic) as (key, value):
+                found = Counter(_content(one, key, value) for one in read_committed(case.kafka, topic))
+            _equal(topic, found, sent)
         nothing_is_left(case)
 
+    @contextmanager
+    def _readers(self, number: int, topic: str) -> Iterator[tuple[Callable, Callable]]:
+        """What reads the keys and the values of a topic."""
+        if number >= len(self._formats):
+            yield int, json.loads
+            return
+        from confluent_kafka.schema_registry import SchemaRegistryClient
 
-def _content(message) -> object:
+        from harness.schema_registry import deserializer
+
+        value_format = self._formats[number]
+        with SchemaRegistryClient({"url": self.registry}) as client:
+            read = partial(deserializer, client, value_format, topic, descriptor=_DESCRIPTOR, message=_MESSAGE)
+            yield int if value_format == "protobuf" else read(field="key"), read()
+
+
+def _content(message, read_key: Callable, read_value: Callable) -> object:
     if message.value is None:
-        return int(message.key), None
-    value = json.loads(message.value)
-    return value["row"]["id"] if "row" in value else (value["id"], value["name"])
+        return read_key(message.key), None
+    value = read_value(message.value)
+    if "row" in value:
+        return value["row"]["id"]
+    key = int(value["id"])  # text in what Protobuf makes of it
+    assert read_key(message.key) == key, f"the key {message.key!r} of {value}"
+    return key, value["name"]
 
 
 def _equal(what: str, found: object, expected: object) -> None:
