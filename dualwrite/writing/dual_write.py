@@ -57,6 +57,7 @@ from dualwrite.writing.transaction import (
     Serializing,
     Transaction,
     Work,
+    as_value,
     enter,
     raise_aborted,
 )
@@ -443,10 +444,10 @@ class DualWrite(Work):
                     continue
                 if self.observer is not None and not isinstance(sent, ConsumedOffsets):
                     self.observer.sent(sent.topic, sent.messages)
-        except IllegalStateError:
+        except (IllegalStateError, TypeError, ValueError):
             raise  # nothing was changed
-        except DualWriteError as error:
-            self.refuse(error)
+        except BaseException as error:  # also of a signal's handler: nobody knows how much of the message was taken
+            self.refuse(as_value(error))
             raise
         failpoints.hit("write.produced")
 

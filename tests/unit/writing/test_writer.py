@@ -4,6 +4,7 @@ import logging
 import os
 import queue
 import threading
+from contextlib import suppress
 
 import pytest
 from harness.databases import prepare, sqlite_url
@@ -18,6 +19,7 @@ from dualwrite import (
     DecidedTransactionLost,
     DualWriter,
     Fenced,
+    TransactionAborted,
     Unavailable,
     WriterLimits,
     failpoints,
@@ -26,6 +28,7 @@ from dualwrite import (
 from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError
 from dualwrite.failpoints import FailpointError
+from dualwrite.kafka.librdkafka.producer import ProducerInstance
 from dualwrite.protocol.values import Outcome
 from dualwrite.recovery.claim import OwnerContext, claim_rows
 from dualwrite.recovery.settle import settle
@@ -368,3 +371,24 @@ def test_the_sender_ends_with_the_writer_also_if_the_database_takes_no_record(sh
     with pytest.raises(Unavailable):
         writer.close()
     assert "dualwrite orders outbox" not in [one.name for one in threading.enumerate()]
+
+
+def test_a_block_whose_message_was_cut_short_aborts_although_its_code_goes_on(shop, monkeypatch):
+    """As by the soft time limit of a task queue, whose exception comes between any two lines, and may be caught."""
+
+    class TimeIsOver(Exception):
+        pass
+
+    def cut_short(self, message):
+        send(self, message)
+        raise TimeIsOver
+
+    send = ProducerInstance.send
+    with shop.writer() as writer:
+        with monkeypatch.context() as patch, pytest.raises(TransactionAborted, match="TimeIsOver"):
+            patch.setattr(ProducerInstance, "send", cut_short)
+            with writer.transaction() as tx, suppress(TimeIsOver):
+                shop.put(tx, 1)
+        with writer.transaction() as tx:
+            shop.put(tx, 2)
+    assert shop.both_have(2)
