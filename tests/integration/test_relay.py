@@ -751,7 +751,7 @@ def test_each_row_is_sent_once_though_senders_are_killed_again_and_again(
         one.start()
     relays = [start(), start()]
     try:
-        for _ in range(6):
+        for _ in range(3):
             [owner] = owners(database)
             pid = int(owner.rpartition("/")[2])
             wait_until(lambda: is_moving(database), otherwise=log.read_text)
