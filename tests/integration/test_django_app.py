@@ -714,7 +714,7 @@ def manage(site, kafka, dualwrite_topic, tmp_path):
     ("failpoint", "outcome"),
     [
         ("write.prepared:2", ["first"]),  # between prepare and decision
-        ("write.recorded:2", ["first"]),
+        pytest.param("write.recorded:2", ["first"], marks=pytest.mark.thorough),
         ("write.decided:2", ["first", "second"]),  # between decision and completion
     ],
 )

@@ -184,8 +184,17 @@ def test_the_process_that_decides_is_killed(spark, shop, leg, point, is_decided)
     shop.verify()
 
 
-@BOTH_DATABASES
-@pytest.mark.parametrize("point", ["batch.recorded", "batch.decided"])
+@pytest.mark.parametrize(
+    ("numbers", "point"),
+    [
+        ("postgresql", "batch.recorded"),
+        ("postgresql", "batch.decided"),
+        # MariaDB's side of the decision is the same as in test_spark_mariadb.py, which kills a driver there.
+        pytest.param("mariadb", "batch.recorded", marks=[pytest.mark.mariadb, pytest.mark.thorough]),
+        pytest.param("mariadb", "batch.decided", marks=[pytest.mark.mariadb, pytest.mark.thorough]),
+    ],
+    indirect=["numbers"],
+)
 def test_a_driver_of_write_many_is_killed(spark, shop, tmp_path, point):
     drivers = Drivers(tmp_path)
     source = str(tmp_path / "source")
