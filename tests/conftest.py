@@ -187,10 +187,11 @@ def collects_itself() -> Iterator[None]:
 def _shared_out(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     """Put the tests in the order in which ``--dist worksteal`` shares them out: each worker begins with as many of the list.
 
-    One worker begins with the tests that share Spark's session, so that no other must start one; another with the longest ones
-    and those that share a broker: so few workers start these servers, and none begins a long test when all others are done. The
-    last one begins with what only computes, and fills the pauses of the others, which begin with tests that wait for servers.
-    What only computes also comes last for all of them, and is what they steal.
+    Two workers begin with the tests that share Spark's session, so that no third must start one at the end (one would still be
+    at them when all others are done); another with the longest ones and those that share a broker: so few workers start these
+    servers, and none begins a long test when all others are done. The last one begins with what only computes, and fills the
+    pauses of the others, which begin with tests that wait for servers. What only computes also comes last for all of them, and
+    is what they steal.
     """
     in_session, longest, waiting, computing = [], [], [], []
     for item in items:
@@ -203,7 +204,11 @@ def _shared_out(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
         else:
             waiting.append(item)
     longest.sort(key=lambda item: (item.get_closest_marker("longest") is None, *_shared_servers(item)))
-    begins = [in_session, longest, *_dealt(waiting, max(1, workers - 3))]
+    begins = [
+        *_dealt(in_session, 2 if workers > 3 else 1),
+        longest,
+        *_dealt(waiting, max(1, workers - (4 if workers > 4 else 3))),
+    ]
     found: list[pytest.Item] = []
     end = 0
     for number, begin in enumerate(begins):
