@@ -30,8 +30,9 @@ pytestmark = pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 ORDERS = Order.__table__
 
 
-def leave_two_lanes(kafka, url, producer_engine, topic):
+def leave_two_lanes(kafka, url, producer_engine, topic, log):
     """In a process of its own: completed are 1 and 2, decided is 3 alone, prepared and not decided is 4 at the kill."""
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
     engine = create_engine(url)
     writer = DualWriter("orders", kafka={**kafka, "dualwrite.engine": producer_engine}, database=engine)
     writer.open()
@@ -58,12 +59,13 @@ def may_go_on(lane):
 
 @both_ways
 def test_a_writer_of_the_other_engine_settles_all_lanes_of_a_dead_one_and_writes_on(
-    kafka, engine, url, orders, both, dualwrite_topic, former, latter
+    kafka, engine, url, orders, both, dualwrite_topic, former, latter, tmp_path
 ):
-    dying = processes().Process(target=leave_two_lanes, args=(kafka, url, former, dualwrite_topic))
+    log = tmp_path / "log"
+    dying = processes().Process(target=leave_two_lanes, args=(kafka, url, former, dualwrite_topic, log))
     dying.start()
     dying.join(PATIENCE_S)
-    assert dying.exitcode == -signal.SIGKILL
+    assert dying.exitcode == -signal.SIGKILL, log.read_text()
     left = SqlStateStore(engine).find("orders")
     assert {row.transactional_id for row in left} >= {"orders", "orders#1", "orders#2"}
     assert {row.prepared.engine.value for row in left if row.prepared.has_transaction} == {former}
