@@ -102,10 +102,11 @@ def _halves_that_fit(array: pa.Array, arrow: pa.DataType, wrong: list[str | None
             wrong[first] = wrong[first] or f"{words}: {error}"
             return pa.nulls(1, arrow)
         middle = len(array) // 2
+        # Copies: a slice of lists, structs or maps shares their values, so that one row's would spoil all others.
         return pa.concat_arrays(
             [
-                _halves_that_fit(array.slice(0, middle), arrow, wrong, words, first),
-                _halves_that_fit(array.slice(middle), arrow, wrong, words, first + middle),
+                _halves_that_fit(array.take(pa.array(range(middle))), arrow, wrong, words, first),
+                _halves_that_fit(array.take(pa.array(range(middle, len(array)))), arrow, wrong, words, first + middle),
             ]
         )
 

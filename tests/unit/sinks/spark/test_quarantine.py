@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 import pytest
-from pyspark.sql.types import LongType, StringType, StructType
+from pyspark.sql.types import ArrayType, LongType, StringType, StructType
 
 from dualwrite import ConfigurationError, TransactionAborted
 from dualwrite.sinks.spark.column_types import Table, TableColumn
@@ -69,6 +69,21 @@ def test_rows_that_fit_no_type_are_put_aside_and_the_database_is_asked_about_the
         "table_name": "public.t",
     }
     assert three == {**about, "partition_id": 2, "row_number": 3}
+
+
+def test_a_list_with_a_text_that_is_none_spoils_its_own_row_alone():
+    tags = TableColumn("tags", "_text", "text[]", element_type="text")
+    schema = StructType().add("name", StringType()).add("tags", ArrayType(StringType()))
+    columns = {"name": TABLE.columns["name"], "tags": tags}
+    layout = plan_layout(schema, OPTIONS, Table("public", "t", columns))
+    texts = pa.array([[b"a"], [b"b", b"\xff"], None, [b"c"]], pa.list_(pa.binary()))
+    lists = pa.ListArray.from_arrays(texts.offsets, texts.values.cast(pa.string(), safe=False), mask=texts.is_null())
+    rows = pa.RecordBatch.from_arrays([pa.array(["n1", "n2", "n3", "n4"]), lists], ["name", "tags"])
+    [batch] = projected_batches([rows], schema, layout)
+    assert batch.column(layout.table_columns[1].source).to_pylist() == [["a"], None, None, ["c"]]
+    [none, wrong, no_list, last] = batch.columns[-1].to_pylist()
+    assert (none, no_list, last) == (None, None, None)
+    assert "column 'tags' does not fit list<" in wrong
 
 
 def test_rows_are_numbered_in_their_partition():
