@@ -696,11 +696,12 @@ class Leases(Protocol):
         """Take that number, and return its id; None if a member holds it that has not died."""
         ...
 
-    def renew(self, owner: str, timeout_s: float, *, wait_s: float) -> tuple[Collection[str], Sequence[Lease]]:
-        """Renew what the owner holds.
+    def renew(
+        self, transactional_id: str, owner: str, timeout_s: float, *, wait_s: float
+    ) -> tuple[bool, Sequence[Lease]]:
+        """Renew the owner's lease of that id.
 
-        Returns:
-            The ids that were renewed; and the leases of the fleet that have expired, with those of the owner's own place.
+        Returns whether it was renewed; and the leases of the fleet that have expired, with those of the owner's own place.
         """
         ...
 

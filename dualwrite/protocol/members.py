@@ -158,9 +158,9 @@ def numbers_to_try(leases: Iterable[Lease], has_died: Callable[[Lease], bool]) -
     return (number for number in count() if number not in held)
 
 
-def heard(transactional_id: str, renewed: Collection[str]) -> LeaseEvent:
-    """The event of a heartbeat for our lease, from the ids that it has renewed under our name."""
-    return LeaseEvent.RENEW if transactional_id in renewed else LeaseEvent.LOSE
+def heard(*, renewed: bool) -> LeaseEvent:
+    """The event of a heartbeat for our lease, which it has renewed, or found taken."""
+    return LeaseEvent.RENEW if renewed else LeaseEvent.LOSE
 
 
 @dataclass(frozen=True)

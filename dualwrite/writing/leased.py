@@ -507,11 +507,11 @@ class LeaseKeeper:
     def still_held(self) -> bool:
         """Renew the lease now. Returns False if another member has taken it; raises if that could not be found out."""
         asked_at = now_s()
-        renewed, _ = self._leases.renew(self._owner, self._timing.timeout_s, wait_s=self._timing.timeout_s)
+        renewed, _ = self._leases.renew(self._name, self._owner, self._timing.timeout_s, wait_s=self._timing.timeout_s)
         with self._lock:
             if self._machine.state is LeaseState.TAKEN:
                 return False
-            event = heard(self._name, renewed)
+            event = heard(renewed=renewed)
             self._machine.apply(event)
             if event is LeaseEvent.RENEW:
                 self._renewed_at = asked_at
@@ -587,7 +587,7 @@ class LeaseKeeper:
             return True
         asked_at = now_s()
         try:
-            renewed, found = self._leases.renew(owner, self._timing.timeout_s, wait_s=self._timing.beat_s)
+            renewed, found = self._leases.renew(name, owner, self._timing.timeout_s, wait_s=self._timing.beat_s)
         except Exception as error:  # noqa: BLE001 - no error may end the heartbeats
             logger.warning("%s: a heartbeat failed; retrying: %s", name, error)
             with self._lock:
@@ -597,7 +597,7 @@ class LeaseKeeper:
         with self._lock:
             if self._owner != owner or self._machine.state is LeaseState.FREE:
                 return True
-            event = heard(name, renewed)
+            event = heard(renewed=renewed)
             self._machine.apply(event)
             if event is LeaseEvent.RENEW:
                 self._renewed_at = asked_at

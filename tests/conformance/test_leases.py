@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 from harness.databases import Database, Thread
-from sqlalchemy import event
+from sqlalchemy import event, update
 
 from dualwrite import failpoints
 from dualwrite.errors import ConfigurationError
@@ -48,7 +48,7 @@ def test_members_take_the_lowest_numbers_and_one_that_is_given_back_is_the_next_
 def test_a_lease_lasts_its_time_from_the_moment_when_it_was_taken_or_renewed(leases, there):
     leases.take("member", 60)
     assert 50 < there()["orders-0"].left_s <= 60
-    leases.renew("member", 600, wait_s=5)
+    leases.renew("orders-0", "member", 600, wait_s=5)
     assert 590 < there()["orders-0"].left_s <= 600
 
 
@@ -63,22 +63,22 @@ def test_a_heartbeat_shows_the_expired_leases_of_the_fleet_alone(database, lease
     leases.take("dead", -1)
     leases.take("paused", 60)
     leases.take("member", 60)
-    leases.renew("paused", -5, wait_s=5)
-    renewed, expired = leases.renew("member", 60, wait_s=5)
-    assert renewed == {"orders-1"}
+    leases.renew("orders-0", "paused", -5, wait_s=5)
+    renewed, expired = leases.renew("orders-1", "member", 60, wait_s=5)
+    assert renewed
     assert [(lease.transactional_id, lease.owner, lease.state) for lease in expired] == [("orders-0", "paused", E)]
 
 
 def test_an_expired_lease_is_renewed_while_nobody_has_taken_it(leases, there):
     leases.take("member", -1)
-    assert leases.renew("member", 60, wait_s=5)[0] == {"orders-0"}
+    assert leases.renew("orders-0", "member", 60, wait_s=5)[0]
     assert states(there()) == {"orders-0": H}
 
 
 def test_a_lease_that_another_member_has_taken_is_neither_renewed_nor_given_back_by_its_former_owner(leases, there):
     leases.take("former", -1)
     leases.take("present", 60)
-    assert leases.renew("former", 6000, wait_s=5)[0] == frozenset()
+    assert not leases.renew("orders-0", "former", 6000, wait_s=5)[0]
     leases.give_back("orders-0", "former", settled=True)
     leases.give_back("orders-0", "former", settled=False)
     found = there()["orders-0"]
@@ -86,10 +86,25 @@ def test_a_lease_that_another_member_has_taken_is_neither_renewed_nor_given_back
     assert found.left_s < 61
 
 
+def test_of_two_leases_that_one_name_holds_only_the_one_in_use_is_renewed(leases, there):
+    """The taking of the other one was committed after its caller had lost the connection, and had asked again."""
+    leases.take("member", 60)
+    leases.give_back("orders-0", "member", settled=True)
+    leases.take("another", 60)
+    assert leases.take("member", 30) == "orders-1"
+    engine = leases._own._engine
+    with engine.begin() as connection:
+        connection.execute(update(leases._lease).where(leases._lease.c.number == 0).values(owner="member"))
+    assert leases.renew("orders-1", "member", 600, wait_s=5)[0]
+    assert [there()[f"orders-{number}"].left_s > 100 for number in range(2)] == [False, True]
+    assert leases.take("member", 600) == "orders-0"
+    assert len(there()) == 2
+
+
 def test_a_free_lease_is_not_renewed(leases):
     leases.take("member", 60)
     leases.give_back("orders-0", "member", settled=True)
-    assert leases.renew("member", 60, wait_s=5) == (frozenset(), [])
+    assert leases.renew("orders-0", "member", 60, wait_s=5) == (False, [])
 
 
 def test_a_lease_given_back_unsettled_is_left_to_be_settled_and_taken(leases, there):
@@ -97,15 +112,15 @@ def test_a_lease_given_back_unsettled_is_left_to_be_settled_and_taken(leases, th
     leases.take("another", 60)
     leases.give_back("orders-0", "member", settled=False)
     assert states(there()) == {"orders-0": E, "orders-1": H}
-    [expired] = leases.renew("another", 60, wait_s=5)[1]
+    [expired] = leases.renew("orders-1", "another", 60, wait_s=5)[1]
     assert expired.transactional_id == "orders-0"
 
 
 def test_one_member_alone_adopts_what_a_dead_one_has_left(leases, there):
     leases.take("dead", 60)
     leases.take("helper", 60)
-    leases.renew("dead", -1, wait_s=5)
-    [dead] = leases.renew("helper", 60, wait_s=5)[1]
+    leases.renew("orders-0", "dead", -1, wait_s=5)
+    [dead] = leases.renew("orders-1", "helper", 60, wait_s=5)[1]
     assert leases.adopt(dead, "helper's help", 60)
     assert leases.adopt(dead, "helper's help", 60), "its answer may have been lost"
     assert not leases.adopt(dead, "another's help", 60)
@@ -114,9 +129,9 @@ def test_one_member_alone_adopts_what_a_dead_one_has_left(leases, there):
 
 def test_nobody_adopts_a_lease_that_was_renewed_meanwhile(leases):
     leases.take("late", 60)
-    leases.renew("late", -1, wait_s=5)
-    [late] = leases.renew("helper", 60, wait_s=5)[1]
-    leases.renew("late", 60, wait_s=5)
+    leases.renew("orders-0", "late", -1, wait_s=5)
+    [late] = leases.renew("orders-1", "helper", 60, wait_s=5)[1]
+    leases.renew("orders-0", "late", 60, wait_s=5)
     assert not leases.adopt(late, "helper", 60)
 
 
@@ -124,9 +139,9 @@ def test_a_heartbeat_also_shows_the_leases_of_the_holders_beside_its_own(leases)
     for number, place in enumerate(("boot/1/7", "boot/12/7", "reboot/1/7", "boot/1/8")):
         leases.take(f"member {number} on {place}", 60)
     leases.take("member of no place", 60)
-    shown = [lease.transactional_id for lease in leases.renew("member 0 on boot/1/7", 60, wait_s=5)[1]]
+    shown = [lease.transactional_id for lease in leases.renew("orders-0", "member 0 on boot/1/7", 60, wait_s=5)[1]]
     assert sorted(shown) == ["orders-0", "orders-3"]
-    assert leases.renew("member of no place", 60, wait_s=5)[1] == []
+    assert leases.renew("orders-4", "member of no place", 60, wait_s=5)[1] == []
 
 
 def test_a_lease_whose_holder_has_died_is_taken_and_adopted_before_it_expires(leases, there):
@@ -181,9 +196,9 @@ def test_no_time_of_this_machine_reaches_the_database(database):
     leases = Leases(engine, "orders", schema=database.schema)
     leases.take("dead", -1)
     leases.take("member", 60)
-    leases.renew("member", 60, wait_s=5)
-    leases.renew("member", -1, wait_s=5)
-    [expired] = leases.renew("nobody", 60, wait_s=5)[1]
+    leases.renew("orders-0", "member", 60, wait_s=5)
+    leases.renew("orders-0", "member", -1, wait_s=5)
+    [expired] = leases.renew("orders-1", "nobody", 60, wait_s=5)[1]
     leases.adopt(expired, "helper", 60)
     leases.give_back("orders-0", "helper", settled=False)
     assert "member" in sent
@@ -201,7 +216,7 @@ def test_a_heartbeat_that_dies_has_renewed_nothing(leases, there):
     failpoints.arm("lease.heartbeat:1:raise")
     try:
         with pytest.raises(FailpointError):
-            leases.renew("member", 600, wait_s=5)
+            leases.renew("orders-0", "member", 600, wait_s=5)
     finally:
         failpoints.arm("")
     assert there()["orders-0"].left_s < 61

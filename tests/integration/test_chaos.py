@@ -162,7 +162,7 @@ def test_the_database_sees_a_lease_that_is_taken_too_early_and_a_decision_under_
     try:
         leases = Leases(engine, "orders")
         name = leases.take("A", 30)
-        leases.renew("A", 30, wait_s=5)
+        leases.renew(name, "A", 30, wait_s=5)
         decide("one", name)
         assert fleets.find(engine) == []
         with planted("leased_while_its_holder_lives"):

@@ -132,11 +132,16 @@ class Leases:
     def _taken_earlier(self, connection: Connection, owner: str, timeout_s: float) -> str | None:
         """The id that the owner has taken by an earlier attempt, whose answer was lost: its time begins anew."""
         lease = self._lease
-        mine = and_(self._of_fleet, lease.c.owner == owner)
-        name: str | None = connection.scalar(select(lease.c.transactional_id).where(mine))
-        renewed = update(lease).where(mine).values(lease_until=database_now_plus(timeout_s))
+        mine = select(lease.c.transactional_id).where(self._of_fleet, lease.c.owner == owner)
+        name: str | None = connection.scalar(mine.order_by(lease.c.number).limit(1))
         # Another member may be taking it now, if it has expired.
-        return name if name is not None and connection.execute(renewed).rowcount == 1 else None
+        return name if name is not None and self._renew(connection, name, owner, timeout_s) else None
+
+    def _renew(self, connection: Connection, transactional_id: str, owner: str, timeout_s: float) -> bool:
+        lease = self._lease
+        ours = and_(lease.c.transactional_id == transactional_id, lease.c.owner == owner)
+        renewed = update(lease).where(ours).values(lease_until=database_now_plus(timeout_s))
+        return connection.execute(renewed).rowcount == 1
 
     def _add(self, connection: Connection, number: int, owner: str, timeout_s: float) -> bool:
         insert = self._dialect.insert_if_missing(self._lease).values(
@@ -162,28 +167,28 @@ class Leases:
     def _is_over(self) -> ColumnElement[bool]:
         return or_(self._lease.c.owner.is_(None), self._lease.c.lease_until <= database_now())
 
-    def renew(self, owner: str, timeout_s: float, *, wait_s: float) -> tuple[Collection[str], Sequence[Lease]]:
-        """Renew what the owner holds, even if it has expired, unless another member has taken it.
+    def renew(
+        self, transactional_id: str, owner: str, timeout_s: float, *, wait_s: float
+    ) -> tuple[bool, Sequence[Lease]]:
+        """Renew the owner's lease, even if it has expired, unless another member has taken it.
 
-        ``timeout_s`` counts from now on; ``wait_s`` limits the wait for a lock. Returns the ids that were renewed; and of the
-        fleet's leases, those that have expired, as their holders died or were paused, and those whose holders run where the
+        It renews no other: a call to take one may be committed long after its connection broke, when the owner has asked again
+        and got another number. Nobody uses that lease, so it must expire.
+
+        ``timeout_s`` counts from now on; ``wait_s`` limits the wait for a lock. Returns whether the lease was renewed; and of
+        the fleet's leases, those that have expired, as their holders died or were paused, and those whose holders run where the
         owner runs, so that it can see whether they have died.
         """
         lease = self._lease
-        renewed = (
-            update(lease).where(self._of_fleet, lease.c.owner == owner).values(lease_until=database_now_plus(timeout_s))
-        )
-        ours = select(lease.c.transactional_id).where(self._of_fleet, lease.c.owner == owner)
         seen = lease.c.lease_until <= database_now()
         if (place := place_of(owner)) is not None:
             seen = or_(seen, lease.c.owner.contains(place.mark))
 
-        def work(connection: Connection) -> tuple[Collection[str], Sequence[Lease]]:
-            connection.execute(renewed)
-            names = frozenset(connection.scalars(ours))
+        def work(connection: Connection) -> tuple[bool, Sequence[Lease]]:
+            is_ours = self._renew(connection, transactional_id, owner, timeout_s)
             found = _read(connection, self._tables, and_(self._of_fleet, seen))
             failpoints.hit("lease.heartbeat")
-            return names, found
+            return is_ours, found
 
         return self._own.run(work, lock_timeout_s=wait_s)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeVar, cast
@@ -46,8 +46,9 @@ class SimulatedLeases:
     def _take(self, session: Session, owner: str, timeout_s: float, has_died: Callable[[Lease], bool]) -> str:
         there = self._statement(session, "SELECT lease", self.read)
         for lease in there:
-            if lease.owner == owner:
-                return lease.transactional_id  # the answer to an earlier attempt was lost
+            if lease.owner == owner:  # the answer to an earlier attempt was lost
+                self._leases[lease.transactional_id] = (owner, self.simulation.now_s + timeout_s)
+                return lease.transactional_id
         by_number = {lease.number: lease for lease in there}
         for number in islice(numbers_to_try(there, has_died), len(there) + _MORE):
             found = by_number.get(number, Lease(member_id(self.fleet, number), self.fleet, number))
@@ -66,7 +67,9 @@ class SimulatedLeases:
         self._leases[name] = (owner, self.simulation.now_s + timeout_s)
         return True
 
-    def renew(self, owner: str, timeout_s: float, *, wait_s: float) -> tuple[Collection[str], Sequence[Lease]]:
+    def renew(
+        self, transactional_id: str, owner: str, timeout_s: float, *, wait_s: float
+    ) -> tuple[bool, Sequence[Lease]]:
         """See :meth:`dualwrite.stores.sql.leases.Leases.renew`."""
         del wait_s
         place = place_of(owner)
@@ -76,11 +79,11 @@ class SimulatedLeases:
                 place is not None and lease.owner is not None and place.mark in lease.owner
             )
 
-        def update() -> tuple[Collection[str], Sequence[Lease]]:
-            mine = frozenset(name for name, (holder, _) in self._leases.items() if holder == owner)
-            for name in mine:
-                self._leases[name] = (owner, self.simulation.now_s + timeout_s)
-            return mine, [lease for lease in self.read() if is_seen(lease)]
+        def update() -> tuple[bool, Sequence[Lease]]:
+            is_ours = self._leases[transactional_id][0] == owner
+            if is_ours:
+                self._leases[transactional_id] = (owner, self.simulation.now_s + timeout_s)
+            return is_ours, [lease for lease in self.read() if is_seen(lease)]
 
         found = self._run(lambda session: self._statement(session, "UPDATE lease", update))
         failpoints.hit("lease.heartbeat")

@@ -65,7 +65,7 @@ def test_a_lease_that_another_has_taken_is_reported_until_it_is_given_up_and_not
     database, leases, keeper, seen
 ):
     keeper.take("member")
-    leases.renew("member", -1, wait_s=5)
+    leases.renew("orders-0", "member", -1, wait_s=5)
     leases.take("another", 60)
     assert keeper.beat_once()
     assert keeper.beat_once()
@@ -79,8 +79,8 @@ def test_a_lease_that_another_has_taken_is_reported_until_it_is_given_up_and_not
 def test_expired_leases_of_others_are_reported_but_not_our_own(leases, keeper, seen):
     leases.take("dead", 60)
     keeper.take("member")
-    leases.renew("dead", -1, wait_s=5)
-    leases.renew("member", -1, wait_s=5)
+    leases.renew("orders-0", "dead", -1, wait_s=5)
+    leases.renew("orders-1", "member", -1, wait_s=5)
     assert keeper.beat_once()
     [[dead]] = seen
     assert dead.transactional_id == "orders-0"
@@ -205,7 +205,7 @@ def test_a_lease_whose_taking_was_not_answered_is_taken_by_the_next_try_and_its_
         patch.setattr(ShortTransactions, "run", unanswered)
         with pytest.raises(Unavailable):
             call(keeper, "first")
-    leases.renew("first", -1, wait_s=5)
+    leases.renew("orders-0", "first", -1, wait_s=5)
     assert call(keeper, "second") == "orders-0"
     assert standing(database) == {"orders-0": ("held", "first")}
     assert keeper.beat_once()
@@ -223,7 +223,7 @@ def test_a_heartbeat_under_way_does_not_judge_the_lease_that_was_taken_after_it(
         keeper.give_back(settled=True)
         leases.take("another", 60)
         keeper.take("member, again")
-        return frozenset(), found[1]
+        return False, found[1]
 
     monkeypatch.setattr(leases, "renew", renew)
     assert keeper.beat_once()
@@ -242,7 +242,7 @@ def test_the_heartbeats_go_on_though_what_they_report_to_fails(leases):
 
     keeper = LeaseKeeper(leases, LeaseTiming(60, 0.01), on_lost=fail, on_dead=fail)
     keeper.take("member")
-    leases.renew("dead", -1, wait_s=5)
+    leases.renew("orders-0", "dead", -1, wait_s=5)
     assert again.wait(60)
     keeper.stop()
 

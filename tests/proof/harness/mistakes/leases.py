@@ -58,7 +58,7 @@ def lease_given_back_whoever_holds_it(patch: pytest.MonkeyPatch) -> None:
 )
 def lost_lease_taken_for_renewed(patch: pytest.MonkeyPatch) -> None:
     """A heartbeat that has renewed nothing counts as one that has: the member does not notice that its id was taken."""
-    patch.setattr(leased, "heard", lambda *_: LeaseEvent.RENEW)
+    patch.setattr(leased, "heard", lambda **_: LeaseEvent.RENEW)
 
 
 @mistake(
