@@ -418,15 +418,20 @@ class Transaction:
 
         Raises:
             IllegalStateError, TransactionAborted, Fenced: As `produce`.
+            TypeError, UnicodeEncodeError: A part is of another type, or a text has a surrogate. Those before it may have been
+                produced, so both sides abort even if the block continues.
             KeySerializationError, ValueSerializationError: As `produce`; none of them was produced.
-            ValueError: The numbers of keys and values differ.
+            ValueError: The numbers of keys and values differ; none of them was produced.
         """
         self._dual_write.require_open()
         if not self._serializing.none:
             keys, values = self._serializing.many(topic, keys, values)
-        self._dual_write.send(
-            MessageBatch.of(topic, cast("Sequence[Content]", values), cast("Sequence[Content] | None", keys))
-        )
+        batch = MessageBatch.of(topic, cast("Sequence[Content]", values), cast("Sequence[Content] | None", keys))
+        try:
+            self._dual_write.send(batch)
+        except (TypeError, ValueError) as error:
+            self._dual_write.refuse(as_value(error))  # the messages before the mistake may have been taken
+            raise
 
     def produce_arrow(
         self,

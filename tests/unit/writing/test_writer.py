@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 from harness.databases import prepare, sqlite_url
-from harness.served import SETTINGS
+from harness.served import SETTINGS, TOPIC
 from model.owners import make_producer
 from simulator.outside import SimulatedCoordinator
 from sqlalchemy import create_engine, inspect
@@ -390,5 +390,17 @@ def test_a_block_whose_message_was_cut_short_aborts_although_its_code_goes_on(sh
             with writer.transaction() as tx, suppress(TimeIsOver):
                 shop.put(tx, 1)
         with writer.transaction() as tx:
+            shop.put(tx, 2)
+    assert shop.both_have(2)
+
+
+def test_a_block_with_some_of_many_messages_aborts_although_its_code_goes_on(shop):
+    words = "continued after an error: TypeError"
+    with shop.writer() as writer:
+        with pytest.raises(TransactionAborted, match=words), writer.transaction() as tx, suppress(TypeError):
+            tx.produce_many(TOPIC, ["1", 7])
+        with writer.transaction() as tx:
+            with pytest.raises(TypeError):
+                tx.produce(TOPIC, 7)
             shop.put(tx, 2)
     assert shop.both_have(2)
