@@ -346,15 +346,13 @@ class Forgetting:
         if dry_run:
             count = select(func.count()).select_from(table).where(old)
             return self._own.read(lambda connection: connection.scalar(count) or 0)
-        keys = select(*table.primary_key.columns).where(old)
-        forgotten: set[tuple[object, ...]] = set()  # also by a run before the last one, whose COMMIT was not answered
-
-        def work(connection: Connection) -> None:
-            forgotten.update(map(tuple, connection.execute(keys)))
-            connection.execute(delete(table).where(old))
-
-        self._permitted(lambda: self._own.run(work))
-        return len(forgotten)
+        forgotten: list[int] = []  # also by a run before the last one, whose COMMIT was not answered
+        self._permitted(
+            lambda: self._own.run(
+                lambda connection: forgotten.append(connection.execute(delete(table).where(old)).rowcount)
+            )
+        )
+        return max(forgotten)
 
     def forget_runs(self, prefix: str, begun_before: datetime, *, dry_run: bool, name: str | None = None) -> int:
         """Delete the rows of runs that began before that time, by the database's clock, and have no worker. Durable on return.
@@ -379,21 +377,21 @@ class Forgetting:
                 and not any(owner.startswith(owner_prefix(of_batch)) for owner in owners[pool_of_sink(sink)])
             ]
 
-        forgotten: set[tuple[object, ...]] = set()  # as in _forget_old
+        forgotten: list[int] = []  # as in _forget_old
 
         def work(connection: Connection) -> None:
+            deleted = 0
             for some in in_chunks(find(connection)):
                 old = select(run.c.sink, run.c.name).where(of_run.in_(some), run.c.begun_at < begun_before)
                 # A transaction that a task handed over, still undecided, locks its run: skip it.
                 free = connection.execute(old.with_for_update(skip_locked=True)).all()
-                if free:
-                    forgotten.update(map(tuple, free))
-                    connection.execute(delete(run).where(of_run.in_(free)))
+                deleted += connection.execute(delete(run).where(of_run.in_(free))).rowcount if free else 0
+            forgotten.append(deleted)
 
         if dry_run:
             return len(self._own.read(find))
         self._permitted(lambda: self._own.run(work))
-        return len(forgotten)
+        return max(forgotten)
 
     def _permitted(self, work: Callable[[], Result]) -> Result:
         try:
