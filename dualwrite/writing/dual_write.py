@@ -57,7 +57,6 @@ from dualwrite.writing.transaction import (
     Serializing,
     Transaction,
     Work,
-    as_value,
     enter,
     raise_aborted,
 )
@@ -447,7 +446,7 @@ class DualWrite(Work):
         except (IllegalStateError, TypeError, ValueError):
             raise  # nothing was changed
         except BaseException as error:  # also of a signal's handler: nobody knows how much of the message was taken
-            self.refuse(as_value(error))
+            self.refuse(error)
             raise
         failpoints.hit("write.produced")
 

@@ -188,7 +188,7 @@ class Refusals:
 
     first: DualWriteError | None = None
 
-    def note(self, error: DualWriteError) -> None:
+    def note(self, error: BaseException) -> None:
         """Note an error; the first one counts."""
         self.first = self.first or as_value(error)
 
@@ -252,7 +252,7 @@ class Work(ABC):
         What refuses them must abort, even if its code continues.
         """
 
-    def refuse(self, error: DualWriteError) -> None:
+    def refuse(self, error: BaseException) -> None:
         """Note an error that must abort it even if its code continues; the first one counts."""
         self.refusals.note(error)
 
@@ -430,7 +430,7 @@ class Transaction:
         try:
             self._dual_write.send(batch)
         except (TypeError, ValueError) as error:
-            self._dual_write.refuse(as_value(error))  # the messages before the mistake may have been taken
+            self._dual_write.refuse(error)  # the messages before the mistake may have been taken
             raise
 
     def produce_arrow(
