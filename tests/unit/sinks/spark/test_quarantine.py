@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 import pytest
-from pyspark.sql.types import ArrayType, LongType, StringType, StructType
+from pyspark.sql.types import ArrayType, BinaryType, LongType, StringType, StructType
 
 from dualwrite import ConfigurationError, TransactionAborted
 from dualwrite.sinks.spark.column_types import Table, TableColumn
@@ -117,3 +117,15 @@ def test_without_a_quarantine_a_value_that_does_not_fit_is_refused():
     rows = [pa.RecordBatch.from_pydict({"id": [TOO_LARGE], "name": ["x"]})]
     with pytest.raises(ConfigurationError, match="a value of column 'id' does not fit int32"):
         list(projected_batches(rows, SCHEMA, layout))
+
+
+def test_bytes_that_are_no_text_go_into_a_topic_as_binary():
+    options = replace(OPTIONS, key=None, value="name", value_format="raw", columns=["id"], quarantine_topic=None)
+    names = pa.array([b"\xff"])
+    rows = [pa.RecordBatch.from_arrays([pa.array([1]), names.cast(pa.string(), safe=False)], ["id", "name"])]
+    with pytest.raises(ConfigurationError, match=r"'name' does not fit string: .*cast\(\"binary\"\)"):
+        list(projected_batches(rows, SCHEMA, plan_layout(SCHEMA, options, TABLE)))
+    schema = StructType().add("id", LongType()).add("name", BinaryType())
+    layout = plan_layout(schema, options, TABLE)
+    [batch] = projected_batches([pa.RecordBatch.from_arrays([pa.array([1]), names], ["id", "name"])], schema, layout)
+    assert batch.column(layout.message.value).to_pylist() == [b"\xff"]
