@@ -33,6 +33,15 @@ def test_the_order_and_the_size_of_batches_do_not_matter():
     assert -(2**63) <= whole.digest < 2**63
 
 
+@pytest.mark.parametrize("kind", [pa.string(), pa.binary()])
+def test_a_value_has_the_same_hash_beside_short_values_and_beside_long_ones(kind):
+    short = pa.array(["a", None, "", "ä" * 9], kind)
+    (long,) = row_hashes([pa.array(["x" * 100_000], kind)], 1)
+    together = row_hashes([pa.concat_arrays([short, pa.array(["x" * 100_000], kind)])], 5)
+    assert together.tolist() == [*row_hashes([short], 4).tolist(), long]
+    assert row_hashes([pa.concat_arrays([short, short]).slice(3, 4)], 4).tolist() == together[[3, 0, 1, 2]].tolist()
+
+
 def test_every_row_matters_and_how_often_it_comes():
     whole = fingerprint(batch(NUMBERS))
     assert whole.differs_from(fingerprint(batch(NUMBERS[1:])))
