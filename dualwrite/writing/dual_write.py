@@ -78,13 +78,13 @@ if TYPE_CHECKING:
     from dualwrite.writing.lane_pool import Lanes, PooledLane
     from dualwrite.writing.outbox import MayWait, Outboxes
 
-# The ORM session of a dual write, or of one of its units: made at first use, on its connection, and on no other.
-
-
 logger = logging.getLogger(__name__)
 
 _NO_TRANSACTION: Final = PreparedTxnState()
 _ENDED: Final = frozenset({WriteState.COMPLETED, WriteState.WAITING, WriteState.ABORTED, WriteState.HANDED_OVER})
+
+
+# The ORM session of a dual write, or of one of its units: made at first use, on its connection, and on no other.
 
 
 def session_of_block(bind: Connection) -> Session:
