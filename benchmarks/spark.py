@@ -20,7 +20,9 @@ from benchmarks import page, spark_micro, spark_page, spark_unit, transactions
 from benchmarks.servers import Ground, kafka_version, machine, p50, servers
 from benchmarks.spark_ways import (
     ALL_WAYS,
+    BATCH_BYTES,
     COMPARING,
+    NO_BATCH_BYTES,
     OUR_WAYS,
     OVERWRITING,
     SPARKS,
@@ -151,8 +153,8 @@ def main() -> None:
 
 
 def _settings(jars: str | None) -> dict[str, str]:
-    found = {"spark__sql__streaming__numRecentProgressUpdates": "10000"}
-    return found if jars is None else {**found, "spark__jars": jars}
+    found = {"spark.sql.streaming.numRecentProgressUpdates": "10000", BATCH_BYTES: NO_BATCH_BYTES}
+    return found if jars is None else {**found, "spark.jars": jars}
 
 
 if __name__ == "__main__":

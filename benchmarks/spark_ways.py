@@ -51,11 +51,16 @@ PREPARED = 'format("dualwrite"), prepared transactions: the whole batch at once'
 SPARKS = "Spark's Kafka sink, then its JDBC sink: neither knows of the other"
 SPARKS_LZ4 = "the same, with lz4"
 NAIVE = "naive foreachPartition: executemany and produce, neither knows of the other"
+SIZED = "write_batch, and Spark looks at the size of an Arrow batch after each row (its default)"
 NOT_COMPARED = "write_batch with allow_nondeterministic=True: no rows are compared"
 DELETED = 'mode("overwrite") of as many rows, by DELETE'
 TRUNCATED = 'mode("overwrite") of as many rows, by TRUNCATE'
 DATABASE_LEG = "our database leg alone"
 KAFKA_LEG = "our Kafka leg alone"
+
+BATCH_BYTES = "spark.sql.execution.arrow.maxBytesPerBatch"
+NO_BATCH_BYTES = str(2**31 - 1)
+"""The value with which Spark does not look at the bytes of a batch, but for which it counts them after each row."""
 
 
 def through_librdkafka(way: str) -> str:
@@ -225,6 +230,20 @@ def by_kafka_leg(job: Job) -> None:
     without_unused(job.df, used_columns([layout])).mapInArrow(produce_partition, "done boolean").collect()
 
 
+def sized(way: Way) -> Way:
+    """The way with Spark's default in place of :data:`NO_BATCH_BYTES`."""
+
+    def run_sized(job: Job) -> None:
+        conf = job.df.sparkSession.conf
+        conf.set(BATCH_BYTES, "64m")
+        try:
+            way(job)
+        finally:
+            conf.set(BATCH_BYTES, NO_BATCH_BYTES)
+
+    return run_sized
+
+
 def by_librdkafka(way: Way) -> Way:
     """One of our ways with the other producer."""
     return lambda job: way(replace(job, producer_engine="librdkafka"))
@@ -237,6 +256,7 @@ OUR_WAYS: Mapping[str, Way] = {
 }
 ALL_WAYS: Mapping[str, Way] = {
     WRITE_BATCH: by_write_batch,
+    SIZED: sized(by_write_batch),
     through_librdkafka(WRITE_BATCH): by_librdkafka(by_write_batch),
     **OUR_WAYS,
     SPARKS: by_sparks_sinks,
