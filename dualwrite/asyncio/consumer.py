@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from dualwrite.asyncio.transaction import AsyncTransaction, OneByOne, awaited, run, says_more
+from dualwrite.asyncio.transaction import AsyncTransaction, OneByOne, Threads, awaited, run, says_more
 from dualwrite.asyncio.writer import THREADS, TaskWriter, async_engine_of, blocking_twin
 from dualwrite.consumer.consumer import ConsumerProgress, Deserializers, Member
 from dualwrite.errors import IllegalStateError
@@ -111,7 +111,7 @@ class AsyncExactlyOnceConsumer:
             state=state,
         )
         self.transactional_id = self._member.transactional_id
-        self._pool = ThreadPoolExecutor(THREADS + self._member.limits.max_lanes, f"dualwrite {self.transactional_id}")
+        self._pool = Threads(THREADS + self._member.limits.max_lanes, self.transactional_id)
         self._ended: asyncio.Future[None] | None = None
 
     @property
@@ -204,7 +204,7 @@ class AsyncExactlyOnceConsumer:
 class _Tasks:
     """The workers are tasks. Implements :class:`dualwrite.consumer.consumer.Workers`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, pool: Threads) -> None:
         self._loop = loop
         self._pool = pool
         self._tasks: set[asyncio.Task[object]] = set()

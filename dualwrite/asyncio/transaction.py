@@ -45,11 +45,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_PROCESS: Final = os.getpid()
 _SAYS_MORE: Final = frozenset({"decided", "lost", "unknown"})
 
 
-async def run(pool: ThreadPoolExecutor, function: Callable[[], T], *, interruptible: bool = True) -> T:
+class Threads(ThreadPoolExecutor):
+    """The threads of one writer or consumer, for work that can only block."""
+
+    def __init__(self, max_workers: int, transactional_id: str) -> None:
+        super().__init__(max_workers, f"dualwrite {transactional_id}")
+        self.made_in = os.getpid()
+
+
+async def run(pool: Threads, function: Callable[[], T], *, interruptible: bool = True) -> T:
     """Run a function that waits through :mod:`dualwrite.waiting`, without blocking the event loop.
 
     ``pool`` does work that can only block. If a cancellation may not interrupt the function, ``CancelledError`` is raised when
@@ -58,7 +65,7 @@ async def run(pool: ThreadPoolExecutor, function: Callable[[], T], *, interrupti
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        if os.getpid() == _PROCESS:
+        if os.getpid() == pool.made_in:
             raise  # a coroutine that is collected after its loop has ended must not block the thread that collects it
         return function()  # a forked process: no loop runs there, and nothing of its parent's waits there
     worker = _Worker(function, pool, interruptible=interruptible)
@@ -73,7 +80,7 @@ async def run(pool: ThreadPoolExecutor, function: Callable[[], T], *, interrupti
     return cast("T", given)
 
 
-async def enter(pool: ThreadPoolExecutor, block: AbstractContextManager[T]) -> T:
+async def enter(pool: Threads, block: AbstractContextManager[T]) -> T:
     """Enter a block as :func:`run` does. A cancellation that is raised after it was entered leaves it again."""
     entered: list[T] = []
     try:
@@ -103,7 +110,7 @@ class _Worker(greenlet):  # type: ignore[misc] # it ships no types
     __sqlalchemy_greenlet_provider__ = True  # its connections await here
     cancelled: tuple[type[BaseException], ...] = (asyncio.CancelledError,)
 
-    def __init__(self, function: Callable[[], object], pool: ThreadPoolExecutor, *, interruptible: bool) -> None:
+    def __init__(self, function: Callable[[], object], pool: Threads, *, interruptible: bool) -> None:
         driver = getcurrent()
         super().__init__(lambda: self._run(function, interruptible), driver)
         self.gr_context = driver.gr_context  # the function sees and sets the task's context variables
@@ -284,7 +291,7 @@ class AsyncTransaction:
     """
 
     def __init__(
-        self, transaction: Transaction, engine: AsyncEngine, pool: ThreadPoolExecutor, turns: OneByOne | None = None
+        self, transaction: Transaction, engine: AsyncEngine, pool: Threads, turns: OneByOne | None = None
     ) -> None:
         self._transaction = transaction
         self._engine = engine
@@ -458,7 +465,7 @@ class AsyncBoundSessions:
         block: Block,
         *,
         engine: AsyncEngine,
-        opened: Callable[[], ThreadPoolExecutor],
+        opened: Callable[[], Threads],
         joins_first: Engine | None = None,
     ) -> None:
         self.transactional_id = transactional_id
@@ -552,7 +559,7 @@ class AsyncBoundSessions:
 class _Awaited(AbstractContextManager["Transaction"]):
     """A block whose beginning and end are awaited by the greenlet that enters and leaves it."""
 
-    def __init__(self, block: AbstractContextManager[Transaction], pool: ThreadPoolExecutor, turns: OneByOne) -> None:
+    def __init__(self, block: AbstractContextManager[Transaction], pool: Threads, turns: OneByOne) -> None:
         self._block = block
         self._pool = pool
         self._turns = turns
@@ -573,10 +580,10 @@ class _Abandoning:
     """Ends the dual writes of sessions that were dropped, in tasks of the event loop that they ran in."""
 
     def __init__(self) -> None:
-        self._home: tuple[asyncio.AbstractEventLoop, ThreadPoolExecutor] | None = None
+        self._home: tuple[asyncio.AbstractEventLoop, Threads] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def come_from(self, pool: ThreadPoolExecutor) -> None:
+    def come_from(self, pool: Threads) -> None:
         """Note the event loop, and the threads for its tasks."""
         self._home = asyncio.get_running_loop(), pool
 
@@ -587,7 +594,7 @@ class _Abandoning:
             with suppress(RuntimeError):  # it is closed
                 loop.call_soon_threadsafe(self._begin, loop, pool, end)
 
-    def _begin(self, loop: asyncio.AbstractEventLoop, pool: ThreadPoolExecutor, end: Callable[[], None]) -> None:
+    def _begin(self, loop: asyncio.AbstractEventLoop, pool: Threads, end: Callable[[], None]) -> None:
         task = loop.create_task(run(pool, end, interruptible=False))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

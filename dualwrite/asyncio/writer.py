@@ -11,7 +11,6 @@ import contextvars
 import logging
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from functools import partial
 from types import TracebackType
@@ -26,6 +25,7 @@ from dualwrite.asyncio.transaction import (
     AsyncTransaction,
     OneByOne,
     Sessions,
+    Threads,
     awaited,
     enter,
     run,
@@ -169,7 +169,7 @@ class AsyncGroups:
         runners: int,
         grouped: Callable[[int], None],
         engine: AsyncEngine,
-        pool: Callable[[], ThreadPoolExecutor],
+        pool: Callable[[], Threads],
     ) -> None:
         self._name = name
         self._block = block
@@ -375,7 +375,7 @@ class AsyncDualWriter:
         )
         self._groups = self._writer.groups_of_tasks(limits, self._opened)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: Threads | None = None
         self._pid = os.getpid()
 
     @classmethod
@@ -435,7 +435,7 @@ class AsyncDualWriter:
             raise IllegalStateError("the writer was already opened", transactional_id=self.transactional_id)
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
-        self._pool = ThreadPoolExecutor(THREADS + self._limits.max_lanes, f"dualwrite {self.transactional_id}")
+        self._pool = Threads(THREADS + self._limits.max_lanes, self.transactional_id)
         try:
             await run(self._pool, partial(self._writer.open, wait=wait))
         except BaseException:
@@ -639,7 +639,7 @@ class AsyncDualWriter:
         """Whether dual writes are expected to work now: ``health().ready``."""
         return self.health().ready
 
-    def _opened(self) -> ThreadPoolExecutor:
+    def _opened(self) -> Threads:
         if self._pool is None:
             state = "is not open" if self._loop is None else "is closed"
             raise IllegalStateError(
@@ -715,7 +715,7 @@ class OfTasks:
     """The part of a writer that only tasks need. Called in greenlets (:mod:`dualwrite.asyncio.transaction`)."""
 
     def bind_for_tasks(
-        self: _Writer, sessions: object, opened: Callable[[], ThreadPoolExecutor], outbox: Outbox | None
+        self: _Writer, sessions: object, opened: Callable[[], Threads], outbox: Outbox | None
     ) -> AsyncBoundSessions:
         joins_first, block = self._joined(outbox)
         return AsyncBoundSessions(
@@ -727,7 +727,7 @@ class OfTasks:
             joins_first=joins_first,
         )
 
-    def groups_of_tasks(self: _Writer, limits: WriterLimits, pool: Callable[[], ThreadPoolExecutor]) -> AsyncGroups:
+    def groups_of_tasks(self: _Writer, limits: WriterLimits, pool: Callable[[], Threads]) -> AsyncGroups:
         """The groups of :meth:`AsyncDualWriter.submit`."""
         return AsyncGroups(
             self.transactional_id,

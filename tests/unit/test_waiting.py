@@ -2,20 +2,22 @@
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from harness.forking import processes
+from harness.patience import PATIENCE_S
 
 from dualwrite import waiting
 from dualwrite.errors import CompletionPending, TransactionAborted
 from dualwrite.waiting import Event
 
-run = pytest.importorskip("dualwrite.asyncio.transaction").run
+transaction = pytest.importorskip("dualwrite.asyncio.transaction")
+Threads, run = transaction.Threads, transaction.run
 
 
 @pytest.fixture
 def pool():
-    with ThreadPoolExecutor(2) as pool:
+    with Threads(2, "orders") as pool:
         yield pool
 
 
@@ -184,3 +186,17 @@ def test_a_thread_is_its_own_unless_an_event_loop_runs_in_it(pool):
 
     assert waiting.in_own_thread() is True
     assert asyncio.run(main()) == (False, True, False)
+
+
+def drop_after_its_loop(worked):
+    """What the collection of a coroutine does when its loop has ended."""
+    with Threads(1, "orders") as pool, pytest.raises(RuntimeError, match="no running event loop"):
+        run(pool, worked.set).send(None)
+
+
+def test_a_coroutine_that_outlives_its_loop_blocks_nobody_in_a_process_that_was_forked_after_the_imports():
+    worked = processes().Event()
+    child = processes().Process(target=drop_after_its_loop, args=(worked,))
+    child.start()
+    child.join(PATIENCE_S)
+    assert (child.exitcode, worked.is_set()) == (0, False)
