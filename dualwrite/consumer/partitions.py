@@ -23,6 +23,7 @@ from dualwrite.errors import ConfigurationError, Fenced, TransactionAborted, Una
 from dualwrite.kafka.coordinator import connection_settings
 from dualwrite.kafka.native.coordination import group_of
 from dualwrite.protocol.members import left_behind, member_prefix, pause_s
+from dualwrite.protocol.process import is_for_good
 from dualwrite.recovery.recover import status
 from dualwrite.stores.sql.consumed import NOTHING_YET, ClaimedOffset, ConsumedOffsets
 from dualwrite.waiting import Condition
@@ -529,8 +530,7 @@ class Reading:
                 return self._offsets.start(self._consumer, made)
             except (ConfigurationError, Unavailable) as error:
                 failures += 1
-                is_final = isinstance(error, ConfigurationError) and not error.may_pass
-                if is_final or deadline.expired or self._stop.is_set():
+                if is_for_good(error) or deadline.expired or self._stop.is_set():
                     raise
                 logger.warning("cannot read committed offsets yet; retrying: %s", error)
                 self._stop.wait(min(pause_s(failures), deadline.remaining_s()))
@@ -573,7 +573,7 @@ class Reading:
                     self._consumer.seek(TopicPartition(*one.name, found[one.name]))
                     self._partitions.rewound(one, found[one.name])
         except (KafkaException, ConfigurationError, Unavailable) as error:
-            if isinstance(error, ConfigurationError) and not error.may_pass:
+            if is_for_good(error):
                 raise
             logger.warning("cannot reset positions yet; retrying: %s", error)
 
@@ -712,7 +712,7 @@ class Peers:
         try:
             return self._settle()
         except (KafkaException, TimeoutError, ConfigurationError, Unavailable, Fenced, TransactionAborted) as error:
-            if isinstance(error, ConfigurationError) and not error.may_pass:
+            if is_for_good(error):
                 raise
             logger.warning("%s: cannot settle peers' transactions yet; retrying later: %s", self._ours, error)
         return []

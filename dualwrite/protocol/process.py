@@ -197,6 +197,11 @@ _BY_CLASS: Final[Mapping[type[DualWriteError], Redo]] = {
 _NOTHING_WRITTEN: Final = frozenset({"none", "aborted"})
 
 
+def is_for_good(error: BaseException) -> bool:
+    """Whether the settings must change first: what meets this error need not try again by itself."""
+    return isinstance(error, ConfigurationError) and not error.may_pass
+
+
 def redo_after(error: BaseException) -> Redo:
     """Judge an error that has left a dual write.
 

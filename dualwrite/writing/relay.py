@@ -54,6 +54,7 @@ from dualwrite.protocol.outbox import (
 )
 from dualwrite.protocol.outbox_table import BadRow, OutboxTable, channel, relay_id
 from dualwrite.protocol.outbox_table import Mapping as RowMapping
+from dualwrite.protocol.process import is_for_good
 from dualwrite.protocol.values import OutboxMode, WhenRefused, WriterLimits, check_count, check_seconds
 from dualwrite.recovery.claim import LOSSES, lease_owner
 from dualwrite.stores.sql.access import map_database_error
@@ -248,7 +249,7 @@ class Relay:
                 name = keeper.take_number(0, lease_owner(self._client_id))
                 failures = 0
             except (ConfigurationError, Unavailable) as error:
-                if once or (isinstance(error, ConfigurationError) and not error.may_pass):
+                if once or is_for_good(error):
                     raise
                 failures += 1
                 logger.warning("%s: cannot ask who sends; retrying: %s", self.name, error)
@@ -292,7 +293,7 @@ class Relay:
             except (TransactionAborted, Unavailable, CompletionPending) as error:
                 self._failed(error, once=once)
             except ConfigurationError as error:
-                if not error.may_pass:
+                if is_for_good(error):
                     raise
                 self._failed(error, once=once)
         return True
@@ -337,7 +338,7 @@ class Relay:
         refusal = refusal_behind(error)
         read = None if self._read is None else self._read.rows
         if refusal is None or not read:
-            if isinstance(error, ConfigurationError) and not error.may_pass:
+            if is_for_good(error):
                 raise error
             self._failed(error, once=once)
             return sends.failed()
