@@ -227,6 +227,10 @@ class Sends:
         """Kafka refuses one message, or several, of a send of so many rows; see :attr:`found`."""
         return replace(self, suspects=max(1, read), caught_up=False)
 
+    def behind(self, rows: int) -> Self:
+        """The refused message stands behind so many rows, at least one, which the next send takes alone."""
+        return self.refused(2 * rows)
+
     @property
     def found(self) -> bool:
         """Whether the refused message is the one at the head."""

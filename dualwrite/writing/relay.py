@@ -314,7 +314,10 @@ class Relay:
                 found = self._round(writer, made.rows)
             except BadRow as error:
                 assert self._read is not None
-                sends = self._refused(writer, sends, [self._read.rows[error.row]], error.reason, once=once)
+                if error.row and not self._aside:
+                    sends = sends.behind(error.row)
+                else:
+                    sends = self._refused(writer, sends, [self._read.rows[error.row]], error.reason, once=once)
                 continue
             except (TransactionAborted, ConfigurationError, Unavailable) as error:
                 sends = self._after(writer, sends, error, once=once)

@@ -426,6 +426,17 @@ def test_a_row_that_makes_no_message_is_moved_aside_as_it_is(kafka, database, ta
 
 
 @on_postgresql
+def test_what_stands_before_a_row_that_makes_no_message_is_sent_at_once(kafka, database, table, dualwrite_topic):
+    run(database, "ALTER TABLE outbox_events ADD COLUMN extra text")
+    for number in range(40):
+        put(database, dualwrite_topic, "k", str(number))
+    run(database, "UPDATE outbox_events SET extra = '{' WHERE seq = 24")
+    with pytest.raises(TransactionAborted, match="seq 24: the column of headers does not hold JSON"):
+        make(kafka, database, mapped(headers_column="extra")).run(once=True)
+    assert [int(record.value) for record in read_committed(kafka, dualwrite_topic)] == list(range(23))
+
+
+@on_postgresql
 @pytest.mark.parametrize(
     ("columns", "changed", "said"),
     [
