@@ -567,8 +567,8 @@ class ExactlyOnceConsumer:
             SerializationContext) -> object``, as those of confluent-kafka; or a dictionary with one for each topic that has
             one. All workers use them at once, and again after an abort. A message that cannot be read goes to the dead-letter
             topic as it was read, or stops :meth:`run`; while a schema registry is unavailable, the member waits.
-        state: Stores whose changes commit with the messages, one for each partition; then the consumer reads one topic. Close
-            them after :meth:`run`.
+        state: Stores whose changes commit with the messages, one for each partition; then the consumer reads one topic, and
+            its writer has no ``outbox``. Close them after :meth:`run`.
 
     Raises:
         ConfigurationError: A setting cannot work, or would break the promise.
@@ -761,6 +761,11 @@ class Member:
         # ask for the end of the last but one.
         given: CommonOptions = writer or {}
         check_options(given)
+        if state is not None and given.get("outbox", "never") != "never":
+            raise ConfigurationError(
+                "a consumer with state follows its changelog in Kafka, and its writer's messages may wait in the database",
+                next_step="leave outbox out of writer=",
+            )
         self.limits = replace(given.get("limits", DEFAULT_LIMITS), max_lanes=2 * workers + 1)
         self._arguments: CommonOptions = {**given, "limits": self.limits}
         self._make_writer = make_writer

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from dualwrite import failpoints, waiting
-from dualwrite.errors import DualWriteError, IllegalStateError, Unavailable
+from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError, Unavailable
 from dualwrite.interfaces import Closing
 from dualwrite.kafka.producer import TransactionalProducer
 from dualwrite.protocol.lives import ProducerState
@@ -76,7 +76,8 @@ class StateTask(Generic[Tx]):
     one. One thread at a time uses a task.
 
     Args:
-        blocks: An open `DualWriter`, not in bulk mode, or `ProducerBlocks`. It must have fenced the partition's former task.
+        blocks: An open `DualWriter` with ``outbox="never"``, not in bulk mode; or `ProducerBlocks`. It must have fenced the
+            partition's former task.
         store: The store; nobody else writes to it.
         kafka: librdkafka configuration.
         changelog: A topic with ``cleanup.policy=compact``.
@@ -146,6 +147,7 @@ class StateTask(Generic[Tx]):
         Raises:
             DualWriteError: As the writer's block, and as `restore`. After an error that leaves the outcome open
                 (`CompletionPending`, `TransactionInDoubt`) do not run the work again; the next block waits for the outcome.
+            ConfigurationError: The messages of the writer's block may wait in its database; nothing was written.
             IllegalStateError: A block is open already, or the writer is in bulk mode, or a savepoint is open at a `put`.
         """
         with self._alone():
@@ -370,8 +372,18 @@ class LoggedStore:
         hold(self.store, held=True)
 
     def join(self, tx: Transaction | TransactionalProducer) -> None:
-        """Note that the transaction has begun: what is written inside its savepoints could not be taken back with them."""
+        """Note that the transaction has begun: what is written inside its savepoints could not be taken back with them.
+
+        Refuses one whose messages may wait in the database: the changelog would end before what was decided, and a store that
+        is restored from it would lose that.
+        """
         if isinstance(tx, Transaction):
+            if tx.outbox is not False:
+                raise ConfigurationError(
+                    "a state store follows its changelog in Kafka, and this writer's messages may wait in the database",
+                    transactional_id=tx.transactional_id,
+                    next_step='make the writer with outbox="never", the default',
+                )
             write = write_of(tx)
             refuse_in_savepoints(self.store, lambda: write.in_savepoint)
 

@@ -163,3 +163,13 @@ def test_a_consumer_with_state_reads_one_topic(tmp_path, topics):
             "group", "0", topics=topics, handler=print, kafka={"bootstrap.servers": "nowhere:1"}, database="sqlite://",
             state=stores,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("outbox", ["fallback", "always"])
+def test_the_changelog_of_a_consumer_cannot_wait_in_the_database(tmp_path, outbox):
+    stores = PartitionStores(tmp_path, kafka={}, changelog="changelog")
+    with pytest.raises(ConfigurationError, match="may wait in the database"):
+        ExactlyOnceConsumer(
+            "group", "0", topics=["a"], handler=print, kafka={"bootstrap.servers": "nowhere:1"}, database="sqlite://",
+            state=stores, writer={"outbox": outbox},
+        )  # fmt: skip

@@ -220,6 +220,19 @@ def test_a_writer_in_bulk_mode_is_refused(tmp_path, kafka, migrated_database, ch
     assert replayed(kafka, changelog) == {}
 
 
+@pytest.mark.parametrize("outbox", ["fallback", "always"])
+def test_a_writer_whose_changelog_records_may_wait_is_refused(tmp_path, kafka, migrated_database, changelog, outbox):
+    """The next block would begin with what the changelog has, without them: a count of ten would be less than ten."""
+    with (
+        DualWriter("count", kafka=kafka, database=migrated_database, outbox=outbox) as writer,
+        KeyValueStore(tmp_path / "store") as store,
+    ):
+        task = StateTask(writer, store, kafka=kafka, changelog=changelog, partition=0)
+        with pytest.raises(ConfigurationError, match="may wait in the database"), task.transaction():
+            raise AssertionError("the block has begun")
+    assert replayed(kafka, changelog) == {}
+
+
 # Stores and changelogs that moved apart
 
 
