@@ -761,10 +761,16 @@ class Member:
         # ask for the end of the last but one.
         given: CommonOptions = writer or {}
         check_options(given)
-        if state is not None and given.get("outbox", "never") != "never":
+        outbox = given.get("outbox", "never")
+        if state is not None and outbox != "never":
             raise ConfigurationError(
                 "a consumer with state follows its changelog in Kafka, and its writer's messages may wait in the database",
                 next_step="leave outbox out of writer=",
+            )
+        if outbox == "always" and offsets == "kafka":
+            raise ConfigurationError(
+                "consumed offsets are a part of Kafka's transaction, and the writer's messages always wait in the database",
+                next_step='give offsets="database", or leave outbox out of writer=',
             )
         self.limits = replace(given.get("limits", DEFAULT_LIMITS), max_lanes=2 * workers + 1)
         self._arguments: CommonOptions = {**given, "limits": self.limits}

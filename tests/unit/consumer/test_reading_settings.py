@@ -66,6 +66,7 @@ def test_the_protocol_of_rebalances_is_known_from_the_settings(settings, increme
         {"offsets": "zookeeper"},
         {"writer": {"max_lanes": 2}},
         {"writer": {"database": "sqlite://"}},
+        {"writer": {"outbox": "always"}},
         {"deserializers": {"values": print}},
         {"kafka": {}},
     ],
@@ -74,3 +75,10 @@ def test_arguments_that_cannot_work_are_refused(wrong):
     arguments = {"member": "0", "topics": ["input"], "kafka": KAFKA, **wrong}
     with pytest.raises(ConfigurationError):
         ExactlyOnceConsumer("g", handler=print, database="sqlite://", **arguments)
+
+
+@pytest.mark.parametrize(
+    "given", [{"writer": {"outbox": "fallback"}}, {"writer": {"outbox": "always"}, "offsets": "database"}]
+)
+def test_messages_may_wait_where_the_offsets_need_no_transaction_of_kafkas(given):
+    ExactlyOnceConsumer("g", "0", topics=["input"], handler=print, kafka=KAFKA, database="sqlite://", **given)
