@@ -138,6 +138,8 @@ def batches(
 
     Exit code: 0 shown, 1 an error, 5 the database does not answer.
     """
+    if not has_tables(url):
+        raise click.UsageError("Spark's sinks write to SQL databases: a database of this kind has no batches")
     engine = engine_of(url)
     try:
         check_schema(engine, schema)
@@ -187,6 +189,7 @@ R = TypeVar("R")
 
 _LAYOUT: Final = OutboxTable()
 _EVERY_S: Final = 10.0
+_NUMBER: Final = click.IntRange(1, 2**63 - 1)
 _LOOK: Final = "`dualwrite outbox list` names the writers, and the numbers of what was moved aside"
 
 
@@ -479,7 +482,7 @@ def list_(*, writer: str | None, limit: int, as_json: bool, url: str, schema: st
 
 @outbox.command()
 @click.argument("writer", callback=not_empty)
-@click.argument("number", type=int)
+@click.argument("number", type=_NUMBER)
 @click.option("--value", "only_value", is_flag=True, help="The bytes of its value, and nothing else.")
 @database_options
 @exit_code_for_errors
@@ -505,7 +508,7 @@ def _chosen(command: Callable[P, R]) -> Callable[P, R]:
     """Add the writer, and numbers or ``--all``, of which exactly one must be given; with ``--all`` the numbers are None."""
 
     @click.argument("writer", callback=not_empty)
-    @click.argument("numbers", nargs=-1, type=int)
+    @click.argument("numbers", nargs=-1, type=_NUMBER)
     @click.option("--all", "everything", is_flag=True, help="All of the writer's.")
     @wraps(command)
     def with_numbers(*args: P.args, **kwargs: P.kwargs) -> R:

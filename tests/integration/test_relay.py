@@ -375,6 +375,8 @@ def test_refused_rows_are_moved_aside_and_the_rest_goes_on(
         told = dualwrite("outbox", *unknown)  # also what would ask, does not
         assert (told.exit_code, told.stdout, "`dualwrite outbox list`" in told.stderr) == (6, "", True)
 
+    for wrong in ("0", str(2**63)):
+        assert dualwrite("outbox", "replay", writer, wrong).exit_code == 2, "no number of a message"
     asked = dualwrite("outbox", "drop", writer, first)
     assert (asked.exit_code, "Aborted" in asked.stderr) == (1, True)
     assert dualwrite("outbox", "drop", writer, first, "--yes").stdout == f"{writer}: 1 message deleted\n"

@@ -37,7 +37,8 @@ def test_the_client_of_another_database_is_refused_with_what_to_give(client, wan
 
 
 @pytest.mark.parametrize("url", ["rocksdb:///there", "zookeeper://there"])
-def test_a_database_without_tables_is_not_migrated(url):
-    done = CliRunner().invoke(commands, ["migrate", "--url", url])
+@pytest.mark.parametrize(("command", "words"), [("migrate", "has no tables"), ("batches", "has no batches")])
+def test_a_database_without_tables_has_nothing_to_migrate_and_no_batches(url, command, words):
+    done = CliRunner().invoke(commands, [command, "--url", url])
     assert done.exit_code == 2
-    assert "has no tables" in done.output
+    assert words in done.output
