@@ -156,7 +156,13 @@ def _found_in(connection: Connection, schema: str | None) -> str | None:
     an upgrade would add its tables there.
     """
     translated = "schema_translate_map" in connection.get_execution_options()
-    if schema is not None or translated or connection.dialect.name != "postgresql":
+    if schema is not None or translated:
+        return schema
+    if connection.dialect.name in MYSQL and connection.dialect.default_schema_name is None:
+        raise ConfigurationError(
+            "the connection has no database", next_step="name one in the URL: mysql+pymysql://user@host/DATABASE"
+        )
+    if connection.dialect.name != "postgresql":
         return schema
     found: str | None = connection.scalar(_FIND, {"name": VERSION_TABLE})
     return found

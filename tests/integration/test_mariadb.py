@@ -12,7 +12,15 @@ from harness.orders import Order
 from sqlalchemy import create_engine, insert, make_url, select, text, update
 from sqlalchemy.orm import sessionmaker
 
-from dualwrite import AsyncDualWriter, ConfigurationError, DualWriter, TransactionAborted, WriterLimits, recover
+from dualwrite import (
+    AsyncDualWriter,
+    ConfigurationError,
+    DualWriter,
+    TransactionAborted,
+    WriterLimits,
+    migrations,
+    recover,
+)
 from dualwrite.errors import IllegalStateError
 from dualwrite.stores.sql.access import engine_of, fileno_of
 from dualwrite.testing import EmbeddedMariaDB, read_committed
@@ -344,6 +352,18 @@ def test_the_loss_of_the_servers_machine_is_noticed_within_half_a_minute(url):
             assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
             assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+    engine.dispose()
+
+
+def test_a_url_without_a_database_is_no_outage(url, kafka):
+    engine = create_engine(make_url(url).set(database=""))
+    with (
+        pytest.raises(ConfigurationError, match="has no database.*name one in the URL"),
+        engine.connect() as connection,
+    ):
+        migrations.upgrade(connection)
+    with pytest.raises(ConfigurationError, match="No database selected"):
+        DualWriter("orders", kafka=kafka, database=engine).open()
     engine.dispose()
 
 

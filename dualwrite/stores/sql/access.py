@@ -536,7 +536,7 @@ _BY_NUMBER: Final = {
     **dict.fromkeys((1146, 1054), Meaning.SCHEMA),
     **dict.fromkeys((1044, 1142, 1143, 1227, 1370), Meaning.PRIVILEGE),
     **dict.fromkeys((1290, 1792, 1836), Meaning.READ_ONLY),
-    **dict.fromkeys((1045, 1049, 1130, 1698, 2005, 2061), Meaning.LOGIN),
+    **dict.fromkeys((1045, 1046, 1049, 1130, 1698, 2005, 2061), Meaning.LOGIN),
     **dict.fromkeys((1020, 1213, 1412, 1614, 3101), Meaning.CONFLICT),  # 1412: a migration came after the snapshot
     **dict.fromkeys((1040, 1203, 1205, 1226, 1317, 1969, 3024, 3572), Meaning.BUSY),
     **dict.fromkeys((1021, 1037, 1038, 1041, 1114), Meaning.FULL),
