@@ -19,9 +19,10 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import repeat
 from typing import TYPE_CHECKING, Final
 
 from dualwrite import failpoints
@@ -34,7 +35,7 @@ from dualwrite.errors import (
     TransactionAborted,
     Unavailable,
 )
-from dualwrite.protocol.message import Message, Unsendable
+from dualwrite.protocol.message import OVERHEAD, Message, Unsendable, size_of
 from dualwrite.protocol.outbox import (
     COLUMNS_FROM,
     MOST_BYTES,
@@ -56,7 +57,7 @@ from dualwrite.writing.transaction import write_of
 
 if TYPE_CHECKING:
     from dualwrite.interfaces import Database, Handle, OutboxRows, StateStore
-    from dualwrite.protocol.message import Sendable
+    from dualwrite.protocol.message import Header, Sendable
     from dualwrite.protocol.values import WaitingMessages, WhenRefused
     from dualwrite.recovery.claim import OwnerContext
     from dualwrite.writing.health import HealthMonitor
@@ -74,6 +75,7 @@ _SETTLE_S: Final = 10.0
 _SILENT_LOOK_S: Final = 0.25
 _IMPORT_FROM: Final = 5_000
 """From so many on they repay that pyarrow is imported, if it is installed."""
+_TIME_HEADER_BYTES: Final = size_of(None, None, [(PRODUCED_AT, b"%d" % 10**14)]) - OVERHEAD
 _TRIES: Final = 5
 """So often in a row a caller that waits for all to be sent tries again."""
 
@@ -363,9 +365,10 @@ def messages_of(read: WaitingMessages, max_bytes: int, transactional_id: str) ->
         for at, topic in enumerate(read.topics):
             by_topic.setdefault(topic, []).append(at)
         places = dict(by_topic)
+    fits = all(size + _TIME_HEADER_BYTES <= max_bytes for size in _sizes_of(read, max_bytes))
     for topic, chosen in places.items():
         rows = range(len(read.numbers)) if chosen is None else chosen
-        if _columns_pay(len(rows)):
+        if fits and _columns_pay(len(rows)):
             from dualwrite.kafka.native.arrow import columns_of_waiting  # noqa: PLC0415 - imports pyarrow
 
             yield columns_of_waiting(topic, read, chosen, PRODUCED_AT)
@@ -375,19 +378,31 @@ def messages_of(read: WaitingMessages, max_bytes: int, transactional_id: str) ->
 
 
 def _message(topic: str, read: WaitingMessages, at: int, max_bytes: int, transactional_id: str) -> Message:
-    own = () if read.headers is None else read.headers[at]
+    """One message with the header that says since when it waits; without it, if it would be too large only with it."""
+    own: Sequence[Header] = () if read.headers is None else read.headers[at]
+    headers = [*own, (PRODUCED_AT, b"%d" % read.produced_ms[at])]
+    if size_of(read.values[at], read.keys[at], headers) > max_bytes:
+        headers = [*own]
     try:
         return Message.checked(
             topic,
             read.values[at],
             read.keys[at],
             partition=None if read.partitions is None else read.partitions[at],
-            headers=[*own, (PRODUCED_AT, b"%d" % read.produced_ms[at])],
+            headers=headers,
             timestamp_ms=None if read.timestamps_ms is None else read.timestamps_ms[at],
             max_bytes=max_bytes,
         )
     except Unsendable as error:
         raise error.refusal(topic, transactional_id) from None
+
+
+def _sizes_of(read: WaitingMessages, max_bytes: int) -> Iterator[int]:
+    """The size of each message; none of them, if all together are smaller than one may be."""
+    if read.size + OVERHEAD + _TIME_HEADER_BYTES <= max_bytes:
+        return iter(())
+    headers: Iterable[Sequence[Header]] = repeat(()) if read.headers is None else read.headers
+    return map(size_of, read.values, read.keys, headers)
 
 
 def _columns_pay(messages: int) -> bool:

@@ -14,6 +14,7 @@ from sqlalchemy import create_engine, text
 from dualwrite import DualWriter, Fenced, Unavailable, WriterLimits, failpoints, recover
 from dualwrite.clock import Deadline
 from dualwrite.failpoints import FailpointError
+from dualwrite.protocol.message import OVERHEAD
 from dualwrite.protocol.outbox import PRODUCED_AT
 from dualwrite.recovery.recover import status
 from dualwrite.stores.sql.database import SqlDatabase
@@ -178,6 +179,22 @@ def test_a_message_that_is_too_large_by_now_is_moved_aside_and_the_others_are_se
     assert "MESSAGE_TOO_LARGE" in reason
     assert sum("moved aside" in record.getMessage() for record in caplog.records) == 1
     assert mode(engine) == "direct"
+
+
+@on_postgresql
+@pytest.mark.parametrize("engine_of_producer", ["native", "librdkafka"])
+@pytest.mark.parametrize("count", [1, 300])
+def test_a_message_as_large_as_any_may_be_is_sent_though_it_has_waited(
+    kafka, engine, dualwrite_topic, count, engine_of_producer
+):
+    """It has no room for the header that says since when it has waited: those beside it do."""
+    largest = "x" * (1_000_000 - OVERHEAD)
+    put(engine, dualwrite_topic, range(count), value=lambda number: str(number) if number else largest)
+    assert send(engine, {**kafka, "dualwrite.engine": engine_of_producer}) == count
+    assert aside(engine) == []
+    records = read_committed(kafka, dualwrite_topic)
+    assert [record.value.decode() for record in records] == [largest, *map(str, range(1, count))]
+    assert [PRODUCED_AT in dict(record.headers or ()) for record in records] == [False, *[True] * (count - 1)]
 
 
 @on_postgresql
