@@ -319,7 +319,7 @@ class BatchJob(DriverSide):
             return left, written
 
         logger.info("%s: settling what tasks have left", self.name)
-        left, written = self._store.own_transaction(work)
+        left, written = self._store.own_transaction(work, light=self._ends_light)
         self.run = left.run
         return written
 

@@ -278,6 +278,11 @@ class DriverSide:
         found = self._store.find_with_participants(f"{self._pool.pool}#", connection) if prepared else ((), ())
         return Left(self._run_name is None or run is not None, run, leases, *found)
 
+    @property
+    def _ends_light(self) -> bool:
+        """Whether :meth:`_end_run` checks what a ``light`` transaction leaves to it: as it replaces a run."""
+        return self._run_name is not None
+
     def _note_completed(self, partition_id: int, decided_ago_s: float | None) -> None:
         """Note the completion for people who look at batches. May fail: nothing relies on it."""
         sink, batch_id = self._options.sink, self._batch_id

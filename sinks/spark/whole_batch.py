@@ -212,9 +212,11 @@ class WholeBatch(DriverSide):
 
         try:
             try:
-                ended = self._store.own_transaction(partial(work, drops=True), lock_timeout_s=DROP_LOCK_TIMEOUT_S)
+                ended = self._store.own_transaction(
+                    partial(work, drops=True), lock_timeout_s=DROP_LOCK_TIMEOUT_S, light=self._ends_light
+                )
             except Unavailable:  # a backup may read a staging table
-                ended = self._store.own_transaction(partial(work, drops=False))
+                ended = self._store.own_transaction(partial(work, drops=False), light=self._ends_light)
         except DualWriteError as error:
             logger.warning("%s: its slots are claimed to free them: %s", self.name, error)
             return None

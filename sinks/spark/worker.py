@@ -165,14 +165,11 @@ class Attempt:
             yield observer
 
     def keep_in(self, connection: Connection, slot: Slot, seconds: float) -> None:
-        """As :meth:`Slot.keep_in`, and only as :meth:`require_run` lets it: in one statement where the database can."""
-        pool, run = self._pool(), self._run
-        joined = run is not None and pool.joins_conditions
-        if not joined:
-            self.require_run(connection)
-        held = Runs(self.engine, self.options.schema).holding(run) if joined and run is not None else None
+        """As :meth:`Slot.keep_in`, and only as :meth:`require_run` lets it, in one statement."""
+        run = self._run
+        held = None if run is None else Runs(self.engine, self.options.schema).holding(run)
         try:
-            slot.keep_in(connection, pool, seconds, held)
+            slot.keep_in(connection, self._pool(), seconds, held)
         except Fenced:
             self.require_run(connection)  # which says so if that is why
             raise

@@ -88,7 +88,7 @@ class GeneralLog:
             return found.all() if found.returns_rows else []
 
     def url(self, url):
-        return url
+        return url.partition("?")[0]  # without the tests' own init_command
 
     @property
     def requests(self):
@@ -214,9 +214,9 @@ class Stream:
         pytest.param("postgresql", "staging", Asked(40, 6, 39, 30), Asked(10, 2, 10, 12), id="staging"),
         pytest.param("postgresql", "prepared", Asked(40, 8, 39, 30), Asked(10, 4, 10, 12), id="prepared"),
         pytest.param("postgresql", "foreach_batch", Asked(37, 8, 36, 20), Asked(10, 3, 10, 12), id="foreach_batch"),
-        pytest.param("mariadb", "staging", Asked(91, 15, 91, 30), Asked(31, 7, 31, 12), id="staging-mariadb",
+        pytest.param("mariadb", "staging", Asked(39, 8, 39, 30), Asked(11, 3, 11, 12), id="staging-mariadb",
                      marks=pytest.mark.mariadb),
-        pytest.param("mariadb", "foreach_batch", Asked(74, 11, 74, 20), Asked(31, 3, 31, 12), id="foreach_batch-mariadb",
+        pytest.param("mariadb", "foreach_batch", Asked(40, 8, 40, 20), Asked(16, 3, 16, 12), id="foreach_batch-mariadb",
                      marks=pytest.mark.mariadb),
     ],
     indirect=["numbers"],

@@ -112,7 +112,7 @@ def new_engine(url: URL, *, connect_args: Mapping[str, Any] | None = None, **opt
         event.listen(made, "connect", keep_alive)
         event.listen(made, "reset", _roll_back)
     if options.get("isolation_level") == _READ_COMMITTED:
-        event.listen(made, "connect", _note_read_committed)
+        event.listen(made, "connect", note_read_committed)
     return made
 
 
@@ -133,7 +133,8 @@ def _roll_back(driver: Any, _: object, state: PoolResetState) -> None:
 _READ_COMMITTED: Final = "READ COMMITTED"
 
 
-def _note_read_committed(_: object, record: ConnectionPoolEntry) -> None:
+def note_read_committed(_: object, record: ConnectionPoolEntry) -> None:
+    """Note of a new connection that its session has that level; see :func:`at_read_committed`."""
     record.info[_READ_COMMITTED] = True
 
 

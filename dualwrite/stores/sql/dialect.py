@@ -72,14 +72,25 @@ class Dialect(ABC):
         """
 
     @abstractmethod
-    def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
-        """Begin one of the store's own transactions: on the primary, at READ COMMITTED, durable, with limited waits."""
+    def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float, light: bool = False) -> None:
+        """Begin one of the store's own transactions: on the primary, at READ COMMITTED, durable, with limited waits.
+
+        ``light`` leaves out what costs a statement of its own: see :meth:`ShortTransactions.run`.
+        """
+
+    def own_checks(self) -> Sequence[ColumnElement[object]]:
+        """Columns that show what a ``light`` :meth:`begin_own` has not checked, for :meth:`check_own`."""
+        return ()
+
+    def check_own(self, values: Sequence[object]) -> None:
+        """Check the values of :meth:`own_checks`."""
+        del values
 
     @abstractmethod
-    def begin_reading(self, connection: Connection) -> None:
+    def begin_reading(self, connection: Connection, *, light: bool = False) -> None:
         """Begin a short transaction that only reads; refuse a standby, which may show old data.
 
-        Or let each statement be one, on a connection that is known to lead to a primary.
+        Or let each statement be one, on a connection that is known to lead to a primary. ``light`` as for :meth:`begin_own`.
         """
 
     def standing_alone(self, lock_timeout_s: float) -> Callable[[Connection], AbstractContextManager[object]] | None:

@@ -13,8 +13,8 @@ transactional id, which fences the slot's previous holder, even one that was pau
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import (
@@ -23,6 +23,7 @@ from sqlalchemy import (
     Connection,
     Engine,
     Float,
+    Insert,
     Select,
     Update,
     and_,
@@ -35,6 +36,7 @@ from sqlalchemy import (
     null,
     or_,
     select,
+    true,
     tuple_,
     update,
 )
@@ -274,6 +276,21 @@ class SlotLease:
     until: datetime
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """How a batch begins as a slot is leased for it.
+
+    Attributes:
+        can_go_on: Whether it may be written.
+        insert: What records that it has begun, unless it has; None if nothing does.
+        is_begun: Whether it has.
+    """
+
+    can_go_on: ColumnElement[bool]
+    insert: Insert | None = None
+    is_begun: ColumnElement[bool] = field(default_factory=true)
+
+
 class SlotPool:
     """The slots of one pool. Thread-safe; every call is a short transaction of its own.
 
@@ -296,6 +313,7 @@ class SlotPool:
         self._dialect = dialect_of(self._engine)
         self._tables = tables = declare_tables(schema)
         self._own = ShortTransactions(self._engine, self._dialect, tables)
+        self._has_ctes = self._engine.dialect.name == "postgresql"
         self._slot = slot = tables.slot
         self._is_free = and_(
             slot.c.pool == pool, or_(slot.c.lease_until.is_(None), slot.c.lease_until <= database_now())
@@ -367,18 +385,22 @@ class SlotPool:
         resting: Sequence[StateRow],
         *,
         run: Select[Any] | None = None,
-        begins: Callable[[CTE | None], tuple[CTE | None, ColumnElement[bool]]],
+        begins: Callable[[CTE | None], Beginning],
     ) -> tuple[SlotLease, StateRow] | None:
-        """Lease a slot that is kept for its worker (:meth:`release`), and read its row, in one statement that stands alone.
+        """Lease a slot that is kept for its worker (:meth:`release`), and read its row.
 
         That is the first of the `resting` rows, as the worker knows them, whose slot is free, and whose id nobody has claimed
         since. `run` finds the run while it may write (:meth:`Runs.holding`); `begins` says whether the batch can go on, and
         records that it has begun (:meth:`Ledger.beginning`). None, with nothing leased, if there is no such slot, the run is
-        over or just being replaced, the batch cannot go on, or the database cannot do it in one statement: :meth:`lease` then
-        does it, or says why not.
+        over or just being replaced, or the batch cannot go on: :meth:`lease` then does it, or says why not.
+
+        One statement does it where a statement can stand alone and return what it has changed; else a transaction of two, or
+        of three for the first one of a batch.
         """
-        if not resting or not self._own.can_stand_alone:
+        if not resting:
             return None
+        if not self._own.can_stand_alone:
+            return self._lease_in_steps(owner, ttl_s, resting, run, begins(None))
         slot, state = self._slot, self._tables.state
         held = None if run is None else run.cte("held")
         names = [(row.transactional_id, row.namespace, row.incarnation) for row in resting]
@@ -397,10 +419,10 @@ class SlotPool:
         )
         if held is not None:
             free = free.where(exists(select(held)))
-        begun, can_go_on = begins(held)
-        if begun is not None:
-            statement = statement.add_cte(begun)
-        found = free.where(can_go_on).cte("free")
+        beginning = begins(held)
+        if beginning.insert is not None:
+            statement = statement.add_cte(beginning.insert.cte("begun"))
+        found = free.where(beginning.can_go_on).cte("free")
         statement = statement.where(slot.c.transactional_id == found.c.slot_).returning(
             slot.c.lease_owner, slot.c.lease_until, *(found.c[one.name] for one in row_columns(self._tables))
         )
@@ -411,6 +433,57 @@ class SlotPool:
         failpoints.hit("slot.leased")
         [found_row] = parse_rows(state.fullname, [row])
         return SlotLease(found_row.transactional_id, self.pool, row["lease_owner"], row["lease_until"]), found_row
+
+    def _lease_in_steps(
+        self, owner: str, ttl_s: float, resting: Sequence[StateRow], run: Select[Any] | None, beginning: Beginning
+    ) -> tuple[SlotLease, StateRow] | None:
+        """First looks for all that must be so, and locks the run; last leases a slot that is still free."""
+        slot, state = self._slot, self._tables.state
+        names = [(row.transactional_id, row.namespace, row.incarnation) for row in resting]
+        is_free = and_(self._is_free, slot.c.lease_owner.is_(None))
+        checks = self._dialect.own_checks()
+        columns = row_columns(self._tables)
+        look = (
+            select(
+                *columns,
+                database_now().label("now_"),
+                (literal(True) if run is None else run.scalar_subquery().is_not(None)).label("may_write_"),
+                beginning.can_go_on.label("can_go_on_"),
+                beginning.is_begun.label("is_begun_"),
+                *checks,
+            )
+            .join_from(slot, state, state.c.transactional_id == slot.c.transactional_id)
+            .where(is_free, tuple_(state.c.transactional_id, state.c.namespace, state.c.incarnation).in_(names))
+            .order_by(_place(slot.c.transactional_id, [row.transactional_id for row in resting]))
+            .limit(1)
+        )
+
+        def work(connection: Connection) -> tuple[SlotLease, StateRow] | None:
+            values = connection.execute(look).mappings().one_or_none()
+            if values is None:
+                return None
+            self._dialect.check_own(list(values.values())[len(values) - len(checks) :])
+            if not (values["may_write_"] and values["can_go_on_"]):
+                return None
+            is_begun = values["is_begun_"]
+            if not is_begun and beginning.insert is not None:
+                # Another worker may begin the batch just now, perhaps for another destination.
+                is_begun = connection.execute(beginning.insert).rowcount == 1
+            [row] = parse_rows(state.fullname, [values])
+            until = values["now_"] + timedelta(seconds=ttl_s)
+            taking = (
+                update(slot)
+                .where(slot.c.transactional_id == row.transactional_id, is_free)
+                .values(lease_owner=owner, lease_until=until, kept_until=null())
+            )
+            if not is_begun or connection.execute(taking).rowcount != 1:
+                return None
+            return SlotLease(row.transactional_id, self.pool, owner, until), row
+
+        taken = self._own.run(work, light=True)
+        if taken is not None:
+            failpoints.hit("slot.leased")
+        return taken
 
     def _take_free_or_new(
         self,
@@ -446,7 +519,16 @@ class SlotPool:
             ended(former)
         return self._change(connection, self._take, {"id_": transactional_id, "owner_": owner, "ttl_": ttl_s})
 
-    def _change(self, connection: Connection, statement: Update, bound: Mapping[str, object]) -> SlotLease | None:
+    def _change(
+        self,
+        connection: Connection,
+        statement: Update,
+        bound: Mapping[str, object],
+        known: SlotLease | None = None,
+    ) -> SlotLease | None:
+        """The lease after the change, which may be `known` before; None if no row matched."""
+        if known is not None:
+            return known if connection.execute(statement, bound).rowcount == 1 else None
         if connection.dialect.update_returning:
             row = connection.execute(statement.returning(*self._found.selected_columns), bound).one_or_none()
         elif connection.execute(statement, bound).rowcount == 1:
@@ -494,11 +576,6 @@ class SlotPool:
 
         return self._own.run(work) if bound else []
 
-    @property
-    def joins_conditions(self) -> bool:
-        """Whether :meth:`keep` takes a condition, and :meth:`release` executes what is given ``beside`` it in its statement."""
-        return self._own.can_stand_alone
-
     def keep(
         self,
         lease: SlotLease,
@@ -520,18 +597,24 @@ class SlotPool:
             .values(lease_until=ends, kept_until=ends)  # both times: the lease was kept
         )
         if condition is not None:
-            statement = statement.where(exists(select(condition.cte("held"))))
+            statement = statement.where(exists(select(condition.cte("held"))) if self._has_ctes else condition.exists())
         bound = {"id_": lease.transactional_id, "owner_": lease.owner, "until_": until}
-        return self._changed(lease, statement, bound, connection)
+        kept = SlotLease(lease.transactional_id, self.pool, lease.owner, until)
+        return self._changed(lease, statement, bound, connection, kept)
 
     def _changed(
-        self, lease: SlotLease, statement: Update, bound: Mapping[str, object], connection: Connection | None = None
+        self,
+        lease: SlotLease,
+        statement: Update,
+        bound: Mapping[str, object],
+        connection: Connection | None = None,
+        known: SlotLease | None = None,
     ) -> SlotLease:
         if connection is None:
-            changed = self._own.run_one(lambda own: self._change(own, statement, bound))
+            changed = self._own.run_one(lambda own: self._change(own, statement, bound, known))
         else:
             try:
-                changed = self._change(connection, statement, bound)
+                changed = self._change(connection, statement, bound, known)
             except exc.SQLAlchemyError as error:
                 raise map_database_error(error, self._engine) from error
         if changed is None:
@@ -568,11 +651,12 @@ class SlotPool:
             return
         if beside is None:
             self._own.run_one(lambda own: own.execute(statement))
-        elif self.joins_conditions:
+        elif self._has_ctes:
             both = statement.add_cte(beside.cte("beside"))
             self._own.run_one(lambda own: own.execute(both))
         else:
-            self._own.run(lambda own: (own.execute(beside), own.execute(statement)))
+            # Nothing is checked: if it is lost, the next claim finds out what is true.
+            self._own.run(lambda own: (own.execute(beside), own.execute(statement)), light=True)
         failpoints.hit("slot.released")
 
     def expired(self) -> Sequence[SlotLease]:

@@ -39,6 +39,7 @@ from dualwrite.protocol.batches import Destination, Entry, Recorded, Way, mismat
 from dualwrite.protocol.values import may_own, pool_of_sink
 from dualwrite.stores.sql.access import map_database_error, reading, stand_alone
 from dualwrite.stores.sql.database import SqlDatabase
+from dualwrite.stores.sql.leases import Beginning
 from dualwrite.stores.sql.short_transactions import SCHEMA_REVISION, ShortTransactions, dialect_of, find_tables
 from dualwrite.stores.sql.tables import (
     check_name,
@@ -257,11 +258,11 @@ class Ledger:
 
     def beginning(
         self, engine: Engine, sink: str, batch_id: str, destination: Destination, held: CTE | None
-    ) -> tuple[CTE | None, ColumnElement[bool]]:
-        """:meth:`begin` of a batch that is written as a whole, as parts of another statement on PostgreSQL.
+    ) -> Beginning:
+        """:meth:`begin` of a batch that is written as a whole, as parts of other statements.
 
-        One records the batch as begun, if it is not, and if `held` finds the run. The other says whether it can go on: it has
-        no other destination, is not written, and does not count as failed. Otherwise call :meth:`begin`.
+        It is recorded as begun, if it is not, and if `held` finds the run. It can go on if it has no other destination, is not
+        written, and does not count as failed. Otherwise call :meth:`begin`.
         """
         ledger = self._ledger
         row: dict[str, ColumnElement[Any]] = {
@@ -273,19 +274,19 @@ class Ledger:
         if held is not None:
             values = values.select_from(held)
         insert = dialect_of(engine).insert_if_missing(ledger)
-        begun = insert.from_select(list(row), values, include_defaults=False).cte("begun")
+        begun = insert.from_select(list(row), values, include_defaults=False)
         is_other = or_(ledger.c.destination.is_distinct_from(destination.text()), ledger.c.failed_at.is_not(None))
         unfit = or_(ledger.c.partition_id == WHOLE_BATCH, and_(ledger.c.partition_id == BEGUN, is_other))
-        return begun, not_(exists().where(ledger.c.sink == sink, ledger.c.batch_id == batch_id, unfit))
+        of_batch = (ledger.c.sink == sink, ledger.c.batch_id == batch_id)
+        is_begun = exists().where(*of_batch, ledger.c.partition_id == BEGUN)
+        return Beginning(not_(exists().where(*of_batch, unfit)), begun, is_begun)
 
-    def unless_written(
-        self, sink: str, batch_id: str, partition_id: int, held: CTE | None
-    ) -> tuple[CTE | None, ColumnElement[bool]]:
+    def unless_written(self, sink: str, batch_id: str, partition_id: int, held: CTE | None) -> Beginning:
         """The opposite of :meth:`seen`, as :meth:`beginning` is for a batch that is written as a whole."""
         del held
         ledger = self._ledger
         is_it = and_(ledger.c.sink == sink, ledger.c.batch_id == batch_id, ledger.c.partition_id == partition_id)
-        return None, not_(exists().where(is_it))
+        return Beginning(not_(exists().where(is_it)))
 
     def _recorded(self, connection: Connection, bound: dict[str, str]) -> tuple[Recorded, bool]:
         """What is recorded, and whether the batch counts as failed. Locks the rows."""
@@ -482,8 +483,8 @@ class Runs:
         """Begin the next run, after which :meth:`require` refuses tasks of earlier runs. Does not wait.
 
         Returns None, and changes nothing, if a task that :meth:`require` let through still has a transaction open or prepared:
-        settle what is prepared, and call again. With a connection, in the caller's transaction: a task that asks meanwhile
-        waits for its end, so that what is read in it afterwards is all that earlier runs have left.
+        settle what is prepared, and call again. With a connection, in the caller's transaction, which may be ``light``: a task
+        that asks meanwhile waits for its end, so that what is read in it afterwards is all that earlier runs have left.
         """
         run = self._run
         of_batch = (run.c.sink == sink, run.c.name == name)
@@ -496,7 +497,10 @@ class Runs:
             if self._dialect.name == "postgresql":
                 statement = changed.where(run.c.token.in_(select(free.cte("free"))))
                 return connection.execute(statement).rowcount == 1
-            return connection.execute(free).one_or_none() is not None and bool(connection.execute(changed).rowcount)
+            # With what a light transaction has left to check: this statement has always a row.
+            found, *checks = connection.execute(select(free.scalar_subquery(), *self._dialect.own_checks())).one()
+            self._dialect.check_own(checks)
+            return found is not None and bool(connection.execute(changed).rowcount)
 
         def work(connection: Connection) -> bool:
             # What is added last does nothing if it is there, and a task holds it.

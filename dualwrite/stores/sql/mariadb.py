@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar, cast
 
@@ -243,17 +243,23 @@ def _is_open_on_server(connection: Connection) -> bool:
     return bool(found and found[0])
 
 
-def _at_most(name: str, seconds: int) -> str:
-    """The session's present limit if it is lower (0 means no limit)."""
+_FORMER: Final = "{former}"
+
+
+def _at_most(seconds: int) -> str:
+    """The session's own limit if it is lower (0 means no limit)."""
     # MySQL makes the type of IF() one that the variable does not take.
-    return f"CAST(IF(@@session.{name} BETWEEN 1 AND {seconds}, @@session.{name}, {seconds}) AS UNSIGNED)"
+    return f"CAST(IF({_FORMER} BETWEEN 1 AND {seconds}, {_FORMER}, {seconds}) AS UNSIGNED)"
 
 
-def _idle_limits(connection: Connection, seconds: float | None) -> Mapping[str, str]:
-    if seconds is None or not is_mariadb(connection):
-        return {}
+def _idle_limits(connection: Connection, seconds: float | None) -> dict[str, str]:
+    return {} if seconds is None or not is_mariadb(connection) else idle_limits(seconds)
+
+
+def idle_limits(seconds: float) -> dict[str, str]:
+    """The settings by which MariaDB ends a session that sends no statement for so long inside a transaction."""
     limit = max(1, int(seconds))  # whole seconds; 0 would be no limit
-    return {name: _at_most(name, limit) for name in _IDLE}
+    return dict.fromkeys(_IDLE, _at_most(limit))
 
 
 class MariaDB(Dialect):
@@ -281,8 +287,11 @@ class MariaDB(Dialect):
         driver = _usable_driver(connection)
         self.refuse_left_open(connection)
         connection.begin()
-        # PyMySQL does not see what a SELECT has begun: whatever it was, its snapshot is too old.
-        execute_below(connection, "START TRANSACTION")
+        queries = queries_of(driver)
+        # PyMySQL does not see what a SELECT has begun: whatever it was, its snapshot is too old. A session of our own has begun
+        # nothing since its COMMIT, and each of its transactions changes something, which begins it for the server, too.
+        if queries.kept is None or not queries.commit_was_last:
+            execute_below(connection, "START TRANSACTION")
         self._mark(connection, driver)
 
     def join(self, connection: Connection, tables: Tables) -> bool:
@@ -310,22 +319,34 @@ class MariaDB(Dialect):
         # A statement before the dual write may have opened a savepoint past SQLAlchemy.
         queries.doubtful = joined_late
         queries.watch()
-        self._limit_idle(connection, self._idle_s)
+        limits = _idle_limits(connection, self._idle_s)
+        if queries.kept and _LOCK in queries.kept:
+            limits[_LOCK] = _FORMER
+        _change(connection, limits)
 
-    def _limit_idle(self, connection: Connection, seconds: float | None) -> None:
-        if limits := _idle_limits(connection, seconds):
-            _change(connection, limits)
-
-    def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
+    def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float, light: bool = False) -> None:
         at_read_committed(connection)
-        queries_of(_usable_driver(connection)).begin()
+        queries = queries_of(_usable_driver(connection))
+        queries.begin()
         connection.begin()
-        self._server.check(connection, tables)
-        _change(connection, {_LOCK: str(max(1, int(lock_timeout_s))), **_idle_limits(connection, self._idle_s)})
+        limits = {}
+        if not light:
+            self._server.check(connection, tables)
+            limits[_LOCK] = str(max(1, int(lock_timeout_s)))
+        if queries.kept is None or _IDLE[0] not in queries.kept:  # that of a decision, which is lower, is enough
+            limits.update(_idle_limits(connection, self._idle_s))
+        _change(connection, limits)
 
-    def begin_reading(self, connection: Connection) -> None:
+    def own_checks(self) -> Sequence[ColumnElement[object]]:
+        return self.start_columns()
+
+    def check_own(self, values: Sequence[object]) -> None:
+        check_facts(values)
+
+    def begin_reading(self, connection: Connection, *, light: bool = False) -> None:
         at_read_committed(connection)
-        self._server.check(connection)
+        if not light:
+            self._server.check(connection)
 
     def start_columns(self) -> Sequence[ColumnElement[object]]:
         return [literal_column(fact) for fact in FACTS]
@@ -375,14 +396,14 @@ class MariaDB(Dialect):
             put_rows(connection, put)
             return ()
         idle_ms = bound["idle_ms_"]
-        self._limit_idle(connection, None if idle_ms is None else idle_ms / 1000)
+        _change(connection, _idle_limits(connection, None if idle_ms is None else idle_ms / 1000))
         return ()
 
     def ask_locked(
         self, connection: Connection, statement: CompiledOnce, bound: Mapping[str, Any], within_s: float
     ) -> Sequence[Any] | None:
         """Waits at most so many whole seconds, here and until the transaction ends."""
-        _change(connection, {_LOCK: _at_most(_LOCK, max(1, int(within_s)))})
+        _change(connection, {_LOCK: _at_most(max(1, int(within_s)))})
         return statement.execute(connection, bound)[0]
 
     def server_mark(self) -> ColumnElement[Any]:
@@ -490,11 +511,25 @@ class MariaDB(Dialect):
 
 
 def _change(connection: Connection, settings: Mapping[str, str]) -> None:
-    """Change settings of the session, keeping what they were, for :meth:`MariaDB.restore`."""
-    changed: set[str] = connection.info.setdefault(_CHANGED, set())
-    kept = [f"@dualwrite_{name} = @@session.{name}" for name in settings if name not in changed]
-    execute_below(connection, "SET " + ", ".join([*kept, *(f"SESSION {name} = {to}" for name, to in settings.items())]))
-    changed.update(settings)
+    """Change settings of the session, keeping what they were, for :meth:`MariaDB.restore`.
+
+    Only those that are not so already: a session of our own keeps them from transaction to transaction.
+    """
+    kept = queries_of(_driver(connection)).kept
+    changed: dict[str, str] = connection.info.setdefault(_CHANGED, {}) if kept is None else kept
+    new = {name: to for name, to in settings.items() if changed.get(name) != to}
+    if new:
+        execute_below(connection, f"SET {changing(new, changed)}")
+        changed.update(new)
+
+
+def changing(settings: Mapping[str, str], changed: Collection[str] = ()) -> str:
+    """What follows SET in the statement that changes the settings, of which those of ``changed`` are kept already."""
+    parts = [f"@dualwrite_{name} = @@session.{name}" for name in settings if name not in changed]
+    for name, to in settings.items():
+        former = f"@dualwrite_{name}" if name in changed else f"@@session.{name}"
+        parts.append(f"SESSION {name} = {to.replace(_FORMER, former)}")
+    return ", ".join(parts)
 
 
 # Notices every statement that a connection of PyMySQL or mysqlclient executes, also past SQLAlchemy.
@@ -532,12 +567,15 @@ class Queries:
         rolled_back: The error with which the server rolled back the whole transaction; None if it did not.
         commit_sent: Whether COMMIT may have been sent in this transaction.
         commit_was_last: Whether the server has committed, and nothing was sent since, except for :meth:`MariaDB.restore`.
+        kept: The limits that a session of our own was given by name, and keeps; None if they are restored after each
+            transaction, as the session's next user may be another.
     """
 
     def __init__(self, driver: _Driver) -> None:
         self.follower: Follower | None = None
         self.has_table = False
         self.timeout_rolls_back = self.commit_was_last = False
+        self.kept: dict[str, str] | None = None
         self.begin()
         self._driver = driver
         self._query = driver.query
@@ -550,6 +588,10 @@ class Queries:
         self.rolled_back: BaseException | None = None
         self.commit_sent = False
         self._watches = self._was_open = False
+
+    def nothing_is_open(self) -> None:
+        """Note that the session is outside a transaction, as after COMMIT: it was just set up, or has executed DDL."""
+        self.commit_was_last = True
 
     def watch(self) -> None:
         """Notice from the server's status when the transaction is ended, until :meth:`begin` or COMMIT. PyMySQL tells it."""

@@ -617,12 +617,15 @@ class PostgreSQL(Dialect):
         del tables
         return _usable_driver(connection).pgconn.transaction_status != _IDLE
 
-    def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
+    def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float, light: bool = False) -> None:
+        """All in one statement, light or not."""
+        del light
         connection.execution_options(isolation_level="READ COMMITTED")
         self.begin(connection, tables)
         self._check_server(connection, _DURABLE, _set_lock_timeout(lock_timeout_s), self._limit_idle)
 
-    def begin_reading(self, connection: Connection) -> None:
+    def begin_reading(self, connection: Connection, *, light: bool = False) -> None:
+        del light
         if session_of(_driver(connection)).is_primary:
             stand_alone(connection)
             return

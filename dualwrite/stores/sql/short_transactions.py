@@ -10,6 +10,7 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy import (
@@ -107,15 +108,18 @@ class ShortTransactions:
         *,
         lock_timeout_s: float | None = None,
         answer_s: float | None = None,
+        light: bool = False,
     ) -> Result:
         """Run the work in a transaction that may write. Durable on return; any exception rolls it back.
 
-        ``answer_s``, after which the database counts as lost, is only for work that does nothing but query it.
+        ``answer_s``, after which the database counts as lost, is only for work that does nothing but query it. ``light`` is
+        for work that reads the dialect's :meth:`~Dialect.own_checks` itself, or need not, and for which the session's own limit
+        is early enough, if the server has one for waits.
         """
         timeout_s = self._lock_timeout_s if lock_timeout_s is None else lock_timeout_s
 
         def begin(connection: Connection) -> None:
-            self._dialect.begin_own(connection, self._tables, lock_timeout_s=timeout_s)
+            self._dialect.begin_own(connection, self._tables, lock_timeout_s=timeout_s, light=light)
 
         return self._retried(begin, work, answer_s)
 
@@ -140,9 +144,12 @@ class ShortTransactions:
 
         return self._retried(stand_alone, alone)
 
-    def read(self, work: Callable[[Connection], Result]) -> Result:
-        """Run work that only reads. Each statement may see what was committed before it, and may be a transaction by itself."""
-        return self._retried(self._dialect.begin_reading, work)
+    def read(self, work: Callable[[Connection], Result], *, light: bool = False) -> Result:
+        """Run work that only reads. Each statement may see what was committed before it, and may be a transaction by itself.
+
+        ``light`` is for work that reads the dialect's :meth:`~Dialect.own_checks` itself.
+        """
+        return self._retried(partial(self._dialect.begin_reading, light=light), work)
 
     def _retried(
         self, begin: Callable[[Connection], None], work: Callable[[Connection], Result], answer_s: float | None = None

@@ -112,12 +112,13 @@ class SQLite(Dialect):
         state = tables.state
         connection.execute(update(state).where(literal_column("0")).values(incarnation=state.c.incarnation))
 
-    def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float) -> None:
+    def begin_own(self, connection: Connection, tables: Tables, *, lock_timeout_s: float, light: bool = False) -> None:
         """The driver's own ``timeout`` limits the wait."""
-        del lock_timeout_s
+        del lock_timeout_s, light
         self.begin(connection, tables)
 
-    def begin_reading(self, connection: Connection) -> None:
+    def begin_reading(self, connection: Connection, *, light: bool = False) -> None:
+        del light
         connection.begin()
 
     def is_begun(self) -> Sequence[ColumnElement[bool]]:

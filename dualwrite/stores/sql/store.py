@@ -221,9 +221,14 @@ class SqlStateStore:
 
     # In transactions of our own
 
-    def own_transaction(self, work: Callable[[Connection], Result], *, lock_timeout_s: float | None = None) -> Result:
-        """Run work in a short transaction, perhaps more than once. Durable on return; any exception rolls it back."""
-        return self._own.run(work, lock_timeout_s=lock_timeout_s)
+    def own_transaction(
+        self, work: Callable[[Connection], Result], *, lock_timeout_s: float | None = None, light: bool = False
+    ) -> Result:
+        """Run work in a short transaction, perhaps more than once. Durable on return; any exception rolls it back.
+
+        ``light`` as for :meth:`ShortTransactions.run`.
+        """
+        return self._own.run(work, lock_timeout_s=lock_timeout_s, light=light)
 
     def claim(
         self,
@@ -257,7 +262,22 @@ class SqlStateStore:
         return self._own.run(work) if ids else []
 
     def read(self, transactional_ids: Sequence[str]) -> Sequence[StateRow]:
-        return self._own.read(partial(read_rows, self._tables, sorted(set(transactional_ids))))
+        ids = sorted(set(transactional_ids))
+        checks = self._dialect.own_checks()
+        rows: Sequence[StateRow] = ()
+        if checks and len(list(in_chunks(ids))) == 1:
+            state = self._tables.state
+            statement = select(*row_columns(self._tables), *checks).where(state.c.transactional_id.in_(ids))
+
+            def work(connection: Connection) -> Sequence[StateRow]:
+                found = connection.execute(statement).mappings().all()
+                for row in found[:1]:
+                    self._dialect.check_own(list(row.values())[len(row) - len(checks) :])
+                return parse_rows(state.fullname, found)
+
+            rows = self._own.read(work, light=True)
+        # Without a row nothing was checked either.
+        return rows or self._own.read(partial(read_rows, self._tables, ids))
 
     def read_in(self, connection: Connection, transactional_ids: Collection[str]) -> Sequence[StateRow]:
         """:meth:`read` inside the caller's transaction."""

@@ -10,6 +10,7 @@ it, and tells when no process can decide on its rows any more. A first column nu
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -21,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pymysql.err import MySQLError
-from sqlalchemy import Connection, event, exc, text
+from sqlalchemy import Connection, and_, exc, literal, literal_column, null, select, text, union_all
 
 from dualwrite.errors import ConfigurationError, DualWriteError, TransactionAborted
 from dualwrite.sinks.spark.column_types import Table, TableColumn
@@ -43,8 +44,8 @@ from dualwrite.sinks.spark.databases.database import (
     require_planned,
     rows_lost,
     still_referred_to,
-    values_of,
 )
+from dualwrite.sinks.spark.databases.mariadb_sessions import execute_ddl, own_engine
 from dualwrite.sinks.spark.digests import row_name, table_key
 from dualwrite.sinks.spark.merging import DELETED, MergeStatements, staged_arrays
 from dualwrite.stores.sql.access import (
@@ -52,16 +53,14 @@ from dualwrite.stores.sql.access import (
     driver_words,
     map_database_error,
     meaning_of,
-    new_engine,
     number_of,
-    ping_idle_connections,
 )
 from dualwrite.stores.sql.mariadb import is_mariadb
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from sqlalchemy import URL, CursorResult, Engine, Select
+    from sqlalchemy import URL, ColumnElement, CursorResult, Engine, Select
 
     from dualwrite.sinks.spark.digests import RowNames
     from dualwrite.sinks.spark.layout import Copied, Layout
@@ -149,8 +148,7 @@ def create_staging(engine: Engine, made: StagingTable, layout: Layout) -> None:
     """See :meth:`SinkDatabase.create_staging`. On a connection of its own."""
     try:
         with engine.connect() as connection:
-            execute(connection, _creation(made.table, layout, comment=made.comment))
-            connection.rollback()
+            execute_ddl(connection, _creation(made.table, layout, comment=made.comment))
     except exc.SQLAlchemyError as error:
         raise _not_made(error, engine, "staging", schema=made.schema, rights=_STAGING_RIGHTS) from error
 
@@ -223,17 +221,22 @@ def _number_beside(columns: Sequence[str]) -> str:
 def take_over(connection: Connection, parts: Sequence[Staged], layout: Layout) -> None:
     """See :meth:`SinkDatabase.take_over`."""
     try:
-        for row in execute(connection, _statements(parts, layout).counts()):
-            number, held = cast("tuple[int, int]", row)
-            if held != parts[number].rows:
-                raise rows_lost(parts[number], held)
         if layout.merge is not None:
+            _require_whole(connection, parts, layout)
             merge(connection, parts, layout)
             return
         for part in parts:
             _insert_all(connection, part, layout)
     except exc.SQLAlchemyError as error:
         raise map_database_error(error, connection.engine) from error
+
+
+def _require_whole(connection: Connection, parts: Sequence[Staged], layout: Layout) -> None:
+    """Refuse staging tables that do not hold all rows."""
+    for row in execute(connection, _statements(parts, layout).counts()):
+        number, held = cast("tuple[int, int]", row)
+        if held != parts[number].rows:
+            raise rows_lost(parts[number], held)
 
 
 def _insert_all(connection: Connection, part: Staged, layout: Layout) -> None:
@@ -244,6 +247,8 @@ def _insert_all(connection: Connection, part: Staged, layout: Layout) -> None:
             f"INSERT INTO {table_name(layout.table)} ({listed(columns)}) SELECT {listed(columns)} "
             f"FROM {table_name(part.table.table)} ORDER BY {quoted(_number_beside(columns))}",
         ).rowcount
+    if taken != part.rows:
+        _require_whole(connection, [part], layout)
     require_all_taken(layout.table[1], sent=part.rows, taken=taken)
 
 
@@ -358,20 +363,28 @@ def _broken(
     return None
 
 
-def _drop(engine: Engine, staged: StagingTable) -> bool:
+def _drop(engine: Engine, tables: Collection[StagingTable]) -> int:
+    """Drop staging tables, and return how many are gone. One that is being read stays."""
+    names = ", ".join(table_name(staged.table) for staged in tables)
+    limit = int(DROP_LOCK_TIMEOUT_S)
     try:
         with engine.connect() as connection:
-            connection.exec_driver_sql(
-                f"SET @dualwrite_waits = @@session.lock_wait_timeout, SESSION lock_wait_timeout = {int(DROP_LOCK_TIMEOUT_S)}"
+            if is_mariadb(connection):
+                execute_ddl(connection, f"DROP TABLE IF EXISTS {names} WAIT {limit}")
+                return len(tables)
+            execute(
+                connection, f"SET @dualwrite_waits = @@session.lock_wait_timeout, SESSION lock_wait_timeout = {limit}"
             )
             try:
-                execute(connection, f"DROP TABLE IF EXISTS {table_name(staged.table)}")
+                execute_ddl(connection, f"DROP TABLE IF EXISTS {names}")
             finally:
-                connection.exec_driver_sql("SET SESSION lock_wait_timeout = @dualwrite_waits")
+                execute(connection, "SET SESSION lock_wait_timeout = @dualwrite_waits")
     except exc.SQLAlchemyError as error:
-        logger.warning("staging table %s stays for now: %s", staged.name, driver_words(error))
-        return False
-    return True
+        if len(tables) > 1:
+            return sum(_drop(engine, [one]) for one in tables)
+        logger.warning("staging table %s stays for now: %s", names, driver_words(error))
+        return 0
+    return len(tables)
 
 
 def _require_condition(connection: Connection, layout: Layout, how: Emptying) -> None:
@@ -407,24 +420,12 @@ def _not_replaced(error: exc.SQLAlchemyError, connection: Connection, what: str)
 
 # MariaDB and MySQL, as the sinks use them.
 
-# The literals rely on these settings, under which the server refuses values that it would otherwise change.
-SESSION: Final = (
-    "SET SESSION time_zone = '+00:00', SESSION sql_mode = "
-    "'STRICT_TRANS_TABLES,STRICT_ALL_TABLES,NO_ZERO_DATE,NO_ZERO_IN_DATE,NO_AUTO_VALUE_ON_ZERO,NO_ENGINE_SUBSTITUTION'"
-)
-
 
 class MariaDB:
     """See :class:`~dualwrite.sinks.spark.databases.database.SinkDatabase`."""
 
     def __init__(self, url: URL) -> None:
-        self.engine = new_engine(
-            url,
-            isolation_level="READ COMMITTED",  # as on PostgreSQL; and no gaps are locked
-            hide_parameters=True,
-        )
-        ping_idle_connections(self.engine)
-        event.listen(self.engine, "connect", _set_session)
+        self.engine = own_engine(url)
 
     def quoted(self, table: tuple[str, str]) -> str:
         return table_name(table)
@@ -436,19 +437,19 @@ class MariaDB:
                 f"{name!r} is not the name of a table",
                 next_step="write it as in SQL: orders, sales.orders, or `my orders`",
             )
+        statement = _OF_MARIADB if is_mariadb(connection) else _OF_MYSQL
         try:
-            row = _found(connection.execute(_FIND_TARGET, {"schema": parsed[0], "name": parsed[1]}).all(), parsed[1])
-            if row is None:
-                raise ConfigurationError(
-                    f"there is no table {name!r}",
-                    next_step="create it, or check its database, its upper and lower case, and the user's rights",
-                )
-            schema, table, kind, engine = row
-            where = {"schema": schema, "table": table}
-            columns = connection.execute(_COLUMNS, where).all()
-            clauses = connection.execute(_JSON, where).scalars().all() if is_mariadb(connection) else []
+            rows = connection.execute(statement, {"schema": parsed[0], "name": parsed[1]}).all()
         except exc.SQLAlchemyError as error:
             raise map_database_error(error, connection.engine) from error
+        found = _found(rows, parsed[1])
+        if not found:
+            raise ConfigurationError(
+                f"there is no table {name!r}",
+                next_step="create it, or check its database, its upper and lower case, and the user's rights",
+            )
+        schema, table, kind, engine, _, clauses, _ = found[0][:_OF_TABLE]
+        columns = [row[_OF_TABLE:] for row in found]
         if kind not in _TABLES:
             raise ConfigurationError(f"{name!r} is not a table but a {str(kind).lower()}")
         if engine != "InnoDB":
@@ -463,10 +464,12 @@ class MariaDB:
                 next_step=f"as its owner: GRANT INSERT ON {name} TO the user {connection.engine.url.username!r}",
             )
         json_columns = {
-            match[1].replace("``", "`") for clause in clauses if (match := _JSON_COLUMN.search(str(clause)))
+            match[1].replace("``", "`")
+            for clause in json.loads(clauses or "[]")
+            if (match := _JSON_COLUMN.search(str(clause)))
         }
-        found = [_column(row, is_json=row[0] in json_columns) for row in columns]
-        return Table(schema, table, {column.name: column for column in found}, takes=attrgetter("mariadb"))
+        made = [_column(row, is_json=row[0] in json_columns) for row in columns]
+        return Table(schema, table, {column.name: column for column in made}, takes=attrgetter("mariadb"))
 
     def require_types(
         self,
@@ -477,8 +480,7 @@ class MariaDB:
         shown_name: str,
         beside: Sequence[Select[Any]] = (),
     ) -> Sequence[object]:
-        require_types(connection, tables, planned, shown_name=shown_name)
-        return values_of(connection, beside)
+        return require_types(connection, tables, planned, shown_name=shown_name, beside=beside)
 
     def writing(
         self, connection: Connection, layout: Layout, table: tuple[str, str], names: RowNames | None = None
@@ -522,8 +524,8 @@ class MariaDB:
             raise outside(layout.table[1], row)
 
     def drop_staging(self, tables: Collection[StagingTable]) -> None:
-        for staged in tables:
-            _drop(self.engine, staged)
+        if tables:
+            _drop(self.engine, tables)
 
     def drop_staging_in(self, connection: Connection, tables: Collection[StagingTable]) -> bool:
         del connection  # DDL would commit its transaction
@@ -536,7 +538,7 @@ class MariaDB:
             found = self.find_staging(connection, schema)
         held = holders() if found else {}
         dead = [one for one in found if can_be_dropped(one, incarnations, held)]
-        return sum(_drop(self.engine, one) for one in dead)
+        return sum(_drop(self.engine, [one]) for one in dead)
 
     def find_staging(self, connection: Connection, schema: str) -> Sequence[StagingTable]:
         where = {"schema": schema, "prefix": STAGING_PREFIX, "length": len(STAGING_PREFIX)}
@@ -594,11 +596,6 @@ class MariaDB:
         return False
 
 
-def _set_session(driver: Any, _: object) -> None:
-    with closing(driver.cursor()) as cursor:
-        cursor.execute(SESSION)
-
-
 def _not_prepared() -> ConfigurationError:
     return ConfigurationError(
         "MariaDB and MySQL have no PREPARE TRANSACTION, and their XA is not used: a batch is decided as one by staging tables",
@@ -609,30 +606,37 @@ def _not_prepared() -> ConfigurationError:
 # The target table in the catalog of MariaDB and MySQL.
 
 _TABLES: Final = frozenset({"BASE TABLE", "SYSTEM VERSIONED"})
-_FIND_TARGET: Final = text(
-    "SELECT table_schema, table_name, table_type, engine, @@lower_case_table_names FROM information_schema.tables "
-    "WHERE table_schema = coalesce(:schema, database()) AND table_name = :name"
+# The name is given twice, and not by the join alone: the catalog then opens that table, and not all of the schema.
+_TARGET: Final = (
+    "SELECT t.table_schema, t.table_name, t.table_type, t.engine, @@lower_case_table_names, {clauses}, c.table_name, "
+    "c.column_name, c.data_type, c.column_type, c.numeric_scale, c.is_nullable, c.column_default, c.extra, "
+    "c.generation_expression, c.privileges FROM information_schema.tables t JOIN information_schema.columns c "
+    "ON c.table_schema = t.table_schema AND c.table_name = t.table_name "
+    "WHERE t.table_schema = coalesce(:schema, database()) AND t.table_name = :name "
+    "AND c.table_schema = coalesce(:schema, database()) AND c.table_name = :name ORDER BY t.table_name, c.ordinal_position"
 )
-_COLUMNS: Final = text(
-    "SELECT column_name, data_type, column_type, numeric_scale, is_nullable, column_default, extra, generation_expression, "
-    "privileges FROM information_schema.columns WHERE table_schema = :schema AND table_name = :table ORDER BY ordinal_position"
-)
+_OF_TABLE: Final = 7
+"""How many of these are the table's, and stand before those of the column."""
+_OF_MYSQL: Final = text(_TARGET.format(clauses="NULL"))
 # MariaDB's JSON is an alias of longtext, with such a check.
-_JSON: Final = text(
-    "SELECT check_clause FROM information_schema.check_constraints "
-    "WHERE constraint_schema = :schema AND table_name = :table AND check_clause LIKE 'json_valid(%'"
+_OF_MARIADB: Final = text(
+    _TARGET.format(
+        clauses="(SELECT json_arrayagg(check_clause) FROM information_schema.check_constraints k "
+        "WHERE k.constraint_schema = coalesce(:schema, database()) AND k.table_name = t.table_name "
+        "AND k.check_clause LIKE 'json_valid(%')"
+    )
 )
 _JSON_COLUMN: Final = re.compile(r"json_valid\(`((?:[^`]|``)+)`\)")
 _UNSIGNED: Final = "unsigned"
 _WHOLE: Final = frozenset({"tinyint", "smallint", "mediumint", "int", "bigint"})
 
 
-def _found(rows: Sequence[Sequence[object]], name: str) -> tuple[str, str, object, object] | None:
-    """The catalog compares names case-insensitively, even where table names are case-sensitive."""
-    for schema, table, kind, engine, any_case in rows:
+def _found(rows: Sequence[Sequence[Any]], name: str) -> Sequence[Sequence[Any]]:
+    """The rows of one table: the catalog compares names case-insensitively, even where table names are case-sensitive."""
+    for _, table, _, _, any_case, *_ in rows:
         if any_case or table == name:
-            return str(schema), str(table), kind, engine
-    return None
+            return [row for row in rows if row[1] == table and row[_OF_TABLE - 1] == table]
+    return ()
 
 
 def _column(row: Sequence[object], *, is_json: bool) -> TableColumn:
@@ -653,18 +657,44 @@ def _column(row: Sequence[object], *, is_json: bool) -> TableColumn:
     )
 
 
+_MOST_TABLES: Final = 100
+"""So many are asked about in one statement."""
+
+
 def require_types(
-    connection: Connection, tables: Collection[tuple[str, str]], planned: Mapping[str, str], *, shown_name: str
-) -> None:
+    connection: Connection,
+    tables: Collection[tuple[str, str]],
+    planned: Mapping[str, str],
+    *,
+    shown_name: str,
+    beside: Sequence[Select[Any]] = (),
+) -> Sequence[object]:
     """See :meth:`SinkDatabase.require_types`. A statement locks the table's definition until the transaction ends."""
     planned = {name: shown.removesuffix(NULL_REPLACED) for name, shown in planned.items()}
-    for schema, table in tables:
+    names, values = list(tables), cast("Sequence[object]", ())
+    for start in range(0, len(names), _MOST_TABLES):
+        # One SELECT for each table: the catalog looks for a table by its name, and not for one of several.
+        asked = [
+            _types_of(number, names[number], beside if number == 0 else [select(null())] * len(beside))
+            for number in range(start, min(start + _MOST_TABLES, len(names)))
+        ]
         try:
-            rows = connection.execute(_COLUMNS, {"schema": schema, "table": table}).all()
+            rows = connection.execute(union_all(*asked) if len(asked) > 1 else asked[0]).all()
         except exc.SQLAlchemyError as error:
             raise map_database_error(error, connection.engine) from error
-        # A staging table has the types alone.
-        require_planned({str(row[0]): str(row[2]) for row in rows}, planned, shown_name)
+        for number in range(start, start + len(asked)):
+            # A staging table has the types alone.
+            require_planned({str(row[1]): str(row[2]) for row in rows if row[0] == number}, planned, shown_name)
+        values = values or next(tuple(row[3:]) for row in rows)
+    return values
+
+
+def _types_of(number: int, table: tuple[str, str], beside: Sequence[Select[Any]]) -> Select[Any]:
+    of_table = and_(literal_column("table_schema") == table[0], literal_column("table_name") == table[1])
+    wanted: list[ColumnElement[Any]] = [literal(number), literal_column("column_name"), literal_column("column_type")]
+    wanted += [one.scalar_subquery() for one in beside]
+    columns = select(*wanted)
+    return columns.select_from(text("information_schema.columns")).where(of_table)
 
 
 # Arrow batches into MariaDB or MySQL by INSERTs of many rows, inside the dual write's own database transaction.
@@ -826,7 +856,7 @@ def _why_not(cursor: Any, statement: str) -> str | None:
 # Arrow columns as the literals of an INSERT, computed column by column; and values that a column would change, refused.
 #
 # The literals suit a session whose character set is utf8mb4, whose time zone is UTC, and whose SQL mode is that of
-# `dualwrite.sinks.spark.databases.mariadb.SESSION`: backslashes escape.
+# `dualwrite.sinks.spark.databases.mariadb_sessions.SESSION`: backslashes escape.
 
 # Ends the shown type of a column in which the server replaces NULL by a value of its own.
 NULL_REPLACED: Final = " NOT NULL"
