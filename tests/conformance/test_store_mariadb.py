@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pymysql
@@ -15,6 +15,7 @@ from sqlalchemy import Connection, create_engine, exc, make_url, text
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError, IllegalStateError, TransactionAborted, TransactionInDoubt, Unavailable
+from dualwrite.protocol.message import Message
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.process import DatabaseVerdict
 from dualwrite.protocol.values import Decision
@@ -512,6 +513,28 @@ def logging_database(logging_server: EmbeddedMariaDB) -> Iterator[Database]:
     made = prepare("mariadb", logging_server.create_database())
     yield made
     made.dispose()
+
+
+@pytest.mark.parametrize(("size", "fits"), [(500_000, True), (600_000, False)])
+def test_a_message_that_does_not_fit_into_a_packet_is_no_lost_connection(
+    logging_database: Database, size: int, fits: bool
+) -> None:
+    database, store = logging_database, logging_database.store()
+    claimed = database.claim(store, "large")
+    before = database.query("SELECT @@global.max_allowed_packet")[0][0]
+    database.execute(f"SET GLOBAL max_allowed_packet = {1 << 20}")
+    store.engine.dispose()  # a session keeps its own limit
+    try:
+        with store.engine.connect() as connection:
+            store.begin(connection)
+            seen = store.outbox.read_first(connection, "large", "large")
+            decision = Decision("large", claimed.incarnation, waits=seen.next_decision)
+            message = Message.checked("t", b"\0" * size, max_bytes=2**30)
+            with nullcontext() if fits else pytest.raises(TransactionAborted, match="max_allowed_packet is 1048576"):
+                assert store.outbox.decide(connection, decision, "large", [message])[0]
+            store.rollback(connection)
+    finally:
+        database.execute(f"SET GLOBAL max_allowed_packet = {before}")
 
 
 @pytest.mark.parametrize(

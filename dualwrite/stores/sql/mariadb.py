@@ -393,6 +393,7 @@ class MariaDB(Dialect):
         if statement.execute(connection, bound)[1] != 1:
             return None
         if put is not None:
+            _require_room(connection, put)
             put_rows(connection, put)
             return ()
         idle_ms = bound["idle_ms_"]
@@ -508,6 +509,27 @@ class MariaDB(Dialect):
 
     def certainly_rolled_back(self, driver: DBAPIConnection, error: BaseException) -> bool:
         return number_of(getattr(error, "orig", None)) in _CERTAIN or not queries_of(driver).commit_sent
+
+
+_SURELY_FIT: Final = 400_000
+_BESIDE: Final = 4096
+"""More than an INSERT takes beside the bytes of a message."""
+
+
+def _require_room(connection: Connection, put: Put) -> None:
+    """Refuse a message that does not fit into a packet: the server would end the connection, as if that were lost."""
+    sizes = [sum(len(part) for part in row[2:5] if part) for row in put.rows]
+    largest = max(sizes, default=0)
+    if largest <= _SURELY_FIT:
+        return
+    most = int(connection.exec_driver_sql("SELECT @@session.max_allowed_packet").scalar() or 0)
+    if 2 * largest + _BESIDE > most:  # PyMySQL sends bytes as hexadecimal digits
+        raise TransactionAborted(
+            f"a message of {largest} bytes for topic {put.rows[sizes.index(largest)].topic!r} cannot wait in the database: "
+            f"the server's max_allowed_packet is {most}, and each byte may take two",
+            transactional_id=put.transactional_id,
+            next_step="raise max_allowed_packet on the server",
+        )
 
 
 def _change(connection: Connection, settings: Mapping[str, str]) -> None:
