@@ -29,6 +29,7 @@ from dualwrite.sinks.spark.quarantine import Sieve, over_limit
 from dualwrite.sinks.spark.sendable import awaited
 from dualwrite.sinks.spark.worker import PREPARED_TOO_LONG_AGO, AlreadyWritten, Attempt, destination_of, servers
 from dualwrite.sinks.spark.writing import Progress, shown, write_rows
+from dualwrite.stores.sql.dialect import DECIDES_NOTHING
 from dualwrite.stores.sql.drivers import name_of
 from dualwrite.stores.sql.ledger import WHOLE_BATCH
 from dualwrite.telemetry import observer_if_loaded
@@ -483,7 +484,7 @@ def _prepare(
 
             with (
                 attempt.observed(place) as observer,
-                attempt.engine.connect() as connection,
+                attempt.engine.connect().execution_options(**DECIDES_NOTHING) as connection,
                 DualWrite(
                     place.lane,
                     place.context,

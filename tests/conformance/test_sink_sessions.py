@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import pymysql
 import pytest
 from harness.databases import Database, prepared
-from sqlalchemy import Connection, Engine, make_url, text
+from sqlalchemy import Connection, Engine, exc, make_url, text
 
+from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.values import Decision
 from dualwrite.sinks.spark.databases.mariadb_sessions import SQL_MODE, execute_ddl, own_engine
+from dualwrite.stores.sql.dialect import DECIDES_NOTHING
 from dualwrite.stores.sql.mariadb import is_mariadb
 from dualwrite.stores.sql.store import SqlStateStore
 
@@ -87,3 +89,18 @@ def test_what_is_left_open_is_rolled_back_as_ever(engine: Engine, mariadb: Datab
     with engine.connect() as connection:
         execute_ddl(connection, "DROP TABLE made")
     assert mariadb.query("SELECT id FROM orders") == []
+
+
+def test_what_is_handed_over_undecided_has_no_savepoint_and_cannot_decide(engine: Engine, mariadb: Database) -> None:
+    store = SqlStateStore(engine)
+    row = mariadb.claim(store, "orders")
+    with engine.connect().execution_options(**DECIDES_NOTHING) as connection:
+        store.begin(connection)
+        connection.execute(text("INSERT INTO orders (id) VALUES (1)"))
+        with pytest.raises(IllegalStateError, match="handed over undecided"):
+            store.decide(connection, Decision("orders", row.incarnation, prepared(row.incarnation)))
+        with pytest.raises(exc.OperationalError, match="SAVEPOINT dualwrite_transaction does not exist"):
+            connection.exec_driver_sql("RELEASE SAVEPOINT dualwrite_transaction")
+        store.commit(connection)
+    assert mariadb.query("SELECT id FROM orders") == [(1,)]
+    assert not store.read(["orders"])[0].prepared.has_transaction

@@ -214,7 +214,7 @@ class Stream:
         pytest.param("postgresql", "staging", Asked(40, 6, 39, 30), Asked(10, 2, 10, 12), id="staging"),
         pytest.param("postgresql", "prepared", Asked(40, 8, 39, 30), Asked(10, 4, 10, 12), id="prepared"),
         pytest.param("postgresql", "foreach_batch", Asked(37, 8, 36, 20), Asked(10, 3, 10, 12), id="foreach_batch"),
-        pytest.param("mariadb", "staging", Asked(39, 8, 39, 30), Asked(11, 3, 11, 12), id="staging-mariadb",
+        pytest.param("mariadb", "staging", Asked(38, 8, 38, 30), Asked(10, 3, 10, 12), id="staging-mariadb",
                      marks=pytest.mark.mariadb),
         pytest.param("mariadb", "foreach_batch", Asked(40, 8, 40, 20), Asked(16, 3, 16, 12), id="foreach_batch-mariadb",
                      marks=pytest.mark.mariadb),

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from dualwrite.stores.sql.waiting_rows import Asked, Put
 
 
+DECIDES_NOTHING: Final = {"dualwrite_decides_nothing": True}
+"""Execution options of a connection for a dual write that is handed over undecided: it needs no guard of a decision."""
+
+
 class Standing(Enum):
     """The status of a transaction, as the driver knows it without asking the server."""
 

@@ -35,7 +35,7 @@ from dualwrite.stores.sql.access import (
     number_of,
     version_of,
 )
-from dualwrite.stores.sql.dialect import Dialect, Identity, Standing, driver_of, put_rows
+from dualwrite.stores.sql.dialect import DECIDES_NOTHING, Dialect, Identity, Standing, driver_of, put_rows
 from dualwrite.stores.sql.drivers import (
     WATCHDOG,
     Watch,
@@ -314,8 +314,9 @@ class MariaDB(Dialect):
     def _mark(self, connection: Connection, driver: DBAPIConnection, *, joined_late: bool = False) -> None:
         queries = queries_of(driver)
         queries.begin()
-        execute_below(connection, f"SAVEPOINT {_SAVEPOINT}")
-        connection.info[_MARKED] = True
+        if not _decides_nothing(connection):
+            execute_below(connection, f"SAVEPOINT {_SAVEPOINT}")
+            connection.info[_MARKED] = True
         # A statement before the dual write may have opened a savepoint past SQLAlchemy.
         queries.doubtful = joined_late
         queries.watch()
@@ -388,6 +389,8 @@ class MariaDB(Dialect):
     ) -> Sequence[object] | None:
         """Nothing is deferred; COMMIT has no limit."""
         del deferred_of
+        if _decides_nothing(connection):
+            raise IllegalStateError("this transaction was begun to be handed over undecided")
         if not decides:
             return statement.execute(connection, bound)[0]
         if statement.execute(connection, bound)[1] != 1:
@@ -530,6 +533,10 @@ def _require_room(connection: Connection, put: Put) -> None:
             transactional_id=put.transactional_id,
             next_step="raise max_allowed_packet on the server",
         )
+
+
+def _decides_nothing(connection: Connection) -> bool:
+    return DECIDES_NOTHING.keys() <= connection.get_execution_options().keys()
 
 
 def _change(connection: Connection, settings: Mapping[str, str]) -> None:
