@@ -63,8 +63,8 @@ def write_batch(df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings
 
     Raises:
         ConfigurationError: A setting, a column, the table, the topic or a right does not fit; the DataFrame may give other
-            rows when it is computed again; or the batch was begun with another number of partitions, or for another
-            destination. This call wrote no row.
+            rows when it is computed again; or the batch was begun for another destination, or is written in part with another
+            number of partitions. This call wrote no row.
         DecidedTransactionLost, OutcomeUnverifiable: Rows are in the database, and Kafka aborted their messages, or the
             outcome cannot be verified. The loss is recorded.
         Unavailable: A server does not answer. Run the batch again.

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -190,14 +191,21 @@ class BatchJob(DriverSide):
         """Record the batch's destination, sources and number of partitions, before any partition is written.
 
         Returns the numbers of the partitions that are written. It refuses a batch that was begun earlier for another
-        destination, or with another number of partitions.
+        destination; and if some are written, another number of partitions.
         """
+        assert self.run is not None
         written: Sequence[int] = ()
         if partition_count:
             sink, batch_id, destination = self._options.sink, self._batch_id, self._destination()
             with self._transaction() as connection:
                 self._ledger.begin(
-                    connection, sink, batch_id, destination, partition_count=partition_count, sources=sources
+                    connection,
+                    sink,
+                    batch_id,
+                    destination,
+                    partition_count=partition_count,
+                    sources=sources,
+                    run=partial(self._runs.require, run=self.run),
                 )
                 written = list(self._ledger.partitions(connection, sink, batch_id))
             self._begun_partitions = partition_count

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 from harness.databases import Database, Thread, wait_until_blocked
 from sqlalchemy import Connection, text
 
-from dualwrite.errors import ConfigurationError, TransactionAborted
+from dualwrite.errors import ConfigurationError, Fenced, TransactionAborted
 from dualwrite.protocol.batches import Destination, Way
-from dualwrite.stores.sql.ledger import WHOLE_BATCH, Ledger, WrittenPartition
+from dualwrite.stores.sql.ledger import WHOLE_BATCH, Ledger, Run, Runs, WrittenPartition
 
 COUNTS = {"row_count": 10, "message_count": 20, "partition_count": 4}
 ORDERS = Destination(Way.PARTITIONS, "orders", "orders", "cluster")
@@ -92,6 +93,28 @@ def test_a_changed_number_of_partitions_is_refused(database: Database, ledger: L
     with pytest.raises(ConfigurationError, match="4 partitions and now has 5") as caught:
         ledger.begin(connection, "sink", "batch", ORDERS, partition_count=5)
     assert "repartition(4" in str(caught.value)
+
+
+def test_until_a_partition_is_written_the_run_that_may_write_changes_their_number(
+    database: Database, ledger: Ledger, connection: Connection
+) -> None:
+    runs = Runs(database.engine(), database.schema)
+    former, present = runs.present("sink", "batch"), runs.replace("sink", "batch")
+    assert present is not None
+
+    def begin(count: int, run: Run) -> None:
+        ledger.begin(connection, "sink", "batch", ORDERS, partition_count=count, run=partial(runs.require, run=run))
+
+    ledger.begin(connection, "sink", "batch", ORDERS, partition_count=4)
+    with pytest.raises(Fenced):
+        begin(5, former)
+    assert ledger.started(connection, "sink", "batch") == 4
+    begin(5, present)
+    assert ledger.require(connection, "sink", "batch", ORDERS) == 5
+    ledger.insert(connection, "sink", "batch", 3, **{**COUNTS, "partition_count": 5})
+    with pytest.raises(ConfigurationError, match="5 partitions and now has 4"):
+        begin(4, present)
+    begin(5, former)  # asks for nothing that another run has not begun
 
 
 def test_what_is_known_of_the_rows_of_partitions(ledger: Ledger, connection: Connection) -> None:

@@ -100,12 +100,23 @@ def test_a_shuffled_dataframe_is_written_as_adaptive_execution_cuts_it(spark, nu
     assert report.partitions == numbers.execute("SELECT max(partition_count) FROM dualwrite_ledger")[0][0]
 
 
-def test_the_number_of_partitions_is_kept_although_none_was_written(spark, numbers):
+def test_a_batch_of_which_nothing_is_written_may_be_cut_otherwise(spark, numbers):
     with BatchJob(SinkOptions(**numbers.settings), "1") as batch:
         batch.plan(numbered(spark).schema)
         batch.begin(7)
-    with pytest.raises(ConfigurationError, match=r"begun with 7 partitions and now has 4.*repartition\(7"):
-        write_batch(numbered(spark), batch_id="1", **numbers.settings)
+    assert write_batch(numbered(spark), batch_id="1", **numbers.settings).partitions == 4
+    numbers.verify()
+    with pytest.raises(ConfigurationError, match=r"begun with 4 partitions and now has 7.*repartition\(4"):
+        write_batch(numbered(spark, partitions=7), batch_id="1", **numbers.settings)
+    numbers.verify()
+
+
+def test_a_task_of_a_run_that_was_cut_otherwise_writes_nothing(spark, numbers):
+    df = numbered(spark, partitions=7)
+    former = foreach_partition(df, batch_id="1", **numbers.settings)
+    foreach_partition(numbered(spark), batch_id="1", **numbers.settings)
+    with pytest.raises(SPARKS_ERRORS, match="was given up, or another one has begun"):
+        df.foreachPartition(former)
     numbers.verify(0)
 
 

@@ -195,25 +195,29 @@ class Ledger:
         *,
         partition_count: int = 1,
         sources: str | None = None,
+        run: Callable[[Connection], None] | None = None,
     ) -> bool:
         """Record a batch's destination before any part is written, or compare it with the recorded one.
 
         Until the transaction ends, no other run of the batch begins or decides. The batch no longer counts as failed. A
         connection is inside a transaction, at READ COMMITTED on PostgreSQL; an engine gives it a transaction of its own.
-        `sources`, for display, says what the batch is made of; its first run records it.
+        `sources`, for display, says what the batch is made of; its first run records it. `run` is :meth:`Runs.require` of the
+        run that begins: while no partition is written, it may have another number of them. Without it, a task of another run
+        could be writing one by the former number.
 
         Returns:
             Whether the batch is written as a whole, and committed.
 
         Raises:
-            ConfigurationError: The batch has another destination, was written in another way, or was begun with another
-                number of partitions; a name cannot be a key; or as all methods.
+            ConfigurationError: The batch has another destination, was written in another way, or has another number of
+                partitions than those of which some are written; a name cannot be a key; or as all methods.
+            Fenced: Raised by `run`.
         """
         check_name(sink, "the name of a sink")
         check_name(batch_id, "the name of a batch")
         with self._on(database) as connection:
             is_written = self._begin(
-                connection, sink, batch_id, destination, partition_count=partition_count, sources=sources
+                connection, sink, batch_id, destination, partition_count=partition_count, sources=sources, run=run
             )
         if not is_written:
             failpoints.hit("ledger.checked")
@@ -228,6 +232,7 @@ class Ledger:
         *,
         partition_count: int,
         sources: str | None,
+        run: Callable[[Connection], None] | None,
     ) -> bool:
         bound = {"sink_": sink, "batch_": batch_id}
         insert = dialect_of(connection.engine).insert_if_missing(self._ledger)
@@ -250,10 +255,16 @@ class Ledger:
                 connection, bound, destination=destination.text(), partition_count=partition_count, failed_at=None
             )
             return recorded.whole_written
+        changes: dict[str, object] = {"failed_at": None} if failed else {}
         if destination.way is Way.PARTITIONS:
-            check_partition_count(sink, batch_id, connection.scalar(self._started, bound), partition_count)
-        if failed:
-            self._change_begun(connection, bound, failed_at=None)
+            started = connection.scalar(self._started, bound)
+            if started != partition_count and run is not None:
+                run(connection)  # first: from here on nobody else writes a partition
+                if not self.partitions(connection, sink, batch_id):
+                    started, changes["partition_count"] = partition_count, partition_count
+            check_partition_count(sink, batch_id, started, partition_count)
+        if changes:
+            self._change_begun(connection, bound, **changes)
         return recorded.whole_written
 
     def beginning(
