@@ -271,6 +271,16 @@ class Connections:
         """The ids of all brokers, asked now. Raises as :meth:`metadata`."""
         return [broker.node_id for broker in self.metadata((), deadline).brokers]
 
+    def has_just_answered(self, node: int) -> bool:
+        """Whether the broker has answered all that it was asked on a connection that is open, a moment ago."""
+        connection = self._connections.get(node)
+        return (
+            connection is not None
+            and connection.is_open
+            and not connection.in_flight
+            and now_s() - connection.used_at < LOOK_AFTER_S
+        )
+
     # Requests whose answers are taken later.
 
     def post(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from dualwrite.clock import Deadline
+from dualwrite.clock import Deadline, now_s
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.interfaces import Closing
 from dualwrite.kafka.brokers import Brokers, Connections, NotYet, answers_of_all, until_answered, until_known, verdict
@@ -84,6 +84,7 @@ class KafkaCoordinator(Closing):
         self._coordinators = Coordinators(self.brokers)
         self._topics: Topics = like._topics if like is not None and one_thread else Topics(self.brokers)  # noqa: SLF001 - its own class
         self._held_back = HeldBack()
+        self._noted: dict[str, tuple[float, int | None]] = {}
 
     def close(self) -> None:
         """Close the connections. Idempotent; in a forked process it leaves the parent's connections alone."""
@@ -103,7 +104,10 @@ class KafkaCoordinator(Closing):
         return until_known(ask, deadline, "report its cluster id")
 
     def max_transaction_timeout_ms(self, deadline: Deadline) -> int | None:
-        """The smallest ``transaction.max.timeout.ms`` of all brokers; None if we may not read it."""
+        """The smallest ``transaction.max.timeout.ms`` of all brokers; None if we may not read it.
+
+        As it was at most ten seconds ago: a writer that opens many lanes asks once.
+        """
 
         def ask() -> int | NotYet | None:
             found = []
@@ -121,7 +125,7 @@ class KafkaCoordinator(Closing):
                         found.append(int(value))
             return min(found)
 
-        return until_known(ask, deadline, f"report its {TIME_LIMIT}")
+        return self._lately(TIME_LIMIT, ask, deadline)
 
     def describe(self, kafka_ids: Collection[str], deadline: Deadline) -> Mapping[str, TransactionView]:
         """The coordinator's view of each id; an unknown id has the status ``NO_SUCH_ID``. Source: KIP-664."""
@@ -185,7 +189,8 @@ class KafkaCoordinator(Closing):
     def transaction_version(self, deadline: Deadline) -> int:
         """The cluster's finalized ``transaction.version``: from 2 on, every transaction has an epoch of its own (KIP-890).
 
-        0 if the cluster has not finalized one. While it is being raised or lowered, the lowest of the brokers' answers.
+        0 if the cluster has not finalized one. While it is being raised or lowered, the lowest of the brokers' answers, as they
+        were at most ten seconds ago.
         """
 
         def ask() -> int | NotYet:
@@ -197,7 +202,18 @@ class KafkaCoordinator(Closing):
                 found.append(levels.get(_TRANSACTION_VERSION, 0))
             return min(found)
 
-        return until_known(ask, deadline, f"report its {_TRANSACTION_VERSION}")
+        return self._lately(_TRANSACTION_VERSION, ask, deadline) or 0
+
+    def _lately(self, name: str, ask: Callable[[], int | NotYet | None], deadline: Deadline) -> int | None:
+        """What all brokers have answered in the last ten seconds, or answer now."""
+        noted_at, value = self._noted.get(name, (-_LATELY_S, None))
+        if now_s() - noted_at < _LATELY_S:
+            return value
+        asked_at = now_s()
+        value = until_known(ask, deadline, f"report its {name}")
+        if value is not None:  # a right that is missing may be granted at any time
+            self._noted[name] = asked_at, value
+        return value
 
     def retire(
         self, kafka_ids: Collection[str], deadline: Deadline, *, timeouts_ms: Mapping[str, int] | None = None
@@ -558,6 +574,7 @@ def _write_right(kafka_id: str) -> str:
 # Questions about native transactions (transaction version 2): whether the cluster has them, and where they are open.
 
 _TRANSACTION_VERSION: Final = "transaction.version"
+_LATELY_S: Final = 10.0
 
 
 def _producers_now(

@@ -459,17 +459,17 @@ def choose_transaction_timeout_ms(
 
 
 def warn_if_bounded(
-    requested_ms: int | None, broker_maximum_ms: int | None, chosen_ms: int, *, cluster_id: str, transactional_id: str
+    requested_ms: int | None, broker_maximum_ms: int | None, chosen_ms: int, *, servers: str, transactional_id: str
 ) -> None:
-    """Warn, once per process and cluster, if the broker and not the user limits the guarantee."""
+    """Warn, once per process and bootstrap servers, if the broker and not the user limits the guarantee."""
     finding = time_limit(requested_ms, broker_maximum_ms, chosen_ms, greatest_ms=GREATEST_TIMEOUT_MS)
-    if finding.status is Status.WARNING and is_news("time limit", cluster_id):
+    if finding.status is Status.WARNING and is_news("time limit", servers):
         logger.warning("%s: %s; %s", transactional_id, finding, finding.remedy)
 
 
-def log_that_unlimited(how: str, *, cluster_id: str, transactional_id: str) -> None:
-    """Log, once per process, cluster and way, that the broker never ends a transaction by itself."""
-    if is_news(how, cluster_id):
+def log_that_unlimited(how: str, *, servers: str, transactional_id: str) -> None:
+    """Log, once per process, bootstrap servers and way, that the broker never ends a transaction by itself."""
+    if is_news(how, servers):
         logger.info("%s: the brokers set no time limit to transactions (%s)", transactional_id, how)
 
 
@@ -482,13 +482,17 @@ def is_news(what: str, of: str = "") -> bool:
 
 
 def agree_on_transaction_timeout_ms(
-    coordinator: TransactionCoordinator, requested_ms: int | None, transactional_id: str, deadline: Deadline
+    coordinator: TransactionCoordinator,
+    requested_ms: int | None,
+    transactional_id: str,
+    deadline: Deadline,
+    *,
+    servers: str,
 ) -> int:
     """Ask the brokers for their maximum, choose the timeout, and warn if it is short."""
     maximum_ms = coordinator.max_transaction_timeout_ms(deadline)
     chosen_ms = choose_transaction_timeout_ms(requested_ms, maximum_ms)
-    cluster_id = coordinator.cluster_id(deadline)
-    warn_if_bounded(requested_ms, maximum_ms, chosen_ms, cluster_id=cluster_id, transactional_id=transactional_id)
+    warn_if_bounded(requested_ms, maximum_ms, chosen_ms, servers=servers, transactional_id=transactional_id)
     return chosen_ms
 
 

@@ -91,7 +91,9 @@ class ProducerInstance(ProducerEngine):
     @verb
     def open(self, event: ProducerEvent, asked_timeout_ms: int | None, deadline: Deadline) -> int:
         """Make and initialise the librdkafka instance: aborts an ongoing transaction and fences earlier producers."""
-        timeout_ms = agree_on_transaction_timeout_ms(self._coordinator, asked_timeout_ms, self._id, deadline)
+        timeout_ms = agree_on_transaction_timeout_ms(
+            self._coordinator, asked_timeout_ms, self._id, deadline, servers=self._config.listener[0]
+        )
         settings = producer_settings(self._config, self._id, timeout_ms, bulk=self.bulk)
         try:
             self._handle = self._make_handle(settings, self._id, deadline)

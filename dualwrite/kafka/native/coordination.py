@@ -169,7 +169,7 @@ class CoordinatorRequests:
     def _reach(self, coordinator: _Coordinator, deadline: Deadline) -> int | Answered | NotYet:
         """Find a coordinator that answers: silence then no longer means that there is no connection to it."""
         found = self._find(coordinator, deadline)
-        if isinstance(found, int):
+        if isinstance(found, int) and not self._brokers.has_just_answered(found):
             try:
                 self._brokers.metadata((), deadline, node=found)
             except NotYet as reason:
@@ -288,10 +288,10 @@ def initialise(requests: CoordinatorRequests, ways: Sequence[Attempt], deadline:
 
 
 def log_time_limit(
-    granted: Attempt, requested_ms: int | None, broker_maximum_ms: int | None, *, cluster_id: str, transactional_id: str
+    granted: Attempt, requested_ms: int | None, broker_maximum_ms: int | None, *, servers: str, transactional_id: str
 ) -> None:
-    """Log, once per process and cluster, whether transactions have a time limit that the user has not asked for."""
-    named = {"cluster_id": cluster_id, "transactional_id": transactional_id}
+    """Log, once per process and bootstrap servers, whether transactions have a time limit that the user has not asked for."""
+    named = {"servers": servers, "transactional_id": transactional_id}
     if granted.timeout_ms == NEVER_MS:
         how = "two-phase commit" if granted.two_phase else f"transaction.timeout.ms={NEVER_MS}"
         log_that_unlimited(how, **named)

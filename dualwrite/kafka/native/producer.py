@@ -167,9 +167,9 @@ class NativeInstance(ProducerEngine):
         if refused := refusal_of_two_phase(initialised, self._id):
             self._raise(Failure(refused, ProducerEvent.DOUBT))
         self._ids = self._answered(initialised.answered, Phase.INIT).ids
-        cluster_id = self._coordinator.cluster_id(deadline)
         granted = initialised.granted
-        log_time_limit(granted, asked_timeout_ms, maximum_ms, cluster_id=cluster_id, transactional_id=self._id)
+        servers = self._config.listener[0]
+        log_time_limit(granted, asked_timeout_ms, maximum_ms, servers=servers, transactional_id=self._id)
         self._renews = self._ids[1] < _EPOCHS
         self.machine.apply(event)
         self.log.info("ready as producer %d:%d, native transactions", *self._ids)
@@ -271,9 +271,14 @@ class NativeInstance(ProducerEngine):
     def _take_all(self, topic: str, taking: Iterator[None]) -> None:
         assert self._filling is not None
         self._begin_writing()
+        core = self._open.core
+        resumed_at = core.queued_bytes
         try:
             for _ in taking:
-                self._resume(self._filling)
+                # One request for the partitions of a broker: each further one costs it an entry in the transaction's log, too.
+                if core.queued_bytes >= resumed_at + core.limits.request_bytes or self._filling.is_full:
+                    self._resume(self._filling)
+                    resumed_at = core.queued_bytes
                 self._begin_writing()
         except Unsendable as error:
             self.refuse(error, topic)

@@ -101,6 +101,11 @@ class SimulatedBrokers:
             name=name, error_code=ErrorCode.NONE, topic_id=_bytes(known), partitions=partitions, operations=0
         )
 
+    def has_just_answered(self, node: int) -> bool:
+        """Whether a connection to the broker is known to be open: there are none."""
+        del node
+        return False
+
     def nodes(self, deadline: Deadline) -> list[int]:
         """The brokers that may know a topic: one."""
         del deadline

@@ -145,6 +145,22 @@ def test_a_request_gets_its_answer(connections, broker):
     assert broker.accepted == 2  # one for the addresses, one for the broker by its id
 
 
+def test_a_broker_has_just_answered_if_its_connection_is_open_and_nothing_is_outstanding(
+    connections, broker, monkeypatch
+):
+    assert not connections.has_just_answered(0)
+    end(connections)
+    assert connections.has_just_answered(0)
+    monkeypatch.setattr(brokers_module, "LOOK_AFTER_S", 0.0)
+    assert not connections.has_just_answered(0)
+    monkeypatch.undo()
+    broker.answers[END_TXN] = lambda _: None
+    connections.post(0, EndTxn("id", (7, 3), committed=True), [].append)
+    assert not connections.has_just_answered(0)
+    connections.close()
+    assert not connections.has_just_answered(0)
+
+
 def test_several_requests_are_in_flight_and_get_their_own_answers(connections, broker):
     numbers = count(1)
     broker.answers[END_TXN] = lambda _: struct.pack(">BihqhB", 0, 0, 0, next(numbers), 4, 0)

@@ -54,9 +54,9 @@ def warnings(caplog, monkeypatch):
     return caplog
 
 
-def test_a_broker_that_bounds_the_guarantee_is_warned_of_once_for_each_cluster(warnings):
-    for cluster in ("a", "a", "b"):
-        warn_if_bounded(None, 900_000, 900_000, cluster_id=cluster, transactional_id="tx")
+def test_a_broker_that_bounds_the_guarantee_is_warned_of_once_for_each_of_its_addresses(warnings):
+    for servers in ("a", "a", "b"):
+        warn_if_bounded(None, 900_000, 900_000, servers=servers, transactional_id="tx")
     assert len(warnings.records) == 2
     text = warnings.records[0].getMessage()
     for said in ("tx", "900 s", "LOST", f"transaction.max.timeout.ms={NEVER_MS}"):
@@ -64,11 +64,11 @@ def test_a_broker_that_bounds_the_guarantee_is_warned_of_once_for_each_cluster(w
 
 
 def test_the_warning_says_that_the_brokers_setting_could_not_be_read(warnings):
-    warn_if_bounded(None, None, 900_000, cluster_id="a", transactional_id="tx")
+    warn_if_bounded(None, None, 900_000, servers="a", transactional_id="tx")
     assert "cannot be read" in warnings.records[0].getMessage()
 
 
 @pytest.mark.parametrize(("requested", "chosen"), [(60_000, 60_000), (None, GREATEST_TIMEOUT_MS)])
 def test_the_users_own_choice_and_the_greatest_are_not_warned_of(warnings, requested, chosen):
-    warn_if_bounded(requested, NEVER_MS, chosen, cluster_id="a", transactional_id="tx")
+    warn_if_bounded(requested, NEVER_MS, chosen, servers="a", transactional_id="tx")
     assert not warnings.records

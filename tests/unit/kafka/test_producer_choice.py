@@ -9,6 +9,7 @@ from simulator.outside import SimulatedCoordinator
 
 from dualwrite.clock import Deadline
 from dualwrite.errors import ConfigurationError
+from dualwrite.kafka import coordinator as coordinators
 from dualwrite.kafka import engine as engines
 from dualwrite.kafka.config import KafkaConfig, wanted_engine
 from dualwrite.kafka.producer import choose_engine
@@ -82,3 +83,35 @@ def test_a_name_that_is_none_is_refused(monkeypatch):
     monkeypatch.setenv("DUALWRITE_PRODUCER_ENGINE", "java")
     with pytest.raises(ConfigurationError, match="no producer engine 'java'"):
         chosen("auto", 2)
+
+
+class Features:
+    """Two brokers with a transaction version each; counts how often they are asked. In place of ``Brokers``."""
+
+    def __init__(self, *versions):
+        self.versions, self.asked = list(versions), 0
+
+    def __call__(self, *_, **__):
+        return self
+
+    def nodes(self, _deadline):
+        return list(range(len(self.versions)))
+
+    def exchange(self, requests, _deadline):
+        self.asked += 1
+        return [(0, {"transaction.version": self.versions[node]}) for node, _ in requests]
+
+
+def test_the_version_is_asked_for_once_in_ten_seconds(monkeypatch):
+    features, at = Features(2, 2), [1.0]
+    monkeypatch.setattr(coordinators, "Brokers", features)
+    monkeypatch.setattr(coordinators, "now_s", lambda: at[0])
+    coordinator = coordinators.KafkaCoordinator(KafkaConfig.parse(SERVERS))
+    assert [coordinator.transaction_version(Deadline(1)) for _ in range(3)] == [2, 2, 2]
+    features.versions = [1, 2]
+    at[0] = 10.9
+    assert coordinator.transaction_version(Deadline(1)) == 2
+    assert features.asked == 1
+    at[0] = 11.0
+    assert coordinator.transaction_version(Deadline(1)) == 1
+    assert features.asked == 2

@@ -36,8 +36,9 @@ class Time:
 class ScriptedBrokers:
     """Answers each request to a coordinator with the next code of the script, and all after its end with silence."""
 
-    def __init__(self, *codes, found=(), away=()):
+    def __init__(self, *codes, found=(), away=(), answering=()):
         self.codes, self.found, self.away = list(codes), list(found), away
+        self.answering = answering
         self.reached = []
         self.sent = []
         self.looked_up = 0
@@ -54,6 +55,9 @@ class ScriptedBrokers:
         self.reached.append(node)
         if node in self.away:
             raise NotYet("away")
+
+    def has_just_answered(self, node):
+        return node in self.answering
 
     def ask(self, node, request, _deadline):
         self.sent.append((node, request))
@@ -106,6 +110,13 @@ def test_a_new_producer_is_asked_for_where_the_coordinator_answers():
     assert answered.code == Code.NONE
     assert brokers.reached == [101, 102, 103]
     assert [node for node, _ in brokers.sent] == [103]
+
+
+def test_a_coordinator_that_has_just_answered_is_not_asked_whether_it_does():
+    answered, brokers = asked(Request.INIT_PRODUCER_ID, Code.NONE, answering=(101,))
+    assert answered.code == Code.NONE
+    assert brokers.reached == []
+    assert [node for node, _ in brokers.sent] == [101]
 
 
 @pytest.mark.parametrize("request_", [Request.END_TXN, Request.TXN_OFFSET_COMMIT])

@@ -134,11 +134,11 @@ def log(caplog, monkeypatch):
 )
 def test_the_time_limit_is_told_once(log, granted, said):
     for _ in range(2):
-        log_time_limit(granted, None, DEFAULT_MS, cluster_id="cluster", transactional_id="orders")
+        log_time_limit(granted, None, DEFAULT_MS, servers="cluster", transactional_id="orders")
     [line] = log.records
     assert said in line.getMessage()
 
 
 def test_the_users_own_timeout_is_not_warned_of(log):
-    log_time_limit(Attempt(60_000), 60_000, DEFAULT_MS, cluster_id="cluster", transactional_id="orders")
+    log_time_limit(Attempt(60_000), 60_000, DEFAULT_MS, servers="cluster", transactional_id="orders")
     assert not log.records

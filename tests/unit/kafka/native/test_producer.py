@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 from harness.simulated import TOPIC, simulated
 from simulator import environment, scheduler
@@ -36,7 +37,9 @@ from dualwrite.errors import (
     Unavailable,
 )
 from dualwrite.kafka.config import KafkaConfig
+from dualwrite.kafka.native import arrow
 from dualwrite.kafka.native import producer as instance
+from dualwrite.kafka.native.sender import Sender
 from dualwrite.kafka.producer import LaneProducer
 from dualwrite.protocol.lives import ProducerState
 from dualwrite.protocol.prepared_state import Engine
@@ -230,6 +233,29 @@ def test_the_states_offsets_are_those_of_its_own_transaction(kafka):
 
     [first] = kafka.run(work).first_offsets
     assert first.offset == 2  # behind "a" and its marker
+
+
+@pytest.mark.parametrize(("rows", "requests"), [(10, [20]), (30, [23, 45, 60])])
+def test_columns_are_sent_once_they_fill_a_request_and_at_their_end(kafka, monkeypatch, rows, requests):
+    sent = []
+    pump = Sender.pump
+
+    def counted(sender):
+        sent.append(sender._core.queued_messages)
+        pump(sender)
+
+    monkeypatch.setattr(Sender, "pump", counted)
+    monkeypatch.setattr(arrow, "_PIECE_BYTES", 1000)
+
+    def work(sending):
+        sending.init_transactions()
+        sending.begin_transaction()
+        values, partitions = pa.array([b"x" * 90] * 2 * rows), pa.array([0, 1] * rows)
+        sending.produce_arrow(TOPIC, values, partitions=partitions)
+        sending.prepare_transaction()
+
+    kafka.run(work, **{"message.max.bytes": 2000})
+    assert sent == requests
 
 
 def test_a_transaction_without_messages_sends_nothing(kafka):
